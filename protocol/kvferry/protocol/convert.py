@@ -1,0 +1,66 @@
+"""From plain objects and bytes to typed messages, with errors that name the field."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from kvferry.protocol.errors import InputError
+
+T = TypeVar("T")
+
+_AT = re.compile(r"^(?P<expected>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+
+
+def as_type(value: object, type_: type[T], error: type[InputError]) -> T:
+    """Convert plain objects (dicts, lists, numbers, text) to `type_`.
+
+    Raises:
+        error: naming the first field that does not fit, its value, and what was expected.
+    """
+    try:
+        return msgspec.convert(value, type_)
+    except msgspec.ValidationError as refused:
+        raise _named(refused, value, error) from None
+
+
+def decode(payload: bytes, decoder: msgspec.msgpack.Decoder[T], max_bytes: int, error: type[InputError]) -> T:
+    """Decode a msgpack message.
+
+    Raises:
+        error: when the message is longer than `max_bytes`, is not msgpack, or does not fit the decoder's type.
+    """
+    if len(payload) > max_bytes:
+        raise error("message", f"{len(payload)} bytes", f"at most {max_bytes} bytes")
+    try:
+        return decoder.decode(payload)
+    except msgspec.ValidationError as refused:
+        raise _named(refused, None, error) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
+        raise error("message", payload[:16], f"well-formed msgpack ({refused})") from None
+
+
+def _named(refused: msgspec.ValidationError, root: object, error: type[InputError]) -> InputError:
+    match = _AT.match(str(refused))
+    path = (match.group("path") if match else None) or ""
+    expected = match.group("expected") if match else str(refused)
+    missing = re.search(r"missing required field `(.+?)`", expected)
+    if missing:
+        field = f"{path}.{missing.group(1)}" if path else missing.group(1)
+        return error(field, "missing", "a value")
+    return error(path or "message", _at_path(root, path), expected)
+
+
+def _at_path(root: object, path: str) -> object:
+    """The value that a msgspec path like `a.b[0][1]` points at, or a word when it cannot be shown."""
+    value = root
+    for key in re.findall(r"[^.\[\]]+", path):
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, (list, tuple)) and key.isdigit() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return "unusable"
+    return "unusable" if value is None and root is None else value

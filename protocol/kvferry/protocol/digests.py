@@ -1,0 +1,128 @@
+"""A chain of digests over everything that decides a prompt's KV cache.
+
+One `kv_transfer_params` object can reach prompts that it was not made for: every prompt of a batched request gets the
+same one, and the next turn of a conversation is tokenised anew. So the producer states which tokens its blocks hold,
+and the consumer takes only the prefix that it shares.
+
+    d[-1] = H("identity", lora, salt)                 one starting point per adapter and cache salt
+    d[i]  = H("chunk", d[i-1], media in chunk i, tokens of chunk i)
+
+`H` is BLAKE2b with 16 bytes of output and the personalisation `kvferry-digest-1`. A chunk is 256 tokens, the last one
+is what is left (1 to 256), so `n` tokens have `ceil(n / 256)` digests. Every variable-length part is preceded by its
+length, so no two inputs share an encoding. Golden vectors: `tests/protocol/test_digests.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CHUNK_TOKENS = 256
+DIGEST_BYTES = 16
+
+_PERSON = b"kvferry-digest-1"
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A multimodal item: its placeholder starts at token `offset`, covers `length` tokens and hashes to `content`."""
+
+    offset: int
+    length: int
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What decides the KV cache of a sequence: its tokens, and what else the model saw.
+
+    Attributes:
+        tokens: token ids, each in [0, 2**32).
+        lora: name of the LoRA adapter, or None.
+        salt: vLLM's `cache_salt`, or None.
+        media: multimodal items in order of their offset.
+    """
+
+    tokens: Sequence[int]
+    lora: str | None = None
+    salt: str | None = None
+    media: tuple[Media, ...] = ()
+
+
+def digest_chain(prompt: Prompt, num_tokens: int | None = None) -> tuple[str, ...]:
+    """The digests of the first `num_tokens` tokens (default: all), as lowercase hexadecimal text.
+
+    Raises:
+        ValueError: a token id outside [0, 2**32), or `num_tokens` beyond the prompt.
+    """
+    count = len(prompt.tokens) if num_tokens is None else num_tokens
+    if not 0 <= count <= len(prompt.tokens):
+        raise ValueError(f"num_tokens is {count}; expected 0 to {len(prompt.tokens)}")
+    tokens = _as_uint32(prompt.tokens[:count])
+    previous = _identity(prompt)
+    chain = []
+    for start in range(0, count, CHUNK_TOKENS):
+        previous = _chunk(previous, prompt.media, start, tokens[start : start + CHUNK_TOKENS])
+        chain.append(previous.hex())
+    return tuple(chain)
+
+
+def shared_tokens(prompt: Prompt, chain: Sequence[str], num_tokens: int) -> int:
+    """How many leading tokens of `prompt` are certain to be those of a sequence of `num_tokens` with these digests.
+
+    The answer is `num_tokens` or a multiple of `CHUNK_TOKENS`: the last boundary up to which every digest is equal.
+    With fewer local tokens than a boundary needs, that boundary does not count.
+
+    Example: 300 equal tokens, then a difference; `num_tokens` 700: boundaries 256, 512, 700; the answer is 256.
+    """
+    tokens = _as_uint32(prompt.tokens[:num_tokens])
+    previous = _identity(prompt)
+    shared = 0
+    for index, expected in enumerate(chain):
+        start = index * CHUNK_TOKENS
+        stop = min(start + CHUNK_TOKENS, num_tokens)
+        if stop > len(tokens) or stop <= start:
+            break
+        previous = _chunk(previous, prompt.media, start, tokens[start:stop])
+        if previous.hex() != expected:
+            break
+        shared = stop
+    return shared
+
+
+def _hash(*parts: bytes) -> bytes:
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES, person=_PERSON)
+    for part in parts:
+        state.update(struct.pack("<Q", len(part)))
+        state.update(part)
+    return state.digest()
+
+
+def _optional(text: str | None) -> bytes:
+    return b"" if text is None else b"=" + text.encode("utf-8", "surrogatepass")
+
+
+def _identity(prompt: Prompt) -> bytes:
+    return _hash(b"identity", _optional(prompt.lora), _optional(prompt.salt))
+
+
+def _chunk(previous: bytes, media: tuple[Media, ...], start: int, tokens: np.ndarray) -> bytes:
+    stop = start + len(tokens)
+    seen = [item for item in media if item.offset < stop and start < item.offset + item.length]
+    described = b"".join(
+        struct.pack("<QQQ", item.offset, item.length, len(content)) + content
+        for item in seen
+        for content in (item.content.encode("utf-8", "surrogatepass"),)
+    )
+    return _hash(b"chunk", previous, described, tokens.tobytes())
+
+
+def _as_uint32(tokens: Sequence[int]) -> np.ndarray:
+    ids = np.asarray(tokens, dtype=np.int64)
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 2**32):
+        raise ValueError("a token id is outside [0, 2**32)")
+    return ids.astype("<u4")

@@ -1,0 +1,88 @@
+"""The errors of kvferry.
+
+    KvferryError
+    ├── InputError            what a router, a client, a peer, the network or a configuration sent is wrong
+    │   ├── InvalidParams     … in `kv_transfer_params`
+    │   │   └── ForeignParams … which another connector wrote (there is no `kvferry` object in them)
+    │   ├── InvalidMessage    … in a frame of the side channel or a notification
+    │   └── InvalidConfig     … in the configuration of this engine
+    ├── PeerRefused           the other engine answered, and said no
+    ├── HandshakeFailed       no usable answer came from the other engine in time
+    ├── PlanRefused           the two engines cannot be paired (`kvferry.plan`)
+    ├── FabricError           NIXL (`kvferry.worker.fabric`)
+    └── LocalProtocolError    this process did something that its own state machine forbids: a bug in kvferry
+
+An `InputError` names the field, the value that was found and what was expected. It never stops an engine: whoever
+catches it counts it, logs it once and goes on without a transfer (only `InvalidConfig` stops a start).
+"""
+
+from __future__ import annotations
+
+_MAX_SHOWN = 120
+
+
+class KvferryError(Exception):
+    """Base of every error that kvferry raises on purpose."""
+
+
+class InputError(KvferryError):
+    """Something that came from outside is not what it must be.
+
+    Args:
+        field: path of the field, e.g. `kvferry.lease_slot`.
+        value: what was found; shown shortened, so that a hostile value cannot flood a log.
+        expected: what would have been right, in words.
+    """
+
+    what = "input"
+
+    def __init__(self, field: str, value: object, expected: str) -> None:
+        self.field = field
+        self.shown_value = shorten(value)
+        self.expected = expected
+        super().__init__(f"{self.what}: {field} is {self.shown_value}; expected {expected}")
+
+
+class InvalidParams(InputError):
+    """`kv_transfer_params` that cannot be used."""
+
+    what = "kv_transfer_params"
+
+
+class ForeignParams(InvalidParams):
+    """`kv_transfer_params` of another connector: well meant, and of no use here."""
+
+
+class InvalidMessage(InputError):
+    """A frame or notification that cannot be used."""
+
+    what = "message"
+
+
+class InvalidConfig(InputError):
+    """A configuration key or value that cannot be used; stops the start."""
+
+    what = "kv_connector_extra_config"
+
+
+class PeerRefused(KvferryError):
+    """The other engine answered a request with a refusal; the text is its reason."""
+
+
+class HandshakeFailed(KvferryError):
+    """No usable description came from the other engine within the deadline."""
+
+
+class LocalProtocolError(KvferryError):
+    """This process attempted a transition that its own state machine forbids. The state is unchanged."""
+
+
+def shorten(value: object) -> str:
+    """`repr` of a value, cut to a length that is safe to log, without building the repr of a huge container."""
+    if isinstance(value, (list, tuple, dict, set, frozenset, bytes, bytearray, str)) and len(value) > _MAX_SHOWN:
+        return f"{type(value).__name__} of length {len(value)}"
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a hostile __repr__ must not get further than this line
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"

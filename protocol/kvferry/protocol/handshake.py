@@ -1,0 +1,188 @@
+"""The side channel: what two engines tell each other before and beside the RDMA reads.
+
+One ZMQ ROUTER socket per producing engine answers; each frame is one msgpack map with a `type`. The envelope is that
+of a REQ socket: an empty frame, then the message.
+
+    consumer                                     producer
+    Hello{version, engine_id, boot}       →
+                                          ←      EngineDescription | Refused
+    Renew{leases}                         →      (no answer)
+    Release{lease}                        →      (no answer)
+
+Evolution rules: a new field needs a default; a field is never retyped or reused; unknown fields are ignored; a new
+message type is only sent to peers whose `version` knows it; anything else raises `CHANNEL_VERSION`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.protocol.convert import decode
+from kvferry.protocol.errors import InvalidMessage
+from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
+from kvferry.protocol.ids import Address, Hex128, HexEpoch, Positive, Size, SlotIndex, Text
+from kvferry.protocol.seal import SEAL_KEY_BYTES
+
+CHANNEL_VERSION = 1
+MAX_REQUEST_BYTES = 256 << 10
+MAX_REPLY_BYTES = 256 << 20
+MAX_RENEWALS = 4096
+MAX_WORKERS = 4096
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """Asks for the engine's description.
+
+    Attributes:
+        engine_id: whom the asker believes to be talking to.
+        asker: the asking engine, for the answerer's log.
+    """
+
+    version: Positive = CHANNEL_VERSION
+    engine_id: Text
+    asker: Text
+
+
+class LeaseName(msgspec.Struct, frozen=True, kw_only=True):
+    """Which lease is meant. The epoch is the proof: it was random, and only the ticket told it."""
+
+    slot: SlotIndex
+    epoch: HexEpoch
+
+
+class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
+    """These leases are still waited for: each starts its full time anew."""
+
+    boot: Hex128
+    leases: Annotated[tuple[LeaseName, ...], Meta(min_length=1, max_length=MAX_RENEWALS)]
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """These leases are not needed any more; nobody reads under them."""
+
+    boot: Hex128
+    leases: Annotated[tuple[LeaseName, ...], Meta(min_length=1, max_length=MAX_RENEWALS)]
+
+
+Request = Hello | Renew | Release
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be equal for the bytes to mean the same, each under its own name.
+
+    Attributes:
+        fingerprint: digest of the weights' headers and samples, or the name an operator gave in its place.
+        dtype: of the activations.
+        cache_dtype: of the cache, as configured.
+        quantization: of the weights.
+        rope: whatever scales positions, as text.
+        speculative: the draft method and its length, `none` without.
+        token_offset: prompt tokens that the producer leaves to the consumer (recurrent models: 1).
+    """
+
+    model: Text
+    fingerprint: Text
+    dtype: Text
+    cache_dtype: Text
+    quantization: Text
+    max_model_tokens: Positive
+    speculative: Text = "none"
+
+
+class LeaseTable(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a worker's lease slots are: host memory, `slots` words of 8 bytes."""
+
+    address: Address
+    slots: Annotated[int, Meta(ge=1, lt=2**24)]
+
+
+class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of an engine: its place, its memory and how NIXL reaches it.
+
+    Attributes:
+        agent: name of its NIXL agent.
+        agent_metadata: NIXL's serialised metadata of that agent.
+        memory: `DRAM` or `VRAM`, where the caches are.
+        device: the device's index in NIXL's counting, 0 for DRAM.
+    """
+
+    place: Place
+    agent: Text
+    agent_metadata: Annotated[bytes, Meta(min_length=1, max_length=1 << 20)]
+    memory: Text
+    device: Annotated[int, Meta(ge=0, lt=2**16)]
+    lease_table: LeaseTable
+    tensors: Annotated[tuple[PagedTensor, ...], Meta(max_length=MAX_TENSORS)]
+
+
+class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A cache group: layers that share one block table.
+
+    Attributes:
+        policy: `full` when it holds every token, `window` when only the last ones.
+        block_tokens: tokens per scheduler block (the unit of `remote_block_ids`).
+        window_tokens: length of the window, 0 without one.
+    """
+
+    policy: Text
+    block_tokens: Size
+    window_tokens: Annotated[int, Meta(ge=0, lt=2**40)] = 0
+
+
+class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
+    """The answer to `Hello`: everything that a consumer needs to plan and to read.
+
+    Its size grows with workers × paged tensors, never with blocks.
+    """
+
+    version: Positive = CHANNEL_VERSION
+    engine_id: Text
+    boot: Hex128
+    seal_key: Annotated[bytes, Meta(min_length=SEAL_KEY_BYTES, max_length=SEAL_KEY_BYTES)]
+    facts: ModelFacts
+    topology: Topology
+    groups: Annotated[tuple[CacheGroup, ...], Meta(min_length=1, max_length=64)]
+    workers: Annotated[tuple[WorkerDescription, ...], Meta(min_length=1, max_length=MAX_WORKERS)]
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """The answer to a request that cannot be answered: which field, what it was, what it must be."""
+
+    version: Positive = CHANNEL_VERSION
+    field: Text
+    value: Annotated[str, Meta(max_length=512)]
+    expected: Annotated[str, Meta(max_length=512)]
+
+
+Reply = EngineDescription | Refused
+
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_workers: msgspec.msgpack.Decoder[WorkerDescription] = msgspec.msgpack.Decoder(WorkerDescription)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Request | Reply | WorkerDescription) -> bytes:
+    """Any message of the side channel as one frame."""
+    return _encoder.encode(message)
+
+
+def decode_request(frame: bytes) -> Request:
+    """A frame that a listener received. Raises `InvalidMessage`."""
+    return decode(frame, _requests, MAX_REQUEST_BYTES, InvalidMessage)
+
+
+def decode_reply(frame: bytes) -> Reply:
+    """A frame that a listener answered. Raises `InvalidMessage`."""
+    reply = decode(frame, _replies, MAX_REPLY_BYTES, InvalidMessage)
+    if reply.version != CHANNEL_VERSION:
+        raise InvalidMessage("version", reply.version, str(CHANNEL_VERSION))
+    return reply
+
+
+def decode_worker(frame: bytes) -> WorkerDescription:
+    """What a worker handed to its own scheduler. Raises `InvalidMessage`."""
+    return decode(frame, _workers, MAX_REPLY_BYTES, InvalidMessage)

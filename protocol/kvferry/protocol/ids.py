@@ -1,0 +1,60 @@
+"""Names for the identifiers that cross process borders, with the bounds that their decoders enforce.
+
+Integers above 2**53 do not survive routers that decode JSON numbers to float64, so an epoch travels as hexadecimal
+text; all others are small.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, NewType
+
+from msgspec import Meta
+
+EngineId = NewType("EngineId", str)
+"""An engine's name, vLLM's `kv_transfer_config.engine_id`; chosen by an operator or random."""
+
+BootId = NewType("BootId", str)
+"""One life of an engine: 128 random bits as 32 hexadecimal digits, drawn anew at every start."""
+
+RequestId = NewType("RequestId", str)
+"""vLLM's internal request id, unique within one engine."""
+
+Epoch = NewType("Epoch", int)
+"""One lease of one slot: 60 random bits, never zero. The slot itself holds `epoch << 4 | state`."""
+
+EPOCH_BITS = 60
+
+Text = Annotated[str, Meta(min_length=1, max_length=512)]
+Hex128 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+Hex256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+HexEpoch = Annotated[str, Meta(pattern=r"^[0-9a-f]{15}$")]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Count = Annotated[int, Meta(ge=0, le=2**40)]
+Positive = Annotated[int, Meta(ge=1, le=2**40)]
+Size = Annotated[int, Meta(ge=1, le=65536)]
+"""A parallel size."""
+Rank = Annotated[int, Meta(ge=0, le=65535)]
+SlotIndex = Annotated[int, Meta(ge=0, lt=2**24)]
+BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
+Address = Annotated[int, Meta(ge=0, lt=2**63)]
+
+
+def new_boot_id() -> BootId:
+    """A fresh boot id."""
+    return BootId(secrets.token_hex(16))
+
+
+def new_epoch() -> Epoch:
+    """A fresh epoch: random, so that nobody meets or guesses another lease's."""
+    return Epoch(secrets.randbits(EPOCH_BITS - 1) + 1)
+
+
+def epoch_to_text(epoch: Epoch) -> str:
+    """The epoch as it travels: 15 lowercase hexadecimal digits."""
+    return f"{epoch:015x}"
+
+
+def epoch_from_text(text: str) -> Epoch:
+    """Inverse of `epoch_to_text`; `text` has been validated as `HexEpoch`."""
+    return Epoch(int(text, 16))

@@ -1,0 +1,53 @@
+"""Notifications over NIXL: from a consumer's worker to a producer's worker.
+
+Frame: the four bytes `KVF1`, then one msgpack map with a `type`. Anything else is somebody else's and is ignored.
+Evolution rules as in `kvferry.protocol.handshake`; a change that old readers would misunderstand takes a new magic.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.protocol.convert import decode
+from kvferry.protocol.errors import InvalidMessage
+from kvferry.protocol.ids import Hex128, HexEpoch, Rank, Size, SlotIndex
+
+MAGIC = b"KVF1"
+MAX_NOTIFICATION_BYTES = 4096
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """One consumer worker has read all it wants under this lease from the addressed worker.
+
+    Attributes:
+        slot, epoch: the lease; the epoch proves that the sender held its ticket.
+        consumer: boot of the reading engine.
+        worker: index of the reading worker in its engine.
+        expected: how many workers of that engine read from, or must release, the addressed worker.
+    """
+
+    slot: SlotIndex
+    epoch: HexEpoch
+    consumer: Hex128
+    worker: Rank
+    expected: Size
+
+
+_decoder: msgspec.msgpack.Decoder[Done] = msgspec.msgpack.Decoder(Done)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_notification(message: Done) -> bytes:
+    """The notification as NIXL carries it."""
+    return MAGIC + _encoder.encode(message)
+
+
+def decode_notification(frame: bytes) -> Done:
+    """Inverse of `encode_notification`.
+
+    Raises:
+        InvalidMessage: it is not one of ours, or malformed.
+    """
+    if not frame.startswith(MAGIC):
+        raise InvalidMessage("magic", bytes(frame[:4]), repr(MAGIC))
+    return decode(frame[len(MAGIC) :], _decoder, MAX_NOTIFICATION_BYTES, InvalidMessage)

@@ -1,0 +1,104 @@
+"""Step metadata: what the scheduler tells every worker of its own engine in one step, and what they tell back.
+
+The order of the fields is the order in which a worker carries them out: `ends` before `opens`, so that a slot that
+changes hands within one step ends up with its new lease.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.protocol.convert import decode
+from kvferry.protocol.errors import InvalidMessage
+from kvferry.protocol.ids import Address, Hex128, HexEpoch, SlotIndex, Text
+from kvferry.protocol.params import Blocks, RemotePrefill
+
+ORDERS_VERSION = 1
+_MAX_BYTES = 1 << 30
+
+
+class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """Clear the slot; if the request was held and not yet reported, report it sent."""
+
+    request_id: Text
+    slot: SlotIndex
+    epoch: HexEpoch
+
+
+class LeaseOpen(msgspec.Struct, frozen=True, kw_only=True):
+    """Write `epoch | COMPUTING` into the slot."""
+
+    slot: SlotIndex
+    epoch: HexEpoch
+
+
+class LeaseHold(msgspec.Struct, frozen=True, kw_only=True):
+    """The request has finished and its blocks are held: write `epoch | READY` when the device is done with it."""
+
+    request_id: Text
+    slot: SlotIndex
+    epoch: HexEpoch
+
+
+class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Load tokens `[first_token, stop_token)` of a request into local blocks.
+
+    Attributes:
+        source: where they are.
+        local_blocks: per cache group the scheduler blocks that hold the request, from its first token on.
+    """
+
+    request_id: Text
+    source: RemotePrefill
+    local_blocks: Blocks
+    first_token: Address
+    stop_token: Address
+
+
+class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that changed since the last step."""
+
+    version: Annotated[int, Meta(ge=1)] = ORDERS_VERSION
+    boot: Hex128
+    ends: tuple[LeaseEnd, ...] = ()
+    opens: tuple[LeaseOpen, ...] = ()
+    holds: tuple[LeaseHold, ...] = ()
+    loads: tuple[LoadOrder, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.ends or self.opens or self.holds or self.loads)
+
+
+class FailureReason(str, enum.Enum):
+    """Why a load failed: the label of the metric and the word in the log."""
+
+    HANDSHAKE = "handshake"
+    REFUSED = "refused"
+    SEAL = "seal"
+    PARAMS = "params"
+    PLAN = "plan"
+    FENCE = "fence"
+    TRANSFER = "transfer"
+    DEADLINE = "deadline"
+
+
+_decoder: msgspec.msgpack.Decoder[StepOrders] = msgspec.msgpack.Decoder(StepOrders)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_orders(orders: StepOrders) -> bytes:
+    """The orders as they are handed to the workers: encoded once, however many they are."""
+    return _encoder.encode(orders)
+
+
+def decode_orders(frame: bytes) -> StepOrders:
+    """Inverse of `encode_orders`. Raises `InvalidMessage`."""
+    orders = decode(frame, _decoder, _MAX_BYTES, InvalidMessage)
+    if orders.version != ORDERS_VERSION:
+        raise InvalidMessage("version", orders.version, str(ORDERS_VERSION))
+    return orders

@@ -1,0 +1,161 @@
+"""`kv_transfer_params`: what travels through the client's HTTP bodies, from the producer's answer to the consumer.
+
+Every router that speaks the NIXL contract passes the answer's object on unread, so the flat keys are those that all of
+them know, and what is kvferry's own stands in one nested object.
+
+Evolution rules: a new key needs a default; a key is never retyped or reused; unknown keys are ignored; a change that an
+old reader would misunderstand raises `PARAMS_VERSION`, and a reader refuses versions it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.protocol.convert import as_type
+from kvferry.protocol.errors import ForeignParams, InvalidParams
+from kvferry.protocol.ids import BlockId, Hex128, Hex256, HexEpoch, Port, Positive, Size, SlotIndex, Text
+
+PARAMS_VERSION = 1
+MAX_BLOCKS = 1 << 20
+"""Most block ids in one object, all groups together: 16 M tokens at 16 tokens a block."""
+MAX_GROUPS = 64
+MAX_DIGESTS = MAX_BLOCKS
+MAX_KEYS = 64
+
+Blocks = tuple[tuple[BlockId, ...], ...]
+"""One list of block ids per cache group: scheduler blocks, in the order of the tokens that they hold."""
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """What lets a consumer read one request's blocks: the object under the key `kvferry`.
+
+    Attributes:
+        boot: the producer's boot.
+        lease_slot: index into the lease table of every producer worker.
+        lease_epoch: what the slot must hold, with READY, before and after the read.
+        lease_s: the producer frees the blocks when it hears nothing for this long.
+        digests: `kvferry.protocol.digests.digest_chain` of the tokens in the blocks.
+        mac: `kvferry.protocol.seal.seal` over all of this.
+    """
+
+    version: Annotated[int, Meta(ge=1, le=2**31)]
+    boot: Hex128
+    lease_slot: SlotIndex
+    lease_epoch: HexEpoch
+    lease_s: Annotated[float, Meta(gt=0, le=86400 * 7)]
+    digests: Annotated[tuple[Hex128, ...], Meta(min_length=1, max_length=MAX_DIGESTS)]
+    mac: Hex256
+
+    @property
+    def lease_ms(self) -> int:
+        return round(self.lease_s * 1000)
+
+
+class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt whose KV cache lies on another engine: the whole object as the consumer receives it.
+
+    Attributes:
+        remote_num_tokens: tokens whose KV the blocks hold.
+        remote_host, remote_port: the producer's side channel.
+    """
+
+    do_remote_prefill: Literal[True] = True
+    do_remote_decode: Literal[False] = False
+    remote_engine_id: Text
+    remote_request_id: Text
+    remote_block_ids: Annotated[Blocks, Meta(min_length=1, max_length=MAX_GROUPS)]
+    remote_host: Text
+    remote_port: Port
+    tp_size: Size
+    pp_size: Size = 1
+    dcp_size: Size = 1
+    remote_num_tokens: Positive
+    transfer_mode: Literal["pull"] = "pull"
+    kvferry: Ticket
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain objects (dict, list, int, float, str) for the HTTP answer."""
+        return dict(msgspec.to_builtins(self))
+
+
+class RemoteDecode(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt to be prefilled here and decoded elsewhere: what a router sends to the producer."""
+
+
+def read_params(raw: object) -> RemotePrefill | RemoteDecode | None:
+    """Understand `kv_transfer_params` of a request.
+
+    Args:
+        raw: whatever a client, through any router, put there; None when there was nothing.
+
+    Returns:
+        What is asked for, or None when the object asks for no transfer.
+
+    Raises:
+        ForeignParams: it asks for a remote prefill of an engine that does not run kvferry.
+        InvalidParams: it is not usable; the error names the field.
+    """
+    if raw is None:
+        return None
+    if not isinstance(raw, Mapping):
+        raise InvalidParams("kv_transfer_params", raw, "an object")
+    if len(raw) > MAX_KEYS:
+        raise InvalidParams("kv_transfer_params", f"{len(raw)} keys", f"at most {MAX_KEYS} keys")
+    prefill, decode = (_flag(raw, key) for key in ("do_remote_prefill", "do_remote_decode"))
+    if prefill and decode:
+        raise InvalidParams("do_remote_decode", True, "false, since do_remote_prefill is true")
+    if decode:
+        return RemoteDecode()
+    return _read_remote_prefill(raw) if prefill else None
+
+
+def _read_remote_prefill(raw: Mapping[str, Any]) -> RemotePrefill:
+    ticket = raw.get("kvferry")
+    if ticket is None:
+        raise ForeignParams("kvferry", "missing", "the object that a kvferry producer adds")
+    if not isinstance(ticket, Mapping):
+        raise InvalidParams("kvferry", ticket, "an object")
+    version = _integral(ticket.get("version"))
+    if version != PARAMS_VERSION:
+        raise InvalidParams("kvferry.version", version, f"{PARAMS_VERSION}")
+    plain = {key: _integral(value) for key, value in raw.items() if isinstance(key, str)}
+    plain["remote_block_ids"] = _read_blocks(raw.get("remote_block_ids"))
+    plain["kvferry"] = {key: _integral(value) for key, value in ticket.items() if key != "lease_s"}
+    plain["kvferry"]["lease_s"] = ticket.get("lease_s")
+    params = as_type(plain, RemotePrefill, InvalidParams)
+    expected = -(-params.remote_num_tokens // 256)
+    if len(params.kvferry.digests) != expected:
+        raise InvalidParams("kvferry.digests", f"{len(params.kvferry.digests)} digests", f"{expected} of them")
+    return params
+
+
+def _flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise InvalidParams(key, value, "true or false")
+
+
+def _read_blocks(value: object) -> object:
+    """Bound the number of ids before anything looks at them one by one."""
+    if not isinstance(value, (list, tuple)):
+        raise InvalidParams("remote_block_ids", value, "a list of lists of block ids, one per cache group")
+    if len(value) > MAX_GROUPS:
+        raise InvalidParams("remote_block_ids", f"{len(value)} groups", f"at most {MAX_GROUPS} cache groups")
+    total = 0
+    for index, group in enumerate(value):
+        if not isinstance(group, (list, tuple)):
+            raise InvalidParams(f"remote_block_ids[{index}]", group, "a list of block ids")
+        total += len(group)
+    if total > MAX_BLOCKS:
+        raise InvalidParams("remote_block_ids", f"{total} block ids", f"at most {MAX_BLOCKS}")
+    return [[_integral(block) for block in group] for group in value]
+
+
+def _integral(value: Any) -> Any:
+    """Undo what routers do that decode every JSON number to float64: 7.0 is 7. Everything else is left as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value

@@ -1,0 +1,68 @@
+"""The seal of a ticket: clients carry `kv_transfer_params`, and clients can write.
+
+The key is drawn at the producer's start and given to consumers at the handshake. So a client that never spoke to the
+side channel cannot point a good lease at another's blocks, nor a good request at another host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+
+import msgspec
+
+from kvferry.protocol.errors import InvalidParams
+from kvferry.protocol.params import RemotePrefill, Ticket
+
+SEAL_KEY_BYTES = 32
+
+_DOMAIN = "kvferry-ticket-1"
+
+
+def new_seal_key() -> bytes:
+    """A fresh key for one boot."""
+    return secrets.token_bytes(SEAL_KEY_BYTES)
+
+
+def seal(params: RemotePrefill, key: bytes) -> RemotePrefill:
+    """The same params with their mac set."""
+    return msgspec.structs.replace(params, kvferry=_with_mac(params.kvferry, _mac(params, key)))
+
+
+def check_seal(params: RemotePrefill, key: bytes) -> None:
+    """Check that the producer wrote these params.
+
+    Raises:
+        InvalidParams: the mac is not the producer's.
+    """
+    if not hmac.compare_digest(_mac(params, key), params.kvferry.mac):
+        raise InvalidParams("kvferry.mac", params.kvferry.mac, "the mac of exactly these params by their producer")
+
+
+def _mac(params: RemotePrefill, key: bytes) -> str:
+    """HMAC-SHA256 over the msgpack of a fixed tuple of integers and text: no float, no key order takes part."""
+    ticket = params.kvferry
+    covered = (
+        _DOMAIN,
+        ticket.version,
+        ticket.boot,
+        params.remote_engine_id,
+        params.remote_request_id,
+        params.remote_host,
+        params.remote_port,
+        params.tp_size,
+        params.pp_size,
+        params.dcp_size,
+        params.remote_block_ids,
+        params.remote_num_tokens,
+        ticket.lease_slot,
+        ticket.lease_epoch,
+        ticket.lease_ms,
+        ticket.digests,
+    )
+    return hmac.new(key, msgspec.msgpack.encode(covered), hashlib.sha256).hexdigest()
+
+
+def _with_mac(ticket: Ticket, mac: str) -> Ticket:
+    return msgspec.structs.replace(ticket, mac=mac)
