@@ -64,7 +64,7 @@ def pair_blocks(
     wanted = wanted[here[wanted] >= 0]
     if len(wanted) and (wanted[-1] >= len(there) or bool((there[wanted] < 0).any())):
         raise InvalidParams(
-            field, f"{len(remote.ids)} blocks", f"a block for each of the tokens {first_token} … {stop_token}"
+            field, f"{len(remote.ids)} blocks", f"blocks for all tokens from {first_token} to {stop_token}"
         )
     sources = there[wanted]
     if len(sources) and int(sources.max()) >= remote.kernel_blocks:

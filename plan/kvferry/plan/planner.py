@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from kvferry.plan.refusal import PlanRefused, Reason
 from kvferry.plan.runs import shared_runs
 from kvferry.plan.transfer_plan import Route, Slice, TransferPlan
+from kvferry.plan.validity import check_description
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import EngineDescription, WorkerDescription
 
@@ -35,7 +36,9 @@ def plan_transfer(consumer: EngineDescription, worker: int, producer: EngineDesc
 
     Raises:
         PlanRefused: with every reason.
+        InvalidMessage: the producer's description contradicts itself.
     """
+    check_description(producer)
     reasons = [*_model_reasons(consumer, producer), *_size_reasons(consumer, producer)]
     reasons += _group_reasons(consumer, producer)
     here = consumer.workers[worker]
@@ -86,12 +89,10 @@ def _group_reasons(consumer: EngineDescription, producer: EngineDescription) -> 
 def _tensor_reasons(here: WorkerDescription, there: WorkerDescription) -> list[Reason]:
     ours = {tensor.name: tensor for tensor in here.tensors}
     theirs = {tensor.name: tensor for tensor in there.tensors}
-    reasons = [
-        Reason(
-            f"tensor {'/'.join(name)}", *("absent", "present")[:: 1 if name in ours else -1], "serve the same layers"
-        )
-        for name in sorted(ours.keys() ^ theirs.keys())
-    ]
+    reasons = []
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        left, right = ("absent", "present") if name in ours else ("present", "absent")
+        reasons.append(Reason(f"tensor {'/'.join(name)}", left, right, "serve the same layers on both sides"))
     for name in sorted(ours.keys() & theirs.keys()):
         reasons += _differences(ours[name], theirs[name])
     if len(reasons) > _MAX_TENSOR_REASONS:
