@@ -1,0 +1,1 @@
+"""The consuming side: loads of prompts that were prefilled elsewhere."""

@@ -1,0 +1,240 @@
+"""The consumer's ledger: which requests wait for blocks of which producer, and who is told when they do not any more.
+
+No I/O, no clock. What has to be said on the side channel comes back as `Keep`, `Drop` and `GiveBack`, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.protocol.handshake import LeaseName
+from kvferry.protocol.orders import LoadOrder
+from kvferry.protocol.params import RemotePrefill
+from kvferry.scheduler.consumer.states import LOAD_TRANSITIONS, LoadEvent, LoadState
+from kvferry.scheduler.tally import Tally
+
+LeaseKey = tuple[str, int, str]
+"""Boot, slot and epoch: a lease among all leases of all engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLease:
+    """A lease of another engine, and where its side channel is."""
+
+    host: str
+    port: int
+    boot: str
+    name: LeaseName
+    lease_s: float
+
+    @classmethod
+    def of(cls, source: RemotePrefill) -> RemoteLease:
+        """The lease that params are about."""
+        ticket = source.kvferry
+        name = LeaseName(slot=ticket.lease_slot, epoch=ticket.lease_epoch)
+        return cls(source.remote_host, source.remote_port, ticket.boot, name, ticket.lease_s)
+
+    @property
+    def key(self) -> LeaseKey:
+        return (self.boot, self.name.slot, self.name.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Renew this lease from now on."""
+
+    lease: RemoteLease
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Renew it no more; the workers have told the producer themselves."""
+
+    lease: RemoteLease
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Renew it no more, and release it: nobody reads under it."""
+
+    lease: RemoteLease
+
+
+LeaseCommand = Keep | Drop | GiveBack
+
+
+@dataclass(slots=True)
+class RemotePrompt:
+    """One request whose prompt was prefilled elsewhere.
+
+    Attributes:
+        shared_tokens: leading tokens that the producer's blocks certainly hold for this prompt.
+        local_tokens: the local prefix hit that `matched_tokens` was last asked with.
+    """
+
+    request_id: str
+    source: RemotePrefill
+    lease: RemoteLease
+    shared_tokens: int
+    offered_s: float
+    state: LoadState = LoadState.OFFERED
+    local_tokens: int = 0
+
+
+class ConsumerLedger:
+    """All remote prompts of one engine.
+
+    Args:
+        tally: counts `loads` and, by reason, `local_recomputes`.
+    """
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._by_request: dict[str, RemotePrompt] = {}
+        self._claims: dict[LeaseKey, str] = {}
+        self._orders: list[LoadOrder] = []
+        self._commands: list[LeaseCommand] = []
+
+    def __len__(self) -> int:
+        """Requests that are not over."""
+        return len(self._by_request)
+
+    def state(self, request_id: str) -> LoadState | None:
+        """Where a request is; None when it is not a remote prompt."""
+        prompt = self._by_request.get(request_id)
+        return prompt.state if prompt else None
+
+    def offer(self, request_id: str, source: RemotePrefill, shared_tokens: int, now_s: float) -> bool:
+        """A request has arrived with usable params.
+
+        A lease serves one request: whoever comes second (a sibling of `n > 1`, another prompt of the same batch, a
+        replay) is computed here, and must not touch the lease of the first.
+
+        Returns:
+            Whether the request takes the lease. If not, it is counted under `local_recomputes`.
+        """
+        if request_id in self._by_request:
+            raise LocalProtocolError(f"req={request_id}: offered twice")
+        lease = RemoteLease.of(source)
+        if lease.key in self._claims:
+            self._tally.add("local_recomputes", "lease_in_use")
+            return False
+        if shared_tokens <= 0:
+            self._tally.add("local_recomputes", "other_prompt")
+            return False
+        self._by_request[request_id] = RemotePrompt(request_id, source, lease, shared_tokens, now_s)
+        self._claims[lease.key] = request_id
+        self._commands.append(Keep(lease))
+        return True
+
+    def matched_tokens(self, request_id: str, local_tokens: int) -> int:
+        """How many tokens beyond the local prefix hit can be loaded; 0 for everything that is not to be loaded."""
+        prompt = self._by_request.get(request_id)
+        if prompt is None or prompt.state is not LoadState.OFFERED:
+            return 0
+        prompt.local_tokens = local_tokens
+        return max(0, prompt.shared_tokens - local_tokens)
+
+    def allocated(self, request_id: str, count: int, local_blocks: Sequence[Sequence[int]]) -> None:
+        """vLLM has allocated blocks; `count` tokens after the local hit are to be loaded into them.
+
+        Args:
+            local_blocks: per cache group the request's blocks from its first token on.
+
+        Raises:
+            LocalProtocolError: more tokens than were matched.
+        """
+        prompt = self._by_request.get(request_id)
+        if prompt is None:
+            if count:
+                raise LocalProtocolError(f"req={request_id}: {count} tokens to load, none were offered")
+            return
+        if count <= 0:
+            was_offered = prompt.state is LoadState.OFFERED
+            self._advance(prompt, LoadEvent.DECLINE)
+            if was_offered:
+                if prompt.local_tokens < prompt.shared_tokens:
+                    self._tally.add("local_recomputes", "not_wanted")
+                self._give_back(prompt)
+            return
+        stop = prompt.local_tokens + count
+        if stop > prompt.shared_tokens:
+            raise LocalProtocolError(f"req={request_id}: load up to token {stop}, matched {prompt.shared_tokens}")
+        self._advance(prompt, LoadEvent.LOAD)
+        self._tally.add("loads")
+        self._orders.append(
+            LoadOrder(
+                request_id=request_id,
+                source=prompt.source,
+                local_blocks=tuple(tuple(group) for group in local_blocks),
+                first_token=prompt.local_tokens,
+                stop_token=stop,
+            )
+        )
+
+    def loaded(self, request_id: str) -> RemotePrompt | None:
+        """All workers have loaded it, and told the producer. None for a request that is not a remote prompt."""
+        prompt = self._by_request.get(request_id)
+        if prompt is None:
+            return None
+        self._advance(prompt, LoadEvent.LOADED)
+        self._end_claim(prompt)
+        self._commands.append(Drop(prompt.lease))
+        return prompt
+
+    def failed(self, request_id: str) -> RemotePrompt | None:
+        """A worker could not load it. The lease is given back for those producer workers that nobody told."""
+        prompt = self._by_request.get(request_id)
+        if prompt is None:
+            return None
+        self._advance(prompt, LoadEvent.FAILED)
+        self._give_back(prompt)
+        return prompt
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended or was aborted."""
+        prompt = self._by_request.get(request_id)
+        if prompt is None:
+            return
+        was_offered = prompt.state is LoadState.OFFERED
+        self._advance(prompt, LoadEvent.FINISH)
+        if was_offered:
+            self._give_back(prompt)
+
+    def take_orders(self) -> tuple[LoadOrder, ...]:
+        """The loads that were decided since the last call."""
+        orders, self._orders = self._orders, []
+        return tuple(orders)
+
+    def take_commands(self) -> tuple[LeaseCommand, ...]:
+        """What has to be said on the side channel since the last call, in order."""
+        commands, self._commands = self._commands, []
+        return tuple(commands)
+
+    def check_integrity(self) -> None:
+        """Check that claims and requests agree.
+
+        Raises:
+            LocalProtocolError: with the sums.
+        """
+        claimants = set(self._claims.values())
+        waiting = {LoadState.OFFERED, LoadState.LOADING, LoadState.ABORTED}
+        claiming = {x.request_id for x in self._by_request.values() if x.state in waiting}
+        if claimants != claiming:
+            raise LocalProtocolError(f"loads: {len(claimants)} claims, {len(claiming)} requests that wait")
+
+    def _advance(self, prompt: RemotePrompt, event: LoadEvent) -> None:
+        after = LOAD_TRANSITIONS.next(prompt.state, event, f"req={prompt.request_id}")
+        if after is None:
+            del self._by_request[prompt.request_id]
+        else:
+            prompt.state = after
+
+    def _end_claim(self, prompt: RemotePrompt) -> None:
+        self._claims.pop(prompt.lease.key, None)
+
+    def _give_back(self, prompt: RemotePrompt) -> None:
+        self._end_claim(prompt)
+        self._commands.append(GiveBack(prompt.lease))

@@ -1,0 +1,156 @@
+"""The side channel's listener: one ZMQ ROUTER socket, one thread, in the scheduler's process.
+
+It answers `Hello` with this engine's description and puts renewals and releases into an inbox. Whatever arrives, it
+lives on: what it cannot use is counted, answered with `Refused` where there is somebody to answer, and dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+
+import zmq
+
+from kvferry.protocol.errors import InvalidConfig, InvalidMessage
+from kvferry.protocol.handshake import (
+    CHANNEL_VERSION,
+    MAX_REQUEST_BYTES,
+    EngineDescription,
+    Hello,
+    Refused,
+    Release,
+    Renew,
+    decode_request,
+    encode,
+)
+from kvferry.scheduler.tally import Tally
+
+logger = logging.getLogger(__name__)
+
+LeaseMessage = Renew | Release
+
+_STOP = b"stop"
+_JOIN_S = 5.0
+
+
+def channel_address(host: str, port: int) -> str:
+    """ZMQ's name of a host and port; IPv6 addresses get their brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
+
+
+class SideChannelListener:
+    """Serves one engine's side channel until `close`.
+
+    Args:
+        host, port: where to listen.
+        tally: counts `handshakes_served` and `bad_frames`.
+
+    Raises:
+        InvalidConfig: the address cannot be bound; the text says what to change.
+    """
+
+    def __init__(self, host: str, port: int, tally: Tally) -> None:
+        self.inbox: queue.SimpleQueue[LeaseMessage] = queue.SimpleQueue()
+        self._tally = tally
+        self._description: EngineDescription | None = None
+        self._answer = b""
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._bind(host, port)
+        self._control, self._controlled = self._pair()
+        self._thread = threading.Thread(target=self._serve, name="kvferry-listener", daemon=True)
+        self._thread.start()
+        logger.info("side channel listens on %s", channel_address(host, port))
+
+    def publish(self, description: EngineDescription) -> None:
+        """Answer with this description from now on. Until then askers are told to come back."""
+        answer = encode(description)
+        self._description, self._answer = description, answer
+
+    def close(self) -> None:
+        """Stop the thread and free the port. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        self._control.send(_STOP)
+        self._thread.join(_JOIN_S)
+        self._control.close(linger=0)
+        self._context.destroy(linger=0)
+
+    def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.IPV6, int(":" in host))
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        socket.setsockopt(zmq.LINGER, 0)
+        try:
+            socket.bind(channel_address(host, port))
+        except zmq.ZMQError as refused:
+            self._context.destroy(linger=0)
+            raise InvalidConfig(
+                "VLLM_NIXL_SIDE_CHANNEL_HOST:VLLM_NIXL_SIDE_CHANNEL_PORT",
+                f"{host}:{port}",
+                f"an address of this machine with a free port ({refused}); every engine of a host needs its own",
+            ) from None
+        return socket
+
+    def _pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        ours: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        theirs: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        ours.bind("inproc://control")
+        theirs.connect("inproc://control")
+        return ours, theirs
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._controlled, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._controlled in ready:
+                break
+            try:
+                self._answer_one(self._socket.recv_multipart())
+            except Exception:
+                # Nothing that somebody sent may end this thread; what got here is a bug, and is shown as one.
+                self._tally.add("bad_frames")
+                logger.exception("side channel: a frame could not be served")
+        self._socket.close()
+        self._controlled.close()
+
+    def _answer_one(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or frames[1]:
+            self._tally.add("bad_frames")
+            logger.warning("side channel: dropped a message of %d frames", len(frames))
+            return
+        asker, _, body = frames
+        try:
+            request = decode_request(body)
+        except InvalidMessage as invalid:
+            self._tally.add("bad_frames")
+            logger.warning("side channel: %s", invalid)
+            refusal = Refused(
+                field=invalid.field[:512], value=invalid.shown_value[:512], expected=invalid.expected[:512]
+            )
+            self._send(asker, encode(refusal))
+            return
+        if isinstance(request, Hello):
+            self._send(asker, self._answer_hello(request))
+        else:
+            self.inbox.put(request)
+
+    def _answer_hello(self, hello: Hello) -> bytes:
+        description = self._description
+        if description is None:
+            return encode(Refused(field="engine", value="starting", expected="an engine whose workers are ready"))
+        if hello.version != CHANNEL_VERSION:
+            return encode(Refused(field="version", value=str(hello.version), expected=str(CHANNEL_VERSION)))
+        if hello.engine_id != description.engine_id:
+            return encode(Refused(field="engine_id", value=hello.engine_id, expected=description.engine_id))
+        self._tally.add("handshakes_served")
+        logger.debug("side channel: described this engine to %s", hello.asker)
+        return self._answer
+
+    def _send(self, asker: bytes, body: bytes) -> None:
+        try:
+            self._socket.send_multipart([asker, b"", body], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as refused:
+            logger.debug("side channel: an answer could not be sent: %s", refused)

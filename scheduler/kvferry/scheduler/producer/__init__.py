@@ -1,0 +1,1 @@
+"""The producing side: leases on the blocks of prefilled requests."""

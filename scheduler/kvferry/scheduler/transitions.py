@@ -1,0 +1,33 @@
+"""A transition table, and what happens to those who leave it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+from kvferry.protocol.errors import LocalProtocolError
+
+State = TypeVar("State", bound=enum.Enum)
+Event = TypeVar("Event", bound=enum.Enum)
+
+
+class TransitionTable(Generic[State, Event]):
+    """All transitions of a state machine; a next state of None ends it.
+
+    `next` never changes anything itself, so an illegal event leaves its caller's state as it was.
+    """
+
+    def __init__(self, transitions: Mapping[tuple[State, Event], State | None]) -> None:
+        self.transitions = dict(transitions)
+
+    def next(self, state: State, event: Event, subject: str) -> State | None:
+        """The state after `event`.
+
+        Raises:
+            LocalProtocolError: `event` may not happen in `state`; the text names `subject`.
+        """
+        try:
+            return self.transitions[state, event]
+        except KeyError:
+            raise LocalProtocolError(f"{subject}: {event.name} cannot happen in state {state.name}") from None
