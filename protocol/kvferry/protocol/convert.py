@@ -7,11 +7,14 @@ from typing import TypeVar
 
 import msgspec
 
-from kvferry.protocol.errors import InputError
+from kvferry.protocol.errors import InputError, cut
 
 T = TypeVar("T")
 
-_AT = re.compile(r"^(?P<expected>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+# Both are anchored: msgspec quotes what it refuses, so a hostile value can hold text that looks like a path.
+_AT = re.compile(r"(?P<expected>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `([^`]+)`")
+_UNKNOWN = re.compile(r"\AInvalid (?:enum )?value ")
 
 
 def as_type(value: object, type_: type[T], error: type[InputError]) -> T:
@@ -39,18 +42,19 @@ def decode(payload: bytes, decoder: msgspec.msgpack.Decoder[T], max_bytes: int, 
     except msgspec.ValidationError as refused:
         raise _named(refused, None, error) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
-        raise error("message", payload[:16], f"well-formed msgpack ({refused})") from None
+        raise error("message", payload[:16], cut(f"well-formed msgpack ({refused})")) from None
 
 
 def _named(refused: msgspec.ValidationError, root: object, error: type[InputError]) -> InputError:
-    match = _AT.match(str(refused))
+    match = _AT.fullmatch(str(refused))
     path = (match.group("path") if match else None) or ""
     expected = match.group("expected") if match else str(refused)
-    missing = re.search(r"missing required field `(.+?)`", expected)
+    missing = _MISSING.fullmatch(expected)
     if missing:
         field = f"{path}.{missing.group(1)}" if path else missing.group(1)
         return error(field, "missing", "a value")
-    return error(path or "message", _at_path(root, path), expected)
+    expected = _UNKNOWN.sub("a value that this version knows, not ", expected.removeprefix("Expected "))
+    return error(path or "message", _at_path(root, path), cut(expected))
 
 
 def _at_path(root: object, path: str) -> object:

@@ -122,7 +122,10 @@ def _chunk(previous: bytes, media: tuple[Media, ...], start: int, tokens: np.nda
 
 
 def _as_uint32(tokens: Sequence[int]) -> np.ndarray:
-    ids = np.asarray(tokens, dtype=np.int64)
+    try:
+        ids = np.asarray(tokens, dtype=np.int64)
+    except OverflowError:
+        raise ValueError("a token id is outside [0, 2**32)") from None
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 2**32):
         raise ValueError("a token id is outside [0, 2**32)")
     return ids.astype("<u4")

@@ -18,6 +18,9 @@ catches it counts it, logs it once and goes on without a transfer (only `Invalid
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
 _MAX_SHOWN = 120
 
 
@@ -78,11 +81,31 @@ class LocalProtocolError(KvferryError):
 
 
 def shorten(value: object) -> str:
-    """`repr` of a value, cut to a length that is safe to log, without building the repr of a huge container."""
+    """`repr` of a value, cut to a length that is safe to log, without building the repr of a huge or deep container."""
     if isinstance(value, (list, tuple, dict, set, frozenset, bytes, bytearray, str)) and len(value) > _MAX_SHOWN:
         return f"{type(value).__name__} of length {len(value)}"
     try:
-        text = repr(value)
+        text = _SHORT.repr(value)
     except Exception:  # noqa: BLE001 - a hostile __repr__ must not get further than this line
         text = f"<{type(value).__name__}>"
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """The text, or its beginning and an ellipsis."""
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 8
+        self.maxstring = self.maxlong = self.maxother = _MAX_SHOWN
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Without sorting the keys of a huge one first, as the base class does."""
+        return super().repr_dict(x, level) if len(x) <= self.maxdict else f"dict of length {len(x)}"
+
+
+_SHORT = _Short()

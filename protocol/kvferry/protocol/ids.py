@@ -25,10 +25,11 @@ Epoch = NewType("Epoch", int)
 
 EPOCH_BITS = 60
 
-Text = Annotated[str, Meta(min_length=1, max_length=512)]
-Hex128 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
-Hex256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
-HexEpoch = Annotated[str, Meta(pattern=r"^[0-9a-f]{15}$")]
+Text = Annotated[str, Meta(min_length=1, max_length=512, pattern=r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z")]
+"""Names: no control characters, which could forge lines of a log, and no lone surrogates, which no encoder takes."""
+Hex128 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+Hex256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+HexEpoch = Annotated[str, Meta(pattern=r"\A(?!0+\Z)[0-9a-f]{15}\Z")]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
@@ -37,7 +38,7 @@ Size = Annotated[int, Meta(ge=1, le=65536)]
 Rank = Annotated[int, Meta(ge=0, le=65535)]
 SlotIndex = Annotated[int, Meta(ge=0, lt=2**24)]
 BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
-Address = Annotated[int, Meta(ge=0, lt=2**63)]
+Address = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 def new_boot_id() -> BootId:

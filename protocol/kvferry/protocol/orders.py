@@ -2,6 +2,9 @@
 
 The order of the fields is the order in which a worker carries them out: `ends` before `opens`, so that a slot that
 changes hands within one step ends up with its new lease.
+
+Request ids have no bound here: a client may choose one of any length, vLLM lets it pass, and orders that a worker
+refused would stop its engine.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from msgspec import Meta
 
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.ids import Address, Hex128, HexEpoch, SlotIndex, Text
+from kvferry.protocol.ids import Address, Hex128, HexEpoch, SlotIndex
 from kvferry.protocol.params import Blocks, RemotePrefill
 
 ORDERS_VERSION = 1
@@ -24,7 +27,7 @@ _MAX_BYTES = 1 << 30
 class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True):
     """Clear the slot; if the request was held and not yet reported, report it sent."""
 
-    request_id: Text
+    request_id: str
     slot: SlotIndex
     epoch: HexEpoch
 
@@ -39,7 +42,7 @@ class LeaseOpen(msgspec.Struct, frozen=True, kw_only=True):
 class LeaseHold(msgspec.Struct, frozen=True, kw_only=True):
     """The request has finished and its blocks are held: write `epoch | READY` when the device is done with it."""
 
-    request_id: Text
+    request_id: str
     slot: SlotIndex
     epoch: HexEpoch
 
@@ -52,7 +55,7 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
         local_blocks: per cache group the scheduler blocks that hold the request, from its first token on.
     """
 
-    request_id: Text
+    request_id: str
     source: RemotePrefill
     local_blocks: Blocks
     first_token: Address

@@ -79,7 +79,10 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> dict[str, Any]:
         """Plain objects (dict, list, int, float, str) for the HTTP answer."""
-        return dict(msgspec.to_builtins(self))
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        plain["remote_block_ids"] = [list(group) for group in self.remote_block_ids]
+        plain["kvferry"]["digests"] = list(self.kvferry.digests)
+        return plain
 
 
 class RemoteDecode(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,13 +122,15 @@ def _read_remote_prefill(raw: Mapping[str, Any]) -> RemotePrefill:
         raise ForeignParams("kvferry", "missing", "the object that a kvferry producer adds")
     if not isinstance(ticket, Mapping):
         raise InvalidParams("kvferry", ticket, "an object")
+    if len(ticket) > MAX_KEYS:
+        raise InvalidParams("kvferry", f"{len(ticket)} keys", f"at most {MAX_KEYS} keys")
     version = _integral(ticket.get("version"))
     if version != PARAMS_VERSION:
         raise InvalidParams("kvferry.version", version, f"{PARAMS_VERSION}")
     plain = {key: _integral(value) for key, value in raw.items() if isinstance(key, str)}
+    plain |= {"do_remote_prefill": True, "do_remote_decode": False}
     plain["remote_block_ids"] = _read_blocks(raw.get("remote_block_ids"))
-    plain["kvferry"] = {key: _integral(value) for key, value in ticket.items() if key != "lease_s"}
-    plain["kvferry"]["lease_s"] = ticket.get("lease_s")
+    plain["kvferry"] = {key: _integral(value) for key, value in ticket.items() if isinstance(key, str)}
     params = as_type(plain, RemotePrefill, InvalidParams)
     expected = -(-params.remote_num_tokens // 256)
     if len(params.kvferry.digests) != expected:
