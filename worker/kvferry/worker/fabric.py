@@ -13,7 +13,7 @@ Errors, all of them `KvferryError`s that carry `operation`, `peer` and `reason`:
     ├── FabricClosed           the fabric was used after `close`
     ├── FabricUnavailable      the library, its backend or the registration of memory failed
     ├── InvalidMetadata        a peer's metadata cannot be used (it is input: anything may be in it)
-    ├── InvalidRequest         rows, indices or a handle that do not fit together; nothing was posted
+    ├── InvalidRequest         what was asked for does not fit together; nothing was posted
     │   └── DescriptorOutOfRange  … rows that leave the registered regions of their owner
     ├── PeerLost               the peer is gone: it died, was removed, or was never added
     └── TransferFailed         a transfer ended without its data; the peer may be well
@@ -39,6 +39,9 @@ Indices: TypeAlias = npt.NDArray[np.int32]
 
 MAX_DESCRIPTORS = 2**31 - 1
 """Descriptors that one prepared list can hold: they are picked by int32 indices."""
+
+MAX_NOTIFICATION_BYTES = 64 * 1024
+"""The longest message that `notify` takes."""
 
 _ADDRESS_END = 2**63 - 1
 
@@ -183,28 +186,31 @@ class Fabric(Protocol):
     def add_peer(self, metadata: bytes) -> PeerAgent:
         """Make a peer known by what its `metadata` returned.
 
-        Raises `InvalidMetadata` for bytes that are no metadata, and for an agent that is known already (or is this
-        one): whoever replaces a peer calls `remove_peer` first. Contacts nobody; an unreachable peer is noticed by
-        the first read.
+        Raises `InvalidMetadata` for bytes that are no metadata, and for an agent that is known already (dead ones
+        and those with a read in flight included) or is this one: whoever replaces a peer calls `remove_peer` first.
+        Contacts nobody; an unreachable peer is noticed by the first read. Damaged bytes are recognised, but what
+        lies under a good checksum is parsed by the fabric's own library, and bytes made up with intent can crash it:
+        take metadata from authenticated peers only.
         """
         ...
 
     def remove_peer(self, peer: PeerAgent) -> None:
         """Forget a peer; its `RemoteDescriptors` are dead from here on. Idempotent.
 
-        Does not stop a transfer in flight (see `release`).
+        Reads in flight go on and can be polled; the peer is disconnected when the last of them has ended or was
+        released, and only then can it be added again.
         """
         ...
 
     def prepare_local(self, rows: DescriptorRows) -> LocalDescriptors:
-        """Prepare own memory. Raises `DescriptorOutOfRange` if rows leave the registered regions."""
+        """Prepare own memory. Every row must lie in one registered region, else `DescriptorOutOfRange` is raised."""
         ...
 
     def prepare_remote(self, peer: PeerAgent, rows: DescriptorRows) -> RemoteDescriptors:
         """Prepare a peer's memory.
 
-        Raises `DescriptorOutOfRange` if rows leave the regions in the metadata that `add_peer` was given,
-        `PeerLost` for an unknown peer.
+        Every row must lie in one of the regions in the metadata that `add_peer` was given, else
+        `DescriptorOutOfRange` is raised. Raises `PeerLost` for a peer that is unknown or known to be dead.
         """
         ...
 
@@ -216,16 +222,16 @@ class Fabric(Protocol):
         May complete at once, and may take as long as that (the GIL is released). Neighbours are merged where both
         sides ascend and adjoin, so sort the pairs. Empty index arrays make a transfer that is DONE and contacts
         nobody. Raises `InvalidRequest` for arrays of another dtype, shape or unequal length, an index outside its
-        list, a pair of descriptors of unequal length or a released handle; `PeerLost` if the peer is gone;
-        `TransferFailed` otherwise. When it raises, nothing is in flight.
+        list, a pair of descriptors of unequal length or a released handle: then nothing was posted. Raises
+        `PeerLost` if the peer is gone, and `TransferFailed` otherwise, as `poll` does.
         """
         ...
 
     def poll(self, transfer: Transfer) -> TransferState:
         """Advance a transfer and tell its state; never waits. A transfer advances for certain only if polled.
 
-        Raises `PeerLost` or `TransferFailed`, again on every later call: then nothing more is written, and what
-        the descriptors hold is undefined. A frozen peer raises nothing: deadlines are the caller's.
+        Raises `PeerLost` or `TransferFailed`, again on every later call: the transfer has ended, and what its local
+        descriptors hold is undefined. A frozen peer raises nothing: deadlines are the caller's.
         """
         ...
 
@@ -246,8 +252,8 @@ class Fabric(Protocol):
     def notify(self, peer: PeerAgent, message: bytes) -> None:
         """Send up to 64 KiB to a peer, without waiting.
 
-        Raises `PeerLost` for an unknown peer or one known to be dead, `InvalidRequest` for a longer message. A
-        peer that has died unnoticed swallows the message.
+        Raises `PeerLost` for an unknown peer or one known to be dead, `InvalidRequest` for a longer message,
+        `TransferFailed` otherwise. A peer that has died unnoticed swallows the message.
         """
         ...
 
@@ -308,4 +314,8 @@ class PeerLost(FabricError):
 
 
 class TransferFailed(FabricError):
-    """A transfer ended without its data, for another reason than a lost peer."""
+    """A transfer or a notification failed for another reason than a lost peer.
+
+    The parts of the transfer that were posted have been cancelled, which NIXL cannot confirm: while the peer lives,
+    treat their memory as if the transfer had been released in flight. (With UCX only lost peers have been seen.)
+    """
