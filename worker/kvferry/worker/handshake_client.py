@@ -1,0 +1,54 @@
+"""Asking a producer to describe itself: one request, one answer, one deadline."""
+
+from __future__ import annotations
+
+import zmq
+
+from kvferry.protocol.errors import HandshakeFailed, PeerRefused
+from kvferry.protocol.handshake import (
+    MAX_REPLY_BYTES,
+    EngineDescription,
+    Hello,
+    Refused,
+    decode_reply,
+    encode,
+)
+
+_MS = 1000
+
+
+def fetch_description(host: str, port: int, engine_id: str, asker: str, timeout_s: float) -> EngineDescription:
+    """Fetch the description of the engine that answers at an address.
+
+    Waits, so it runs on a thread that may wait; everything it makes is gone when it returns.
+
+    Raises:
+        HandshakeFailed: nobody answered in time, or the address is none.
+        PeerRefused: the answer was a refusal.
+        InvalidMessage: the answer was none of the protocol's.
+    """
+    where = f"{host}:{port}"
+    address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{where}"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    try:
+        socket = context.socket(zmq.REQ)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, int(":" in host))
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
+        socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * _MS))
+        socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * _MS))
+        socket.connect(address)
+        socket.send(encode(Hello(engine_id=engine_id, asker=asker)))
+        frames = socket.recv_multipart()
+    except zmq.Again:
+        raise HandshakeFailed(f"{where} did not answer within {timeout_s:g} s") from None
+    except (zmq.ZMQError, ValueError) as refused:
+        raise HandshakeFailed(f"{where}: {refused}") from None
+    finally:
+        context.destroy(linger=0)
+    if len(frames) != 1:
+        raise HandshakeFailed(f"{where} answered in {len(frames)} frames; kvferry answers in one")
+    reply = decode_reply(frames[0])
+    if isinstance(reply, Refused):
+        raise PeerRefused(f"{where} refused: {reply.field} is {reply.value}; expected {reply.expected}")
+    return reply

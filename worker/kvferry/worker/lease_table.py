@@ -1,0 +1,116 @@
+"""A producer worker's lease table: the words that consumers read, and who has reported under each.
+
+Used by the transfer thread alone. A word is cleared before its request is reported, so a read that overlapped the
+release of a block always sees it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.protocol.handshake import LeaseTable as LeaseTableAddress
+from kvferry.protocol.ids import Epoch, epoch_from_text
+from kvferry.protocol.notifications import Done
+from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
+from kvferry.protocol.slots import EMPTY, SLOT_BYTES, SlotState, slot_word
+
+
+@dataclass(slots=True)
+class _Lease:
+    epoch: Epoch
+    request_id: str | None = None
+    reporters: set[tuple[str, int]] = field(default_factory=set)
+    expected: int = 0
+
+
+class LeaseTable:
+    """`slots` words of 8 bytes in host memory that stays where it is.
+
+    Attributes:
+        words: uint64 `[slots]`, the memory to register with NIXL.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.words = np.full(slots, EMPTY, dtype=np.uint64)
+        self._leases: dict[int, _Lease] = {}
+
+    @property
+    def address(self) -> LeaseTableAddress:
+        """Where consumers find it."""
+        return LeaseTableAddress(address=int(self.words.ctypes.data), slots=len(self.words))
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.words) * SLOT_BYTES
+
+    def held(self) -> int:
+        """Leases under which a `done` is awaited."""
+        return sum(lease.request_id is not None for lease in self._leases.values())
+
+    def open(self, order: LeaseOpen) -> None:
+        """The request runs: the blocks are being written."""
+        epoch = epoch_from_text(order.epoch)
+        self._leases[order.slot] = _Lease(epoch)
+        self.words[order.slot] = slot_word(epoch, SlotState.COMPUTING)
+
+    def hold(self, order: LeaseHold) -> str | None:
+        """The request has ended and its blocks are kept.
+
+        Returns:
+            The request, if everybody had reported already: it is over.
+        """
+        lease = self._find(order.slot, order.epoch)
+        if lease is None:
+            return None
+        lease.request_id = order.request_id
+        return self._finish_if_complete(order.slot, lease)
+
+    def ready(self, order: LeaseHold) -> None:
+        """The device has finished everything that may write the blocks."""
+        lease = self._find(order.slot, order.epoch)
+        if lease is not None:
+            self.words[order.slot] = slot_word(lease.epoch, SlotState.READY)
+
+    def end(self, order: LeaseEnd) -> str | None:
+        """Nobody may read any more.
+
+        Returns:
+            The request, if it was held and has not been reported: report it now.
+        """
+        lease = self._find(order.slot, order.epoch)
+        if lease is None:
+            return None
+        self._clear(order.slot)
+        return lease.request_id
+
+    def done(self, message: Done) -> str | None:
+        """A consumer's worker has what it wanted. The same worker counts once; an early report is remembered.
+
+        Returns:
+            The request, if this was the last report: it is over.
+
+        Raises:
+            KeyError: there is no such lease.
+        """
+        lease = self._find(message.slot, message.epoch)
+        if lease is None:
+            raise KeyError(message.slot)
+        lease.reporters.add((message.consumer, message.worker))
+        lease.expected = max(lease.expected, message.expected)
+        return self._finish_if_complete(message.slot, lease)
+
+    def _find(self, slot: int, epoch: str) -> _Lease | None:
+        lease = self._leases.get(slot)
+        return lease if lease is not None and lease.epoch == epoch_from_text(epoch) else None
+
+    def _finish_if_complete(self, slot: int, lease: _Lease) -> str | None:
+        if lease.request_id is None or not lease.expected or len(lease.reporters) < lease.expected:
+            return None
+        self._clear(slot)
+        return lease.request_id
+
+    def _clear(self, slot: int) -> None:
+        self.words[slot] = EMPTY
+        del self._leases[slot]

@@ -1,0 +1,123 @@
+"""A producer engine that this worker can read from: its agents, the plan and the prepared descriptors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvferry.plan.descriptors import DescriptorTable, descriptor_table
+from kvferry.plan.transfer_plan import Route, TransferPlan
+from kvferry.protocol.errors import InvalidMessage
+from kvferry.protocol.handshake import EngineDescription, WorkerDescription
+from kvferry.protocol.params import RemotePrefill
+from kvferry.protocol.slots import SLOT_BYTES
+from kvferry.worker.caches import KvCaches
+from kvferry.worker.fabric import (
+    DescriptorRows,
+    Fabric,
+    LocalDescriptors,
+    MemoryKind,
+    PeerAgent,
+    RemoteDescriptors,
+)
+
+
+class PeerKey(NamedTuple):
+    """One life of one engine at one address."""
+
+    host: str
+    port: int
+    engine_id: str
+    boot: str
+
+    @classmethod
+    def of(cls, source: RemotePrefill) -> PeerKey:
+        """Whom params speak of."""
+        return cls(source.remote_host, source.remote_port, source.remote_engine_id, source.kvferry.boot)
+
+    def __str__(self) -> str:
+        return f"{self.engine_id}@{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRoute:
+    """One producer worker, ready to be read from.
+
+    Attributes:
+        slots: its lease table; descriptor `i` is slot `i`.
+        data: both sides' prepared rows with their table; None when there is nothing to read from this worker.
+    """
+
+    route: Route
+    agent: PeerAgent
+    slots: RemoteDescriptors
+    num_slots: int
+    data: tuple[DescriptorTable, LocalDescriptors, RemoteDescriptors] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A producer engine, ready to be read from."""
+
+    key: PeerKey
+    description: EngineDescription
+    plan: TransferPlan
+    routes: tuple[PeerRoute, ...]
+
+
+def connect(fabric: Fabric, caches: KvCaches, key: PeerKey, description: EngineDescription, plan: TransferPlan) -> Peer:
+    """Make a planned producer known to the fabric and prepare its descriptors.
+
+    Raises:
+        FabricError: the fabric refuses its metadata or its memory; nothing is left behind.
+        InvalidMessage: the description names memory of no known kind.
+    """
+    routes: list[PeerRoute] = []
+    agents: list[PeerAgent] = []
+    try:
+        for route in plan.routes:
+            worker = description.workers[route.worker]
+            agent = fabric.add_peer(worker.agent_metadata)
+            agents.append(agent)
+            routes.append(_connect_route(fabric, caches, route, worker, agent))
+    except Exception:
+        _forget(fabric, routes, agents)
+        raise
+    return Peer(key, description, plan, tuple(routes))
+
+
+def disconnect(fabric: Fabric, peer: Peer) -> None:
+    """Give back everything that `connect` made. Nothing may be in flight unless the peer is dead."""
+    _forget(fabric, list(peer.routes), [route.agent for route in peer.routes])
+
+
+def _forget(fabric: Fabric, routes: list[PeerRoute], agents: list[PeerAgent]) -> None:
+    for route in routes:
+        fabric.release(route.slots)
+        for handle in route.data[1:] if route.data else ():
+            fabric.release(handle)
+    for agent in agents:
+        fabric.remove_peer(agent)
+
+
+def _connect_route(
+    fabric: Fabric, caches: KvCaches, route: Route, worker: WorkerDescription, agent: PeerAgent
+) -> PeerRoute:
+    lease_table = worker.lease_table
+    row = (lease_table.address, SLOT_BYTES, 0, SLOT_BYTES, lease_table.slots)
+    slots = fabric.prepare_remote(agent, DescriptorRows.of(MemoryKind.DRAM, [row]))
+    if not route.slices:
+        return PeerRoute(route, agent, slots, lease_table.slots, None)
+    try:
+        remote_kind = MemoryKind(worker.memory)
+    except ValueError:
+        raise InvalidMessage("workers.memory", worker.memory, "DRAM or VRAM") from None
+    table = descriptor_table(route, caches.device_index, worker.device)
+    local = fabric.prepare_local(DescriptorRows(caches.kind, table.local_rows))
+    remote = fabric.prepare_remote(agent, DescriptorRows(remote_kind, table.remote_rows))
+    return PeerRoute(route, agent, slots, lease_table.slots, (table, local, remote))
+
+
+Introduce = Callable[[PeerKey], tuple[EngineDescription, TransferPlan]]
+"""Fetches and plans a peer; waits, and so runs on a thread of its own. Raises KvferryError."""

@@ -1,0 +1,271 @@
+"""The transfer thread: the one thread that touches the fabric once the worker runs.
+
+It blocks when there is nothing to do. While something is in flight it looks again after a pause that grows from
+50 µs to 1 ms and shrinks back with every progress; while leases are held it looks for notifications every 2 ms; while
+a failed transfer may still write, every 10 ms. New orders wake it at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from kvferry.protocol.errors import InvalidMessage
+from kvferry.protocol.notifications import decode_notification
+from kvferry.protocol.orders import FailureReason, LeaseHold, StepOrders
+from kvferry.worker.device import DeviceMark
+from kvferry.worker.fabric import Fabric, FabricError, PeerLost
+from kvferry.worker.lease_table import LeaseTable
+from kvferry.worker.load import Load, LoadContext, LoadFailed, Steps
+from kvferry.worker.peer_book import PeerBook
+from kvferry.worker.results import ResultBox
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_PAUSE_S = 50e-6
+_LONGEST_PAUSE_S = 1e-3
+_NOTIFICATION_PAUSE_S = 2e-3
+_QUARANTINE_PAUSE_S = 10e-3
+_JOIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Orders:
+    orders: StepOrders
+    mark: DeviceMark
+    arrived_s: float
+
+
+class _Wake:
+    """There may be something to do."""
+
+
+class _Stop:
+    """End the thread."""
+
+
+_WorkItem = _Orders | _Wake | _Stop
+
+
+class TransferThread:
+    """Carries out orders until `close`.
+
+    Args:
+        context: what loads work with; its fabric belongs to this thread from now on.
+        table: this worker's lease table; it too.
+        load_timeout_s: after which a load has failed.
+        max_loads: loads in flight at once.
+    """
+
+    def __init__(self, table: LeaseTable, load_timeout_s: float, max_loads: int) -> None:
+        self.results = ResultBox()
+        self._table = table
+        self._load_timeout_s = load_timeout_s
+        self._max_loads = max_loads
+        self._inbox: queue.SimpleQueue[_WorkItem] = queue.SimpleQueue()
+        self._unready: list[tuple[DeviceMark, LeaseHold]] = []
+        self._waiting: deque[Load] = deque()
+        self._running: dict[str, tuple[Load, Steps]] = {}
+        self._quarantine: dict[str, Load] = {}
+        self._pause_s = _SHORTEST_PAUSE_S
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
+
+    def start(self, context: LoadContext) -> None:
+        """Begin. The context comes late because its peer book wakes this thread."""
+        self._context = context
+        self._fabric: Fabric = context.fabric
+        self._book: PeerBook = context.book
+        self._thread.start()
+
+    def submit(self, orders: StepOrders, mark: DeviceMark) -> None:
+        """Hand over a step's orders; returns at once."""
+        self._inbox.put(_Orders(orders, mark, time.monotonic()))
+
+    def wake(self) -> None:
+        """Look for something to do; from any thread."""
+        self._inbox.put(_Wake())
+
+    def close(self) -> None:
+        """Stop the thread and wait for it. Idempotent."""
+        if self._thread.is_alive():
+            self._inbox.put(_Stop())
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._take_work()
+                self._step()
+            except Exception:
+                # A bug, or NIXL raising what it never raised before. Whatever it was about is either retried or runs
+                # into its deadline; the thread must live.
+                logger.exception("the transfer thread goes on after an unforeseen error")
+                self._pause_s = _LONGEST_PAUSE_S
+
+    def _take_work(self) -> None:
+        try:
+            item = self._inbox.get(timeout=self._wait_s())
+        except queue.Empty:
+            return
+        while True:
+            if isinstance(item, _Stop):
+                self._stopping = True
+            elif isinstance(item, _Orders):
+                self._carry_out(item)
+            self._pause_s = _SHORTEST_PAUSE_S
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+
+    def _wait_s(self) -> float | None:
+        if self._running or self._unready or self._waiting or self._book.busy():
+            return self._pause_s
+        if self._table.held():
+            return _NOTIFICATION_PAUSE_S
+        return _QUARANTINE_PAUSE_S if self._quarantine else None
+
+    def _carry_out(self, item: _Orders) -> None:
+        orders = item.orders
+        if orders.ends:
+            self._take_notifications()  # a report that is here already comes before the end of its lease
+        sent = [self._table.end(end) for end in orders.ends]
+        for opened in orders.opens:
+            self._table.open(opened)
+        for hold in orders.holds:
+            sent.append(self._table.hold(hold))
+            self._unready.append((item.mark, hold))
+        with self.results as results:
+            results.sent.update(request_id for request_id in sent if request_id is not None)
+        for order in orders.loads:
+            self._waiting.append(Load(order, item.mark, self._context, item.arrived_s))
+
+    def _step(self) -> None:
+        now_s = time.monotonic()
+        progress = self._book.step(now_s, {load.key for load in (*self._loads(), *self._quarantine.values())})
+        progress |= self._mark_ready()
+        if self._table.held():
+            progress |= self._take_notifications()
+        while self._waiting and len(self._running) < self._max_loads:
+            load = self._waiting.popleft()
+            self._running[load.order.request_id] = (load, load.steps())
+        for load, steps in list(self._running.values()):
+            progress |= self._advance(load, steps, now_s)
+        for load in [load for load in self._waiting if self._is_late(load, now_s)]:
+            self._waiting.remove(load)
+            self._fail(load, FailureReason.DEADLINE, "it never got its turn")
+        progress |= self._look_into_quarantine()
+        self._pause_s = _SHORTEST_PAUSE_S if progress else min(self._pause_s * 2, _LONGEST_PAUSE_S)
+
+    def _loads(self) -> list[Load]:
+        return [load for load, _ in self._running.values()]
+
+    def _is_late(self, load: Load, now_s: float) -> bool:
+        return now_s - load.ordered_s > self._load_timeout_s
+
+    def _mark_ready(self) -> bool:
+        reached = [hold for mark, hold in self._unready if mark.reached()]
+        if reached:
+            for hold in reached:
+                self._table.ready(hold)
+            self._unready = [(mark, hold) for mark, hold in self._unready if hold not in reached]
+        return bool(reached)
+
+    def _take_notifications(self) -> bool:
+        arrived = self._fabric.take_notifications()
+        for sender, frame in arrived:
+            try:
+                done = decode_notification(frame)
+                finished = self._table.done(done)
+            except InvalidMessage as invalid:
+                logger.warning("ignored a notification of %s: %s", sender, invalid)
+                with self.results as results:
+                    results.bad_notifications += 1
+                continue
+            except KeyError:
+                logger.debug("ignored a notification of %s: no such lease", sender)
+                with self.results as results:
+                    results.late_notifications += 1
+                continue
+            logger.debug("slot=%d done by worker %d of %s", done.slot, done.worker, done.consumer)
+            if finished is not None:
+                with self.results as results:
+                    results.sent.add(finished)
+        return bool(arrived)
+
+    def _advance(self, load: Load, steps: Steps, now_s: float) -> bool:
+        """Resume one load. Returns whether it has ended."""
+        try:
+            if self._is_late(load, now_s):
+                steps.close()
+                raise LoadFailed(FailureReason.DEADLINE, f"not complete after {self._load_timeout_s:g} s")
+            next(steps)
+        except StopIteration:
+            self._succeed(load)
+        except LoadFailed as failed:
+            self._fail(load, failed.reason, str(failed))
+        except FabricError as error:
+            self._fail(load, FailureReason.TRANSFER, str(error))
+            if isinstance(error, PeerLost):
+                self._book.lost(load.key, str(error), now_s)
+        except Exception as error:
+            logger.exception("req=%s peer=%s: an unforeseen error in a load", load.order.request_id, load.key)
+            self._fail(load, FailureReason.TRANSFER, repr(error))
+        else:
+            return False
+        return True
+
+    def _succeed(self, load: Load) -> None:
+        request_id = load.order.request_id
+        del self._running[request_id]
+        load.settle()
+        with self.results as results:
+            results.loaded.add(request_id)
+            results.undelivered += load.undelivered
+            if load.figures is not None:
+                results.figures.append(load.figures)
+        if load.figures is not None:
+            logger.debug(
+                "req=%s peer=%s loaded tokens %d…%d: %d B in %d descriptors, %.2f ms",
+                request_id,
+                load.key,
+                load.order.first_token,
+                load.order.stop_token,
+                load.figures.planned_bytes,
+                load.figures.descriptors,
+                load.figures.load_s * 1e3,
+            )
+
+    def _fail(self, load: Load, reason: FailureReason, detail: str) -> None:
+        """Report a failed load at once; its blocks stay in quarantine while anything may still write into them."""
+        request_id = load.order.request_id
+        self._running.pop(request_id, None)
+        safe = load.settle()
+        if not safe:
+            self._quarantine[request_id] = load
+        logger.warning(
+            "req=%s peer=%s load failed (%s): %s%s",
+            request_id,
+            load.key,
+            reason.value,
+            detail,
+            "" if safe else "; its blocks are quarantined until the transfer ends",
+        )
+        with self.results as results:
+            results.failed[request_id] = reason
+            if not safe:
+                results.alive = frozenset(self._quarantine)
+
+    def _look_into_quarantine(self) -> bool:
+        over = [request_id for request_id, load in self._quarantine.items() if load.settle()]
+        for request_id in over:
+            del self._quarantine[request_id]
+        if over:
+            with self.results as results:
+                results.alive = frozenset(self._quarantine)
+        return bool(over)

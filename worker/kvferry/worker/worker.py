@@ -1,0 +1,147 @@
+"""One worker's half of kvferry: its memory, its lease table, its transfer thread."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+
+from kvferry.plan.planner import plan_transfer
+from kvferry.plan.transfer_plan import TransferPlan
+from kvferry.protocol.errors import HandshakeFailed, PeerRefused
+from kvferry.protocol.geometry import Place, Topology
+from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts, WorkerDescription
+from kvferry.protocol.orders import StepOrders
+from kvferry.protocol.seal import SEAL_KEY_BYTES
+from kvferry.worker.caches import KvCaches, TailEraser
+from kvferry.worker.device import clock_for
+from kvferry.worker.fabric import Fabric, MemoryKind, Region
+from kvferry.worker.handshake_client import fetch_description
+from kvferry.worker.landing import Landing
+from kvferry.worker.lease_table import LeaseTable
+from kvferry.worker.load import LoadContext
+from kvferry.worker.peer import PeerKey
+from kvferry.worker.peer_book import PeerBook
+from kvferry.worker.results import StepResults
+from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.transfer_thread import TransferThread
+
+logger = logging.getLogger(__name__)
+
+MakeFabric = Callable[[str], Fabric]
+"""Makes a fabric whose agent has the given name."""
+
+
+class FerryWorker:
+    """Made once the caches exist; runs until `close`.
+
+    Args:
+        engine_id: this engine.
+        place, index: this worker's place, and its index among the engine's workers.
+        topology, facts, groups: of this engine.
+        caches: this worker's caches, registered here and kept until `close`.
+        make_fabric: the fabric; made, filled and prepared on the calling thread, then given to the transfer thread.
+
+    Raises:
+        FabricError: the fabric cannot be had, or refuses the memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine_id: str,
+        place: Place,
+        index: int,
+        topology: Topology,
+        facts: ModelFacts,
+        groups: tuple[CacheGroup, ...],
+        caches: KvCaches,
+        settings: WorkerSettings,
+        make_fabric: MakeFabric,
+    ) -> None:
+        self._engine_id = engine_id
+        self._index = index
+        self._settings = settings
+        self._table = LeaseTable(settings.lease_slots)
+        self._landing = Landing(2 * settings.max_loads + 256)
+        self._fabric = make_fabric(f"{engine_id}/{place}/{uuid.uuid4().hex[:12]}")
+        table_region = Region(self._table.address.address, self._table.num_bytes, MemoryKind.DRAM)
+        self._fabric.register([*caches.regions(), table_region, self._landing.region()])
+        self._landing.prepare(self._fabric)
+        self.description = WorkerDescription(
+            place=place,
+            agent=self._fabric.agent_name,
+            agent_metadata=self._fabric.metadata(),
+            memory=caches.kind.value,
+            device=caches.device_index,
+            lease_table=self._table.address,
+            tensors=caches.tensors,
+        )
+        # This engine as the planner sees it: only this worker of it takes part in its own plan.
+        self._engine = EngineDescription(
+            engine_id=engine_id,
+            boot="0" * 32,
+            seal_key=bytes(SEAL_KEY_BYTES),
+            facts=facts,
+            topology=topology,
+            groups=groups,
+            workers=(self.description,),
+        )
+        self._caches = caches
+        self._clock = clock_for(caches.device)
+        self._thread: TransferThread | None = None
+        self._book: PeerBook | None = None
+
+    def carry_out(self, orders: StepOrders) -> None:
+        """Take a step's orders; returns at once. Call it on the thread that launches the device's work."""
+        if not orders:
+            return
+        self._started(orders.boot).submit(orders, self._clock.mark())
+
+    def take_results(self) -> StepResults:
+        """What happened since the last call; returns at once."""
+        return self._thread.results.take() if self._thread is not None else StepResults()
+
+    def close(self) -> None:
+        """Stop the thread and give the memory back to the engine. Idempotent."""
+        if self._thread is not None:
+            self._thread.close()
+        if self._book is not None:
+            self._book.close()
+        self._fabric.close()
+
+    def _started(self, boot: str) -> TransferThread:
+        """The transfer thread; it starts with the first orders, because they bring this engine's boot."""
+        if self._thread is None:
+            settings = self._settings
+            thread = TransferThread(self._table, settings.load_timeout_s, settings.max_loads)
+            self._book = PeerBook(
+                self._fabric, self._caches, self._landing, self._introduce, thread.wake, settings.handshake_timeout_s
+            )
+            thread.start(
+                LoadContext(
+                    fabric=self._fabric,
+                    book=self._book,
+                    landing=self._landing,
+                    caches=self._caches,
+                    eraser=TailEraser(self._caches),
+                    groups=self._engine.groups,
+                    boot=boot,
+                    worker=self._index,
+                )
+            )
+            self._thread = thread
+        return self._thread
+
+    def _introduce(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
+        """Fetch a producer's description and plan it; on a thread that may wait."""
+        if key.engine_id == self._engine_id:
+            raise HandshakeFailed("the params name this very engine")
+        description = fetch_description(
+            key.host, key.port, key.engine_id, self._engine_id, self._settings.handshake_timeout_s
+        )
+        if description.engine_id != key.engine_id:
+            raise PeerRefused(f"{key.host}:{key.port} is engine {description.engine_id}, not {key.engine_id}")
+        if description.boot != key.boot:
+            raise PeerRefused(f"engine {key.engine_id} has restarted since it wrote these params")
+        return description, plan_transfer(self._engine, 0, description)
