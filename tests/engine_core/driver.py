@@ -1,0 +1,277 @@
+"""vLLM's scheduler with one connector in it, and a worker side that says what the test tells it to say.
+
+    engine = Engine("NixlConnector", role="kv_consumer")
+    engine.add("a", tokens(40), params)
+    loading = engine.step()                        # schedule, then results in which no load has finished
+    engine.step(loaded={"a"})                      # the workers report a's load
+    assert engine.run()["a"].finish_reason == ...  # steps until nothing is left
+
+One `step` is what the engine's loop does: schedule → run → aborts that came meanwhile → update from the output. With
+`overlap=True` it is vLLM's asynchronous scheduler, and `schedule` may be called again before `finish`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+BLOCK_TOKENS = 16
+HEADS, HEAD_SIZE = 2, 32
+LAYER = "model.layers.0.self_attn.attn"
+SAMPLED = 7
+"""The token that the fake model always samples."""
+
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HEADS * HEAD_SIZE,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "vocab_size": 1024,
+    "max_position_embeddings": 1024,
+    "torch_dtype": "float32",
+}
+
+
+@functools.cache
+def model_config() -> Any:
+    """The smallest model that vLLM's configuration accepts: a config.json, no weights."""
+    folder = Path(tempfile.mkdtemp(prefix="kvferry-model-"))
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    init_none_hash(sha256)
+    return ModelConfig(
+        model=str(folder),
+        tokenizer=str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        seed=0,
+        max_model_len=512,
+    )
+
+
+def tokens(count: int, seed: int = 1) -> list[int]:
+    """`count` token ids; two seeds share no prefix."""
+    return [(seed * 101 + 7 * index) % 1000 + 1 for index in range(count)]
+
+
+def kv_cache_config(num_blocks: int) -> Any:
+    """One layer, one group, `num_blocks` blocks of `BLOCK_TOKENS` tokens, layer outermost."""
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
+    page = spec.page_size_bytes
+    size = num_blocks * page
+    tensor = KVCacheTensor(size=size, layers=[LAYER], layer_stride=size, block_stride=page)
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)],
+        kv_cache_layout="LBHNC",
+        hash_block_size=BLOCK_TOKENS,
+        cache_hit_alignment_tokens=BLOCK_TOKENS,
+    )
+
+
+def vllm_config(
+    connector: str,
+    *,
+    module: str | None = None,
+    role: str = "kv_both",
+    policy: str = "recompute",
+    extra: dict[str, Any] | None = None,
+    engine_id: str = "engine-under-test",
+    max_num_seqs: int = 8,
+    num_blocks: int = 32,
+    overlap: bool = False,
+) -> Any:
+    """What the command line would have made, for the scheduler and for a worker alike."""
+    config = VllmConfig(
+        model_config=model_config(),
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=128,
+            max_model_len=512,
+            is_encoder_decoder=False,
+            watermark=0.0,
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=connector,
+            kv_connector_module_path=module,
+            kv_role=role,
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=extra or {},
+            engine_id=engine_id,
+        ),
+    )
+    config.cache_config.num_gpu_blocks = num_blocks
+    config.scheduler_config.async_scheduling = overlap  # the CPU platform switches it off while it validates
+    return config
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """One step that was sent to the workers and not yet answered."""
+
+    output: Any
+    sampling: frozenset[str]
+
+    @property
+    def metadata(self) -> Any:
+        return self.output.kv_connector_metadata
+
+    @property
+    def computed(self) -> dict[str, int]:
+        """Tokens that the model computes in this step, by request."""
+        return dict(self.output.num_scheduled_tokens)
+
+
+@dataclass
+class Answer:
+    """Everything that one request got back."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    params: dict[str, Any] | None = None
+
+
+class Engine:
+    """A scheduler, its queues, and the answers so far."""
+
+    def __init__(self, connector: str, *, num_blocks: int = 32, overlap: bool = False, **config: Any) -> None:
+        self.config = vllm_config(connector, num_blocks=num_blocks, overlap=overlap, **config)
+        self.cache_config = kv_cache_config(num_blocks)
+        kind = AsyncScheduler if overlap else Scheduler
+        self.scheduler = kind(
+            vllm_config=self.config,
+            kv_cache_config=self.cache_config,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=BLOCK_TOKENS,
+            log_stats=True,
+        )
+        self.answers: dict[str, Answer] = {}
+        self.stats: list[dict[str, Any]] = []
+        self.blocks_at_start = self.free_blocks
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
+    def is_whole(self) -> bool:
+        """Every block is back in the pool and no request is left."""
+        return self.free_blocks == self.blocks_at_start and not self.scheduler.requests
+
+    def status(self, request_id: str) -> str:
+        return str(self.scheduler.requests[request_id].status)
+
+    def block_ids(self, request_id: str) -> list[int]:
+        return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+
+    def add(
+        self, request_id: str, prompt: Sequence[int], params: Any = None, *, max_tokens: int = 4, **request: Any
+    ) -> Any:
+        """Add a request as the engine core does; `params` goes in unread, whatever it is."""
+        sampling = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=request.pop("prompt_logprobs", None)
+        )
+        if params is not None:
+            sampling.extra_args = {"kv_transfer_params": params}
+        made = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self._hasher,
+            **request,
+        )
+        self.answers[request_id] = Answer()
+        self.scheduler.add_request(made)
+        return made
+
+    def abort(self, *request_ids: str) -> None:
+        self.scheduler.finish_requests(set(request_ids), RequestStatus.FINISHED_ABORTED)
+
+    def schedule(self) -> Scheduled:
+        output = self.scheduler.schedule()
+        running = {name: self.scheduler.requests[name] for name in output.num_scheduled_tokens}
+        return Scheduled(output, frozenset(name for name, request in running.items() if not request.is_prefill_chunk))
+
+    def finish(
+        self,
+        step: Scheduled,
+        *,
+        loaded: Iterable[str] = (),
+        failed: Iterable[str] = (),
+        sent: Iterable[str] = (),
+        worker: Any = None,
+    ) -> None:
+        """The workers' answer to `step`; a failed load is reported as vLLM wants it, among the finished ones too.
+
+        `worker` replaces all of it: a `KVConnectorOutput` that a real worker side made.
+        """
+        names = list(step.output.num_scheduled_tokens)
+        report = worker or KVConnectorOutput(
+            finished_sending=set(sent) or None,
+            finished_recving={*loaded, *failed} or None,
+            failed_recving=set(failed),
+        )
+        results = self.scheduler.update_from_output(
+            step.output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                sampled_token_ids=[[SAMPLED] if name in step.sampling else [] for name in names],
+                kv_connector_output=report,
+            ),
+        )
+        for result in results.values():
+            self._collect(result)
+
+    def step(self, **report: Any) -> Scheduled:
+        step = self.schedule()
+        self.finish(step, **report)
+        return step
+
+    def run(self, *, limit: int = 64) -> dict[str, Answer]:
+        """Step until no request is running or waiting; what is held by the connector stays held."""
+        for _ in range(limit):
+            if not self.scheduler.get_num_unfinished_requests():
+                return self.answers
+            self.step()
+        stuck = {name: self.status(name) for name in self.scheduler.requests}
+        raise AssertionError(f"requests did not end in {limit} steps: {stuck}")
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+
+    def _collect(self, result: Any) -> None:
+        for output in result.outputs:
+            answer = self.answers[output.request_id]
+            answer.tokens += output.new_token_ids
+            answer.finish_reason = str(output.finish_reason) if output.finish_reason is not None else None
+            answer.params = output.kv_transfer_params or answer.params
+        if result.scheduler_stats is not None and result.scheduler_stats.kv_connector_stats:
+            self.stats.append(result.scheduler_stats.kv_connector_stats)
