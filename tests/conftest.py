@@ -1,0 +1,14 @@
+"""Settings of every test: hypothesis prints what reproduces a failure, and times nothing on a shared machine."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "kvferry",
+    print_blob=True,
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("kvferry")

@@ -1,0 +1,257 @@
+"""`kv_transfer_params` that are wrong: the answer is `InvalidParams`, quickly, and by name of the field."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvferry.protocol.errors import InvalidParams
+from kvferry.protocol.params import MAX_BLOCKS, MAX_DIGESTS, MAX_GROUPS, MAX_KEYS, RemotePrefill, read_params
+from kvferry.protocol.seal import check_seal, seal
+from tests.protocol.samples import KEY, make_params
+
+ABSENT = object()
+MAX_MESSAGE = 700
+
+TEXTS: list[object] = [
+    ABSENT,
+    None,
+    "",
+    "x" * 513,
+    7,
+    1.5,
+    True,
+    [],
+    ["a"],
+    {},
+    "a\nb",
+    "a\n",
+    "\ud800",
+    "\x00",
+    "\x7f",
+]
+SMALL_INTEGERS: list[object] = [ABSENT, None, "1", "", 0, -1, 65537, 2**53 + 2, 10**400, 1.5, 1e300, True, [1], {}]
+FLAGS: list[object] = [0, 1, 1.0, "true", "", [], {}]
+
+MALFORMED_HEX: dict[str, list[object]] = {
+    f"kvferry.{name}": [
+        *(ABSENT, None, "", 7, [], {}),
+        *(digits[:-1], digits + "0", digits.upper(), digits + "\n", " " + digits),
+    ]
+    for name, digits in (("boot", "ab" * 16), ("lease_epoch", "abcdef012345678"), ("mac", "ab" * 32))
+}
+
+WRONG: dict[str, list[object]] = MALFORMED_HEX | {
+    "do_remote_prefill": FLAGS,
+    "do_remote_decode": FLAGS,
+    "remote_engine_id": TEXTS,
+    "remote_request_id": TEXTS,
+    "remote_host": TEXTS,
+    "remote_port": [*SMALL_INTEGERS, 65536],
+    "tp_size": SMALL_INTEGERS,
+    "pp_size": [wrong for wrong in SMALL_INTEGERS if wrong is not ABSENT],
+    "dcp_size": [wrong for wrong in SMALL_INTEGERS if wrong is not ABSENT],
+    "remote_num_tokens": [ABSENT, None, "300", 0, -1, 2**40 + 1, 10**400, 1.5, float("nan"), True, [], {}],
+    "remote_block_ids": [
+        *(ABSENT, None, "1", 1, 1.5, True, {}, [], {"0": [1]}, [[]] * (MAX_GROUPS + 1)),
+        *(
+            [1, 2],
+            ["12"],
+            [None],
+            [[1], {}],
+            [[1, None]],
+            [["1"]],
+            [[True]],
+            [[-1]],
+            [[2**31]],
+            [[1.5]],
+            [[[1]]],
+            [[{}]],
+        ),
+    ],
+    "transfer_mode": [None, "push", "", 1, True, [], {}, "x" * 10_000],
+    "kvferry": ["ticket", 1, 1.5, True, [], [1]],
+    "kvferry.version": [ABSENT, None, "1", 0, 2, -1, 1.5, True, [], {}],
+    "kvferry.lease_slot": [ABSENT, None, "7", -1, 2**24, 1.5, True, [], {}, 2**63, 10**400],
+    "kvferry.lease_s": [
+        ABSENT,
+        None,
+        "30",
+        0,
+        -1.0,
+        1e6,
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+        True,
+        [],
+        {},
+        10**400,
+    ],
+    "kvferry.digests": [
+        *(ABSENT, None, "a1" * 16, 1, {}, [], ["a1" * 16], ["a1" * 16] * 3, ["a1" * 16, 5], ["a1" * 16, None]),
+        *(["a1" * 16, "A1" * 16], ["a1" * 16, "a1" * 15], ["a1" * 16, "a1" * 16 + "\n"], [["a1" * 16], ["b2" * 16]]),
+    ],
+}
+
+
+def with_wrong(path: str, wrong: object) -> dict[str, Any]:
+    """Valid params with one field replaced or removed."""
+    raw = make_params().to_json()
+    holder: dict[str, Any] = raw["kvferry"] if path.startswith("kvferry.") else raw
+    key = path.removeprefix("kvferry.")
+    if wrong is ABSENT:
+        del holder[key]
+    else:
+        holder[key] = wrong
+    return raw
+
+
+@pytest.mark.parametrize("path", WRONG)
+def test_every_wrong_value_is_refused_by_the_name_of_its_field(path: str) -> None:
+    for wrong in WRONG[path]:
+        with pytest.raises(InvalidParams) as refused:
+            read_params(with_wrong(path, wrong))
+        assert refused.value.field.startswith(path), (path, wrong, str(refused.value))
+        assert path in str(refused.value)
+        assert len(str(refused.value)) < MAX_MESSAGE
+
+
+def test_every_field_has_wrong_values_above() -> None:
+    answer = make_params().to_json()
+    assert set(WRONG) == set(answer) | {f"kvferry.{name}" for name in answer["kvferry"]}
+
+
+def test_epoch_zero_is_refused_because_an_empty_slot_could_pass_for_it() -> None:
+    with pytest.raises(InvalidParams, match="lease_epoch"):
+        read_params(with_wrong("kvferry.lease_epoch", "0" * 15))
+
+
+@pytest.mark.parametrize("raw", ["do_remote_prefill", b"", 7, 1.5, True, False, [], [{"do_remote_prefill": True}], {1}])
+def test_params_that_are_no_object_are_refused(raw: object) -> None:
+    with pytest.raises(InvalidParams, match="an object"):
+        read_params(raw)
+
+
+@pytest.mark.parametrize("raw", [{"do_remote_prefill": True, "kvferry": {"version": 1}}, {"do_remote_prefill": True}])
+def test_a_bare_request_for_a_remote_prefill_is_refused(raw: object) -> None:
+    with pytest.raises(InvalidParams):
+        read_params(raw)
+
+
+def ten_million(size: int = 10_000_000) -> list[tuple[str, Callable[[], object]]]:
+    ids = list(range(1000)) * (size // 1000)
+    return [
+        ("remote_block_ids", lambda: with_wrong("remote_block_ids", [ids])),
+        ("remote_block_ids", lambda: with_wrong("remote_block_ids", [ids[: MAX_BLOCKS // 2 + 1]] * 2)),
+        ("remote_block_ids", lambda: with_wrong("remote_block_ids", ids)),
+        ("remote_block_ids", lambda: with_wrong("remote_block_ids", [[]] * size)),
+        ("kvferry.digests", lambda: with_wrong("kvferry.digests", ["a1" * 16] * size)),
+        ("kvferry.digests", lambda: with_wrong("kvferry.digests", ["a1" * 16] * (MAX_DIGESTS + 1))),
+        ("remote_host", lambda: with_wrong("remote_host", ids)),
+        ("remote_host", lambda: with_wrong("remote_host", "x" * size)),
+        ("kvferry", lambda: with_wrong("kvferry", dict.fromkeys(range(size // 10)))),
+        ("kvferry", lambda: with_wrong("kvferry", make_params().to_json()["kvferry"] | dict.fromkeys(range(10**6)))),
+        ("kv_transfer_params", lambda: make_params().to_json() | {str(key): key for key in range(MAX_KEYS)}),
+        ("kv_transfer_params", lambda: ids),
+    ]
+
+
+def test_ten_million_of_anything_are_refused_within_50_ms_without_being_walked() -> None:
+    for field, build in ten_million():
+        raw = build()
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            with pytest.raises(InvalidParams) as refused:
+                read_params(raw)
+            times.append(time.perf_counter() - start)
+        assert refused.value.field == field
+        assert len(str(refused.value)) < MAX_MESSAGE
+        assert min(times) < 0.05, (field, times)
+
+
+def deep(levels: int = 100_000) -> list[Any]:
+    nested: list[Any] = []
+    for _ in range(levels):
+        nested = [nested]
+    return nested
+
+
+@pytest.mark.parametrize("path", [path for path in WRONG if path != "remote_block_ids"])
+def test_hostile_nesting_is_refused_where_it_stands(path: str) -> None:
+    with pytest.raises(InvalidParams) as refused:
+        read_params(with_wrong(path, deep()))
+    assert refused.value.field.startswith(path)
+
+
+def test_hostile_nesting_under_an_unknown_key_is_ignored() -> None:
+    raw = with_wrong("later", deep())
+    raw["kvferry"]["later"] = deep()
+    assert read_params(raw) == make_params()
+
+
+def test_a_value_that_looks_like_an_error_message_does_not_become_another_fields_name() -> None:
+    for forged in ("x` - at `$.remote_host`", "x - at `$.remote_host`", "missing required field `mac`"):
+        with pytest.raises(InvalidParams) as refused:
+            read_params(with_wrong("transfer_mode", forged))
+        assert refused.value.field == "transfer_mode"
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=40)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(st.text(st.characters(), max_size=8), inner, max_size=5)
+    ),
+    max_leaves=25,
+)
+KEYS = sorted(make_params().to_json())
+TICKET_KEYS = sorted(make_params().to_json()["kvferry"])
+
+
+def only_invalid_params(raw: object) -> None:
+    """Read, and use what was read as the engine does: no other error may come of it."""
+    text = ""
+    try:
+        params = read_params(raw)
+        if isinstance(params, RemotePrefill):
+            json.dumps(params.to_json()).encode()
+            check_seal(params, KEY)
+    except InvalidParams as refused:
+        text = str(refused)
+    assert len(text.encode()) < MAX_MESSAGE
+
+
+@given(JSON)
+@example({"do_remote_prefill": True, "kvferry": {"version": 1.0}})
+def test_arbitrary_json_raises_nothing_but_invalid_params(raw: object) -> None:
+    only_invalid_params(raw)
+    only_invalid_params({"do_remote_prefill": True, "kvferry": raw})
+
+
+@given(
+    st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3),
+    st.dictionaries(st.sampled_from(TICKET_KEYS), JSON, max_size=3),
+    st.sets(st.sampled_from(KEYS), max_size=2),
+)
+@example({"remote_request_id": "\udfff"}, {}, set())
+@example({}, {"lease_s": float("nan")}, set())
+def test_mutated_valid_params_raise_nothing_but_invalid_params(
+    changes: dict[str, object], ticket_changes: dict[str, object], removed: set[str]
+) -> None:
+    raw = seal(make_params(), KEY).to_json()
+    raw["kvferry"] |= ticket_changes
+    raw |= changes
+    for key in removed:
+        raw.pop(key, None)
+    before = copy.deepcopy(raw)
+    only_invalid_params(raw)
+    assert repr(raw) == repr(before), "the caller's object was changed"
