@@ -1,0 +1,228 @@
+"""The digest chain: golden vectors, an independent reading of its definition, and what it must tell apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvferry.protocol.digests import CHUNK_TOKENS, Media, Prompt, digest_chain, shared_tokens
+
+GOLDEN: dict[str, tuple[Prompt, tuple[str, ...]]] = {
+    "one token": (Prompt([0]), ("05e26e3217c991d575fa665cab550ebb",)),
+    "a chunk": (Prompt(range(256)), ("73a1e7b23976225ab9921d8a34e0d7d8",)),
+    "a chunk and one": (Prompt(range(257)), ("73a1e7b23976225ab9921d8a34e0d7d8", "2292421c25a15da1b0ad3dc74ea882f6")),
+    "large ids": (Prompt([2**32 - 1, 0, 128000]), ("a99617f5fbaf748c7e66a8f2197fb322",)),
+    "adapter and salt": (
+        Prompt(range(300), lora="sql-expert", salt="tenant-é"),
+        ("762c09b9471bde72fc671bdcb427370f", "4966bdf3866b0e64139a2631d0d6e9f9"),
+    ),
+    "media across a border": (
+        Prompt(range(600), media=(Media(250, 10, "cafe"), Media(500, 20, "f00d"))),
+        ("041467fcbd72fe6ffd71ca0b89986a11", "7b3ebb52a743668c30a5342df7dc4d23", "0c19775773edf2914fc06dd9e7d12922"),
+    ),
+}
+
+
+def le64(number: int) -> bytes:
+    return bytes((number >> shift) & 0xFF for shift in range(0, 64, 8))
+
+
+def framed_hash(*parts: bytes) -> bytes:
+    framed = b"".join(le64(len(part)) + part for part in parts)
+    return hashlib.blake2b(framed, digest_size=16, person=b"kvferry-digest-1").digest()
+
+
+def slow_chain(prompt: Prompt) -> list[str]:
+    """The definition in the module's docstring, read literally and token by token."""
+    lora, salt = (b"" if text is None else b"=" + text.encode() for text in (prompt.lora, prompt.salt))
+    digest = framed_hash(b"identity", lora, salt)
+    chain = []
+    for start in range(0, len(prompt.tokens), 256):
+        stop = min(start + 256, len(prompt.tokens))
+        media = b""
+        for item in prompt.media:
+            if set(range(start, stop)) & set(range(item.offset, item.offset + item.length)):
+                content = item.content.encode()
+                media += le64(item.offset) + le64(item.length) + le64(len(content)) + content
+        tokens = b"".join(le64(token)[:4] for token in prompt.tokens[start:stop])
+        digest = framed_hash(b"chunk", digest, media, tokens)
+        chain.append(digest.hex())
+    return chain
+
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda head: head * 20) | st.lists(
+    st.integers(0, 3), max_size=600
+)
+NAMES = st.none() | st.text(max_size=6)
+MEDIA = st.lists(st.builds(Media, st.integers(0, 600), st.integers(1, 300), st.text(max_size=4)), max_size=3).map(tuple)
+PROMPTS = st.builds(Prompt, TOKENS, NAMES, NAMES, MEDIA)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_vectors(name: str) -> None:
+    """Two versions of kvferry must agree on these; a change needs a new personalisation and `PARAMS_VERSION`."""
+    prompt, expected = GOLDEN[name]
+    assert digest_chain(prompt) == expected
+
+
+@given(PROMPTS)
+def test_the_chain_is_what_its_docstring_says(prompt: Prompt) -> None:
+    assert list(digest_chain(prompt)) == slow_chain(prompt)
+
+
+@pytest.mark.parametrize(("tokens", "digests"), [(0, 0), (1, 1), (255, 1), (256, 1), (257, 2), (512, 2), (1000, 4)])
+def test_there_is_a_digest_for_every_chunk_begun(tokens: int, digests: int) -> None:
+    assert len(digest_chain(Prompt(range(tokens)))) == digests
+    assert len(digest_chain(Prompt(range(2000)), tokens)) == digests
+
+
+@given(PROMPTS, st.data())
+def test_a_prefix_is_digested_as_if_the_rest_were_not_there(prompt: Prompt, data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, len(prompt.tokens)))
+    prefix = Prompt(prompt.tokens[:count], prompt.lora, prompt.salt, prompt.media)
+    assert digest_chain(prompt, count) == digest_chain(prefix)
+
+
+@pytest.mark.parametrize("sequence", [tuple, list, np.array])
+def test_any_kind_of_token_sequence_gives_the_same_digests(sequence: type) -> None:
+    tokens = list(range(7, 307))
+    assert digest_chain(Prompt(sequence(tokens))) == digest_chain(Prompt(tokens))
+
+
+@pytest.mark.parametrize("token", [-1, 2**32, 2**63, 2**64, -(2**64)])
+def test_a_token_id_that_is_no_uint32_is_a_value_error(token: int) -> None:
+    with pytest.raises(ValueError, match="token id"):
+        digest_chain(Prompt([1, token]))
+
+
+@pytest.mark.parametrize("count", [-1, 4])
+def test_more_tokens_than_the_prompt_has_are_a_value_error(count: int) -> None:
+    with pytest.raises(ValueError, match="num_tokens"):
+        digest_chain(Prompt([1, 2, 3]), count)
+
+
+def model_of_shared_tokens(local: Prompt, remote: Prompt) -> int:
+    """Longest boundary up to which everything that decides the cache is equal, compared value by value."""
+
+    def decisive(prompt: Prompt, start: int, stop: int) -> object:
+        media = [item for item in prompt.media if item.offset < stop and start < item.offset + item.length]
+        return list(prompt.tokens[start:stop]), media
+
+    if (local.lora, local.salt) != (remote.lora, remote.salt):
+        return 0
+    shared = 0
+    total = len(remote.tokens)
+    for start in range(0, total, 256):
+        stop = min(start + 256, total)
+        if len(local.tokens) < stop or decisive(local, start, stop) != decisive(remote, start, stop):
+            break
+        shared = stop
+    return shared
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Prompt, Prompt]:
+    """A prompt, and one that often shares a prefix with it."""
+    remote = draw(st.builds(Prompt, st.lists(st.integers(0, 1), min_size=1, max_size=900), NAMES, NAMES, MEDIA))
+    cut = draw(st.integers(0, len(remote.tokens)))
+    tail = draw(st.lists(st.integers(0, 1), max_size=400))
+    tokens = [*remote.tokens[:cut], *tail] if draw(st.booleans()) else [*remote.tokens, *tail]
+    identity = draw(st.sampled_from([(remote.lora, remote.salt), (remote.lora, None), ("", remote.salt)]))
+    media = remote.media if draw(st.booleans()) else draw(MEDIA)
+    return Prompt(tokens, *identity, media), remote
+
+
+@given(pairs())
+@example((Prompt([1] * 700), Prompt([1] * 300 + [0] * 400)))
+@example((Prompt([1] * 255), Prompt([1] * 256)))
+@example((Prompt([1] * 257), Prompt([1] * 256)))
+def test_shared_tokens_agrees_with_a_comparison_value_by_value(pair: tuple[Prompt, Prompt]) -> None:
+    local, remote = pair
+    assert shared_tokens(local, digest_chain(remote), len(remote.tokens)) == model_of_shared_tokens(local, remote)
+
+
+def test_the_example_of_the_docstring() -> None:
+    remote = Prompt([1] * 700)
+    local = Prompt([1] * 300 + [2] * 400)
+    assert shared_tokens(local, digest_chain(remote), 700) == 256
+
+
+def test_digests_beyond_the_last_token_are_ignored() -> None:
+    prompt = Prompt([5] * 300)
+    assert shared_tokens(prompt, (*digest_chain(prompt), "0" * 32, *digest_chain(prompt)), 300) == 300
+
+
+@pytest.mark.parametrize("position", [0, 255, 256, 511, 512, 599])
+def test_one_other_token_changes_its_digest_and_all_later_ones(position: int) -> None:
+    tokens = list(range(600))
+    changed = [*tokens[:position], 9999, *tokens[position + 1 :]]
+    before, after = digest_chain(Prompt(tokens)), digest_chain(Prompt(changed))
+    differing = [index for index, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]]
+    assert differing == list(range(position // CHUNK_TOKENS, 3))
+
+
+def different(prompts: Sequence[Prompt]) -> bool:
+    """Whether no two of them share a single digest."""
+    digests = [digest for prompt in prompts for digest in digest_chain(prompt)]
+    return len(set(digests)) == len(digests)
+
+
+def test_adapter_and_salt_are_told_apart_however_they_are_cut() -> None:
+    tokens = list(range(300))
+    names = [
+        (None, None),
+        ("", None),
+        (None, ""),
+        ("", ""),
+        ("a", "b"),
+        ("ab", None),
+        (None, "ab"),
+        ("ab", ""),
+        ("", "ab"),
+    ]
+    names += [("b", "a"), ("a", "=b"), ("a=b", None), ("a=", "b")]
+    assert different([Prompt(tokens, lora, salt) for lora, salt in names])
+
+
+def test_media_over_a_chunk_border_count_in_both_chunks_and_nowhere_else() -> None:
+    tokens = list(range(768))
+    plain = digest_chain(Prompt(tokens))
+    crossing = digest_chain(Prompt(tokens, media=(Media(250, 10, "cafe"),)))
+    other = digest_chain(Prompt(tokens, media=(Media(250, 10, "f00d"),)))
+    assert len({plain[0], crossing[0], other[0]}) == 3
+    late = digest_chain(Prompt(tokens, media=(Media(256, 256, "cafe"),)))
+    assert late[0] == plain[0], "an item that starts at the border is not in the chunk before it"
+    assert late[1] != plain[1]
+    early = digest_chain(Prompt(tokens, media=(Media(0, 256, "cafe"),)))
+    assert early[0] != plain[0]
+
+
+def test_media_are_told_apart_by_place_length_content_and_number() -> None:
+    tokens = list(range(200))
+    variants: list[tuple[Media, ...]] = [
+        (),
+        (Media(5, 10, "cafe"),),
+        (Media(6, 10, "cafe"),),
+        (Media(5, 11, "cafe"),),
+        (Media(5, 10, "cafe\0"),),
+        (Media(5, 10, "cafe"), Media(5, 10, "cafe")),
+        (Media(5, 10, "ca"), Media(15, 10, "fe")),
+        (Media(5, 10, ""), Media(15, 10, "cafe")),
+    ]
+    assert different([Prompt(tokens, media=media) for media in variants])
+
+
+def test_tokens_cannot_be_traded_for_media_nor_chunks_for_the_identity() -> None:
+    item = Media(0, 1, "cafe")
+    described = le64(0) + le64(1) + le64(4) + b"cafe"
+    as_tokens = [int.from_bytes(described[start : start + 4], "little") for start in range(0, len(described), 4)]
+    assert different([Prompt([7], media=(item,)), Prompt([*as_tokens, 7]), Prompt([7, *as_tokens])])
+
+
+def test_a_hostile_name_with_a_lone_surrogate_is_digested_too() -> None:
+    assert different([Prompt([1], lora="\ud800"), Prompt([1], lora="?"), Prompt([1], salt="\ud800")])

@@ -1,0 +1,108 @@
+"""Errors: they name what was found and never let it flood a log."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.protocol.errors import (
+    ForeignParams,
+    HandshakeFailed,
+    InputError,
+    InvalidConfig,
+    InvalidMessage,
+    InvalidParams,
+    KvferryError,
+    LocalProtocolError,
+    PeerRefused,
+    cut,
+    shorten,
+)
+
+MAX_SHOWN = 120
+
+
+class Hostile:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+class Endless:
+    def __repr__(self) -> str:
+        return "x" * 10_000_000
+
+
+def deep(levels: int) -> list[object]:
+    nested: list[object] = []
+    for _ in range(levels):
+        nested = [nested]
+    return nested
+
+
+LONG = "a" * 5_000_000
+HUGE: dict[str, object] = {
+    "text": LONG,
+    "text in a list": [LONG],
+    "text in a dict": {"key": LONG},
+    "text as a key": {LONG: 1},
+    "bytes in a tuple": (bytes(5_000_000),),
+    "many lists of many": [[LONG] * 120] * 120,
+    "a dict in a list": [dict.fromkeys(range(1_000_000))],
+    "a long list": list(range(1_000_000)),
+    "digits": 10**4000,
+    "more digits than Python prints": 10**100_000,
+    "many digits": [10**4000] * 120,
+    "depth": deep(100_000),
+    "depth in dicts": {"a": {"b": deep(100_000)}},
+    "a repr that raises": Hostile(),
+    "a repr that raises, inside": [{"key": Hostile()}],
+    "a repr without end": [Endless()],
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_huge_or_hostile_value_is_shown_short_and_soon(name: str) -> None:
+    start = time.perf_counter()
+    shown = shorten(HUGE[name])
+    assert time.perf_counter() - start < 0.1
+    assert 0 < len(shown) <= MAX_SHOWN
+
+
+@given(
+    st.recursive(st.none() | st.integers() | st.text(st.characters()), lambda inner: st.lists(inner) | st.tuples(inner))
+)
+def test_any_value_is_shown_in_one_bounded_line_that_can_be_encoded(value: object) -> None:
+    shown = shorten(value)
+    assert len(shown) <= MAX_SHOWN
+    assert shown.isprintable()
+    shown.encode()
+
+
+@pytest.mark.parametrize("value", [None, 7, 1.5, "push", "a\nb", [1, [2]], {"a": 1}, (), b"\x00"])
+def test_a_small_value_is_shown_as_it_is(value: object) -> None:
+    assert shorten(value) == repr(value)
+
+
+def test_cut_keeps_what_fits_and_marks_what_does_not() -> None:
+    assert cut("x" * MAX_SHOWN) == "x" * MAX_SHOWN
+    assert cut("x" * (MAX_SHOWN + 1)) == "x" * (MAX_SHOWN - 1) + "…"
+
+
+@pytest.mark.parametrize("error", [InvalidParams, ForeignParams, InvalidMessage, InvalidConfig])
+def test_an_input_error_names_field_value_and_expectation(error: type[InputError]) -> None:
+    refused = error("kvferry.lease_slot", -1, "a slot")
+    assert (refused.field, refused.shown_value, refused.expected) == ("kvferry.lease_slot", "-1", "a slot")
+    assert str(refused) == f"{error.what}: kvferry.lease_slot is -1; expected a slot"
+
+
+def test_the_tree_is_the_one_that_callers_catch_by() -> None:
+    assert issubclass(ForeignParams, InvalidParams)
+    for error in (InvalidParams, InvalidMessage, InvalidConfig):
+        assert issubclass(error, InputError)
+    for other in (InputError, PeerRefused, HandshakeFailed, LocalProtocolError):
+        assert issubclass(other, KvferryError)
+    for other in (PeerRefused, HandshakeFailed, LocalProtocolError):
+        assert not issubclass(other, InputError)

@@ -1,0 +1,234 @@
+"""The side channel's messages: their bytes, their evolution, and frames that are none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.protocol.errors import InvalidMessage
+from kvferry.protocol.handshake import (
+    CHANNEL_VERSION,
+    MAX_RENEWALS,
+    MAX_REPLY_BYTES,
+    MAX_REQUEST_BYTES,
+    EngineDescription,
+    Hello,
+    LeaseName,
+    Refused,
+    Release,
+    Renew,
+    decode_reply,
+    decode_request,
+    decode_worker,
+    encode,
+)
+from tests.protocol.frames import decode_plain, encode_plain, hostile_frames, refused, wrong_values
+from tests.protocol.samples import BOOT, EPOCH, make_description, make_tensor, make_worker
+
+HELLO = Hello(engine_id="prefill-0", asker="decode-3")
+LEASES = (LeaseName(slot=7, epoch=EPOCH), LeaseName(slot=8, epoch="f" * 15))
+REQUESTS: list[Hello | Renew | Release] = [
+    HELLO,
+    Renew(boot=BOOT, leases=LEASES),
+    Release(boot=BOOT, leases=LEASES[:1]),
+]
+REPLIES: list[EngineDescription | Refused] = [make_description(), Refused(field="version", value="2", expected="1")]
+
+Decode = Callable[[bytes], Any]
+DECODERS: list[tuple[Decode, bytes]] = [
+    *((decode_request, encode(request)) for request in REQUESTS),
+    *((decode_reply, encode(reply)) for reply in REPLIES),
+    (decode_worker, encode(make_worker())),
+]
+
+TEXTS: list[object] = [..., None, "", 7, b"x", ["x"], "x" * 513, "a\nb"]
+SIZES: list[object] = [0, -1, 1.5, "1", None, True, 2**64 - 1]
+HEX: list[object] = [..., None, "", "a" * 31, "A" * 32, "a" * 32 + "\n", 7]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda message: type(message).__name__)
+def test_requests_round_trip(request_: Hello | Renew | Release) -> None:
+    assert decode_request(encode(request_)) == request_
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda message: type(message).__name__)
+def test_replies_round_trip(reply: EngineDescription | Refused) -> None:
+    assert decode_reply(encode(reply)) == reply
+
+
+def test_a_worker_round_trips() -> None:
+    assert decode_worker(encode(make_worker())) == make_worker()
+
+
+def test_the_bytes_of_a_hello_are_these() -> None:
+    """Engines of two versions meet on these bytes; a change needs a new `CHANNEL_VERSION`."""
+    expected = b"\x84\xa4type\xa5hello\xa7version\x01\xa9engine_id\xa9prefill-0\xa5asker\xa8decode-3"
+    assert encode(HELLO) == expected
+
+
+def test_the_bytes_of_a_renewal_and_a_release_are_these() -> None:
+    lease = b"\x82\xa4slot\x07\xa5epoch\xaf" + EPOCH.encode()
+    body = b"\xa4boot\xd9\x20" + BOOT.encode() + b"\xa6leases\x91" + lease
+    assert encode(Renew(boot=BOOT, leases=LEASES[:1])) == b"\x83\xa4type\xa5renew" + body
+    assert encode(Release(boot=BOOT, leases=LEASES[:1])) == b"\x83\xa4type\xa7release" + body
+
+
+def test_the_fields_of_a_description_are_these() -> None:
+    plain = decode_plain(encode(make_description()))
+    assert list(plain) == ["type", "version", "engine_id", "boot", "seal_key", "facts", "topology", "groups", "workers"]
+    assert plain["type"] == "engine"
+    assert list(plain["workers"][0]) == [
+        *("place", "agent", "agent_metadata", "memory", "device", "lease_table", "tensors"),
+    ]
+    tensor = plain["workers"][0]["tensors"][0]
+    assert tensor == msgspec.to_builtins(make_tensor())
+    assert tensor["heads"] == [2, 4]
+
+
+def test_unknown_fields_are_ignored_at_every_level() -> None:
+    def extended(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {"before": [{}], **{key: extended(inner) for key, inner in value.items()}, "after": 2**63}
+        if isinstance(value, list):
+            return [extended(inner) for inner in value]
+        return value
+
+    for decode, frame in DECODERS:
+        assert decode(encode_plain(extended(decode_plain(frame)))) == decode(frame)
+
+
+def test_missing_fields_with_defaults_are_filled() -> None:
+    hello = decode_plain(encode(HELLO))
+    del hello["version"]
+    assert decode_request(encode_plain(hello)) == HELLO
+    engine = decode_plain(encode(make_description()))
+    del engine["version"], engine["facts"]["speculative"], engine["topology"]["pcp"]
+    del engine["groups"][0]["window_tokens"], engine["workers"][0]["place"]["dcp"]
+    read = decode_reply(encode_plain(engine))
+    assert isinstance(read, EngineDescription)
+    assert (read.version, read.facts.speculative, read.topology.pcp) == (CHANNEL_VERSION, "none", 1)
+    assert (read.groups[0].window_tokens, read.workers[0].place.dcp) == (0, 0)
+
+
+def test_a_hello_of_another_version_is_understood_so_that_it_can_be_refused_by_name() -> None:
+    later = msgspec.structs.replace(HELLO, version=CHANNEL_VERSION + 1)
+    assert decode_request(encode(later)) == later
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda message: type(message).__name__)
+def test_a_reply_of_another_version_is_refused_by_its_version(reply: EngineDescription | Refused) -> None:
+    error = refused(decode_reply, encode(msgspec.structs.replace(reply, version=CHANNEL_VERSION + 1)))
+    assert error.field == "version"
+
+
+@pytest.mark.parametrize(("decode", "valid"), DECODERS)
+def test_hostile_frames_are_invalid_messages(decode: Decode, valid: bytes) -> None:
+    for _, frame in hostile_frames(valid):
+        refused(decode, frame)
+
+
+def test_a_message_of_the_other_direction_is_invalid() -> None:
+    for request in REQUESTS:
+        refused(decode_reply, encode(request))
+        refused(decode_worker, encode(request))
+    for reply in REPLIES:
+        refused(decode_request, encode(reply))
+
+
+WRONG_REQUEST: dict[str, list[object]] = {
+    "boot": HEX,
+    "leases": [..., None, [], {}, "x", [7], [None], [{}] * (MAX_RENEWALS + 1)],
+    "leases.0.slot": [..., None, -1, 2**24, 1.5, "7", True],
+    "leases.0.epoch": [..., None, "", "0" * 15, "f" * 16, "F" * 15, "f" * 15 + "\n", 7],
+}
+WRONG_ENGINE: dict[str, list[object]] = {
+    "version": SIZES,
+    "engine_id": TEXTS,
+    "boot": HEX,
+    "seal_key": [..., None, b"", b"x" * 31, b"x" * 33, 7],
+    "facts": [..., None, [], {}],
+    "facts.model": TEXTS,
+    "facts.max_model_tokens": [..., *SIZES],
+    "topology": [..., None, []],
+    "topology.tp": [*SIZES, 65537],
+    "groups": [..., None, [], {}, [{}], [7]],
+    "groups.0.block_tokens": [..., *SIZES],
+    "groups.0.window_tokens": [-1, 1.5, None, 2**40],
+    "workers": [..., None, [], {}, [{}], [7]],
+    "workers.0.place.tp": [-1, 65536, None, "0"],
+    "workers.0.agent_metadata": [..., None, b"", 7, b"x" * (2**20 + 1)],
+    "workers.0.device": [..., None, -1, 2**16],
+    "workers.0.lease_table": [..., None, {}, []],
+    "workers.0.lease_table.address": [..., None, -1, 2**63, 1.5],
+    "workers.0.lease_table.slots": [..., None, 0, 2**24],
+    "workers.0.tensors": [..., None, {}, [{}]],
+    "workers.0.tensors.0.base": [..., None, -1, 2**63],
+    "workers.0.tensors.0.blocks": [..., *SIZES],
+    "workers.0.tensors.0.block_stride": [..., None, -1, 2**48],
+    "workers.0.tensors.0.heads": [..., None, [], [1], {}, [-1, 2], ["0", 2], [0, 2**40 + 1]],
+    "workers.0.tensors.0.cell_bytes": [..., *SIZES],
+    "workers.0.tensors.0.format": [..., None, [], {}],
+}
+
+
+@pytest.mark.parametrize(
+    ("decode", "valid", "wrong"),
+    [
+        (decode_request, encode(HELLO), {"version": SIZES, "engine_id": TEXTS, "asker": TEXTS}),
+        (decode_request, encode(REQUESTS[1]), WRONG_REQUEST),
+        (decode_request, encode(REQUESTS[2]), WRONG_REQUEST),
+        (decode_reply, encode(make_description()), WRONG_ENGINE),
+        (decode_reply, encode(REPLIES[1]), {"field": TEXTS, "value": [..., None, 7, "x" * 513]}),
+    ],
+)
+def test_every_wrong_value_is_refused_by_the_name_of_its_field(
+    decode: Decode, valid: bytes, wrong: dict[str, list[object]]
+) -> None:
+    for path, frame in wrong_values(valid, wrong):
+        error = refused(decode, frame)
+        assert re.sub(r"\[(\d+)\]", r".\1", error.field).startswith(path), (path, str(error))
+
+
+def test_messages_are_bounded_in_bytes() -> None:
+    oversized = encode_plain(decode_plain(encode(HELLO)) | {"padding": b"x" * MAX_REQUEST_BYTES})
+    assert "at most" in str(refused(decode_request, oversized))
+    assert "at most" in str(refused(decode_reply, bytes(MAX_REPLY_BYTES + 1)))
+
+
+def test_the_largest_allowed_renewal_fits_into_a_request() -> None:
+    lease = LeaseName(slot=2**24 - 1, epoch="f" * 15)
+    renew = Renew(boot=BOOT, leases=(lease,) * MAX_RENEWALS)
+    assert len(encode(renew)) <= MAX_REQUEST_BYTES
+    assert decode_request(encode(renew)) == renew
+
+
+def test_a_description_does_not_grow_with_blocks() -> None:
+    def size(blocks: int) -> int:
+        return len(encode(make_worker(tensors=(make_tensor(blocks=blocks),) * 10)))
+
+    assert size(10_000_000) <= size(10) + 10 * 8
+
+
+@given(st.binary(max_size=200), st.data())
+def test_random_bytes_raise_nothing_but_invalid_message(noise: bytes, data: st.DataObject) -> None:
+    decode, valid = data.draw(st.sampled_from(DECODERS))
+    at = data.draw(st.integers(0, len(valid)))
+    for frame in (noise, valid[:at] + noise + valid[at + len(noise) :], valid[:at] + noise + valid[at:]):
+        try:
+            decode(frame)
+        except InvalidMessage as error:
+            text = str(error)
+            text.encode()
+
+
+def test_a_memory_bomb_is_refused_without_its_memory() -> None:
+    """Small frames that claim billions of leases; the test would not survive their allocation."""
+    head = b"\x83\xa4type\xa5renew\xa4boot\xd9\x20" + BOOT.encode() + b"\xa6leases"
+    for claim in (b"\xdd\xff\xff\xff\xff", b"\xdc\x10\x00", b"\xdd\x00\x00\x10\x00"):
+        refused(decode_request, head + claim)

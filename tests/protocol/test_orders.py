@@ -1,0 +1,84 @@
+"""Step metadata: it reaches the workers as it left the scheduler, whatever a client chose as its request id."""
+
+from __future__ import annotations
+
+import pickle
+
+import msgspec
+import pytest
+
+from kvferry.protocol.orders import (
+    ORDERS_VERSION,
+    LeaseEnd,
+    LeaseHold,
+    LeaseOpen,
+    LoadOrder,
+    StepOrders,
+    decode_orders,
+    encode_orders,
+)
+from tests.protocol.frames import decode_plain, encode_plain, hostile_frames, refused
+from tests.protocol.samples import BOOT, EPOCH, make_params
+
+
+def make_orders(request_id: str = "cmpl-1") -> StepOrders:
+    return StepOrders(
+        boot=BOOT,
+        ends=(LeaseEnd(request_id=request_id, slot=1, epoch=EPOCH),),
+        opens=(LeaseOpen(slot=2, epoch=EPOCH),),
+        holds=(LeaseHold(request_id=request_id, slot=3, epoch=EPOCH),),
+        loads=(
+            LoadOrder(
+                request_id=request_id,
+                source=make_params(),
+                local_blocks=((5, 6, 7), ()),
+                first_token=0,
+                stop_token=300,
+            ),
+        ),
+    )
+
+
+def test_orders_round_trip_also_through_pickle() -> None:
+    orders = make_orders()
+    assert decode_orders(encode_orders(orders)) == orders
+    assert decode_orders(pickle.loads(pickle.dumps(encode_orders(orders)))) == orders  # noqa: S301 - what vLLM does
+
+
+@pytest.mark.parametrize("request_id", ["", "x" * 100_000, "line\nbreak", "\x00", "日本"])
+def test_no_request_id_that_a_client_chose_stops_a_worker(request_id: str) -> None:
+    orders = make_orders(request_id)
+    assert decode_orders(encode_orders(orders)) == orders
+
+
+def test_ends_stand_before_opens_because_a_slot_may_change_hands_within_one_step() -> None:
+    names = [field.name for field in msgspec.structs.fields(StepOrders)]
+    assert names.index("ends") < names.index("opens") < names.index("holds")
+
+
+def test_orders_are_true_when_there_is_anything_to_do() -> None:
+    assert not StepOrders(boot=BOOT)
+    full = make_orders()
+    for name in ("ends", "opens", "holds", "loads"):
+        assert StepOrders(boot=BOOT, **{name: getattr(full, name)})
+
+
+def test_orders_of_another_version_are_refused_by_their_version() -> None:
+    later = msgspec.structs.replace(make_orders(), version=ORDERS_VERSION + 1)
+    assert refused(decode_orders, encode_orders(later)).field == "version"
+
+
+def test_empty_fields_may_be_missing_and_unknown_ones_are_ignored() -> None:
+    assert decode_orders(encode_plain({"boot": BOOT, "later": [{}]})) == StepOrders(boot=BOOT)
+
+
+def test_hostile_frames_are_invalid_messages() -> None:
+    valid = encode_orders(make_orders())
+    for name, frame in hostile_frames(valid):
+        if frame != encode_plain({}):
+            refused(decode_orders, frame)
+        else:
+            assert refused(decode_orders, frame).field == "boot", name
+    plain = decode_plain(valid)
+    plain["loads"][0]["source"]["remote_port"] = 0
+    assert refused(decode_orders, encode_plain(plain)).field == "loads[0].source.remote_port"

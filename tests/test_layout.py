@@ -1,0 +1,59 @@
+"""The shape of the repository: one namespace over six roots, and who may import what."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+ROOTS = ("protocol", "plan", "scheduler", "worker", "connector", "cli")
+CORE = ("kvferry.protocol", "kvferry.plan", "kvferry.scheduler")
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+for name in {names!r}:
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(package.__path__, name + "."):
+        importlib.import_module(module.name)
+loaded = {{name.partition(".")[0] for name in sys.modules}}
+print(*sorted(name for name in loaded if name.startswith(("torch", "nixl", "vllm", "triton", "transformers"))))
+"""
+
+
+def heavy_modules_after_importing(*names: str) -> str:
+    finished = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL.format(names=names)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout.strip()
+
+
+def test_kvferry_is_a_namespace_package_in_every_root() -> None:
+    """One `__init__.py` in any of them would hide the other five."""
+    for root in ROOTS:
+        assert (REPOSITORY / root / "kvferry").is_dir()
+        assert not (REPOSITORY / root / "kvferry" / "__init__.py").exists()
+    assert not list(REPOSITORY.glob("*/kvferry/__init__.py"))
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_every_root_holds_one_typed_package_of_its_own_name(root: str) -> None:
+    packages = [path for path in (REPOSITORY / root / "kvferry").iterdir() if path.name != "__pycache__"]
+    assert packages == [REPOSITORY / root / "kvferry" / root]
+    assert (packages[0] / "py.typed").exists()
+    assert (packages[0] / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_every_module_of_the_core_imports_without_torch_nixl_and_vllm(name: str) -> None:
+    assert heavy_modules_after_importing(name) == ""
+
+
+def test_the_check_above_sees_a_heavy_module() -> None:
+    planted = "import sys, types; sys.modules['torch.cuda'] = types.ModuleType('torch.cuda')\n"
+    script = planted + IMPORT_ALL.format(names=["json"])
+    seen = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert seen.stdout.strip() == "torch"
