@@ -268,7 +268,8 @@ class Fabric(Protocol):
     def close(self) -> None:
         """Drop handles and peers, deregister the memory, end the agent. Idempotent.
 
-        Reads of others from this memory fail from here on; own transfers in flight must have ended before.
+        Own transfers in flight must have ended before. Reads of others are not stopped for certain: over shared
+        memory they succeed for as long as the memory stays mapped, so unmap nothing that peers may still read.
         """
         ...
 

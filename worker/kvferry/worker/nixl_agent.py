@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 PROGRESS_INTERVAL_US = 20_000
 """Default for the progress thread: event driven, woken at least this often; 0.2 % of a core."""
 
+_SHARED_MEMORY = {"all", "sm", "shm", "mm", "posix", "sysv", "xpmem"}
+
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
@@ -44,10 +46,15 @@ def ucx_defaults(environ: Mapping[str, str]) -> dict[str, str]:
     """UCX settings that kvferry wants and that `environ` does not decide.
 
     `UCX_MM_ERROR_HANDLING=y` lets peers on one host use shared memory as their control lane, 5 µs instead of 28 over
-    loopback TCP, with failures still detected; without it `UCX_TLS=sm,self` cannot make an agent at all.
+    loopback TCP, with failures still detected; without it `UCX_TLS=sm,self` cannot make an agent at all. It is left
+    out where `UCX_TLS` excludes shared memory: UCX warns of settings that nothing uses.
     """
-    wanted = {"UCX_MM_ERROR_HANDLING": "y"}
-    return {name: value for name, value in wanted.items() if name not in environ}
+    transports = environ.get("UCX_TLS", "all")
+    names = {name.strip() for name in transports.removeprefix("^").split(",")}
+    excluded = names & {"sm", "shm", "mm"} if transports.startswith("^") else not names & _SHARED_MEMORY
+    if excluded or "UCX_MM_ERROR_HANDLING" in environ:
+        return {}
+    return {"UCX_MM_ERROR_HANDLING": "y"}
 
 
 def apply_ucx_defaults(environ: MutableMapping[str, str]) -> None:

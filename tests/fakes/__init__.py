@@ -1,0 +1,1 @@
+"""In-memory stand-ins for the ports of kvferry; each passes the conformance suite of its port."""
