@@ -1,0 +1,26 @@
+"""The face to vLLM: what `--kv-transfer-config` names.
+
+    {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.connector", "kv_role": "kv_producer"}
+
+Both names are one class. It is imported when it is asked for, so that importing this package (as vLLM's plugin loader
+does in every process) costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvferry.connector.connector import FerryConnector
+
+    NixlConnector = FerryConnector
+
+__all__ = ["FerryConnector", "NixlConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from kvferry.connector.connector import FerryConnector
+
+        return FerryConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

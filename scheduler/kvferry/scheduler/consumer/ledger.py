@@ -106,28 +106,32 @@ class ConsumerLedger:
         prompt = self._by_request.get(request_id)
         return prompt.state if prompt else None
 
-    def offer(self, request_id: str, source: RemotePrefill, shared_tokens: int, now_s: float) -> bool:
+    def offer(self, request_id: str, source: RemotePrefill, shared_tokens: int, now_s: float) -> str | None:
         """A request has arrived with usable params.
 
         A lease serves one request: whoever comes second (a sibling of `n > 1`, another prompt of the same batch, a
         replay) is computed here, and must not touch the lease of the first.
 
         Returns:
-            Whether the request takes the lease. If not, it is counted under `local_recomputes`.
+            None when the request takes the lease; otherwise why it is computed here.
         """
         if request_id in self._by_request:
             raise LocalProtocolError(f"req={request_id}: offered twice")
         lease = RemoteLease.of(source)
         if lease.key in self._claims:
-            self._tally.add("local_recomputes", "lease_in_use")
-            return False
+            return "lease_in_use"
         if shared_tokens <= 0:
-            self._tally.add("local_recomputes", "other_prompt")
-            return False
+            return "other_prompt"
         self._by_request[request_id] = RemotePrompt(request_id, source, lease, shared_tokens, now_s)
         self._claims[lease.key] = request_id
         self._commands.append(Keep(lease))
-        return True
+        return None
+
+    def decline(self, source: RemotePrefill) -> None:
+        """Whom these params were for never came to be: give the lease back, unless a request has it."""
+        lease = RemoteLease.of(source)
+        if lease.key not in self._claims:
+            self._commands.append(GiveBack(lease))
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int:
         """How many tokens beyond the local prefix hit can be loaded; 0 for everything that is not to be loaded."""

@@ -1,0 +1,112 @@
+"""`kv_connector_extra_config`, parsed once into a frozen value.
+
+All keys of vLLM's NixlConnector are accepted, so that a deployment changes one key to change connectors. Those that
+mean nothing here are named in a warning; a key that neither knows stops the start.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvferry.protocol.errors import InvalidConfig
+
+logger = logging.getLogger(__name__)
+
+
+def _option(default: object, check: Callable[[str, Any], object], doc: str, *, peer: bool = False) -> Any:
+    return field(default=default, metadata={"check": check, "doc": doc, "peer": peer})
+
+
+def _number(low: float, high: float) -> Callable[[str, Any], float]:
+    def check(key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise InvalidConfig(key, value, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    return check
+
+
+def _whole(low: int, high: int) -> Callable[[str, Any], int]:
+    def check(key: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise InvalidConfig(key, value, f"a whole number from {low} to {high}")
+        return value
+
+    return check
+
+
+def _name(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= 256:
+        raise InvalidConfig(key, value, "a text of 1 to 256 characters")
+    return value
+
+
+def _names(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(x, str) and x for x in value):
+        raise InvalidConfig(key, value, 'a list of names of NIXL plugins, e.g. ["UCX"]')
+    return tuple(value)
+
+
+@dataclass(frozen=True, slots=True)
+class FerryConfig:
+    """Everything an operator can decide. Each field's metadata has its check and its documentation."""
+
+    backends: tuple[str, ...] = _option(("UCX",), _names, "NIXL plugins, in order of preference", peer=True)
+    num_threads: int = _option(0, _whole(0, 64), "extra threads of NIXL's UCX backend; 0 for none", peer=True)
+    kv_lease_duration: float = _option(
+        30.0,
+        _number(0.05, 86400),
+        "seconds that a producer holds a finished prompt's blocks without hearing of a consumer",
+        peer=True,
+    )
+    lease_slots: int = _option(
+        0, _whole(0, 1 << 20), "leases that can be open at once; 0 for 4 × max_num_seqs, at least 1024"
+    )
+    handshake_timeout_s: float = _option(
+        5.0, _number(0.1, 600), "seconds that a producer may take to describe itself, and again for the first read"
+    )
+    load_timeout_s: float = _option(60.0, _number(0.1, 3600), "seconds after which a load has failed")
+    max_loads: int = _option(1024, _whole(1, 1 << 16), "loads in flight at once, per worker")
+    model_fingerprint: str | None = _option(
+        None, _name, "a name that stands for the weights; engines with equal names are taken to serve the same model"
+    )
+
+
+_WITHOUT_MEANING = {
+    "kv_recompute_threshold": "turns are not transferred back yet",
+    "bidirectional_kv_xfer": "turns are not transferred back yet: the next turn's prompt is computed by the prefiller",
+    "decoder_kv_blocks_ttl": "turns are not transferred back yet",
+    "engine_ttl": "peers are forgotten when they are lost or restart",
+    "enforce_handshake_compat": "every fact is compared by itself; name the weights with model_fingerprint instead",
+    "push_registration_timeout": "transfers are pulled, never pushed",
+}
+
+
+def known_keys() -> tuple[str, ...]:
+    """All keys that are accepted."""
+    return tuple(sorted([*(option.name for option in fields(FerryConfig)), *_WITHOUT_MEANING]))
+
+
+def read_config(extra: Mapping[str, Any]) -> FerryConfig:
+    """Parse `kv_connector_extra_config`.
+
+    Raises:
+        InvalidConfig: an unknown key, or a value that cannot be used; the text names the key and what is valid.
+    """
+    options = {option.name: option for option in fields(FerryConfig)}
+    values: dict[str, Any] = {}
+    for key, value in extra.items():
+        if key in options:
+            if value is not None:
+                values[key] = options[key].metadata["check"](key, value)
+        elif key in _WITHOUT_MEANING:
+            logger.warning("%s=%r means nothing to kvferry: %s", key, value, _WITHOUT_MEANING[key])
+        else:
+            near = difflib.get_close_matches(str(key), known_keys(), n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise InvalidConfig(str(key), value, f"{hint}one of {', '.join(known_keys())}")
+    return FerryConfig(**values)

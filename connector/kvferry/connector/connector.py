@@ -1,0 +1,198 @@
+"""`FerryConnector`: the class that vLLM loads, in its scheduler and in each worker. It only passes calls on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvferry.connector.config import read_config
+from kvferry.connector.facts import check_supported
+from kvferry.connector.messages import FerryMetadata
+from kvferry.connector.metrics import FerryPromMetrics, FerryStats
+from kvferry.connector.scheduler_side import SchedulerSide
+from kvferry.connector.worker_side import WorkerSide
+from kvferry.protocol.errors import LocalProtocolError
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class FerryConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's KV connector. Serves vLLM 0.32 and 0.33: hooks that only one of them calls do nothing in the other."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_supported(vllm_config)
+        config = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_side: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler_side = SchedulerSide(vllm_config, kv_cache_config, config)
+        else:
+            self._worker_side = WorkerSide(vllm_config, kv_cache_config, config)
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        """The half in the scheduler's process."""
+        if self._scheduler_side is None:
+            raise LocalProtocolError("a scheduler's hook was called in a worker")
+        return self._scheduler_side
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        """The half in a worker's process."""
+        if self._worker_side is None:
+            raise LocalProtocolError("a worker's hook was called in the scheduler")
+        return self._worker_side
+
+    # Asked of the class.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Heads before tokens: a head range is one run, and a block is too."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """No: waking up remaps the pages under registered addresses."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
+        return FerryStats(data=data) if data is not None else FerryStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> FerryPromMetrics:
+        return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # The scheduler.
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """A load restores every group from the local hit on."""
+        return True
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler_side.bind(kv_cache_manager)
+
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler_side.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        matched = self.scheduler_side.matched_tokens(request, num_computed_tokens)
+        return matched, matched > 0
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Every group that is transferred at all: a load writes the request's own blocks in each."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self.scheduler_side.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler_side.build_metadata()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.scheduler_side.update(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler_side.finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler_side.finished(request, block_ids)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.scheduler_side.publish(metadata)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must step although it has no requests."""
+        return self._scheduler_side is not None and self._scheduler_side.has_pinned_blocks()
+
+    def reset_cache(self) -> bool | None:
+        return self.scheduler_side.reset()
+
+    # The worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker_side.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker_side.describe()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Start the step's transfers: before the forward pass, so that they overlap it."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, FerryMetadata):
+            self.worker_side.bind(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Nothing is left to start: see `bind_connector_metadata`."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end between steps, never within one."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Nothing is saved: consumers read the blocks where they are."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        results = self.worker_side.take_results()
+        return results.finished_sending, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self.worker_side.take_results()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker_side.take_metadata()
+
+    # Both.
+
+    def get_kv_connector_stats(self) -> FerryStats | None:
+        if self._scheduler_side is not None:
+            return self._scheduler_side.take_stats()
+        return self.worker_side.take_stats()
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler_side, self._worker_side):
+            if side is not None:
+                side.close()

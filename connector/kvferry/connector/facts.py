@@ -1,0 +1,81 @@
+"""What vLLM's configuration says about the model and about this worker's place, in kvferry's words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.connector.config import FerryConfig
+from kvferry.connector.fingerprint import fingerprint, local_model_dir
+from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.geometry import Place, Topology
+from kvferry.protocol.handshake import ModelFacts
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def check_supported(vllm_config: VllmConfig) -> None:
+    """Refuse at start what would corrupt caches later.
+
+    Raises:
+        InvalidConfig: naming the option and what to change.
+    """
+    if vllm_config.model_config.enable_sleep_mode:
+        raise InvalidConfig("enable_sleep_mode", True, "false: waking up remaps cache pages under registered memory")
+    if vllm_config.cache_config.calculate_kv_scales:
+        raise InvalidConfig("calculate_kv_scales", True, "false: scales that change at run time are not transferred")
+    parallel = vllm_config.parallel_config
+    for key in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, key) != 1:
+            raise InvalidConfig(key, getattr(parallel, key), "1: context parallelism is not described yet")
+
+
+def topology_of(vllm_config: VllmConfig) -> Topology:
+    """The engine's parallel sizes."""
+    parallel = vllm_config.parallel_config
+    return Topology(
+        pp=parallel.pipeline_parallel_size,
+        pcp=parallel.prefill_context_parallel_size,
+        tp=parallel.tensor_parallel_size,
+        dcp=parallel.decode_context_parallel_size,
+    )
+
+
+def place_of_this_worker() -> Place:
+    """Where this process stands among its engine's workers; vLLM's process groups must exist."""
+    from vllm.distributed import parallel_state
+
+    return Place(pp=parallel_state.get_pp_group().rank_in_group, tp=parallel_state.get_tensor_model_parallel_rank())
+
+
+def worker_index(topology: Topology, place: Place) -> int:
+    """A worker's index in its engine: stage by stage, within a stage rank by rank."""
+    return (place.pp * topology.pcp + place.pcp) * topology.tp + place.tp
+
+
+def facts_of(vllm_config: VllmConfig, config: FerryConfig) -> ModelFacts:
+    """The facts that must be equal on both sides."""
+    model = vllm_config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    return ModelFacts(
+        model=str(model.model)[:512],
+        fingerprint=config.model_fingerprint or _fingerprint(vllm_config),
+        dtype=dtype,
+        cache_dtype=dtype if cache_dtype == "auto" else str(cache_dtype),
+        quantization=str(model.quantization or "none"),
+        max_model_tokens=model.max_model_len,
+        speculative=_speculative(vllm_config),
+    )
+
+
+def _fingerprint(vllm_config: VllmConfig) -> str:
+    model, load = vllm_config.model_config, vllm_config.load_config
+    is_dummy = str(load.load_format) == "dummy"
+    directory = None if is_dummy else local_model_dir(model.model, model.revision, load.download_dir)
+    return fingerprint(model.hf_config.to_dict(), directory, f"dummy:{model.seed}" if is_dummy else "")
+
+
+def _speculative(vllm_config: VllmConfig) -> str:
+    speculative = vllm_config.speculative_config
+    return f"{speculative.method}" if speculative is not None else "none"

@@ -1,0 +1,104 @@
+"""Telling whether two engines serve the same weights, without reading all of them.
+
+Covered: the model's configuration, every weight file's size and header, and a sample of every tensor (at most 4,096 a
+file, evenly chosen, 256 bytes from the middle of each). A fine-tune changes nearly every tensor, so it changes the
+fingerprint; a deliberate edit between the samples would not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+logger = logging.getLogger(__name__)
+
+_SAMPLES = 4096
+_SAMPLE_BYTES = 256
+_LONGEST_HEADER = 100 << 20
+_WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")
+_NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
+
+
+def fingerprint(config: dict[str, Any], weights: Path | None, extra: str = "") -> str:
+    """The fingerprint of a model, e.g. `weights:3f0c…` or, when there are no files to look at, `config:91ab…`.
+
+    Args:
+        config: the model's configuration as plain objects.
+        weights: the directory with its files, or None.
+        extra: whatever else decides the weights, e.g. a seed.
+    """
+    digest = hashlib.blake2b(digest_size=16, person=b"kvferry-model-1")
+    kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
+    digest.update(json.dumps([kept, extra], sort_keys=True, default=str).encode())
+    files = _weight_files(weights) if weights is not None else []
+    for file in files:
+        for part in _parts(file):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+    return f"{'weights' if files else 'config'}:{digest.hexdigest()}"
+
+
+def local_model_dir(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """Where a model's files are on this machine: a directory, or a snapshot in the hub's cache. Contacts nobody."""
+    if os.path.isdir(model):
+        return Path(model)
+    if os.path.isfile(model):
+        return Path(model).parent
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json", revision=revision, cache_dir=download_dir)
+    except Exception as error:  # noqa: BLE001 - a name that no hub would accept is no reason to stop
+        logger.debug("no local files of %s: %s", model, error)
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    for pattern in _WEIGHTS:
+        found = sorted(path for path in directory.glob(pattern) if path.is_file())
+        if found:
+            return found
+    return []
+
+
+def _parts(file: Path) -> Iterator[bytes]:
+    size = file.stat().st_size
+    yield file.name.encode()
+    yield size.to_bytes(8, "little")
+    with file.open("rb") as stream:
+        header, offsets = _safetensors(stream, size) if file.suffix == ".safetensors" else (b"", None)
+        yield header
+        for offset in offsets if offsets is not None else _evenly(0, size):
+            stream.seek(offset)
+            yield stream.read(_SAMPLE_BYTES)
+
+
+def _safetensors(stream: BinaryIO, size: int) -> tuple[bytes, list[int] | None]:
+    """The file's header, and where to sample; (b"", None) for a file that is none."""
+    length = int.from_bytes(stream.read(8), "little")
+    if not 0 < length <= min(size - 8, _LONGEST_HEADER):
+        return b"", None
+    header = stream.read(length)
+    try:
+        entries = json.loads(header)
+        middles = sorted(
+            (begin + end) // 2 + 8 + length
+            for name, entry in entries.items()
+            if name != "__metadata__"
+            for begin, end in (entry["data_offsets"],)
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return b"", None
+    step = max(1, -(-len(middles) // _SAMPLES))
+    return header, middles[::step]
+
+
+def _evenly(start: int, stop: int) -> list[int]:
+    step = max(_SAMPLE_BYTES, (stop - start) // _SAMPLES)
+    return list(range(start, stop, step))

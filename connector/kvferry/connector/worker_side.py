@@ -1,0 +1,116 @@
+"""The connector in a worker's process: vLLM's hooks carried to the worker."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvferry.connector.config import FerryConfig
+from kvferry.connector.facts import facts_of, place_of_this_worker, topology_of, worker_index
+from kvferry.connector.layout import Sharding, discover, groups_of, packing_of
+from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry.connector.metrics import FerryStats
+from kvferry.connector.scheduler_side import lease_slots
+from kvferry.protocol.handshake import encode
+from kvferry.worker.nixl_agent import AgentConfig
+from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.results import StepResults
+from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.worker import FerryWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """One worker's half; it comes to life with the caches."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._worker: FerryWorker | None = None
+        self._index = 0
+        self._step = StepResults()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Describe and register the caches.
+
+        Raises:
+            InvalidConfig: a cache cannot be described.
+            FabricError: NIXL cannot be used, or refuses the memory.
+        """
+        started_s = time.monotonic()
+        vllm_config, config = self._vllm_config, self._config
+        topology, place = topology_of(vllm_config), place_of_this_worker()
+        layers = vllm_config.compilation_config.static_forward_context
+        packings = {name: packing_of(layers[name], name) for name in kv_caches if name in layers}
+        total_heads = vllm_config.model_config.get_total_num_kv_heads()
+        caches = discover(kv_caches, self._kv_cache_config, packings, Sharding(total_heads, place.tp, topology.tp))
+        self._index = worker_index(topology, place)
+        agent = AgentConfig(backends=config.backends, num_threads=config.num_threads)
+        self._worker = FerryWorker(
+            engine_id=vllm_config.kv_transfer_config.engine_id,
+            place=place,
+            index=self._index,
+            topology=topology,
+            facts=facts_of(vllm_config, config),
+            groups=groups_of(self._kv_cache_config),
+            caches=caches,
+            settings=WorkerSettings(
+                lease_slots=lease_slots(config, vllm_config),
+                handshake_timeout_s=config.handshake_timeout_s,
+                load_timeout_s=config.load_timeout_s,
+                max_loads=config.max_loads,
+            ),
+            make_fabric=lambda name: NixlFabric(name, agent),
+        )
+        logger.info(
+            "worker %s registered %d paged tensors in %d allocations in %.2f s",
+            place,
+            len(caches.tensors),
+            len(caches.storages),
+            time.monotonic() - started_s,
+        )
+
+    def describe(self) -> FerryHandshake | None:
+        """This worker as peers need it; None before the caches exist."""
+        return FerryHandshake(encode(self._worker.description)) if self._worker is not None else None
+
+    def bind(self, metadata: FerryMetadata) -> None:
+        """Start what the scheduler ordered; it runs beside the forward pass."""
+        orders = metadata.orders()
+        if orders is not None and self._worker is not None:
+            self._worker.carry_out(orders)
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """What was completed since the last step. The rest of the step's results waits for the calls that follow."""
+        self._step = self._worker.take_results() if self._worker is not None else StepResults()
+        failed = set(self._step.failed)
+        return KVConnectorTransferResults(
+            finished_sending=self._step.sent,
+            finished_recving=self._step.loaded | failed,
+            failed_recving=failed,
+        )
+
+    def take_stats(self) -> FerryStats | None:
+        """Figures of the step whose results were taken last."""
+        stats, self._step = FerryStats.of_results(self._step), StepResults(alive=self._step.alive)
+        return stats
+
+    def take_metadata(self) -> FerryWorkerMetadata | None:
+        """Which blocks may still be written, when that has changed."""
+        alive, self._step.alive = self._step.alive, None
+        return FerryWorkerMetadata({self._index: alive}) if alive is not None else None
+
+    def close(self) -> None:
+        """Stop the thread and give the memory back. Idempotent."""
+        if self._worker is not None:
+            self._worker.close()
