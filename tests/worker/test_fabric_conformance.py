@@ -17,7 +17,6 @@ from kvferry.worker.fabric import (
     MAX_NOTIFICATION_BYTES,
     DescriptorOutOfRange,
     DescriptorRows,
-    Fabric,
     FabricClosed,
     FabricError,
     FabricUnavailable,
@@ -39,13 +38,13 @@ from tests.worker.fabric_harness import (
     MemoryHarness,
     NixlHarness,
     NixlTcpHarness,
+    arrivals,
     finish,
     indices,
     random_bytes,
     region,
     row,
     rows,
-    until,
 )
 
 GUARD = 0xA5
@@ -381,9 +380,9 @@ def test_notifications_arrive_whole_in_order_and_with_the_name_of_their_sender(p
     pair.producer.notify(back, b"from the producer")
     for message in messages:
         pair.consumer.notify(pair.peer, message)
-    arrived = _arrivals(pair.producer, len(messages))
+    arrived = arrivals(pair.producer, len(messages))
     assert arrived == [("consumer", message) for message in messages]
-    assert _arrivals(pair.consumer, 1) == [("producer", b"from the producer")]
+    assert arrivals(pair.consumer, 1) == [("producer", b"from the producer")]
     assert pair.producer.take_notifications() == []
 
 
@@ -391,7 +390,7 @@ def test_a_notification_beyond_the_limit_is_refused_and_not_sent(pair: Pair) -> 
     with pytest.raises(InvalidRequest):
         pair.consumer.notify(pair.peer, bytes(MAX_NOTIFICATION_BYTES + 1))
     pair.consumer.notify(pair.peer, b"next")
-    assert _arrivals(pair.producer, 1) == [("consumer", b"next")]
+    assert arrivals(pair.producer, 1) == [("consumer", b"next")]
 
 
 def test_notifying_an_unknown_or_removed_peer_raises_peer_lost(pair: Pair) -> None:
@@ -401,17 +400,6 @@ def test_notifying_an_unknown_or_removed_peer_raises_peer_lost(pair: Pair) -> No
     with pytest.raises(PeerLost) as lost:
         pair.consumer.notify(pair.peer, b"hello")
     assert (lost.value.operation, lost.value.peer) == ("notify", "producer")
-
-
-def _arrivals(fabric: Fabric, count: int) -> list[tuple[str, bytes]]:
-    arrived: list[tuple[str, bytes]] = []
-
-    def enough() -> bool:
-        arrived.extend(fabric.take_notifications())
-        return len(arrived) >= count
-
-    until(enough, f"{count} notifications arrived")
-    return arrived
 
 
 # -- death -------------------------------------------------------------------------------------------------------
@@ -456,7 +444,7 @@ def test_another_process_is_read_and_notified_both_ways(harness: Harness) -> Non
     mortal.consumer.notify(mortal.peer, b"\0done\xff")
     assert mortal.producer.received() == ("survivor", b"\0done\xff")
     mortal.producer.send(mortal.consumer.metadata(), b"thanks\0")
-    assert _arrivals(mortal.consumer, 1) == [("mortal", b"thanks\0")]
+    assert arrivals(mortal.consumer, 1) == [("mortal", b"thanks\0")]
 
 
 def test_reading_from_a_killed_peer_raises_peer_lost_and_so_does_everything_after(harness: Harness) -> None:

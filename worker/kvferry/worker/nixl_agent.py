@@ -30,7 +30,8 @@ class AgentConfig:
     """How an agent is made.
 
     backends: NIXL plugins, in order. num_threads: extra threads of the UCX backend, 0 for none (see NIXL).
-    progress_thread: serve peers while nobody calls the agent; whoever only reads can do without.
+    progress_thread: serve peers, and get messages out, while nobody calls the agent. Without it a message that was
+    sent before the connection stands leaves only while something is polled here (seen: never, on an idle sender).
     progress_interval_us: at most this long between two rounds of that thread; at least 1, since 0 makes it spin.
     capture_telemetry: time every transfer.
     """
