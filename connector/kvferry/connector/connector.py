@@ -20,6 +20,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.connector.config import read_config
 from kvferry.connector.facts import check_supported
+from kvferry.connector.logs import join_vllm_log
 from kvferry.connector.messages import FerryMetadata
 from kvferry.connector.metrics import FerryPromMetrics, FerryStats
 from kvferry.connector.scheduler_side import SchedulerSide
@@ -46,6 +47,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_vllm_log()
         check_supported(vllm_config)
         config = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler_side: SchedulerSide | None = None

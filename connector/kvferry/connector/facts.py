@@ -22,8 +22,6 @@ def check_supported(vllm_config: VllmConfig) -> None:
     """
     if vllm_config.model_config.enable_sleep_mode:
         raise InvalidConfig("enable_sleep_mode", True, "false: waking up remaps cache pages under registered memory")
-    if vllm_config.cache_config.calculate_kv_scales:
-        raise InvalidConfig("calculate_kv_scales", True, "false: scales that change at run time are not transferred")
     parallel = vllm_config.parallel_config
     for key in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, key) != 1:

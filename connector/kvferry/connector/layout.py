@@ -21,6 +21,9 @@ from kvferry.worker.caches import KvCaches
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+_STATIC_SCALES = ("NONE", "FP8_PER_TENSOR")
+"""Quantisation modes whose scales belong to the weights; others keep scales beside the cache, or change them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
@@ -158,6 +161,9 @@ def _describe(
             f"cache of layer {layer}", f"shape {list(view.shape)}", "a view [blocks, heads, tokens, content]"
         )
     blocks, heads, states, content = view.shape
+    if spec.kv_quant_mode.name not in _STATIC_SCALES:
+        mode = spec.kv_quant_mode.name
+        raise InvalidConfig(f"cache of layer {layer}", f"quantisation {mode}", f"one of {', '.join(_STATIC_SCALES)}")
     if spec.tokens_per_state != 1:
         raise InvalidConfig(f"cache of layer {layer}", f"{spec.tokens_per_state} tokens a state", "one token a state")
     if not num_blocks or blocks % num_blocks or spec.block_size % (blocks // num_blocks):
@@ -183,7 +189,7 @@ def _describe(
         cell_bytes=cell.num_bytes,
         format=Format(
             dtype=str(view.dtype).removeprefix("torch."),
-            quantization=str(getattr(spec.kv_quant_mode, "name", spec.kv_quant_mode)).lower(),
+            quantization=spec.kv_quant_mode.name.lower(),
             packing=f"{packings[layer]}/heads{heads}x{states}x{content}" if cell.whole else packings[layer],
         ),
     )
