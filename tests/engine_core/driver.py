@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ BLOCK_TOKENS = 16
 HEADS, HEAD_SIZE = 2, 32
 LAYER = "model.layers.0.self_attn.attn"
 SAMPLED = 7
-"""The token that the fake model always samples."""
+"""The token that is sampled where no model is given."""
 
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -168,6 +168,7 @@ class Engine:
         )
         self.answers: dict[str, Answer] = {}
         self.stats: list[dict[str, Any]] = []
+        self.sample: Callable[[str], int] = lambda request_id: SAMPLED
         self.blocks_at_start = self.free_blocks
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
 
@@ -183,6 +184,10 @@ class Engine:
     def is_whole(self) -> bool:
         """Every block is back in the pool and no request is left."""
         return self.free_blocks == self.blocks_at_start and not self.scheduler.requests
+
+    def counted(self, name: str, label: str = "") -> int:
+        """What kvferry's counters have come to, as vLLM's front end adds them up."""
+        return sum(stats.get("counters", {}).get(name, {}).get(label, 0) for stats in self.stats)
 
     def status(self, request_id: str) -> str:
         return str(self.scheduler.requests[request_id].status)
@@ -243,7 +248,7 @@ class Engine:
             ModelRunnerOutput(
                 req_ids=names,
                 req_id_to_index={name: index for index, name in enumerate(names)},
-                sampled_token_ids=[[SAMPLED] if name in step.sampling else [] for name in names],
+                sampled_token_ids=[[self.sample(name)] if name in step.sampling else [] for name in names],
                 kv_connector_output=report,
             ),
         )

@@ -1,0 +1,273 @@
+"""A consumer's scheduler side in vLLM's scheduler: every state in which a remote prompt can be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine_core.driver import BLOCK_TOKENS, Engine, Scheduled, tokens
+from tests.engine_core.offers import Eavesdropper, offer
+
+PROMPT = tokens(40)
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    engines: list[Engine] = []
+
+    def build(role: str = "kv_consumer", **config: Any) -> Engine:
+        engines.append(Engine("FerryConnector", module="kvferry.connector", role=role, **config))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        assert not engine.connector.scheduler_side.loads.check_integrity()
+        engine.close()
+
+
+@pytest.fixture
+def producer() -> Iterator[Eavesdropper]:
+    listening = Eavesdropper()
+    yield listening
+    listening.close()
+
+
+def loads(step: Scheduled) -> dict[str, tuple[int, int]]:
+    """What the workers are told to load in this step: first and last token, by request."""
+    orders = step.metadata.orders()
+    return {} if orders is None else {x.request_id: (x.first_token, x.stop_token) for x in orders.loads}
+
+
+def test_a_remote_prompt_is_loaded_whole_and_one_token_of_it_is_computed(make: Any) -> None:
+    engine = make()
+    engine.add("d", PROMPT, offer(PROMPT))
+    step = engine.step()
+    assert loads(step) == {"d": (0, 40)}
+    assert step.metadata.orders().loads[0].local_blocks == (tuple(engine.block_ids("d")),)
+    assert loads(engine.step()) == {}
+    engine.step(loaded={"d"})
+    assert engine.step().computed == {"d": 1}
+    assert engine.run()["d"].finish_reason == "length"
+    assert engine.is_whole
+    assert engine.counted("loads") == 1
+    assert len(engine.stats[-1]["samples"].get("handover_s", ())) <= 1
+
+
+def test_only_what_the_local_cache_lacks_is_loaded(make: Any) -> None:
+    engine = make()
+    engine.add("before", PROMPT[:32], max_tokens=1)
+    engine.run()
+    engine.add("d", PROMPT, offer(PROMPT))
+    step = engine.step()
+    assert loads(step) == {"d": (32, 40)}
+    assert len(step.metadata.orders().loads[0].local_blocks[0]) == 3
+    engine.step(loaded={"d"})
+    engine.run()
+    assert engine.is_whole
+
+
+def test_a_prompt_that_is_all_in_the_local_cache_gives_its_lease_back(make: Any, producer: Eavesdropper) -> None:
+    engine = make()
+    short = tokens(2 * BLOCK_TOKENS)
+    engine.add("before", tokens(3 * BLOCK_TOKENS), max_tokens=1)
+    engine.run()
+    engine.add("d", tokens(3 * BLOCK_TOKENS), offer(short, port=producer.port, slot=5))
+    step = engine.step()
+    assert (loads(step), step.computed) == ({}, {"d": BLOCK_TOKENS})
+    assert producer.released() == [5]
+    engine.run()
+    assert engine.is_whole
+
+
+def test_a_request_aborted_before_it_was_scheduled_gives_its_lease_back(make: Any, producer: Eavesdropper) -> None:
+    engine = make()
+    engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=3))
+    engine.abort("d")
+    assert producer.released() == [3]
+    assert loads(engine.step()) == {}
+    assert engine.is_whole
+
+
+@pytest.mark.parametrize("prompt", [[0], PROMPT], ids=["as vLLM 0.32 makes it", "as vLLM 0.33 makes it while paused"])
+def test_a_request_that_the_front_end_rejected_gives_its_lease_back(
+    make: Any, producer: Eavesdropper, prompt: list[int]
+) -> None:
+    engine = make()
+    params = offer(PROMPT, port=producer.port, slot=4)
+    engine.add("rejected", prompt, params, max_tokens=1, abort_immediately=True)
+    engine.abort("rejected")
+    assert producer.released() == [4]
+    assert loads(engine.step()) == {}
+    assert engine.is_whole
+
+
+def test_a_lease_is_renewed_while_its_request_waits(make: Any, producer: Eavesdropper) -> None:
+    engine = make()
+    engine.add("d", PROMPT, offer(PROMPT, port=producer.port, lease_s=0.3))
+    assert producer.renewed()
+
+
+def test_a_request_aborted_while_loading_keeps_its_blocks_and_its_lease_until_the_workers_report(
+    make: Any, producer: Eavesdropper
+) -> None:
+    engine = make()
+    engine.add("d", PROMPT, offer(PROMPT, port=producer.port))
+    engine.step()
+    engine.abort("d")
+    engine.step()
+    assert engine.blocks_at_start - engine.free_blocks == 3
+    assert producer.released(patience_s=0.2) == []
+    engine.step(loaded={"d"})
+    assert engine.is_whole
+
+
+def test_a_request_aborted_after_its_load_is_over(make: Any) -> None:
+    engine = make()
+    engine.add("d", PROMPT, offer(PROMPT))
+    engine.step()
+    engine.step(loaded={"d"})
+    engine.abort("d")
+    engine.step()
+    assert engine.is_whole
+
+
+def test_a_failed_load_is_computed_here_counted_and_never_tried_again(make: Any, producer: Eavesdropper) -> None:
+    engine = make(policy="recompute")
+    engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=6))
+    engine.step()
+    engine.step(failed={"d"})
+    step = engine.step()
+    assert (loads(step), step.computed) == ({}, {"d": 40})
+    assert engine.run()["d"].finish_reason == "length"
+    assert producer.released() == [6]
+    assert engine.counted("local_recomputes", "load_failed") == 1
+    assert engine.is_whole
+
+
+def test_a_failed_load_under_fail_ends_the_request_and_nothing_else(make: Any, producer: Eavesdropper) -> None:
+    engine = make(policy="fail")
+    engine.add("other", tokens(20, seed=9), max_tokens=8)
+    engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=7))
+    engine.step()
+    engine.step(failed={"d"})
+    assert engine.answers["d"].finish_reason == "error"
+    assert engine.run()["other"].finish_reason == "length"
+    assert producer.released() == [7]
+    assert engine.counted("local_recomputes", "load_failed") == 0
+    assert engine.is_whole
+
+
+def test_a_preempted_request_is_computed_here_and_not_loaded_a_second_time(make: Any) -> None:
+    engine = make(num_blocks=8)
+    engine.add("old", tokens(47, seed=2), max_tokens=40)
+    engine.add("d", tokens(33, seed=3), offer(tokens(33, seed=3)), max_tokens=40)
+    ordered = [loads(engine.step())]
+    ordered.append(loads(engine.step(loaded={"d"})))
+    seen = set()
+    for _ in range(128):
+        if not engine.scheduler.get_num_unfinished_requests():
+            break
+        ordered.append(loads(engine.step()))
+        seen |= {engine.status(name) for name in engine.scheduler.requests}
+    assert "PREEMPTED" in seen
+    assert [order for order in ordered if order] == [{"d": (0, 33)}]
+    assert {len(answer.tokens) for answer in engine.answers.values()} == {40}
+    assert engine.is_whole
+
+
+def test_a_prompt_that_finds_no_room_waits_for_it_and_is_loaded_then(make: Any) -> None:
+    engine = make(num_blocks=5)
+    engine.add("first", tokens(50, seed=2), max_tokens=2)
+    engine.add("d", PROMPT, offer(PROMPT))
+    assert loads(engine.step()) == {}
+    for _ in range(4):
+        step = engine.step()
+        if loads(step):
+            break
+    assert loads(step) == {"d": (0, 40)}
+    engine.step(loaded={"d"})
+    engine.run()
+    assert engine.is_whole
+
+
+def test_siblings_of_one_request_share_params_that_nobody_changes_and_one_of_them_loads(make: Any) -> None:
+    engine = make()
+    params = offer(PROMPT)
+    before = copy.deepcopy(params)
+    for index in range(3):
+        engine.add(f"{index}_parent", PROMPT, params, max_tokens=2)
+    step = engine.step()
+    assert loads(step) == {"0_parent": (0, 40)}
+    assert set(step.computed) == {"1_parent", "2_parent"}
+    engine.step(loaded={"0_parent"})
+    assert {answer.finish_reason for answer in engine.run().values()} == {"length"}
+    assert params == before
+    assert engine.counted("local_recomputes", "lease_in_use") == 2
+    assert engine.is_whole
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_one_params_object_over_a_batch_serves_only_the_prompt_that_it_was_made_for(make: Any, first: str) -> None:
+    engine = make()
+    prompts = {"a": PROMPT, "b": tokens(40, seed=8)}
+    params = offer(prompts["a"])
+    for name in sorted(prompts, reverse=first == "b"):
+        engine.add(name, prompts[name], params, max_tokens=2)
+    step = engine.step()
+    assert (loads(step), step.computed) == ({"a": (0, 40)}, {"b": 40})
+    engine.step(loaded={"a"})
+    engine.run()
+    assert engine.is_whole
+    assert engine.counted("local_recomputes", "other_prompt") + engine.counted("local_recomputes", "lease_in_use") == 1
+
+
+def test_a_turn_that_was_tokenised_anew_takes_what_it_certainly_shares(make: Any) -> None:
+    engine = make(num_blocks=64)
+    made_for = tokens(300)
+    engine.add("d", [*made_for[:270], *tokens(30, seed=8)], offer(made_for))
+    assert loads(engine.step()) == {"d": (0, 256)}
+    engine.step(loaded={"d"})
+    assert engine.step().computed == {"d": 44}
+    engine.run()
+    assert engine.is_whole
+
+
+def test_prompt_logprobs_need_the_whole_prompt_and_give_the_lease_back(make: Any, producer: Eavesdropper) -> None:
+    engine = make()
+    engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=8), prompt_logprobs=1, max_tokens=1)
+    step = engine.step()
+    assert (loads(step), step.computed) == ({}, {"d": 40})
+    assert producer.released() == [8]
+    assert engine.counted("local_recomputes", "not_wanted") == 1
+    assert engine.is_whole
+
+
+def test_a_prompt_of_embeddings_is_computed_here(make: Any) -> None:
+    engine = make()
+    request = engine.add("d", PROMPT, None, prompt_embeds=torch.zeros(40, 64))
+    assert request.num_prompt_tokens == 40
+    engine.abort("d")
+    engine.add("e", PROMPT, offer(PROMPT), prompt_embeds=torch.zeros(40, 64), max_tokens=1)
+    step = engine.step()
+    assert (loads(step), step.computed) == ({}, {"e": 40})
+    assert engine.counted("local_recomputes", "prompt_embeds") == 1
+
+
+def test_a_load_may_be_ordered_while_the_step_before_is_still_in_flight(make: Any) -> None:
+    engine = make(overlap=True)
+    engine.add("other", tokens(20, seed=9), max_tokens=6)
+    first = engine.schedule()
+    engine.add("d", PROMPT, offer(PROMPT))
+    second = engine.schedule()
+    assert (loads(first), loads(second)) == ({}, {"d": (0, 40)})
+    engine.finish(first)
+    third = engine.schedule()
+    engine.finish(second)
+    engine.finish(third, loaded={"d"})
+    engine.run()
+    assert {answer.finish_reason for answer in engine.answers.values()} == {"length"}
+    assert engine.is_whole
