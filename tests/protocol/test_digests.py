@@ -71,6 +71,8 @@ def test_golden_vectors(name: str) -> None:
 
 
 @given(PROMPTS)
+@example(Prompt(range(600), media=(Media(200, 56, "ends at a border"), Media(512, 3, "starts at one"))))
+@example(Prompt(range(600), media=(Media(0, 600, "covers all"), Media(600, 9, "after the end"))))
 def test_the_chain_is_what_its_docstring_says(prompt: Prompt) -> None:
     assert list(digest_chain(prompt)) == slow_chain(prompt)
 

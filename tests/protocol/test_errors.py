@@ -32,7 +32,12 @@ class Hostile:
 
 class Endless:
     def __repr__(self) -> str:
-        return "x" * 10_000_000
+        return "x" * 1_000_000
+
+
+class NoLength(list[int]):
+    def __len__(self) -> int:
+        raise RuntimeError("no")
 
 
 def deep(levels: int) -> list[object]:
@@ -50,7 +55,7 @@ HUGE: dict[str, object] = {
     "text as a key": {LONG: 1},
     "bytes in a tuple": (bytes(5_000_000),),
     "many lists of many": [[LONG] * 120] * 120,
-    "a dict in a list": [dict.fromkeys(range(1_000_000))],
+    "a dict in a list": [dict.fromkeys(str(key * 7919 % 1_000_003) for key in range(1_000_000))],
     "a long list": list(range(1_000_000)),
     "digits": 10**4000,
     "more digits than Python prints": 10**100_000,
@@ -59,16 +64,20 @@ HUGE: dict[str, object] = {
     "depth in dicts": {"a": {"b": deep(100_000)}},
     "a repr that raises": Hostile(),
     "a repr that raises, inside": [{"key": Hostile()}],
+    "a length that raises": NoLength(),
     "a repr without end": [Endless()],
 }
 
 
 @pytest.mark.parametrize("name", HUGE)
 def test_a_huge_or_hostile_value_is_shown_short_and_soon(name: str) -> None:
-    start = time.perf_counter()
-    shown = shorten(HUGE[name])
-    assert time.perf_counter() - start < 0.1
-    assert 0 < len(shown) <= MAX_SHOWN
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        shown = shorten(HUGE[name])
+        times.append(time.perf_counter() - start)
+        assert 0 < len(shown) <= MAX_SHOWN
+    assert min(times) < 0.02, times
 
 
 @given(

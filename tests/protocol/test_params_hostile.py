@@ -199,7 +199,7 @@ def test_hostile_nesting_under_an_unknown_key_is_ignored() -> None:
 
 
 def test_a_value_that_looks_like_an_error_message_does_not_become_another_fields_name() -> None:
-    for forged in ("x` - at `$.remote_host`", "x - at `$.remote_host`", "missing required field `mac`"):
+    for forged in ("x` - at `$.remote_host`", "x - at `$.remote_host`", "Object missing required field `mac`"):
         with pytest.raises(InvalidParams) as refused:
             read_params(with_wrong("transfer_mode", forged))
         assert refused.value.field == "transfer_mode"

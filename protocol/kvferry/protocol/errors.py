@@ -82,8 +82,6 @@ class LocalProtocolError(KvferryError):
 
 def shorten(value: object) -> str:
     """`repr` of a value, cut to a length that is safe to log, without building the repr of a huge or deep container."""
-    if isinstance(value, (list, tuple, dict, set, frozenset, bytes, bytearray, str)) and len(value) > _MAX_SHOWN:
-        return f"{type(value).__name__} of length {len(value)}"
     try:
         text = _SHORT.repr(value)
     except Exception:  # noqa: BLE001 - a hostile __repr__ must not get further than this line
@@ -96,6 +94,12 @@ def cut(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
 
 
+def _summary(value: object) -> str | None:
+    if isinstance(value, (list, tuple, dict, set, frozenset, bytes, bytearray, str)) and len(value) > _MAX_SHOWN:
+        return f"{type(value).__name__} of length {len(value)}"
+    return None
+
+
 class _Short(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
@@ -103,9 +107,9 @@ class _Short(reprlib.Repr):
         self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 8
         self.maxstring = self.maxlong = self.maxother = _MAX_SHOWN
 
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """Without sorting the keys of a huge one first, as the base class does."""
-        return super().repr_dict(x, level) if len(x) <= self.maxdict else f"dict of length {len(x)}"
+    def repr1(self, x: Any, level: int) -> str:
+        """Nested values are as short as outer ones; the base class sorts all keys of a dict, and copies all bytes."""
+        return _summary(x) or super().repr1(x, level)
 
 
 _SHORT = _Short()
