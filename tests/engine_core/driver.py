@@ -200,7 +200,10 @@ class Engine:
     ) -> Any:
         """Add a request as the engine core does; `params` goes in unread, whatever it is."""
         sampling = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=request.pop("prompt_logprobs", None)
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            prompt_logprobs=request.pop("prompt_logprobs", None),
+            stop_token_ids=request.pop("stop_token_ids", None),
         )
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}

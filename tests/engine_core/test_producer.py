@@ -1,0 +1,286 @@
+"""A producer's scheduler side in vLLM's scheduler: when blocks are held, for how long, and what the answer says."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from kvferry.protocol.handshake import LeaseName, Release, Renew, encode
+from kvferry.protocol.params import RemotePrefill, read_params
+from tests.engine_core.driver import BLOCK_TOKENS, SAMPLED, Engine, Scheduled, tokens
+from tests.engine_core.node import free_port, side_channel
+
+PROMPT = tokens(40)
+REMOTE_DECODE = {"do_remote_decode": True}
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    engines: list[Engine] = []
+
+    def build(role: str = "kv_producer", lease_s: float = 30.0, **config: Any) -> Engine:
+        extra = {"kv_lease_duration": lease_s, **config.pop("extra", {})}
+        with side_channel(free_port()):
+            engines.append(Engine("FerryConnector", module="kvferry.connector", role=role, extra=extra, **config))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        assert not engine.connector.scheduler_side.leases.check_integrity()
+        engine.close()
+
+
+def offered(engine: Engine, request_id: str) -> RemotePrefill:
+    """What the answer offers, after a trip through JSON."""
+    params = read_params(json.loads(json.dumps(engine.answers[request_id].params)))
+    assert isinstance(params, RemotePrefill)
+    return params
+
+
+def ended(step: Scheduled) -> set[str]:
+    """Requests whose lease the workers are told to end in this step."""
+    orders = step.metadata.orders()
+    return set() if orders is None else {end.request_id for end in orders.ends}
+
+
+def step_as_workers_do(engine: Engine) -> set[str]:
+    """One step whose workers obey: a lease that is to end is reported sent."""
+    step = engine.schedule()
+    engine.finish(step, sent=ended(step))
+    return ended(step)
+
+
+def say(engine: Engine, message: Renew | Release) -> None:
+    """Say something on the engine's side channel and wait until it has arrived."""
+    side = engine.connector.scheduler_side
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(f"tcp://127.0.0.1:{side._port}")
+        socket.send_multipart([b"", encode(message)])
+        deadline = time.monotonic() + 5.0
+        while side._listener.inbox.empty() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+def lease_of(params: RemotePrefill) -> LeaseName:
+    return LeaseName(slot=params.kvferry.lease_slot, epoch=params.kvferry.lease_epoch)
+
+
+def test_the_answer_of_a_prefill_offers_exactly_its_prompt(make: Any) -> None:
+    engine = make()
+    request = engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    params = offered(engine, "p")
+    assert (params.remote_num_tokens, len(params.remote_block_ids[0])) == (40, 3)
+    assert request.num_tokens == 41
+    assert engine.blocks_at_start - engine.free_blocks == 3
+
+
+def test_all_of_the_answer_survives_a_router_that_turns_numbers_into_floats(make: Any) -> None:
+    engine = make()
+    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    text = json.dumps(engine.answers["p"].params)
+    assert read_params(json.loads(text, parse_int=float)) == read_params(json.loads(text))
+
+
+def test_a_prefill_that_decodes_a_little_offers_all_but_its_last_token(make: Any) -> None:
+    engine = make()
+    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=10)
+    engine.run()
+    params = offered(engine, "p")
+    assert params.remote_num_tokens == 49
+    assert len(params.remote_block_ids[0]) == 4
+
+
+def test_a_prefill_in_chunks_offers_every_chunk(make: Any) -> None:
+    engine = make()
+    engine.add("p", tokens(300), REMOTE_DECODE, max_tokens=1)
+    steps = [engine.step() for _ in range(3)]
+    assert [step.computed["p"] for step in steps] == [128, 128, 44]
+    params = offered(engine, "p")
+    assert (params.remote_num_tokens, len(params.kvferry.digests)) == (300, 2)
+    assert len(params.remote_block_ids[0]) == 19
+
+
+def test_the_slot_is_opened_with_the_first_step_and_held_with_the_one_after_the_last(make: Any) -> None:
+    engine = make()
+    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    first, second, third = engine.step().metadata.orders(), engine.step().metadata.orders(), engine.step().metadata
+    assert [len(first.opens), len(first.holds)] == [1, 0]
+    assert [hold.request_id for hold in second.holds] == ["p"]
+    assert third.orders() is None
+
+
+def test_the_blocks_come_back_when_the_workers_report_that_all_was_read(make: Any) -> None:
+    engine = make()
+    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    engine.step()
+    engine.step(sent={"p"})
+    assert engine.is_whole
+    engine.step()
+    assert engine.counted("leases_released", "done") == 1
+
+
+@pytest.mark.parametrize("when", ["waiting", "computing"])
+def test_an_aborted_prefill_holds_nothing(make: Any, when: str) -> None:
+    engine = make()
+    engine.add("p", tokens(200), REMOTE_DECODE, max_tokens=1)
+    if when == "computing":
+        engine.step()
+    engine.abort("p")
+    step = engine.step()
+    assert ended(step) == ({"p"} if when == "computing" else set())
+    assert engine.is_whole
+    assert len(engine.connector.scheduler_side.leases) == 0
+
+
+def test_a_held_lease_that_nobody_renews_expires(make: Any) -> None:
+    engine = make(lease_s=0.3)
+    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    started = time.monotonic()
+    while not step_as_workers_do(engine):
+        assert time.monotonic() - started < 5.0
+        time.sleep(0.01)
+    assert time.monotonic() - started >= 0.3
+    assert engine.is_whole
+    engine.step()
+    assert engine.counted("leases_released", "expired") == 1
+
+
+def test_a_lease_that_is_renewed_outlives_its_time(make: Any) -> None:
+    engine = make(lease_s=0.3)
+    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    params = offered(engine, "p")
+    until = time.monotonic() + 0.8
+    while time.monotonic() < until:
+        say(engine, Renew(boot=params.kvferry.boot, leases=(lease_of(params),)))
+        assert step_as_workers_do(engine) == set()
+        time.sleep(0.02)
+    assert not engine.is_whole
+
+
+def test_a_lease_that_was_given_back_ends_with_the_next_step(make: Any) -> None:
+    engine = make()
+    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    engine.step()
+    params = offered(engine, "p")
+    say(engine, Release(boot=params.kvferry.boot, leases=(lease_of(params),)))
+    assert step_as_workers_do(engine) == {"p"}
+    assert engine.is_whole
+
+
+def test_a_lease_that_was_given_back_before_the_workers_knew_of_it_ends_all_the_same(make: Any) -> None:
+    engine = make()
+    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    params = offered(engine, "p")
+    say(engine, Release(boot=params.kvferry.boot, leases=(lease_of(params),)))
+    assert [step_as_workers_do(engine), step_as_workers_do(engine)] == [set(), {"p"}]
+    assert engine.is_whole
+
+
+def test_nobody_ends_a_lease_by_guessing(make: Any) -> None:
+    engine = make()
+    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    params = offered(engine, "p")
+    guess = LeaseName(slot=params.kvferry.lease_slot, epoch="0" * 14 + "1")
+    say(engine, Release(boot=params.kvferry.boot, leases=(guess,)))
+    say(engine, Release(boot="f" * 32, leases=(lease_of(params),)))
+    assert [step_as_workers_do(engine) for _ in range(3)] == [set()] * 3
+    assert engine.counted("releases_unknown") == 2
+    assert not engine.is_whole
+
+
+def test_a_prefill_without_a_free_slot_is_served_and_offers_nothing(make: Any) -> None:
+    engine = make(extra={"lease_slots": 1})
+    engine.add("first", PROMPT, REMOTE_DECODE, max_tokens=1)
+    engine.add("second", tokens(20, seed=4), REMOTE_DECODE, max_tokens=1)
+    answers = engine.run()
+    assert answers["first"].params is not None
+    assert (answers["second"].params, answers["second"].finish_reason) == (None, "length")
+    assert engine.blocks_at_start - engine.free_blocks == 3
+    assert engine.counted("leases_refused") == 1
+
+
+def test_siblings_of_one_prefill_have_a_lease_each(make: Any) -> None:
+    engine = make()
+    for index in range(3):
+        engine.add(f"{index}_parent", PROMPT, REMOTE_DECODE, max_tokens=1)
+    answers = engine.run()
+    slots = {answers[name].params["kvferry"]["lease_slot"] for name in answers}
+    assert len(slots) == 3
+    engine.step()
+    engine.step(sent=set(answers))
+    assert engine.is_whole
+
+
+def test_a_preempted_prefill_offers_the_blocks_that_it_has_in_the_end(make: Any) -> None:
+    engine = make(num_blocks=7)
+    engine.add("old", tokens(47, seed=2), max_tokens=30)
+    engine.add("p", tokens(47, seed=3), REMOTE_DECODE, max_tokens=30)
+    preempted = False
+    while engine.answers["p"].finish_reason is None:
+        before = engine.block_ids("p")
+        engine.step()
+        preempted |= engine.status("p") == "PREEMPTED"
+    params = offered(engine, "p")
+    assert preempted
+    assert params.remote_num_tokens == 76
+    assert list(params.remote_block_ids[0]) == before[: -(-76 // BLOCK_TOKENS)]
+
+
+def test_a_session_of_streamed_input_and_a_prompt_of_another_role_are_served_without_a_lease(make: Any) -> None:
+    engine = make()
+    engine.add("s", PROMPT, REMOTE_DECODE, max_tokens=1, resumable=True)
+    engine.step()
+    assert len(engine.connector.scheduler_side.leases) == 0
+    consumer = make(role="kv_consumer")
+    consumer.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    assert consumer.run()["p"].params is None
+    assert consumer.is_whole
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 10])
+def test_an_overlapping_producer_never_offers_a_token_of_a_step_in_flight(make: Any, max_tokens: int) -> None:
+    engine = make(overlap=True)
+    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=max_tokens)
+    step = engine.schedule()
+    while engine.answers["p"].finish_reason is None:
+        ahead = engine.schedule()
+        engine.finish(step)
+        step = ahead
+    params = offered(engine, "p")
+    assert params.remote_num_tokens == 40 + max_tokens - 1
+    assert len(params.remote_block_ids[0]) == -(-params.remote_num_tokens // BLOCK_TOKENS)
+
+
+@pytest.mark.xfail(strict=True, reason="the block of the token in flight is offered too")
+def test_a_producer_that_stops_while_a_step_is_in_flight_offers_what_was_computed_before(make: Any) -> None:
+    engine = make(overlap=True)
+    request = engine.add("p", tokens(3 * BLOCK_TOKENS), REMOTE_DECODE, max_tokens=9, stop_token_ids=[SAMPLED])
+    first, second = engine.schedule(), engine.schedule()
+    engine.finish(first)
+    assert request.num_in_flight_tokens == 1
+    params = offered(engine, "p")
+    assert (params.remote_num_tokens, len(params.remote_block_ids[0])) == (3 * BLOCK_TOKENS, 3)
+    engine.finish(second)
+
+
+def test_a_reset_of_the_caches_ends_every_lease(make: Any) -> None:
+    engine = make()
+    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    engine.step()
+    assert engine.scheduler.reset_connector_cache()
+    assert step_as_workers_do(engine) == {"p"}
+    assert engine.is_whole
