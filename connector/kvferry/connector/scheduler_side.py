@@ -135,7 +135,7 @@ class SchedulerSide:
         if lease is None:
             return False, None
         params = self._params(request, lease, held, num_tokens, digest_chain(prompt, num_tokens))
-        logger.debug("req=%s lease=%s holds %d tokens", request.request_id, lease.name, num_tokens)
+        logger.debug("req=%s slot=%d holds %d tokens", request.request_id, lease.slot, num_tokens)
         return True, params.to_json()
 
     # What vLLM calls once a step.

@@ -74,7 +74,7 @@ class LeaseRenewer:
                 self._carry_out(command, time.monotonic())
             except zmq.ZMQError as refused:
                 self._tally.add("side_channel_errors")
-                logger.warning("lease %s: %s", command.lease.name, refused)
+                logger.warning("side channel of %s:%d: %s", command.lease.host, command.lease.port, refused)
             self._renew_due(time.monotonic())
         for socket, _ in self._sockets.values():
             socket.close(linger=_LINGER_MS)
