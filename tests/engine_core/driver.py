@@ -181,6 +181,10 @@ class Engine:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     @property
+    def block_bytes(self) -> int:
+        return int(self.cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
+
+    @property
     def is_whole(self) -> bool:
         """Every block is back in the pool and no request is left."""
         return self.free_blocks == self.blocks_at_start and not self.scheduler.requests

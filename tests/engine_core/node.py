@@ -129,8 +129,10 @@ def stop_parallel_state() -> None:
 class Node:
     """One engine with its worker. `step` is one turn of the engine's loop."""
 
-    def __init__(self, role: str, *, runner: type[FirstRunner] | type[SecondRunner] = FirstRunner, **config: Any):
-        self.port = free_port()
+    def __init__(
+        self, role: str, *, runner: type[FirstRunner] | type[SecondRunner] = FirstRunner, port: int = 0, **config: Any
+    ) -> None:
+        self.port = port or free_port()
         config.setdefault("engine_id", f"{role}-{self.port}")
         with side_channel(self.port):
             self.engine = Engine("NixlConnector", module="kvferry.connector", role=role, **config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,6 +110,17 @@ def test_a_lease_is_renewed_while_its_request_waits(make: Any, producer: Eavesdr
     engine = make()
     engine.add("d", PROMPT, offer(PROMPT, port=producer.port, lease_s=0.3))
     assert producer.renewed()
+
+
+@pytest.mark.xfail(strict=True, reason="the interval is taken from params that nobody has verified")
+def test_params_with_a_tiny_lease_do_not_make_this_engine_flood_anybody(make: Any, producer: Eavesdropper) -> None:
+    engine = make()
+    params = offer(PROMPT, port=producer.port)
+    params["kvferry"]["lease_s"] = 1e-9
+    engine.add("d", PROMPT, params)
+    time.sleep(0.3)
+    engine.step()
+    assert engine.counted("heartbeats") <= 30
 
 
 def test_a_request_aborted_while_loading_keeps_its_blocks_and_its_lease_until_the_workers_report(

@@ -1,0 +1,112 @@
+"""Blocks of a failed load that may still be written: nobody gets them before every worker says that they are safe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvferry.connector.messages import FerryWorkerMetadata
+from tests.engine_core.driver import Engine, tokens
+from tests.engine_core.offers import offer
+
+PROMPT = tokens(40)
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    engines: list[Engine] = []
+
+    def build(**config: Any) -> Engine:
+        engines.append(Engine("FerryConnector", module="kvferry.connector", role="kv_consumer", **config))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def report(*failed: str, **alive: set[str]) -> KVConnectorOutput:
+    """What the workers say: loads that failed, and by worker (`w0`, `w1`) whose blocks may still be written."""
+    told = {int(worker[1:]): frozenset(names) for worker, names in alive.items()}
+    return KVConnectorOutput(
+        finished_recving=set(failed) or None,
+        failed_recving=set(failed),
+        kv_connector_worker_meta=FerryWorkerMetadata(told) if told else None,
+    )
+
+
+def taken(engine: Engine) -> int:
+    return engine.blocks_at_start - engine.free_blocks
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead(make: Any, policy: str) -> None:
+    engine = make(policy=policy)
+    engine.add("d", PROMPT, offer(PROMPT), max_tokens=2)
+    engine.step()
+    mine = set(engine.block_ids("d"))
+    engine.step(worker=report("d", w0={"d"}))
+    step = engine.step()
+    if policy == "recompute":
+        assert step.computed == {"d": 40}
+        assert not mine & set(engine.block_ids("d")), "it is computed into other blocks"
+        engine.run()
+    assert engine.answers["d"].finish_reason == ("length" if policy == "recompute" else "error")
+    engine.step()
+    assert taken(engine) == 3
+    assert engine.scheduler.has_requests(), "the engine must step on, or nobody hears that the transfer is dead"
+    engine.step(worker=report(w0=set()))
+    assert engine.is_whole
+    engine.step()
+    assert not engine.scheduler.has_requests()
+
+
+def test_one_of_two_workers_fails_first_and_the_blocks_are_pinned_until_both_are_done(make: Any) -> None:
+    engine = make()
+    engine.add("d", PROMPT, offer(PROMPT), max_tokens=2)
+    engine.step()
+    engine.step(worker=report(w0={"d"}))
+    engine.step(worker=report(w1={"d"}))
+    engine.step(worker=report("d"))
+    engine.run()
+    assert taken(engine) == 3
+    engine.step(worker=report(w0=set()))
+    assert taken(engine) == 3
+    engine.step(worker=report(w1=set()))
+    assert engine.is_whole
+
+
+def test_an_aborted_request_whose_load_fails_in_flight_leaves_its_blocks_pinned(make: Any) -> None:
+    engine = make()
+    engine.add("d", PROMPT, offer(PROMPT))
+    engine.step()
+    engine.abort("d")
+    engine.step(worker=report("d", w0={"d"}))
+    assert not engine.scheduler.requests
+    assert taken(engine) == 3
+    engine.step(worker=report(w0=set()))
+    assert engine.is_whole
+
+
+def test_a_failed_load_with_nothing_in_flight_pins_nothing(make: Any) -> None:
+    engine = make(policy="fail")
+    engine.add("d", PROMPT, offer(PROMPT))
+    engine.step()
+    engine.step(worker=report("d"))
+    assert engine.is_whole
+
+
+def test_blocks_of_the_local_cache_that_the_request_shared_serve_others_meanwhile(make: Any) -> None:
+    engine = make()
+    engine.add("before", PROMPT[:32], max_tokens=1)
+    engine.run()
+    engine.add("d", PROMPT, offer(PROMPT), max_tokens=2)
+    engine.step()
+    engine.step(worker=report("d", w0={"d"}))
+    assert engine.step().computed == {"d": 8}, "the local hit is good"
+    engine.run()
+    engine.step(worker=report(w0=set()))
+    assert engine.is_whole
