@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.params import SHORTEST_LEASE_S
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class FerryConfig:
     num_threads: int = _option(0, _whole(0, 64), "extra threads of NIXL's UCX backend; 0 for none", peer=True)
     kv_lease_duration: float = _option(
         30.0,
-        _number(0.05, 86400),
+        _number(SHORTEST_LEASE_S, 86400),
         "seconds that a producer holds a finished prompt's blocks without hearing of a consumer",
         peer=True,
     )

@@ -100,11 +100,6 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     # The scheduler.
 
-    @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        """A load restores every group from the local hit on."""
-        return True
-
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self.scheduler_side.bind(kv_cache_manager)

@@ -23,9 +23,3 @@ def prompt_of(request: Request) -> Prompt | None:
             for feature in request.mm_features
         ),
     )
-
-
-def is_placeholder(request: Request) -> bool:
-    """Whether vLLM made this request up: a rejected one is added with prompt `[0]` and aborted at once, only so that
-    the connector can give the remote blocks back."""
-    return list(request.prompt_token_ids or ()) == [0] and request.max_tokens == 1

@@ -16,7 +16,7 @@ from kvferry.connector.facts import facts_of, topology_of
 from kvferry.connector.layout import groups_of
 from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry.connector.metrics import FerryStats
-from kvferry.connector.prompts import is_placeholder, prompt_of
+from kvferry.connector.prompts import prompt_of
 from kvferry.connector.quarantine import Quarantine
 from kvferry.protocol.digests import digest_chain, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InvalidConfig, InvalidParams
@@ -127,8 +127,8 @@ class SchedulerSide:
         self._prefills.discard(request.request_id)
         prompt = prompt_of(request)
         num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, len(request.all_token_ids) - 1)
-        held = self._transferable(block_ids)
-        if request.status not in _ENDED_WELL or prompt is None or num_tokens <= 0 or not any(held):
+        held = self._transferable(block_ids, max(0, num_tokens))
+        if request.status not in _ENDED_WELL or prompt is None or not any(held):
             self.leases.abandon(request.request_id)
             return False, None
         lease = self.leases.finish(request.request_id)
@@ -245,7 +245,8 @@ class SchedulerSide:
             self._compute_here(request, "own_engine", "the params name this very engine")
         elif prompt is None:
             self._compute_here(request, "prompt_embeds", "a prompt of embeddings has no tokens to compare")
-        elif is_placeholder(request) and source.remote_num_tokens > 1:
+        elif request.abort_immediately:
+            # The front end rejected this request; it is here only so that the remote blocks are given back.
             self.loads.decline(source)
             request.kv_transfer_params = None
         else:
@@ -273,10 +274,14 @@ class SchedulerSide:
         request.kv_transfer_params = None
         logger.warning("req=%s is computed here (%s): %s", request.request_id, reason, detail)
 
-    def _transferable(self, block_ids: tuple[list[int], ...]) -> tuple[tuple[int, ...], ...]:
-        """Block ids without the null blocks at the start of groups whose first tokens left their window."""
+    def _transferable(self, block_ids: tuple[list[int], ...], num_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """The blocks of the first `num_tokens` tokens, without the null blocks of those that left their window.
+
+        vLLM may have one block more than that: a step that was in flight when the request stopped had its token too.
+        """
         chosen = self._kv_cache_config.select_transfer_block_ids(block_ids)
-        return tuple(tuple(ids[_leading_nulls(ids) :]) for ids in chosen)
+        clipped = [ids[: -(-num_tokens // group.block_tokens)] for ids, group in zip(chosen, self._groups, strict=True)]
+        return tuple(tuple(ids[_leading_nulls(ids) :]) for ids in clipped)
 
     def _params(
         self,

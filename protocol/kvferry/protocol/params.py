@@ -25,6 +25,8 @@ MAX_BLOCKS = 1 << 20
 MAX_GROUPS = 64
 MAX_DIGESTS = MAX_BLOCKS
 MAX_KEYS = 64
+SHORTEST_LEASE_S = 0.05
+"""A lease is renewed six times while it lives; a shorter one would make its consumer do nothing else."""
 
 Blocks = tuple[tuple[BlockId, ...], ...]
 """One list of block ids per cache group: scheduler blocks, in the order of the tokens that they hold."""
@@ -46,7 +48,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     boot: Hex128
     lease_slot: SlotIndex
     lease_epoch: HexEpoch
-    lease_s: Annotated[float, Meta(gt=0, le=86400 * 7)]
+    lease_s: Annotated[float, Meta(ge=SHORTEST_LEASE_S, le=86400 * 7)]
     digests: Annotated[tuple[Hex128, ...], Meta(min_length=1, max_length=MAX_DIGESTS)]
     mac: Hex256
 

@@ -101,6 +101,11 @@ class LeaseTable:
         lease.expected = max(lease.expected, message.expected)
         return self._finish_if_complete(message.slot, lease)
 
+    def clear(self) -> None:
+        """End every lease: the memory is about to be used for something else."""
+        self.words[:] = EMPTY
+        self._leases.clear()
+
     def _find(self, slot: int, epoch: str) -> _Lease | None:
         lease = self._leases.get(slot)
         return lease if lease is not None and lease.epoch == epoch_from_text(epoch) else None

@@ -106,6 +106,7 @@ class TransferThread:
                 # into its deadline; the thread must live.
                 logger.exception("the transfer thread goes on after an unforeseen error")
                 self._pause_s = _LONGEST_PAUSE_S
+        self._table.clear()
 
     def _take_work(self) -> None:
         try:
