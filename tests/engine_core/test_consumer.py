@@ -112,7 +112,6 @@ def test_a_lease_is_renewed_while_its_request_waits(make: Any, producer: Eavesdr
     assert producer.renewed()
 
 
-@pytest.mark.xfail(strict=True, reason="the interval is taken from params that nobody has verified")
 def test_params_with_a_tiny_lease_do_not_make_this_engine_flood_anybody(make: Any, producer: Eavesdropper) -> None:
     engine = make()
     params = offer(PROMPT, port=producer.port)

@@ -145,7 +145,6 @@ def test_a_producer_that_comes_back_under_its_name_is_used_again(make: Any) -> N
     assert consumer.engine.is_whole
 
 
-@pytest.mark.xfail(strict=True, reason="a worker that is closed leaves its leases readable")
 def test_a_producer_that_was_shut_down_is_never_read_again(make: Any) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prompt, other = tokens(40), tokens(50, seed=2)

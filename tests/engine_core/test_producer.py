@@ -264,7 +264,6 @@ def test_an_overlapping_producer_never_offers_a_token_of_a_step_in_flight(make: 
     assert len(params.remote_block_ids[0]) == -(-params.remote_num_tokens // BLOCK_TOKENS)
 
 
-@pytest.mark.xfail(strict=True, reason="the block of the token in flight is offered too")
 def test_a_producer_that_stops_while_a_step_is_in_flight_offers_what_was_computed_before(make: Any) -> None:
     engine = make(overlap=True)
     request = engine.add("p", tokens(3 * BLOCK_TOKENS), REMOTE_DECODE, max_tokens=9, stop_token_ids=[SAMPLED])
