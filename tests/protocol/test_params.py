@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import ForeignParams, InvalidParams
-from kvferry.protocol.params import RemoteDecode, RemotePrefill, Ticket, read_params
+from kvferry.protocol.params import SHORTEST_LEASE_S, RemoteDecode, RemotePrefill, Ticket, read_params
 from tests.protocol.samples import make_params, make_ticket, params_of_length
 
 NAMES = st.text(
@@ -36,7 +36,7 @@ def remote_prefills(draw: st.DrawFn) -> RemotePrefill:
         boot=draw(hex128),
         lease_slot=draw(st.integers(0, 2**24 - 1)),
         lease_epoch=draw(st.integers(1, 2**60 - 1).map(lambda number: f"{number:015x}")),
-        lease_s=draw(st.floats(0.001, 86400 * 7)),
+        lease_s=draw(st.floats(SHORTEST_LEASE_S, 86400 * 7)),
         digests=tuple(draw(st.lists(hex128, min_size=chunks, max_size=chunks))),
         mac=draw(st.integers(0, 2**256 - 1).map(lambda number: f"{number:064x}")),
     )

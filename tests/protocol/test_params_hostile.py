@@ -86,6 +86,8 @@ WRONG: dict[str, list[object]] = MALFORMED_HEX | {
         "30",
         0,
         -1.0,
+        1e-9,
+        0.049,
         1e6,
         float("nan"),
         float("inf"),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import InvalidParams
-from kvferry.protocol.params import RemotePrefill, Ticket, read_params
+from kvferry.protocol.params import SHORTEST_LEASE_S, RemotePrefill, Ticket, read_params
 from kvferry.protocol.seal import SEAL_KEY_BYTES, check_seal, new_seal_key, seal
 from tests.protocol.samples import KEY, make_params, make_ticket
 
@@ -120,7 +120,7 @@ def test_a_seal_survives_json_and_float64_numbers(parse_int: type) -> None:
     assert arrived == sealed
 
 
-@given(st.floats(0.001, 86400 * 7))
+@given(st.floats(SHORTEST_LEASE_S, 86400 * 7))
 def test_any_lease_time_keeps_its_seal_through_a_router_that_prints_fifteen_digits(lease_s: float) -> None:
     sealed = seal(make_params(ticket=make_ticket(lease_s=round(lease_s, 3))), KEY)
     raw = sealed.to_json()

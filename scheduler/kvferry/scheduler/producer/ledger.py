@@ -82,6 +82,11 @@ class ProducerLedger:
         """Leases that are not over."""
         return len(self._by_request)
 
+    def state(self, request_id: str) -> LeaseState | None:
+        """Where a request's lease is; None when it has none."""
+        lease = self._by_request.get(request_id)
+        return lease.state if lease else None
+
     def held(self) -> int:
         """Leases whose blocks are kept after the end of their request."""
         return sum(lease.state is not LeaseState.COMPUTING for lease in self._by_request.values())

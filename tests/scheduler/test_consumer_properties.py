@@ -1,0 +1,200 @@
+"""The consumer's ledger against a model that knows only the rules, by random histories."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.protocol.params import RemotePrefill
+from kvferry.scheduler.consumer.ledger import ConsumerLedger, Drop, GiveBack, Keep, LeaseCommand, LeaseKey, RemoteLease
+from kvferry.scheduler.tally import Tally
+from tests.protocol.samples import make_ticket, params_of_length
+
+
+def source_of(lease: int, tokens: int = 300) -> RemotePrefill:
+    """Params under the n-th lease."""
+    params = params_of_length(tokens, remote_host=f"10.0.0.{lease % 2}")
+    ticket = make_ticket(lease_slot=lease, lease_epoch=f"{lease + 1:015x}", digests=params.kvferry.digests)
+    return params_of_length(tokens, remote_host=params.remote_host, kvferry=ticket)
+
+
+@dataclass
+class Modelled:
+    """What the rules say about one request."""
+
+    source: RemotePrefill
+    shared: int
+    state: str = "offered"
+    asked_with: int = 0
+
+
+class ConsumerHistories(RuleBasedStateMachine):
+    """Requests arrive with good, shared and useless params, and vLLM does with them whatever it may do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally = Tally()
+        self.ledger = ConsumerLedger(self.tally)
+        self.model: dict[str, Modelled] = {}
+        self.requests = 0
+        self.expected: list[tuple[type[LeaseCommand], LeaseKey]] = []
+        self.ever: list[tuple[type[LeaseCommand], LeaseKey]] = []
+        self.orders: set[str] = set()
+
+    def some(self, data: st.DataObject, *states: str) -> str:
+        return data.draw(st.sampled_from([name for name, one in self.model.items() if one.state in states]))
+
+    def has(self, *states: str) -> bool:
+        return any(one.state in states for one in self.model.values())
+
+    def claimed(self, source: RemotePrefill) -> bool:
+        key = RemoteLease.of(source).key
+        waiting = [one for one in self.model.values() if one.state in ("offered", "loading", "aborted")]
+        return any(RemoteLease.of(one.source).key == key for one in waiting)
+
+    def expect(self, kind: type[LeaseCommand], source: RemotePrefill) -> None:
+        self.expected.append((kind, RemoteLease.of(source).key))
+
+    @rule(lease=st.integers(0, 4), shared=st.sampled_from([0, 256, 300]))
+    def offer(self, lease: int, shared: int) -> None:
+        self.requests += 1
+        source, request_id = source_of(lease), f"r{self.requests}"
+        reason = self.ledger.offer(request_id, source, shared, 5.0)
+        if self.claimed(source):
+            assert reason == "lease_in_use"
+        elif not shared:
+            assert reason == "other_prompt"
+        else:
+            assert reason is None
+            self.model[request_id] = Modelled(source, shared)
+            self.expect(Keep, source)
+
+    @rule(lease=st.integers(0, 4))
+    def decline(self, lease: int) -> None:
+        source = source_of(lease)
+        self.ledger.decline(source)
+        if not self.claimed(source):
+            self.expect(GiveBack, source)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), local=st.sampled_from([0, 16, 256, 300, 1000]))
+    def match(self, data: st.DataObject, local: int) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.model)))
+        one = self.model[request_id]
+        matched = self.ledger.matched_tokens(request_id, local)
+        if one.state == "offered":
+            one.asked_with = local
+            assert matched == max(0, one.shared - local)
+        else:
+            assert matched == 0, "a request was matched twice"
+
+    @precondition(lambda self: self.has("offered"))
+    @rule(data=st.data(), less=st.sampled_from([0, 0, 16]))
+    def load(self, data: st.DataObject, less: int) -> None:
+        request_id = self.some(data, "offered")
+        one = self.model[request_id]
+        count = one.shared - one.asked_with - less
+        if count <= 0:
+            return
+        with pytest.raises(LocalProtocolError, match="matched"):
+            self.ledger.allocated(request_id, count + less + 1, ((1,),))
+        self.ledger.allocated(request_id, count, [[9, 4], []])
+        one.state = "loading"
+        self.orders.add(request_id)
+
+    @precondition(lambda self: self.has("offered", "loaded", "failed", "declined"))
+    @rule(data=st.data())
+    def allocate_without_loading(self, data: st.DataObject) -> None:
+        request_id = self.some(data, "offered", "loaded", "failed", "declined")
+        one = self.model[request_id]
+        wanted = self.tally.total("local_recomputes", "not_wanted")
+        self.ledger.allocated(request_id, 0, ((1,),))
+        if one.state == "offered":
+            one.state = "declined"
+            self.expect(GiveBack, one.source)
+            wanted += one.asked_with < one.shared
+        assert self.tally.total("local_recomputes", "not_wanted") == wanted
+
+    @precondition(lambda self: self.has("loading", "aborted"))
+    @rule(data=st.data(), good=st.booleans())
+    def workers_report(self, data: st.DataObject, good: bool) -> None:
+        request_id = self.some(data, "loading", "aborted")
+        one = self.model[request_id]
+        told = self.ledger.loaded(request_id) if good else self.ledger.failed(request_id)
+        assert told is not None
+        assert told.source == one.source
+        self.expect(Drop if good else GiveBack, one.source)
+        if one.state == "aborted":
+            del self.model[request_id]
+        else:
+            one.state = "loaded" if good else "failed"
+
+    @precondition(lambda self: self.has("offered", "loading", "loaded", "failed", "declined"))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        request_id = self.some(data, "offered", "loading", "loaded", "failed", "declined")
+        one = self.model[request_id]
+        self.ledger.finished(request_id)
+        if one.state == "loading":
+            one.state = "aborted"
+            return
+        if one.state == "offered":
+            self.expect(GiveBack, one.source)
+        del self.model[request_id]
+
+    @rule()
+    def take(self) -> None:
+        orders = self.ledger.take_orders()
+        assert {order.request_id for order in orders} == self.orders
+        assert len(orders) == len(self.orders)
+        self.orders = set()
+        for order in orders:
+            one = self.model.get(order.request_id)
+            if one is not None:
+                assert order.source == one.source
+                assert order.first_token == one.asked_with
+                assert one.asked_with < order.stop_token <= one.shared
+        commands = [(type(command), command.lease.key) for command in self.ledger.take_commands()]
+        assert commands == self.expected
+        self.ever += commands
+        self.expected = []
+        assert self.ledger.take_orders() == ()
+        assert self.ledger.take_commands() == ()
+
+    @invariant()
+    def ledger_agrees(self) -> None:
+        self.ledger.check_integrity()
+        assert len(self.ledger) == len(self.model)
+        for name, one in self.model.items():
+            state = self.ledger.state(name)
+            assert state is not None
+            assert state.value == one.state
+
+    def teardown(self) -> None:
+        """When every request is over nothing is left, and every lease that was kept is kept no more."""
+        for name, one in list(self.model.items()):
+            if one.state != "aborted":
+                self.ledger.finished(name)
+            if one.state in ("loading", "aborted"):
+                self.ledger.loaded(name)
+        self.ledger.check_integrity()
+        assert len(self.ledger) == 0
+        self.ever += [(type(command), command.lease.key) for command in self.ledger.take_commands()]
+        kept: Counter[LeaseKey] = Counter()
+        for kind, key in self.ever:
+            if kind is Keep:
+                kept[key] += 1
+                assert kept[key] == 1, "kept by two requests at once"
+            else:
+                kept[key] = 0
+        assert not any(kept.values())
+
+
+ConsumerHistories.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+TestConsumerHistories = ConsumerHistories.TestCase

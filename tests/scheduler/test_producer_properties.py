@@ -1,0 +1,222 @@
+"""The producer's ledger against a model that knows only the rules, by random histories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.protocol.handshake import LeaseName
+from kvferry.protocol.ids import Epoch
+from kvferry.protocol.slots import EMPTY, SlotState, slot_word
+from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, ProducerLedger
+from kvferry.scheduler.tally import Tally
+from tests.scheduler.tables import WorkerTable
+
+SLOTS = 3
+LEASE_S = 6.0
+HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE
+
+
+@dataclass
+class Modelled:
+    """What the rules say about one lease."""
+
+    epoch: int
+    phase: str = "computing"
+    told: bool = False
+    doomed: bool = False
+    deadline_s: float = 0.0
+    slot: int = -1
+
+
+class ProducerHistories(RuleBasedStateMachine):
+    """Requests come, finish, abort; peers renew and release; time passes; workers report."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = 0
+        self.requests = 0
+        self.tally = Tally()
+        self.ledger = ProducerLedger(SLOTS, LEASE_S, self.tally, draw_epoch=self.draw_epoch)
+        self.worker = WorkerTable(SLOTS)
+        self.model: dict[str, Modelled] = {}
+        self.must_end: set[int] = set()
+        self.now_s = 1000.0
+        self.clock_s = 0.0
+        self.reports: dict[str, int] = {}
+
+    def draw_epoch(self) -> Epoch:
+        self.epochs += 1
+        return Epoch(self.epochs)
+
+    def some(self, data: st.DataObject, *phases: str) -> str:
+        return data.draw(st.sampled_from([name for name, lease in self.model.items() if lease.phase in phases]))
+
+    def has(self, *phases: str) -> bool:
+        return any(lease.phase in phases for lease in self.model.values())
+
+    def name_of(self, request_id: str) -> LeaseName:
+        lease = self.model[request_id]
+        return LeaseName(slot=lease.slot, epoch=f"{lease.epoch:015x}")
+
+    @rule()
+    def open(self) -> None:
+        self.requests += 1
+        request_id = f"r{self.requests}"
+        free = len(self.model) < SLOTS
+        assert self.ledger.open(request_id) == free
+        if free:
+            self.model[request_id] = Modelled(self.epochs)
+
+    @precondition(lambda self: self.has("computing"))
+    @rule(data=st.data())
+    def open_again(self, data: st.DataObject) -> None:
+        assert self.ledger.open(self.some(data, "computing"))
+
+    @precondition(lambda self: self.has("computing"))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        request_id = self.some(data, "computing")
+        held = self.ledger.finish(request_id)
+        assert held is not None
+        lease = self.model[request_id]
+        assert held.epoch == lease.epoch
+        lease.phase, lease.slot = "finished", held.slot
+
+    @precondition(lambda self: self.has("computing"))
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        request_id = self.some(data, "computing")
+        self.ledger.abandon(request_id)
+        lease = self.model.pop(request_id)
+        if lease.told:
+            self.must_end.add(lease.epoch)
+
+    @precondition(lambda self: self.has("finished", "held"))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        request_id = self.some(data, "finished", "held")
+        lease = self.model[request_id]
+        assert self.ledger.release(self.name_of(request_id)) == (not lease.doomed)
+        self.doom(lease)
+
+    def doom(self, lease: Modelled) -> None:
+        lease.doomed = True
+        if lease.phase == "held":
+            lease.phase = "ending"
+            self.must_end.add(lease.epoch)
+
+    @precondition(lambda self: self.has("finished", "held"))
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        request_id = self.some(data, "finished", "held")
+        assert self.ledger.renew(self.name_of(request_id))
+        self.model[request_id].deadline_s = self.clock_s + LEASE_S
+
+    @rule(slot=st.integers(0, SLOTS + 1), epoch=st.integers(1, 3), data=st.data())
+    def strangers_are_told_no(self, slot: int, epoch: int, data: st.DataObject) -> None:
+        """A guessed epoch, a slot that is none, a lease that is over or computing."""
+        guess = LeaseName(slot=slot, epoch=f"{epoch << 50:015x}")
+        assert not self.ledger.release(guess)
+        assert not self.ledger.renew(guess)
+        if self.has("ending"):
+            ending = self.name_of(self.some(data, "ending"))
+            assert not self.ledger.release(ending)
+            assert not self.ledger.renew(ending)
+
+    @rule()
+    def release_all(self) -> None:
+        doomed = [lease for lease in self.model.values() if lease.phase in ("finished", "held") and not lease.doomed]
+        assert self.ledger.release_all("reset") == len(doomed)
+        for lease in doomed:
+            self.doom(lease)
+
+    @rule(passed_s=st.sampled_from([0.0, 0.2, 0.999, 1.0, 5.0, 1000.0]))
+    def step(self, passed_s: float) -> None:
+        self.now_s += passed_s
+        self.clock_s += min(passed_s, HEARTBEAT_S)
+        for lease in self.model.values():
+            if lease.phase == "held" and self.clock_s >= lease.deadline_s:
+                self.doom(lease)
+        orders = self.ledger.take_orders(self.now_s)
+        live = list(self.model.items())
+        assert {int(end.epoch, 16) for end in orders.ends} == self.must_end
+        assert len(orders.ends) == len(self.must_end)
+        untold = {lease.epoch for _, lease in live if not lease.told}
+        assert {int(opened.epoch, 16) for opened in orders.opens} == untold
+        finished = {name for name, lease in live if lease.phase == "finished"}
+        assert {hold.request_id for hold in orders.holds} == finished
+        slots = {int(opened.epoch, 16): opened.slot for opened in orders.opens}
+        self.must_end = set()
+        for _, lease in live:
+            lease.told = True
+            lease.slot = slots.get(lease.epoch, lease.slot)
+            if lease.phase == "finished":
+                lease.phase, lease.deadline_s = "held", self.clock_s + LEASE_S
+                if lease.doomed:
+                    self.doom(lease)
+        self.worker.carry_out(orders)
+        self.words_are_those_of_the_model()
+
+    def words_are_those_of_the_model(self) -> None:
+        """After a step the slots say exactly which leases may be read."""
+        expected = [EMPTY] * SLOTS
+        states = {"computing": SlotState.COMPUTING, "held": SlotState.READY}
+        for name, lease in self.model.items():
+            doomed_now = lease.phase == "ending" and lease.epoch in self.must_end
+            state = SlotState.READY if doomed_now else states.get(lease.phase)
+            if state is not None and name not in self.worker.reported:
+                expected[lease.slot] = slot_word(Epoch(lease.epoch), state)
+        assert self.worker.words == expected
+
+    @precondition(lambda self: self.worker.held)
+    @rule(data=st.data())
+    def all_consumers_are_done(self, data: st.DataObject) -> None:
+        self.worker.done(data.draw(st.sampled_from(sorted(self.worker.held))))
+
+    @precondition(lambda self: self.worker.reported)
+    @rule()
+    def report(self) -> None:
+        request_id = self.worker.reported.pop(0)
+        self.ledger.sent(request_id)
+        del self.model[request_id]
+        self.reports[request_id] = self.reports.get(request_id, 0) + 1
+        with pytest.raises(LocalProtocolError):
+            self.ledger.sent(request_id)
+
+    @invariant()
+    def ledger_agrees(self) -> None:
+        self.ledger.check_integrity()
+        assert len(self.ledger) == len(self.model)
+        for name, lease in self.model.items():
+            state = self.ledger.state(name)
+            assert state is not None
+            assert state.value == lease.phase
+        assert self.ledger.held() == sum(lease.phase != "computing" for lease in self.model.values())
+
+    def teardown(self) -> None:
+        """When nobody says anything any more, everything is free within a lease and one step."""
+        for name in [name for name, lease in self.model.items() if lease.phase == "computing"]:
+            self.ledger.abandon(name)
+            lease = self.model.pop(name)
+            if lease.told:
+                self.must_end.add(lease.epoch)
+        for _ in range(HEARTBEATS_PER_LEASE + 2):
+            self.step(HEARTBEAT_S)
+        while self.worker.reported:
+            self.report()
+        assert len(self.ledger) == 0
+        assert self.worker.words == [EMPTY] * SLOTS
+        assert set(self.reports.values()) <= {1}
+        opened = self.tally.total("leases_opened")
+        ways = ("done", "release", "expired", "reset", "abandoned")
+        assert opened == sum(self.tally.total("leases_released", how) for how in ways)
+
+
+ProducerHistories.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+TestProducerHistories = ProducerHistories.TestCase

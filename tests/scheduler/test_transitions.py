@@ -1,0 +1,205 @@
+"""Both transition tables: complete, closed, and obeyed by the ledgers that carry them out."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.protocol.handshake import LeaseName
+from kvferry.protocol.ids import Epoch
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.states import LOAD_TRANSITIONS, LoadEvent, LoadState
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.producer.states import LEASE_TRANSITIONS, LeaseEvent, LeaseState
+from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.transitions import TransitionTable
+from tests.protocol.samples import make_params
+
+LEASE_TABLE = {
+    ("computing", "finish"): "finished",
+    ("computing", "abandon"): None,
+    ("finished", "announce"): "held",
+    ("held", "end"): "ending",
+    ("held", "sent"): None,
+    ("ending", "sent"): None,
+}
+LOAD_TABLE = {
+    ("offered", "load"): "loading",
+    ("offered", "decline"): "declined",
+    ("offered", "finish"): None,
+    ("loading", "loaded"): "loaded",
+    ("loading", "failed"): "failed",
+    ("loading", "finish"): "aborted",
+    ("aborted", "loaded"): None,
+    ("aborted", "failed"): None,
+    ("loaded", "decline"): "loaded",
+    ("failed", "decline"): "failed",
+    ("declined", "decline"): "declined",
+    ("loaded", "finish"): None,
+    ("failed", "finish"): None,
+    ("declined", "finish"): None,
+}
+TABLES: list[tuple[TransitionTable[Any, Any], type[enum.Enum], type[enum.Enum], dict[tuple[str, str], str | None]]] = [
+    (LEASE_TRANSITIONS, LeaseState, LeaseEvent, LEASE_TABLE),
+    (LOAD_TRANSITIONS, LoadState, LoadEvent, LOAD_TABLE),
+]
+
+
+@pytest.mark.parametrize(("table", "states", "events", "expected"), TABLES)
+def test_every_pair_of_state_and_event_is_in_the_table_or_forbidden(
+    table: TransitionTable[Any, Any], states: type[enum.Enum], events: type[enum.Enum], expected: dict[Any, Any]
+) -> None:
+    found = {}
+    for state in states:
+        for event in events:
+            if (state, event) in table.transitions:
+                after = table.next(state, event, "req=a")
+                found[state.value, event.value] = after if after is None else after.value
+                continue
+            with pytest.raises(LocalProtocolError, match=rf"req=a: {event.name} .* {state.name}"):
+                table.next(state, event, "req=a")
+    assert found == expected
+
+
+@pytest.mark.parametrize(("table", "states", "events", "_expected"), TABLES)
+def test_every_state_is_reached_and_every_life_can_end(
+    table: TransitionTable[Any, Any], states: type[enum.Enum], events: type[enum.Enum], _expected: object
+) -> None:
+    initial = next(iter(states))
+    assert set(table.transitions.values()) | {initial} == {*states, None}
+    assert {event for _, event in table.transitions} == set(events)
+    ending: set[object] = {None}
+    for _ in states:
+        ending |= {state for (state, _), after in table.transitions.items() if after in ending}
+    assert ending == {*states, None}
+
+
+REQUEST = "cmpl-1"
+
+
+def producer_in(state: LeaseState) -> ProducerLedger:
+    """A ledger whose only request is in this state."""
+    ledger = ProducerLedger(slots=2, lease_s=30.0, tally=Tally(), draw_epoch=lambda: Epoch(9))
+    ledger.open(REQUEST)
+    ledger.take_orders(0.0)
+    if state is LeaseState.COMPUTING:
+        return ledger
+    lease = ledger.finish(REQUEST)
+    assert lease is not None
+    if state is LeaseState.FINISHED:
+        return ledger
+    ledger.take_orders(0.0)
+    if state is LeaseState.ENDING:
+        assert ledger.release(lease.name)
+    assert ledger.state(REQUEST) is state
+    return ledger
+
+
+def consumer_in(state: LoadState) -> ConsumerLedger:
+    """A ledger whose only request is in this state."""
+    ledger = ConsumerLedger(Tally())
+    ledger.offer(REQUEST, make_params(), 300, 0.0)
+    if state is LoadState.DECLINED:
+        ledger.allocated(REQUEST, 0, ())
+    elif state is not LoadState.OFFERED:
+        ledger.matched_tokens(REQUEST, 0)
+        ledger.allocated(REQUEST, 300, ((1,), (2,)))
+    if state is LoadState.LOADED:
+        ledger.loaded(REQUEST)
+    elif state is LoadState.FAILED:
+        ledger.failed(REQUEST)
+    elif state is LoadState.ABORTED:
+        ledger.finished(REQUEST)
+    assert ledger.state(REQUEST) is state
+    return ledger
+
+
+def contents(ledger: ProducerLedger | ConsumerLedger) -> dict[str, object]:
+    """Everything a ledger knows, comparable by value."""
+    return {name: repr(value) for name, value in vars(ledger).items() if name != "_tally"}
+
+
+LEASE_CALLS: dict[LeaseEvent, Callable[[ProducerLedger], object]] = {
+    LeaseEvent.FINISH: lambda ledger: ledger.finish(REQUEST),
+    LeaseEvent.ABANDON: lambda ledger: ledger.abandon(REQUEST),
+    LeaseEvent.SENT: lambda ledger: ledger.sent(REQUEST),
+}
+LOAD_CALLS: dict[LoadEvent, Callable[[ConsumerLedger], object]] = {
+    LoadEvent.LOAD: lambda ledger: ledger.allocated(REQUEST, 300, ((1,), (2,))),
+    LoadEvent.DECLINE: lambda ledger: ledger.allocated(REQUEST, 0, ()),
+    LoadEvent.LOADED: lambda ledger: ledger.loaded(REQUEST),
+    LoadEvent.FAILED: lambda ledger: ledger.failed(REQUEST),
+    LoadEvent.FINISH: lambda ledger: ledger.finished(REQUEST),
+}
+
+
+@pytest.mark.parametrize("event", LEASE_CALLS)
+@pytest.mark.parametrize("state", LeaseState)
+def test_the_producers_ledger_obeys_its_table_and_is_unchanged_by_what_is_forbidden(
+    state: LeaseState, event: LeaseEvent
+) -> None:
+    ledger = producer_in(state)
+    before = contents(ledger)
+    if (state, event) in LEASE_TRANSITIONS.transitions:
+        LEASE_CALLS[event](ledger)
+        assert ledger.state(REQUEST) is LEASE_TRANSITIONS.transitions[state, event]
+    else:
+        with pytest.raises(LocalProtocolError):
+            LEASE_CALLS[event](ledger)
+        assert contents(ledger) == before
+    ledger.check_integrity()
+
+
+@pytest.mark.parametrize("state", LeaseState)
+def test_a_peers_release_never_raises_and_ends_only_what_is_held(state: LeaseState) -> None:
+    """ANNOUNCE and END are the ledger's own: a peer, or time, causes them, so they cannot be an error."""
+    ledger = producer_in(state)
+    before = contents(ledger)
+    accepted = ledger.release(LeaseName(slot=0, epoch=f"{9:015x}"))
+    assert accepted == (state in (LeaseState.FINISHED, LeaseState.HELD))
+    if not accepted:
+        assert contents(ledger) == before
+    ledger.take_orders(0.0)
+    expected = {LeaseState.FINISHED: LeaseState.ENDING, LeaseState.HELD: LeaseState.ENDING}
+    assert ledger.state(REQUEST) is expected.get(state, state)
+    ledger.check_integrity()
+
+
+@pytest.mark.parametrize("event", LOAD_CALLS)
+@pytest.mark.parametrize("state", LoadState)
+def test_the_consumers_ledger_obeys_its_table_and_is_unchanged_by_what_is_forbidden(
+    state: LoadState, event: LoadEvent
+) -> None:
+    ledger = consumer_in(state)
+    ledger.matched_tokens(REQUEST, 0)
+    before = contents(ledger)
+    if (state, event) in LOAD_TRANSITIONS.transitions:
+        LOAD_CALLS[event](ledger)
+        assert ledger.state(REQUEST) is LOAD_TRANSITIONS.transitions[state, event]
+    else:
+        with pytest.raises(LocalProtocolError):
+            LOAD_CALLS[event](ledger)
+        assert contents(ledger) == before
+    ledger.check_integrity()
+
+
+def test_events_of_requests_without_a_lease_or_a_load_change_nothing() -> None:
+    """vLLM reports every request; most of them are not ours. Only what a worker of ours says must be known."""
+    leases, loads = ProducerLedger(2, 30.0, Tally()), ConsumerLedger(Tally())
+    before = contents(leases), contents(loads)
+    assert leases.finish("other") is None
+    leases.abandon("other")
+    assert loads.loaded("other") is None
+    assert loads.failed("other") is None
+    loads.finished("other")
+    loads.allocated("other", 0, ((1,),))
+    assert loads.matched_tokens("other", 0) == 0
+    with pytest.raises(LocalProtocolError):
+        leases.sent("other")
+    with pytest.raises(LocalProtocolError):
+        loads.allocated("other", 1, ((1,),))
+    assert (contents(leases), contents(loads)) == before
