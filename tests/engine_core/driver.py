@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -73,9 +73,11 @@ def tokens(count: int, seed: int = 1) -> list[int]:
     return [(seed * 101 + 7 * index) % 1000 + 1 for index in range(count)]
 
 
-def kv_cache_config(num_blocks: int) -> Any:
-    """One layer, one group, `num_blocks` blocks of `BLOCK_TOKENS` tokens, layer outermost."""
-    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
+def kv_cache_config(num_blocks: int, tp: int = 1) -> Any:
+    """One layer, one group, `num_blocks` blocks of `BLOCK_TOKENS` tokens, layer outermost, on one of `tp` workers."""
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=HEADS // tp, head_size=HEAD_SIZE, dtype=torch.float32
+    )
     page = spec.page_size_bytes
     size = num_blocks * page
     tensor = KVCacheTensor(size=size, layers=[LAYER], layer_stride=size, block_stride=page)
@@ -100,6 +102,7 @@ def vllm_config(
     max_num_seqs: int = 8,
     num_blocks: int = 32,
     overlap: bool = False,
+    tp: int = 1,
 ) -> Any:
     """What the command line would have made, for the scheduler and for a worker alike."""
     config = VllmConfig(
@@ -112,6 +115,7 @@ def vllm_config(
             is_encoder_decoder=False,
             watermark=0.0,
         ),
+        parallel_config=ParallelConfig(tensor_parallel_size=tp),
         kv_transfer_config=KVTransferConfig(
             kv_connector=connector,
             kv_connector_module_path=module,
@@ -157,7 +161,7 @@ class Engine:
 
     def __init__(self, connector: str, *, num_blocks: int = 32, overlap: bool = False, **config: Any) -> None:
         self.config = vllm_config(connector, num_blocks=num_blocks, overlap=overlap, **config)
-        self.cache_config = kv_cache_config(num_blocks)
+        self.cache_config = kv_cache_config(num_blocks, config.get("tp", 1))
         kind = AsyncScheduler if overlap else Scheduler
         self.scheduler = kind(
             vllm_config=self.config,

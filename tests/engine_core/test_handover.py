@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.engine_core.driver import BLOCK_TOKENS, tokens
-from tests.engine_core.node import Node, expected_tokens, stop_parallel_state
+from tests.engine_core.node import Node, stop_parallel_state
 from tests.engine_core.second_runner import FirstRunner, SecondRunner
+from tests.engine_core.toy_model import expected_tokens
 
 COUNT = 5
 """Tokens that the consumer decodes."""
@@ -46,9 +47,13 @@ def decode(node: Node, name: str, prompt: list[int], params: Any) -> int:
     return computed - (COUNT - 1)
 
 
-@pytest.mark.parametrize("runner", [FirstRunner, SecondRunner])
-def test_prompts_of_any_length_are_decoded_from_the_other_cache(make: Any, runner: Any) -> None:
-    producer, consumer = make("kv_producer", runner=runner), make("kv_consumer", runner=runner)
+@pytest.mark.parametrize(
+    "config",
+    [{"runner": FirstRunner}, {"runner": SecondRunner}, {"runner": SecondRunner, "overlap": True}, {"tp": 2}],
+    ids=["first runner", "second runner", "second runner, overlapping steps", "two workers"],
+)
+def test_prompts_of_any_length_are_decoded_from_the_other_cache(make: Any, config: dict[str, Any]) -> None:
+    producer, consumer = make("kv_producer", **config), make("kv_consumer", **config)
     blocks = 0
     for seed, length in enumerate((1, 2, 15, 16, 17, 31, 32, 33, 100, 255, 256, 257, 400), 10):
         prompt = tokens(length, seed=seed)
@@ -57,14 +62,15 @@ def test_prompts_of_any_length_are_decoded_from_the_other_cache(make: Any, runne
         producer.until(lambda: producer.engine.is_whole)
         assert consumer.engine.is_whole
         blocks += -(-length // BLOCK_TOKENS)
-        assert consumer.engine.counted("planned_bytes") == blocks * producer.engine.block_bytes
+        bytes_moved = blocks * producer.engine.block_bytes * config.get("tp", 1)
+        assert consumer.engine.counted("planned_bytes") == bytes_moved
     assert producer.engine.counted("leases_released", "done") == 13
 
 
 def test_the_order_of_vllm_0_33_with_a_drafter_hands_over_as_well(make: Any) -> None:
     producer, consumer = make("kv_producer", runner=SecondRunner), make("kv_consumer", runner=SecondRunner)
     for node in (producer, consumer):
-        node.run_step = node.runner.step_0_33
+        node.method = "step_0_33"
     prompt = tokens(100)
     assert decode(consumer, "d", prompt, producer.prefill("p", prompt)) == 1
     producer.until(lambda: producer.engine.is_whole)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.engine_core.driver import tokens
-from tests.engine_core.node import Node, expected_tokens, free_port, stop_parallel_state
+from tests.engine_core.node import Node, free_port, stop_parallel_state
+from tests.engine_core.toy_model import expected_tokens
 
 PROMPT, OTHER = tokens(40), tokens(40, seed=7)
 COUNT = 4
