@@ -1,0 +1,62 @@
+"""Real vLLM engines on the CPU, with a real small model, started once for all tests that can share them.
+
+Every engine is a server of its own, as users start it; nothing is mocked. The order of the files matters for time
+only: engines are stopped as soon as the last test that wants them is over.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from scripts.accuracy.engines import Engine, EngineSpec, Transfer
+from scripts.accuracy.model import prepare
+from scripts.accuracy.variables import DEFAULT_MODEL
+
+from tests.vllm.pair import Pair
+
+START_S = 300.0
+
+if importlib.util.find_spec("torch"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("transformers")
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """SmolLM2-135M-Instruct as plain safetensors."""
+    cache = Path(os.environ.get("KVFERRY_CACHE_DIR", "~/.cache/kvferry")).expanduser()
+    return Path(prepare(DEFAULT_MODEL, cache, print))
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engines log."""
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="session")
+def pair(model: Path, logs: Path) -> Iterator[Pair]:
+    """A producer and a consumer, both kvferry, with `recompute`."""
+    short = {"kv_lease_duration": 6.0}
+    prefill = EngineSpec("prefill", str(model), transfer=Transfer("kv_producer", extra_config=short))
+    decode = EngineSpec(
+        "decode",
+        str(model),
+        devices=("1",),
+        transfer=Transfer("kv_consumer"),
+        extra_env={"VLLM_LOGGING_LEVEL": "DEBUG"},
+    )
+    with ExitStack() as running:
+        producer, consumer = (running.enter_context(Engine(spec, logs)) for spec in (prefill, decode))
+        for engine in (producer, consumer):
+            engine.wait_ready(START_S)
+        yield Pair(producer, consumer)

@@ -1,0 +1,73 @@
+"""A prefill engine and a decode engine, spoken to as a router would."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from scripts.accuracy.engines import Engine
+
+Params = dict[str, Any]
+Change = Callable[[Params], Any]
+
+ORDER: Params = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+TIMEOUT_S = 120.0
+
+
+def long_prompt(name: str, sentences: int = 25) -> str:
+    """A prompt of its own that begins with `name` and spans several blocks."""
+    return f"{name}: once upon a time in a land of rivers " + "and mountains and quiet valleys, " * sentences
+
+
+def post(base_url: str, body: Params, path: str = "/v1/completions") -> httpx.Response:
+    """One request; any status is an answer."""
+    return httpx.post(base_url + path, json=body, timeout=TIMEOUT_S, trust_env=False)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both engines."""
+
+    producer: Engine
+    consumer: Engine
+
+    def prefill(self, prompt: str, **more: Any) -> Params:
+        """Prefill as a router does and return the params of the answer."""
+        answer = post(self.producer.base_url, self._body(prompt, 1) | {"kv_transfer_params": ORDER} | more)
+        assert answer.status_code == 200, answer.text
+        params = answer.json()["kv_transfer_params"]
+        assert params, answer.text
+        return dict(params)
+
+    def decode(self, prompt: str, params: Any, tokens: int = 8) -> httpx.Response:
+        """Send a prompt with params to the decoder."""
+        return post(self.consumer.base_url, self._body(prompt, tokens) | {"kv_transfer_params": params})
+
+    def plain(self, engine: Engine, prompt: str, tokens: int = 8) -> str:
+        """A request without any params: what one engine answers by itself."""
+        answer = post(engine.base_url, self._body(prompt, tokens))
+        assert answer.status_code == 200, answer.text
+        return text_of(answer)
+
+    def hand_over(self, prompt: str, change: Change = copy.deepcopy) -> httpx.Response:
+        """Prefill, change the params, decode."""
+        return self.decode(prompt, change(self.prefill(prompt)))
+
+    @staticmethod
+    def _body(prompt: str, tokens: int) -> Params:
+        return {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+
+
+def text_of(answer: httpx.Response) -> str:
+    """The first choice's text."""
+    return str(answer.json()["choices"][0]["text"])

@@ -1,0 +1,151 @@
+"""Bad `kv_transfer_params` over HTTP: the prompt is answered right, counted, and nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from scripts.accuracy.engines import Engine
+
+from tests.vllm.conftest import START_S
+from tests.vllm.pair import Change, Pair, Params, long_prompt, text_of
+
+TOP = ("remote_host", "remote_port", "remote_engine_id", "remote_request_id", "remote_block_ids", "tp_size")
+TOP_ALL = (*TOP, "pp_size", "dcp_size", "remote_num_tokens", "transfer_mode", "do_remote_prefill", "do_remote_decode")
+TICKET = ("version", "boot", "lease_slot", "lease_epoch", "lease_s", "digests", "mac")
+WRONG: Any = {"x": [1]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to be wrong."""
+
+    name: str
+    change: Change
+    counted: str = "invalid_params"
+
+
+def put(**values: Any) -> Change:
+    """Set keys of the params; `ticket_…` of the nested object."""
+
+    def change(params: Params) -> Params:
+        changed = copy.deepcopy(params)
+        for key, value in values.items():
+            if key.startswith("ticket_"):
+                changed["kvferry"][key.removeprefix("ticket_")] = value
+            else:
+                changed[key] = value
+        return changed
+
+    return change
+
+
+def drop(key: str, *, of_ticket: bool = False) -> Change:
+    """Leave a key out."""
+
+    def change(params: Params) -> Params:
+        changed = copy.deepcopy(params)
+        del (changed["kvferry"] if of_ticket else changed)[key]
+        return changed
+
+    return change
+
+
+CASES = [
+    Case("do_remote_prefill alone", lambda _: {"do_remote_prefill": True}, "foreign_params"),
+    Case("a stock producer's params", drop("kvferry"), "foreign_params"),
+    *(Case(f"no {key}", drop(key)) for key in (*TOP, "remote_num_tokens")),
+    *(Case(f"no kvferry.{key}", drop(key, of_ticket=True)) for key in TICKET),
+    *(Case(f"wrong type in {key}", put(**{key: WRONG})) for key in TOP_ALL),
+    *(Case(f"wrong type in kvferry.{key}", put(**{f"ticket_{key}": WRONG})) for key in TICKET),
+    Case("kvferry is a list", put(kvferry=[])),
+    Case("ten million block ids", put(remote_block_ids=[list(range(10_000_000))])),
+    Case("block ids out of range", put(remote_block_ids=[[10**6, 10**6 + 1]]), "load_failed"),
+    Case("somebody else's block ids", put(remote_block_ids=[[7, 8]]), "load_failed"),
+    Case("an unknown engine", put(remote_engine_id="nobody"), "load_failed"),
+    Case("a dead port", put(remote_port=9), "load_failed"),
+    Case("a host that does not exist", put(remote_host="no.such.host.invalid"), "load_failed"),
+    Case("a host that is none", put(remote_host="tcp://[[:::"), "load_failed"),
+    Case("another boot", put(ticket_boot="0" * 32), "load_failed"),
+    Case("another epoch", put(ticket_lease_epoch="0" * 14 + "1"), "load_failed"),
+    Case("another slot", put(ticket_lease_slot=900), "load_failed"),
+]
+
+
+@pytest.fixture(scope="module")
+def fast_pair(pair: Pair) -> Pair:
+    """The pair, with the peer met once."""
+    assert pair.hand_over(long_prompt("Warm up")).status_code == 200
+    return pair
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bad_params_are_answered_right_by_computing_the_prompt_here(fast_pair: Pair, case: Case) -> None:
+    pair, prompt = fast_pair, long_prompt(case.name, 12)
+    want = pair.plain(pair.producer, prompt)
+    before = pair.consumer.metrics()
+    answer = pair.hand_over(prompt, case.change)
+    assert answer.status_code == 200, answer.text
+    assert text_of(answer) == want
+    counted = (pair.consumer.metrics() - before).by_label("vllm:kvferry_local_recomputes_total", "reason")
+    assert counted == {case.counted: 1.0}
+    assert pair.plain(pair.consumer, prompt) == want, "the prefix cache was poisoned"
+
+
+def test_params_of_another_prompt_are_not_believed(fast_pair: Pair) -> None:
+    pair = fast_pair
+    mine, other = long_prompt("My own", 12), long_prompt("A stranger's", 12)
+    want = pair.plain(pair.producer, mine)
+    params = pair.prefill(other)
+    before = pair.consumer.metrics()
+    assert text_of(pair.decode(mine, params)) == want
+    counted = (pair.consumer.metrics() - before).by_label("vllm:kvferry_local_recomputes_total", "reason")
+    assert counted == {"other_prompt": 1.0}
+    assert pair.plain(pair.consumer, mine) == want
+
+
+def test_params_that_were_used_already_are_not_believed(fast_pair: Pair) -> None:
+    pair, prompt = fast_pair, long_prompt("Replayed", 12)
+    params = pair.prefill(prompt)
+    want = text_of(pair.decode(prompt, params))
+    for turn in range(2):
+        before = pair.consumer.metrics()
+        assert text_of(pair.decode(prompt, params)) == want, turn
+        counted = (pair.consumer.metrics() - before).by_label("vllm:kvferry_failed_loads_total", "reason")
+        assert counted == {"fence": 1.0}
+
+
+@pytest.mark.parametrize("value", ["text", ["list"], 7], ids=["a string", "a list", "a number"])
+def test_params_that_are_no_object_are_refused_by_the_server(fast_pair: Pair, value: Any) -> None:
+    answer = fast_pair.decode("Hello", value)
+    assert answer.status_code == 400
+    assert fast_pair.plain(fast_pair.consumer, "Hello there") is not None
+
+
+@pytest.fixture(scope="module")
+def strict_pair(fast_pair: Pair, logs: Any) -> Iterator[Pair]:
+    """The same producer, and a consumer that ends requests whose load failed."""
+    spec = fast_pair.consumer.spec
+    transfer = spec.transfer
+    assert transfer is not None
+    strict = replace(spec, name="decode-fail", transfer=replace(transfer, failure_policy="fail"))
+    with Engine(strict, logs) as consumer:
+        consumer.wait_ready(START_S)
+        yield Pair(fast_pair.producer, consumer)
+
+
+def test_with_the_policy_fail_a_bad_load_ends_its_request_alone(strict_pair: Pair) -> None:
+    pair = strict_pair
+    chosen = {"a dead port", "somebody else's block ids", "another epoch", "block ids out of range", "no remote_host"}
+    for case in (case for case in CASES if case.name in chosen):
+        prompt = long_prompt(f"Strictly {case.name}", 12)
+        want = pair.plain(pair.producer, prompt)
+        answer = pair.hand_over(prompt, case.change)
+        assert answer.status_code >= 500 or text_of(answer) == want, (case.name, answer.text)
+        assert (answer.status_code >= 500) == (case.counted == "load_failed"), (case.name, answer.text)
+        assert pair.plain(pair.consumer, prompt) == want, case.name
+    good = long_prompt("Strictly good", 12)
+    assert text_of(pair.hand_over(good)) == pair.plain(pair.producer, good)

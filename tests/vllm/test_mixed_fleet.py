@@ -1,0 +1,74 @@
+"""kvferry beside vLLM's own NixlConnector: what a rolling upgrade meets first."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scripts.accuracy.engines import Engine, EngineSpec, Transfer
+from scripts.accuracy.settings import STOCK
+
+from tests.vllm.conftest import START_S
+from tests.vllm.pair import Pair, long_prompt, text_of
+
+# As shipped, NIXL's progress thread spins on a whole core; few and short prompts keep that bearable on two cores.
+PROMPTS = [long_prompt(f"Mixed {number}", 6 + 6 * number) for number in range(3)]
+
+
+def test_a_kvferry_decoder_computes_what_a_stock_producer_prefilled(pair: Pair, model: Path, logs: Path) -> None:
+    spec = EngineSpec("stock-prefill", str(model), transfer=Transfer("kv_producer", module=STOCK))
+    want = [pair.plain(pair.producer, prompt) for prompt in PROMPTS]
+    before = pair.consumer.metrics()
+    with Engine(spec, logs) as stock:
+        stock.wait_ready(START_S)
+        mixed = Pair(stock, pair.consumer)
+        got = [text_of(mixed.hand_over(prompt)) for prompt in PROMPTS]
+    assert got == want
+    counted = (pair.consumer.metrics() - before).by_label("vllm:kvferry_local_recomputes_total", "reason")
+    assert counted == {"foreign_params": float(len(PROMPTS))}
+    assert [pair.plain(pair.consumer, prompt) for prompt in PROMPTS] == want
+
+
+def test_a_stock_decoder_computes_what_a_kvferry_producer_prefilled(pair: Pair, model: Path, logs: Path) -> None:
+    transfer = Transfer("kv_consumer", module=STOCK, failure_policy="recompute")
+    spec = EngineSpec("stock-decode", str(model), devices=("1",), transfer=transfer)
+    want = [pair.plain(pair.producer, prompt) for prompt in PROMPTS]
+    before = pair.producer.metrics()
+    with Engine(spec, logs) as stock:
+        stock.wait_ready(START_S)
+        mixed = Pair(pair.producer, stock)
+        got = [text_of(mixed.hand_over(prompt)) for prompt in PROMPTS]
+        assert got == want
+        assert [mixed.plain(stock, prompt) for prompt in PROMPTS] == want
+    assert (pair.producer.metrics() - before).total("vllm:kvferry_bad_frames_total") >= 1
+
+
+@pytest.fixture(scope="module")
+def other_weights(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with every matrix changed a little: equal shapes, equal configuration."""
+    copied = tmp_path_factory.mktemp("other") / "weights"
+    shutil.copytree(model, copied)
+    for file in copied.glob("*.safetensors"):
+        tensors = load_file(file)
+        torch.manual_seed(1)
+        changed = {name: tensor + 1e-3 * torch.randn_like(tensor) for name, tensor in tensors.items()}
+        save_file(changed, file, metadata={"format": "pt"})
+    return copied
+
+
+def test_a_producer_with_other_weights_is_refused_by_name(pair: Pair, other_weights: Path, logs: Path) -> None:
+    spec = replace(pair.producer.spec, name="other-weights", model=str(other_weights))
+    prompt = long_prompt("Other weights")
+    want = pair.plain(pair.producer, prompt)
+    before = pair.consumer.metrics()
+    with Engine(spec, logs) as other:
+        other.wait_ready(START_S)
+        answer = Pair(other, pair.consumer).hand_over(prompt)
+    assert text_of(answer) == want
+    failed = (pair.consumer.metrics() - before).by_label("vllm:kvferry_failed_loads_total", "reason")
+    assert failed == {"plan": 1.0}
+    assert "model.fingerprint: producer 'weights:" in pair.consumer.log_path.read_text()
