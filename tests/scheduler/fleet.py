@@ -76,7 +76,8 @@ class Fleet:
     def is_quiet(self) -> bool:
         """Whether nothing is under way any more."""
         loads = len(self.consumer.ledger) if self.consumer_lives else 0
-        return self.network.is_quiet() and not self.answers and not loads and not len(self.producer.ledger)
+        producing = len(self.producer.ledger) or any(worker.orders for worker in self.producer.workers)
+        return self.network.is_quiet() and not (self.answers or loads or producing)
 
     def kill_consumer(self) -> None:
         """It says nothing any more, in the middle of whatever it was doing."""
