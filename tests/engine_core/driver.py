@@ -197,6 +197,15 @@ class Engine:
         """What kvferry's counters have come to, as vLLM's front end adds them up."""
         return sum(stats.get("counters", {}).get(name, {}).get(label, 0) for stats in self.stats)
 
+    def is_idle(self) -> bool:
+        """No request is running or waiting; some may still be held."""
+        return not self.scheduler.get_num_unfinished_requests()
+
+    def total_counts(self) -> dict[tuple[str, str], int]:
+        """All of kvferry's counters."""
+        names = {(name, label) for stats in self.stats for name, by in stats["counters"].items() for label in by}
+        return {(name, label): self.counted(name, label) for name, label in sorted(names)}
+
     def status(self, request_id: str) -> str:
         return str(self.scheduler.requests[request_id].status)
 
@@ -274,7 +283,7 @@ class Engine:
     def run(self, *, limit: int = 64) -> dict[str, Answer]:
         """Step until no request is running or waiting; what is held by the connector stays held."""
         for _ in range(limit):
-            if not self.scheduler.get_num_unfinished_requests():
+            if self.is_idle():
                 return self.answers
             self.step()
         stuck = {name: self.status(name) for name in self.scheduler.requests}

@@ -1,0 +1,148 @@
+"""Two engines under a random life: short leases, small caches, aborts, replays, siblings, preemptions. Whatever
+happens, every answer is right, and in the end every block of both is free.
+
+A failure prints the seed: `KVFERRY_SEED=<seed> pytest tests/engine_core/test_soak.py` runs that life again; threads
+make it similar, not equal.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.engine_core.driver import tokens
+from tests.engine_core.node import Node, stop_parallel_state
+from tests.engine_core.second_runner import SecondRunner
+from tests.engine_core.toy_model import expected_tokens
+
+LIVES = {
+    "plain": {},
+    "overlapping steps": {"overlap": True, "runner": SecondRunner},
+    "two workers": {"tp": 2},
+    "both roles": {"role": "kv_both", "overlap": True},
+}
+_SECONDS = float(os.environ.get("KVFERRY_SOAK_S", "2"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_groups() -> Iterator[None]:
+    yield
+    stop_parallel_state()
+
+
+class Life:
+    """One random life of two engines."""
+
+    def __init__(self, seed: int, **config: Any) -> None:
+        self.random = random.Random(seed)
+        role = config.pop("role", None)
+        self.producer = Node(role or "kv_producer", num_blocks=60, extra={"kv_lease_duration": 0.15}, **config)
+        self.consumer = Node(role or "kv_consumer", num_blocks=40, **config)
+        self.prompts: dict[str, tuple[list[int], int]] = {}
+        self.offers: list[tuple[list[int], dict[str, Any]]] = []
+        self.wanted: set[str] = set()
+        self.aborted: set[str] = set()
+
+    def turn(self) -> None:
+        """Something happens, and the engines step at their own pace."""
+        what = self.random.choices(
+            (self.prefill, self.decode, self.decode_plain, self.abort, self.rest), (4, 6, 1, 2, 1), k=1
+        )
+        what[0]()
+        for node in (self.producer, self.consumer):
+            for _ in range(self.random.randrange(4)):
+                node.step()
+        self.collect()
+
+    def prefill(self) -> None:
+        if len(self.producer.engine.scheduler.requests) < 8:
+            self.add(self.producer, self.prompt(), {"do_remote_decode": True}, self.random.choice((1, 1, 1, 5)))
+
+    def decode(self) -> None:
+        """With an offer that may be fresh, expired, used, in use, or for another prompt."""
+        if self.offers and len(self.consumer.engine.scheduler.requests) < 8:
+            prompt, params = self.random.choice(self.offers[-6:])
+            if self.random.random() < 0.15:
+                prompt = self.prompt()
+            if self.random.random() < 0.15:
+                prompt = [*prompt, *tokens(20, seed=self.random.randrange(99))]
+            for _ in range(self.random.choice((1, 1, 1, 3))):
+                self.add(self.consumer, prompt, params, self.random.randrange(1, 30))
+
+    def decode_plain(self) -> None:
+        if len(self.consumer.engine.scheduler.requests) < 8:
+            self.add(self.consumer, self.prompt(), None, self.random.randrange(1, 60))
+
+    def abort(self) -> None:
+        node = self.random.choice((self.producer, self.consumer))
+        running = [name for name in node.engine.scheduler.requests if node.engine.answers[name].finish_reason is None]
+        if running:
+            name = self.random.choice(running)
+            self.aborted.add(name)
+            node.engine.abort(name)
+
+    def rest(self) -> None:
+        time.sleep(self.random.choice((0.001, 0.02, 0.2)))
+
+    def prompt(self) -> list[int]:
+        """Few different ones, so that local caches hit."""
+        return tokens(self.random.choice((1, 16, 17, 40, 64, 130, 270)), seed=self.random.randrange(6))
+
+    def add(self, node: Node, prompt: list[int], params: Any, max_tokens: int) -> None:
+        name = f"{len(self.prompts)}"
+        self.prompts[name] = (prompt, max_tokens)
+        self.wanted.add(name)
+        node.engine.add(name, prompt, params, max_tokens=max_tokens)
+
+    def collect(self) -> None:
+        """Check every answer that has come, and keep what was offered."""
+        for node in (self.producer, self.consumer):
+            for name, answer in node.engine.answers.items():
+                if name not in self.wanted or answer.finish_reason is None:
+                    continue
+                prompt, max_tokens = self.prompts[name]
+                assert (answer.tokens, answer.finish_reason) == (expected_tokens(prompt, max_tokens), "length"), name
+                self.wanted.discard(name)
+                if answer.params is not None:
+                    self.offers.append(([*prompt, *answer.tokens[:-1]], answer.params))
+
+    def end(self) -> None:
+        """Let everything end: requests, loads, leases."""
+        self.wanted -= self.aborted
+        for node in (self.producer, self.consumer):
+            node.until(node.engine.is_idle)
+        self.collect()
+        assert not self.wanted
+        for node in (self.producer, self.consumer):
+            node.until(partial(getattr, node.engine, "is_whole"))
+            side = node.engine.connector.scheduler_side
+            side.leases.check_integrity()
+            side.loads.check_integrity()
+            assert (len(side.leases), len(side.loads)) == (0, 0)
+
+    def close(self) -> None:
+        self.producer.close()
+        self.consumer.close()
+
+
+@pytest.mark.parametrize("config", LIVES.values(), ids=LIVES)
+def test_whatever_happens_answers_are_right_and_every_block_comes_back(config: dict[str, Any]) -> None:
+    seed = int(os.environ.get("KVFERRY_SEED", secrets.randbelow(10**6)))
+    print(f"KVFERRY_SEED={seed}")
+    life = Life(seed, **config)
+    try:
+        until = time.monotonic() + _SECONDS
+        while time.monotonic() < until:
+            life.turn()
+        life.end()
+        print(life.consumer.engine.total_counts())
+        assert life.consumer.engine.counted("loads") > 0
+    finally:
+        life.close()
