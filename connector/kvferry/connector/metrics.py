@@ -62,6 +62,15 @@ COUNTERS: Mapping[str, CounterSpec] = {
         "reason",
         RECOMPUTE_REASONS,
     ),
+    "failed_requests": CounterSpec(
+        "kvferry_failed_requests", "Requests that vLLM ended with an error because their load failed (policy `fail`)."
+    ),
+    "failed_requests": CounterSpec(
+        "kvferry_failed_requests",
+        "Requests that ended with an error because their load failed and kv_load_failure_policy is fail.",
+        "reason",
+        ("load_failed",),
+    ),
     "failed_loads": CounterSpec(
         "kvferry_failed_loads",
         "Loads that failed, by worker and reason.",
@@ -83,6 +92,9 @@ COUNTERS: Mapping[str, CounterSpec] = {
     "renewals_unknown": CounterSpec("kvferry_unknown_renewals", "Renewals of leases that are over or never were."),
     "releases_unknown": CounterSpec("kvferry_unknown_releases", "Releases of leases that are over or never were."),
     "handshakes_served": CounterSpec("kvferry_handshakes_served", "Descriptions given to other engines."),
+    "dropped_messages": CounterSpec(
+        "kvferry_dropped_messages", "Renewals and releases that came faster than this engine took them."
+    ),
     "bad_frames": CounterSpec("kvferry_bad_frames", "Messages on the side channel that could not be used."),
     "side_channel_errors": CounterSpec("kvferry_side_channel_errors", "Messages that the side channel could not send."),
 }

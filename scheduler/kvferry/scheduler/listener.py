@@ -1,7 +1,8 @@
 """The side channel's listener: one ZMQ ROUTER socket, one thread, in the scheduler's process.
 
 It answers `Hello` with this engine's description and puts renewals and releases into an inbox. Whatever arrives, it
-lives on: what it cannot use is counted, answered with `Refused` where there is somebody to answer, and dropped.
+lives on: what it cannot use is counted, answered with `Refused` where there is somebody to answer, and dropped. What
+it keeps for somebody who does not take it is bounded: requests, answers, and lines in the log.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 
 import zmq
 
@@ -30,8 +32,14 @@ logger = logging.getLogger(__name__)
 
 LeaseMessage = Renew | Release
 
+MAX_WAITING_MESSAGES = 1024
+"""Most renewals and releases that wait for the next step; an idle engine takes none, so more are dropped."""
+
 _STOP = b"stop"
 _JOIN_S = 5.0
+_SEND_QUEUE = 8
+_RECEIVE_QUEUE = 64
+_QUIET_S = 1.0
 
 
 def channel_address(host: str, port: int) -> str:
@@ -44,7 +52,7 @@ class SideChannelListener:
 
     Args:
         host, port: where to listen.
-        tally: counts `handshakes_served` and `bad_frames`.
+        tally: counts `handshakes_served`, `bad_frames` and `dropped_messages`.
 
     Raises:
         InvalidConfig: the address cannot be bound; the text says what to change.
@@ -53,8 +61,8 @@ class SideChannelListener:
     def __init__(self, host: str, port: int, tally: Tally) -> None:
         self.inbox: queue.SimpleQueue[LeaseMessage] = queue.SimpleQueue()
         self._tally = tally
-        self._description: EngineDescription | None = None
-        self._answer = b""
+        self._published: tuple[EngineDescription, bytes] | None = None
+        self._quiet_until_s = 0.0
         self._context = zmq.Context(io_threads=1)
         self._socket = self._bind(host, port)
         self._control, self._controlled = self._pair()
@@ -64,8 +72,7 @@ class SideChannelListener:
 
     def publish(self, description: EngineDescription) -> None:
         """Answer with this description from now on. Until then askers are told to come back."""
-        answer = encode(description)
-        self._description, self._answer = description, answer
+        self._published = (description, encode(description))
 
     def close(self) -> None:
         """Stop the thread and free the port. Idempotent."""
@@ -80,6 +87,8 @@ class SideChannelListener:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.IPV6, int(":" in host))
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
+        socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
         socket.setsockopt(zmq.LINGER, 0)
         try:
             socket.bind(channel_address(host, port))
@@ -118,15 +127,13 @@ class SideChannelListener:
 
     def _answer_one(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or frames[1]:
-            self._tally.add("bad_frames")
-            logger.warning("side channel: dropped a message of %d frames", len(frames))
+            self._bad_frame(f"a message of {len(frames)} frames")
             return
         asker, _, body = frames
         try:
             request = decode_request(body)
         except InvalidMessage as invalid:
-            self._tally.add("bad_frames")
-            logger.warning("side channel: %s", invalid)
+            self._bad_frame(str(invalid))
             refusal = Refused(
                 field=invalid.field[:512], value=invalid.shown_value[:512], expected=invalid.expected[:512]
             )
@@ -134,20 +141,31 @@ class SideChannelListener:
             return
         if isinstance(request, Hello):
             self._send(asker, self._answer_hello(request))
-        else:
+        elif self.inbox.qsize() < MAX_WAITING_MESSAGES:
             self.inbox.put(request)
+        else:
+            self._tally.add("dropped_messages")
 
     def _answer_hello(self, hello: Hello) -> bytes:
-        description = self._description
-        if description is None:
+        published = self._published
+        if published is None:
             return encode(Refused(field="engine", value="starting", expected="an engine whose workers are ready"))
+        description, answer = published
         if hello.version != CHANNEL_VERSION:
             return encode(Refused(field="version", value=str(hello.version), expected=str(CHANNEL_VERSION)))
         if hello.engine_id != description.engine_id:
             return encode(Refused(field="engine_id", value=hello.engine_id, expected=description.engine_id))
         self._tally.add("handshakes_served")
         logger.debug("side channel: described this engine to %s", hello.asker)
-        return self._answer
+        return answer
+
+    def _bad_frame(self, what: str) -> None:
+        """Count it; say so at most once a second, or whoever can reach this port could fill the disk."""
+        self._tally.add("bad_frames")
+        now_s = time.monotonic()
+        if now_s >= self._quiet_until_s:
+            self._quiet_until_s = now_s + _QUIET_S
+            logger.warning("side channel: dropped %s (and what is like it within %g s)", what, _QUIET_S)
 
     def _send(self, asker: bytes, body: bytes) -> None:
         try:
