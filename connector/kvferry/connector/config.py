@@ -77,7 +77,7 @@ class FerryConfig:
     )
 
 
-_WITHOUT_MEANING = {
+WITHOUT_MEANING = {
     "kv_recompute_threshold": "turns are not transferred back yet",
     "bidirectional_kv_xfer": "turns are not transferred back yet: the next turn's prompt is computed by the prefiller",
     "decoder_kv_blocks_ttl": "turns are not transferred back yet",
@@ -89,7 +89,7 @@ _WITHOUT_MEANING = {
 
 def known_keys() -> tuple[str, ...]:
     """All keys that are accepted."""
-    return tuple(sorted([*(option.name for option in fields(FerryConfig)), *_WITHOUT_MEANING]))
+    return tuple(sorted([*(option.name for option in fields(FerryConfig)), *WITHOUT_MEANING]))
 
 
 def read_config(extra: Mapping[str, Any]) -> FerryConfig:
@@ -104,8 +104,8 @@ def read_config(extra: Mapping[str, Any]) -> FerryConfig:
         if key in options:
             if value is not None:
                 values[key] = options[key].metadata["check"](key, value)
-        elif key in _WITHOUT_MEANING:
-            logger.warning("%s=%r means nothing to kvferry: %s", key, value, _WITHOUT_MEANING[key])
+        elif key in WITHOUT_MEANING:
+            logger.warning("%s=%r means nothing to kvferry: %s", key, value, WITHOUT_MEANING[key])
         else:
             near = difflib.get_close_matches(str(key), known_keys(), n=1)
             hint = f"did you mean {near[0]}? " if near else ""

@@ -19,7 +19,7 @@ from kvferry.connector.metrics import FerryStats
 from kvferry.connector.prompts import prompt_of
 from kvferry.connector.quarantine import Quarantine
 from kvferry.protocol.digests import digest_chain, shared_tokens
-from kvferry.protocol.errors import ForeignParams, InvalidConfig, InvalidParams
+from kvferry.protocol.errors import ForeignParams, InvalidParams
 from kvferry.protocol.handshake import EngineDescription, Release, Renew, decode_worker
 from kvferry.protocol.ids import epoch_to_text, new_boot_id
 from kvferry.protocol.orders import StepOrders, encode_orders
@@ -162,7 +162,10 @@ class SchedulerSide:
         for request_id in output.finished_recving or ():
             if request_id in failed:
                 self.loads.failed(request_id)
-                self.tally.add("local_recomputes" if self._recomputes else "failed_requests", "load_failed")
+                if self._recomputes:
+                    self.tally.add("local_recomputes", "load_failed")
+                else:
+                    self.tally.add("failed_requests")
                 continue
             prompt = self.loads.loaded(request_id)
             if prompt is not None:
@@ -354,6 +357,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-__all__ = ["InvalidConfig", "SchedulerSide", "lease_slots"]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.plan.descriptors import DescriptorTable, descriptor_table
 from kvferry.plan.transfer_plan import Route, TransferPlan
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.handshake import EngineDescription, WorkerDescription
+from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.slots import SLOT_BYTES
 from kvferry.worker.caches import KvCaches
@@ -21,6 +21,9 @@ from kvferry.worker.fabric import (
     PeerAgent,
     RemoteDescriptors,
 )
+
+Made = PeerAgent | LocalDescriptors | RemoteDescriptors
+"""What `connect` gets from the fabric and has to give back."""
 
 
 class PeerKey(NamedTuple):
@@ -58,12 +61,13 @@ class PeerRoute:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A producer engine, ready to be read from."""
+    """A producer engine, ready to be read from. `made` is what has to be given back, in the order of its making."""
 
     key: PeerKey
     description: EngineDescription
     plan: TransferPlan
     routes: tuple[PeerRoute, ...]
+    made: tuple[Made, ...]
 
 
 def connect(fabric: Fabric, caches: KvCaches, key: PeerKey, description: EngineDescription, plan: TransferPlan) -> Peer:
@@ -73,40 +77,38 @@ def connect(fabric: Fabric, caches: KvCaches, key: PeerKey, description: EngineD
         FabricError: the fabric refuses its metadata or its memory; nothing is left behind.
         InvalidMessage: the description names memory of no known kind.
     """
-    routes: list[PeerRoute] = []
-    agents: list[PeerAgent] = []
+    made: list[Made] = []
     try:
-        for route in plan.routes:
-            worker = description.workers[route.worker]
-            agent = fabric.add_peer(worker.agent_metadata)
-            agents.append(agent)
-            routes.append(_connect_route(fabric, caches, route, worker, agent))
+        routes = tuple(_connect_route(fabric, caches, route, description, made) for route in plan.routes)
     except Exception:
-        _forget(fabric, routes, agents)
+        _undo(fabric, made)
         raise
-    return Peer(key, description, plan, tuple(routes))
+    return Peer(key, description, plan, routes, tuple(made))
 
 
 def disconnect(fabric: Fabric, peer: Peer) -> None:
     """Give back everything that `connect` made. Nothing may be in flight unless the peer is dead."""
-    _forget(fabric, list(peer.routes), [route.agent for route in peer.routes])
+    _undo(fabric, peer.made)
 
 
-def _forget(fabric: Fabric, routes: list[PeerRoute], agents: list[PeerAgent]) -> None:
-    for route in routes:
-        fabric.release(route.slots)
-        for handle in route.data[1:] if route.data else ():
-            fabric.release(handle)
-    for agent in agents:
-        fabric.remove_peer(agent)
+def _undo(fabric: Fabric, made: Sequence[Made]) -> None:
+    for one in reversed(made):
+        if isinstance(one, str):
+            fabric.remove_peer(one)
+        else:
+            fabric.release(one)
 
 
 def _connect_route(
-    fabric: Fabric, caches: KvCaches, route: Route, worker: WorkerDescription, agent: PeerAgent
+    fabric: Fabric, caches: KvCaches, route: Route, description: EngineDescription, made: list[Made]
 ) -> PeerRoute:
+    worker = description.workers[route.worker]
+    agent = fabric.add_peer(worker.agent_metadata)
+    made.append(agent)
     lease_table = worker.lease_table
     row = (lease_table.address, SLOT_BYTES, 0, SLOT_BYTES, lease_table.slots)
     slots = fabric.prepare_remote(agent, DescriptorRows.of(MemoryKind.DRAM, [row]))
+    made.append(slots)
     if not route.slices:
         return PeerRoute(route, agent, slots, lease_table.slots, None)
     try:
@@ -115,7 +117,9 @@ def _connect_route(
         raise InvalidMessage("workers.memory", worker.memory, "DRAM or VRAM") from None
     table = descriptor_table(route, caches.device_index, worker.device)
     local = fabric.prepare_local(DescriptorRows(caches.kind, table.local_rows))
+    made.append(local)
     remote = fabric.prepare_remote(agent, DescriptorRows(remote_kind, table.remote_rows))
+    made.append(remote)
     return PeerRoute(route, agent, slots, lease_table.slots, (table, local, remote))
 
 
