@@ -1,0 +1,1 @@
+"""What a user types: the accuracy test, the checks, and what they share."""

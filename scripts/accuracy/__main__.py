@@ -1,0 +1,92 @@
+"""The accuracy test's command line. Heavy imports come after the settings are known to be good."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+
+from scripts.accuracy.settings import Settings, read_settings
+from scripts.accuracy.variables import BadSetting, help_text
+
+_ABOUT = """\
+Starts a baseline engine, prefill and decode engines with kvferry and vllm-router, asks the same greedy prompts of
+both, and shows in a table whether tokens, log-probabilities, bytes and counters are what they must be.
+Exit status: 0 all is well, 1 a check failed, 2 a setting is wrong, 3 a server failed, 130 stopped.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        prog=os.environ.get("KVFERRY_COMMAND", "python -m scripts.accuracy"),
+        description=_ABOUT,
+        epilog=f"Environment variables, with their defaults:\n\n{help_text()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--check", action="store_true", help="check the settings and print the device, then stop")
+    chosen = parser.parse_args(arguments)
+    try:
+        settings = read_settings(os.environ)
+        if chosen.check:
+            print(settings.device)
+            return 0
+        return _run(settings)
+    except BadSetting as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; everything that was started has been ended", file=sys.stderr)
+        return 130
+
+
+def _run(settings: Settings) -> int:
+    import asyncio
+
+    from rich.console import Console
+
+    from scripts.accuracy.processes import ServerFailed
+    from scripts.accuracy.report import show, verdict
+    from scripts.accuracy.run import Run
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGHUP, _interrupt)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    log_dir = settings.log_dir / time.strftime("%Y%m%d-%H%M%S")
+    reports = []
+    started_s = time.monotonic()
+    print(f"logs: {_shown(log_dir)}", flush=True)
+    for name in settings.models:
+        try:
+            with ExitStack() as stack:
+                run = Run(settings, name, log_dir / Path(name).name, stack)
+                reports.append(asyncio.run(run.go()))
+        except ServerFailed as error:
+            print(f"\n{error}", file=sys.stderr)
+            return 3
+        show(reports[-1], console)
+    status = verdict(reports)
+    word = "passed" if status == 0 else "FAILED"
+    print(f"{word} in {time.monotonic() - started_s:.0f} s; logs: {_shown(log_dir)}")
+    return status
+
+
+def _shown(path: Path) -> str:
+    try:
+        return f"./{path.relative_to(Path.cwd())}"
+    except ValueError:
+        return str(path)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

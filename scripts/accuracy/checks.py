@@ -1,0 +1,188 @@
+"""What must hold, judged from what was seen. Pure: no engine is asked here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from scripts.accuracy.client import Answer
+from scripts.accuracy.prompts import Case
+
+LOGPROB_TOLERANCE = 1e-3
+GSM8K_TOLERANCE = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the table. `passed` is None for what was not tried; the detail says why, or what was found."""
+
+    name: str
+    passed: bool | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One prompt that was answered otherwise."""
+
+    name: str
+    position: int
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Answers to the same prompts from two sides.
+
+    Attributes:
+        largest_gap: of log-probabilities, over the tokens before a first difference.
+    """
+
+    prompts: int
+    tokens: int
+    differences: tuple[Difference, ...]
+    largest_gap: float
+
+
+def compare(cases: Sequence[Case], expected: Sequence[Answer], found: Sequence[Answer]) -> Comparison:
+    """Compare token by token. An error on either side is a difference; so is a missing token or log-probability."""
+    tokens = 0
+    largest = 0.0
+    differences = []
+    for case, left, right in zip(cases, expected, found, strict=True):
+        if left.error or right.error:
+            differences.append(Difference(case.name, 0, left.error or right.error))
+            continue
+        same = equal_tokens(left.tokens, right.tokens)
+        tokens += same
+        gaps = [abs(a - b) for a, b in zip(left.logprobs[:same], right.logprobs[:same], strict=False)]
+        largest = max([largest, *gaps])
+        if same < max(len(left.tokens), len(right.tokens), case.max_tokens):
+            detail = f"from token {same} on {right.tokens[same : same + 4]} instead of {left.tokens[same : same + 4]}"
+            differences.append(Difference(case.name, same, detail))
+        elif len(gaps) < same:
+            differences.append(Difference(case.name, same, f"{len(gaps)} log-probabilities for {same} tokens"))
+    return Comparison(len(cases), tokens, tuple(differences), largest)
+
+
+def equal_tokens(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+def judge_tokens(found: Comparison, itself: Comparison | None) -> list[Check]:
+    """Exact in float32; elsewhere no worse than the single engine is against itself.
+
+    Args:
+        itself: the single engine, sequential against concurrent; None where equality is demanded.
+    """
+    shown = "; ".join(str(difference) for difference in found.differences[:3])
+    if itself is None:
+        detail = f"{len(found.differences)} of {found.prompts} prompts differ, {found.tokens} tokens are equal"
+        gap = f"largest difference {found.largest_gap:.2e}, allowed {LOGPROB_TOLERANCE:.0e}"
+        return [
+            Check("same tokens as one engine", not found.differences, f"{detail}. {shown}" if shown else detail),
+            Check("same log-probabilities", found.largest_gap <= LOGPROB_TOLERANCE, gap),
+        ]
+    share = len(found.differences) / max(1, found.prompts)
+    own = len(itself.differences) / max(1, itself.prompts)
+    detail = (
+        f"{len(found.differences)} of {found.prompts} prompts differ; the single engine differs from itself, one at a "
+        f"time against many at once, in {len(itself.differences)} of {itself.prompts}"
+    )
+    return [Check("tokens as near as one engine's own", share <= own, detail)]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the decoder's counters said of one prompt, or of several together."""
+
+    prompt_tokens: int
+    local_tokens: int
+    external_tokens: int
+    loads: int
+    nixl_bytes: int
+    planned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """Bytes that a prompt moves: whole blocks beyond the decoder's own hit, all layers, all heads.
+
+    bytes = (⌈prompt / B⌉ − hit / B) × B × token_bytes
+    """
+
+    block: int
+    token_bytes: int
+    shape: str
+
+    def bytes_of(self, prompt_tokens: int, hit_tokens: int) -> int:
+        """For one prompt."""
+        blocks = math.ceil(prompt_tokens / self.block) - hit_tokens // self.block
+        return blocks * self.block * self.token_bytes
+
+    def __str__(self) -> str:
+        return f"Σ (⌈prompt/{self.block}⌉ − hit/{self.block}) × {self.block} × {self.token_bytes} B ({self.shape})"
+
+
+def judge_bytes(seen: Mapping[str, Seen], formula: Formula | None, ferry: bool) -> list[Check]:
+    """Every prompt moved what the formula says, by the plan and by NIXL's own count."""
+    nixl = sum(one.nixl_bytes for one in seen.values())
+    planned = sum(one.planned_bytes for one in seen.values())
+    if formula is None:
+        return [Check("bytes moved", nixl > 0, f"NIXL {nixl:,}, plan {planned:,}; no formula for this model")]
+    stated = {name: formula.bytes_of(one.prompt_tokens, one.local_tokens) for name, one in seen.items()}
+    wrong = [
+        f"{name}: {one.nixl_bytes:,} instead of {stated[name]:,}"
+        for name, one in seen.items()
+        if one.nixl_bytes != stated[name] or (ferry and one.planned_bytes != stated[name])
+    ]
+    detail = f"formula {sum(stated.values()):,}, plan {planned:,}, NIXL {nixl:,}"
+    return [Check("bytes moved, prompt by prompt", not wrong, "; ".join([detail, *wrong[:3]]))]
+
+
+def judge_crowd_bytes(answers: Sequence[Answer], total: Seen, formula: Formula | None, ferry: bool) -> Check:
+    """The same for prompts asked at once, which share no prefix: their sum."""
+    name = "bytes moved, many at once"
+    if formula is None:
+        return Check(name, total.nixl_bytes > 0, f"NIXL {total.nixl_bytes:,}; no formula for this model")
+    stated = sum(formula.bytes_of(answer.prompt_tokens, 0) for answer in answers)
+    right = total.local_tokens == 0 and total.nixl_bytes == stated and (not ferry or total.planned_bytes == stated)
+    return Check(name, right, f"formula {stated:,}, plan {total.planned_bytes:,}, NIXL {total.nixl_bytes:,}")
+
+
+def judge_hits(cases: Iterable[Case], seen: Mapping[str, Seen], block: int) -> Check:
+    """Full and partial prefix hits on the decoder happened where they were meant to."""
+    foreseen = [(case, seen[case.name]) for case in cases if case.hit_blocks is not None and case.name in seen]
+    wrong = [
+        f"{case.name}: {one.local_tokens} tokens instead of {case.hit_blocks} blocks"
+        for case, one in foreseen
+        if one.local_tokens != (case.hit_blocks or 0) * block
+    ]
+    hits = sum(bool(case.hit_blocks) for case, _ in foreseen)
+    detail = f"{hits} prompts with a hit, {len(foreseen) - hits} without, as foreseen"
+    return Check("prefix hits on the decoder", not wrong, "; ".join(wrong[:3]) if wrong else detail)
+
+
+def judge_computed(prompts: int, requests: int, tokens: int) -> Check:
+    """The decoder computed one token of each transferred prompt: the last one, for its logits."""
+    detail = f"{tokens} prompt tokens in {requests} requests; {prompts} prompts were transferred"
+    return Check("decoder computed 1 token a prompt", prompts == requests == tokens, detail)
+
+
+def judge_poison(cases: Sequence[Case], expected: Sequence[Answer], found: Sequence[Answer], moved: int) -> Check:
+    """With an overwritten cache every prompt is answered otherwise."""
+    pairs = zip(expected, found, strict=True)
+    changed = sum(left.tokens != right.tokens for left, right in pairs if not right.error)
+    detail = f"{changed} of {len(cases)} answers changed when the producer's cache was overwritten; {moved:,} B moved"
+    return Check("poisoned cache changes the tokens", changed == len(cases) and moved > 0, detail)
+
+
+def percentile(values: Iterable[float], share: float) -> float | None:
+    """The nearest-rank percentile, None when there are no values. Example: of 1 … 20, 0.99 is 20 and 0.5 is 10."""
+    ordered = sorted(value for value in values if not math.isnan(value))
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None

@@ -1,0 +1,216 @@
+"""Asking: one request and its answer as tokens and log-probabilities; many at once; half a request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+
+from scripts.accuracy.prompts import Case
+
+ASK_FOR_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class NoAnswer(Exception):
+    """A request was not answered in time, or its connection broke: a server hangs or has died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back.
+
+    Attributes:
+        tokens: ids of the generated tokens; logprobs: theirs.
+        prompt_tokens: as the server counted them.
+        first_token_s: from the request to the first token; only for streams.
+        error: empty, or the server's error.
+        params: `kv_transfer_params` of the answer.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    text: str = ""
+    prompt_tokens: int = 0
+    first_token_s: float | None = None
+    total_s: float = 0.0
+    error: str = ""
+    params: Mapping[str, Any] | None = None
+
+
+def body_of(case: Case, model: str, **more: Any) -> dict[str, Any]:
+    """The request's JSON: greedy, whole length, with token ids and log-probabilities."""
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": case.max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": case.stream,
+        "return_token_ids": True,
+    }
+    if case.stream:
+        body["stream_options"] = {"include_usage": True}
+    if case.chat:
+        body["messages"] = [{"role": role, "content": content} for role, content in case.messages]
+        body |= {"logprobs": True, "top_logprobs": 0}
+    else:
+        body["prompt"] = list(case.prompt) if isinstance(case.prompt, tuple) else case.prompt
+        body["logprobs"] = 0
+    return body | more
+
+
+def path_of(case: Case) -> str:
+    """The endpoint."""
+    return "/v1/chat/completions" if case.chat else "/v1/completions"
+
+
+class Client:
+    """Asks servers that serve `model`. Use as an asynchronous context manager."""
+
+    def __init__(self, model: str, timeout_s: float) -> None:
+        self._model = model
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def ask(self, base_url: str, case: Case, **more: Any) -> Answer:
+        """One request.
+
+        Raises:
+            NoAnswer: it timed out, or the connection broke. An error answer is returned, not raised.
+        """
+        body = body_of(case, self._model, **more)
+        started_s = time.monotonic()
+        try:
+            if case.stream:
+                answer = await self._stream(base_url + path_of(case), body)
+            else:
+                reply = await self._http.post(base_url + path_of(case), json=body)
+                answer = _whole(reply)
+        except httpx.TransportError as error:
+            waited_s = time.monotonic() - started_s
+            raise NoAnswer(f"{case.name}: no answer from {base_url} after {waited_s:.1f} s ({error!r})") from error
+        return replace(answer, total_s=time.monotonic() - started_s)
+
+    async def ask_all(self, base_url: str, cases: Sequence[Case], at_once: int) -> list[Answer]:
+        """All of them, so many at a time; answers in the cases' order. Raises like `ask`."""
+        gate = asyncio.Semaphore(at_once)
+
+        async def one(case: Case) -> Answer:
+            async with gate:
+                return await self.ask(base_url, case)
+
+        return list(await asyncio.gather(*(one(case) for case in cases)))
+
+    async def hand_over(self, prefill_url: str, decode_url: str, case: Case) -> tuple[Answer, float]:
+        """Do what a router does, and time it.
+
+        Returns:
+            The decoder's answer, and the seconds from the prefill's answer to the decoder's first token.
+        """
+        params = await self.prefill(prefill_url, case)
+        answer = await self.ask(decode_url, replace(case, stream=True), kv_transfer_params=params)
+        return answer, answer.first_token_s if answer.first_token_s is not None else float("nan")
+
+    async def prefill(self, prefill_url: str, case: Case) -> Mapping[str, Any] | None:
+        """Have a prompt prefilled; the params that name its cache."""
+        first = replace(case, stream=False, max_tokens=1)
+        return (await self.ask(prefill_url, first, kv_transfer_params=ASK_FOR_PREFILL)).params
+
+    async def leave_early(self, base_url: str, case: Case, tokens: int | None, within_s: float) -> int:
+        """Begin a stream and close the connection after so many tokens, or after a while.
+
+        Returns:
+            How many tokens had come.
+        """
+        body = body_of(replace(case, stream=True, max_tokens=400), self._model)
+        came = 0
+        try:
+            async with (
+                asyncio.timeout(within_s),
+                self._http.stream("POST", base_url + path_of(case), json=body) as reply,
+            ):
+                async for event in _events(reply):
+                    came += sum(len(choice.get("token_ids") or ()) for choice in event.get("choices", ()))
+                    if tokens is not None and came >= tokens:
+                        break
+        except TimeoutError:
+            pass
+        except httpx.TransportError as error:
+            raise NoAnswer(f"{case.name}: {base_url} closed the connection ({error!r})") from error
+        return came
+
+    async def _stream(self, url: str, body: Mapping[str, Any]) -> Answer:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        texts: list[str] = []
+        prompt_tokens = 0
+        first_token_s = None
+        started_s = time.monotonic()
+        async with self._http.stream("POST", url, json=body) as reply:
+            if reply.status_code != 200:
+                await reply.aread()
+                return _whole(reply)
+            async for event in _events(reply):
+                if "error" in event:
+                    return Answer(error=json.dumps(event["error"])[:500])
+                for choice in event.get("choices", ()):
+                    ids, probs, text = _choice(choice)
+                    if ids and first_token_s is None:
+                        first_token_s = time.monotonic() - started_s
+                    tokens += ids
+                    logprobs += probs
+                    texts.append(text)
+                prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
+        return Answer(tuple(tokens), tuple(logprobs), "".join(texts), prompt_tokens, first_token_s)
+
+
+async def _events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of each server-sent event up to `[DONE]`."""
+    async for line in reply.aiter_lines():
+        if line.startswith("data:"):
+            data = line[5:].strip()
+            if data == "[DONE]":
+                return
+            yield json.loads(data)
+
+
+def _whole(reply: httpx.Response) -> Answer:
+    if reply.status_code != 200:
+        return Answer(error=f"HTTP {reply.status_code}: {reply.text[:500]}")
+    answer = reply.json()
+    ids, probs, text = _choice(answer["choices"][0])
+    return Answer(
+        tokens=tuple(ids),
+        logprobs=tuple(probs),
+        text=text,
+        prompt_tokens=answer["usage"]["prompt_tokens"],
+        params=answer.get("kv_transfer_params"),
+    )
+
+
+def _choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], str]:
+    """Token ids, log-probabilities and text of a choice, whole or a piece, of a completion or a chat."""
+    found = choice.get("logprobs") or {}
+    if "content" in found:
+        probs = [entry["logprob"] for entry in found["content"] or ()]
+    else:
+        probs = [value for value in found.get("token_logprobs") or () if value is not None]
+    message = choice.get("message") or choice.get("delta") or {}
+    return list(choice.get("token_ids") or ()), probs, choice.get("text") or message.get("content") or ""

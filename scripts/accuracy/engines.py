@@ -1,0 +1,159 @@
+"""vLLM engines: what to start, and the running server.
+
+Tests use it too:
+
+    spec = EngineSpec(name="d", model=str(path), cores=("0",), transfer=Transfer("kv_consumer", side_channel_port=port))
+    with Engine(spec, log_dir=tmp_path) as engine:
+        engine.wait_ready(300)
+        httpx.post(engine.base_url + "/v1/completions", json={"model": spec.served_name, …})
+        engine.metrics().total("vllm:kvferry_loads_total")
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts.accuracy.metrics import Scrape, scrape
+from scripts.accuracy.ports import free_ports
+from scripts.accuracy.processes import Server
+from scripts.accuracy.settings import STOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The KV connector of an engine.
+
+    Attributes:
+        role: `kv_producer`, `kv_consumer` or `kv_both`.
+        module: module of the class; `stock` for the connector that comes with vLLM.
+        side_channel_port: 0 for a free one.
+    """
+
+    role: str
+    module: str = "kvferry.connector"
+    connector: str = "NixlConnector"
+    failure_policy: str = "recompute"
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
+    side_channel_host: str = "127.0.0.1"
+    side_channel_port: int = 0
+
+    def config(self) -> str:
+        """The value of `--kv-transfer-config`."""
+        fields: dict[str, Any] = {
+            "kv_connector": self.connector,
+            "kv_role": self.role,
+            "kv_load_failure_policy": self.failure_policy,
+        }
+        if self.module != STOCK:
+            fields["kv_connector_module_path"] = self.module
+        if self.extra_config:
+            fields["kv_connector_extra_config"] = dict(self.extra_config)
+        return json.dumps(fields)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What to start.
+
+    Attributes:
+        name: of the log file and in messages.
+        model: a folder or a name on a hub.
+        device: `cpu` or `cuda`.
+        devices: one core per worker on CPU (one worker each), GPUs on CUDA.
+        cache_gib: KV cache on CPU.
+        transfer: None for a plain engine.
+        port: 0 for a free one.
+    """
+
+    name: str
+    model: str
+    device: str = "cpu"
+    devices: tuple[str, ...] = ("0",)
+    dtype: str = "float32"
+    block_size: int | None = None
+    max_model_len: int = 2048
+    max_num_seqs: int = 16
+    cache_gib: float = 1.0
+    gpu_memory_utilization: float = 0.2
+    layout: str = ""
+    attention_backend: str = ""
+    transfer: Transfer | None = None
+    served_name: str = "model"
+    port: int = 0
+    extra_args: tuple[str, ...] = ()
+    extra_env: Mapping[str, str] = field(default_factory=dict)
+
+    def arguments(self, port: int) -> list[str]:
+        """The command. vLLM's CPU wheel has no working `vllm serve`; the module does the same on every device."""
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", self.model, "--served-model-name", self.served_name]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        command += ["--dtype", self.dtype, "--max-model-len", str(self.max_model_len)]
+        command += ["--max-num-seqs", str(self.max_num_seqs), "--enforce-eager"]
+        command += ["--enable-logging-iteration-details", "--disable-uvicorn-access-log"]
+        command += ["--tensor-parallel-size", str(len(self.devices))]
+        if self.block_size is not None:
+            command += ["--block-size", str(self.block_size)]
+        if self.device == "cuda":
+            command += ["--gpu-memory-utilization", str(self.gpu_memory_utilization)]
+        if self.attention_backend:
+            command += ["--attention-backend", self.attention_backend]
+        if self.transfer is not None:
+            command += ["--kv-transfer-config", self.transfer.config()]
+        return [*command, *self.extra_args]
+
+    def environment(self, side_channel_port: int) -> dict[str, str]:
+        """What is added to the environment.
+
+        On CPU each worker has one core, or two engines on two cores fight for both; shared memory carries NIXL's
+        control messages (`UCX_MM_ERROR_HANDLING`), which wakes a peer in microseconds instead of through loopback.
+        torch.compile is off there: vLLM's sampler would compile with g++, which a user's machine may not have, and
+        the first request would wait half a minute for it.
+        """
+        added: dict[str, str] = {}
+        if Path(self.model).is_dir():
+            added["HF_HUB_OFFLINE"] = "1"
+        if self.device == "cpu":
+            added["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(self.devices)
+            added["VLLM_CPU_KVCACHE_SPACE"] = f"{self.cache_gib:g}"
+            added["UCX_MM_ERROR_HANDLING"] = "y"
+            added["TORCH_COMPILE_DISABLE"] = "1"
+        else:
+            added["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
+        if self.layout:
+            added["VLLM_KV_CACHE_LAYOUT"] = self.layout
+        if self.transfer is not None:
+            added["VLLM_NIXL_SIDE_CHANNEL_HOST"] = self.transfer.side_channel_host
+            added["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel_port)
+        return {**added, **self.extra_env}
+
+
+class Engine(Server):
+    """A vLLM engine, started by `start` or as a context manager, ready after `wait_ready`."""
+
+    def __init__(self, spec: EngineSpec, log_dir: Path) -> None:
+        self.spec = spec
+        wanted = spec.transfer.side_channel_port if spec.transfer else 0
+        port, side_channel = free_ports(2)
+        self.port = spec.port or port
+        self.side_channel_port = wanted or side_channel
+        super().__init__(
+            name=f"engine {spec.name}",
+            command=spec.arguments(self.port),
+            base_url=f"http://127.0.0.1:{self.port}",
+            log_path=log_dir / f"{spec.name}.log",
+            environment=spec.environment(self.side_channel_port),
+        )
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def metrics(self) -> Scrape:
+        """What `/metrics` says now."""
+        return scrape(self.base_url)

@@ -1,0 +1,189 @@
+"""The parts of a run that ask: each takes running servers and returns what was seen."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+from scripts.accuracy.checks import Seen
+from scripts.accuracy.client import Answer, Client
+from scripts.accuracy.engines import Engine
+from scripts.accuracy.iterations import Computed, IterationLog
+from scripts.accuracy.metrics import Scrape, together
+from scripts.accuracy.prompts import Case, CaseSet, running_text
+
+_SETTLE_S = 10.0
+_SOURCE = "vllm:prompt_tokens_by_source_total"
+Say = Callable[[str], None]
+
+
+class Decoders:
+    """The decode engines' counters, all together."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        self._logs = [IterationLog(engine.log_path) for engine in engines]
+
+    async def scrape(self) -> Scrape:
+        """Counters now."""
+        return together(await asyncio.gather(*(asyncio.to_thread(engine.metrics) for engine in self._engines)))
+
+    async def settled(self, before: Scrape, answers: Sequence[Answer]) -> Scrape:
+        """Counters as soon as they know of all good answers since `before`: they come a moment after the answers."""
+        good = sum(not answer.error for answer in answers)
+        deadline_s = time.monotonic() + _SETTLE_S
+        while True:
+            now = await self.scrape()
+            if (now - before).total("vllm:request_success_total") >= good or time.monotonic() > deadline_s:
+                return now
+            await asyncio.sleep(0.02)
+
+    async def computed(self, at_least: int) -> Computed:
+        """What the logs say was computed since the last call, once they tell of so many requests."""
+        deadline_s = time.monotonic() + _SETTLE_S
+        found = Computed()
+        while True:
+            for log in self._logs:
+                found += log.take()
+            if found.requests >= at_least or time.monotonic() > deadline_s:
+                return found
+            await asyncio.sleep(0.02)
+
+
+@dataclass(slots=True)
+class Asked:
+    """Cases, their answers, and what the decoders' counters said of each (of all together where asked at once)."""
+
+    cases: tuple[Case, ...] = ()
+    answers: list[Answer] = field(default_factory=list)
+    seen: dict[str, Seen] = field(default_factory=dict)
+    computed: Computed = field(default_factory=Computed)
+
+
+def seen_in(difference: Scrape, prompt_tokens: int) -> Seen:
+    """The counters that matter."""
+    local = difference.total(_SOURCE, source="local_cache_hit")
+    return Seen(
+        prompt_tokens=prompt_tokens,
+        local_tokens=round(local),
+        external_tokens=round(difference.total(_SOURCE, source="external_kv_transfer")),
+        loads=round(difference.total("vllm:kvferry_loads_total")),
+        nixl_bytes=round(difference.total("vllm:nixl_bytes_transferred_sum")),
+        planned_bytes=round(difference.total("vllm:kvferry_planned_bytes_total")),
+    )
+
+
+def tokenize(engine: Engine, sentences: int) -> list[int]:
+    """The running text as the engine's own token ids."""
+    tokens: list[int] = []
+    pieces = running_text(sentences).split(". ")
+    with httpx.Client(timeout=60, trust_env=False) as client:
+        for start in range(0, len(pieces), 100):
+            text = ". ".join(pieces[start : start + 100]) + ". "
+            body = {"model": engine.spec.served_name, "prompt": text, "add_special_tokens": False}
+            answer = client.post(engine.base_url + "/tokenize", json=body)
+            answer.raise_for_status()
+            tokens += answer.json()["tokens"]
+    return tokens
+
+
+async def warm_up(client: Client, urls: Sequence[str], cases: CaseSet) -> None:
+    """The first request of an engine is slow, and the first between two engines shakes hands."""
+    await asyncio.gather(*(client.ask(url, cases.warm[index % 2]) for index, url in enumerate(urls)))
+
+
+async def ask_plainly(client: Client, url: str, cases: Sequence[Case], say: Say, what: str) -> list[Answer]:
+    """One after another, with progress."""
+    answers = []
+    for index, case in enumerate(cases):
+        answers.append(await client.ask(url, case))
+        if index % 20 == 19:
+            say(f"{what}: {index + 1} of {len(cases)} prompts")
+    return answers
+
+
+async def ask_counted(
+    client: Client, url: str, cases: Sequence[Case], decoders: Decoders, say: Say, what: str
+) -> Asked:
+    """One after another, with the decoders' counters read after each."""
+    asked = Asked(tuple(cases))
+    await decoders.computed(0)
+    before = await decoders.scrape()
+    for index, case in enumerate(cases):
+        answer = await client.ask(url, case)
+        after = await decoders.settled(before, [answer])
+        asked.answers.append(answer)
+        asked.seen[case.name] = seen_in(after - before, answer.prompt_tokens)
+        before = after
+        if index % 20 == 19:
+            say(f"{what}: {index + 1} of {len(cases)} prompts")
+    asked.computed = await decoders.computed(len(cases))
+    return asked
+
+
+async def ask_at_once(client: Client, url: str, cases: Sequence[Case], at_once: int, decoders: Decoders) -> Asked:
+    """Many at once; the counters are read before and after all of them."""
+    asked = Asked(tuple(cases))
+    await decoders.computed(0)
+    before = await decoders.scrape()
+    asked.answers = await client.ask_all(url, cases, at_once)
+    after = await decoders.settled(before, asked.answers)
+    prompt_tokens = sum(answer.prompt_tokens for answer in asked.answers)
+    asked.seen = {"all at once": seen_in(after - before, prompt_tokens)}
+    asked.computed = await decoders.computed(len(cases))
+    return asked
+
+
+async def leave_and_return(client: Client, url: str, cases: Sequence[Case]) -> tuple[list[Answer], list[int]]:
+    """Break off every stream at another point, all at once, then ask the same again, whole.
+
+    Returns:
+        The answers, and how many tokens each stream had brought.
+    """
+    points = [(3, 60.0), (None, 0.05), (1, 60.0), (None, 0.6)]
+    chosen = [points[index % len(points)] for index in range(len(cases))]
+    leaving = (
+        client.leave_early(url, case, tokens, within_s) for case, (tokens, within_s) in zip(cases, chosen, strict=True)
+    )
+    came = await asyncio.gather(*leaving)
+    return [await client.ask(url, case) for case in cases], list(came)
+
+
+async def time_handovers(client: Client, prefill: str, decode: str, cases: Sequence[Case]) -> list[float]:
+    """Seconds from the prefill's answer to the decoder's first token, measured here, router and all else left out."""
+    times = []
+    for case in cases:
+        answer, seconds = await client.hand_over(prefill, decode, case)
+        if not answer.error:
+            times.append(seconds)
+    return times
+
+
+async def hand_over_all(
+    client: Client, prefill: str, decode: str, cases: Sequence[Case], decoders: Decoders
+) -> tuple[list[Answer], Seen]:
+    """Prefill at one engine, decode at another, without a router."""
+    before = await decoders.scrape()
+    answers = [(await client.hand_over(prefill, decode, case))[0] for case in cases]
+    after = await decoders.settled(before, answers)
+    return answers, seen_in(after - before, sum(answer.prompt_tokens for answer in answers))
+
+
+async def leases_over(engines: Sequence[Engine], timeout_s: float) -> tuple[int, Mapping[str, float]]:
+    """Wait until the producers' leases are all over.
+
+    Returns:
+        Leases still open when the time is up, and how those that are over ended.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        now = together(await asyncio.gather(*(asyncio.to_thread(engine.metrics) for engine in engines)))
+        ways = now.by_label("vllm:kvferry_leases_released_total", "how")
+        still_open = round(now.total("vllm:kvferry_leases_opened_total") - sum(ways.values()))
+        if still_open <= 0 or time.monotonic() > deadline_s:
+            return still_open, ways
+        await asyncio.sleep(0.2)

@@ -1,0 +1,34 @@
+"""kvferry's connector with a fault on purpose, for one check: the producer's cache is overwritten before it is read.
+
+If the decoder answers as if nothing had happened, it did not use what was transferred.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvferry.connector import FerryConnector
+from kvferry.connector.messages import FerryMetadata
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+
+class NixlConnector(FerryConnector):
+    """Overwrites all registered caches when a prompt is to be held for a decoder, before it may be read."""
+
+    _caches: tuple[torch.Tensor, ...] = ()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._caches = tuple(kv_caches.values())
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(connector_metadata, FerryMetadata) and connector_metadata.holds:
+            for index, cache in enumerate(self._caches):
+                # Numbers of a usual size: the model goes on and says something else.
+                generator = torch.Generator().manual_seed(index)
+                cache.copy_(torch.randn(cache.shape[1:], generator=generator).to(cache))
+        super().bind_connector_metadata(connector_metadata)

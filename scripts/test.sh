@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# All checks and tests. Ends with pytest's summary line. Arguments go to pytest: scripts/test.sh tests/plan -k runs
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python="$(scripts/find_python.sh)"
+export KVFERRY_COMMAND="scripts/test.sh"
+"$python" -m scripts.bootstrap cpu dev
+export PATH="$PWD/.venv/bin:$PATH"
+
+step() {
+    printf '\n== %s\n' "$*"
+    "$@"
+}
+step ruff check .
+step ruff format --check .
+step mypy
+step lint-imports
+step python -m pytest -q "$@"
