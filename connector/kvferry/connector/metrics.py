@@ -65,12 +65,6 @@ COUNTERS: Mapping[str, CounterSpec] = {
     "failed_requests": CounterSpec(
         "kvferry_failed_requests", "Requests that vLLM ended with an error because their load failed (policy `fail`)."
     ),
-    "failed_requests": CounterSpec(
-        "kvferry_failed_requests",
-        "Requests that ended with an error because their load failed and kv_load_failure_policy is fail.",
-        "reason",
-        ("load_failed",),
-    ),
     "failed_loads": CounterSpec(
         "kvferry_failed_loads",
         "Loads that failed, by worker and reason.",
