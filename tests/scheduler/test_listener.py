@@ -1,0 +1,260 @@
+"""The side channel's listener over real sockets: what it answers, and what it lives through."""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.handshake import (
+    MAX_REQUEST_BYTES,
+    EngineDescription,
+    Hello,
+    LeaseName,
+    Refused,
+    Release,
+    Renew,
+    decode_reply,
+    encode,
+)
+from kvferry.scheduler.listener import MAX_WAITING_MESSAGES, SideChannelListener
+from kvferry.scheduler.tally import Tally
+from tests.protocol.frames import hostile_frames
+from tests.protocol.samples import BOOT, EPOCH, make_description, make_worker
+from tests.scheduler.channel import HOST, ask, client, cpu_share, free_port, listening, threads_named
+from tests.waiting import wait_until
+
+LEASES = (LeaseName(slot=1, epoch=EPOCH),)
+HELLO = encode(Hello(engine_id="prefill-0", asker="test"))
+THREAD = "kvferry-listener"
+
+
+@pytest.fixture
+def tally() -> Tally:
+    return Tally()
+
+
+@pytest.fixture
+def served(tally: Tally) -> Iterator[tuple[SideChannelListener, int]]:
+    with listening(tally) as (listener, port):
+        listener.publish(make_description())
+        yield listener, port
+
+
+def test_a_hello_is_answered_with_the_whole_description(served: tuple[SideChannelListener, int], tally: Tally) -> None:
+    assert ask(served[1]) == make_description()
+    assert tally.total("handshakes_served") == 1
+
+
+def test_before_the_workers_are_ready_askers_are_told_to_come_back(tally: Tally) -> None:
+    with listening(tally) as (listener, port):
+        answer = ask(port)
+        assert isinstance(answer, Refused)
+        assert (answer.field, answer.value) == ("engine", "starting")
+        listener.publish(make_description())
+        assert isinstance(ask(port), EngineDescription)
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "version", "field", "value", "expected"),
+    [("prefill-9", 1, "engine_id", "prefill-9", "prefill-0"), ("prefill-0", 2, "version", "2", "1")],
+)
+def test_an_unworkable_hello_is_refused_by_the_name_of_its_field(
+    served: tuple[SideChannelListener, int], engine_id: str, version: int, field: str, value: str, expected: str
+) -> None:
+    assert ask(served[1], engine_id, version) == Refused(field=field, value=value, expected=expected)
+
+
+def test_renewals_and_releases_reach_the_inbox_in_order_and_get_no_answer(
+    served: tuple[SideChannelListener, int],
+) -> None:
+    listener, port = served
+    messages: list[Renew | Release] = [
+        Renew(boot=BOOT, leases=LEASES),
+        Release(boot=BOOT, leases=LEASES),
+        Renew(boot=BOOT, leases=LEASES * 9),
+    ]
+    with client(port) as sock:
+        for message in messages:
+            sock.send_multipart([b"", encode(message)])
+        assert [listener.inbox.get(timeout=10) for _ in messages] == messages
+        sock.send_multipart([b"", HELLO])
+        assert sock.recv_multipart() == [b"", encode(make_description())], "something else was answered before"
+
+
+def test_no_hostile_frame_stops_it_and_each_is_counted_and_refused(
+    served: tuple[SideChannelListener, int], tally: Tally
+) -> None:
+    listener, port = served
+    frames = [frame for valid in (HELLO, encode(Renew(boot=BOOT, leases=LEASES))) for _, frame in hostile_frames(valid)]
+    noise = random.Random(7)
+    frames += [noise.randbytes(noise.randrange(200)) for _ in range(200)]
+    frames = [frame for frame in frames if len(frame) <= MAX_REQUEST_BYTES]
+    with client(port) as sock:
+        for frame in frames:
+            sock.send_multipart([b"", frame])
+            _, answer = sock.recv_multipart()
+            assert isinstance(decode_reply(answer), Refused)
+    assert tally.total("bad_frames") == len(frames) > 300
+    assert listener.inbox.empty()
+    assert isinstance(ask(port), EngineDescription)
+
+
+def test_no_hostile_envelope_stops_it_and_each_is_counted(
+    served: tuple[SideChannelListener, int], tally: Tally
+) -> None:
+    envelopes = [[b""], [b"x"], [b"", b"", HELLO], [b"x", HELLO], [HELLO], [b"", HELLO, b""], [b""] * 100, [b"", b""]]
+    with client(served[1]) as sock:
+        for envelope in envelopes:
+            sock.send_multipart(envelope)
+        wait_until(lambda: tally.total("bad_frames") == len(envelopes), "every envelope is counted")
+    assert isinstance(ask(served[1]), EngineDescription)
+
+
+def test_bytes_that_are_not_zmq_and_connections_that_break_do_not_stop_it(
+    served: tuple[SideChannelListener, int],
+) -> None:
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL" + bytes(48)
+    for payload in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 1000,
+        greeting,
+        greeting + b"\x00\xff" * 100,
+        bytes(5000),
+    ):
+        with socket.create_connection((HOST, served[1])) as raw:
+            raw.sendall(payload)
+    assert isinstance(ask(served[1]), EngineDescription)
+
+
+def test_a_message_that_is_too_large_costs_its_sender_the_connection_and_nobody_else(
+    served: tuple[SideChannelListener, int], tally: Tally
+) -> None:
+    with client(served[1]) as sock:
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.send_multipart([b"", bytes(MAX_REQUEST_BYTES + 1)])
+        assert isinstance(ask(served[1]), EngineDescription)
+    assert tally.total("bad_frames") == 0
+
+
+def test_an_error_nobody_foresaw_is_counted_and_the_next_asker_is_answered(
+    served: tuple[SideChannelListener, int], tally: Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, port = served
+    with monkeypatch.context() as patch:
+        patch.setattr(listener, "_answer_hello", lambda hello: 1 / 0)
+        with client(port) as sock:
+            sock.send_multipart([b"", HELLO])
+            wait_until(lambda: tally.total("bad_frames") == 1, "the error is counted")
+    assert isinstance(ask(port), EngineDescription)
+
+
+def test_an_asker_that_never_takes_its_answers_costs_little_memory(tally: Tally) -> None:
+    """Some answers wait for it, the rest is dropped: a megabyte each would add up quickly."""
+    with listening(tally) as (listener, port):
+        metadata = bytes(1 << 20)
+        listener.publish(make_description(workers=(make_worker(agent_metadata=metadata),)))
+        with client(port, receive_queue=1) as sock:
+            for _ in range(200):
+                sock.send_multipart([b"", HELLO])
+            wait_until(lambda: tally.total("handshakes_served") == 200, "all hellos are seen")
+            sock.setsockopt(zmq.RCVTIMEO, 300)
+            answers = 0
+            try:
+                while sock.recv_multipart():
+                    answers += 1
+            except zmq.Again:
+                pass
+        assert 0 < answers < 60
+
+
+def test_an_engine_that_takes_no_messages_keeps_a_bounded_number_of_them(
+    served: tuple[SideChannelListener, int], tally: Tally
+) -> None:
+    listener, port = served
+    message, extra = encode(Renew(boot=BOOT, leases=LEASES)), 100
+    with client(port) as sock:
+        for _ in range(MAX_WAITING_MESSAGES + extra):
+            sock.send_multipart([b"", message])
+        wait_until(lambda: tally.total("dropped_messages") == extra, "the surplus is dropped")
+    assert listener.inbox.qsize() == MAX_WAITING_MESSAGES
+
+
+def test_a_flood_of_bad_frames_writes_few_lines(
+    served: tuple[SideChannelListener, int], tally: Tally, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_s = time.monotonic()
+    with caplog.at_level(logging.WARNING), client(served[1]) as sock:
+        for _ in range(500):
+            sock.send_multipart([b"", b"\xc1"])
+        wait_until(lambda: tally.total("bad_frames") == 500, "all are counted")
+    lines = [record for record in caplog.records if "dropped" in record.getMessage()]
+    assert 1 <= len(lines) <= 1 + time.monotonic() - start_s
+
+
+def test_a_taken_port_is_a_configuration_error_that_says_what_to_change(
+    served: tuple[SideChannelListener, int], tally: Tally
+) -> None:
+    with pytest.raises(InvalidConfig, match="VLLM_NIXL_SIDE_CHANNEL_PORT") as refused:
+        SideChannelListener(HOST, served[1], tally)
+    assert str(served[1]) in str(refused.value)
+    assert "free port" in str(refused.value)
+    assert len(threads_named(THREAD)) == 1
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "no such host", "", "256.0.0.1"])
+def test_an_address_of_another_machine_is_a_configuration_error(host: str, tally: Tally) -> None:
+    with pytest.raises(InvalidConfig, match="VLLM_NIXL_SIDE_CHANNEL_HOST"):
+        SideChannelListener(host, free_port(), tally)
+    assert not threads_named(THREAD)
+
+
+@pytest.mark.parametrize("host", ["localhost", "::1", "0.0.0.0"])
+def test_it_listens_on_names_ipv6_and_all_interfaces(host: str, tally: Tally) -> None:
+    port = free_port()
+    try:
+        listener = SideChannelListener(host, port, tally)
+    except InvalidConfig:
+        if host != "::1":
+            raise
+        pytest.skip("this machine has no IPv6")
+    try:
+        listener.publish(make_description())
+        assert isinstance(ask(port, host=host if host == "::1" else HOST), EngineDescription)
+    finally:
+        listener.close()
+
+
+def test_closing_joins_at_once_frees_the_port_and_may_be_repeated(tally: Tally) -> None:
+    port = free_port()
+    for _ in range(3):
+        listener = SideChannelListener(HOST, port, tally)
+        assert len(threads_named(THREAD)) == 1
+        start_s = time.monotonic()
+        listener.close()
+        listener.close()
+        assert time.monotonic() - start_s < 2.0
+        assert not threads_named(THREAD)
+
+
+def test_a_process_that_never_closes_it_still_ends() -> None:
+    script = (
+        "from kvferry.scheduler.listener import SideChannelListener\n"
+        "from kvferry.scheduler.tally import Tally\n"
+        f"kept = SideChannelListener('{HOST}', {free_port()}, Tally())\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+
+
+def test_it_uses_no_processor_time_while_nobody_asks(served: tuple[SideChannelListener, int]) -> None:
+    ask(served[1])
+    assert min(cpu_share(0.5) for _ in range(3)) < 0.02
