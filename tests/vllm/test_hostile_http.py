@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts.accuracy.engines import Engine
+from scripts.accuracy.engines import Engine, Transfer
+from scripts.accuracy.settings import STOCK
 
 from tests.vllm.conftest import START_S
 from tests.vllm.pair import Change, Pair, Params, long_prompt, text_of
@@ -126,13 +128,12 @@ def test_params_that_are_no_object_are_refused_by_the_server(fast_pair: Pair, va
 
 
 @pytest.fixture(scope="module")
-def strict_pair(fast_pair: Pair, logs: Any) -> Iterator[Pair]:
-    """The same producer, and a consumer that ends requests whose load failed."""
-    spec = fast_pair.consumer.spec
-    transfer = spec.transfer
-    assert transfer is not None
-    strict = replace(spec, name="decode-fail", transfer=replace(transfer, failure_policy="fail"))
-    with Engine(strict, logs) as consumer:
+def strict_pair(fast_pair: Pair, logs: Path) -> Iterator[Pair]:
+    """The same producer, and a consumer that ends requests whose load failed. It is loaded by the name that the entry
+    point registers, without a module path, and as `kv_both`, so that both of its halves are alive."""
+    transfer = Transfer("kv_both", module=STOCK, connector="FerryConnector", failure_policy="fail")
+    spec = replace(fast_pair.consumer.spec, name="decode-fail", transfer=transfer)
+    with Engine(spec, logs) as consumer:
         consumer.wait_ready(START_S)
         yield Pair(fast_pair.producer, consumer)
 
@@ -149,3 +150,15 @@ def test_with_the_policy_fail_a_bad_load_ends_its_request_alone(strict_pair: Pai
         assert pair.plain(pair.consumer, prompt) == want, case.name
     good = long_prompt("Strictly good", 12)
     assert text_of(pair.hand_over(good)) == pair.plain(pair.producer, good)
+
+
+def test_an_engine_that_is_both_also_prefills_for_others(strict_pair: Pair) -> None:
+    pair = Pair(strict_pair.consumer, strict_pair.consumer)
+    prompt = long_prompt("Both at once", 12)
+    want = pair.plain(strict_pair.producer, prompt)
+    params = pair.prefill(prompt)
+    assert params["kvferry"]["lease_slot"] >= 0
+    before = pair.consumer.metrics()
+    assert text_of(pair.decode(prompt, params)) == want
+    counted = (pair.consumer.metrics() - before).by_label("vllm:kvferry_local_recomputes_total", "reason")
+    assert counted == {"own_engine": 1.0}
