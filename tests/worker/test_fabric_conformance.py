@@ -341,13 +341,33 @@ def test_an_agent_cannot_be_its_own_peer(pair: Pair) -> None:
         pair.consumer.add_peer(pair.consumer.metadata())
 
 
-def test_a_read_in_flight_outlives_the_removal_of_its_peer(pair: Pair) -> None:
-    local, remote = pair.local(count=500), pair.remote(count=500)
-    transfer = pair.consumer.post_read(local, np.arange(500, dtype=np.int32), remote, np.arange(500, dtype=np.int32))
+def test_a_removed_peer_can_be_replaced_by_another_agent_of_its_name(harness: Harness, pair: Pair) -> None:
+    pair.read(pair.local(), indices(0), pair.remote(), indices(0))
+    pair.producer.close()
+    pair.producer = harness.fabric("producer")
+    pair.producer.register([region(pair.source)])
     pair.consumer.remove_peer(pair.peer)
-    finish(pair.consumer, transfer)
-    assert np.array_equal(pair.target[:32000], pair.source[:32000])
-    pair.consumer.add_peer(pair.producer.metadata())
+    assert pair.consumer.add_peer(pair.producer.metadata()) == pair.peer
+    pair.read(pair.local(), indices(7), pair.remote(), indices(8))
+    assert np.array_equal(pair.target[448:512], pair.source[512:576])
+
+
+def test_a_read_in_flight_outlives_the_removal_of_its_peer_and_nothing_else_does(waiting_harness: Harness) -> None:
+    mortal = Mortal(waiting_harness)
+    mortal.read()
+    mortal.target[:] = GUARD
+    mortal.producer.freeze()
+    transfer = mortal.post()
+    mortal.consumer.remove_peer(mortal.peer)
+    for attempt in (mortal.post, lambda: mortal.consumer.notify(mortal.peer, b"?")):
+        with pytest.raises(PeerLost):
+            attempt()
+    with pytest.raises(InvalidMetadata):
+        mortal.consumer.add_peer(mortal.producer.metadata)
+    mortal.producer.thaw()
+    finish(mortal.consumer, transfer)
+    assert np.array_equal(mortal.target, mortal.content)
+    assert mortal.consumer.add_peer(mortal.producer.metadata) == mortal.peer
 
 
 def test_metadata_that_is_damaged_anywhere_is_refused_and_the_true_one_still_works(pair: Pair) -> None:

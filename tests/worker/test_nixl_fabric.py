@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvferry.worker.fabric import FabricUnavailable, InvalidMetadata, InvalidRequest, TransferState
+from kvferry.worker.fabric import (
+    DescriptorOutOfRange,
+    FabricUnavailable,
+    InvalidMetadata,
+    InvalidRequest,
+    MemoryKind,
+    PeerAgent,
+    PeerLost,
+    Region,
+    TransferState,
+)
 from kvferry.worker.fabric_metadata import open_metadata, seal_metadata
 from kvferry.worker.nixl_agent import AgentConfig, apply_ucx_defaults, load_bindings, ucx_defaults
 from kvferry.worker.nixl_fabric import NixlFabric
@@ -187,6 +198,16 @@ def test_an_agent_name_that_cannot_travel_is_refused(name: str) -> None:
         NixlFabric(name)
 
 
+def test_a_refused_region_leaves_none_of_its_batch_registered(two: tuple[NixlFabric, NixlFabric]) -> None:
+    """UCX refuses host memory that is called VRAM, with and without a GPU."""
+    memory = random_bytes(3, 4096)
+    address = memory.ctypes.data
+    with pytest.raises(FabricUnavailable, match="2 regions were refused"):
+        two[0].register([region(memory), Region(address, 4096, MemoryKind.VRAM)])
+    with pytest.raises(DescriptorOutOfRange):
+        two[0].prepare_local(rows(row(memory, 0, 64, 64, 1)))
+
+
 # -- foreign agents ----------------------------------------------------------------------------------------------
 
 
@@ -222,17 +243,50 @@ def test_a_foreign_agent_with_a_proper_name_is_reported_as_the_sender(two: tuple
     assert arrivals(producer, 1) == [("stranger", b"\x00\xff" * 3)]
 
 
-def test_an_envelope_around_something_else_is_refused(two: tuple[NixlFabric, NixlFabric]) -> None:
-    """The checksum is right here, so it is NIXL that refuses, or the name inside that differs."""
+def test_a_peer_that_nixl_forgot_by_itself_is_lost(two: tuple[NixlFabric, NixlFabric]) -> None:
+    """NIXL drops a peer when one of its transfers notices the death; the others then get NOT_FOUND."""
     producer, consumer = two
-    body = open_metadata(producer.metadata())[1]
-    for sealed in (
-        seal_metadata("other", b"nonsense"),
-        seal_metadata("other", body[:-20]),
-        seal_metadata("other", body),
-    ):
-        with pytest.raises(InvalidMetadata):
-            consumer.add_peer(sealed)
+    memory = random_bytes(9, 4096)
+    producer.register([region(memory)])
+    consumer.register([region(memory)])
+    one = rows(row(memory, 0, 64, 64, 1))
+
+    def post(peer: PeerAgent) -> None:
+        consumer.post_read(consumer.prepare_local(one), indices(0), remote, indices(0))
+
+    def notify(peer: PeerAgent) -> None:
+        consumer.notify(peer, b"hello")
+
+    for attempt in (post, notify):
+        peer = consumer.add_peer(producer.metadata())
+        remote = consumer.prepare_remote(peer, one)
+        consumer._agent.invalidateRemoteMD("producer")
+        with pytest.raises(PeerLost, match="NOT_FOUND"):
+            attempt(peer)
+        with pytest.raises(PeerLost, match="known to be dead"):
+            attempt(peer)
+        consumer.remove_peer(peer)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "reason"),
+    [
+        ("other", lambda body: body, "differ in name"),
+        ("producer", lambda body: b"nonsense", "NIXL refused it"),
+        ("producer", lambda body: body[: body.index(b"MemSection")], "NIXL refused it"),
+    ],
+    ids=["another name inside", "nonsense inside", "no regions inside"],
+)
+def test_an_envelope_around_something_else_is_refused_and_leaves_no_trace(
+    two: tuple[NixlFabric, NixlFabric], name: str, spoil: Callable[[bytes], bytes], reason: str
+) -> None:
+    """The checksum is right here. NIXL keeps half of what it refused, which would stand in a successor's way."""
+    producer, consumer = two
+    with pytest.raises(InvalidMetadata, match=reason):
+        consumer.add_peer(seal_metadata(name, spoil(open_metadata(producer.metadata())[1])))
+    with contextlib.closing(NixlFabric("producer")) as successor:
+        consumer.notify(consumer.add_peer(successor.metadata()), b"hello")
+        assert arrivals(successor, 1) == [("consumer", b"hello")]
 
 
 def _event_driven(bindings: Any) -> Any:
