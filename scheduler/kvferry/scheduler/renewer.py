@@ -1,34 +1,30 @@
 """The consumer's half of the side channel: one thread that renews leases and gives them back.
 
-Nothing here waits for an answer, so a dead producer delays nobody: ZMQ connects in the background and drops what it
-cannot deliver.
+Nothing here waits for an answer or for a name, so a dead producer delays nobody: ZMQ connects in the background and
+drops what it cannot deliver.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterable
 
-import zmq
-
-from kvferry.protocol.handshake import MAX_RENEWALS, LeaseName, Release, Renew, encode
+from kvferry.protocol.handshake import MAX_RENEWALS, Release, Renew, encode
 from kvferry.scheduler.consumer.ledger import GiveBack, Keep, LeaseCommand, LeaseKey, RemoteLease
-from kvferry.scheduler.listener import channel_address
+from kvferry.scheduler.host_names import Found
+from kvferry.scheduler.peer_sockets import Endpoint, PeerSockets
 from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.tally import Tally
 
 logger = logging.getLogger(__name__)
 
-_IDLE_SOCKET_S = 60.0
 _LINGER_MS = 500
-_QUEUED_MESSAGES = 64
+_NAMES_S = 1.0
 _JOIN_S = 5.0
-
-Endpoint = tuple[str, int]
 
 
 class LeaseRenewer:
@@ -42,11 +38,11 @@ class LeaseRenewer:
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
-        self._inbox: queue.SimpleQueue[LeaseCommand | None] = queue.SimpleQueue()
-        self._kept: dict[LeaseKey, RemoteLease] = {}
+        self._inbox: queue.SimpleQueue[LeaseCommand | Found | None] = queue.SimpleQueue()
+        self._kept: dict[Endpoint, dict[LeaseKey, RemoteLease]] = {}
         self._due: dict[Endpoint, float] = {}
-        self._sockets: dict[Endpoint, tuple[zmq.Socket[bytes], float]] = {}
-        self._context = zmq.Context(io_threads=1)
+        self._sockets = PeerSockets(self._inbox.put, tally)
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvferry-renewer", daemon=True)
         self._thread.start()
 
@@ -62,77 +58,72 @@ class LeaseRenewer:
             self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
-        while True:
+        while not self._stopping:
             try:
-                command = self._inbox.get(timeout=self._wait_s())
-            except queue.Empty:
-                self._renew_due(time.monotonic())
-                continue
-            if command is None:
-                break
-            try:
-                self._carry_out(command, time.monotonic())
-            except zmq.ZMQError as refused:
+                self._turn()
+            except Exception:
+                # A bug; whatever it was about, all other leases are still to be renewed.
                 self._tally.add("side_channel_errors")
-                logger.warning("side channel of %s:%d: %s", command.lease.host, command.lease.port, refused)
-            self._renew_due(time.monotonic())
-        for socket, _ in self._sockets.values():
-            socket.close(linger=_LINGER_MS)
-        self._context.term()
+                logger.exception("a lease command could not be carried out")
+        self._hear_of_names()
+        self._sockets.close(_LINGER_MS)
+
+    def _turn(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            item = self._inbox.get(timeout=self._wait_s())
+            if item is None:
+                self._stopping = True
+                return
+            self._take(item)
+        self._renew_due(time.monotonic())
 
     def _wait_s(self) -> float | None:
         """Until the next renewal or the next socket to close; None (for ever) when there is neither."""
-        times = [*self._due.values(), *(used + _IDLE_SOCKET_S for _, used in self._sockets.values())]
+        idle_s = self._sockets.next_idle_s()
+        times = [*self._due.values(), *(() if idle_s is None else (idle_s,))]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
-    def _carry_out(self, command: LeaseCommand, now_s: float) -> None:
-        lease = command.lease
-        if isinstance(command, Keep):
-            self._kept[lease.key] = lease
-            endpoint = (lease.host, lease.port)
-            first = now_s + lease.lease_s / HEARTBEATS_PER_LEASE
-            self._due[endpoint] = min(self._due.get(endpoint, first), first)
+    def _take(self, item: LeaseCommand | Found) -> None:
+        if isinstance(item, Found):
+            self._sockets.found(item)
             return
-        self._kept.pop(lease.key, None)
-        if isinstance(command, GiveBack):
-            self._send((lease.host, lease.port), Release(boot=lease.boot, leases=(lease.name,)), now_s)
+        lease, now_s = item.lease, time.monotonic()
+        endpoint = (lease.host, lease.port, lease.boot)
+        if isinstance(item, Keep):
+            self._kept.setdefault(endpoint, {})[lease.key] = lease
+            first_s = now_s + lease.lease_s / HEARTBEATS_PER_LEASE
+            self._due[endpoint] = min(self._due.get(endpoint, first_s), first_s)
+            return
+        self._forget(endpoint, lease.key)
+        if isinstance(item, GiveBack):
+            self._sockets.send(endpoint, encode(Release(boot=lease.boot, leases=(lease.name,))), now_s)
             self._tally.add("leases_given_back")
 
+    def _forget(self, endpoint: Endpoint, key: LeaseKey) -> None:
+        leases = self._kept.get(endpoint, {})
+        leases.pop(key, None)
+        if not leases:
+            self._kept.pop(endpoint, None)
+            self._due.pop(endpoint, None)
+
     def _renew_due(self, now_s: float) -> None:
-        for endpoint in [endpoint for endpoint, due in self._due.items() if due <= now_s]:
-            leases = [lease for lease in self._kept.values() if (lease.host, lease.port) == endpoint]
-            if not leases:
-                del self._due[endpoint]
-                continue
+        for endpoint in [endpoint for endpoint, due_s in self._due.items() if due_s <= now_s]:
+            leases = list(self._kept[endpoint].values())
             self._due[endpoint] = now_s + min(lease.lease_s for lease in leases) / HEARTBEATS_PER_LEASE
-            by_boot: defaultdict[str, list[LeaseName]] = defaultdict(list)
-            for lease in leases:
-                by_boot[lease.boot].append(lease.name)
-            for boot, names in by_boot.items():
-                for start in range(0, len(names), MAX_RENEWALS):
-                    self._send(endpoint, Renew(boot=boot, leases=tuple(names[start : start + MAX_RENEWALS])), now_s)
-                self._tally.add("heartbeats", amount=len(names))
-        for endpoint in [e for e, (_, used) in self._sockets.items() if used + _IDLE_SOCKET_S <= now_s]:
-            self._sockets.pop(endpoint)[0].close(linger=0)
+            names = [lease.name for lease in leases]
+            for start in range(0, len(names), MAX_RENEWALS):
+                renewal = Renew(boot=endpoint[2], leases=tuple(names[start : start + MAX_RENEWALS]))
+                self._sockets.send(endpoint, encode(renewal), now_s)
+            self._tally.add("heartbeats", amount=len(names))
+        self._sockets.close_idle(now_s)
 
-    def _send(self, endpoint: Endpoint, message: Renew | Release, now_s: float) -> None:
-        try:
-            socket = self._sockets[endpoint][0] if endpoint in self._sockets else self._connect(endpoint)
-            self._sockets[endpoint] = (socket, now_s)
-            socket.send_multipart([b"", encode(message)], flags=zmq.NOBLOCK)
-        except (zmq.ZMQError, ValueError) as refused:
-            self._tally.add("side_channel_errors")
-            logger.warning("side channel of %s:%d: %s", *endpoint, refused)
-
-    def _connect(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
-        host, port = endpoint
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IPV6, int(":" in host))
-        socket.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
-        socket.setsockopt(zmq.LINGER, 0)
-        try:
-            socket.connect(channel_address(host, port))
-        except zmq.ZMQError:
-            socket.close()
-            raise
-        return socket
+    def _hear_of_names(self) -> None:
+        """Before the end: give look-ups that are under way a moment, so that what waits for them is sent."""
+        deadline_s = time.monotonic() + _NAMES_S
+        while self._sockets.waits_for_names():
+            try:
+                item = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            except queue.Empty:
+                return
+            if isinstance(item, Found):
+                self._sockets.found(item)

@@ -1,0 +1,69 @@
+"""Host names are looked up without anybody waiting."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+
+from kvferry.scheduler.host_names import MAX_LOOKUPS, Found, HostNames, address_of, look_up
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::1", "::1"),
+        ("[fe80::1]", "fe80::1"),
+        ("localhost", None),
+        ("1.2.3", None),
+        ("", None),
+    ],
+)
+def test_an_address_needs_no_look_up(host: str, address: str | None) -> None:
+    assert address_of(host) == address
+
+
+def test_localhost_is_the_address_that_a_listener_on_it_binds() -> None:
+    assert look_up("localhost") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["no such host", "a" * 300, "é" * 70 + ".example", "..", "\udc80"])
+def test_a_host_that_is_none_is_none(host: str) -> None:
+    assert look_up(host) is None
+
+
+def test_a_name_is_asked_for_once_while_it_is_looked_up_and_again_later() -> None:
+    asked: list[str] = []
+    answer = threading.Event()
+    told: queue.SimpleQueue[Found] = queue.SimpleQueue()
+
+    def ask(host: str) -> str | None:
+        asked.append(host)
+        answer.wait(30)
+        return "10.0.0.9"
+
+    names = HostNames(told.put, ask)
+    for _ in range(5):
+        names.find("peer")
+    answer.set()
+    assert told.get(timeout=10) == Found("peer", "10.0.0.9")
+    names.find("peer")
+    assert told.get(timeout=10) == Found("peer", "10.0.0.9")
+    assert told.empty()
+    assert asked == ["peer", "peer"]
+
+
+def test_no_more_threads_than_allowed_look_names_up() -> None:
+    answer = threading.Event()
+    told: queue.SimpleQueue[Found] = queue.SimpleQueue()
+    names = HostNames(told.put, lambda host: str(answer.wait(30)) and None)
+    before = threading.active_count()
+    for number in range(MAX_LOOKUPS + 10):
+        names.find(f"slow-{number}")
+    assert threading.active_count() - before <= MAX_LOOKUPS
+    assert {told.get(timeout=10).host for _ in range(10)} == {f"slow-{MAX_LOOKUPS + number}" for number in range(10)}
+    answer.set()
+    for _ in range(MAX_LOOKUPS):
+        assert told.get(timeout=10).address is None

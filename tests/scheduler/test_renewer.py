@@ -1,0 +1,236 @@
+"""The consumer's half of the side channel over real sockets: who is renewed, who is told, and who delays whom."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from kvferry.protocol.handshake import LeaseName, Release, Renew
+from kvferry.scheduler import host_names, peer_sockets
+from kvferry.scheduler.consumer.ledger import Drop, GiveBack, Keep, LeaseCommand, RemoteLease
+from kvferry.scheduler.listener import SideChannelListener
+from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE
+from kvferry.scheduler.renewer import LeaseRenewer
+from kvferry.scheduler.tally import Tally
+from tests.protocol.samples import BOOT
+from tests.scheduler.channel import HOST, cpu_share, free_port, listening, threads_named
+from tests.waiting import wait_until
+
+SHORT_S = 0.3
+LONG_S = 3600.0
+
+
+@pytest.fixture
+def tally() -> Tally:
+    return Tally()
+
+
+@pytest.fixture
+def renewer(tally: Tally) -> Iterator[LeaseRenewer]:
+    renewer = LeaseRenewer(tally)
+    yield renewer
+    renewer.close()
+    assert not threads_named("kvferry-renewer")
+
+
+def lease(port: int, slot: int = 1, *, lease_s: float = SHORT_S, host: str = HOST, boot: str = BOOT) -> RemoteLease:
+    return RemoteLease(host, port, boot, LeaseName(slot=slot, epoch=f"{slot + 1:015x}"), lease_s)
+
+
+def received(listener: SideChannelListener) -> list[Renew | Release]:
+    messages = []
+    while not listener.inbox.empty():
+        messages.append(listener.inbox.get())
+    return messages
+
+
+def test_a_kept_lease_is_renewed_about_six_times_in_its_life_until_it_is_dropped(renewer: LeaseRenewer) -> None:
+    with listening() as (listener, port):
+        start_s = time.monotonic()
+        renewer.submit([Keep(lease(port))])
+        times = []
+        for _ in range(6):
+            assert listener.inbox.get(timeout=10) == Renew(boot=BOOT, leases=(lease(port).name,))
+            times.append(time.monotonic() - start_s)
+        assert times[0] >= SHORT_S / HEARTBEATS_PER_LEASE * 0.9, "renewed before anything was over"
+        assert times[-1] >= SHORT_S * 0.9
+        renewer.submit(
+            [Drop(lease(port)), Keep(lease(port, 2, lease_s=LONG_S)), GiveBack(lease(port, 2, lease_s=LONG_S))]
+        )
+        while (message := listener.inbox.get(timeout=10)) != _release(port, 2):
+            assert isinstance(message, Renew)
+        time.sleep(SHORT_S / 2)
+        assert received(listener) == [], "a dropped lease is still renewed"
+
+
+def _release(port: int, slot: int) -> Release:
+    return Release(boot=BOOT, leases=(lease(port, slot).name,))
+
+
+def test_all_leases_of_one_producer_are_renewed_in_one_message(renewer: LeaseRenewer, tally: Tally) -> None:
+    with listening() as (listener, port):
+        renewer.submit(Keep(lease(port, slot)) for slot in range(50))
+        renewal = listener.inbox.get(timeout=10)
+        assert isinstance(renewal, Renew)
+        assert {name.slot for name in renewal.leases} == set(range(50))
+        assert tally.total("heartbeats") >= 50
+
+
+def test_more_leases_than_a_message_holds_are_renewed_in_several(
+    renewer: LeaseRenewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.scheduler.renewer.MAX_RENEWALS", 20)
+    with listening() as (listener, port):
+        renewer.submit(Keep(lease(port, slot)) for slot in range(50))
+        renewals = [listener.inbox.get(timeout=10) for _ in range(3)]
+        assert [len(renewal.leases) for renewal in renewals] == [20, 20, 10]
+        assert {name.slot for renewal in renewals for name in renewal.leases} == set(range(50))
+
+
+def test_the_shortest_lease_of_a_producer_sets_the_pace(renewer: LeaseRenewer) -> None:
+    with listening() as (listener, port):
+        renewer.submit([Keep(lease(port, 1, lease_s=LONG_S)), Keep(lease(port, 2))])
+        for _ in range(3):
+            renewal = listener.inbox.get(timeout=10)
+            assert {name.slot for name in renewal.leases} == {1, 2}
+
+
+def test_a_lease_that_is_given_back_is_released_at_once(renewer: LeaseRenewer, tally: Tally) -> None:
+    with listening() as (listener, port):
+        renewer.submit([Keep(lease(port, lease_s=LONG_S)), GiveBack(lease(port, lease_s=LONG_S))])
+        assert listener.inbox.get(timeout=10) == _release(port, 1)
+        assert tally.total("leases_given_back") == 1
+
+
+@pytest.mark.parametrize("host", [HOST, "localhost"])
+def test_closing_sends_everything_that_was_submitted(host: str, tally: Tally) -> None:
+    with listening() as (listener, port):
+        renewer = LeaseRenewer(tally)
+        renewer.submit(GiveBack(lease(port, slot, host=host)) for slot in range(30))
+        start_s = time.monotonic()
+        renewer.close()
+        renewer.close()
+        assert time.monotonic() - start_s < 3.0
+        assert [listener.inbox.get(timeout=10).leases[0].slot for _ in range(30)] == list(range(30))
+
+
+def test_closing_is_quick_when_the_producer_is_dead(tally: Tally) -> None:
+    renewer = LeaseRenewer(tally)
+    renewer.submit([Keep(lease(free_port())), GiveBack(lease(free_port()))])
+    start_s = time.monotonic()
+    renewer.close()
+    assert time.monotonic() - start_s < 3.0
+    assert not threads_named("kvferry-renewer")
+
+
+def renewed_on_time(renewer: LeaseRenewer, disturb: Callable[[], None]) -> None:
+    """A good producer's lease is renewed within its time, whatever happens to others."""
+    with listening() as (listener, port):
+        renewer.submit([Keep(lease(port, lease_s=1.0))])
+        disturb()
+        for _ in range(8):
+            before_s = time.monotonic()
+            assert isinstance(listener.inbox.get(timeout=10), Renew)
+            assert time.monotonic() - before_s < 1.0, "the lease would have expired"
+
+
+def test_dead_producers_delay_nobody(renewer: LeaseRenewer) -> None:
+    dead = [lease(free_port(), slot, lease_s=0.06) for slot in range(20)]
+    renewed_on_time(renewer, lambda: renewer.submit(Keep(one) for one in dead))
+
+
+def test_a_name_server_that_does_not_answer_delays_nobody(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked up by ZMQ itself, three such names were measured to stop every renewal for minutes."""
+    answer = threading.Event()
+    looking: list[str] = []
+
+    def never(host: str) -> str | None:
+        looking.append(host)
+        answer.wait(30)
+        return None
+
+    monkeypatch.setattr(host_names.HostNames.__init__, "__defaults__", (never,))
+    renewer = LeaseRenewer(tally)
+    try:
+        lost = [lease(5600, slot, host=f"slow-{slot % 3}.example", lease_s=0.06) for slot in range(9)]
+        renewed_on_time(renewer, lambda: renewer.submit(Keep(one) for one in lost))
+        assert set(looking) == {f"slow-{number}.example" for number in range(3)}
+        assert len(looking) == 3, "a name is looked up twice at once"
+    finally:
+        answer.set()
+        renewer.close()
+
+
+@pytest.mark.parametrize(
+    "host", ["no such host", "256.256.256.256", "*", "a" * 300, "é" * 70 + ".example", "host;1.2.3.4"]
+)
+def test_a_hostile_host_is_counted_and_the_renewer_lives_on(renewer: LeaseRenewer, tally: Tally, host: str) -> None:
+    renewer.submit([Keep(lease(5600, host=host)), GiveBack(lease(5600, host=host))])
+    wait_until(lambda: tally.total("side_channel_errors") >= 1, "the error is counted", timeout_s=30)
+    with listening() as (listener, port):
+        renewer.submit([GiveBack(lease(port))])
+        assert listener.inbox.get(timeout=10) == _release(port, 1)
+
+
+def test_an_error_nobody_foresaw_does_not_stop_it(renewer: LeaseRenewer, tally: Tally) -> None:
+    broken = msgspec.structs.replace(lease(1).name, epoch=object())
+    renewer.submit([GiveBack(RemoteLease(HOST, 1, BOOT, broken, 1.0))])
+    wait_until(lambda: tally.total("side_channel_errors") == 1, "the error is counted")
+    with listening() as (listener, port):
+        renewer.submit([GiveBack(lease(port))])
+        assert listener.inbox.get(timeout=10) == _release(port, 1)
+
+
+def test_a_producer_that_comes_back_at_its_address_is_heard_again(renewer: LeaseRenewer) -> None:
+    port = free_port()
+    renewer.submit([Keep(lease(port, lease_s=0.12))])
+    for boot in (BOOT, "f" * 32):
+        renewer.submit([Keep(lease(port, lease_s=0.12, boot=boot))])
+        listener = SideChannelListener(HOST, port, Tally())
+        try:
+            wait_until(lambda listener=listener, boot=boot: _hears(listener, boot), f"a renewal for {boot}")  # type: ignore[misc]
+        finally:
+            listener.close()
+
+
+def _hears(listener: SideChannelListener, boot: str) -> bool:
+    return any(message.boot == boot for message in received(listener))
+
+
+def test_no_more_sockets_are_open_than_allowed_however_many_hosts_a_client_names(
+    tally: Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_sockets, "MAX_SOCKETS", 5)
+    renewer = LeaseRenewer(tally)
+    try:
+        commands: list[LeaseCommand] = [GiveBack(lease(2000 + number, number)) for number in range(50)]
+        renewer.submit(commands)
+        wait_until(lambda: tally.total("leases_given_back") == 50, "all are sent")
+        assert len(renewer._sockets) == 5
+    finally:
+        renewer.close()
+
+
+def test_an_idle_socket_is_closed(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_sockets, "IDLE_S", 0.1)
+    with listening() as (listener, port):
+        renewer = LeaseRenewer(tally)
+        try:
+            renewer.submit([GiveBack(lease(port))])
+            assert listener.inbox.get(timeout=10) == _release(port, 1)
+            wait_until(lambda: len(renewer._sockets) == 0, "the socket is closed")
+            renewer.submit([GiveBack(lease(port, 2))])
+            assert listener.inbox.get(timeout=10) == _release(port, 2)
+        finally:
+            renewer.close()
+
+
+def test_it_uses_no_processor_time_while_nothing_is_kept(renewer: LeaseRenewer) -> None:
+    with listening() as (listener, port):
+        renewer.submit([GiveBack(lease(port))])
+        assert listener.inbox.get(timeout=10) == _release(port, 1)
+        assert min(cpu_share(0.5) for _ in range(3)) < 0.02
