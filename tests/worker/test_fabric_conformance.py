@@ -1,44 +1,27 @@
-"""What every `Fabric` promises, against the fake and against NIXL.
+"""What every `Fabric` promises about reads and refusals, against the fake and against NIXL.
 
-A consumer reads from a producer's memory; outcomes are the bytes on both sides, what was raised, what arrived.
+Outcomes are the bytes on both sides and what was raised. Peers and notifications: `test_fabric_conformance_peers.py`.
 """
 
 from __future__ import annotations
-
-import contextlib
-import time
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 
 from kvferry.worker.fabric import (
-    MAX_NOTIFICATION_BYTES,
     DescriptorOutOfRange,
     DescriptorRows,
-    FabricClosed,
     FabricError,
     FabricUnavailable,
     Indices,
-    InvalidMetadata,
     InvalidRequest,
-    LocalDescriptors,
     MemoryKind,
-    PeerAgent,
-    PeerLost,
     Region,
-    RemoteDescriptors,
-    Transfer,
     TransferState,
 )
 from tests.worker.fabric_harness import (
     Harness,
-    Memory,
-    MemoryHarness,
-    NixlHarness,
-    NixlTcpHarness,
-    arrivals,
     finish,
     indices,
     random_bytes,
@@ -46,51 +29,7 @@ from tests.worker.fabric_harness import (
     row,
     rows,
 )
-
-GUARD = 0xA5
-LOST_WITHIN_S = 10.0
-
-
-@pytest.fixture(params=[MemoryHarness, NixlHarness, NixlTcpHarness], ids=["memory", "nixl", "nixl-tcp"])
-def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
-    with contextlib.closing(request.param()) as made:
-        yield made
-
-
-@pytest.fixture(params=[MemoryHarness, NixlTcpHarness], ids=["memory", "nixl-tcp"])
-def waiting_harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
-    """Transports that need the peer's help for a read. Over CMA the kernel reads from a frozen process as well."""
-    with contextlib.closing(request.param()) as made:
-        yield made
-
-
-class Pair:
-    """A producer with random bytes and a consumer with guard bytes, introduced to each other."""
-
-    def __init__(self, harness: Harness, size: int = 1 << 16, seed: int = 7) -> None:
-        self.source: Memory = random_bytes(seed, size)
-        self.target: Memory = np.full(size, GUARD, dtype=np.uint8)
-        self.producer, self.consumer = harness.fabric("producer"), harness.fabric("consumer")
-        self.producer.register([region(self.source)])
-        self.consumer.register([region(self.target)])
-        self.peer = self.consumer.add_peer(self.producer.metadata())
-
-    def local(self, offset: int = 0, length: int = 64, stride: int = 64, count: int = 16) -> LocalDescriptors:
-        return self.consumer.prepare_local(rows(row(self.target, offset, length, stride, count)))
-
-    def remote(self, offset: int = 0, length: int = 64, stride: int = 64, count: int = 16) -> RemoteDescriptors:
-        return self.consumer.prepare_remote(self.peer, rows(row(self.source, offset, length, stride, count)))
-
-    def read(self, local: LocalDescriptors, into: Indices, remote: RemoteDescriptors, out_of: Indices) -> None:
-        transfer = self.consumer.post_read(local, into, remote, out_of)
-        finish(self.consumer, transfer)
-        self.consumer.release(transfer)
-
-
-@pytest.fixture
-def pair(harness: Harness) -> Pair:
-    return Pair(harness)
-
+from tests.worker.fabric_scenes import GUARD, Pair
 
 # -- reads -------------------------------------------------------------------------------------------------------
 
@@ -305,291 +244,3 @@ def test_memory_that_cannot_be_registered_raises_fabric_unavailable(pair: Pair) 
     with pytest.raises(FabricUnavailable):
         pair.producer.register([Region(0, 4096, MemoryKind.DRAM)])
     pair.producer.register([])
-
-
-# -- peers -------------------------------------------------------------------------------------------------------
-
-
-def test_a_removed_peer_can_be_added_again_and_its_old_descriptors_stay_dead(pair: Pair) -> None:
-    local, old = pair.local(), pair.remote()
-    pair.read(local, indices(0), old, indices(0))
-    pair.consumer.remove_peer(pair.peer)
-    pair.consumer.remove_peer(pair.peer)
-    with pytest.raises(PeerLost):
-        pair.consumer.post_read(local, indices(0), old, indices(0))
-    with pytest.raises(PeerLost):
-        pair.remote()
-    assert pair.consumer.add_peer(pair.producer.metadata()) == pair.peer
-    with pytest.raises(PeerLost):
-        pair.consumer.post_read(local, indices(0), old, indices(0))
-    pair.consumer.release(old)
-    pair.read(local, indices(5), pair.remote(), indices(6))
-    assert np.array_equal(pair.target[320:384], pair.source[384:448])
-
-
-def test_adding_a_known_peer_is_refused_and_leaves_its_descriptors_alive(pair: Pair) -> None:
-    local, remote = pair.local(), pair.remote()
-    with pytest.raises(InvalidMetadata) as refusal:
-        pair.consumer.add_peer(pair.producer.metadata())
-    assert refusal.value.peer == "producer"
-    pair.read(local, indices(0), remote, indices(0))
-    assert np.array_equal(pair.target[:64], pair.source[:64])
-
-
-def test_an_agent_cannot_be_its_own_peer(pair: Pair) -> None:
-    with pytest.raises(InvalidMetadata):
-        pair.consumer.add_peer(pair.consumer.metadata())
-
-
-def test_a_removed_peer_can_be_replaced_by_another_agent_of_its_name(harness: Harness, pair: Pair) -> None:
-    pair.read(pair.local(), indices(0), pair.remote(), indices(0))
-    pair.producer.close()
-    pair.producer = harness.fabric("producer")
-    pair.producer.register([region(pair.source)])
-    pair.consumer.remove_peer(pair.peer)
-    assert pair.consumer.add_peer(pair.producer.metadata()) == pair.peer
-    pair.read(pair.local(), indices(7), pair.remote(), indices(8))
-    assert np.array_equal(pair.target[448:512], pair.source[512:576])
-
-
-def test_a_read_in_flight_outlives_the_removal_of_its_peer_and_nothing_else_does(waiting_harness: Harness) -> None:
-    mortal = Mortal(waiting_harness)
-    mortal.read()
-    mortal.target[:] = GUARD
-    mortal.producer.freeze()
-    transfer = mortal.post()
-    mortal.consumer.remove_peer(mortal.peer)
-    for attempt in (mortal.post, lambda: mortal.consumer.notify(mortal.peer, b"?")):
-        with pytest.raises(PeerLost):
-            attempt()
-    with pytest.raises(InvalidMetadata):
-        mortal.consumer.add_peer(mortal.producer.metadata)
-    mortal.producer.thaw()
-    finish(mortal.consumer, transfer)
-    assert np.array_equal(mortal.target, mortal.content)
-    assert mortal.consumer.add_peer(mortal.producer.metadata) == mortal.peer
-
-
-def test_metadata_that_is_damaged_anywhere_is_refused_and_the_true_one_still_works(pair: Pair) -> None:
-    pair.consumer.remove_peer(pair.peer)
-    true = pair.producer.metadata()
-    damaged = [true[:end] for end in range(len(true))]
-    damaged += [true[:at] + bytes([true[at] ^ bit]) + true[at + 1 :] for at in range(len(true)) for bit in (1, 0x80)]
-    damaged += [true + b"\0", b"nonsense", b"\xff" * 4096, true[:24] + b"\xff" * 8]
-    for metadata in damaged:
-        with pytest.raises(InvalidMetadata):
-            pair.consumer.add_peer(metadata)
-    assert pair.consumer.add_peer(true) == pair.peer
-    pair.read(pair.local(), indices(0), pair.remote(), indices(0))
-    assert np.array_equal(pair.target[:64], pair.source[:64])
-
-
-@pytest.mark.parametrize("metadata", [None, 7, "text", bytearray(b"KVFABRC1" + bytes(64))])
-def test_metadata_that_is_not_bytes_is_refused(pair: Pair, metadata: bytes) -> None:
-    with pytest.raises(InvalidMetadata):
-        pair.consumer.add_peer(metadata)
-
-
-# -- notifications -----------------------------------------------------------------------------------------------
-
-
-def test_notifications_arrive_whole_in_order_and_with_the_name_of_their_sender(pair: Pair) -> None:
-    messages = [b"", b"\0", bytes(range(256)), b"plain", random_bytes(3, MAX_NOTIFICATION_BYTES).tobytes()]
-    messages += [b"number %d" % number for number in range(500)]
-    back = pair.producer.add_peer(pair.consumer.metadata())
-    pair.producer.notify(back, b"from the producer")
-    for message in messages:
-        pair.consumer.notify(pair.peer, message)
-    arrived = arrivals(pair.producer, len(messages))
-    assert arrived == [("consumer", message) for message in messages]
-    assert arrivals(pair.consumer, 1) == [("producer", b"from the producer")]
-    assert pair.producer.take_notifications() == []
-
-
-def test_a_notification_beyond_the_limit_is_refused_and_not_sent(pair: Pair) -> None:
-    with pytest.raises(InvalidRequest):
-        pair.consumer.notify(pair.peer, bytes(MAX_NOTIFICATION_BYTES + 1))
-    pair.consumer.notify(pair.peer, b"next")
-    assert arrivals(pair.producer, 1) == [("consumer", b"next")]
-
-
-def test_notifying_an_unknown_or_removed_peer_raises_peer_lost(pair: Pair) -> None:
-    with pytest.raises(PeerLost):
-        pair.consumer.notify(PeerAgent("nobody"), b"hello")
-    pair.consumer.remove_peer(pair.peer)
-    with pytest.raises(PeerLost) as lost:
-        pair.consumer.notify(pair.peer, b"hello")
-    assert (lost.value.operation, lost.value.peer) == ("notify", "producer")
-
-
-# -- death -------------------------------------------------------------------------------------------------------
-
-
-class Mortal:
-    """A consumer in this process and a producer that can be killed, after one good read."""
-
-    def __init__(self, harness: Harness, name: str = "mortal") -> None:
-        self.harness = harness
-        self.target: Memory = np.full(1 << 16, GUARD, dtype=np.uint8)
-        self.consumer = harness.fabric("survivor")
-        self.consumer.register([region(self.target)])
-        self.local = self.consumer.prepare_local(rows(row(self.target, 0, 64, 64, 1024)))
-        self.meet(name)
-
-    def meet(self, name: str, seed: int = 11) -> None:
-        self.producer = self.harness.producer(name, seed, 1 << 16)
-        self.content = random_bytes(seed, 1 << 16)
-        self.peer = self.consumer.add_peer(self.producer.metadata)
-        self.remote = self.consumer.prepare_remote(self.peer, rows((self.producer.address, 64, 0, 64, 1024)))
-
-    def post(self) -> Transfer:
-        everything = np.arange(1024, dtype=np.int32)
-        return self.consumer.post_read(self.local, everything, self.remote, everything)
-
-    def read(self) -> None:
-        self.target[:] = GUARD
-        finish(self.consumer, self.post())
-        assert np.array_equal(self.target, self.content)
-
-    def post_raises_peer_lost(self) -> bool:
-        """One attempt; a transfer that could still be posted is polled until it raises."""
-        with pytest.raises(PeerLost):
-            finish(self.consumer, self.post(), LOST_WITHIN_S)
-        return True
-
-
-def test_another_process_is_read_and_notified_both_ways(harness: Harness) -> None:
-    mortal = Mortal(harness)
-    mortal.read()
-    mortal.consumer.notify(mortal.peer, b"\0done\xff")
-    assert mortal.producer.received() == ("survivor", b"\0done\xff")
-    mortal.producer.send(mortal.consumer.metadata(), b"thanks\0")
-    assert arrivals(mortal.consumer, 1) == [("mortal", b"thanks\0")]
-
-
-def test_reading_from_a_killed_peer_raises_peer_lost_and_so_does_everything_after(harness: Harness) -> None:
-    mortal = Mortal(harness)
-    mortal.read()
-    mortal.producer.kill()
-    assert mortal.post_raises_peer_lost()
-    for attempt in (
-        mortal.post,
-        lambda: mortal.consumer.prepare_remote(mortal.peer, rows((mortal.producer.address, 64, 0, 64, 1))),
-        lambda: mortal.consumer.notify(mortal.peer, b"?"),
-    ):
-        with pytest.raises(PeerLost) as lost:
-            attempt()
-        assert lost.value.peer == "mortal"
-
-
-@pytest.mark.parametrize("name", ["mortal", "successor"])
-def test_after_a_peer_died_its_successor_is_read_under_the_same_or_another_name(harness: Harness, name: str) -> None:
-    mortal = Mortal(harness)
-    mortal.read()
-    mortal.producer.kill()
-    assert mortal.post_raises_peer_lost()
-    mortal.consumer.release(mortal.remote)
-    mortal.consumer.remove_peer(mortal.peer)
-    mortal.meet(name, seed=12)
-    mortal.read()
-
-
-def test_a_read_from_a_frozen_peer_waits_and_lands_when_it_goes_on(waiting_harness: Harness) -> None:
-    mortal = Mortal(waiting_harness)
-    mortal.read()
-    mortal.target[:] = GUARD
-    mortal.producer.freeze()
-    transfer = mortal.post()
-    frozen_until = time.monotonic() + 0.1
-    while time.monotonic() < frozen_until:
-        assert mortal.consumer.poll(transfer) is TransferState.IN_FLIGHT
-    assert mortal.consumer.telemetry(transfer) is None
-    assert (mortal.target == GUARD).all()
-    mortal.producer.thaw()
-    finish(mortal.consumer, transfer)
-    assert np.array_equal(mortal.target, mortal.content)
-
-
-def test_reads_in_flight_from_a_peer_that_is_killed_raise_peer_lost_again_and_again(waiting_harness: Harness) -> None:
-    mortal = Mortal(waiting_harness)
-    mortal.producer.freeze()
-    first, second = mortal.post(), mortal.post()
-    assert mortal.consumer.poll(first) is TransferState.IN_FLIGHT
-    mortal.producer.kill()
-    for transfer in (first, second):
-        for _ in range(2):
-            with pytest.raises(PeerLost) as lost:
-                finish(mortal.consumer, transfer, LOST_WITHIN_S)
-            assert lost.value.peer == "mortal"
-        assert mortal.consumer.telemetry(transfer) is None
-        mortal.consumer.release(transfer)
-
-
-# -- handles and the end -----------------------------------------------------------------------------------------
-
-
-def test_release_is_idempotent_and_released_handles_are_refused(pair: Pair) -> None:
-    local, remote = pair.local(), pair.remote()
-    transfer = pair.consumer.post_read(local, indices(0), remote, indices(0))
-    finish(pair.consumer, transfer)
-    for handle in (transfer, local, remote):
-        pair.consumer.release(handle)
-        pair.consumer.release(handle)
-    with pytest.raises(InvalidRequest):
-        pair.consumer.poll(transfer)
-    with pytest.raises(InvalidRequest):
-        pair.consumer.telemetry(transfer)
-    with pytest.raises(InvalidRequest):
-        pair.consumer.post_read(local, indices(0), pair.remote(), indices(0))
-    with pytest.raises(InvalidRequest):
-        pair.consumer.post_read(pair.local(), indices(0), remote, indices(0))
-
-
-def test_handles_of_another_fabric_are_refused(pair: Pair) -> None:
-    foreign = pair.producer.prepare_local(rows(row(pair.source, 0, 64, 64, 1)))
-    with pytest.raises(InvalidRequest):
-        pair.consumer.post_read(foreign, indices(0), pair.remote(), indices(0))
-    pair.consumer.release(foreign)
-    back = pair.producer.add_peer(pair.consumer.metadata())
-    theirs = pair.producer.prepare_remote(back, rows(row(pair.target, 0, 64, 64, 1)))
-    finish(pair.producer, pair.producer.post_read(foreign, indices(0), theirs, indices(0)))
-    assert (pair.source[:64] == GUARD).all()
-
-
-def test_close_is_idempotent_and_everything_after_it_is_refused(pair: Pair) -> None:
-    local, remote = pair.local(), pair.remote()
-    transfer = pair.consumer.post_read(local, indices(0), remote, indices(0))
-    finish(pair.consumer, transfer)
-    consumer, metadata, nearby = pair.consumer, pair.producer.metadata(), rows(row(pair.target, 0, 1, 1, 1))
-    consumer.close()
-    consumer.close()
-    attempts: list[Callable[[], object]] = [
-        lambda: consumer.register([region(pair.target)]),
-        consumer.metadata,
-        lambda: consumer.add_peer(metadata),
-        lambda: consumer.remove_peer(pair.peer),
-        lambda: consumer.prepare_local(nearby),
-        lambda: consumer.prepare_remote(pair.peer, nearby),
-        lambda: consumer.post_read(local, indices(0), remote, indices(0)),
-        lambda: consumer.poll(transfer),
-        lambda: consumer.telemetry(transfer),
-        lambda: consumer.notify(pair.peer, b""),
-        consumer.take_notifications,
-    ]
-    for attempt in attempts:
-        with pytest.raises(FabricClosed):
-            attempt()
-    for handle in (transfer, local, remote):
-        consumer.release(handle)
-
-
-def test_reading_from_a_closed_fabric_ends_with_its_bytes_or_with_peer_lost(pair: Pair) -> None:
-    """With the bytes where the fabric reads memory past its owner, which closed but did not unmap it (CMA)."""
-    local, remote = pair.local(), pair.remote()
-    pair.read(local, indices(0), remote, indices(0))
-    pair.producer.close()
-    try:
-        pair.read(local, indices(1), remote, indices(1))
-    except PeerLost:
-        return
-    assert np.array_equal(pair.target[64:128], pair.source[64:128])
