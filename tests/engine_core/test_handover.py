@@ -3,11 +3,13 @@ show what is in the cache."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from kvferry.worker.load import Load
 from tests.engine_core.driver import BLOCK_TOKENS, tokens
 from tests.engine_core.node import Node, stop_parallel_state
 from tests.engine_core.second_runner import FirstRunner, SecondRunner
@@ -191,3 +193,26 @@ def test_params_that_were_used_before_give_the_right_tokens_once_more(make: Any)
     producer.model.poison()
     consumer.engine.scheduler.reset_prefix_cache()
     assert decode(consumer, "d2", prompt, params) == 40
+
+
+def test_a_read_that_overlaps_the_end_of_its_lease_is_not_believed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer = make("kv_producer", extra={"kv_lease_duration": 0.1}), make("kv_consumer")
+    checked, freed = threading.Event(), threading.Event()
+    post = Load._post_reads
+
+    def post_late(load: Load, *args: Any) -> Any:
+        checked.set()
+        assert freed.wait(10.0)
+        return post(load, *args)
+
+    monkeypatch.setattr(Load, "_post_reads", post_late)
+    prompt = tokens(40)
+    consumer.engine.add("d", prompt, producer.prefill("p", prompt), max_tokens=COUNT)
+    consumer.step()
+    assert checked.wait(10.0), "the slot was READY before the read"
+    consumer.engine.connector.scheduler_side._renewer.close()
+    producer.until(lambda: producer.engine.is_whole)
+    producer.model.poison()
+    freed.set()
+    assert consumer.answer("d").tokens == expected_tokens(prompt, COUNT)
+    assert consumer.engine.counted("failed_loads", "fence") == 1
