@@ -55,26 +55,27 @@ def pair_blocks(
     total = -(-num_tokens // remote.group.block_tokens)
     if len(remote.ids) > total:
         raise InvalidParams(field, f"{len(remote.ids)} blocks", f"at most {total} blocks for {num_tokens} tokens")
-    there = _by_kernel_block(remote, total - len(remote.ids))
-    here = _by_kernel_block(local, 0)
+    if stop_token > num_tokens:
+        raise InvalidParams(field, f"tokens up to {stop_token}", f"at most the {num_tokens} tokens that are held")
+    here, there = _by_kernel_block(local), _by_kernel_block(remote)
     kernel = local.kernel_tokens
     wanted = np.arange(first_token // kernel, -(-stop_token // kernel), dtype=np.int64)
     if len(wanted) and wanted[-1] >= len(here):
         raise InvalidParams(field, f"tokens up to {stop_token}", f"no more than {len(here) * kernel} local tokens")
     wanted = wanted[here[wanted] >= 0]
-    if len(wanted) and (wanted[-1] >= len(there) or bool((there[wanted] < 0).any())):
+    told = wanted - (total - len(remote.ids)) * remote.ratio
+    if len(told) and (told[0] < 0 or told[-1] >= len(there) or bool((there[told] < 0).any())):
         raise InvalidParams(
             field, f"{len(remote.ids)} blocks", f"blocks for all tokens from {first_token} to {stop_token}"
         )
-    sources = there[wanted]
+    sources = there[told]
     if len(sources) and int(sources.max()) >= remote.kernel_blocks:
         most = remote.kernel_blocks // remote.ratio - 1
         raise InvalidParams(field, int(sources.max()) // remote.ratio, f"block ids up to {most}")
     return BlockPairs(here[wanted], sources)
 
 
-def _by_kernel_block(side: GroupBlocks, missing: int) -> np.ndarray:
-    """Kernel block id by kernel block index of the sequence, −1 where none is held."""
-    ids = np.concatenate((np.full(missing, NULL_BLOCK, dtype=np.int64), np.asarray(side.ids, dtype=np.int64)))
-    held = np.repeat(ids != NULL_BLOCK, side.ratio)
-    return np.where(held, expand_blocks(ids.tolist(), side.ratio), -1)
+def _by_kernel_block(side: GroupBlocks) -> np.ndarray:
+    """The kernel block ids of a side's blocks, −1 where none is held."""
+    held = np.repeat(np.asarray(side.ids, dtype=np.int64) != NULL_BLOCK, side.ratio)
+    return np.where(held, expand_blocks(side.ids, side.ratio), -1)

@@ -6,7 +6,7 @@ differ. Anything else is refused with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvferry.plan.refusal import PlanRefused, Reason
 from kvferry.plan.runs import shared_runs
@@ -29,6 +29,8 @@ _SAME_SIZE = {
     "dcp": ("decode_context_parallel_size", "--decode-context-parallel-size"),
 }
 _MAX_TENSOR_REASONS = 8
+_MAX_DESCRIPTORS = 1 << 31
+"""Indices of descriptors are int32, in NIXL too."""
 
 
 def plan_transfer(consumer: EngineDescription, worker: int, producer: EngineDescription) -> TransferPlan:
@@ -56,6 +58,9 @@ def plan_transfer(consumer: EngineDescription, worker: int, producer: EngineDesc
         Slice(tensor, remote[tensor.name], tensor.heads, shared_runs(tensor, remote[tensor.name]))
         for tensor in here.tensors
     )
+    reasons += _descriptor_reasons(slices)
+    if reasons:
+        raise PlanRefused(reasons)
     route = Route(found[0], there.place, slices, expected=1)
     return TransferPlan(producer.engine_id, here.place, worker, (route,))
 
@@ -99,6 +104,13 @@ def _tensor_reasons(here: WorkerDescription, there: WorkerDescription) -> list[R
         more = len(reasons) - _MAX_TENSOR_REASONS
         reasons = [*reasons[:_MAX_TENSOR_REASONS], Reason("tensors", "…", "…", f"and {more} more differences")]
     return reasons
+
+
+def _descriptor_reasons(slices: Sequence[Slice]) -> Iterator[Reason]:
+    theirs = sum(len(item.runs) * item.remote.blocks for item in slices)
+    ours = sum(len(item.runs) * item.local.blocks for item in slices)
+    if max(theirs, ours) >= _MAX_DESCRIPTORS:
+        yield Reason("descriptors", str(theirs), str(ours), "give both engines the same cache layout, or fewer blocks")
 
 
 _SAME_TENSOR = {

@@ -33,6 +33,9 @@ def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) ->
         raise InvalidMessage(f"{where}.tile_tokens", tensor.tile_tokens, f"a divisor of {tensor.block_tokens}")
     if len(tensor.heads) * tensor.tiles > 1 << 20:
         raise InvalidMessage(f"{where}.heads", tensor.heads, "at most 2**20 cells in a block")
+    last = (tensor.blocks - 1) * tensor.block_stride + (len(tensor.heads) - 1) * tensor.head_stride
+    if tensor.base + last + (tensor.tiles - 1) * tensor.tile_stride + tensor.cell_bytes > 1 << 63:
+        raise InvalidMessage(f"{where}.base", tensor.base, "an address whose last cell ends below 2**63")
     group = engine.groups[tensor.group]
     if group.block_tokens % tensor.block_tokens:
         raise InvalidMessage(f"{where}.block_tokens", tensor.block_tokens, f"a divisor of {group.block_tokens}")
