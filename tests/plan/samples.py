@@ -1,0 +1,100 @@
+"""Descriptions of small engines, and paged tensors with any strides whose cells do not overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from hypothesis import strategies as st
+
+from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
+from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseTable, ModelFacts, WorkerDescription
+
+FACTS = ModelFacts(
+    model="toy",
+    fingerprint="weights:1",
+    dtype="bfloat16",
+    cache_dtype="bfloat16",
+    quantization="none",
+    max_model_tokens=512,
+)
+
+
+def tensor(**changed: Any) -> PagedTensor:
+    """Two heads of four tokens a block, heads outermost, one token a cell."""
+    usual: dict[str, Any] = {
+        "layer": "layers.0",
+        "kind": "kv",
+        "group": 0,
+        "base": 4096,
+        "blocks": 8,
+        "block_tokens": 4,
+        "block_stride": 64,
+        "heads": Range(0, 2),
+        "head_stride": 32,
+        "tile_tokens": 1,
+        "tile_stride": 8,
+        "cell_bytes": 8,
+        "format": Format(dtype="bfloat16", packing="k|v"),
+    }
+    return PagedTensor(**{**usual, **changed})
+
+
+def worker(tensors: Sequence[PagedTensor] = (), place: Place | None = None) -> WorkerDescription:
+    return WorkerDescription(
+        place=place or Place(),
+        agent="agent",
+        agent_metadata=b"metadata",
+        memory="DRAM",
+        device=0,
+        lease_table=LeaseTable(address=1 << 20, slots=16),
+        tensors=tuple(tensors) or (tensor(),),
+    )
+
+
+def engine(
+    *tensors: PagedTensor, workers: Sequence[WorkerDescription] = (), engine_id: str = "P", **changed: Any
+) -> EngineDescription:
+    usual: dict[str, Any] = {
+        "engine_id": engine_id,
+        "boot": "0" * 32,
+        "seal_key": b"k" * 32,
+        "facts": FACTS,
+        "topology": Topology(),
+        "groups": (CacheGroup(policy="full", block_tokens=4),),
+        "workers": tuple(workers) or (worker(tensors),),
+    }
+    return EngineDescription(**{**usual, **changed})
+
+
+def other(value: Any, **changed: Any) -> Any:
+    """The value with fields changed."""
+    return msgspec.structs.replace(value, **changed)
+
+
+@st.composite
+def strides(draw: st.DrawFn, sizes: Sequence[int], cell_bytes: int, gaps: Sequence[int] = (0, 0, 0, 8)) -> list[int]:
+    """Strides of an array with these sizes in any order of its axes, dense or with gaps, whose cells do not overlap."""
+    found = [0] * len(sizes)
+    step = cell_bytes
+    for axis in draw(st.permutations(range(len(sizes)))):
+        step += draw(st.sampled_from(gaps))
+        found[axis] = step
+        step *= sizes[axis]
+    return found
+
+
+def span(of: PagedTensor) -> int:
+    """Bytes from the tensor's base to the end of its last cell."""
+    return (
+        (of.blocks - 1) * of.block_stride
+        + (len(of.heads) - 1) * of.head_stride
+        + (of.tiles - 1) * of.tile_stride
+        + of.cell_bytes
+    )
+
+
+def cell_address(of: PagedTensor, block: int, head: int, tile: int) -> int:
+    """The definition: everything else in the plan is compared with it. `head` counts the worker's own heads."""
+    return of.base + block * of.block_stride + head * of.head_stride + tile * of.tile_stride
