@@ -27,7 +27,13 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -35,6 +41,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 BLOCK_TOKENS = 16
 HEADS, HEAD_SIZE = 2, 32
 LAYER = "model.layers.0.self_attn.attn"
+WINDOW_LAYER = "model.layers.1.self_attn.attn"
 SAMPLED = 7
 """The token that is sampled where no model is given."""
 
@@ -73,18 +80,24 @@ def tokens(count: int, seed: int = 1) -> list[int]:
     return [(seed * 101 + 7 * index) % 1000 + 1 for index in range(count)]
 
 
-def kv_cache_config(num_blocks: int, tp: int = 1) -> Any:
-    """One layer, one group, `num_blocks` blocks of `BLOCK_TOKENS` tokens, layer outermost, on one of `tp` workers."""
-    spec = FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=HEADS // tp, head_size=HEAD_SIZE, dtype=torch.float32
-    )
-    page = spec.page_size_bytes
+def kv_cache_config(num_blocks: int, tp: int = 1, window: int = 0) -> Any:
+    """`num_blocks` blocks of `BLOCK_TOKENS` tokens, layer outermost, on one of `tp` workers.
+
+    One layer in one group; with a `window` a second layer in a group of its own. As always in vLLM, the groups lie on
+    the same bytes: a block belongs to one of them at a time.
+    """
+    shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": HEADS // tp, "head_size": HEAD_SIZE, "dtype": torch.float32}
+    specs = {LAYER: FullAttentionSpec(**shape)}
+    if window:
+        specs[WINDOW_LAYER] = SlidingWindowSpec(**shape, sliding_window=window)
+    page = specs[LAYER].page_size_bytes
     size = num_blocks * page
-    tensor = KVCacheTensor(size=size, layers=[LAYER], layer_stride=size, block_stride=page)
     return KVCacheConfig(
         num_blocks=num_blocks,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)],
+        kv_cache_tensors=[
+            KVCacheTensor(size=size, layers=[layer], layer_stride=size, block_stride=page) for layer in specs
+        ],
+        kv_cache_groups=[KVCacheGroupSpec([layer], spec) for layer, spec in specs.items()],
         kv_cache_layout="LBHNC",
         hash_block_size=BLOCK_TOKENS,
         cache_hit_alignment_tokens=BLOCK_TOKENS,
@@ -159,9 +172,11 @@ class Answer:
 class Engine:
     """A scheduler, its queues, and the answers so far."""
 
-    def __init__(self, connector: str, *, num_blocks: int = 32, overlap: bool = False, **config: Any) -> None:
+    def __init__(
+        self, connector: str, *, num_blocks: int = 32, overlap: bool = False, window: int = 0, **config: Any
+    ) -> None:
         self.config = vllm_config(connector, num_blocks=num_blocks, overlap=overlap, **config)
-        self.cache_config = kv_cache_config(num_blocks, config.get("tp", 1))
+        self.cache_config = kv_cache_config(num_blocks, config.get("tp", 1), window)
         kind = AsyncScheduler if overlap else Scheduler
         self.scheduler = kind(
             vllm_config=self.config,
@@ -210,7 +225,11 @@ class Engine:
         return str(self.scheduler.requests[request_id].status)
 
     def block_ids(self, request_id: str) -> list[int]:
-        return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+        return self.all_block_ids(request_id)[0]
+
+    def all_block_ids(self, request_id: str) -> list[list[int]]:
+        """By cache group."""
+        return [list(ids) for ids in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
 
     def add(
         self, request_id: str, prompt: Sequence[int], params: Any = None, *, max_tokens: int = 4, **request: Any

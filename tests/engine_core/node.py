@@ -25,7 +25,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.protocol.geometry import Place
-from tests.engine_core.driver import BLOCK_TOKENS, LAYER, Answer, Engine, Scheduled, kv_cache_config
+from tests.engine_core.driver import BLOCK_TOKENS, LAYER, WINDOW_LAYER, Answer, Engine, Scheduled, kv_cache_config
 from tests.engine_core.second_runner import FirstRunner, SecondRunner, no_forward
 from tests.engine_core.toy_model import ToyModel
 
@@ -77,20 +77,22 @@ class Node:
     """
 
     def __init__(
-        self, role: str, *, runner: RunnerType = FirstRunner, port: int = 0, tp: int = 1, **config: Any
+        self, role: str, *, runner: RunnerType = FirstRunner, port: int = 0, tp: int = 1, window: int = 0, **config: Any
     ) -> None:
+        self.window = window
         self.port = port or free_port()
         config.setdefault("engine_id", f"{role}-{self.port}")
         with side_channel(self.port):
-            self.engine = Engine("NixlConnector", module="kvferry.connector", role=role, tp=tp, **config)
+            self.engine = Engine("NixlConnector", module="kvferry.connector", role=role, tp=tp, window=window, **config)
         start_parallel_state(self.engine.config)
-        self.engine.config.compilation_config.static_forward_context[LAYER] = _LAYER_MODULE
+        layers = [LAYER, WINDOW_LAYER] if window else [LAYER]
+        self.engine.config.compilation_config.static_forward_context.update(dict.fromkeys(layers, _LAYER_MODULE))
         self._depth = int(config.get("overlap", False))
         self._in_flight: deque[tuple[Scheduled, Any]] = deque()
         self.workers: list[Any] = []
         self.runners: list[FirstRunner | SecondRunner] = []
-        shards = [self._add_worker(runner, rank, tp) for rank in range(tp)]
-        self.model = ToyModel(self.engine, shards)
+        caches = [self._add_worker(runner, rank, tp, window) for rank in range(tp)]
+        self.model = ToyModel(self.engine, [[shard[layer] for shard in caches] for layer in layers], window)
         self.engine.sample = self.model.sample
         self._aggregator = KVOutputAggregator.from_connector(self.engine.connector, tp)
         described = {(0, rank): w.get_handshake_metadata() for rank, w in enumerate(self.workers)}
@@ -142,15 +144,17 @@ class Node:
         for worker in self.workers:
             worker.shutdown()
 
-    def _add_worker(self, runner: RunnerType, rank: int, tp: int) -> torch.Tensor:
-        cache_config = kv_cache_config(self.engine.cache_config.num_blocks, tp)
+    def _add_worker(self, runner: RunnerType, rank: int, tp: int, window: int) -> dict[str, torch.Tensor]:
+        cache_config = kv_cache_config(self.engine.cache_config.num_blocks, tp, window)
         config = self.engine.config
         # One process has one rank, so a worker of several is told its place.
         place = mock.patch("kvferry.connector.worker_side.place_of_this_worker", return_value=Place(tp=rank))
         with set_current_vllm_config(config), place if tp > 1 else nullcontext():
             worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
-            caches = allocate_kv_cache(cache_config, torch.device("cpu"), KVCacheLayout.LBHNC, [BLOCK_TOKENS])
+            sizes = [BLOCK_TOKENS] * len(cache_config.kv_cache_groups)
+            caches: dict[str, torch.Tensor] = allocate_kv_cache(
+                cache_config, torch.device("cpu"), KVCacheLayout.LBHNC, sizes
+            )
             self.workers.append(worker)
             self.runners.append(runner(config, worker, caches))
-        view: torch.Tensor = caches[LAYER]
-        return view
+        return caches

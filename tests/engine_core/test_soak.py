@@ -108,7 +108,10 @@ class Life:
                 if name not in self.wanted or answer.finish_reason is None:
                     continue
                 prompt, max_tokens = self.prompts[name]
-                assert (answer.tokens, answer.finish_reason) == (expected_tokens(prompt, max_tokens), "length"), name
+                assert (answer.tokens, answer.finish_reason) == (
+                    expected_tokens(prompt, max_tokens, node.window),
+                    "length",
+                ), name
                 self.wanted.discard(name)
                 if answer.params is not None:
                     self.offers.append(([*prompt, *answer.tokens[:-1]], answer.params))

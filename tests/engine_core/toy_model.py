@@ -1,8 +1,11 @@
 """A model whose tokens show what is in the cache: an attention in miniature.
 
-What it writes for a token depends on what it *reads* for the token before, and it samples from what it read last. So a
-block that holds other bytes than it should gives other tokens, as in a real engine, and `expected_tokens` says what
-the right ones are.
+What it writes for a token depends on what it *reads* for all the tokens before, and a sliding-window layer adds what it
+reads in its window. So any cell that holds other bytes than it should gives other tokens, as in a real engine, and
+`expected_tokens` says what the right ones are.
+
+    state[i] = 31·state[i-1] + token[i] + Σ state[j], j < i  + 3·Σ state[j], i - window < j < i    (mod 65521)
+    token[i+1] = state[i] mod 997 + 1
 """
 
 from __future__ import annotations
@@ -16,36 +19,45 @@ import torch
 from tests.engine_core.driver import BLOCK_TOKENS, Engine
 
 _MODULUS = 65521
+_BROKEN = 1
+"""Read where heads or elements of one cell differ: no good state is ever read as this one twice in a row."""
 
 
-def next_state(state: int, token: int) -> int:
-    return (31 * state + token + 1) % _MODULUS
+def next_state(states: Sequence[int], token: int, window: int) -> int:
+    """The state after `states` and `token`; `window` is 0 for a model without a sliding window."""
+    last = states[-1] if states else 0
+    in_window = sum(states[max(0, len(states) - window + 1) :]) if window else 0
+    return (31 * last + token + sum(states) + 3 * in_window) % _MODULUS
 
 
 def sampled_from(state: int) -> int:
     return state % 997 + 1
 
 
-def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
+def expected_tokens(prompt: Sequence[int], count: int, window: int = 0) -> list[int]:
     """What the toy model answers when its cache is right."""
-    state = 0
+    states: list[int] = []
     for token in prompt:
-        state = next_state(state, token)
+        states.append(next_state(states, token, window))
     answer = []
     for _ in range(count):
-        answer.append(sampled_from(state))
-        state = next_state(state, answer[-1])
+        answer.append(sampled_from(states[-1]))
+        states.append(next_state(states, answer[-1], window))
     return answer
 
 
 class ToyModel:
-    """Reads and writes the caches of one engine: one `[blocks, heads, tokens, elements]` float32 view per worker.
+    """Reads and writes the caches of one engine.
+
+    Args:
+        layers: one per cache group: by worker a float32 view `[blocks, heads, tokens, elements]`.
+        window: of the second layer, if there is one.
 
     `forward` samples as it goes, so a step may be run before the one before it was answered.
     """
 
-    def __init__(self, engine: Engine, shards: Sequence[torch.Tensor]) -> None:
-        self._engine, self._shards = engine, list(shards)
+    def __init__(self, engine: Engine, layers: Sequence[Sequence[torch.Tensor]], window: int) -> None:
+        self._engine, self._layers, self._window = engine, layers, window
         self._samples: defaultdict[str, deque[int]] = defaultdict(deque)
         self._ahead: dict[tuple[str, int], int] = {}
 
@@ -54,18 +66,7 @@ class ToyModel:
         cached = output.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for name, count in output.num_scheduled_tokens.items():
-            request = self._engine.scheduler.requests[name]
-            blocks = self._engine.block_ids(name)
-            state = self._read(blocks, starts[name] - 1) if starts[name] else 0
-            for position in range(starts[name], starts[name] + count):
-                known = position < request.num_tokens
-                token = request.all_token_ids[position] if known else self._ahead[name, position]
-                state = next_state(state, token)
-                self._write(blocks, position, state)
-            if not request.is_prefill_chunk:
-                token = sampled_from(self._read(blocks, position))
-                self._samples[name].append(token)
-                self._ahead[name, position + 1] = token
+            self._compute(name, starts[name], starts[name] + count)
 
     def sample(self, request_id: str) -> int:
         """The token of the oldest step that has not been asked for."""
@@ -73,14 +74,43 @@ class ToyModel:
 
     def poison(self) -> None:
         """Overwrite the whole cache, as if every block had been given to somebody else."""
-        for shard in self._shards:
-            shard.fill_(9999.0)
+        for shards in self._layers:
+            for shard in shards:
+                shard.fill_(9999.0)
 
-    def _read(self, blocks: list[int], position: int) -> int:
-        where = blocks[position // BLOCK_TOKENS], slice(None), position % BLOCK_TOKENS
-        cells = torch.cat([shard[where].flatten() for shard in self._shards])
-        return int(cells[0]) if bool((cells == cells[0]).all()) else -1
+    def _compute(self, name: str, start: int, stop: int) -> None:
+        request = self._engine.scheduler.requests[name]
+        blocks = self._engine.all_block_ids(name)
+        states = self._read(0, blocks[0], 0, start)
+        if self._window:
+            first = max(0, start - self._window + 1)
+            if self._read(1, blocks[1], first, start) != states[first:]:
+                states = [_BROKEN] * start
+        for position in range(start, stop):
+            known = position < request.num_tokens
+            token = request.all_token_ids[position] if known else self._ahead[name, position]
+            states.append(next_state(states, token, self._window))
+        for layer, ids in enumerate(blocks):
+            self._write(layer, ids, start, states[start:])
+        if not request.is_prefill_chunk:
+            self._samples[name].append(sampled_from(states[-1]))
+            self._ahead[name, stop] = sampled_from(states[-1])
 
-    def _write(self, blocks: list[int], position: int, state: int) -> None:
-        for shard in self._shards:
-            shard[blocks[position // BLOCK_TOKENS], :, position % BLOCK_TOKENS] = float(state)
+    def _read(self, layer: int, blocks: list[int], start: int, stop: int) -> list[int]:
+        if start == stop:
+            return []
+        where = _cells(blocks, start, stop)
+        cells = torch.cat([shard[where[0], :, where[1]].flatten(1) for shard in self._layers[layer]], dim=1)
+        even = (cells == cells[:, :1]).all(dim=1)
+        return [int(x) for x in torch.where(even, cells[:, 0], torch.full_like(cells[:, 0], _BROKEN))]
+
+    def _write(self, layer: int, blocks: list[int], start: int, states: list[int]) -> None:
+        where = _cells(blocks, start, start + len(states))
+        values = torch.tensor(states, dtype=torch.float32).reshape(-1, 1, 1)
+        for shard in self._layers[layer]:
+            shard[where[0], :, where[1]] = values
+
+
+def _cells(blocks: list[int], start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    positions = torch.arange(start, stop)
+    return torch.tensor(blocks)[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
