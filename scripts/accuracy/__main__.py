@@ -52,7 +52,7 @@ def _run(settings: Settings) -> int:
     from rich.console import Console
 
     from scripts.accuracy.processes import ServerFailed
-    from scripts.accuracy.report import show, verdict
+    from scripts.accuracy.report import show, verdict, write
     from scripts.accuracy.run import Run
 
     signal.signal(signal.SIGTERM, _interrupt)
@@ -71,6 +71,7 @@ def _run(settings: Settings) -> int:
             print(f"\n{error}", file=sys.stderr)
             return 3
         show(reports[-1], console)
+        write(reports, log_dir / "report.json")
     status = verdict(reports)
     word = "passed" if status == 0 else "FAILED"
     print(f"{word} in {time.monotonic() - started_s:.0f} s; logs: {_shown(log_dir)}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -41,6 +43,12 @@ def show(report: Report, console: Console) -> None:
         for name, value in report.figures.items():
             table.add_row(name, "", value)
     console.print(table)
+
+
+def write(reports: Sequence[Report], path: Path) -> None:
+    """The same as JSON, for programs: a list of reports with their checks and figures."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([{**asdict(report), "passed": report.passed} for report in reports], indent=2) + "\n")
 
 
 def milliseconds(values: Mapping[str, float | None]) -> str:

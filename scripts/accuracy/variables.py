@@ -104,7 +104,10 @@ def anything(text: str) -> str:
 
 def words(text: str) -> tuple[str, ...]:
     """A list, separated by commas or blanks."""
-    return tuple(text.replace(",", " ").split())
+    found = tuple(text.replace(",", " ").split())
+    if not found:
+        raise Invalid("at least one name")
+    return found
 
 
 def arguments(text: str) -> tuple[str, ...]:

@@ -1,0 +1,39 @@
+# Recipes; CI calls .ci/run, which calls what the README names.
+
+set shell := ["bash", "-euo", "pipefail", "-c"]
+
+# the recipes
+default:
+    @just --list
+
+# ruff, mypy, import-linter: seconds
+check:
+    .venv/bin/ruff check .
+    .venv/bin/ruff format --check .
+    .venv/bin/mypy
+    .venv/bin/lint-imports
+
+# all checks and tests; arguments go to pytest
+test *arguments:
+    scripts/test.sh {{ arguments }}
+
+# the main job: two engines behind vllm-router against a single one
+accuracy:
+    scripts/run_accuracy_test.sh
+
+# the main job in every configuration of scripts/full.sh, with its dated table in docs/full-matrix.md
+full:
+    scripts/full.sh
+
+# what ruff can mend
+fmt:
+    .venv/bin/ruff check --fix .
+    .venv/bin/ruff format .
+
+# every published figure comes from a script in bench/
+bench *arguments:
+    .venv/bin/python -m bench {{ arguments }}
+
+# write the lock files anew from what is installed
+lock:
+    .venv/bin/python requirements/relock.py

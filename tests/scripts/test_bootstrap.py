@@ -1,0 +1,93 @@
+"""Making the environment: what is installed when, and the message where torch has no CPU build."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+
+import pytest
+
+from scripts import bootstrap
+from scripts.bootstrap import ROOT, BootstrapError, Environment, Steps
+
+
+def report(version: str, url: str) -> str:
+    return json.dumps({"install": [{"metadata": {"version": version}, "download_info": {"url": url}}]})
+
+
+@pytest.mark.parametrize(
+    ("version", "url", "offered"),
+    [
+        ("2.13.0+cpu", "file:///w/torch-2.13.0%2Bcpu-cp311-cp311-linux_x86_64.whl", True),
+        ("2.13.0", "https://x/torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl", False),
+        ("2.13.0+cu130", "https://x/torch-2.13.0%2Bcu130-cp311-cp311-linux_x86_64.whl", False),
+    ],
+)
+def test_the_cpu_build_of_torch_is_told_from_others(
+    monkeypatch: pytest.MonkeyPatch, version: str, url: str, offered: bool
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert bootstrap.cpu_torch_is_offered(report(version, url))[0] is offered
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert bootstrap.cpu_torch_is_offered(report(version, url))[0]
+
+
+class FakeEnvironment(Environment):
+    """Records what pip would be asked."""
+
+    def __init__(self, folder: Path, torch: str) -> None:
+        super().__init__(folder, Steps())
+        folder.mkdir(exist_ok=True)
+        self._torch = torch
+        self.asked: list[str] = []
+
+    def create(self) -> None:
+        self.asked.append("create")
+
+    def pip(self, *arguments: str, quiet: bool = False) -> str:
+        if "--dry-run" in arguments:
+            if not self._torch:
+                raise BootstrapError("ERROR: No matching distribution found for torch==2.13.0")
+            return report(self._torch, f"https://x/torch-{self._torch}-cp311-cp311-manylinux_2_28_x86_64.whl")
+        self.asked.append(Path(arguments[-1]).name)
+        return ""
+
+
+def test_a_second_time_nothing_is_installed(tmp_path: Path) -> None:
+    bootstrap.make(FakeEnvironment(tmp_path, "2.13.0+cpu"), ["cpu", "dev"])
+    second = FakeEnvironment(tmp_path, "2.13.0+cpu")
+    bootstrap.make(second, ["cpu", "dev"])
+    assert second.asked == ["create"]
+
+
+def test_the_sets_are_installed_once_each_and_kvferry_last(tmp_path: Path) -> None:
+    environment = FakeEnvironment(tmp_path, "2.13.0+cpu")
+    bootstrap.make(environment, ["cpu"])
+    bootstrap.make(environment, ["cpu", "dev"])
+    assert environment.asked == ["create", "cpu.lock", ROOT.name, "create", "dev.lock"]
+
+
+@pytest.mark.parametrize("torch", ["2.13.0", ""], ids=["CUDA build", "none"])
+def test_without_a_cpu_build_of_torch_the_message_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, torch: str
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    environment = FakeEnvironment(tmp_path, torch)
+    with pytest.raises(BootstrapError, match="PIP_EXTRA_INDEX_URL"):
+        bootstrap.make(environment, ["cpu"])
+    assert environment.asked == ["create"]
+
+
+def test_every_direct_requirement_is_locked_at_its_version() -> None:
+    for name in ("cpu", "dev"):
+        locked = set((ROOT / "requirements" / f"{name}.lock").read_text().splitlines())
+        wanted = [line.strip() for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()]
+        assert not {line for line in wanted if line and not line.startswith("#")} - locked
+
+
+def test_the_locks_leave_out_what_must_not_be_installed() -> None:
+    locked = (ROOT / "requirements" / "cpu.lock").read_text()
+    for name in ("torchvision", "torchaudio", "torchcodec", "llama-cpp-python", "kvferry"):
+        assert f"\n{name}==" not in locked
+    assert "://" not in locked
