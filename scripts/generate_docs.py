@@ -6,7 +6,6 @@ python -m scripts.generate_docs --check    # exit 1 when something is out of dat
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -43,10 +42,12 @@ def _metrics() -> str:
 def filled(text: str) -> str:
     """The page with every part between its markers replaced."""
     for name, table in tables().items():
-        marked = re.compile(rf"(<!-- generated: {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        text, count = marked.subn(lambda match, table=table: match.group(1) + table + match.group(2), text)
-        if count != 1:
-            raise SystemExit(f"{PAGE}: {count} places for the generated part {name!r}; expected 1")
+        begin, end = f"<!-- generated: {name} -->\n", "\n<!-- end -->"
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise SystemExit(f"{PAGE}: no place for the generated part {name!r}")
+        text = before + begin + table + end + after
     return text
 
 

@@ -1,0 +1,104 @@
+"""The main job in every configuration that this machine can run, and its dated table.
+
+    python -m scripts.full_matrix                 # all of them; writes docs/full-matrix.md
+    python -m scripts.full_matrix bfloat16        # those whose name contains the word; the others keep their rows
+
+`just full` calls it after all tests. A row that failed is written too, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "full-matrix.md"
+
+HEAD = """\
+# Full matrix
+
+Written by `just full`. Each row is one run of `scripts/run_accuracy_test.sh` with the variables named, on the machine and
+the commit of its date.
+
+| configuration | variables | result | prompts · tokens | bytes moved | handover | date | commit | machine |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One run of the main job."""
+
+    name: str
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+CONFIGURATIONS = (
+    Configuration("float32, one to one"),
+    Configuration("bfloat16, one to one", {"DTYPE": "bfloat16"}),
+    Configuration("float32, blocks of 64", {"PREFILL_BLOCK_SIZE": "64", "DECODE_BLOCK_SIZE": "64"}),
+    Configuration("float32, two prefill engines", {"NUM_PREFILL_INSTANCES": "2"}),
+    Configuration("float32, two decode engines", {"NUM_DECODE_INSTANCES": "2"}),
+)
+
+
+def run(configuration: Configuration) -> dict[str, str]:
+    """Run one configuration; the cells of its row."""
+    print(f"\n== {configuration.name}", flush=True)
+    logs = ROOT / "logs" / "full" / re.sub(r"\W+", "-", configuration.name)
+    environment = {**os.environ, **configuration.variables, "LOG_DIR": str(logs)}
+    status = subprocess.run(["scripts/run_accuracy_test.sh"], cwd=ROOT, env=environment, check=False).returncode
+    written = sorted(logs.glob("*/report.json"))
+    report = json.loads(written[-1].read_text())[0] if written and status in (0, 1) else {}
+    found = {check["name"]: check["detail"] for check in report.get("checks", [])}
+    figures = report.get("figures", {})
+    return {
+        "result": "ok" if status == 0 else f"FAILED (exit status {status})",
+        "prompts": figures.get("prompts · tokens compared", "–"),
+        "bytes": found.get("bytes moved, prompt by prompt", "–"),
+        "handover": figures.get("handover: prefill answered → first token", "–"),
+    }
+
+
+def row(configuration: Configuration, cells: dict[str, str]) -> str:
+    """One line of the table."""
+    variables = " ".join(f"`{name}={value}`" for name, value in configuration.variables.items()) or "–"
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    parts = [configuration.name, variables, *cells.values(), time.strftime("%Y-%m-%d"), commit, machine]
+    return "| " + " | ".join(part.replace("|", "/") for part in parts) + " |"
+
+
+def kept_rows() -> dict[str, str]:
+    """The rows that the page has, by configuration."""
+    lines = PAGE.read_text().splitlines() if PAGE.exists() else []
+    return {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
+
+
+def main(words: list[str]) -> int:
+    """Run what is asked for and write the page after every row."""
+    rows = kept_rows()
+    failed = False
+    for configuration in CONFIGURATIONS:
+        if words and not any(word in configuration.name for word in words):
+            continue
+        cells = run(configuration)
+        failed |= cells["result"] != "ok"
+        rows[configuration.name] = row(configuration, cells)
+        present = [rows[each.name] for each in CONFIGURATIONS if each.name in rows]
+        PAGE.write_text(HEAD + "\n".join(present) + "\n")
+    print(f"written: {PAGE.relative_to(ROOT)}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
