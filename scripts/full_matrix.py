@@ -24,8 +24,8 @@ PAGE = ROOT / "docs" / "full-matrix.md"
 HEAD = """\
 # Full matrix
 
-Written by `just full`. Each row is one run of `scripts/run_accuracy_test.sh` with the variables named, on the machine and
-the commit of its date.
+Written by `just full`. Each row is one run of `scripts/run_accuracy_test.sh` with the variables named, on the machine
+and the commit of its date.
 
 | configuration | variables | result | prompts · tokens | bytes moved | handover | date | commit | machine |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
