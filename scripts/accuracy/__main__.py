@@ -52,7 +52,7 @@ def _run(settings: Settings) -> int:
     from rich.console import Console
 
     from scripts.accuracy.processes import ServerFailed
-    from scripts.accuracy.report import show, verdict, write
+    from scripts.accuracy.report import save, show, verdict, write
     from scripts.accuracy.run import Run
 
     signal.signal(signal.SIGTERM, _interrupt)
@@ -70,6 +70,7 @@ def _run(settings: Settings) -> int:
         except ServerFailed as error:
             print(f"\n{error}", file=sys.stderr)
             return 3
+        save(reports, log_dir / "report.json")
         show(reports[-1], console)
         write(reports, log_dir / "report.json")
     status = verdict(reports)

@@ -32,16 +32,16 @@ _MARKS = {True: "[green]ok[/]", False: "[bold red]FAILED[/]", None: "[yellow]not
 
 def show(report: Report, console: Console) -> None:
     """Print the table."""
-    table = Table(title=report.title, title_justify="left", show_lines=False, expand=False)
+    table = Table(title=escape(report.title), title_justify="left", show_lines=False, expand=False)
     table.add_column("check", no_wrap=True)
     table.add_column("result", no_wrap=True)
     table.add_column("found", overflow="fold")
     for check in report.checks:
-        table.add_row(check.name, _MARKS[check.passed], check.detail)
+        table.add_row(escape(check.name), _MARKS[check.passed], escape(check.detail))
     if report.figures:
         table.add_section()
         for name, value in report.figures.items():
-            table.add_row(name, "", value)
+            table.add_row(escape(name), "", escape(value))
     console.print(table)
 
 
@@ -49,6 +49,12 @@ def write(reports: Sequence[Report], path: Path) -> None:
     """The same as JSON, for programs: a list of reports with their checks and figures."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([{**asdict(report), "passed": report.passed} for report in reports], indent=2) + "\n")
+
+
+def save(reports: Sequence[Report], path: Path) -> None:
+    """The same for programs: `[{"title", "passed", "checks": [{"name", "passed", "detail"}], "figures": {…}}]`."""
+    told = [{**asdict(report), "passed": report.passed} for report in reports]
+    path.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
 
 
 def milliseconds(values: Mapping[str, float | None]) -> str:
