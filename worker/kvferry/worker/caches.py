@@ -76,7 +76,7 @@ class TailEraser:
             block = int(blocks.local[-1])
             for tensor, cells in views:
                 used = -(-(stop_token % tensor.block_tokens) // tensor.tile_tokens)
-                if used:
+                if 0 < used < tensor.tiles:
                     cells[block, :, used:, :] = 0
                     erased = True
         return self._clock.mark() if erased else None
