@@ -204,8 +204,9 @@ class MemoryFabric:
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         self._open("take notifications")
-        arrived = list(self._agent.inbox)
-        self._agent.inbox.clear()
+        inbox, arrived = self._agent.inbox, []
+        while inbox:  # one by one: the sender may be on another thread
+            arrived.append(inbox.popleft())
         return arrived
 
     def close(self) -> None:
