@@ -28,7 +28,7 @@ def fetch_description(host: str, port: int, engine_id: str, asker: str, timeout_
         InvalidMessage: the answer was none of the protocol's.
     """
     where = f"{host}:{port}"
-    address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{where}"
+    address = f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{where}"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:
         socket = context.socket(zmq.REQ)

@@ -1,11 +1,13 @@
 """A producer worker's lease table: the words that consumers read, and who has reported under each.
 
-Used by the transfer thread alone. A word is cleared before its request is reported, so a read that overlapped the
-release of a block always sees it.
+Leases are opened by the step thread, at once: a consumer that looks before anything is in the slot must take the lease
+for ended. All else is done by the transfer thread; a lock keeps the two apart. A word is cleared before its request is
+reported, so a read that overlapped the release of a block always sees it.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +37,8 @@ class LeaseTable:
     def __init__(self, slots: int) -> None:
         self.words = np.full(slots, EMPTY, dtype=np.uint64)
         self._leases: dict[int, _Lease] = {}
+        self._held: set[int] = set()
+        self._lock = threading.Lock()
 
     @property
     def address(self) -> LeaseTableAddress:
@@ -47,13 +51,15 @@ class LeaseTable:
 
     def held(self) -> int:
         """Leases under which a `done` is awaited."""
-        return sum(lease.request_id is not None for lease in self._leases.values())
+        return len(self._held)
 
     def open(self, order: LeaseOpen) -> None:
-        """The request runs: the blocks are being written."""
+        """The request runs: the blocks are being written. A former lease of the slot that was never held is over."""
         epoch = epoch_from_text(order.epoch)
-        self._leases[order.slot] = _Lease(epoch)
-        self.words[order.slot] = slot_word(epoch, SlotState.COMPUTING)
+        with self._lock:
+            self._held.discard(order.slot)
+            self._leases[order.slot] = _Lease(epoch)
+            self.words[order.slot] = slot_word(epoch, SlotState.COMPUTING)
 
     def hold(self, order: LeaseHold) -> str | None:
         """The request has ended and its blocks are kept.
@@ -61,17 +67,20 @@ class LeaseTable:
         Returns:
             The request, if everybody had reported already: it is over.
         """
-        lease = self._find(order.slot, order.epoch)
-        if lease is None:
-            return None
-        lease.request_id = order.request_id
-        return self._finish_if_complete(order.slot, lease)
+        with self._lock:
+            lease = self._find(order.slot, order.epoch)
+            if lease is None:
+                return None
+            lease.request_id = order.request_id
+            self._held.add(order.slot)
+            return self._finish_if_complete(order.slot, lease)
 
     def ready(self, order: LeaseHold) -> None:
         """The device has finished everything that may write the blocks."""
-        lease = self._find(order.slot, order.epoch)
-        if lease is not None:
-            self.words[order.slot] = slot_word(lease.epoch, SlotState.READY)
+        with self._lock:
+            lease = self._find(order.slot, order.epoch)
+            if lease is not None:
+                self.words[order.slot] = slot_word(lease.epoch, SlotState.READY)
 
     def end(self, order: LeaseEnd) -> str | None:
         """Nobody may read any more.
@@ -79,11 +88,12 @@ class LeaseTable:
         Returns:
             The request, if it was held and has not been reported: report it now.
         """
-        lease = self._find(order.slot, order.epoch)
-        if lease is None:
-            return None
-        self._clear(order.slot)
-        return lease.request_id
+        with self._lock:
+            lease = self._find(order.slot, order.epoch)
+            if lease is None:
+                return None
+            self._clear(order.slot)
+            return lease.request_id
 
     def done(self, message: Done) -> str | None:
         """A consumer's worker has what it wanted. The same worker counts once; an early report is remembered.
@@ -94,17 +104,20 @@ class LeaseTable:
         Raises:
             KeyError: there is no such lease.
         """
-        lease = self._find(message.slot, message.epoch)
-        if lease is None:
-            raise KeyError(message.slot)
-        lease.reporters.add((message.consumer, message.worker))
-        lease.expected = max(lease.expected, message.expected)
-        return self._finish_if_complete(message.slot, lease)
+        with self._lock:
+            lease = self._find(message.slot, message.epoch)
+            if lease is None:
+                raise KeyError(message.slot)
+            lease.reporters.add((message.consumer, message.worker))
+            lease.expected = max(lease.expected, message.expected)
+            return self._finish_if_complete(message.slot, lease)
 
     def clear(self) -> None:
         """End every lease: the memory is about to be used for something else."""
-        self.words[:] = EMPTY
-        self._leases.clear()
+        with self._lock:
+            self.words[:] = EMPTY
+            self._leases.clear()
+            self._held.clear()
 
     def _find(self, slot: int, epoch: str) -> _Lease | None:
         lease = self._leases.get(slot)
@@ -118,4 +131,5 @@ class LeaseTable:
 
     def _clear(self, slot: int) -> None:
         self.words[slot] = EMPTY
+        self._held.discard(slot)
         del self._leases[slot]

@@ -28,6 +28,7 @@ from kvferry.worker.fabric import Fabric, FabricError, Transfer, TransferState
 from kvferry.worker.landing import Landing
 from kvferry.worker.peer import Peer, PeerKey
 from kvferry.worker.peer_book import PeerBook, Unavailable
+from kvferry.worker.unforeseen import give_back, has_ended
 
 Steps = Generator[None, None, None]
 
@@ -88,6 +89,7 @@ class Load:
     Attributes:
         mark: when it is reached, the device has finished everything that was launched before the blocks were given
             to this request.
+        peer: whom it reads from, once that has been met.
         in_flight: transfers that may still write: into the request's blocks, or into `cells`.
         figures: set when the load is good.
         undelivered: producer workers that could not be told.
@@ -97,6 +99,7 @@ class Load:
     mark: DeviceMark
     context: LoadContext
     ordered_s: float
+    peer: Peer | None = None
     in_flight: list[Transfer] = field(default_factory=list)
     cells: tuple[int, ...] = ()
     figures: LoadFigures | None = None
@@ -113,7 +116,7 @@ class Load:
             LoadFailed: the blocks are not to be used.
             FabricError: the fabric failed; the peer may be lost.
         """
-        peer = yield from self._meet_peer()
+        peer = self.peer = yield from self._meet_peer()
         pairs = self._pair_blocks(peer)
         while not self.mark.reached():
             yield
@@ -128,21 +131,20 @@ class Load:
         self._tell(peer)
 
     def settle(self) -> bool:
-        """Release what can write no more. Returns whether nothing is in flight: the blocks are safe to use again."""
-        alive = []
-        for transfer in self.in_flight:
-            try:
-                if self.context.fabric.poll(transfer) is TransferState.IN_FLIGHT:
-                    alive.append(transfer)
-                    continue
-            except FabricError:
-                pass  # it has ended, and not well, which is all that matters here
-            self.context.fabric.release(transfer)
-        self.in_flight = alive
-        if not alive and self.cells:
+        """Release what can write no more; raises nothing.
+
+        Returns:
+            Whether nothing is in flight: the blocks are safe to use again.
+        """
+        fabric = self.context.fabric
+        ended = [transfer for transfer in self.in_flight if has_ended(fabric, transfer)]
+        for transfer in ended:
+            self.in_flight.remove(transfer)
+            give_back(fabric, transfer)
+        if not self.in_flight and self.cells:
             self.context.landing.give_back(self.cells)
             self.cells = ()
-        return not alive
+        return not self.in_flight
 
     def _meet_peer(self) -> Generator[None, None, Peer]:
         while True:

@@ -21,6 +21,7 @@ from kvferry.worker.fabric import (
     PeerAgent,
     RemoteDescriptors,
 )
+from kvferry.worker.unforeseen import give_back
 
 Made = PeerAgent | LocalDescriptors | RemoteDescriptors
 """What `connect` gets from the fabric and has to give back."""
@@ -87,16 +88,13 @@ def connect(fabric: Fabric, caches: KvCaches, key: PeerKey, description: EngineD
 
 
 def disconnect(fabric: Fabric, peer: Peer) -> None:
-    """Give back everything that `connect` made. Nothing may be in flight unless the peer is dead."""
+    """Give back everything that `connect` made; raises nothing. What is in flight goes on, and is to be polled."""
     _undo(fabric, peer.made)
 
 
 def _undo(fabric: Fabric, made: Sequence[Made]) -> None:
     for one in reversed(made):
-        if isinstance(one, str):
-            fabric.remove_peer(one)
-        else:
-            fabric.release(one)
+        give_back(fabric, one)
 
 
 def _connect_route(

@@ -17,13 +17,14 @@ import numpy as np
 
 from kvferry.plan.refusal import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
-from kvferry.protocol.errors import InputError, KvferryError, PeerRefused
+from kvferry.protocol.errors import HandshakeFailed, InputError, KvferryError, PeerRefused
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.caches import KvCaches
-from kvferry.worker.fabric import Fabric, FabricError, Transfer, TransferState
+from kvferry.worker.fabric import Fabric, Transfer, TransferState
 from kvferry.worker.landing import Landing
 from kvferry.worker.peer import Introduce, Peer, PeerKey, connect, disconnect
+from kvferry.worker.unforeseen import give_back, has_ended
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,11 @@ class PeerBook:
 
     def busy(self) -> bool:
         """Whether `step` must be called again soon without being woken."""
-        return bool(self._warming or self._dying)
+        return bool(self._warming)
+
+    def burying(self) -> bool:
+        """Whether `step` must be called again, at leisure: first reads were given up and have not ended."""
+        return bool(self._dying)
 
     def get(self, key: PeerKey, now_s: float) -> Peer | Unavailable | None:
         """The peer, or why there is none, or None while it is being introduced."""
@@ -131,13 +136,13 @@ class PeerBook:
             disconnect(self._fabric, peer)
         return changed
 
-    def lost(self, key: PeerKey, why: str, now_s: float) -> None:
-        """The peer is gone: forget it, so that the next load meets it anew."""
-        peer = self._ready.pop(key, None)
-        if peer is not None:
-            logger.warning("peer=%s is lost: %s", key, why)
+    def lost(self, peer: Peer, why: str, now_s: float) -> None:
+        """The peer is gone: forget it, so that the next load meets it anew. One that has been met anew is not."""
+        if self._ready.get(peer.key) is peer:
+            logger.warning("peer=%s is lost: %s", peer.key, why)
+            del self._ready[peer.key]
             disconnect(self._fabric, peer)
-            self._give_up(key, Unavailable(FailureReason.TRANSFER, why), now_s)
+            self._give_up(peer.key, Unavailable(FailureReason.TRANSFER, why), now_s)
 
     def close(self) -> None:
         """Forget everybody."""
@@ -157,9 +162,7 @@ class PeerBook:
 
     def _arrived(self, key: PeerKey, found: tuple[EngineDescription, TransferPlan] | Exception, now_s: float) -> None:
         if isinstance(found, Exception):
-            self._give_up(key, Unavailable(_reason(found), str(found)), now_s)
-            if not isinstance(found, KvferryError):
-                logger.error("peer=%s: the handshake failed in an unforeseen way", key, exc_info=found)
+            self._failed(key, found, now_s)
             return
         description, plan = found
         self._forget_former_lives(key)
@@ -167,36 +170,36 @@ class PeerBook:
         if cells is None:
             self._give_up(key, Unavailable(FailureReason.HANDSHAKE, "too many reads in flight"), now_s)
             return
-        reads: list[Transfer] = []
         try:
             peer = connect(self._fabric, self._caches, key, description, plan)
-        except (FabricError, InputError) as error:
+        except Exception as error:  # noqa: BLE001 - judged in _failed
             self._landing.give_back(cells)
-            self._give_up(key, Unavailable(_reason(error), str(error)), now_s)
+            self._failed(key, error, now_s)
             return
-        warming = self._warming[key] = _Warming(peer, reads, cells, now_s + self._timeout_s)
+        warming = self._warming[key] = _Warming(peer, [], cells, now_s + self._timeout_s)
         try:
             for cell, route in zip(cells, peer.routes, strict=True):
                 where = np.array([cell], dtype=np.int32)
                 first = np.zeros(1, dtype=np.int32)
-                reads.append(self._fabric.post_read(self._landing.descriptors, where, route.slots, first))
-        except FabricError as error:
-            self._abandon(key, warming, str(error), now_s)
+                warming.reads.append(self._fabric.post_read(self._landing.descriptors, where, route.slots, first))
+        except Exception as error:  # noqa: BLE001 - judged in _failed
+            self._abandon(key, warming, error, now_s)
 
     def _warm(self, key: PeerKey, warming: _Warming, now_s: float) -> bool:
         """A real small read connects for certain, which nothing else in NIXL does."""
         try:
             states = [self._fabric.poll(read) for read in warming.reads]
-        except FabricError as error:
-            self._abandon(key, warming, str(error), now_s)
+        except Exception as error:  # noqa: BLE001 - judged in _failed
+            self._abandon(key, warming, error, now_s)
             return True
         if any(state is TransferState.IN_FLIGHT for state in states):
             if now_s < warming.deadline_s:
                 return False
-            self._abandon(key, warming, f"the first read took longer than {self._timeout_s:g} s", now_s)
+            late = HandshakeFailed(f"the first read took longer than {self._timeout_s:g} s")
+            self._abandon(key, warming, late, now_s)
             return True
         for read in warming.reads:
-            self._fabric.release(read)
+            give_back(self._fabric, read)
         self._landing.give_back(warming.cells)
         del self._warming[key]
         self._given_up.pop(key, None)
@@ -204,25 +207,27 @@ class PeerBook:
         logger.info("peer=%s %s", key, warming.peer.plan.describe())
         return True
 
-    def _abandon(self, key: PeerKey, warming: _Warming, why: str, now_s: float) -> None:
+    def _abandon(self, key: PeerKey, warming: _Warming, error: Exception, now_s: float) -> None:
         del self._warming[key]
-        self._give_up(key, Unavailable(FailureReason.HANDSHAKE, why), now_s)
+        self._failed(key, error, now_s)
         if not self._bury(warming):
             self._dying.append(warming)
 
     def _bury(self, warming: _Warming) -> bool:
         """Give everything back once no read can land any more; a read that was not aborted still may."""
+        if not all(has_ended(self._fabric, read) for read in warming.reads):
+            return False
         for read in warming.reads:
-            try:
-                if self._fabric.poll(read) is TransferState.IN_FLIGHT:
-                    return False
-            except FabricError:
-                continue
-        for read in warming.reads:
-            self._fabric.release(read)
+            give_back(self._fabric, read)
         self._landing.give_back(warming.cells)
         disconnect(self._fabric, warming.peer)
         return True
+
+    def _failed(self, key: PeerKey, error: Exception, now_s: float) -> None:
+        """It could not be met."""
+        self._give_up(key, Unavailable(_reason(error), str(error) or repr(error)), now_s)
+        if not isinstance(error, KvferryError):
+            logger.error("peer=%s: the handshake failed in an unforeseen way", key, exc_info=error)
 
     def _give_up(self, key: PeerKey, why: Unavailable, now_s: float) -> None:
         """Back off: twice as long after every failure, jittered, so that a fleet does not knock in step."""

@@ -12,7 +12,9 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec
 
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.notifications import decode_notification
@@ -23,6 +25,7 @@ from kvferry.worker.lease_table import LeaseTable
 from kvferry.worker.load import Load, LoadContext, LoadFailed, Steps
 from kvferry.worker.peer_book import PeerBook
 from kvferry.worker.results import ResultBox
+from kvferry.worker.unforeseen import unforeseen
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,10 @@ _SHORTEST_PAUSE_S = 50e-6
 _LONGEST_PAUSE_S = 1e-3
 _NOTIFICATION_PAUSE_S = 2e-3
 _QUARANTINE_PAUSE_S = 10e-3
+_LAST_READS_S = 0.5
 _JOIN_S = 10.0
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class TransferThread:
 
     Args:
         context: what loads work with; its fabric belongs to this thread from now on.
-        table: this worker's lease table; it too.
+        table: this worker's lease table.
         load_timeout_s: after which a load has failed.
         max_loads: loads in flight at once.
     """
@@ -83,61 +89,81 @@ class TransferThread:
         self._thread.start()
 
     def submit(self, orders: StepOrders, mark: DeviceMark) -> None:
-        """Hand over a step's orders; returns at once."""
+        """Hand over a step's orders; returns at once, with its leases open: no consumer can come before them."""
+        for opened in orders.opens:
+            self._table.open(opened)
         self._inbox.put(_Orders(orders, mark, time.monotonic()))
 
     def wake(self) -> None:
         """Look for something to do; from any thread."""
         self._inbox.put(_Wake())
 
-    def close(self) -> None:
-        """Stop the thread and wait for it. Idempotent."""
+    def close(self) -> bool:
+        """Stop the thread and wait for it; from now on no lease is good. Idempotent.
+
+        Returns:
+            Whether it has ended; False when it is stuck in a call of the fabric.
+        """
+        self._table.clear()
         if self._thread.is_alive():
             self._inbox.put(_Stop())
             self._thread.join(_JOIN_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while not self._stopping:
-            try:
-                self._take_work()
-                self._step()
-            except Exception:
-                # A bug, or NIXL raising what it never raised before. Whatever it was about is either retried or runs
-                # into its deadline; the thread must live.
-                logger.exception("the transfer thread goes on after an unforeseen error")
-                self._pause_s = _LONGEST_PAUSE_S
-        self._table.clear()
+            self._survive(self._take_work)
+            self._step()
+        self._wind_up()
 
-    def _take_work(self) -> None:
+    def _survive(self, part: Callable[P, bool], *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Do one part of the work. Whatever it raises, the thread lives and the other parts get their turn."""
         try:
-            item = self._inbox.get(timeout=self._wait_s())
-        except queue.Empty:
-            return
+            return part(*args, **kwargs)
+        except Exception:  # noqa: BLE001 - shown, with its traceback
+            unforeseen.show("the transfer thread goes on")
+            return False
+
+    def _wind_up(self) -> None:
+        """The memory is about to be the engine's alone: reads of others are void, own ones get a moment to end."""
+        self._table.clear()
+        for _, steps in self._running.values():
+            steps.close()
+        loads = [*(load for load, _ in self._running.values()), *self._quarantine.values()]
+        end_s = time.monotonic() + _LAST_READS_S
+        while loads and time.monotonic() < end_s:
+            loads = [load for load in loads if not load.settle()]
+            time.sleep(_LONGEST_PAUSE_S)
+        if loads:
+            logger.warning("closed while %d loads may still be written", len(loads))
+
+    def _take_work(self) -> bool:
+        """Wait for work, no longer than `_wait_s`, and take all there is. Returns whether there was any."""
+        timeout_s, found = self._wait_s(), False
         while True:
+            try:
+                item = self._inbox.get(not found, timeout_s)
+            except queue.Empty:
+                return found
+            found = True
+            self._pause_s = _SHORTEST_PAUSE_S
             if isinstance(item, _Stop):
                 self._stopping = True
             elif isinstance(item, _Orders):
                 self._carry_out(item)
-            self._pause_s = _SHORTEST_PAUSE_S
-            try:
-                item = self._inbox.get_nowait()
-            except queue.Empty:
-                return
 
     def _wait_s(self) -> float | None:
         if self._running or self._unready or self._waiting or self._book.busy():
             return self._pause_s
         if self._table.held():
             return _NOTIFICATION_PAUSE_S
-        return _QUARANTINE_PAUSE_S if self._quarantine else None
+        return _QUARANTINE_PAUSE_S if self._quarantine or self._book.burying() else None
 
     def _carry_out(self, item: _Orders) -> None:
         orders = item.orders
         if orders.ends:
-            self._take_notifications()  # a report that is here already comes before the end of its lease
+            self._survive(self._take_notifications)  # a report that is here already comes before the end of its lease
         sent = [self._table.end(end) for end in orders.ends]
-        for opened in orders.opens:
-            self._table.open(opened)
         for hold in orders.holds:
             sent.append(self._table.hold(hold))
             self._unready.append((item.mark, hold))
@@ -148,10 +174,11 @@ class TransferThread:
 
     def _step(self) -> None:
         now_s = time.monotonic()
-        progress = self._book.step(now_s, {load.key for load in (*self._loads(), *self._quarantine.values())})
-        progress |= self._mark_ready()
+        in_use = {load.key for load, _ in self._running.values()} | {x.key for x in self._quarantine.values()}
+        progress = self._survive(self._book.step, now_s, in_use)
+        progress |= self._survive(self._mark_ready)
         if self._table.held():
-            progress |= self._take_notifications()
+            progress |= self._survive(self._take_notifications)
         while self._waiting and len(self._running) < self._max_loads:
             load = self._waiting.popleft()
             self._running[load.order.request_id] = (load, load.steps())
@@ -162,9 +189,6 @@ class TransferThread:
             self._fail(load, FailureReason.DEADLINE, "it never got its turn")
         progress |= self._look_into_quarantine()
         self._pause_s = _SHORTEST_PAUSE_S if progress else min(self._pause_s * 2, _LONGEST_PAUSE_S)
-
-    def _loads(self) -> list[Load]:
-        return [load for load, _ in self._running.values()]
 
     def _is_late(self, load: Load, now_s: float) -> bool:
         return now_s - load.ordered_s > self._load_timeout_s
@@ -180,24 +204,28 @@ class TransferThread:
     def _take_notifications(self) -> bool:
         arrived = self._fabric.take_notifications()
         for sender, frame in arrived:
-            try:
-                done = decode_notification(frame)
-                finished = self._table.done(done)
-            except InvalidMessage as invalid:
-                logger.warning("ignored a notification of %s: %s", sender, invalid)
-                with self.results as results:
-                    results.bad_notifications += 1
-                continue
-            except KeyError:
-                logger.debug("ignored a notification of %s: no such lease", sender)
-                with self.results as results:
-                    results.late_notifications += 1
-                continue
-            logger.debug("slot=%d done by worker %d of %s", done.slot, done.worker, done.consumer)
-            if finished is not None:
-                with self.results as results:
-                    results.sent.add(finished)
+            self._survive(self._take_notification, sender, frame)
         return bool(arrived)
+
+    def _take_notification(self, sender: str, frame: bytes) -> bool:
+        try:
+            done = decode_notification(frame)
+            finished = self._table.done(done)
+        except InvalidMessage as invalid:
+            logger.warning("ignored a notification of %s: %s", sender, invalid)
+            with self.results as results:
+                results.bad_notifications += 1
+            return False
+        except KeyError:
+            logger.debug("ignored a notification of %s: no such lease", sender)
+            with self.results as results:
+                results.late_notifications += 1
+            return False
+        logger.debug("slot=%d done by worker %d of %s", done.slot, done.worker, done.consumer)
+        if finished is not None:
+            with self.results as results:
+                results.sent.add(finished)
+        return True
 
     def _advance(self, load: Load, steps: Steps, now_s: float) -> bool:
         """Resume one load. Returns whether it has ended."""
@@ -212,8 +240,8 @@ class TransferThread:
             self._fail(load, failed.reason, str(failed))
         except FabricError as error:
             self._fail(load, FailureReason.TRANSFER, str(error))
-            if isinstance(error, PeerLost):
-                self._book.lost(load.key, str(error), now_s)
+            if isinstance(error, PeerLost) and load.peer is not None:
+                self._book.lost(load.peer, str(error), now_s)
         except Exception as error:
             logger.exception("req=%s peer=%s: an unforeseen error in a load", load.order.request_id, load.key)
             self._fail(load, FailureReason.TRANSFER, repr(error))
@@ -255,7 +283,7 @@ class TransferThread:
             load.key,
             reason.value,
             detail,
-            "" if safe else "; its blocks are quarantined until the transfer ends",
+            "" if safe else "; its blocks are quarantined",
         )
         with self.results as results:
             results.failed[request_id] = reason

@@ -88,6 +88,7 @@ class FerryWorker:
             workers=(self.description,),
         )
         self._caches = caches
+        self._eraser = TailEraser(caches)
         self._clock = clock_for(caches.device)
         self._thread: TransferThread | None = None
         self._book: PeerBook | None = None
@@ -104,8 +105,9 @@ class FerryWorker:
 
     def close(self) -> None:
         """Stop the thread and give the memory back to the engine. Idempotent."""
-        if self._thread is not None:
-            self._thread.close()
+        if self._thread is not None and not self._thread.close():
+            logger.error("the transfer thread is stuck in a call; what it uses is left alone")
+            return
         if self._book is not None:
             self._book.close()
         self._fabric.close()
@@ -124,7 +126,7 @@ class FerryWorker:
                     book=self._book,
                     landing=self._landing,
                     caches=self._caches,
-                    eraser=TailEraser(self._caches),
+                    eraser=self._eraser,
                     groups=self._engine.groups,
                     boot=boot,
                     worker=self._index,
