@@ -1,0 +1,147 @@
+"""The fence: nothing is reported loaded that was read from blocks whose lease was not READY before and after."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvferry.protocol.ids import epoch_from_text
+from kvferry.protocol.orders import FailureReason
+from kvferry.protocol.slots import EMPTY, SlotState, slot_word
+from kvferry.worker.load import Load
+from kvferry.worker.peer import Peer
+from tests.waiting import wait_until
+from tests.worker.engine_rig import Engine, Offer, Rig
+
+
+def test_a_lease_that_ended_before_the_read_is_not_read_from(any_rig: Rig) -> None:
+    producer, consumer = any_rig.pair()
+    any_rig.transfer(producer, consumer)
+    reads = consumer.fabric.calls["post_data_read"]
+    offer = producer.prefill(tokens=10)
+    producer.give_away(offer)
+    assert producer.word(offer) == EMPTY
+    load = consumer.load(offer.params)
+    assert any_rig.until_over(consumer, load) is FailureReason.FENCE
+    assert consumer.fabric.calls["post_data_read"] == reads
+
+
+def test_a_slot_that_has_another_lease_by_now_is_not_read_from(any_rig: Rig) -> None:
+    producer, consumer = any_rig.pair()
+    offer = producer.prefill(tokens=10)
+    producer.give_away(offer)
+    successor = producer.prefill(tokens=10, seed=2)
+    assert successor.slot == offer.slot
+    load = consumer.load(offer.params)
+    assert any_rig.until_over(consumer, load) is FailureReason.FENCE
+
+
+def lease_ends_during_the_read(rig: Rig) -> tuple[Engine, Engine, Offer, FailureReason | None, bool]:
+    """The slot said READY; then the lease ends and the blocks get new content; then the data is read."""
+    producer, consumer = rig.pair()
+    offer = producer.prefill(tokens=10, seed=5)
+    rig.network.polls_to_complete = 2
+    consumer.fabric.on_data_read = lambda: producer.give_away(offer)
+    load = consumer.load(offer.params)
+
+    def reported() -> bool:
+        consumer.collect()  # the consumer alone: the producer is stepped on its transfer thread, by `give_away`
+        return load.request_id in (*consumer.seen.loaded, *consumer.seen.failed)
+
+    wait_until(reported, "the load is over")
+    reason = consumer.seen.failed.get(load.request_id)
+    return producer, consumer, offer, reason, consumer.has_bytes(load, offer.seed)
+
+
+def test_blocks_that_were_given_away_during_the_read_are_never_believed(any_rig: Rig) -> None:
+    producer, consumer, offer, reason, has_bytes = lease_ends_during_the_read(any_rig)
+    assert reason is FailureReason.FENCE
+    assert not has_bytes, "the test did not corrupt anything"
+    assert not consumer.seen.loaded
+    any_rig.transfer(producer, consumer)
+    assert producer.seen.sent.count(offer.request_id) == 1
+
+
+def test_without_the_second_look_they_would_be_believed(any_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same history with half a fence: so the test above is able to fail."""
+    check = Load._check_fence
+
+    def only_before(self: Load, peer: Peer, *, wait_until_ready: bool):  # type: ignore[no-untyped-def]
+        return check(self, peer, wait_until_ready=True) if wait_until_ready else iter(())
+
+    monkeypatch.setattr(Load, "_check_fence", only_before)
+    _, consumer, _, reason, has_bytes = lease_ends_during_the_read(any_rig)
+    assert reason is None
+    assert len(consumer.seen.loaded) == 1
+    assert not has_bytes
+
+
+def test_a_lease_that_computes_again_after_the_read_is_no_good_either(rig: Rig) -> None:
+    """Only READY counts after the data, even under the same epoch."""
+    producer, consumer = rig.pair()
+    offer = producer.prefill(tokens=10)
+    epoch = epoch_from_text(offer.params.kvferry.lease_epoch)
+
+    def computes_again() -> None:
+        producer.worker._table.words[offer.slot] = slot_word(epoch, SlotState.COMPUTING)
+
+    consumer.fabric.on_data_read = computes_again
+    assert rig.until_over(consumer, consumer.load(offer.params)) is FailureReason.FENCE
+
+
+def test_a_failed_load_gives_the_lease_back_and_its_blocks_come_free(any_rig: Rig) -> None:
+    producer, consumer = any_rig.pair()
+    offer = producer.prefill(tokens=10)
+    forged = producer.changed(offer, remote_block_ids=((10_000,),))
+    load = consumer.load(forged)
+    assert any_rig.until_over(consumer, load) is FailureReason.PARAMS
+    any_rig.step_until(lambda: offer.request_id in producer.seen.sent, "the release arrives")
+    assert producer.word(offer) == EMPTY
+
+
+def test_a_lease_that_nobody_renews_ends_and_its_slot_is_empty(rig: Rig) -> None:
+    producer = rig.engine("P", lease_s=0.12)
+    offer = producer.prefill(tokens=10)
+    rig.step_until(lambda: producer.word(offer) != EMPTY, "it was held")
+    rig.step_until(lambda: producer.seen.sent, "the lease expires")
+    assert producer.word(offer) == EMPTY
+    assert producer.tally.total("leases_released", "expired") == 1
+
+
+def test_a_lease_that_a_consumer_waits_for_is_renewed_beyond_its_time(rig: Rig) -> None:
+    producer, consumer = rig.pair(lease_s=0.12)
+    offer = producer.finish_prefill(producer.start_prefill(tokens=10, seed=1))
+    stalled = threading.Event()
+    consumer.fabric.on_data_read = lambda: _wait(stalled)
+    load = consumer.load(offer.params)
+    rig.step_until(lambda: producer.tally.total("heartbeats") + consumer.tally.total("heartbeats") >= 14, "renewals")
+    assert producer.word(offer) != EMPTY
+    stalled.set()
+    assert rig.until_over(consumer, load) is None
+    consumer.check_bytes(load, seed=1)
+
+
+def test_leases_are_open_when_the_orders_are_handed_over_however_busy_the_worker_is(rig: Rig) -> None:
+    """A consumer that came before the lease would take it for one that has ended."""
+    producer, consumer = rig.pair()
+    rig.transfer(consumer, producer)
+    stuck, entered = threading.Event(), threading.Event()
+
+    def read_for_long() -> None:
+        entered.set()
+        _wait(stuck)
+
+    producer.fabric.on_data_read = read_for_long
+    load = producer.load(consumer.prefill(tokens=10, seed=3).params)
+    assert entered.wait(10)
+    request_id = producer.start_prefill(tokens=5, seed=1)
+    offer = producer.finish_prefill(request_id)
+    epoch = epoch_from_text(offer.params.kvferry.lease_epoch)
+    assert producer.word(offer) == slot_word(epoch, SlotState.COMPUTING)
+    stuck.set()
+    assert rig.until_over(producer, load) is None
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(10)

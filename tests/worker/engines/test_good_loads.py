@@ -1,0 +1,150 @@
+"""Loads that go well: the right bytes in the right places, each side told once, and nothing left behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.protocol.ids import epoch_from_text
+from kvferry.protocol.slots import EMPTY, SlotState, slot_word
+from tests.waiting import wait_until
+from tests.worker.engine_rig import SETTINGS, Offer, Rig
+from tests.worker.toy_caches import CacheShape
+
+SHAPES = {
+    "heads outermost": CacheShape(axes="hbt"),
+    "tokens outermost, with gaps": CacheShape(axes="tbh", gap_bytes=24),
+    "all layers in one allocation, heads of a token together": CacheShape(axes="bth", one_storage=True),
+    "two tokens a cell": CacheShape(tile_tokens=2, cell_bytes=32),
+    "a whole block a cell": CacheShape(tile_tokens=4, cell_bytes=64),
+    "two kernel blocks a scheduler block": CacheShape(ratio=2),
+}
+
+
+def word_of(offer: Offer, state: SlotState) -> int:
+    return slot_word(epoch_from_text(offer.params.kvferry.lease_epoch), state)
+
+
+def test_a_load_brings_every_byte_and_both_sides_are_told_once(any_rig: Rig) -> None:
+    producer, consumer = any_rig.pair()
+    offer = producer.prefill(tokens=10, seed=7)
+    load = consumer.load(offer.params)
+    assert any_rig.until_over(consumer, load) is None
+    consumer.check_bytes(load, seed=7)
+    any_rig.step_until(lambda: producer.seen.sent, "the producer is told")
+    assert producer.word(offer) == EMPTY
+    for _ in range(20):
+        producer.step()
+        consumer.step()
+    assert producer.seen.sent == [offer.request_id]
+    assert consumer.seen.loaded == [load.request_id]
+    assert consumer.fabric.transfers() == 0
+    producer.leases.check_integrity()
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("tokens", [1, 8, 9, 15])
+def test_strides_and_lengths_do_not_matter(rig: Rig, shape: CacheShape, tokens: int) -> None:
+    producer, consumer = rig.pair(shape=shape)
+    offer = producer.prefill(tokens=tokens, seed=tokens)
+    load = consumer.load(offer.params)
+    assert rig.until_over(consumer, load) is None
+    expected = load.before
+    whole_cells = shape.tiles == 1  # cannot be cleared in part: they come with whatever the producer has behind
+    consumer.caches.write_into(expected, load.blocks, 0, tokens, tokens, tail=None if whole_cells else 0)
+    for found, wanted in zip(consumer.caches.memory, expected, strict=True):
+        assert (found == wanted).all()
+
+
+def test_engines_with_other_strides_understand_each_other(any_rig: Rig) -> None:
+    producer = any_rig.engine("P", shape=CacheShape(axes="bht", blocks=48))
+    consumer = any_rig.engine("C", shape=CacheShape(axes="thb", gap_bytes=8, blocks=40, one_storage=True))
+    any_rig.transfer(producer, consumer, tokens=23)
+
+
+def test_what_the_consumer_has_already_is_neither_read_nor_touched(any_rig: Rig) -> None:
+    producer, consumer = any_rig.pair()
+    offer = producer.prefill(tokens=22, seed=3)
+    load = consumer.load(offer.params, local_tokens=12)
+    assert any_rig.until_over(consumer, load) is None
+    consumer.check_bytes(load, seed=3)
+    assert (consumer.caches.cells(0)[list(load.blocks[:3])] == 0xA5).all()
+    (figures,) = consumer.seen.figures
+    assert figures.planned_bytes == figures.transferred_bytes == 3 * consumer.shape.block_bytes
+    assert figures.descriptors > 0
+    assert figures.load_s > 0
+
+
+def test_a_load_waits_while_the_producer_still_computes(any_rig: Rig) -> None:
+    producer, consumer = any_rig.pair()
+    request_id = producer.start_prefill(tokens=10, seed=2)
+    offer = producer.finish_prefill(request_id)
+    assert producer.word(offer) == word_of(offer, SlotState.COMPUTING)
+    producer.caches.fill(offer.blocks, 0x11)  # the last layers have not been written yet
+    load = consumer.load(offer.params)
+    any_rig.step_until(lambda: consumer.fabric.calls["post_read"] > 5, "the slot is asked again", only=consumer)
+    assert consumer.fabric.calls["post_data_read"] == 0
+    assert not consumer.seen.loaded
+    producer.caches.write(offer.blocks, offer.tokens, offer.seed)
+    assert any_rig.until_over(consumer, load) is None
+    consumer.check_bytes(load, seed=2)
+
+
+class Device:
+    """A device whose work is finished when the test says so; it marks what was launched before."""
+
+    def __init__(self) -> None:
+        self.finished = False
+        self.asked = 0
+
+    def mark(self) -> Device:
+        return self
+
+    def reached(self) -> bool:
+        self.asked += 1
+        return self.finished
+
+
+def test_a_slot_says_ready_only_when_the_device_has_finished_with_the_blocks(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = rig.pair()
+    device = Device()
+    monkeypatch.setattr(producer.worker, "_clock", device)
+    offer = producer.prefill(tokens=5)
+    load = consumer.load(offer.params)
+    rig.step_until(lambda: consumer.fabric.calls["post_read"] > 5, "the slot is asked again")
+    assert producer.word(offer) == word_of(offer, SlotState.COMPUTING)
+    device.finished = True
+    assert rig.until_over(consumer, load) is None
+
+
+def test_nothing_is_read_into_blocks_that_the_device_may_still_write(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    device = Device()
+    monkeypatch.setattr(consumer.worker, "_clock", device)
+    reads = consumer.fabric.calls["post_read"]
+    load = consumer.load(producer.prefill(tokens=5, seed=4).params)
+    wait_until(lambda: device.asked > 10, "the device is asked")
+    assert consumer.fabric.calls["post_read"] == reads
+    device.finished = True
+    assert rig.until_over(consumer, load) is None
+    consumer.check_bytes(load, seed=4)
+
+
+def test_an_engine_can_be_producer_and_consumer_in_turns(any_rig: Rig) -> None:
+    one, other = any_rig.pair()
+    for turn in range(3):
+        any_rig.transfer(one, other, seed=turn)
+        any_rig.transfer(other, one, seed=turn + 10)
+
+
+def test_more_loads_than_may_run_at_once_take_their_turn(any_rig: Rig) -> None:
+    producer, consumer = any_rig.pair(settings=replace(SETTINGS, max_loads=2))
+    offers = [producer.prefill(tokens=9, seed=seed) for seed in range(8)]
+    loads = [consumer.load(offer.params) for offer in offers]
+    any_rig.step_until(lambda: len(consumer.seen.loaded) == 8, "all are loaded")
+    assert all(consumer.has_bytes(load, offer.seed) for load, offer in zip(loads, offers, strict=True))
+    any_rig.step_until(lambda: len(producer.seen.sent) == 8, "all blocks are free")
