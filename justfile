@@ -21,9 +21,10 @@ test *arguments:
 accuracy:
     scripts/run_accuracy_test.sh
 
-# the main job in every configuration of scripts/full.sh, with its dated table in docs/full-matrix.md
-full:
-    scripts/full.sh
+# all tests, then the main job in every configuration; writes docs/full-matrix.md; words choose: just full bfloat16
+full *words:
+    scripts/test.sh
+    .venv/bin/python -m scripts.full_matrix {{ words }}
 
 # what ruff can mend
 fmt:

@@ -46,6 +46,11 @@ CONFIGURATIONS = (
     Configuration("float32, blocks of 64", {"PREFILL_BLOCK_SIZE": "64", "DECODE_BLOCK_SIZE": "64"}),
     Configuration("float32, two prefill engines", {"NUM_PREFILL_INSTANCES": "2"}),
     Configuration("float32, two decode engines", {"NUM_DECODE_INSTANCES": "2"}),
+    Configuration(
+        "float32, TP 2 to TP 2", {"MODEL_NAMES": "tiny-llama", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}
+    ),
+    Configuration("float32, 16 at once", {"CONCURRENCY": "16"}),
+    Configuration("float32, failures end requests", {"KV_LOAD_FAILURE_POLICY": "fail"}),
 )
 
 

@@ -147,9 +147,10 @@ def block_size(text: str) -> int | None:
 
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+TINY_MODEL = "tiny-llama"
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable("MODEL_NAMES", DEFAULT_MODEL, "models: names on a hub, folders, or the default one", words, True),
+    Variable("MODEL_NAMES", DEFAULT_MODEL, f"models: names on a hub, folders, {TINY_MODEL} (random)", words, True),
     Variable("NUM_PREFILL_INSTANCES", "1", "prefill engines", whole(1, 64), True),
     Variable("NUM_DECODE_INSTANCES", "1", "decode engines", whole(1, 64), True),
     Variable("PREFILLER_TP_SIZE", "1", "tensor parallel size of each prefill engine", whole(1, 64), True),
