@@ -22,12 +22,14 @@ from tests.engine_core.node import Node, stop_parallel_state
 from tests.engine_core.second_runner import SecondRunner
 from tests.engine_core.toy_model import expected_tokens
 
-LIVES = {
+LIVES: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlapping steps": {"overlap": True, "runner": SecondRunner},
     "two workers": {"tp": 2},
     "both roles": {"role": "kv_both", "overlap": True},
+    "sliding window": {"window": 48},
 }
+_UNTIL = {"sliding window": pytest.mark.xfail(reason="the second cache group is not transferred")}
 _SECONDS = float(os.environ.get("KVFERRY_SOAK_S", "2"))
 
 
@@ -135,11 +137,11 @@ class Life:
         self.consumer.close()
 
 
-@pytest.mark.parametrize("config", LIVES.values(), ids=LIVES)
-def test_whatever_happens_answers_are_right_and_every_block_comes_back(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=_UNTIL.get(kind, ())) for kind in LIVES])
+def test_whatever_happens_answers_are_right_and_every_block_comes_back(kind: str) -> None:
     seed = int(os.environ.get("KVFERRY_SEED", secrets.randbelow(10**6)))
     print(f"KVFERRY_SEED={seed}")
-    life = Life(seed, **config)
+    life = Life(seed, **LIVES[kind])
     try:
         until = time.monotonic() + _SECONDS
         while time.monotonic() < until:
