@@ -51,12 +51,15 @@ def _run(settings: Settings) -> int:
 
     from rich.console import Console
 
+    from scripts.accuracy.gsm8k import Gsm8kFailed
+    from scripts.accuracy.model import ConversionFailed
     from scripts.accuracy.processes import ServerFailed
     from scripts.accuracy.report import save, show, verdict, write
     from scripts.accuracy.run import Run
 
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGHUP, _interrupt)
+    # SIGINT too: asyncio's own handler would wait for the next await, and engines are awaited without one.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
     console = Console(width=None if sys.stdout.isatty() else 150)
     log_dir = settings.log_dir / time.strftime("%Y%m%d-%H%M%S")
     reports = []
@@ -67,8 +70,8 @@ def _run(settings: Settings) -> int:
             with ExitStack() as stack:
                 run = Run(settings, name, log_dir / Path(name).name, stack)
                 reports.append(asyncio.run(run.go()))
-        except ServerFailed as error:
-            print(f"\n{error}", file=sys.stderr)
+        except (ServerFailed, ConversionFailed, Gsm8kFailed) as error:
+            print(f"\n{error}\nFAILED; logs: {_shown(log_dir)}", file=sys.stderr)
             return 3
         save(reports, log_dir / "report.json")
         show(reports[-1], console)

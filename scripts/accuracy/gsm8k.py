@@ -15,6 +15,10 @@ from scripts.accuracy.settings import Settings
 _PROBE = "import datasets; datasets.load_dataset('openai/gsm8k', 'main', split='test[:1]')"
 
 
+class Gsm8kFailed(Exception):
+    """lm-eval failed; the text names its log."""
+
+
 @dataclass(frozen=True, slots=True)
 class Availability:
     """Whether gsm8k can be asked; `reason` says why not."""
@@ -45,7 +49,7 @@ def score(base_url: str, served_name: str, model: str, settings: Settings, log_d
     """The share of right answers by strict match, at the run's concurrency.
 
     Raises:
-        RuntimeError: lm-eval failed; the text names its log.
+        Gsm8kFailed: lm-eval failed; the text names its log.
     """
     folder = log_dir / f"gsm8k-{name}"
     arguments = {
@@ -64,6 +68,6 @@ def score(base_url: str, served_name: str, model: str, settings: Settings, log_d
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False, env=os.environ.copy())
     results = sorted(folder.rglob("results*.json"))
     if done.returncode or not results:
-        raise RuntimeError(f"lm-eval failed with exit status {done.returncode}: {log_path}")
+        raise Gsm8kFailed(f"lm-eval failed with exit status {done.returncode}: {log_path}")
     found = json.loads(results[-1].read_text())["results"]["gsm8k"]
     return float(found["exact_match,strict-match"])

@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
 from scripts.accuracy import checks, gsm8k, phases
 from scripts.accuracy.client import Answer, Client, NoAnswer
 from scripts.accuracy.engines import Engine, EngineSpec
@@ -69,8 +71,8 @@ class Run:
         """
         try:
             await self._go()
-        except NoAnswer as error:
-            raise self._explained(error) from error
+        except (NoAnswer, httpx.HTTPError) as error:
+            raise self._explained(str(error) or repr(error)) from error
         return self.report
 
     async def _go(self) -> None:
@@ -141,6 +143,7 @@ class Run:
         crowd = await phases.ask_at_once(client, url, cases.crowd, settings.concurrency, decoders)
         self.say("through the router, clients that leave half way")
         again, came = await phases.leave_and_return(client, url, cases.aborted)
+        self._check_alive()
 
         asked = [*cases.sequence, *cases.crowd, *cases.aborted]
         found = [*one_by_one.answers, *crowd.answers, *again]
@@ -188,6 +191,7 @@ class Run:
         await phases.warm_up(client, [poisoner.base_url], cases)
         decoders = phases.Decoders([decode])
         answers, seen = await phases.hand_over_all(client, poisoner.base_url, decode.base_url, cases.poisoned, decoders)
+        self._check_alive()
         judged = checks.judge_poison(cases.poisoned, expected.of(cases.poisoned), answers, seen.nixl_bytes)
         self.report.checks.append(judged)
 
@@ -267,7 +271,13 @@ class Run:
         server.stop()
         self._servers.remove(server)
 
-    def _explained(self, error: NoAnswer) -> ServerFailed:
+    def _check_alive(self) -> None:
+        """Answers with errors are counted; a server that has ended is told with the end of its log."""
+        ended = [server.name for server in self._servers if not server.alive]
+        if ended:
+            raise self._explained(f"{', '.join(ended)} ended while prompts were asked")
+
+    def _explained(self, error: str) -> ServerFailed:
         """The error with the end of every log that could explain it: first of those that have ended."""
         servers = sorted(self._servers, key=lambda server: server.alive)
         parts = [
@@ -275,7 +285,7 @@ class Run:
             f"{tail(server.log_path, 15)}"
             for server in servers
         ]
-        return ServerFailed("\n\n".join([str(error), *parts]))
+        return ServerFailed("\n\n".join([error, *parts]))
 
 
 def _teller(say: Callable[[str], None], name: str) -> Callable[[float], None]:

@@ -1,0 +1,54 @@
+"""Which engines are started with what."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.accuracy import fleet
+from scripts.accuracy.fleet import plan_fleet
+from scripts.accuracy.gpus import Share, hand_out_cores
+from scripts.accuracy.settings import read_settings
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hand_out(needs: list[int]) -> list[Share]:
+        return hand_out_cores(needs, [0, 1])
+
+    monkeypatch.setattr(fleet, "hand_out_cores", hand_out)
+
+
+def test_the_baseline_is_the_decoder_without_a_connector() -> None:
+    settings = read_settings({"DECODE_BLOCK_SIZE": "64", "DTYPE": "bfloat16"}, gpus=0)
+    planned = plan_fleet(settings, "m", {})
+    ours, theirs = (spec.arguments(1) for spec in (planned.baseline, planned.decode[0]))
+    assert theirs[: len(ours)] == ours
+    assert theirs[len(ours) :][0] == "--kv-transfer-config"
+    assert planned.baseline.devices == planned.decode[0].devices == ("0",)
+
+
+def test_prefill_and_decode_have_their_roles_block_sizes_and_cores() -> None:
+    settings = read_settings({"PREFILL_BLOCK_SIZE": "32", "NUM_PREFILL_INSTANCES": "2"}, gpus=0)
+    planned = plan_fleet(settings, "m", {})
+    assert [spec.name for spec in (*planned.prefill, *planned.decode)] == ["prefill-0", "prefill-1", "decode-0"]
+    roles = [spec.transfer.role for spec in (*planned.prefill, *planned.decode) if spec.transfer]
+    assert roles == ["kv_producer", "kv_producer", "kv_consumer"]
+    assert [spec.block_size for spec in planned.prefill] == [32, 32]
+    assert planned.decode[0].block_size is None
+    assert [spec.devices for spec in planned.prefill] == [("1",), ("0",)]
+
+
+def test_no_two_engines_share_a_gpu() -> None:
+    settings = read_settings({"PREFILLER_TP_SIZE": "2", "NUM_DECODE_INSTANCES": "2"}, gpus=4)
+    planned = plan_fleet(settings, "m", {})
+    taken = [gpu for spec in (*planned.prefill, *planned.decode) for gpu in spec.devices]
+    assert sorted(taken) == ["0", "1", "2", "3"]
+
+
+def test_the_poisoner_is_the_prefill_engine_with_another_module() -> None:
+    planned = plan_fleet(read_settings({}, gpus=0), "m", {})
+    poisoner = planned.poisoner
+    assert poisoner.transfer is not None
+    assert poisoner.transfer.module == "scripts.accuracy.poison"
+    assert poisoner.devices == planned.prefill[0].devices
+    assert "PYTHONPATH" in poisoner.environment(1)
