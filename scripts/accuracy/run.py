@@ -6,39 +6,24 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
-from scripts.accuracy import checks, gsm8k, phases
-from scripts.accuracy.client import Answer, Client, NoAnswer
+from scripts.accuracy import checks, gsm8k, judging, phases
+from scripts.accuracy.client import Client, NoAnswer
 from scripts.accuracy.engines import Engine, EngineSpec
 from scripts.accuracy.fleet import plan_fleet
-from scripts.accuracy.metrics import together
+from scripts.accuracy.judging import Expected
 from scripts.accuracy.model import cache_shape, prepare
 from scripts.accuracy.processes import Server, ServerFailed, tail
-from scripts.accuracy.prompts import Case, CaseSet, make_cases
+from scripts.accuracy.prompts import CaseSet, make_cases
 from scripts.accuracy.report import Report, milliseconds
 from scripts.accuracy.router import Router
 from scripts.accuracy.settings import Settings
 
 _SENTENCES = 2000
 _LEASE_WAIT_S = 45.0
-
-
-@dataclass(slots=True)
-class Expected:
-    """What the single engine answered."""
-
-    answers: dict[str, Answer] = field(default_factory=dict)
-    itself: checks.Comparison | None = None
-    gsm8k: float | None = None
-    block: int = 0
-
-    def of(self, cases: Sequence[Case]) -> list[Answer]:
-        """Its answers to these cases."""
-        return [self.answers[case.name] for case in cases]
 
 
 class Run:
@@ -145,19 +130,14 @@ class Run:
         again, came = await phases.leave_and_return(client, url, cases.aborted)
         self._check_alive()
 
-        asked = [*cases.sequence, *cases.crowd, *cases.aborted]
-        found = [*one_by_one.answers, *crowd.answers, *again]
-        comparison = checks.compare(asked, expected.of(asked), found)
-        self.report.checks += checks.judge_tokens(comparison, expected.itself)
-        aborted = checks.compare(cases.aborted, expected.of(cases.aborted), again)
-        detail = f"{len(came)} streams closed after {came} tokens, then asked again: {len(aborted.differences)} differ"
-        after_abort = not aborted.differences if settings.exact else all(not answer.error for answer in again)
-        self.report.checks.append(checks.Check("right after aborts", after_abort, detail))
-        self._judge_counters(cases, one_by_one, crowd, expected.block)
-        self._judge_gsm8k(url, expected)
-        self._figures(comparison, one_by_one, expected, cases)
+        seen = judging.ThroughTheRouter(cases, one_by_one, crowd, again, tuple(came))
+        self.report.checks += judging.judge_answers(seen, expected)
+        self.report.checks += judging.judge_counters(seen, expected, settings, cache_shape(self._model))
+        self.report.checks.append(self._judge_gsm8k(url, expected))
+        counters = await decoders.scrape()
+        self.report.figures |= judging.figures(seen, expected, settings, cache_shape(self._model), counters)
         if settings.ferry:
-            self.report.checks.append(self._judge_recomputes(decode))
+            self.report.checks.append(checks.judge_recomputes(counters))
             still_open, ways = await phases.leases_over(prefill, _LEASE_WAIT_S)
             told = ", ".join(f"{how} {round(count)}" for how, count in sorted(ways.items()))
             self.report.checks.append(checks.Check("leases are over", still_open == 0, f"{still_open} open; {told}"))
@@ -195,59 +175,16 @@ class Run:
         judged = checks.judge_poison(cases.poisoned, expected.of(cases.poisoned), answers, seen.nixl_bytes)
         self.report.checks.append(judged)
 
-    # Judging.
+    # gsm8k, where it can be asked.
 
-    def _judge_counters(self, cases: CaseSet, one_by_one: phases.Asked, crowd: phases.Asked, block: int) -> None:
-        settings = self._settings
-        shape = cache_shape(self._model)
-        formula = None
-        if shape is not None:
-            formula = checks.Formula(block, shape.token_bytes(settings.dtype), shape.formula(settings.dtype))
-            self.report.figures["formula"] = str(formula)
-        self.report.checks += checks.judge_bytes(one_by_one.seen, formula, settings.ferry)
-        total = crowd.seen["all at once"]
-        self.report.checks.append(checks.judge_crowd_bytes(crowd.answers, total, formula, settings.ferry))
-        if settings.decode_instances == 1:
-            self.report.checks.append(checks.judge_hits(cases.sequence, one_by_one.seen, block))
-        computed = one_by_one.computed + crowd.computed
-        prompts = len(one_by_one.cases) + len(crowd.cases)
-        self.report.checks.append(checks.judge_computed(prompts, computed.requests, computed.tokens))
-
-    def _judge_recomputes(self, decode: Sequence[Engine]) -> checks.Check:
-        now = together(engine.metrics() for engine in decode)
-        recomputed = now.by_label("vllm:kvferry_local_recomputes_total", "reason")
-        failed = now.total("vllm:nixl_num_failed_transfers_total")
-        detail = f"{recomputed or 'no'} prompts computed on the decoder instead; {failed:.0f} failed transfers"
-        return checks.Check("nothing was computed twice", not recomputed and not failed, detail)
-
-    def _judge_gsm8k(self, url: str, expected: Expected) -> None:
-        name = "gsm8k, router against one engine"
+    def _judge_gsm8k(self, url: str, expected: Expected) -> checks.Check:
         if expected.gsm8k is None:
-            # With GSM8K=on its absence is a failure; otherwise the table says why it was not run.
-            missing = False if self._settings.gsm8k == "on" else None
-            self.report.checks.append(checks.Check(name, missing, self._gsm8k.reason))
-            return
-        found = self._score(url, "router")
-        near = abs(found - expected.gsm8k) <= checks.GSM8K_TOLERANCE
-        detail = f"{found:.3f} against {expected.gsm8k:.3f}, allowed difference {checks.GSM8K_TOLERANCE}"
-        self.report.checks.append(checks.Check(name, near, detail))
+            return checks.gsm8k_not_run(self._gsm8k.reason, demanded=self._settings.gsm8k == "on")
+        return checks.judge_gsm8k(expected.gsm8k, self._score(url, "router"))
 
     def _score(self, url: str, name: str) -> float:
         self.say(f"gsm8k, {self._settings.gsm8k_limit} questions, {name}")
         return gsm8k.score(url, self._fleet.baseline.served_name, self._model, self._settings, self._log_dir, name)
-
-    def _figures(self, comparison: checks.Comparison, asked: phases.Asked, expected: Expected, cases: CaseSet) -> None:
-        figures = self.report.figures
-        figures["prompts · tokens compared"] = f"{comparison.prompts} · {comparison.tokens}"
-        lengths = [one.prompt_tokens for one in asked.seen.values()]
-        figures["prompt lengths"] = f"{min(lengths)} … {max(lengths)} tokens, blocks of {expected.block}"
-        streamed = [case for case in cases.sequence if case.stream]
-        ours = {case.name: answer for case, answer in zip(asked.cases, asked.answers, strict=True)}
-        sides = {"router": [ours[case.name] for case in streamed], "one engine": expected.of(streamed)}
-        for side, answers in sides.items():
-            times = [answer.first_token_s for answer in answers if answer.first_token_s is not None]
-            quantiles = {"p50": checks.percentile(times, 0.5), "p99": checks.percentile(times, 0.99)}
-            figures[f"time to first token, {side}"] = f"{milliseconds(quantiles)} ({len(times)} streams)"
 
     # Servers.
 

