@@ -75,8 +75,8 @@ def discover(
     """
     tensors: list[PagedTensor] = []
     storages: dict[int, torch.Tensor] = {}
-    seen: set[tuple[int, tuple[int, ...]]] = set()
     for index, group in enumerate(kv_cache_config.transfer_groups):
+        seen: set[tuple[int, tuple[int, ...]]] = set()  # not across groups: vLLM lays all of them over the same bytes
         for layer in group.layer_names:
             view = kv_caches.get(layer)
             if view is None:
@@ -160,7 +160,9 @@ def _describe(
         raise InvalidConfig(
             f"cache of layer {layer}", f"shape {list(view.shape)}", "a view [blocks, heads, tokens, content]"
         )
-    blocks, heads, states, content = view.shape
+    blocks, heads = view.shape[:2]
+    if layer not in packings:
+        raise InvalidConfig(f"cache of layer {layer}", "without a layer", "a cache whose attention backend is known")
     if spec.kv_quant_mode.name not in _STATIC_SCALES:
         mode = spec.kv_quant_mode.name
         raise InvalidConfig(f"cache of layer {layer}", f"quantisation {mode}", f"one of {', '.join(_STATIC_SCALES)}")
@@ -190,18 +192,24 @@ def _describe(
         format=Format(
             dtype=str(view.dtype).removeprefix("torch."),
             quantization=spec.kv_quant_mode.name.lower(),
-            packing=f"{packings[layer]}/heads{heads}x{states}x{content}" if cell.whole else packings[layer],
+            packing=f"{packings[layer]}/{cell.arrangement}" if cell.whole else packings[layer],
         ),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """What cannot be divided: one head of a block, or (`whole`) all local heads of it."""
+    """What cannot be divided: one head of a block, or (`whole`) all local heads of it.
+
+    Attributes:
+        arrangement: for a whole block, its axes from the outermost to the innermost with their sizes, e.g.
+            `heads2.tokens16.content512`: blocks of equal size may be arranged differently.
+    """
 
     num_bytes: int
     head_stride: int
     whole: bool
+    arrangement: str = ""
 
     def heads(self, sharding: Sharding, local_heads: int) -> Range:
         if not self.whole:
@@ -224,4 +232,8 @@ def _cell(shape: Sequence[int], strides: Sequence[int], item: int, layer: str, p
             f"strides {list(strides)} for {list(shape)}",
             "blocks whose bytes lie together (set VLLM_KV_CACHE_LAYOUT to LBHNC)",
         )
-    return _Cell(extent, 0, whole=True)
+    axes = [(strides[0], f"heads{heads}"), (strides[1], f"tokens{states}"), (item, f"content{content}")]
+    outermost_first = sorted(
+        ((stride, name) for (stride, name), n in zip(axes, shape, strict=True) if n > 1), reverse=True
+    )
+    return _Cell(extent, 0, whole=True, arrangement=".".join(name for _, name in outermost_first) or "one")
