@@ -29,12 +29,11 @@ def fingerprint(config: dict[str, Any], weights: Path | None, extra: str = "") -
 
     Args:
         config: the model's configuration as plain objects.
-        weights: the directory with its files, or None.
+        weights: the directory with its files, or the one file that it is, or None.
         extra: whatever else decides the weights, e.g. a seed.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"kvferry-model-1")
-    kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
-    digest.update(json.dumps([kept, extra], sort_keys=True, default=str).encode())
+    digest.update(json.dumps([_of_the_model(config), extra], sort_keys=True, default=str).encode())
     files = _weight_files(weights) if weights is not None else []
     for file in files:
         for part in _parts(file):
@@ -44,11 +43,9 @@ def fingerprint(config: dict[str, Any], weights: Path | None, extra: str = "") -
 
 
 def local_model_dir(model: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """Where a model's files are on this machine: a directory, or a snapshot in the hub's cache. Contacts nobody."""
-    if os.path.isdir(model):
+    """Where a model is on this machine: a directory, a file, or a snapshot in the hub's cache. Contacts nobody."""
+    if os.path.exists(model):
         return Path(model)
-    if os.path.isfile(model):
-        return Path(model).parent
     try:
         from huggingface_hub import try_to_load_from_cache
 
@@ -59,7 +56,16 @@ def local_model_dir(model: str, revision: str | None, download_dir: str | None) 
     return Path(found).parent if isinstance(found, str) else None
 
 
+def _of_the_model(config: Any) -> Any:
+    """A configuration without what depends on this engine; multimodal models have configurations in theirs."""
+    if not isinstance(config, dict):
+        return config
+    return {key: _of_the_model(value) for key, value in config.items() if key not in _NOT_THE_MODEL}
+
+
 def _weight_files(directory: Path) -> list[Path]:
+    if directory.is_file():
+        return [directory]
     for pattern in _WEIGHTS:
         found = sorted(path for path in directory.glob(pattern) if path.is_file())
         if found:
@@ -87,13 +93,11 @@ def _safetensors(stream: BinaryIO, size: int) -> tuple[bytes, list[int] | None]:
     header = stream.read(length)
     try:
         entries = json.loads(header)
-        middles = sorted(
-            (begin + end) // 2 + 8 + length
-            for name, entry in entries.items()
-            if name != "__metadata__"
-            for begin, end in (entry["data_offsets"],)
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
+        spans = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
+        middles = sorted((begin + end) // 2 + 8 + length for begin, end in spans)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return b"", None
+    if not all(type(middle) is int and 0 <= middle <= size for middle in middles):
         return b"", None
     step = max(1, -(-len(middles) // _SAMPLES))
     return header, middles[::step]
