@@ -1,0 +1,65 @@
+"""Caches as vLLM makes them: its specs, its configuration of the groups, its allocation, its views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvferry.connector.layout import Sharding, discover
+from kvferry.worker.caches import KvCaches
+
+ALONE = Sharding(total_heads=2, rank=0, size=1)
+
+
+def full(**changed: Any) -> Any:
+    usual = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+    return FullAttentionSpec(**{**usual, **changed})
+
+
+def group(spec: Any, *layers: str, **changed: Any) -> Any:
+    return KVCacheGroupSpec(list(layers or ("layers.0", "layers.1")), spec, **changed)
+
+
+def config_of(*groups: Any, layout: str = "LBHNC", num_blocks: int = 5) -> Any:
+    """The configuration that vLLM's engine core derives from these groups, with so many blocks."""
+    stub = SimpleNamespace(
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout[layout],
+            num_gpu_blocks_override=num_blocks,
+            prefix_cache_retention_interval=None,
+        ),
+        attention_config=SimpleNamespace(hisparse_config=None),
+    )
+    return get_kv_cache_config_from_groups(stub, list(groups), 1 << 24)
+
+
+def views_of(config: Any, layout: str = "LBHNC", kernel_block_sizes: Sequence[int] | None = None) -> Any:
+    """By layer the view `[B, H, N, C]` that vLLM registers, filled with bytes that differ from their neighbours.
+
+    Bytes of a block's unused tail must be finite numbers, as they always are in an engine: attention multiplies them
+    by zero.
+    """
+    sizes = list(kernel_block_sizes) if kernel_block_sizes is not None else None
+    views = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[layout], sizes)
+    for view in views.values():
+        raw = storage_of(view)
+        raw.copy_(torch.arange(len(raw)) % 119)
+    return views
+
+
+def storage_of(view: Any) -> torch.Tensor:
+    """The whole allocation under a view, as bytes."""
+    return torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())
+
+
+def described(
+    config: Any, views: Any, packing: str = "cpu_attn/vec", sharding: Sharding = ALONE, **packings: str
+) -> KvCaches:
+    return discover(views, config, {layer: packings.get(layer, packing) for layer in views}, sharding)

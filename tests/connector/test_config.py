@@ -1,0 +1,124 @@
+"""`kv_connector_extra_config`: the peer's keys, ours, and the start that a wrong one stops."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from kvferry.connector.config import FerryConfig, known_keys, read_config
+from kvferry.protocol.errors import InvalidConfig
+
+PEER_DEFAULTS: dict[str, Any] = {
+    "backends": ["UCX"],
+    "num_threads": 4,
+    "kv_lease_duration": 30,
+    "kv_recompute_threshold": 64,
+    "bidirectional_kv_xfer": False,
+    "decoder_kv_blocks_ttl": 480,
+    "engine_ttl": 3600.0,
+    "enforce_handshake_compat": True,
+    "push_registration_timeout": 480,
+}
+WITHOUT_MEANING = set(PEER_DEFAULTS) - {"backends", "num_threads", "kv_lease_duration"}
+
+
+def test_nothing_at_all_is_a_configuration() -> None:
+    assert read_config({}) == FerryConfig()
+
+
+def test_every_key_of_the_peer_is_accepted_with_its_default(ferry_log: pytest.LogCaptureFixture) -> None:
+    assert read_config(PEER_DEFAULTS) == FerryConfig(num_threads=4)
+
+
+def test_the_peers_values_mean_the_same_here() -> None:
+    config = read_config({"backends": ["UCX", "LIBFABRIC"], "num_threads": 7, "kv_lease_duration": 12.5})
+    assert (config.backends, config.num_threads, config.kv_lease_duration) == (("UCX", "LIBFABRIC"), 7, 12.5)
+    assert read_config({"kv_lease_duration": 30}) == FerryConfig()
+    assert FerryConfig().backends == tuple(PEER_DEFAULTS["backends"])
+
+
+@pytest.mark.parametrize("key", sorted(PEER_DEFAULTS))
+def test_a_key_of_the_peer_without_meaning_is_named_in_one_warning(
+    key: str, ferry_log: pytest.LogCaptureFixture
+) -> None:
+    read_config({key: PEER_DEFAULTS[key]})
+    said = [record.getMessage() for record in ferry_log.records]
+    assert len(said) == (key in WITHOUT_MEANING)
+    assert all(line.startswith(f"{key}={PEER_DEFAULTS[key]!r} means nothing to kvferry: ") for line in said)
+
+
+def test_our_own_keys_reach_the_configuration() -> None:
+    ours: dict[str, Any] = {
+        "lease_slots": 9,
+        "handshake_timeout_s": 1,
+        "load_timeout_s": 2.5,
+        "max_loads": 3,
+        "model_fingerprint": "llama",
+    }
+    config = read_config(json.loads(json.dumps(ours)))
+    assert {key: getattr(config, key) for key in ours} == ours
+    assert isinstance(config.handshake_timeout_s, float)
+
+
+def test_null_stands_for_the_default() -> None:
+    assert read_config(dict.fromkeys(field.name for field in dataclasses.fields(FerryConfig))) == FerryConfig()
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("kv_lease_durations", "kv_lease_duration"), ("lease_slot", "lease_slots"), ("Backends", "backends")],
+)
+def test_an_unknown_key_is_refused_with_its_value_the_near_miss_and_all_valid_keys(key: str, near: str) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        read_config({key: 17})
+    text = str(refused.value)
+    assert text.startswith(f"kv_connector_extra_config: {key} is 17; expected did you mean {near}? one of ")
+    assert all(valid in text for valid in known_keys())
+    assert set(PEER_DEFAULTS) <= set(known_keys())
+
+
+def test_an_unknown_key_that_resembles_none_is_refused_without_a_guess() -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        read_config({"zzz": {"deep": [1]}})
+    assert "zzz is {'deep': [1]}; expected one of " in str(refused.value)
+
+
+NAN, INF = float("nan"), float("inf")
+WRONG: dict[str, list[Any]] = {
+    "backends": ["UCX", [], [1], [""], {}, 5, True],
+    "num_threads": [-1, 65, 1.0, True, "4", [4]],
+    "kv_lease_duration": [0, -1, 0.01, 86401, NAN, INF, True, "30", [30]],
+    "lease_slots": [-1, (1 << 20) + 1, 1.5, "8", False],
+    "handshake_timeout_s": [0, 601, NAN, "5", True],
+    "load_timeout_s": [0, 3601, INF, "60", {}],
+    "max_loads": [0, (1 << 16) + 1, 2.0, "1", None.__class__],
+    "model_fingerprint": ["", "x" * 257, 5, ["a"], True],
+}
+
+
+def test_every_option_has_wrong_values_below() -> None:
+    assert set(WRONG) == {field.name for field in dataclasses.fields(FerryConfig)}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
+def test_a_value_of_the_wrong_type_or_range_is_refused_by_key_and_value(key: str, value: Any) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        read_config({key: value})
+    assert refused.value.field == key
+    assert f"{key} is {refused.value.shown_value}; expected a" in str(refused.value)
+
+
+def test_every_option_says_what_it_is_for_and_has_a_default_that_passes_its_own_check() -> None:
+    for option in dataclasses.fields(FerryConfig):
+        assert option.metadata["doc"]
+        if option.default is not None:
+            assert option.metadata["check"](option.name, option.default) == option.default
+        assert option.metadata["peer"] == (option.name in PEER_DEFAULTS)
+
+
+def test_the_configuration_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FerryConfig().max_loads = 2  # type: ignore[misc]

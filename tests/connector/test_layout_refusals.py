@@ -1,0 +1,130 @@
+"""Caches that kvferry cannot describe stop the start, each by its layer and with the reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvferry.connector.layout import Sharding, discover, groups_of, packing_of
+from kvferry.protocol.errors import InvalidConfig
+from tests.connector.caches import config_of, described, full, group, views_of
+from tests.engine_core.driver import vllm_config
+
+ATTENTION: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+UNKNOWN: dict[str, Any] = {
+    "MambaSpec": MambaSpec(block_size=32, shapes=((4, 8),), dtypes=(torch.float32,)),
+    "ChunkedLocalAttentionSpec": ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64),
+    "CrossAttentionSpec": CrossAttentionSpec(**ATTENTION),
+    "SinkFullAttentionSpec": SinkFullAttentionSpec(**ATTENTION, sink_len=4),
+    "SlidingWindowMLASpec": SlidingWindowMLASpec(
+        block_size=32, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=64
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_kind_of_state_that_is_not_known_is_refused_by_layer_and_kind(kind: str) -> None:
+    config = config_of(group(full(), "plain.0"), group(UNKNOWN[kind], "odd.7"), layout="BLHNC")
+    says = rf"cache of layer odd\.7 is '{kind}'; expected full attention, MLA or sliding-window attention"
+    with pytest.raises(InvalidConfig, match=says):
+        groups_of(config)
+    config = config_of(group(UNKNOWN[kind], "odd.7"))
+    with pytest.raises(InvalidConfig, match=says):
+        described(config, views_of(config))
+
+
+@pytest.mark.parametrize("mode", sorted(set(KVQuantMode) - {KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR}))
+def test_scales_that_are_not_part_of_the_weights_are_refused_by_layer_and_mode(mode: KVQuantMode) -> None:
+    config = config_of(group(full(kv_quant_mode=mode), "layers.4"))
+    with pytest.raises(
+        InvalidConfig, match=rf"cache of layer layers\.4 is 'quantisation {mode.name}'; expected one of"
+    ):
+        described(config, views_of(config))
+
+
+@pytest.mark.parametrize("mode", [KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR])
+def test_static_scales_are_accepted_and_named_in_the_format(mode: KVQuantMode) -> None:
+    config = config_of(group(full(kv_quant_mode=mode)))
+    (first, _) = described(config, views_of(config)).tensors
+    assert first.format.quantization == mode.name.lower()
+
+
+def test_a_state_of_several_tokens_is_refused() -> None:
+    config = config_of(group(full(tokens_per_state=4), "layers.2"))
+    with pytest.raises(InvalidConfig, match=r"layers\.2 is '4 tokens a state'"):
+        described(config, views_of(config))
+
+
+def test_a_view_of_another_shape_is_refused() -> None:
+    config = config_of(group(full(), "layers.2"))
+    views = {layer: view.flatten(1, 2) for layer, view in views_of(config).items()}
+    with pytest.raises(InvalidConfig, match=r"layers\.2 is 'shape \[5, 64, 16\]'; expected a view \[blocks, heads"):
+        described(config, views)
+
+
+def test_kernel_blocks_that_do_not_make_up_blocks_are_refused() -> None:
+    config = config_of(group(full(), "layers.2"))
+    views = {layer: view[:3] for layer, view in views_of(config).items()}
+    with pytest.raises(InvalidConfig, match=r"layers\.2 is '3 kernel blocks'; expected a multiple of 5 blocks"):
+        described(config, views)
+
+
+def test_content_that_is_not_contiguous_is_refused() -> None:
+    config = config_of(group(full(), "layers.2"))
+    views = {layer: view[..., ::2] for layer, view in views_of(config).items()}
+    with pytest.raises(InvalidConfig, match=r"layers\.2 .*expected contiguous content"):
+        described(config, views)
+
+
+def test_a_cache_whose_layer_is_not_known_is_refused() -> None:
+    config = config_of(group(full(), "layers.2"))
+    with pytest.raises(InvalidConfig, match=r"layers\.2 .*whose attention backend is known"):
+        discover(views_of(config), config, {}, Sharding(2, 0, 1))
+
+
+def test_a_group_of_two_policies_is_refused() -> None:
+    specs = {"a": full(), "b": SlidingWindowSpec(**ATTENTION, sliding_window=9)}
+    config = SimpleNamespace(transfer_groups=[group(UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs), "a")])
+    with pytest.raises(InvalidConfig, match="one policy for the whole group"):
+        groups_of(config)
+
+
+def test_a_window_that_vllm_keeps_as_full_attention_holds_every_token() -> None:
+    """Without the hybrid cache manager a window's layers are given blocks for all tokens."""
+    (told,) = groups_of(config_of(group(FullAttentionSpec(**ATTENTION, sliding_window=64))))
+    assert (told.policy, told.window_tokens) == ("full", 0)
+
+
+def layer_of(backend: Any, **attributes: Any) -> Any:
+    return SimpleNamespace(get_attn_backend=lambda: backend, **attributes)
+
+
+def test_the_packing_names_the_backend_and_on_the_cpu_its_instruction_set() -> None:
+    flash = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+    assert packing_of(layer_of(flash), "layers.0") == "flash_attn"
+    assert packing_of(layer_of(CPUAttentionBackend, isa="vec16"), "layers.0") == "cpu_attn/vec16"
+    assert packing_of(SimpleNamespace(), "layers.0") == "simplenamespace"
+
+
+@pytest.mark.parametrize("head_size", [64, 80])
+def test_before_vllm_has_chosen_an_instruction_set_the_packing_asks_as_vllm_does(head_size: int) -> None:
+    config = vllm_config("NixlConnector", module="kvferry.connector")
+    with set_current_vllm_config(config):
+        told = packing_of(layer_of(CPUAttentionBackend, head_size=head_size, kv_cache_dtype="auto"), "layers.0")
+    assert told == f"cpu_attn/{_get_attn_isa(torch.float32, config.cache_config.block_size, head_size, 'auto')}"
