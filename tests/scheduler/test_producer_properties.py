@@ -163,6 +163,11 @@ class ProducerHistories(RuleBasedStateMachine):
         self.worker.carry_out(orders)
         self.words_are_those_of_the_model()
 
+    @rule()
+    def a_lease_passes(self) -> None:
+        for _ in range(HEARTBEATS_PER_LEASE + 1):
+            self.step(HEARTBEAT_S)
+
     def words_are_those_of_the_model(self) -> None:
         """After a step the slots say exactly which leases may be read."""
         expected = [EMPTY] * SLOTS
