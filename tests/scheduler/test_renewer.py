@@ -63,7 +63,7 @@ def test_a_kept_lease_is_renewed_about_six_times_in_its_life_until_it_is_dropped
         )
         while (message := listener.inbox.get(timeout=10)) != _release(port, 2):
             assert isinstance(message, Renew)
-        time.sleep(SHORT_S / 2)
+        time.sleep(SHORT_S)
         assert received(listener) == [], "a dropped lease is still renewed"
 
 
@@ -213,6 +213,21 @@ def test_no_more_sockets_are_open_than_allowed_however_many_hosts_a_client_names
         assert len(renewer._sockets) == 5
     finally:
         renewer.close()
+
+
+def test_the_socket_that_was_unused_for_longest_is_closed_first(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_sockets, "MAX_SOCKETS", 2)
+    sockets = peer_sockets.PeerSockets(lambda found: None, tally)
+    try:
+        for port, now_s in ((2001, 0.0), (2002, 1.0), (2001, 10.0)):
+            sockets.send((HOST, port, BOOT), b"frame", now_s)
+        assert sockets.next_idle_s() == 1.0 + peer_sockets.IDLE_S
+        sockets.send((HOST, 2003, BOOT), b"frame", 11.0)
+        assert sockets.next_idle_s() == 10.0 + peer_sockets.IDLE_S
+        sockets.close_idle(10.0 + peer_sockets.IDLE_S)
+        assert len(sockets) == 1
+    finally:
+        sockets.close(linger_ms=0)
 
 
 def test_an_idle_socket_is_closed(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
