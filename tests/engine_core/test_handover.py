@@ -72,7 +72,6 @@ def test_prompts_of_any_length_are_decoded_from_the_other_cache(make: Any, confi
 WINDOW = 48
 
 
-@pytest.mark.xfail(strict=True, reason="the layers of every cache group but the first are taken for sharers")
 @pytest.mark.parametrize("config", [{}, {"tp": 2, "overlap": True}], ids=["one worker", "two workers, overlapping"])
 def test_a_model_with_a_sliding_window_is_handed_over_in_both_of_its_groups(make: Any, config: dict[str, Any]) -> None:
     shape = {"window": WINDOW, "num_blocks": 80, **config}

@@ -58,12 +58,15 @@ def step_as_workers_do(engine: Engine) -> set[str]:
 def say(engine: Engine, message: Renew | Release) -> None:
     """Say something on the engine's side channel and wait until it has arrived."""
     side = engine.connector.scheduler_side
+    inbox = side._listener.inbox
+    before = inbox.qsize()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(f"tcp://127.0.0.1:{side._port}")
         socket.send_multipart([b"", encode(message)])
         deadline = time.monotonic() + 5.0
-        while side._listener.inbox.empty() and time.monotonic() < deadline:
+        while inbox.qsize() == before and time.monotonic() < deadline:
             time.sleep(0.001)
+    assert inbox.qsize() > before
 
 
 def lease_of(params: RemotePrefill) -> LeaseName:

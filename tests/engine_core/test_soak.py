@@ -29,7 +29,6 @@ LIVES: dict[str, dict[str, Any]] = {
     "both roles": {"role": "kv_both", "overlap": True},
     "sliding window": {"window": 48},
 }
-_UNTIL = {"sliding window": pytest.mark.xfail(reason="the second cache group is not transferred")}
 _SECONDS = float(os.environ.get("KVFERRY_SOAK_S", "2"))
 
 
@@ -137,7 +136,7 @@ class Life:
         self.consumer.close()
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=_UNTIL.get(kind, ())) for kind in LIVES])
+@pytest.mark.parametrize("kind", LIVES)
 def test_whatever_happens_answers_are_right_and_every_block_comes_back(kind: str) -> None:
     seed = int(os.environ.get("KVFERRY_SEED", secrets.randbelow(10**6)))
     print(f"KVFERRY_SEED={seed}")
