@@ -31,10 +31,6 @@ fmt:
     .venv/bin/ruff check --fix .
     .venv/bin/ruff format .
 
-# every published figure comes from a script in bench/
-bench *arguments:
-    .venv/bin/python -m bench {{ arguments }}
-
 # write the lock files anew from what is installed
 lock:
     .venv/bin/python requirements/relock.py

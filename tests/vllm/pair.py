@@ -8,19 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from scripts.accuracy.client import ASK_FOR_PREFILL
 from scripts.accuracy.engines import Engine
 
 Params = dict[str, Any]
 Change = Callable[[Params], Any]
 
-ORDER: Params = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 TIMEOUT_S = 120.0
 
 
@@ -43,7 +36,7 @@ class Pair:
 
     def prefill(self, prompt: str, **more: Any) -> Params:
         """Prefill as a router does and return the params of the answer."""
-        answer = post(self.producer.base_url, self._body(prompt, 1) | {"kv_transfer_params": ORDER} | more)
+        answer = post(self.producer.base_url, self._body(prompt, 1) | {"kv_transfer_params": ASK_FOR_PREFILL} | more)
         assert answer.status_code == 200, answer.text
         params = answer.json()["kv_transfer_params"]
         assert params, answer.text
