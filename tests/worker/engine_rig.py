@@ -363,6 +363,11 @@ class Rig:
         )
         return seen.failed.get(load.request_id)
 
+    def retire(self, engine: Engine) -> None:
+        """The engine ends as it should; its port is free again."""
+        engine.close()
+        self.engines.remove(engine)
+
     def close(self) -> None:
         for engine in self.engines:
             engine.close()

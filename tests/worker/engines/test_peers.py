@@ -1,0 +1,157 @@
+"""Producers that cannot be met, are refused, die, or come back: said by name, and never at another's expense."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from kvferry.protocol.orders import FailureReason
+from kvferry.worker.fabric import PeerLost
+from tests.waiting import wait_until
+from tests.worker.engine_rig import FACTS, HOST, SETTINGS, Rig, free_port
+from tests.worker.toy_caches import CacheShape
+
+IMPATIENT = replace(SETTINGS, handshake_timeout_s=0.2)
+
+
+@contextlib.contextmanager
+def silent_server() -> Iterator[int]:
+    """A port that takes connections and never answers."""
+    with socket.socket() as listening:
+        listening.bind((HOST, 0))
+        listening.listen(16)
+        yield listening.getsockname()[1]
+
+
+def short_back_off(monkeypatch: pytest.MonkeyPatch, first_s: float) -> None:
+    monkeypatch.setattr("kvferry.worker.peer_book._FIRST_BACK_OFF_S", first_s)
+
+
+def test_a_dead_port_fails_the_load_within_the_handshake_timeout(rig: Rig) -> None:
+    producer, consumer = rig.pair(settings=IMPATIENT)
+    offer = producer.prefill(tokens=10)
+    began_s = time.monotonic()
+    load = consumer.load(producer.changed(offer, remote_port=free_port()))
+    assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
+    assert time.monotonic() - began_s < 3.0
+    rig.transfer(producer, consumer)
+
+
+@pytest.mark.parametrize(
+    "host", ["[::1]", "::1", "nobody.invalid", "*", "eth0;1.2.3.4", "a b", "\N{SNOWMAN}", "x" * 500]
+)
+def test_a_host_that_is_none_fails_the_load_and_nothing_else(rig: Rig, host: str) -> None:
+    producer, consumer = rig.pair(settings=IMPATIENT)
+    load = consumer.load(producer.changed(producer.prefill(tokens=10), remote_host=host))
+    assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
+    rig.transfer(producer, consumer)
+
+
+def test_a_slow_handshake_with_one_peer_delays_no_other(rig: Rig) -> None:
+    producer, consumer = rig.pair(settings=replace(SETTINGS, handshake_timeout_s=1.5))
+    offer = producer.prefill(tokens=10)
+    with silent_server() as port:
+        stuck = consumer.load(producer.changed(offer, remote_port=port, remote_engine_id="Q"))
+        began_s = time.monotonic()
+        rig.transfer(producer, consumer)
+        assert time.monotonic() - began_s < 1.2
+        assert stuck.request_id not in consumer.seen.failed
+        assert rig.until_over(consumer, stuck) is FailureReason.HANDSHAKE
+
+
+def test_another_engine_than_the_params_name_is_refused(rig: Rig) -> None:
+    producer, consumer = rig.pair()
+    load = consumer.load(producer.changed(producer.prefill(tokens=10), remote_engine_id="Q"))
+    assert rig.until_over(consumer, load) is FailureReason.REFUSED
+
+
+def test_params_that_name_the_engine_itself_are_refused_without_a_connection(rig: Rig) -> None:
+    producer, consumer = rig.pair()
+    offer = producer.prefill(tokens=10)
+    load = consumer.load(producer.changed(offer, remote_engine_id="C", remote_port=consumer.port))
+    assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
+    assert consumer.tally.total("handshakes_served") == 0
+
+
+def test_an_engine_that_restarted_is_met_anew_and_its_former_life_is_forgotten(any_rig: Rig) -> None:
+    producer, consumer = any_rig.pair()
+    any_rig.transfer(producer, consumer)
+    old_offer = producer.prefill(tokens=10, seed=1)
+    (old_agent,) = consumer.fabric.peers
+    prepared = consumer.fabric.prepared()
+    any_rig.retire(producer)
+    successor = any_rig.engine("P", port=producer.port)
+    any_rig.transfer(successor, consumer, seed=2)
+    assert any_rig.until_over(consumer, consumer.load(old_offer.params)) in (
+        FailureReason.REFUSED,
+        FailureReason.TRANSFER,
+    )
+    any_rig.transfer(successor, consumer, seed=3)
+    wait_until(lambda: old_agent not in consumer.fabric.peers, "the former life is disconnected")
+    assert len(consumer.fabric.peers) == 1
+    assert consumer.fabric.prepared() == prepared
+
+
+def test_params_of_a_former_life_are_refused_when_only_the_new_one_was_met(rig: Rig) -> None:
+    producer, consumer = rig.pair()
+    old_offer = producer.prefill(tokens=10)
+    rig.retire(producer)
+    successor = rig.engine("P", port=producer.port)
+    assert rig.until_over(consumer, consumer.load(old_offer.params)) is FailureReason.REFUSED
+    rig.transfer(successor, consumer)
+
+
+def test_an_unworkable_pair_is_refused_with_every_reason_by_name(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    producer = rig.engine("P")
+    facts = msgspec.structs.replace(FACTS, fingerprint="weights:2", dtype="float16")
+    consumer = rig.engine("C", facts=facts, shape=CacheShape(block_tokens=8))
+    with caplog.at_level(logging.WARNING):
+        load = consumer.load(producer.prefill(tokens=10).params)
+        assert rig.until_over(consumer, load) is FailureReason.PLAN
+    for named in ("model.fingerprint", "weights:1", "weights:2", "model.dtype", "uint8", "float16"):
+        assert named in caplog.text
+    same_model = rig.engine("D", shape=CacheShape(block_tokens=8))
+    load = same_model.load(producer.prefill(tokens=10).params)
+    assert rig.until_over(same_model, load) is FailureReason.PLAN
+    assert "layers.2/kv.block_tokens: producer 4, consumer 8" in caplog.text
+    assert consumer.fabric.calls["add_peer"] == 0
+
+
+def test_a_peer_that_dies_during_a_read_fails_the_load_at_once(rig: Rig) -> None:
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    rig.network.polls_to_complete = 3
+    offer = producer.prefill(tokens=10)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    load = consumer.load(offer.params)
+    rig.step_until(lambda: consumer.fabric.calls["post_data_read"] == 2, "the read is under way")
+    assert not consumer.seen.failed
+    rig.network.kill(producer.fabric.agent_name)
+    assert rig.until_over(consumer, load, timeout_s=2.0) is FailureReason.TRANSFER
+    assert not consumer.seen.alive
+    assert consumer.fabric.transfers() == 0
+    assert not consumer.fabric.peers
+
+
+def test_a_lost_peer_is_left_alone_for_the_back_off_and_met_anew_after_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    short_back_off(monkeypatch, 0.4)
+    consumer.fabric.fail("post_data_read", lambda: PeerLost("test", "the test wanted it"))
+    assert rig.until_over(consumer, consumer.load(producer.prefill(tokens=5).params)) is FailureReason.TRANSFER
+    lost_s = time.monotonic()
+    load = consumer.load(producer.prefill(tokens=5).params)
+    assert rig.until_over(consumer, load) is FailureReason.TRANSFER
+    assert producer.tally.total("handshakes_served") == 1, "it was asked again before the back-off was over"
+    rig.step_until(lambda: time.monotonic() > lost_s + 0.6, "the longest that 0.4 s can become by jitter")
+    rig.transfer(producer, consumer)
+    assert producer.tally.total("handshakes_served") == 2
