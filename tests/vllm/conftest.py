@@ -14,10 +14,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
 from scripts.accuracy.engines import Engine, EngineSpec, Transfer
 from scripts.accuracy.model import prepare
 from scripts.accuracy.variables import DEFAULT_MODEL
-
 from tests.vllm.pair import Pair
 
 START_S = 300.0

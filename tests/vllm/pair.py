@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+
 from scripts.accuracy.client import ASK_FOR_PREFILL
 from scripts.accuracy.engines import Engine
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+
 from scripts.accuracy.engines import Engine
 from scripts.accuracy.router import Router
-
 from tests.vllm.pair import TIMEOUT_S, Pair, long_prompt, post, text_of
 
 LAYERS, HEADS, HEAD_DIM, FLOAT, BLOCK = 30, 3, 64, 4, 128

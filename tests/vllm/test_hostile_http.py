@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from scripts.accuracy.engines import Engine, Transfer
 from scripts.accuracy.settings import STOCK
-
 from tests.vllm.conftest import START_S
 from tests.vllm.pair import Change, Pair, Params, long_prompt, text_of
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from scripts.accuracy.engines import Engine, EngineSpec, Transfer
 from scripts.accuracy.settings import STOCK
-
 from tests.vllm.conftest import START_S
 from tests.vllm.pair import Pair, long_prompt, text_of
 

@@ -1,7 +1,7 @@
 """Step metadata: what the scheduler tells every worker of its own engine in one step, and what they tell back.
 
-A worker opens leases as soon as it has the orders, and carries the rest out in the order of the fields. Whatever is said
-of a lease names its epoch, so a slot that changes hands within one step ends up with its new lease.
+A worker opens leases as soon as it has the orders, and carries the rest out in the order of the fields. Whatever is
+said of a lease names its epoch, so a slot that changes hands within one step ends up with its new lease.
 
 Request ids have no bound here: a client may choose one of any length, vLLM lets it pass, and orders that a worker
 refused would stop its engine.
