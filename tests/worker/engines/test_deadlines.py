@@ -1,0 +1,114 @@
+"""Loads that take too long: reported failed at once, their blocks named until nothing can write them any more."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from kvferry.protocol.orders import FailureReason
+from tests.waiting import wait_until
+from tests.worker.engine_rig import POISON, SETTINGS, Engine, OrderedLoad, Rig
+
+TIMEOUT_S = 0.3
+HURRIED = replace(SETTINGS, load_timeout_s=TIMEOUT_S)
+
+
+def _stuck(rig: Rig) -> tuple[Engine, Engine, OrderedLoad]:
+    """A load whose data read has been posted and does not come to an end."""
+    producer, consumer = rig.pair(settings=HURRIED)
+    rig.transfer(producer, consumer)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    return producer, consumer, consumer.load(producer.prefill(tokens=10, seed=6).params)
+
+
+def test_a_stuck_load_is_reported_at_once_and_its_blocks_are_named_until_its_read_has_ended(rig: Rig) -> None:
+    producer, consumer, load = _stuck(rig)
+    began_s = time.monotonic()
+    results = []
+
+    def failed() -> bool:
+        results.append(consumer.collect())
+        return bool(results[-1].failed)
+
+    wait_until(failed, "it is reported")
+    assert TIMEOUT_S - 0.05 < time.monotonic() - began_s < TIMEOUT_S + 1.5
+    assert results[-1].failed == {load.request_id: FailureReason.DEADLINE}
+    assert results[-1].alive == frozenset((load.request_id,)), (
+        "both in one report, or the blocks could be given away in between"
+    )
+    assert (consumer.caches.cells(0)[list(load.blocks)] == POISON).all()
+    polls = consumer.fabric.calls["poll"]
+    wait_until(lambda: consumer.fabric.calls["poll"] > polls + 3, "its read is looked after")
+    assert consumer.collect().alive is None, "nothing has changed"
+    assert consumer.fabric.transfers() == 1
+    rig.network.thaw(producer.fabric.agent_name)
+    rig.step_until(lambda: not consumer.seen.alive, "the read has ended")
+    assert (consumer.caches.cells(0)[list(load.blocks)] != POISON).any(), "it did write, as late as this"
+    assert consumer.fabric.transfers() == 0
+    assert consumer.worker._landing.free() == len(consumer.worker._landing.words)
+    assert load.request_id not in consumer.seen.loaded
+    rig.transfer(producer, consumer)
+
+
+def test_the_quarantine_names_every_load_that_is_in_it(rig: Rig) -> None:
+    producer, consumer, first = _stuck(rig)
+    assert rig.until_over(consumer, first) is FailureReason.DEADLINE
+    other = rig.engine("P2")
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(other.fabric.agent_name)
+    second = consumer.load(other.prefill(tokens=10).params)
+    assert rig.until_over(consumer, second) is FailureReason.DEADLINE
+    assert consumer.seen.alive == {first.request_id, second.request_id}
+    rig.network.thaw(producer.fabric.agent_name)
+    rig.step_until(lambda: consumer.seen.alive == {second.request_id}, "the first has ended")
+    rig.network.kill(other.fabric.agent_name)
+    rig.step_until(lambda: not consumer.seen.alive, "the death of a peer ends its reads")
+
+
+def test_a_load_of_a_producer_that_never_finishes_misses_its_deadline_and_leaves_nothing_alive(rig: Rig) -> None:
+    producer, consumer = rig.pair(settings=HURRIED)
+    offer = producer.finish_prefill(producer.start_prefill(tokens=10, seed=1))
+    load = consumer.load(offer.params)
+    rig.step_until(lambda: consumer.seen.failed, "the deadline", only=consumer)
+    assert consumer.seen.failed == {load.request_id: FailureReason.DEADLINE}
+    rig.step_until(lambda: not consumer.seen.alive, "its slot read has ended", only=consumer)
+    assert consumer.worker._landing.free() == len(consumer.worker._landing.words)
+
+
+def test_a_load_that_never_gets_its_turn_misses_its_deadline(rig: Rig) -> None:
+    producer, consumer = rig.pair(settings=replace(HURRIED, max_loads=1))
+    rig.transfer(producer, consumer)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    offers = [producer.prefill(tokens=5, seed=seed) for seed in range(3)]
+    loads = [consumer.load(offer.params) for offer in offers]
+    for load in loads:
+        assert rig.until_over(consumer, load) is FailureReason.DEADLINE
+    assert consumer.seen.alive == {loads[0].request_id}
+    rig.network.thaw(producer.fabric.agent_name)
+    rig.step_until(lambda: not consumer.seen.alive, "the read has ended")
+    rig.transfer(producer, consumer)
+
+
+def test_a_handshake_that_outlasts_the_load_fails_it_in_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer = rig.pair(settings=HURRIED)
+    offer = producer.prefill(tokens=10)
+    monkeypatch.setattr(consumer.worker, "_introduce", lambda _: time.sleep(1.0))
+    load = consumer.load(offer.params)
+    began_s = time.monotonic()
+    assert rig.until_over(consumer, load) is FailureReason.DEADLINE
+    assert time.monotonic() - began_s < 0.95
+    assert not consumer.seen.alive
+
+
+def test_a_stall_shorter_than_the_deadline_fails_nothing(rig: Rig) -> None:
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    load = consumer.load(producer.prefill(tokens=10, seed=6).params)
+    wait_until(lambda: consumer.fabric.calls["post_data_read"] == 2, "it is stuck")
+    polls = consumer.fabric.calls["poll"]
+    wait_until(lambda: consumer.fabric.calls["poll"] > polls + 50, "for a while")
+    rig.network.thaw(producer.fabric.agent_name)
+    assert rig.until_over(consumer, load) is None
+    consumer.check_bytes(load, seed=6)

@@ -1,0 +1,144 @@
+"""What is left after the work: nothing. And what a worker does when there is none: nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from kvferry.protocol.slots import EMPTY
+from tests.waiting import wait_until
+from tests.worker.engine_rig import SETTINGS, Engine, Rig
+
+WINDOW_S = 0.4
+
+
+def _calls(engine: Engine) -> int:
+    return sum(engine.fabric.calls.values())
+
+
+def _is_at_rest(engine: Engine) -> bool:
+    thread = engine.worker._thread
+    return thread is not None and thread._wait_s() is None and thread._inbox.empty()
+
+
+@pytest.mark.parametrize("kind", ["memory", "nixl"])
+def test_five_hundred_loads_leave_nothing_behind(kind: str, request: pytest.FixtureRequest) -> None:
+    rig = Rig(kind)
+    request.addfinalizer(rig.close)
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    prepared, agents = consumer.fabric.prepared(), set(consumer.fabric.peers)
+    for batch in range(50):
+        offers = [producer.prefill(tokens=1 + (batch + n) % 9, seed=batch * 10 + n) for n in range(10)]
+        loads = [consumer.load(offer.params) for offer in offers]
+        rig.step_until(lambda batch=batch: len(consumer.seen.loaded) == batch * 10 + 11, "all are loaded")  # type: ignore[misc]
+        assert all(consumer.has_bytes(load, offer.seed) for load, offer in zip(loads, offers, strict=True))
+        rig.step_until(lambda: len(producer.leases) == 0, "all are free")
+        for load in loads:
+            consumer.free(load)
+    assert len(set(consumer.seen.loaded)) == len(consumer.seen.loaded) == 501
+    assert len(set(producer.seen.sent)) == len(producer.seen.sent) == 501
+    assert consumer.worker._landing.free() == len(consumer.worker._landing.words)
+    assert consumer.fabric.transfers() == 0
+    assert consumer.fabric.prepared() == prepared
+    assert consumer.fabric.peers == agents
+    assert not producer.worker._table.words.any()
+    assert producer.tally.total("handshakes_served") == 1
+    assert sum(figures.planned_bytes for figures in consumer.seen.figures) == sum(
+        figures.transferred_bytes for figures in consumer.seen.figures
+    )
+    assert len(consumer.loads) == 0
+
+
+def test_without_work_the_threads_block(any_rig: Rig) -> None:
+    producer, consumer = any_rig.pair()
+    any_rig.transfer(producer, consumer)
+    for engine in (producer, consumer):
+        wait_until(lambda engine=engine: _is_at_rest(engine), "it waits for ever")  # type: ignore[misc]
+    before = [_calls(engine) for engine in (producer, consumer)]
+    cpu_s, began_s = time.process_time(), time.monotonic()
+    wait_until(lambda: time.monotonic() > began_s + WINDOW_S, "the window is over")
+    assert [_calls(engine) for engine in (producer, consumer)] == before
+    assert time.process_time() - cpu_s < 0.25 * WINDOW_S, "half of this is the waiting itself"
+
+
+def test_orders_without_content_do_not_even_wake_the_thread(rig: Rig) -> None:
+    engine = rig.engine("P")
+    for _ in range(10):
+        engine.step()
+    assert engine.worker._thread is None
+
+
+def test_a_worker_that_holds_a_lease_looks_for_reports_at_leisure(rig: Rig) -> None:
+    producer, _ = rig.pair()
+    producer.prefill(tokens=5)
+    wait_until(lambda: producer.fabric.calls["take_notifications"] > 3, "it looks")
+    looks, began_s = producer.fabric.calls["take_notifications"], time.monotonic()
+    wait_until(lambda: time.monotonic() > began_s + WINDOW_S, "the window is over")
+    often = (producer.fabric.calls["take_notifications"] - looks) / (time.monotonic() - began_s)
+    assert 5 < often < 1000
+
+
+def test_a_frozen_peer_that_was_given_up_is_looked_after_at_leisure(rig: Rig) -> None:
+    producer, consumer = rig.pair(settings=replace(SETTINGS, handshake_timeout_s=0.1))
+    rig.network.freeze(producer.fabric.agent_name)
+    assert rig.until_over(consumer, consumer.load(producer.prefill(tokens=5).params)) is not None
+    polls, began_s = consumer.fabric.calls["poll"], time.monotonic()
+    wait_until(lambda: time.monotonic() > began_s + WINDOW_S, "the window is over")
+    often = (consumer.fabric.calls["poll"] - polls) / (time.monotonic() - began_s)
+    assert 5 < often < 200
+
+
+def test_closing_clears_the_lease_table_and_is_quick_even_with_a_read_under_way(rig: Rig) -> None:
+    producer, consumer = rig.pair()
+    offer = producer.prefill(tokens=5)
+    wait_until(lambda: producer.word(offer) != EMPTY, "it is held")
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    consumer.load(offer.params)
+    wait_until(lambda: consumer.fabric.calls["post_data_read"] == 1, "the read is under way")
+    for engine in (producer, consumer):
+        began_s = time.monotonic()
+        engine.worker.close()
+        assert time.monotonic() - began_s < 2.0
+        engine.worker.close()
+        assert engine.fabric.calls["close"] >= 1
+    assert producer.word(offer) == EMPTY
+
+
+def test_closing_lets_a_read_that_is_about_to_end_do_so(rig: Rig) -> None:
+    """Its memory is the engine's again afterwards."""
+    producer, consumer = rig.pair()
+    offer = producer.prefill(tokens=40, seed=5)
+    rig.transfer(producer, consumer)
+    rig.network.polls_to_complete = 60
+    load = consumer.load(offer.params)
+    wait_until(lambda: consumer.fabric.calls["post_data_read"] == 2, "the read is under way")
+    consumer.worker.close()
+    assert not rig.network.released, "a read was released in flight"
+    assert consumer.has_bytes(load, seed=5)
+
+
+def test_a_worker_that_never_worked_can_be_closed(any_rig: Rig) -> None:
+    engine = any_rig.engine("P")
+    engine.worker.close()
+    engine.worker.close()
+    assert not engine.worker.take_results().loaded
+
+
+def test_a_thread_that_is_stuck_in_the_fabric_keeps_its_fabric(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may use an agent beside the thread that owns it."""
+    monkeypatch.setattr("kvferry.worker.transfer_thread._JOIN_S", 0.05)
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    released = [False]
+    consumer.fabric.on_data_read = lambda: wait_until(lambda: released[0], "the test lets go")
+    consumer.load(producer.prefill(tokens=5).params)
+    wait_until(lambda: consumer.fabric.calls["post_data_read"] == 2, "it is stuck")
+    consumer.worker.close()
+    assert consumer.fabric.calls["close"] == 0
+    released[0] = True
+    wait_until(lambda: not consumer.worker._thread or not consumer.worker._thread._thread.is_alive(), "it ends")
+    consumer.worker.close()
+    assert consumer.fabric.calls["close"] == 1
