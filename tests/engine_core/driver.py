@@ -40,8 +40,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK_TOKENS = 16
 HEADS, HEAD_SIZE = 2, 32
-LAYER = "model.layers.0.self_attn.attn"
-WINDOW_LAYER = "model.layers.1.self_attn.attn"
+WINDOW_LAYER = "model.layers.9.self_attn.attn"
 SAMPLED = 7
 """The token that is sampled where no model is given."""
 
@@ -57,6 +56,11 @@ _CONFIG = {
     "max_position_embeddings": 1024,
     "torch_dtype": "float32",
 }
+
+
+def layer_of(stage: int) -> str:
+    """The name of a stage's layer."""
+    return f"model.layers.{stage}.self_attn.attn"
 
 
 @functools.cache
@@ -80,24 +84,25 @@ def tokens(count: int, seed: int = 1) -> list[int]:
     return [(seed * 101 + 7 * index) % 1000 + 1 for index in range(count)]
 
 
-def kv_cache_config(num_blocks: int, tp: int = 1, window: int = 0) -> Any:
+def kv_cache_config(num_blocks: int, *, tp: int = 1, window: int = 0, stages: Sequence[int] = (0,)) -> Any:
     """`num_blocks` blocks of `BLOCK_TOKENS` tokens, layer outermost, on one of `tp` workers.
 
-    One layer in one group; with a `window` a second layer in a group of its own. As always in vLLM, the groups lie on
-    the same bytes: a block belongs to one of them at a time.
+    One group with a layer for each of the pipeline's `stages`; with a `window` a second group with a layer of its own.
+    As always in vLLM, the groups lie on the same bytes: a block belongs to one of them at a time.
     """
     shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": HEADS // tp, "head_size": HEAD_SIZE, "dtype": torch.float32}
-    specs = {LAYER: FullAttentionSpec(**shape)}
+    full = FullAttentionSpec(**shape)
+    groups = [KVCacheGroupSpec([layer_of(stage) for stage in stages], full)]
     if window:
-        specs[WINDOW_LAYER] = SlidingWindowSpec(**shape, sliding_window=window)
-    page = specs[LAYER].page_size_bytes
-    size = num_blocks * page
+        groups.append(KVCacheGroupSpec([WINDOW_LAYER], SlidingWindowSpec(**shape, sliding_window=window)))
+    page, size = full.page_size_bytes, num_blocks * full.page_size_bytes * len(stages)
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[
-            KVCacheTensor(size=size, layers=[layer], layer_stride=size, block_stride=page) for layer in specs
+            KVCacheTensor(size=size, layers=group.layer_names, layer_stride=num_blocks * page, block_stride=page)
+            for group in groups
         ],
-        kv_cache_groups=[KVCacheGroupSpec([layer], spec) for layer, spec in specs.items()],
+        kv_cache_groups=groups,
         kv_cache_layout="LBHNC",
         hash_block_size=BLOCK_TOKENS,
         cache_hit_alignment_tokens=BLOCK_TOKENS,
@@ -116,6 +121,7 @@ def vllm_config(
     num_blocks: int = 32,
     overlap: bool = False,
     tp: int = 1,
+    pp: int = 1,
 ) -> Any:
     """What the command line would have made, for the scheduler and for a worker alike."""
     config = VllmConfig(
@@ -139,6 +145,8 @@ def vllm_config(
         ),
     )
     config.cache_config.num_gpu_blocks = num_blocks
+    config.parallel_config.pipeline_parallel_size = pp  # not before: the model has one layer only
+    config.parallel_config.world_size = tp * pp
     config.scheduler_config.async_scheduling = overlap  # the CPU platform switches it off while it validates
     return config
 
@@ -176,7 +184,9 @@ class Engine:
         self, connector: str, *, num_blocks: int = 32, overlap: bool = False, window: int = 0, **config: Any
     ) -> None:
         self.config = vllm_config(connector, num_blocks=num_blocks, overlap=overlap, **config)
-        self.cache_config = kv_cache_config(num_blocks, config.get("tp", 1), window)
+        self.cache_config = kv_cache_config(
+            num_blocks, tp=config.get("tp", 1), window=window, stages=range(config.get("pp", 1))
+        )
         kind = AsyncScheduler if overlap else Scheduler
         self.scheduler = kind(
             vllm_config=self.config,

@@ -25,7 +25,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.protocol.geometry import Place
-from tests.engine_core.driver import BLOCK_TOKENS, LAYER, WINDOW_LAYER, Answer, Engine, Scheduled, kv_cache_config
+from tests.engine_core.driver import BLOCK_TOKENS, WINDOW_LAYER, Answer, Engine, Scheduled, kv_cache_config, layer_of
 from tests.engine_core.second_runner import FirstRunner, SecondRunner, no_forward
 from tests.engine_core.toy_model import ToyModel
 
@@ -72,30 +72,53 @@ def stop_parallel_state() -> None:
 class Node:
     """One engine with its workers. `step` is one turn of the engine's loop.
 
-    With `overlap` a step is scheduled and run before the one before it is answered. With `tp` workers the heads are
-    spread over them, and each has its own cache and its own NIXL agent.
+    With `overlap` a step is scheduled and run before the one before it is answered, and so it is with several
+    pipeline stages. `tp × pp` workers share the heads and the layers; each has its own cache and its own NIXL agent.
     """
 
     def __init__(
-        self, role: str, *, runner: RunnerType = FirstRunner, port: int = 0, tp: int = 1, window: int = 0, **config: Any
+        self,
+        role: str,
+        *,
+        runner: RunnerType = FirstRunner,
+        port: int = 0,
+        tp: int = 1,
+        pp: int = 1,
+        window: int = 0,
+        **config: Any,
     ) -> None:
         self.window = window
         self.port = port or free_port()
         config.setdefault("engine_id", f"{role}-{self.port}")
         with side_channel(self.port):
-            self.engine = Engine("NixlConnector", module="kvferry.connector", role=role, tp=tp, window=window, **config)
+            self.engine = Engine(
+                "NixlConnector", module="kvferry.connector", role=role, tp=tp, pp=pp, window=window, **config
+            )
         start_parallel_state(self.engine.config)
-        layers = [LAYER, WINDOW_LAYER] if window else [LAYER]
+        layers = [*map(layer_of, range(pp)), WINDOW_LAYER]
         self.engine.config.compilation_config.static_forward_context.update(dict.fromkeys(layers, _LAYER_MODULE))
-        self._depth = int(config.get("overlap", False))
+        self._depth = max(int(config.get("overlap", False)), pp - 1)
         self._in_flight: deque[tuple[Scheduled, Any]] = deque()
         self.workers: list[Any] = []
         self.runners: list[FirstRunner | SecondRunner] = []
-        caches = [self._add_worker(runner, rank, tp, window) for rank in range(tp)]
-        self.model = ToyModel(self.engine, [[shard[layer] for shard in caches] for layer in layers], window)
+        places = [Place(pp=stage, tp=rank) for stage in range(pp) for rank in range(tp)]
+        caches = [
+            self._add_worker(
+                runner,
+                place,
+                kv_cache_config(self.engine.cache_config.num_blocks, tp=tp, window=window, stages=(place.pp,)),
+            )
+            for place in places
+        ]
+        full = [shard[layer_of(place.pp)] for place, shard in zip(places, caches, strict=True)]
+        windowed = [[shard[WINDOW_LAYER] for shard in caches]] if window else []
+        self.model = ToyModel(self.engine, [full, *windowed], window)
         self.engine.sample = self.model.sample
-        self._aggregator = KVOutputAggregator.from_connector(self.engine.connector, tp)
-        described = {(0, rank): w.get_handshake_metadata() for rank, w in enumerate(self.workers)}
+        self._aggregator = KVOutputAggregator.from_connector(self.engine.connector, len(places))
+        described = {
+            (place.pp, place.tp): worker.get_handshake_metadata()
+            for place, worker in zip(places, self.workers, strict=True)
+        }
         self.engine.connector.set_xfer_handshake_metadata_pp_aware(between_processes(described))
         self.method = "step"
         """The order of calls: a method of the runner."""
@@ -144,12 +167,11 @@ class Node:
         for worker in self.workers:
             worker.shutdown()
 
-    def _add_worker(self, runner: RunnerType, rank: int, tp: int, window: int) -> dict[str, torch.Tensor]:
-        cache_config = kv_cache_config(self.engine.cache_config.num_blocks, tp, window)
+    def _add_worker(self, runner: RunnerType, place: Place, cache_config: Any) -> dict[str, torch.Tensor]:
         config = self.engine.config
         # One process has one rank, so a worker of several is told its place.
-        place = mock.patch("kvferry.connector.worker_side.place_of_this_worker", return_value=Place(tp=rank))
-        with set_current_vllm_config(config), place if tp > 1 else nullcontext():
+        told = mock.patch("kvferry.connector.worker_side.place_of_this_worker", return_value=place)
+        with set_current_vllm_config(config), told if config.parallel_config.world_size > 1 else nullcontext():
             worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
             sizes = [BLOCK_TOKENS] * len(cache_config.kv_cache_groups)
             caches: dict[str, torch.Tensor] = allocate_kv_cache(

@@ -49,11 +49,17 @@ def decode(node: Node, name: str, prompt: list[int], params: Any) -> int:
     return computed - (COUNT - 1)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"runner": FirstRunner}, {"runner": SecondRunner}, {"runner": SecondRunner, "overlap": True}, {"tp": 2}],
-    ids=["first runner", "second runner", "second runner, overlapping steps", "two workers"],
-)
+SHAPES: dict[str, dict[str, Any]] = {
+    "first runner": {"runner": FirstRunner},
+    "second runner": {"runner": SecondRunner},
+    "second runner, overlapping steps": {"runner": SecondRunner, "overlap": True},
+    "tp 2": {"tp": 2},
+    "pp 2": {"pp": 2},
+    "tp 2, pp 2": {"tp": 2, "pp": 2},
+}
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_prompts_of_any_length_are_decoded_from_the_other_cache(make: Any, config: dict[str, Any]) -> None:
     producer, consumer = make("kv_producer", **config), make("kv_consumer", **config)
     blocks = 0
@@ -64,7 +70,7 @@ def test_prompts_of_any_length_are_decoded_from_the_other_cache(make: Any, confi
         producer.until(lambda: producer.engine.is_whole)
         assert consumer.engine.is_whole
         blocks += -(-length // BLOCK_TOKENS)
-        bytes_moved = blocks * producer.engine.block_bytes * config.get("tp", 1)
+        bytes_moved = blocks * producer.engine.block_bytes * len(consumer.workers)
         assert consumer.engine.counted("planned_bytes") == bytes_moved
     assert producer.engine.counted("leases_released", "done") == 13
 

@@ -25,11 +25,12 @@ from tests.engine_core.toy_model import expected_tokens
 LIVES: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlapping steps": {"overlap": True, "runner": SecondRunner},
-    "two workers": {"tp": 2},
+    "two ranks": {"tp": 2},
+    "two stages": {"pp": 2},
     "both roles": {"role": "kv_both", "overlap": True},
     "sliding window": {"window": 48},
 }
-_SECONDS = float(os.environ.get("KVFERRY_SOAK_S", "2"))
+_SECONDS = float(os.environ.get("KVFERRY_SOAK_S", "1.5"))
 
 
 @pytest.fixture(scope="module", autouse=True)
