@@ -20,6 +20,7 @@ from kvferry.worker.lease_table import LeaseTable
 from tests.protocol.samples import make_ticket, params_of_length
 
 FREE = "free"
+ROUNDING_S = 1e-6
 
 
 @dataclass
@@ -136,7 +137,7 @@ class Producer:
         for worker in self.workers:
             worker.orders.append(orders)
         for request_id, overdue_s in self.overdue_after.items():
-            assert now_s < overdue_s, f"{request_id} is held although its lease ended at {overdue_s}"
+            assert now_s < overdue_s + ROUNDING_S, f"{request_id} is held although its lease ended at {overdue_s}"
 
     def _renewed(self, name: LeaseName, now_s: float) -> None:
         if self.ledger.renew(name):
