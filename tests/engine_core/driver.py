@@ -12,143 +12,25 @@ One `step` is what the engine's loop does: schedule → run → aborts that came
 
 from __future__ import annotations
 
-import functools
-import json
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    SlidingWindowSpec,
-)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-BLOCK_TOKENS = 16
-HEADS, HEAD_SIZE = 2, 32
-WINDOW_LAYER = "model.layers.9.self_attn.attn"
+from tests.engine_core.configs import BLOCK_TOKENS, kv_cache_config, tokens, vllm_config
+
+__all__ = ["BLOCK_TOKENS", "SAMPLED", "Answer", "Engine", "Scheduled", "tokens"]
+
 SAMPLED = 7
 """The token that is sampled where no model is given."""
-
-_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": HEADS * HEAD_SIZE,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "vocab_size": 1024,
-    "max_position_embeddings": 1024,
-    "torch_dtype": "float32",
-}
-
-
-def layer_of(stage: int) -> str:
-    """The name of a stage's layer."""
-    return f"model.layers.{stage}.self_attn.attn"
-
-
-@functools.cache
-def model_config() -> Any:
-    """The smallest model that vLLM's configuration accepts: a config.json, no weights."""
-    folder = Path(tempfile.mkdtemp(prefix="kvferry-model-"))
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
-    init_none_hash(sha256)
-    return ModelConfig(
-        model=str(folder),
-        tokenizer=str(folder),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        seed=0,
-        max_model_len=512,
-    )
-
-
-def tokens(count: int, seed: int = 1) -> list[int]:
-    """`count` token ids; two seeds share no prefix."""
-    return [(seed * 101 + 7 * index) % 1000 + 1 for index in range(count)]
-
-
-def kv_cache_config(num_blocks: int, *, tp: int = 1, window: int = 0, stages: Sequence[int] = (0,)) -> Any:
-    """`num_blocks` blocks of `BLOCK_TOKENS` tokens, layer outermost, on one of `tp` workers.
-
-    One group with a layer for each of the pipeline's `stages`; with a `window` a second group with a layer of its own.
-    As always in vLLM, the groups lie on the same bytes: a block belongs to one of them at a time.
-    """
-    shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": HEADS // tp, "head_size": HEAD_SIZE, "dtype": torch.float32}
-    full = FullAttentionSpec(**shape)
-    groups = [KVCacheGroupSpec([layer_of(stage) for stage in stages], full)]
-    if window:
-        groups.append(KVCacheGroupSpec([WINDOW_LAYER], SlidingWindowSpec(**shape, sliding_window=window)))
-    page, size = full.page_size_bytes, num_blocks * full.page_size_bytes * len(stages)
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[
-            KVCacheTensor(size=size, layers=group.layer_names, layer_stride=num_blocks * page, block_stride=page)
-            for group in groups
-        ],
-        kv_cache_groups=groups,
-        kv_cache_layout="LBHNC",
-        hash_block_size=BLOCK_TOKENS,
-        cache_hit_alignment_tokens=BLOCK_TOKENS,
-    )
-
-
-def vllm_config(
-    connector: str,
-    *,
-    module: str | None = None,
-    role: str = "kv_both",
-    policy: str = "recompute",
-    extra: dict[str, Any] | None = None,
-    engine_id: str = "engine-under-test",
-    max_num_seqs: int = 8,
-    num_blocks: int = 32,
-    overlap: bool = False,
-    tp: int = 1,
-    pp: int = 1,
-) -> Any:
-    """What the command line would have made, for the scheduler and for a worker alike."""
-    config = VllmConfig(
-        model_config=model_config(),
-        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=128,
-            max_model_len=512,
-            is_encoder_decoder=False,
-            watermark=0.0,
-        ),
-        parallel_config=ParallelConfig(tensor_parallel_size=tp),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector=connector,
-            kv_connector_module_path=module,
-            kv_role=role,
-            kv_load_failure_policy=policy,
-            kv_connector_extra_config=extra or {},
-            engine_id=engine_id,
-        ),
-    )
-    config.cache_config.num_gpu_blocks = num_blocks
-    config.parallel_config.pipeline_parallel_size = pp  # not before: the model has one layer only
-    config.parallel_config.world_size = tp * pp
-    config.scheduler_config.async_scheduling = overlap  # the CPU platform switches it off while it validates
-    return config
 
 
 @dataclass(frozen=True)

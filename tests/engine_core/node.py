@@ -25,7 +25,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.protocol.geometry import Place
-from tests.engine_core.driver import BLOCK_TOKENS, WINDOW_LAYER, Answer, Engine, Scheduled, kv_cache_config, layer_of
+from tests.engine_core.configs import BLOCK_TOKENS, WINDOW_LAYER, kv_cache_config, layer_of
+from tests.engine_core.driver import Answer, Engine, Scheduled
 from tests.engine_core.second_runner import FirstRunner, SecondRunner, no_forward
 from tests.engine_core.toy_model import ToyModel
 
