@@ -77,7 +77,7 @@ def test_a_huge_or_hostile_value_is_shown_short_and_soon(name: str) -> None:
         shown = shorten(HUGE[name])
         times.append(time.perf_counter() - start)
         assert 0 < len(shown) <= MAX_SHOWN
-    assert min(times) < 0.02, times
+    assert min(times) < 0.05, times
 
 
 @given(
