@@ -1,0 +1,86 @@
+"""What else decides whether blocks may be taken: adapters, salts, pauses, and engines that end in the middle of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.interface import PauseState
+
+from tests.engine_core.driver import tokens
+from tests.engine_core.node import Node, stop_parallel_state
+from tests.engine_core.toy_model import expected_tokens
+
+COUNT = 4
+PROMPT = tokens(40)
+ADAPTER = LoRARequest("french", 1, "/nowhere")
+OTHER_ADAPTER = LoRARequest("german", 1, "/nowhere")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_groups() -> Iterator[None]:
+    yield
+    stop_parallel_state()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Node, Node]]:
+    producer, consumer = Node("kv_producer"), Node("kv_consumer")
+    yield producer, consumer
+    producer.close()
+    consumer.close()
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "loads"),
+    [
+        ({"cache_salt": "a"}, {"cache_salt": "a"}, 1),
+        ({"cache_salt": "a"}, {"cache_salt": "b"}, 0),
+        ({"cache_salt": "a"}, {}, 0),
+        ({}, {"cache_salt": "a"}, 0),
+        ({"lora_request": ADAPTER}, {"lora_request": ADAPTER}, 1),
+        ({"lora_request": ADAPTER}, {"lora_request": OTHER_ADAPTER}, 0),
+        ({"lora_request": ADAPTER}, {}, 0),
+    ],
+)
+def test_blocks_are_taken_only_under_the_same_adapter_and_salt(
+    pair: tuple[Node, Node], made: dict[str, Any], asked: dict[str, Any], loads: int
+) -> None:
+    producer, consumer = pair
+    params = producer.prefill("p", PROMPT, **made)
+    consumer.engine.add("d", PROMPT, params, max_tokens=COUNT, **asked)
+    assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
+    assert consumer.engine.counted("loads") == loads
+
+
+def test_a_load_ends_while_its_engine_is_paused_and_is_used_when_it_goes_on(pair: tuple[Node, Node]) -> None:
+    producer, consumer = pair
+    consumer.engine.add("d", PROMPT, producer.prefill("p", PROMPT), max_tokens=COUNT)
+    consumer.step()
+    consumer.engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    consumer.until(lambda: "d" in consumer.engine.scheduler.finished_recving_kv_req_ids)
+    consumer.step()
+    assert consumer.engine.status("d") == "WAITING_FOR_REMOTE_KVS"
+    consumer.engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
+    producer.until(lambda: producer.engine.is_whole)
+
+
+def test_a_paused_producer_still_gives_back_what_was_read(pair: tuple[Node, Node]) -> None:
+    producer, consumer = pair
+    params = producer.prefill("p", PROMPT)
+    producer.engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    consumer.engine.add("d", PROMPT, params, max_tokens=COUNT)
+    assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
+    assert producer.engine.scheduler.has_requests()
+    producer.until(lambda: producer.engine.is_whole)
+
+
+def test_engines_that_end_in_the_middle_of_a_load_end_quietly(pair: tuple[Node, Node]) -> None:
+    producer, consumer = pair
+    for index in range(4):
+        prompt = tokens(100, seed=index + 20)
+        consumer.engine.add(f"d{index}", prompt, producer.prefill(f"p{index}", prompt), max_tokens=COUNT)
+    consumer.step()
