@@ -240,9 +240,11 @@ class Engine:
 
     def has_bytes(self, load: OrderedLoad, seed: int) -> bool:
         """Whether the load's own blocks hold what they should; for when others are loading too."""
-        expected = self.caches.snapshot()
+        expected = [part.copy() for part in load.before]
         self.caches.write_into(expected, load.blocks, load.first, load.stop, seed, tail=0)
-        return all((found == wanted).all() for found, wanted in zip(self.caches.memory, expected, strict=True))
+        own = self.caches.kernel_blocks(load.blocks)
+        layers = range(self.shape.layers)
+        return all((self.caches.cells(n)[own] == self.caches.cells(n, expected)[own]).all() for n in layers)
 
     # Both.
 

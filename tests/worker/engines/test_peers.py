@@ -72,6 +72,15 @@ def test_another_engine_than_the_params_name_is_refused(rig: Rig) -> None:
     assert rig.until_over(consumer, load) is FailureReason.REFUSED
 
 
+def test_a_description_of_another_engine_is_refused_whoever_sent_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer = rig.pair()
+    other = rig.engine("Q")
+    monkeypatch.setattr("kvferry.worker.worker.fetch_description", lambda *_: other.description)
+    load = consumer.load(producer.prefill(tokens=10).params)
+    assert rig.until_over(consumer, load) is FailureReason.REFUSED
+    assert consumer.fabric.calls["add_peer"] == 0
+
+
 def test_params_that_name_the_engine_itself_are_refused_without_a_connection(rig: Rig) -> None:
     producer, consumer = rig.pair()
     offer = producer.prefill(tokens=10)
