@@ -70,6 +70,17 @@ def compare(cases: Sequence[Case], expected: Sequence[Answer], found: Sequence[A
     return Comparison(len(cases), tokens, tuple(differences), largest)
 
 
+def ever_different(comparisons: Sequence[Comparison]) -> Comparison:
+    """Several comparisons of the same prompts as one: a prompt differs when it differed in any."""
+    by_name = {difference.name: difference for each in reversed(comparisons) for difference in each.differences}
+    return Comparison(
+        prompts=comparisons[0].prompts,
+        tokens=min(each.tokens for each in comparisons),
+        differences=tuple(by_name.values()),
+        largest_gap=max(each.largest_gap for each in comparisons),
+    )
+
+
 def equal_tokens(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the common beginning."""
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
@@ -91,9 +102,11 @@ def judge_tokens(found: Comparison, itself: Comparison | None) -> list[Check]:
         ]
     share = len(found.differences) / max(1, found.prompts)
     own = len(itself.differences) / max(1, itself.prompts)
+    unsteady = {difference.name for difference in itself.differences}
+    both = sum(difference.name in unsteady for difference in found.differences)
     detail = (
-        f"{len(found.differences)} of {found.prompts} prompts differ; the single engine differs from itself, one at a "
-        f"time against many at once, in {len(itself.differences)} of {itself.prompts}"
+        f"{len(found.differences)} of {found.prompts} prompts differ ({both} of them on one engine too); one engine, one "
+        f"prompt at a time against many at once, differs from itself in {len(itself.differences)} of {itself.prompts}"
     )
     return [Check("tokens as near as one engine's own", share <= own, detail)]
 

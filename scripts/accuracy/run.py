@@ -11,13 +11,13 @@ from pathlib import Path
 import httpx
 
 from scripts.accuracy import checks, gsm8k, judging, phases
-from scripts.accuracy.client import Client, NoAnswer
+from scripts.accuracy.client import Answer, Client, NoAnswer
 from scripts.accuracy.engines import Engine, EngineSpec
 from scripts.accuracy.fleet import plan_fleet
 from scripts.accuracy.judging import Expected
 from scripts.accuracy.model import cache_shape, prepare
 from scripts.accuracy.processes import Server, ServerFailed, tail
-from scripts.accuracy.prompts import CaseSet, make_cases
+from scripts.accuracy.prompts import Case, CaseSet, make_cases
 from scripts.accuracy.report import Report, milliseconds
 from scripts.accuracy.router import Router
 from scripts.accuracy.settings import Settings
@@ -105,11 +105,19 @@ class Run:
             raise engine.failure(f"could not answer {len(failed)} prompts itself ({failed[0]})")
         if not self._settings.exact:
             self.say(f"single engine, {self._settings.concurrency} at once, against itself")
-            again = await client.ask_all(engine.base_url, compared, self._settings.concurrency)
-            expected.itself = checks.compare(compared, answers, again)
+            expected.itself = await self._against_itself(client, engine, compared, answers)
         if self._gsm8k.can_run:
             expected.gsm8k = self._score(engine.base_url, "baseline")
         return expected
+
+    async def _against_itself(
+        self, client: Client, engine: Engine, compared: Sequence[Case], answers: Sequence[Answer]
+    ) -> checks.Comparison:
+        """Twice, in both orders: which prompts meet in a batch decides which of them round otherwise."""
+        at_once = self._settings.concurrency
+        there = await client.ask_all(engine.base_url, compared, at_once)
+        back = (await client.ask_all(engine.base_url, compared[::-1], at_once))[::-1]
+        return checks.ever_different([checks.compare(compared, answers, again) for again in (there, back)])
 
     async def _through_the_router(
         self,
@@ -123,6 +131,7 @@ class Run:
         settings = self._settings
         decoders = phases.Decoders(decode)
         url = router.base_url
+        warm = await decoders.scrape()
         one_by_one = await phases.ask_counted(client, url, cases.sequence, decoders, self.say, "through the router")
         self.say(f"through the router, {settings.concurrency} at once")
         crowd = await phases.ask_at_once(client, url, cases.crowd, settings.concurrency, decoders)
@@ -134,7 +143,7 @@ class Run:
         self.report.checks += judging.judge_answers(seen, expected)
         self.report.checks += judging.judge_counters(seen, expected, settings, cache_shape(self._model))
         self.report.checks.append(self._judge_gsm8k(url, expected))
-        counters = await decoders.scrape()
+        counters = await decoders.scrape() - warm
         self.report.figures |= judging.figures(seen, expected, settings, cache_shape(self._model), counters)
         if settings.ferry:
             self.report.checks.append(checks.judge_recomputes(counters))

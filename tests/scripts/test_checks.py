@@ -62,6 +62,15 @@ def test_without_exactness_the_single_engine_is_the_measure() -> None:
     assert failed(checks.judge_tokens(differing(9, 24), differing(16, 48))) == ["tokens as near as one engine's own"]
 
 
+def test_a_prompt_that_ever_differed_counts_once() -> None:
+    other = Answer(tokens=(9, 9), logprobs=(-1.0, -1.0))
+    first = checks.compare(CASES, RIGHT, [RIGHT[0], other])
+    second = checks.compare(CASES, RIGHT, [other, other])
+    both = checks.ever_different([first, second])
+    assert sorted(difference.name for difference in both.differences) == ["one", "two"]
+    assert both.prompts == 2
+
+
 @pytest.mark.parametrize(
     ("prompt", "hit", "blocks"), [(1, 0, 1), (127, 0, 1), (128, 0, 1), (129, 0, 2), (256, 128, 1), (257, 256, 1)]
 )
