@@ -25,7 +25,7 @@ class ModelLease:
         self.slot, self.epoch, self.request_id = slot, epoch, request_id
         self.held = self.ready = self.over = False
         self.reporters: set[tuple[str, int]] = set()
-        self.expected = 0
+        self.expected: dict[str, int] = {}
 
     @property
     def text(self) -> str:
@@ -33,7 +33,8 @@ class ModelLease:
 
     @property
     def complete(self) -> bool:
-        return self.held and 0 < self.expected <= len(self.reporters)
+        counts = {consumer: sum(who == consumer for who, _ in self.reporters) for consumer in self.expected}
+        return self.held and any(counts[consumer] >= expected for consumer, expected in self.expected.items())
 
     @property
     def word(self) -> int:
@@ -129,7 +130,7 @@ class LeaseTableHistory(RuleBasedStateMachine):
             return
         said = self.table.done(message)
         lease.reporters.add((consumer, worker))
-        lease.expected = max(lease.expected, expected)
+        lease.expected[consumer] = max(lease.expected.get(consumer, 0), expected)
         assert (said is not None) == lease.complete
         lease.over = lease.complete
         self.report(lease, said)
@@ -210,3 +211,13 @@ def test_clear_ends_every_lease_and_reports_none() -> None:
     assert not table.words.any()
     assert table.held() == 0
     assert table.end(LeaseEnd(request_id="r", slot=1, epoch=epoch)) is None
+
+
+def test_workers_of_two_consumers_do_not_add_up_to_one() -> None:
+    table = LeaseTable(1)
+    epoch = epoch_to_text(Epoch(7))
+    table.open(LeaseOpen(slot=0, epoch=epoch))
+    table.hold(LeaseHold(request_id="r", slot=0, epoch=epoch))
+    assert table.done(done(0, epoch, CONSUMERS[0], 0, expected=2)) is None
+    assert table.done(done(0, epoch, CONSUMERS[1], 0, expected=2)) is None
+    assert table.done(done(0, epoch, CONSUMERS[0], 1, expected=2)) == "r"

@@ -50,5 +50,5 @@ def fetch_description(host: str, port: int, engine_id: str, asker: str, timeout_
         raise HandshakeFailed(f"{where} answered in {len(frames)} frames; kvferry answers in one")
     reply = decode_reply(frames[0])
     if isinstance(reply, Refused):
-        raise PeerRefused(f"{where} refused: {reply.field} is {reply.value}; expected {reply.expected}")
+        raise PeerRefused(f"{where} refused: {reply.field!r} is {reply.value!r}; expected {reply.expected!r}")
     return reply

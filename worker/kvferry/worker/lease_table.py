@@ -20,11 +20,22 @@ from kvferry.protocol.slots import EMPTY, SLOT_BYTES, SlotState, slot_word
 
 
 @dataclass(slots=True)
+class _Reports:
+    """Who of one consumer has reported, and how many it says there are."""
+
+    workers: set[int] = field(default_factory=set)
+    expected: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return len(self.workers) >= self.expected
+
+
+@dataclass(slots=True)
 class _Lease:
     epoch: Epoch
     request_id: str | None = None
-    reporters: set[tuple[str, int]] = field(default_factory=set)
-    expected: int = 0
+    reports: dict[str, _Reports] = field(default_factory=dict)
 
 
 class LeaseTable:
@@ -96,7 +107,8 @@ class LeaseTable:
             return lease.request_id
 
     def done(self, message: Done) -> str | None:
-        """A consumer's worker has what it wanted. The same worker counts once; an early report is remembered.
+        """A consumer's worker has what it wanted. The same worker counts once, every consumer's workers by themselves;
+        an early report is remembered.
 
         Returns:
             The request, if this was the last report: it is over.
@@ -108,8 +120,9 @@ class LeaseTable:
             lease = self._find(message.slot, message.epoch)
             if lease is None:
                 raise KeyError(message.slot)
-            lease.reporters.add((message.consumer, message.worker))
-            lease.expected = max(lease.expected, message.expected)
+            reports = lease.reports.setdefault(message.consumer, _Reports())
+            reports.workers.add(message.worker)
+            reports.expected = max(reports.expected, message.expected)
             return self._finish_if_complete(message.slot, lease)
 
     def clear(self) -> None:
@@ -124,7 +137,7 @@ class LeaseTable:
         return lease if lease is not None and lease.epoch == epoch_from_text(epoch) else None
 
     def _finish_if_complete(self, slot: int, lease: _Lease) -> str | None:
-        if lease.request_id is None or not lease.expected or len(lease.reporters) < lease.expected:
+        if lease.request_id is None or not any(reports.complete for reports in lease.reports.values()):
             return None
         self._clear(slot)
         return lease.request_id
