@@ -107,6 +107,12 @@ FAILED_LOAD: dict[str, Tamper] = {
 }
 
 
+@pytest.fixture(scope="module")
+def untouched(producer: Node) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Good params of `PROMPT` and of `OTHER`, for tests in which nobody takes them up."""
+    return producer.prefill("untouched/0", PROMPT), producer.prefill("untouched/1", OTHER)
+
+
 @pytest.fixture
 def params(producer: Node, request: pytest.FixtureRequest) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Good params of `PROMPT` and of `OTHER`, each with a lease of its own that is given back afterwards."""
@@ -132,11 +138,11 @@ def check_plain(node: Node, name: str) -> None:
 
 @pytest.mark.parametrize("kind", NO_LOAD)
 def test_params_that_cannot_be_used_are_answered_from_a_local_prefill(
-    consumers: dict[str, Node], params: tuple[dict[str, Any], dict[str, Any]], kind: str
+    consumers: dict[str, Node], untouched: tuple[dict[str, Any], dict[str, Any]], kind: str
 ) -> None:
     consumer = consumers["fail"]  # nothing is loaded, so nothing fails
     before = consumer.engine.counted("loads")
-    sent = NO_LOAD[kind](*copy.deepcopy(params))
+    sent = NO_LOAD[kind](*copy.deepcopy(untouched))
     assert run(consumer, f"{kind}/hostile", sent) == (expected_tokens(PROMPT, COUNT), "length")
     assert consumer.engine.counted("loads") == before
     check_plain(consumer, f"{kind}/plain")
