@@ -105,8 +105,8 @@ def judge_tokens(found: Comparison, itself: Comparison | None) -> list[Check]:
     unsteady = {difference.name for difference in itself.differences}
     both = sum(difference.name in unsteady for difference in found.differences)
     detail = (
-        f"{len(found.differences)} of {found.prompts} prompts differ ({both} of them on one engine too); one engine, one "
-        f"prompt at a time against many at once, differs from itself in {len(itself.differences)} of {itself.prompts}"
+        f"{len(found.differences)} of {found.prompts} prompts differ ({both} of them on one engine too); one engine "
+        f"differs from itself, one at a time against many at once, in {len(itself.differences)} of {itself.prompts}"
     )
     return [Check("tokens as near as one engine's own", share <= own, detail)]
 
