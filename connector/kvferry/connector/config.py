@@ -41,8 +41,8 @@ def _whole(low: int, high: int) -> Callable[[str, Any], int]:
 
 
 def _name(key: str, value: Any) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= 256:
-        raise InvalidConfig(key, value, "a text of 1 to 256 characters")
+    if not isinstance(value, str) or not 1 <= len(value) <= 256 or not value.isprintable():
+        raise InvalidConfig(key, value, "a text of 1 to 256 printable characters")
     return value
 
 

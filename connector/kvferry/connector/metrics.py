@@ -203,8 +203,9 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         for name, by_label in transfer_stats_data.get("counters", {}).items():
             for label, amount in by_label.items():
                 child = self._counters.get((engine_idx, name, label))
-                if child is not None:
-                    child.inc(amount)
+                if child is None:
+                    continue
+                child.inc(amount)
                 if (name, label) == ("leases_released", "expired"):
                     self._counters[engine_idx, "expired", ""].inc(amount)
         for name, values in transfer_stats_data.get("samples", {}).items():
