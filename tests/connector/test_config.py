@@ -95,7 +95,7 @@ WRONG: dict[str, list[Any]] = {
     "handshake_timeout_s": [0, 601, NAN, "5", True],
     "load_timeout_s": [0, 3601, INF, "60", {}],
     "max_loads": [0, (1 << 16) + 1, 2.0, "1", None.__class__],
-    "model_fingerprint": ["", "x" * 257, 5, ["a"], True],
+    "model_fingerprint": ["", "x" * 257, "a\nb", 5, ["a"], True],
 }
 
 

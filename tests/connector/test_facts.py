@@ -1,0 +1,117 @@
+"""What vLLM's own configuration becomes on the wire."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed import parallel_state
+
+from kvferry.connector.config import FerryConfig
+from kvferry.connector.facts import check_supported, facts_of, place_of_this_worker, topology_of, worker_index
+from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.geometry import Place, Topology
+from tests.connector.test_fingerprint import safetensors
+from tests.engine_core.driver import vllm_config
+
+
+def engine_config(**changed: Any) -> Any:
+    """A real configuration; `part__field` changes a field of one of its parts afterwards."""
+    config = copy.copy(vllm_config("NixlConnector", module="kvferry.connector"))
+    for path, value in changed.items():
+        part, field = path.split("__")
+        setattr(config, part, copy.copy(getattr(config, part)))
+        setattr(getattr(config, part), field, value)
+    return config
+
+
+def facts(config: FerryConfig = FerryConfig(), **changed: Any) -> Any:  # noqa: B008 - it is frozen
+    return facts_of(engine_config(**changed), config)
+
+
+def test_the_facts_of_a_plain_engine() -> None:
+    told = facts()
+    assert Path(told.model).is_dir()
+    assert told.fingerprint.startswith("config:"), "the test's model has no weights"
+    assert (told.dtype, told.cache_dtype, told.quantization) == ("float32", "float32", "none")
+    assert (told.max_model_tokens, told.speculative) == (512, "none")
+
+
+def test_two_engines_of_one_configuration_have_equal_facts() -> None:
+    assert facts() == facts()
+
+
+def test_a_cache_dtype_of_its_own_is_told_instead_of_the_models() -> None:
+    assert facts(cache_config__cache_dtype="fp8_e4m3").cache_dtype == "fp8_e4m3"
+
+
+def test_quantised_weights_are_told() -> None:
+    assert facts(model_config__quantization="awq").quantization == "awq"
+
+
+def test_a_draft_method_is_told() -> None:
+    config = engine_config()
+    config.speculative_config = SimpleNamespace(method="mtp")
+    assert facts_of(config, FerryConfig()).speculative == "mtp"
+
+
+def test_an_operators_name_for_the_weights_stands_in_place_of_the_fingerprint() -> None:
+    assert facts(FerryConfig(model_fingerprint="llama-v7")).fingerprint == "llama-v7"
+
+
+def test_weights_on_disk_are_part_of_the_fingerprint(tmp_path: Path) -> None:
+    seen = []
+    for fill in (1, 2):
+        safetensors(tmp_path / "model.safetensors", fill=fill)
+        seen.append(facts(model_config__model=str(tmp_path)).fingerprint)
+    assert seen[0] != seen[1]
+    assert all(one.startswith("weights:") for one in seen)
+
+
+def test_random_weights_are_those_of_their_seed_whatever_lies_on_disk(tmp_path: Path) -> None:
+    safetensors(tmp_path / "model.safetensors")
+    dummy: Any = {"model_config__model": str(tmp_path), "load_config__load_format": "dummy"}
+    one, same, another = (facts(model_config__seed=seed, **dummy).fingerprint for seed in (1, 1, 2))
+    assert one == same != another
+    assert one.startswith("config:")
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"model_config__enable_sleep_mode": True}, "enable_sleep_mode"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+    ],
+)
+def test_what_would_corrupt_caches_stops_the_start_by_name(changed: dict[str, Any], field: str) -> None:
+    check_supported(engine_config())
+    with pytest.raises(InvalidConfig) as refused:
+        check_supported(engine_config(**changed))
+    assert refused.value.field == field
+
+
+def test_the_parallel_sizes_are_vllms() -> None:
+    sizes = {
+        "parallel_config__pipeline_parallel_size": 2,
+        "parallel_config__prefill_context_parallel_size": 3,
+        "parallel_config__tensor_parallel_size": 4,
+        "parallel_config__decode_context_parallel_size": 5,
+    }
+    assert topology_of(engine_config(**sizes)) == Topology(pp=2, pcp=3, tp=4, dcp=5)
+
+
+def test_workers_are_numbered_stage_by_stage_without_gaps() -> None:
+    topology = Topology(pp=2, pcp=3, tp=4)
+    places = [Place(pp=pp, pcp=pcp, tp=tp) for pp, pcp, tp in product(range(2), range(3), range(4))]
+    assert [worker_index(topology, place) for place in places] == list(range(24))
+
+
+def test_a_workers_place_is_that_of_its_process_in_vllms_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(rank_in_group=1))
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 3)
+    assert place_of_this_worker() == Place(pp=1, tp=3)

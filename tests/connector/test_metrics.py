@@ -1,0 +1,269 @@
+"""Statistics on their way from a step to `/metrics`: added up, sent, observed, and nothing counted in vain."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Counter as PromCounter
+from prometheus_client import Histogram as PromHistogram
+
+from kvferry.connector.connector import FerryConnector
+from kvferry.connector.metrics import (
+    COUNTERS,
+    HISTOGRAMS,
+    RECOMPUTE_REASONS,
+    RELEASE_WAYS,
+    FerryPromMetrics,
+    FerryStats,
+)
+from kvferry.protocol.orders import FailureReason
+from kvferry.scheduler.tally import CounterKey
+from kvferry.worker.load import LoadFigures
+from kvferry.worker.results import StepResults
+from tests.engine_core.driver import vllm_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FIGURES = LoadFigures(planned_bytes=100, transferred_bytes=90, descriptors=3, post_s=0.25, transfer_s=0.5, load_s=0.75)
+EVERYTHING = StepResults(
+    failed={reason.value: reason for reason in FailureReason},
+    figures=[FIGURES, FIGURES],
+    undelivered=2,
+    bad_notifications=3,
+    late_notifications=4,
+)
+
+keys = st.tuples(st.sampled_from("abc"), st.sampled_from(("", "x", "y")))
+counts = st.dictionaries(keys, st.integers(1, 9), max_size=4)
+samples = st.dictionaries(st.sampled_from("pq"), st.lists(st.floats(0, 9), min_size=1, max_size=3), max_size=2)
+
+
+def stats(counted: dict[CounterKey, int], sampled: dict[str, list[float]] | None = None) -> FerryStats:
+    return FerryStats.of_counts(counted, sampled or {}) or FerryStats()
+
+
+def counters_of(of: FerryStats) -> dict[CounterKey, int]:
+    found = {}
+    for name, by_label in of.data.get("counters", {}).items():
+        found.update({(name, label): amount for label, amount in by_label.items()})
+    return found
+
+
+@given(st.lists(st.tuples(counts, samples), max_size=4))
+def test_an_interval_is_the_sum_of_its_steps(steps: list[tuple[dict[CounterKey, int], dict[str, list[float]]]]) -> None:
+    whole = FerryStats()
+    parts = [stats(*step) for step in steps]
+    before = pickle.dumps([part.data for part in parts])
+    expected: Counter[CounterKey] = Counter()
+    values: dict[str, list[float]] = {}
+    for (counted, sampled), part in zip(steps, parts, strict=True):
+        assert whole.aggregate(part) is whole
+        expected.update(counted)
+        for name, more in sampled.items():
+            values.setdefault(name, []).extend(more)
+    assert counters_of(whole) == dict(expected)
+    assert whole.data.get("samples", {}) == values
+    assert whole.is_empty() == (not expected and not values)
+    assert pickle.dumps([part.data for part in parts]) == before, "what is added is not changed"
+
+
+def test_statistics_survive_both_of_vllms_ways_between_processes() -> None:
+    told = FerryStats.of_results(EVERYTHING)
+    assert told is not None
+    assert pickle.loads(pickle.dumps(told)) == told  # noqa: S301 - our own bytes
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(told.to_dict()))
+    assert FerryConnector.build_kv_connector_stats(sent) == told
+    assert FerryConnector.build_kv_connector_stats().is_empty()
+
+
+def test_a_step_without_news_has_no_statistics() -> None:
+    assert FerryStats.of_results(StepResults()) is None
+    assert FerryStats.of_counts({}, {}) is None
+
+
+def test_a_workers_step_counts_its_failures_notifications_bytes_and_times() -> None:
+    told = FerryStats.of_results(EVERYTHING)
+    assert told is not None
+    assert counters_of(told) == {
+        **{("failed_loads", reason.value): 1 for reason in FailureReason},
+        ("failed_transfers", ""): len(FailureReason),
+        ("failed_notifications", ""): 2,
+        ("bad_notifications", ""): 3,
+        ("late_notifications", ""): 4,
+        ("planned_bytes", ""): 200,
+    }
+    assert told.data["samples"] == {
+        "transfer_s": [0.5, 0.5],
+        "post_s": [0.25, 0.25],
+        "transferred_bytes": [90.0, 90.0],
+        "descriptors": [3.0, 3.0],
+        "load_s": [0.75, 0.75],
+    }
+
+
+def test_the_log_gets_sums_and_means_and_after_a_reset_nothing() -> None:
+    told = stats({("loads", ""): 2, ("failed_loads", "plan"): 1, ("failed_loads", "seal"): 4}, {"load_s": [0.5, 1.0]})
+    assert told.reduce() == {"failed_loads": 5, "loads": 2, "load_s mean": 0.75}
+    told.reset()
+    assert told.is_empty()
+    assert told.reduce() == {}
+    assert told.aggregate(stats({("loads", ""): 1})).reduce() == {"loads": 1}
+
+
+class Registry:
+    """The metrics of two engines, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        types = {kind: functools.partial(kind, registry=self.registry) for kind in (PromCounter, Gauge, PromHistogram)}
+        config = vllm_config("NixlConnector", module="kvferry.connector")
+        self.metrics = FerryPromMetrics(config, types, ["engine"], {0: ["0"], 1: ["1"]})
+
+    def value(self, name: str, engine: int = 0, **labels: str) -> Any:
+        return self.registry.get_sample_value(f"vllm:{name}", {"engine": str(engine), **labels})
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry()
+
+
+def test_every_counter_and_label_is_there_from_the_start_at_zero(registry: Registry) -> None:
+    for spec in COUNTERS.values():
+        for label in spec.values or ("",):
+            labels = {spec.label: label} if spec.label else {}
+            assert registry.value(f"{spec.exported}_total", 0, **labels) == 0
+    for shape in HISTOGRAMS.values():
+        assert registry.value(f"{shape.exported}_count") == 0
+
+
+def test_every_reason_of_a_failed_load_reaches_its_own_label(registry: Registry) -> None:
+    told = FerryStats.of_results(EVERYTHING)
+    assert told is not None
+    registry.metrics.observe(told.to_dict(), 1)
+    for reason in FailureReason:
+        assert registry.value("kvferry_failed_loads_total", 1, reason=reason.value) == 1
+        assert registry.value("kvferry_failed_loads_total", 0, reason=reason.value) == 0
+    assert registry.value("nixl_bytes_transferred_sum", 1) == 180
+    assert registry.value("nixl_num_descriptors_count", 1) == 2
+
+
+def test_an_expired_lease_is_counted_under_the_peers_name_too(registry: Registry) -> None:
+    registry.metrics.observe(stats({("leases_released", "expired"): 2, ("leases_released", "done"): 5}).to_dict())
+    assert registry.value("nixl_num_kv_expired_reqs_total") == 2
+    assert registry.value("kvferry_leases_released_total", how="done") == 5
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        {"counters": {"of_tomorrow": {"": 1}}},
+        {"counters": {"failed_loads": {"of_tomorrow": 1}}},
+        {"samples": {"of_tomorrow_s": [1.0]}},
+        {"of_tomorrow": 7},
+        {},
+    ],
+)
+def test_names_that_are_not_known_are_left_out_and_the_rest_is_counted(
+    registry: Registry, unknown: dict[str, Any]
+) -> None:
+    registry.metrics.observe(unknown)
+    registry.metrics.observe({**unknown, "counters": {**unknown.get("counters", {}), "loads": {"": 3}}})
+    assert registry.value("kvferry_loads_total") == 3
+
+
+def test_an_engine_that_is_not_known_is_left_out(registry: Registry) -> None:
+    registry.metrics.observe(
+        stats({("leases_released", "expired"): 1, ("loads", ""): 1}, {"load_s": [1.0]}).to_dict(), 7
+    )
+    assert registry.value("kvferry_loads_total") == 0
+
+
+# The source says what is counted; the tables say what is exported. Read the one and compare it with the other.
+
+
+def calls(name: str, where: str = "") -> Iterator[ast.Call]:
+    """All calls of a method or function of that name in our own code, or in the files whose path contains `where`."""
+    for root in ("scheduler", "worker", "connector"):
+        for file in sorted((REPOSITORY / root / "kvferry").rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())) if where in str(file) else ():
+                if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == name:
+                    yield node
+
+
+def texts(node: ast.expr | None) -> set[str]:
+    """The texts that an expression can be, as far as it says so itself; names of variables in angle brackets."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return {node.value}
+    if isinstance(node, ast.IfExp):
+        return texts(node.body) | texts(node.orelse)
+    if isinstance(node, ast.BoolOp):
+        return set().union(*map(texts, node.values))
+    return {f"<{ast.unparse(node)}>"} if node is not None else {""}
+
+
+def argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    return call.args[position] if len(call.args) > position else named.get(name)
+
+
+def counted() -> dict[str, set[str]]:
+    """By counter the labels that are added to it."""
+    found: dict[str, set[str]] = {}
+    for call in calls("add"):
+        if "tally" in ast.unparse(call.func):
+            for name in texts(argument(call, 0, "metric")):
+                found.setdefault(name, set()).update(texts(argument(call, 1, "label")))
+    return found
+
+
+def test_everything_that_is_counted_is_exported_and_the_other_way_round() -> None:
+    step = FerryStats.of_results(EVERYTHING)
+    assert step is not None
+    derived = {"expired"}
+    assert set(counted()) | set(step.data["counters"]) | derived == set(COUNTERS)
+
+
+VARIABLE = {
+    "local_recomputes": {"<reason>"},
+    "leases_released": {"<lease.ended_by>"},
+}
+"""Labels that are not written where they are counted; the tests below find where they are written."""
+
+
+def test_every_label_that_is_counted_is_exported() -> None:
+    for name, labels in counted().items():
+        unknown = labels - set(COUNTERS[name].values or ("",)) - VARIABLE.get(name, set())
+        assert not unknown, f"{name} is counted under {unknown}"
+
+
+def returned(file: str, function: str) -> set[str]:
+    for node in ast.walk(ast.parse((REPOSITORY / file).read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            found = [texts(x.value) for x in ast.walk(node) if isinstance(x, ast.Return) and x.value is not None]
+            return set().union(*found) - {"<None>"}
+    raise AssertionError(f"{file} has no {function}")
+
+
+def test_every_reason_to_compute_a_prompt_here_has_its_label() -> None:
+    written = set().union(*(texts(argument(call, 1, "reason")) for call in calls("_compute_here")))
+    assert "<refused>" in written, "what the ledger says when it refuses an offer"
+    written = (written - {"<refused>"}) | returned("scheduler/kvferry/scheduler/consumer/ledger.py", "offer")
+    assert written | counted()["local_recomputes"] - {"<reason>"} == set(RECOMPUTE_REASONS)
+
+
+def test_every_way_in_which_a_lease_ends_has_its_label() -> None:
+    written = set().union(*(texts(argument(call, 1, "how")) for call in calls("_end", "producer/ledger.py")))
+    written |= set().union(*(texts(argument(call, 0, "how")) for call in calls("release_all")))
+    written |= {"release"} | counted()["leases_released"]
+    assert written - {"<how>", "<lease.ended_by>"} == set(RELEASE_WAYS)
