@@ -76,12 +76,12 @@ def path_of(case: Case) -> str:
 
 
 class Client:
-    """Asks servers that serve `model`. Use as an asynchronous context manager."""
+    """Asks servers that serve `model`. Use as an asynchronous context manager. Tests give a transport."""
 
-    def __init__(self, model: str, timeout_s: float) -> None:
+    def __init__(self, model: str, timeout_s: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._model = model
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits)
+        self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits, transport=transport)
 
     async def __aenter__(self) -> Client:
         return self

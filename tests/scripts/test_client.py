@@ -1,0 +1,109 @@
+"""Answers, whole and streamed, of completions and chats, as tokens and log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+
+from scripts.accuracy.client import Answer, Client, NoAnswer
+from scripts.accuracy.prompts import Case
+
+T = TypeVar("T")
+URL = "http://engine"
+PLAIN = Case("plain", (1, 2, 3))
+CHAT = Case("chat", messages=(("user", "hi"),))
+
+
+def streamed(*events: dict[str, Any]) -> httpx.Response:
+    lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+    return httpx.Response(200, text="".join(lines) + "data: [DONE]\n\n")
+
+
+def with_client(reply: Callable[[httpx.Request], httpx.Response], use: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
+    async def run() -> T:
+        async with Client("m", 5.0, httpx.MockTransport(reply)) as client:
+            return await use(client)
+
+    return asyncio.run(run())
+
+
+def ask(case: Case, reply: httpx.Response) -> Answer:
+    return with_client(lambda request: reply, lambda client: client.ask(URL, case))
+
+
+def test_a_completion() -> None:
+    choice = {"text": " a b", "token_ids": [4, 5], "logprobs": {"token_logprobs": [-0.5, -0.25]}}
+    answer = ask(PLAIN, httpx.Response(200, json={"choices": [choice], "usage": {"prompt_tokens": 3}}))
+    assert (answer.tokens, answer.logprobs, answer.text, answer.prompt_tokens) == ((4, 5), (-0.5, -0.25), " a b", 3)
+
+
+def test_a_chat() -> None:
+    logprobs = {"content": [{"logprob": -0.5}, {"logprob": -0.25}]}
+    choice = {"message": {"content": "a b"}, "token_ids": [4, 5], "logprobs": logprobs}
+    answer = ask(CHAT, httpx.Response(200, json={"choices": [choice], "usage": {"prompt_tokens": 9}}))
+    assert (answer.tokens, answer.logprobs, answer.text, answer.prompt_tokens) == ((4, 5), (-0.5, -0.25), "a b", 9)
+
+
+def test_a_streamed_completion_is_put_together_from_its_pieces() -> None:
+    pieces: list[dict[str, Any]] = [
+        {"choices": [{"text": " a", "token_ids": [4], "logprobs": {"token_logprobs": [-0.5]}}]},
+        {"choices": [{"text": " b", "token_ids": [5, 6], "logprobs": {"token_logprobs": [-0.25, -1.0]}}]},
+        {"choices": [], "usage": {"prompt_tokens": 3}},
+    ]
+    answer = ask(Case("s", (1, 2, 3), stream=True), streamed(*pieces))
+    assert (answer.tokens, answer.logprobs, answer.text) == ((4, 5, 6), (-0.5, -0.25, -1.0), " a b")
+    assert answer.prompt_tokens == 3
+    assert answer.first_token_s is not None
+
+
+def test_a_streamed_chat_is_put_together_from_its_pieces() -> None:
+    pieces: list[dict[str, Any]] = [
+        {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+        {"choices": [{"delta": {"content": "a"}, "token_ids": [4], "logprobs": {"content": [{"logprob": -0.5}]}}]},
+        {"choices": [], "usage": {"prompt_tokens": 9}},
+    ]
+    answer = ask(Case("s", messages=CHAT.messages, stream=True), streamed(*pieces))
+    assert (answer.tokens, answer.logprobs, answer.text, answer.prompt_tokens) == ((4,), (-0.5,), "a", 9)
+
+
+@pytest.mark.parametrize("case", [PLAIN, Case("s", (1,), stream=True)], ids=["whole", "streamed"])
+def test_an_error_is_an_answer_and_not_an_exception(case: Case) -> None:
+    assert ask(case, httpx.Response(500, text="engine dead")).error == "HTTP 500: engine dead"
+
+
+def test_an_error_within_a_stream_is_an_error() -> None:
+    answer = ask(Case("s", (1,), stream=True), streamed({"error": {"message": "load failed"}}))
+    assert "load failed" in answer.error
+
+
+def test_a_broken_connection_is_no_answer() -> None:
+    def reply(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadTimeout("too slow")
+
+    with pytest.raises(NoAnswer, match=r"plain: no answer from http://engine after .*too slow"):
+        with_client(reply, lambda client: client.ask(URL, PLAIN))
+
+
+def test_a_handover_gives_the_decoder_what_the_prefill_answered() -> None:
+    bodies = []
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        bodies.append((request.url.host, body))
+        choice = {"text": "a", "token_ids": [4], "logprobs": {"token_logprobs": [-0.5]}}
+        if body["stream"]:
+            return streamed({"choices": [choice]})
+        usage = {"prompt_tokens": 3}
+        return httpx.Response(200, json={"choices": [choice], "usage": usage, "kv_transfer_params": {"lease": 7}})
+
+    answer, seconds = with_client(reply, lambda client: client.hand_over("http://p", "http://d", PLAIN))
+    (first, asked), (second, decoded) = bodies
+    assert (first, asked["max_tokens"], asked["kv_transfer_params"]["do_remote_decode"]) == ("p", 1, True)
+    assert (second, decoded["kv_transfer_params"]) == ("d", {"lease": 7})
+    assert answer.tokens == (4,)
+    assert seconds >= 0
