@@ -92,7 +92,6 @@ def test_a_model_with_a_sliding_window_is_handed_over_in_both_of_its_groups(make
     assert consumer.engine.counted("loads") == 24
 
 
-@pytest.mark.xfail(strict=True, reason="the last prompt token needs one token more than the next one")
 @pytest.mark.parametrize("length", [WINDOW - 1 + 16, WINDOW - 1 + 32, WINDOW - 1 + 160])
 def test_a_window_that_ends_with_a_block_is_answered_right(make: Any, length: int) -> None:
     """vLLM computes the last prompt token once more, and its window reaches one token further back than the blocks
@@ -101,6 +100,7 @@ def test_a_window_that_ends_with_a_block_is_answered_right(make: Any, length: in
     producer, consumer = make("kv_producer", **shape), make("kv_consumer", **shape)
     prompt = tokens(length)
     decode(consumer, "d", prompt, producer.prefill("p", prompt))
+    assert consumer.engine.counted("local_recomputes", "window_edge") == 1
 
 
 def test_the_order_of_vllm_0_33_with_a_drafter_hands_over_as_well(make: Any) -> None:

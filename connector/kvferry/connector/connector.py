@@ -23,6 +23,7 @@ from kvferry.connector.facts import check_supported
 from kvferry.connector.logs import join_vllm_log
 from kvferry.connector.messages import FerryMetadata
 from kvferry.connector.metrics import FerryPromMetrics, FerryStats
+from kvferry.connector.plugin import register
 from kvferry.connector.scheduler_side import SchedulerSide
 from kvferry.connector.worker_side import WorkerSide
 from kvferry.protocol.errors import LocalProtocolError
@@ -193,3 +194,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         for side in (self._scheduler_side, self._worker_side):
             if side is not None:
                 side.close()
+
+
+# MultiConnector looks classes up by name, also where the plugin was left out.
+register()

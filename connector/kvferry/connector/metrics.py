@@ -27,6 +27,7 @@ RECOMPUTE_REASONS = (
     "lease_in_use",
     "own_engine",
     "prompt_embeds",
+    "window_edge",
     "wrong_role",
     "not_wanted",
     "load_failed",

@@ -18,6 +18,7 @@ from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorke
 from kvferry.connector.metrics import FerryStats
 from kvferry.connector.prompts import prompt_of
 from kvferry.connector.quarantine import Quarantine
+from kvferry.plan.windows import reaches_back
 from kvferry.protocol.digests import digest_chain, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InvalidParams
 from kvferry.protocol.handshake import EngineDescription, Release, Renew, decode_worker
@@ -258,6 +259,9 @@ class SchedulerSide:
     def _offer(self, request: Request, source: RemotePrefill, shared: int) -> None:
         if self._all_or_nothing and shared < source.remote_num_tokens:
             shared = 0
+        elif not self._windows_reach(source, request.num_prompt_tokens):
+            self._compute_here(request, "window_edge", "its last token needs a block that the producer has given back")
+            return
         refused = self.loads.offer(request.request_id, source, min(shared, request.num_prompt_tokens), time.monotonic())
         if refused is not None:
             self._compute_here(request, refused, f"{source.remote_num_tokens} tokens of req={source.remote_request_id}")
@@ -270,6 +274,12 @@ class SchedulerSide:
             source.remote_engine_id,
             source.remote_request_id,
             source.kvferry.lease_slot,
+        )
+
+    def _windows_reach(self, source: RemotePrefill, prompt_tokens: int) -> bool:
+        return all(
+            reaches_back(group, len(ids), source.remote_num_tokens, prompt_tokens)
+            for group, ids in zip(self._groups, source.remote_block_ids, strict=False)
         )
 
     def _compute_here(self, request: Request, reason: str, detail: str) -> None:

@@ -1,0 +1,21 @@
+"""Whether a sliding window's blocks reach back far enough to go on from."""
+
+from __future__ import annotations
+
+from kvferry.protocol.handshake import CacheGroup
+
+
+def reaches_back(group: CacheGroup, num_blocks: int, num_tokens: int, prompt_tokens: int) -> bool:
+    """Whether the last `num_blocks` blocks of a sequence of `num_tokens` tokens suffice to compute what comes next.
+
+    The next token attends to the `window_tokens − 1` before it. When the sequence is the whole prompt, vLLM computes
+    the prompt's last token once more for its logits, and that one's window begins one token earlier: it may lie in a
+    block that the producer has given back.
+
+    Example: window 32, blocks of 16, 47 tokens, blocks of the tokens 16 … 47. To go on with token 47 the tokens from 16
+    on are needed: enough. To compute token 46 again, those from 15 on: not enough.
+    """
+    next_token = num_tokens if prompt_tokens > num_tokens else num_tokens - 1
+    first_needed = max(0, next_token - group.window_tokens + 1)
+    first_held = (-(-num_tokens // group.block_tokens) - num_blocks) * group.block_tokens
+    return group.policy != "window" or first_held <= first_needed

@@ -1,0 +1,32 @@
+"""Whether a window's blocks reach back far enough, against the definition of attention."""
+
+from __future__ import annotations
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvferry.plan.windows import reaches_back
+from kvferry.protocol.handshake import CacheGroup
+
+small = st.integers(1, 24)
+
+
+@given(window=small, block=small, num_tokens=st.integers(1, 80), more=st.integers(0, 3), dropped=st.integers(0, 80))
+@example(window=32, block=16, num_tokens=47, more=0, dropped=1)
+@example(window=32, block=16, num_tokens=47, more=1, dropped=1)
+def test_a_window_suffices_when_every_token_that_is_attended_to_is_held(
+    window: int, block: int, num_tokens: int, more: int, dropped: int
+) -> None:
+    total = -(-num_tokens // block)
+    dropped = min(dropped, total)
+    group = CacheGroup(policy="window", block_tokens=block, window_tokens=window)
+    held = set(range(dropped * block, num_tokens))
+    computed_next = num_tokens if more else num_tokens - 1
+    attended = {token for token in range(computed_next) if computed_next - token < window}
+    got = reaches_back(group, total - dropped, num_tokens, num_tokens + more)
+    # With a window of one token nothing is attended to, and nothing can be missing.
+    assert got == (attended <= held) or (got is False and not attended)
+
+
+def test_a_full_group_is_not_judged_by_its_window() -> None:
+    assert reaches_back(CacheGroup(policy="full", block_tokens=16), 0, 100, 100)
