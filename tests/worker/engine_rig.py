@@ -17,7 +17,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -292,6 +292,14 @@ class Engine:
         for name in ("undelivered", "bad_notifications", "late_notifications"):
             self.seen.counts[name] += getattr(results, name)
         return results
+
+    def set_timeouts(self, *, load_s: float = SETTINGS.load_timeout_s, handshake_s: float = 5.0) -> None:
+        """Change the deadlines of a worker that has begun; so no test depends on how fast a good load is."""
+        worker = self.worker
+        assert worker._thread is not None
+        assert worker._book is not None
+        worker._settings = replace(worker._settings, load_timeout_s=load_s, handshake_timeout_s=handshake_s)
+        worker._thread._load_timeout_s, worker._book._timeout_s = load_s, handshake_s
 
     def free(self, load: OrderedLoad) -> None:
         """The request that was loaded has been answered."""
