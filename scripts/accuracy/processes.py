@@ -16,14 +16,15 @@ import httpx
 _POLL_S = 0.25
 _TERM_S = 15.0
 _TAIL_LINES = 40
+_STEP = ": Iteration("
 
 
 class ServerFailed(Exception):
     """A server ended, did not get ready in time or did not answer. The text has the end of its log."""
 
 
-def tail(path: Path, lines: int = _TAIL_LINES, max_bytes: int = 64 << 10) -> str:
-    """The last lines of a file; a note when there are none."""
+def tail(path: Path, lines: int = _TAIL_LINES, max_bytes: int = 256 << 10) -> str:
+    """The last lines of a log, without those of every single step; a note when there are none."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -31,7 +32,7 @@ def tail(path: Path, lines: int = _TAIL_LINES, max_bytes: int = 64 << 10) -> str
             text = file.read().decode(errors="replace")
     except OSError as error:
         return f"({error})"
-    last = text.splitlines()[-lines:]
+    last = [line for line in text.splitlines() if _STEP not in line][-lines:]
     return "\n".join(last) if last else "(the log is empty)"
 
 

@@ -21,7 +21,7 @@ class Router(Server):
         command += ["--policy", "round_robin", "--disable-retries", "--request-timeout-secs", str(int(timeout_s))]
         command += [part for url in prefill for part in ("--prefill", url)]
         command += [part for url in decode for part in ("--decode", url)]
-        super().__init__("vllm-router", command, f"http://127.0.0.1:{port}", log_dir / "router.log", {})
+        super().__init__("vllm-router", command, f"http://127.0.0.1:{port}", log_dir / "router.log", {"NO_COLOR": "1"})
 
     def __enter__(self) -> Router:
         self.start()

@@ -77,7 +77,8 @@ def test_stopping_twice_and_stopping_what_was_never_started_is_nothing(tmp_path:
 
 def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    path.write_text("".join(f"line {number}\n" for number in range(10000)))
+    step = "(APIServer) INFO [loggers.py:1] Engine 000: Iteration(7): 1 context requests\n"
+    path.write_text("".join(f"line {number}\n{step}" for number in range(10000)))
     assert tail(path, 2) == "line 9998\nline 9999"
     assert "No such file" in tail(tmp_path / "none")
     (tmp_path / "empty").touch()
