@@ -16,7 +16,7 @@ from kvferry.connector.facts import check_supported, facts_of, place_of_this_wor
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Place, Topology
 from tests.connector.test_fingerprint import safetensors
-from tests.engine_core.driver import vllm_config
+from tests.engine_core.configs import vllm_config
 
 
 def engine_config(**changed: Any) -> Any:

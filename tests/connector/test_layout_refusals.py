@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 from kvferry.connector.layout import Sharding, discover, groups_of, packing_of
 from kvferry.protocol.errors import InvalidConfig
 from tests.connector.caches import config_of, described, full, group, views_of
-from tests.engine_core.driver import vllm_config
+from tests.engine_core.configs import vllm_config
 
 ATTENTION: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
 UNKNOWN: dict[str, Any] = {

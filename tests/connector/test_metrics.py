@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import pickle
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.tally import CounterKey
 from kvferry.worker.load import LoadFigures
 from kvferry.worker.results import StepResults
-from tests.engine_core.driver import vllm_config
+from tests.engine_core.configs import vllm_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FIGURES = LoadFigures(planned_bytes=100, transferred_bytes=90, descriptors=3, post_s=0.25, transfer_s=0.5, load_s=0.75)
@@ -267,3 +268,9 @@ def test_every_way_in_which_a_lease_ends_has_its_label() -> None:
     written |= set().union(*(texts(argument(call, 0, "how")) for call in calls("release_all")))
     written |= {"release"} | counted()["leases_released"]
     assert written - {"<how>", "<lease.ended_by>"} == set(RELEASE_WAYS)
+
+
+def test_every_reason_of_a_failed_load_is_given_somewhere() -> None:
+    """A reason that nothing raises would be a label that is always zero."""
+    sources = "".join(file.read_text() for file in (REPOSITORY / "worker" / "kvferry").rglob("*.py"))
+    assert set(re.findall(r"FailureReason\.([A-Z_]+)", sources)) == set(FailureReason.__members__)
