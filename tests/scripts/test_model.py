@@ -1,0 +1,65 @@
+"""What is known of a model before an engine serves it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.accuracy.model import CacheShape, cache_shape, check_sizes, config_of
+from scripts.accuracy.variables import DEFAULT_MODEL, BadSetting
+
+SMOLLM2: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 576,
+}
+
+
+def test_the_config_is_read_from_the_models_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    assert config_of(str(tmp_path)) == SMOLLM2
+    assert config_of(str(tmp_path / "none")) == {}
+    assert config_of("no-such-organisation/no-such-model") == {}
+
+
+def test_a_token_of_smollm2_takes_its_keys_and_values_in_all_layers() -> None:
+    shape = cache_shape(SMOLLM2, 1)
+    assert shape == CacheShape(layers=30, kv_heads=3, head_dim=64)
+    assert (shape.token_bytes("float32"), shape.token_bytes("bfloat16")) == (46080, 23040)
+    assert shape.formula("float32") == "30 layers × 3 KV heads × 2 × 64 × 4 B"
+
+
+def test_heads_are_copied_where_there_are_more_workers() -> None:
+    shape = cache_shape({**SMOLLM2, "num_key_value_heads": 2}, 8)
+    assert shape is not None
+    assert shape.kv_heads == 8
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architectures": ["DeepseekV2ForCausalLM"]},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+        {"num_attention_heads": None},
+        {"architectures": None},
+    ],
+)
+def test_other_caches_are_not_predicted(change: dict[str, Any]) -> None:
+    assert cache_shape({**SMOLLM2, **change}, 1) is None
+
+
+def test_a_window_that_is_switched_off_is_none() -> None:
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}
+    assert cache_shape({**SMOLLM2, **qwen}, 1) is not None
+
+
+def test_tensor_parallel_sizes_must_divide_the_heads() -> None:
+    check_sizes(DEFAULT_MODEL, SMOLLM2, {"PREFILLER_TP_SIZE": 3, "DECODER_TP_SIZE": 1})
+    check_sizes("unknown", {}, {"PREFILLER_TP_SIZE": 7})
+    with pytest.raises(BadSetting, match=r"DECODER_TP_SIZE='2' .* a divisor of 9, .*MODEL_NAMES=tiny-llama"):
+        check_sizes(DEFAULT_MODEL, SMOLLM2, {"PREFILLER_TP_SIZE": 3, "DECODER_TP_SIZE": 2})
