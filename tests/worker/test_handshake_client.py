@@ -69,7 +69,7 @@ def test_an_address_of_ipv6_may_have_brackets_or_not(host: str) -> None:
 
 def test_a_refusal_is_told_with_its_field() -> None:
     refused = Refused(field="engine", value="starting", expected="an engine whose workers are ready")
-    with answering(encode(refused)) as (port, _), pytest.raises(PeerRefused, match="engine is starting"):
+    with answering(encode(refused)) as (port, _), pytest.raises(PeerRefused, match="'engine' is 'starting'"):
         fetch(port)
 
 

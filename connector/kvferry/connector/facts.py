@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from kvferry.connector.config import FerryConfig
@@ -12,6 +13,8 @@ from kvferry.protocol.handshake import ModelFacts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
 
 
 def check_supported(vllm_config: VllmConfig) -> None:
@@ -71,7 +74,14 @@ def _fingerprint(vllm_config: VllmConfig) -> str:
     model, load = vllm_config.model_config, vllm_config.load_config
     is_dummy = str(load.load_format) == "dummy"
     directory = None if is_dummy else local_model_dir(model.model, model.revision, load.download_dir)
-    return fingerprint(model.hf_config.to_dict(), directory, f"dummy:{model.seed}" if is_dummy else "")
+    found = fingerprint(model.hf_config.to_dict(), directory, f"dummy:{model.seed}" if is_dummy else "")
+    if found.startswith("config:") and not is_dummy:
+        logger.warning(
+            "no weight files of %s are on this machine: engines with other weights of this configuration would be "
+            "taken for the same; name the weights with model_fingerprint",
+            model.model,
+        )
+    return found
 
 
 def _speculative(vllm_config: VllmConfig) -> str:

@@ -78,9 +78,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         dtype: of the activations.
         cache_dtype: of the cache, as configured.
         quantization: of the weights.
-        rope: whatever scales positions, as text.
-        speculative: the draft method and its length, `none` without.
-        token_offset: prompt tokens that the producer leaves to the consumer (recurrent models: 1).
+        max_model_tokens: the longest sequence; told, not compared.
+        speculative: the draft method, `none` without.
     """
 
     model: Text
