@@ -1,0 +1,1 @@
+"""Commands for operators; the first, `kvferry plan`, comes with the planner for unequal engines."""
