@@ -1,7 +1,6 @@
-"""Engines of one worker without a model: everything of kvferry is real, vLLM and the fabric apart.
+"""Engines of one worker without a model, in one process; see `tests.worker.engine`.
 
-An `Engine` has both ledgers, a listener and a renewer on loopback, a `FerryWorker`, and caches whose bytes follow
-from a seed. The test is its step loop:
+`Engine` and what it speaks of are imported from here:
 
     rig = Rig("memory")                          # or "nixl"
     producer, consumer = rig.engine("P"), rig.engine("C")
@@ -12,310 +11,31 @@ from a seed. The test is its step loop:
 
 from __future__ import annotations
 
-import random
-import socket
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
-
-from kvferry.protocol.geometry import Place, Topology
-from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts, Release
-from kvferry.protocol.ids import epoch_to_text, new_boot_id
-from kvferry.protocol.orders import FailureReason, StepOrders, decode_orders, encode_orders
-from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.seal import new_seal_key, seal
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.listener import SideChannelListener
-from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.renewer import LeaseRenewer
-from kvferry.scheduler.tally import Tally
+from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric import Fabric
-from kvferry.worker.load import LoadFigures
 from kvferry.worker.nixl_fabric import NixlFabric
-from kvferry.worker.results import StepResults
-from kvferry.worker.settings import WorkerSettings
-from kvferry.worker.worker import FerryWorker, MakeFabric
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
-from tests.worker.probe_fabric import ProbeFabric
-from tests.worker.toy_caches import Bytes, CacheShape, ToyCaches
+from tests.worker.engine import Engine, free_port
+from tests.worker.engine_values import FACTS, HOST, LEASE_S, POISON, SETTINGS, SHAPE, Offer, OrderedLoad, Seen
 
-HOST = "127.0.0.1"
-FACTS = ModelFacts(
-    model="toy", fingerprint="weights:1", dtype="uint8", cache_dtype="auto", quantization="none", max_model_tokens=4096
-)
-SETTINGS = WorkerSettings(lease_slots=16, handshake_timeout_s=5.0, load_timeout_s=20.0, max_loads=64)
-SHAPE = CacheShape()
-POISON = 0xA5
-LEASE_S = 30.0
-
-
-@dataclass(frozen=True)
-class Offer:
-    """One finished prefill: what its blocks hold follows from `seed`."""
-
-    params: RemotePrefill
-    blocks: tuple[int, ...]
-    tokens: int
-    seed: int
-
-    @property
-    def request_id(self) -> str:
-        return self.params.remote_request_id
-
-    @property
-    def slot(self) -> int:
-        return self.params.kvferry.lease_slot
-
-
-@dataclass(frozen=True)
-class OrderedLoad:
-    """One load: tokens [first, stop) into `blocks`; `before` is the whole cache as it was."""
-
-    request_id: str
-    blocks: tuple[int, ...]
-    first: int
-    stop: int
-    before: list[Bytes]
-
-
-@dataclass
-class Seen:
-    """What a worker has reported, in total. Each list keeps every report, so repetitions show."""
-
-    sent: list[str] = field(default_factory=list)
-    loaded: list[str] = field(default_factory=list)
-    failed: dict[str, FailureReason] = field(default_factory=dict)
-    alive: frozenset[str] = frozenset()
-    figures: list[LoadFigures] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-
-
-class Engine:
-    """One engine of one worker. Its methods are called on one thread: the test's."""
-
-    def __init__(
-        self,
-        name: str,
-        make_fabric: MakeFabric,
-        *,
-        shape: CacheShape = SHAPE,
-        settings: WorkerSettings = SETTINGS,
-        facts: ModelFacts = FACTS,
-        lease_s: float = LEASE_S,
-        port: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.name, self.shape, self.lease_s = name, shape, lease_s
-        self.port = free_port() if port is None else port
-        self.boot, self.seal_key = new_boot_id(), new_seal_key()
-        self.seen = Seen()
-        self.tally = Tally()
-        self.caches = ToyCaches(shape, POISON)
-        self.leases = ProducerLedger(settings.lease_slots, lease_s, self.tally)
-        self.loads = ConsumerLedger(self.tally)
-        self.offers: dict[str, Offer] = {}
-        self._draw = random.Random(seed)
-        self._free = list(range(1, shape.blocks // shape.ratio))  # block 0 is vLLM's null block
-        self._numbers = 0
-        self._running: dict[str, tuple[tuple[int, ...], int, int]] = {}
-
-        def probed(agent_name: str) -> Fabric:
-            self.fabric = ProbeFabric(make_fabric(agent_name))
-            return self.fabric
-
-        self.worker = FerryWorker(
-            engine_id=name,
-            place=Place(),
-            index=0,
-            topology=Topology(),
-            facts=facts,
-            groups=(shape.group,),
-            caches=self.caches.kv,
-            settings=settings,
-            make_fabric=probed,
-        )
-        self.description = EngineDescription(
-            engine_id=name,
-            boot=self.boot,
-            seal_key=self.seal_key,
-            facts=facts,
-            topology=Topology(),
-            groups=(shape.group,),
-            workers=(self.worker.description,),
-        )
-        self.listener = SideChannelListener(HOST, self.port, self.tally)
-        self.listener.publish(self.description)
-        self.renewer = LeaseRenewer(self.tally)
-
-    # The producing half.
-
-    def start_prefill(self, tokens: int, seed: int) -> str:
-        """A request is scheduled: its lease is opened, its blocks are written, and it has not finished."""
-        self._numbers += 1
-        request_id = f"{self.name}-{self.boot[:4]}-prefill-{self._numbers}"
-        blocks = self._take_blocks(tokens)
-        assert self.leases.open(request_id)
-        self.step()
-        self.caches.fill(blocks, 0x5A)
-        self.caches.write(blocks, tokens, seed)
-        self._running[request_id] = (blocks, tokens, seed)
-        return request_id
-
-    def finish_prefill(self, request_id: str) -> Offer:
-        """It has finished; its workers learn of the hold with the next step."""
-        blocks, tokens, seed = self._running.pop(request_id)
-        lease = self.leases.finish(request_id)
-        assert lease is not None
-        ticket = Ticket(
-            version=1,
-            boot=self.boot,
-            lease_slot=lease.slot,
-            lease_epoch=epoch_to_text(lease.epoch),
-            lease_s=self.lease_s,
-            digests=tuple(f"{index:032x}" for index in range(-(-tokens // 256))),
-            mac="0" * 64,
-        )
-        params = RemotePrefill(
-            remote_engine_id=self.name,
-            remote_request_id=request_id,
-            remote_block_ids=(blocks,),
-            remote_host=HOST,
-            remote_port=self.port,
-            tp_size=1,
-            remote_num_tokens=tokens,
-            kvferry=ticket,
-        )
-        offer = Offer(seal(params, self.seal_key), blocks, tokens, seed)
-        self.offers[request_id] = offer
-        return offer
-
-    def prefill(self, tokens: int, seed: int = 1) -> Offer:
-        """A whole prefill, held."""
-        offer = self.finish_prefill(self.start_prefill(tokens, seed))
-        self.step()
-        return offer
-
-    def changed(self, offer: Offer, *, ticket: dict[str, Any] | None = None, **fields: Any) -> RemotePrefill:
-        """The offer's params with other fields, sealed by the producer all the same."""
-        ticket_now = msgspec.structs.replace(offer.params.kvferry, **(ticket or {}))
-        return seal(msgspec.structs.replace(offer.params, kvferry=ticket_now, **fields), self.seal_key)
-
-    def word(self, offer: Offer) -> int:
-        """What the offer's slot says."""
-        return int(self.worker._table.words[offer.slot])
-
-    def give_away(self, offer: Offer) -> None:
-        """End the lease, wait until the request is reported, and let the next request overwrite its blocks."""
-        self.leases.release(LeaseName(slot=offer.slot, epoch=offer.params.kvferry.lease_epoch))
-        deadline_s = time.monotonic() + 10.0
-        while offer.request_id not in self.seen.sent:
-            assert time.monotonic() < deadline_s, "the lease does not end"
-            self.step()
-        self.caches.fill(offer.blocks, 0x66)
-
-    # The consuming half.
-
-    def load(self, params: RemotePrefill, *, local_tokens: int = 0) -> OrderedLoad:
-        """Order a load of everything beyond a local prefix hit."""
-        self._numbers += 1
-        request_id = f"{self.name}-decode-{self._numbers}"
-        assert self.loads.offer(request_id, params, params.remote_num_tokens, 0.0) is None
-        count = self.loads.matched_tokens(request_id, local_tokens)
-        blocks = self._take_blocks(local_tokens + count)
-        self.loads.allocated(request_id, count, (blocks,))
-        load = OrderedLoad(request_id, blocks, local_tokens, local_tokens + count, self.caches.snapshot())
-        self.step()
-        return load
-
-    def check_bytes(self, load: OrderedLoad, seed: int) -> None:
-        """Every byte of the cache: what was loaded is there, its tail is zero, and nothing else has changed."""
-        expected = load.before
-        self.caches.write_into(expected, load.blocks, load.first, load.stop, seed, tail=0)
-        for found, wanted in zip(self.caches.memory, expected, strict=True):
-            assert (found == wanted).all(), f"{(found != wanted).sum()} bytes differ"
-
-    def has_bytes(self, load: OrderedLoad, seed: int) -> bool:
-        """Whether the load's own blocks hold what they should; for when others are loading too."""
-        expected = [part.copy() for part in load.before]
-        self.caches.write_into(expected, load.blocks, load.first, load.stop, seed, tail=0)
-        own = self.caches.kernel_blocks(load.blocks)
-        layers = range(self.shape.layers)
-        return all((self.caches.cells(n)[own] == self.caches.cells(n, expected)[own]).all() for n in layers)
-
-    # Both.
-
-    def step(self) -> None:
-        """One step of the engine: what the scheduler decides goes to the worker, what the worker reports comes back."""
-        while not self.listener.inbox.empty():
-            message = self.listener.inbox.get_nowait()
-            for name in message.leases if message.boot == self.boot else ():
-                if isinstance(message, Release):
-                    self.leases.release(name)
-                else:
-                    self.leases.renew(name)
-        leases = self.leases.take_orders(time.monotonic())
-        self.order(
-            StepOrders(
-                boot=self.boot,
-                ends=leases.ends,
-                opens=leases.opens,
-                holds=leases.holds,
-                loads=self.loads.take_orders(),
-            )
-        )
-        self.collect()
-        self.renewer.submit(self.loads.take_commands())
-
-    def order(self, orders: StepOrders) -> None:
-        """Hand orders to the worker as they arrive there."""
-        self.worker.carry_out(decode_orders(encode_orders(orders)))
-
-    def collect(self) -> StepResults:
-        """Take the worker's results into `seen` and the ledgers."""
-        results = self.worker.take_results()
-        for request_id in results.sent:
-            self.leases.sent(request_id)
-            self._free += self.offers[request_id].blocks
-        for request_id in results.loaded:
-            self.loads.loaded(request_id)
-        for request_id in results.failed:
-            self.loads.failed(request_id)
-        self.seen.sent += results.sent
-        self.seen.loaded += results.loaded
-        self.seen.failed |= results.failed
-        self.seen.figures += results.figures
-        self.seen.alive = self.seen.alive if results.alive is None else results.alive
-        for name in ("undelivered", "bad_notifications", "late_notifications"):
-            self.seen.counts[name] += getattr(results, name)
-        return results
-
-    def set_timeouts(self, *, load_s: float = SETTINGS.load_timeout_s, handshake_s: float = 5.0) -> None:
-        """Change the deadlines of a worker that has begun; so no test depends on how fast a good load is."""
-        worker = self.worker
-        assert worker._thread is not None
-        assert worker._book is not None
-        worker._settings = replace(worker._settings, load_timeout_s=load_s, handshake_timeout_s=handshake_s)
-        worker._thread._load_timeout_s, worker._book._timeout_s = load_s, handshake_s
-
-    def free(self, load: OrderedLoad) -> None:
-        """The request that was loaded has been answered."""
-        self.loads.finished(load.request_id)
-        self._free += load.blocks
-
-    def close(self) -> None:
-        self.listener.close()
-        self.renewer.close()
-        self.worker.close()
-
-    def _take_blocks(self, tokens: int) -> tuple[int, ...]:
-        count = -(-tokens // self.shape.group.block_tokens)
-        self._draw.shuffle(self._free)
-        assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
-        return tuple(self._free.pop() for _ in range(count))
+__all__ = [
+    "FACTS",
+    "HOST",
+    "LEASE_S",
+    "POISON",
+    "SETTINGS",
+    "SHAPE",
+    "Engine",
+    "Offer",
+    "OrderedLoad",
+    "Rig",
+    "Seen",
+    "free_port",
+]
 
 
 class Rig:
@@ -381,11 +101,3 @@ class Rig:
     def close(self) -> None:
         for engine in self.engines:
             engine.close()
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port

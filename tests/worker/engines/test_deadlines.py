@@ -91,6 +91,9 @@ def test_a_load_that_never_gets_its_turn_misses_its_deadline(rig: Rig) -> None:
     rig.transfer(producer, consumer)
     loads = [_stick(rig, producer, consumer)]
     loads += [consumer.load(producer.prefill(tokens=5).params) for _ in range(2)]
+    reads, polls = consumer.fabric.calls["post_read"], consumer.fabric.calls["poll"]
+    wait_until(lambda: consumer.fabric.calls["poll"] > polls + 20, "the orders have been taken")
+    assert consumer.fabric.calls["post_read"] == reads
     consumer.set_timeouts(load_s=0.0)
     for load in loads:
         assert rig.until_over(consumer, load) is FailureReason.DEADLINE

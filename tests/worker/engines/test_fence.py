@@ -110,12 +110,12 @@ def test_a_lease_that_nobody_renews_ends_and_its_slot_is_empty(rig: Rig) -> None
 
 
 def test_a_lease_that_a_consumer_waits_for_is_renewed_beyond_its_time(rig: Rig) -> None:
-    producer, consumer = rig.pair(lease_s=0.12)
+    producer, consumer = rig.pair(lease_s=0.6)
     offer = producer.finish_prefill(producer.start_prefill(tokens=10, seed=1))
     stalled = threading.Event()
     consumer.fabric.on_data_read = lambda: _wait(stalled)
     load = consumer.load(offer.params)
-    rig.step_until(lambda: producer.tally.total("heartbeats") + consumer.tally.total("heartbeats") >= 14, "renewals")
+    rig.step_until(lambda: producer.tally.total("heartbeats") + consumer.tally.total("heartbeats") >= 8, "renewals")
     assert producer.word(offer) != EMPTY
     stalled.set()
     assert rig.until_over(consumer, load) is None

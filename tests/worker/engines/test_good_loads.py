@@ -85,6 +85,7 @@ def test_a_load_waits_while_the_producer_still_computes(any_rig: Rig) -> None:
     load = consumer.load(offer.params)
     any_rig.step_until(lambda: consumer.fabric.calls["post_read"] > 5, "the slot is asked again", only=consumer)
     assert consumer.fabric.calls["post_data_read"] == 0
+    assert consumer.fabric.transfers() <= 1, "every look gives its handle back"
     assert not consumer.seen.loaded
     producer.caches.write(offer.blocks, offer.tokens, offer.seed)
     assert any_rig.until_over(consumer, load) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from kvferry.protocol.ids import Epoch, epoch_to_text
 from kvferry.protocol.notifications import MAGIC, Done, encode_notification
 from kvferry.protocol.slots import EMPTY
 from tests.fakes.memory_fabric import MemoryFabric
+from tests.waiting import wait_until
 from tests.worker.engine_rig import Engine, Offer, Rig
 
 MALFORMED = {
@@ -116,6 +118,23 @@ def test_a_report_that_comes_before_the_hold_is_remembered(rig: Rig) -> None:
     offer = producer.finish_prefill(request_id)
     rig.step_until(lambda: offer.request_id in producer.seen.sent, "the hold completes it")
     assert producer.word(offer) == EMPTY
+
+
+def test_a_report_that_is_here_when_its_lease_is_ended_counts_as_a_report(rig: Rig) -> None:
+    """Else a lease that was read well and ended in one moment would look as if its reader had come too late."""
+    producer, consumer = rig.pair()
+    rig.transfer(consumer, producer)
+    over = threading.Event()
+    producer.fabric.on_data_read = lambda: wait_until(over.is_set, "both are here")
+    offer = producer.prefill(tokens=10)
+    stuck = producer.load(consumer.prefill(tokens=10, seed=2).params)
+    wait_until(lambda: producer.fabric.calls["post_data_read"] == 2, "its thread is busy")
+    _send(rig, producer, _done(offer))
+    producer.end(offer)
+    over.set()
+    assert rig.until_over(producer, stuck) is None
+    rig.step_until(lambda: producer.seen.sent == [offer.request_id], "it is over")
+    assert producer.seen.counts["late_notifications"] == 0
 
 
 def test_a_guessed_epoch_among_a_thousand_frees_nothing(rig: Rig) -> None:

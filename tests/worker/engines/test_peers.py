@@ -74,8 +74,8 @@ def test_another_engine_than_the_params_name_is_refused(rig: Rig) -> None:
 
 def test_a_description_of_another_engine_is_refused_whoever_sent_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer = rig.pair()
-    other = rig.engine("Q")
-    monkeypatch.setattr("kvferry.worker.worker.fetch_description", lambda *_: other.description)
+    other = msgspec.structs.replace(producer.description, engine_id="Q")
+    monkeypatch.setattr("kvferry.worker.worker.fetch_description", lambda *_: other)
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.REFUSED
     assert consumer.fabric.calls["add_peer"] == 0

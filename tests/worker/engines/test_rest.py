@@ -132,12 +132,14 @@ def test_a_thread_that_is_stuck_in_the_fabric_keeps_its_fabric(rig: Rig, monkeyp
     monkeypatch.setattr("kvferry.worker.transfer_thread._JOIN_S", 0.05)
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
+    offer = consumer.prefill(tokens=5)
     released = [False]
     consumer.fabric.on_data_read = lambda: wait_until(lambda: released[0], "the test lets go")
     consumer.load(producer.prefill(tokens=5).params)
     wait_until(lambda: consumer.fabric.calls["post_data_read"] == 2, "it is stuck")
     consumer.worker.close()
     assert consumer.fabric.calls["close"] == 0
+    assert consumer.word(offer) == EMPTY, "its leases are over all the same"
     released[0] = True
     wait_until(lambda: not consumer.worker._thread or not consumer.worker._thread._thread.is_alive(), "it ends")
     consumer.worker.close()

@@ -1,0 +1,63 @@
+"""What a toy engine is asked for and what it has seen: offers, loads, reports; and how it is set up by default."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvferry.protocol.handshake import ModelFacts
+from kvferry.protocol.orders import FailureReason
+from kvferry.protocol.params import RemotePrefill
+from kvferry.worker.load import LoadFigures
+from kvferry.worker.settings import WorkerSettings
+from tests.worker.toy_caches import Bytes, CacheShape
+
+HOST = "127.0.0.1"
+FACTS = ModelFacts(
+    model="toy", fingerprint="weights:1", dtype="uint8", cache_dtype="auto", quantization="none", max_model_tokens=4096
+)
+SETTINGS = WorkerSettings(lease_slots=16, handshake_timeout_s=5.0, load_timeout_s=20.0, max_loads=64)
+SHAPE = CacheShape()
+POISON = 0xA5
+LEASE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One finished prefill: what its blocks hold follows from `seed`."""
+
+    params: RemotePrefill
+    blocks: tuple[int, ...]
+    tokens: int
+    seed: int
+
+    @property
+    def request_id(self) -> str:
+        return self.params.remote_request_id
+
+    @property
+    def slot(self) -> int:
+        return self.params.kvferry.lease_slot
+
+
+@dataclass(frozen=True)
+class OrderedLoad:
+    """One load: tokens [first, stop) into `blocks`; `before` is the whole cache as it was."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+    first: int
+    stop: int
+    before: list[Bytes]
+
+
+@dataclass
+class Seen:
+    """What a worker has reported, in total. Each list keeps every report, so repetitions show."""
+
+    sent: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    failed: dict[str, FailureReason] = field(default_factory=dict)
+    alive: frozenset[str] = frozenset()
+    figures: list[LoadFigures] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
