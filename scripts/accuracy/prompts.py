@@ -130,7 +130,7 @@ def make_cases(tokens: Sequence[int], block: int, longest: int, crowd: int) -> C
         ),
         aborted=tuple(Case(f"abort {number}", cutter.cut(middle + number), stream=True) for number in range(4)),
         poisoned=tuple(Case(f"poison {number}", cutter.cut(middle + number)) for number in range(4)),
-        timed=tuple(Case(f"timed {number}", cutter.cut(middle), max_tokens=2, stream=True) for number in range(20)),
+        timed=tuple(Case(f"timed {number}", cutter.cut(middle), max_tokens=2, stream=True) for number in range(12)),
         warm=warm,
     )
 
