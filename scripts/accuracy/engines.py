@@ -115,7 +115,7 @@ class EngineSpec:
         torch.compile is off there: vLLM's sampler would compile with g++, which a user's machine may not have, and
         the first request would wait half a minute for it.
         """
-        added: dict[str, str] = {}
+        added = {"VLLM_NO_USAGE_STATS": "1"}
         if Path(self.model).is_dir():
             added["HF_HUB_OFFLINE"] = "1"
         if self.device == "cpu":
