@@ -173,7 +173,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable("KV_LOAD_FAILURE_POLICY", "recompute", "vLLM's policy for failed loads", one_of("recompute", "fail")),
     Variable("KV_CONNECTOR_EXTRA_CONFIG", "{}", "kv_connector_extra_config, as JSON", json_object),
-    Variable("MAX_MODEL_LEN", "2048", "tokens of the longest request", whole(512, 1 << 20)),
+    Variable("MAX_MODEL_LEN", "2048", "tokens of the longest request", whole(1024, 1 << 20)),
     Variable("CPU_KVCACHE_GIB", "1", "GiB of KV cache of an engine on CPU", number(0.1, 1024)),
     Variable("CONCURRENCY", "8", "requests at once in the concurrent part", whole(2, 256)),
     Variable("START_TIMEOUT_S", "300", "seconds that an engine may take to start", number(10, 7200)),
