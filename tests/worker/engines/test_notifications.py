@@ -126,14 +126,15 @@ def test_a_report_that_is_here_when_its_lease_is_ended_counts_as_a_report(rig: R
     rig.transfer(consumer, producer)
     over = threading.Event()
     producer.fabric.on_data_read = lambda: wait_until(over.is_set, "both are here")
-    offer = producer.prefill(tokens=10)
+    offer, bystander = producer.prefill(tokens=10), producer.prefill(tokens=3)
     stuck = producer.load(consumer.prefill(tokens=10, seed=2).params)
     wait_until(lambda: producer.fabric.calls["post_data_read"] == 2, "its thread is busy")
     _send(rig, producer, _done(offer))
     producer.end(offer)
     over.set()
     assert rig.until_over(producer, stuck) is None
-    rig.step_until(lambda: producer.seen.sent == [offer.request_id], "it is over")
+    _send(rig, producer, _done(bystander))
+    rig.step_until(lambda: producer.seen.sent == [offer.request_id, bystander.request_id], "both are over")
     assert producer.seen.counts["late_notifications"] == 0
 
 

@@ -179,14 +179,12 @@ class TransferThread:
         progress |= self._survive(self._mark_ready)
         if self._table.held():
             progress |= self._survive(self._take_notifications)
+        # In order: those that run are late before those that wait, which then get their turn and are late themselves.
         while self._waiting and len(self._running) < self._max_loads:
             load = self._waiting.popleft()
             self._running[load.order.request_id] = (load, load.steps())
         for load, steps in list(self._running.values()):
             progress |= self._advance(load, steps, now_s)
-        for load in [load for load in self._waiting if self._is_late(load, now_s)]:
-            self._waiting.remove(load)
-            self._fail(load, FailureReason.DEADLINE, "it never got its turn")
         progress |= self._look_into_quarantine()
         self._pause_s = _SHORTEST_PAUSE_S if progress else min(self._pause_s * 2, _LONGEST_PAUSE_S)
 
