@@ -40,6 +40,8 @@ def test_an_honest_description_passes() -> None:
         (engine(tensor(blocks=1 << 40, block_stride=(1 << 48) - 1)), f"{LAYER}.base"),
         (engine(tensor(heads=Range(0, 1 << 17), head_stride=(1 << 48) - 1)), f"{LAYER}.base"),
         (engine(workers=[worker(place=Place(tp=0)), worker([tensor(group=7)], Place(tp=1))]), "workers[1]"),
+        (engine(tensor(), tensor(layer="layers.1", blocks=7)), "workers[0].layers.1/kv.blocks"),
+        (engine(tensor(), tensor(layer="layers.1", block_tokens=2)), "workers[0].layers.1/kv.blocks"),
     ],
 )
 def test_a_contradiction_is_refused_by_the_name_of_its_field(broken: EngineDescription, field: str) -> None:

@@ -20,8 +20,16 @@ def check_description(engine: EngineDescription) -> None:
         names = [tensor.name for tensor in worker.tensors]
         if len(set(names)) != len(names):
             raise InvalidMessage(f"workers[{index}].tensors", f"{len(names)} tensors", "distinct names")
+        blocks_of: dict[int, tuple[int, int]] = {}
         for tensor in worker.tensors:
-            _check_tensor(engine, f"workers[{index}].{tensor.layer}/{tensor.kind}", tensor)
+            where = f"workers[{index}].{tensor.layer}/{tensor.kind}"
+            _check_tensor(engine, where, tensor)
+            # One list of blocks addresses every tensor of a group.
+            found = (tensor.blocks, tensor.block_tokens)
+            if blocks_of.setdefault(tensor.group, found) != found:
+                blocks, tokens = blocks_of[tensor.group]
+                others = f"{blocks} blocks of {tokens} tokens, like its group's other tensors"
+                raise InvalidMessage(f"{where}.blocks", f"{found[0]} blocks of {found[1]} tokens", others)
 
 
 def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) -> None:
