@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
+import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
 import pytest
 
+from kvferry.protocol.errors import HandshakeFailed
+from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric import PeerLost
+from kvferry.worker.handshake_client import fetch_description
 from tests.waiting import wait_until
-from tests.worker.engine_rig import FACTS, HOST, SETTINGS, Rig, free_port
+from tests.worker.engine_rig import FACTS, SETTINGS, Rig, free_port
 from tests.worker.toy_caches import CacheShape
 
 IMPATIENT = replace(SETTINGS, handshake_timeout_s=0.2)
-
-
-@contextlib.contextmanager
-def silent_server() -> Iterator[int]:
-    """A port that takes connections and never answers."""
-    with socket.socket() as listening:
-        listening.bind((HOST, 0))
-        listening.listen(16)
-        yield listening.getsockname()[1]
 
 
 def short_back_off(monkeypatch: pytest.MonkeyPatch, first_s: float) -> None:
@@ -56,14 +48,22 @@ def test_a_host_that_is_none_fails_the_load_and_nothing_else(rig: Rig, host: str
     rig.transfer(producer, consumer)
 
 
-def test_a_slow_handshake_with_one_peer_delays_no_other(rig: Rig) -> None:
-    producer, consumer = rig.pair(settings=replace(SETTINGS, handshake_timeout_s=3.0))
-    offer = producer.prefill(tokens=10)
-    with silent_server() as port:
-        stuck = consumer.load(producer.changed(offer, remote_port=port, remote_engine_id="Q"))
-        rig.transfer(producer, consumer)
-        assert stuck.request_id not in consumer.seen.failed
-        assert rig.until_over(consumer, stuck) is FailureReason.HANDSHAKE
+def test_a_handshake_that_takes_for_ever_delays_no_other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer = rig.pair()
+    offer, over = producer.prefill(tokens=10), threading.Event()
+
+    def fetch(host: str, port: int, engine_id: str, asker: str, timeout_s: float) -> EngineDescription:
+        if engine_id == "Q":
+            assert over.wait(10)
+            raise HandshakeFailed("Q did not answer")
+        return fetch_description(host, port, engine_id, asker, timeout_s)
+
+    monkeypatch.setattr("kvferry.worker.worker.fetch_description", fetch)
+    stuck = consumer.load(producer.changed(offer, remote_engine_id="Q"))
+    rig.transfer(producer, consumer)
+    assert stuck.request_id not in consumer.seen.failed
+    over.set()
+    assert rig.until_over(consumer, stuck) is FailureReason.HANDSHAKE
 
 
 def test_another_engine_than_the_params_name_is_refused(rig: Rig) -> None:
