@@ -40,6 +40,12 @@ class Run:
         check_sizes(name, config_of(self._model), sizes)
         self._fleet = plan_fleet(settings, self._model, os.environ)
         self._gsm8k = gsm8k.availability(settings)
+        workers = sum(len(spec.devices) for spec in (*self._fleet.prefill, *self._fleet.decode))
+        cores = len(os.sched_getaffinity(0))
+        if settings.device == "cpu" and workers > cores:
+            self.say(
+                f"{workers} workers share {cores} cores: tensor parallel engines spin while they wait and are slow"
+            )
         what = "kvferry" if settings.ferry else "vLLM's own NixlConnector"
         self.report = Report(
             f"{name} · {settings.dtype} on {settings.device} · {settings.prefill_instances} × TP {settings.prefill_tp} "
