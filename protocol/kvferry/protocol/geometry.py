@@ -2,7 +2,12 @@
 
     address(block, head, tile) = base + block·block_stride + head·head_stride + tile·tile_stride   (+ cell_bytes)
 
-Everything here is numbers; no layout has a name. All ranges are half-open. All strides and sizes are bytes.
+`head` counts from the first head that the worker holds, `tile` from the start of the block. A cell's bytes follow one
+another, unless its elements have a stride of their own: byte `i` of a cell is then at
+
+    (i div element_bytes)·element_stride + i mod element_bytes
+
+from the cell's address. Everything here is numbers; no layout has a name. All ranges are half-open. All strides and sizes are bytes.
 """
 
 from __future__ import annotations
@@ -30,14 +35,28 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
         return max(0, self.stop - self.start)
 
 
+class Interleave(msgspec.Struct, frozen=True, kw_only=True):
+    """Which tokens a worker holds where ranks share them out (decode context parallelism).
+
+    Token `t` is on rank `(t div run_tokens) mod ranks`, in its local slot
+    `(t div (run_tokens·ranks))·run_tokens + t mod run_tokens`. Blocks count local slots.
+
+    Example: 2 ranks, runs of 4: rank 1 holds the tokens 4 … 7 in its slots 0 … 3, and 12 … 15 in its slots 4 … 7.
+    """
+
+    ranks: Size = 1
+    rank: Rank = 0
+    run_tokens: Size = 1
+
+
 class Format(msgspec.Struct, frozen=True, kw_only=True):
     """What the bytes of a cell mean. Only equal formats may be copied as they are.
 
     Attributes:
         dtype: of one element, e.g. `bfloat16`.
         quantization: the cache's quantisation, `none` when there is none.
-        packing: how a cell is arranged: `plain` when its elements follow one another, `k|v` when K and V of a token
-            do, otherwise a name that carries everything the arrangement depends on (e.g. backend, instruction set).
+        packing: how a cell is arranged: `plain` when the strides say everything, otherwise a name that carries
+            everything the arrangement depends on (e.g. backend, instruction set).
     """
 
     dtype: Text
@@ -45,22 +64,25 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     packing: Text = "plain"
 
 
-class PagedTensor(msgspec.Struct, frozen=True, kw_only=True):
+class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One kind of state of one layer on one worker.
 
     Attributes:
         layer: the layer's name, the same on every engine that serves the model.
-        kind: which state of the layer, e.g. `kv`.
+        kind: which state of the layer: `k`, `v`, `mla`, `conv.x`, `ssm`, …; `kv` for an opaque block of both.
         group: index of the cache group whose block table addresses it.
         base: address of block 0.
         blocks: number of blocks (the engine's kernel blocks).
         block_tokens: tokens per block.
         block_stride: bytes from one block to the next.
-        heads: the global heads that this worker holds.
+        heads: the global heads that this worker holds; for a convolution state its channels.
         head_stride: bytes from one head to the next.
         tile_tokens: tokens per cell; `block_tokens` when a backend packs a whole block (such a cell cannot be split).
         tile_stride: bytes from one tile to the next.
-        cell_bytes: contiguous bytes of one (block, head, tile).
+        cell_bytes: bytes of one (block, head, tile).
+        element_bytes, element_stride: where the elements of a cell lie apart, the bytes of one and the bytes from one
+            to the next; 0 where the cell's bytes follow one another.
+        interleave: which tokens this worker holds.
         format: what the bytes mean.
     """
 
@@ -76,6 +98,9 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True):
     tile_tokens: Size
     tile_stride: Stride
     cell_bytes: Positive
+    element_bytes: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    element_stride: Stride = 0
+    interleave: Interleave = Interleave()
     format: Format
 
     @property
@@ -92,6 +117,19 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True):
     def block_bytes(self) -> int:
         """Bytes of one block's cells, all local heads."""
         return len(self.heads) * self.tiles * self.cell_bytes
+
+    @property
+    def cell_extent(self) -> int:
+        """Bytes from a cell's first byte to behind its last."""
+        if not self.element_bytes:
+            return self.cell_bytes
+        return (self.cell_bytes // self.element_bytes - 1) * self.element_stride + self.element_bytes
+
+    @property
+    def block_extent(self) -> int:
+        """Bytes from a block's first byte to behind its last, the gaps included."""
+        heads, tiles = max(0, len(self.heads) - 1) * self.head_stride, (self.tiles - 1) * self.tile_stride
+        return heads + tiles + self.cell_extent
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):

@@ -121,8 +121,9 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A cache group: layers that share one block table.
 
     Attributes:
-        policy: `full` when it holds every token, `window` when only the last ones.
-        block_tokens: tokens per scheduler block (the unit of `remote_block_ids`).
+        policy: `full` when it holds every token, `window` when only the last ones, `state` when its last block is a
+            recurrent state of the whole sequence.
+        block_tokens: local slots per scheduler block (the unit of `remote_block_ids`); without meaning for `state`.
         window_tokens: length of the window, 0 without one.
     """
 
