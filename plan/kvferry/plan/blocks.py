@@ -1,4 +1,4 @@
-"""Which block of the producer belongs in which block of the consumer, for one request and one cache group."""
+"""Which unit of the producer belongs in which unit of the consumer, for one request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.plan.descriptors import BlockPairs, expand_blocks
+from kvferry.plan.tokens import TokenMap, TokenSide, in_share, slot_of, slots_before, token_of
+from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.handshake import CacheGroup
 
@@ -16,66 +17,156 @@ NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True)
-class GroupBlocks:
-    """One side's blocks of one request in one cache group.
+class RequestBlocks:
+    """One request's blocks on both sides, per cache group, as scheduler blocks.
 
     Attributes:
-        ids: scheduler blocks; they end with the block of the last token.
-        group: the group's facts on that side.
-        kernel_tokens: tokens per kernel block on that side.
-        kernel_blocks: how many kernel blocks the cache has.
+        local: blocks from the request's first token on; null blocks where none is held.
+        remote: the last blocks that the sequence has.
+        first_token, stop_token: the tokens that are wanted, `[first, stop)`.
+        num_tokens: tokens that the remote blocks hold.
     """
 
-    ids: Sequence[int]
-    group: CacheGroup
-    kernel_tokens: int
-    kernel_blocks: int
-
-    @property
-    def ratio(self) -> int:
-        """Kernel blocks per scheduler block."""
-        return self.group.block_tokens // self.kernel_tokens
+    local: Sequence[Sequence[int]]
+    remote: Sequence[Sequence[int]]
+    first_token: int
+    stop_token: int
+    num_tokens: int
 
 
-def pair_blocks(
-    index: int, local: GroupBlocks, remote: GroupBlocks, first_token: int, stop_token: int, num_tokens: int
-) -> BlockPairs:
-    """Pair the kernel blocks that hold tokens `[first_token, stop_token)`.
+@dataclass(frozen=True, slots=True)
+class UnitPairs:
+    """Which local unit receives which remote one, in ascending order of local slots.
 
-    Args:
-        index: the group's index, for errors.
-        local: blocks from the request's first token on; null blocks where none is held.
-        remote: the last `len(ids)` of the `ceil(num_tokens / block_tokens)` blocks that the sequence has.
-        num_tokens: tokens that the remote blocks hold.
+    Attributes:
+        local_block, remote_block: kernel blocks, int64 `[n]`.
+        local_position, remote_position: positions in them, int64 `[n]`.
+        first_slot: local slot of the first unit's first token, counted from the request's first; 0 without units.
+    """
+
+    local_block: np.ndarray
+    local_position: np.ndarray
+    remote_block: np.ndarray
+    remote_position: np.ndarray
+    first_slot: int = 0
+
+    def __len__(self) -> int:
+        return len(self.local_block)
+
+
+def pair_request(
+    plan: TransferPlan,
+    local_groups: Sequence[CacheGroup],
+    remote_groups: Sequence[CacheGroup],
+    request: RequestBlocks,
+) -> dict[TokenMap, UnitPairs]:
+    """Pair the units of a request for every token map of a plan.
 
     Raises:
-        InvalidParams: the remote ids do not cover what the local blocks need, or leave the remote cache.
+        InvalidParams: the ids do not cover what is needed, or leave a cache.
     """
+    pairs: dict[TokenMap, UnitPairs] = {}
+    for route in plan.routes:
+        for bundle in route.bundles:
+            tokens = bundle.tokens
+            if tokens not in pairs:
+                pairs[tokens] = pair_units(tokens, local_groups[tokens.group], remote_groups[tokens.group], request)
+    return pairs
+
+
+def pair_units(tokens: TokenMap, here: CacheGroup, there: CacheGroup, request: RequestBlocks) -> UnitPairs:
+    """Pair the units that hold the wanted tokens; see `RequestBlocks` for what the ids mean.
+
+    Units of a window that nothing attends to any more may be absent on the remote side: they are left out.
+
+    Raises:
+        InvalidParams: the ids do not cover what is needed, or leave a cache.
+    """
+    index = tokens.group
     field = f"remote_block_ids[{index}]"
-    total = -(-num_tokens // remote.group.block_tokens)
-    if len(remote.ids) > total:
-        raise InvalidParams(field, f"{len(remote.ids)} blocks", f"at most {total} blocks for {num_tokens} tokens")
-    if stop_token > num_tokens:
-        raise InvalidParams(field, f"tokens up to {stop_token}", f"at most the {num_tokens} tokens that are held")
-    here, there = _by_kernel_block(local), _by_kernel_block(remote)
-    kernel = local.kernel_tokens
-    wanted = np.arange(first_token // kernel, -(-stop_token // kernel), dtype=np.int64)
-    if len(wanted) and wanted[-1] >= len(here):
-        raise InvalidParams(field, f"tokens up to {stop_token}", f"no more than {len(here) * kernel} local tokens")
-    wanted = wanted[here[wanted] >= 0]
-    told = wanted - (total - len(remote.ids)) * remote.ratio
-    if len(told) and (told[0] < 0 or told[-1] >= len(there) or bool((there[told] < 0).any())):
-        raise InvalidParams(
-            field, f"{len(remote.ids)} blocks", f"blocks for all tokens from {first_token} to {stop_token}"
-        )
-    sources = there[told]
-    if len(sources) and int(sources.max()) >= remote.kernel_blocks:
-        most = remote.kernel_blocks // remote.ratio - 1
-        raise InvalidParams(field, int(sources.max()) // remote.ratio, f"block ids up to {most}")
-    return BlockPairs(here[wanted], sources)
+    local_ids = np.asarray(request.local[index], dtype=np.int64)
+    remote_ids = np.asarray(request.remote[index], dtype=np.int64)
+    if request.stop_token > request.num_tokens:
+        text = f"at most the {request.num_tokens} tokens that are held"
+        raise InvalidParams(field, f"tokens up to {request.stop_token}", text)
+    if tokens.is_state:
+        return _pair_states(tokens, field, local_ids, remote_ids, request)
+    slots_here, slots_there = _wanted_slots(tokens, request.first_token, request.stop_token)
+    block, inside = np.divmod(slots_here, here.block_tokens)
+    if len(block) and block[-1] >= len(local_ids):
+        text = f"no more than {len(local_ids)} local blocks of {here.block_tokens} tokens"
+        raise InvalidParams(field, f"tokens up to {request.stop_token}", text)
+    held = local_ids[block] != NULL_BLOCK
+    slots_here, slots_there, block, inside = (array[held] for array in (slots_here, slots_there, block, inside))
+    total = -(-request.num_tokens // (there.block_tokens * tokens.remote.share.ranks))
+    if len(remote_ids) > total:
+        text = f"at most {total} blocks for {request.num_tokens} tokens"
+        raise InvalidParams(field, f"{len(remote_ids)} blocks", text)
+    source, inside_source = np.divmod(slots_there, there.block_tokens)
+    source -= total - len(remote_ids)
+    found = source >= 0
+    found[found] = remote_ids[source[found]] != NULL_BLOCK
+    if not found.all():
+        _check_left_out(field, tokens, here, slots_here[~found], request, len(remote_ids))
+        slots_here = slots_here[found]
+        block, inside, source, inside_source = (array[found] for array in (block, inside, source, inside_source))
+    local = _kernel_units(tokens, tokens.local, here, local_ids[block], inside)
+    remote = _kernel_units(tokens, tokens.remote, there, remote_ids[source], inside_source)
+    _check_bounds(field, tokens.remote, there, remote[0])
+    _check_bounds(f"local_blocks[{index}]", tokens.local, here, local[0])
+    return UnitPairs(*local, *remote, first_slot=int(slots_here[0]) if len(slots_here) else 0)
 
 
-def _by_kernel_block(side: GroupBlocks) -> np.ndarray:
-    """The kernel block ids of a side's blocks, −1 where none is held."""
-    held = np.repeat(np.asarray(side.ids, dtype=np.int64) != NULL_BLOCK, side.ratio)
-    return np.where(held, expand_blocks(side.ids, side.ratio), -1)
+def _wanted_slots(tokens: TokenMap, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """First local and first remote slot of every unit that holds wanted tokens, ascending."""
+    unit, here, there = tokens.unit_tokens, tokens.local.share, tokens.remote.share
+    if here == there:  # the same tokens in the same slots, whatever the interleave is
+        low, high = slots_before(here, first), slots_before(here, stop)
+        slots = np.arange(low // unit, -(-high // unit), dtype=np.int64) * unit
+        return slots, slots.copy()
+    starts = np.arange(first // unit, -(-stop // unit), dtype=np.int64) * unit
+    starts = starts[in_share(here, starts) & in_share(there, starts)]
+    return slot_of(here, starts), slot_of(there, starts)
+
+
+def _kernel_units(
+    tokens: TokenMap, side: TokenSide, group: CacheGroup, ids: np.ndarray, inside: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Kernel blocks and positions of units that are `inside` slots into the scheduler blocks `ids`."""
+    ratio = group.block_tokens // side.block_tokens
+    kernel, rest = np.divmod(inside, side.block_tokens)
+    return ids * ratio + kernel, rest // tokens.unit_tokens
+
+
+def _pair_states(
+    tokens: TokenMap, field: str, local_ids: np.ndarray, remote_ids: np.ndarray, request: RequestBlocks
+) -> UnitPairs:
+    """The state after the last token: the last block that either side holds."""
+    if request.stop_token != request.num_tokens:
+        text = f"all {request.num_tokens} tokens, or none: a recurrent state cannot be divided"
+        raise InvalidParams(field, f"tokens up to {request.stop_token}", text)
+    local_ids, remote_ids = local_ids[local_ids != NULL_BLOCK], remote_ids[remote_ids != NULL_BLOCK]
+    if not len(local_ids) or not len(remote_ids):
+        raise InvalidParams(field, f"{len(remote_ids)} blocks", "a block with the state on both sides")
+    for name, ids, side in ((field, remote_ids, tokens.remote), ("local_blocks", local_ids, tokens.local)):
+        if not 0 <= ids[-1] < side.blocks:
+            raise InvalidParams(name, int(ids[-1]), f"block ids up to {side.blocks - 1}")
+    zero = np.zeros(1, dtype=np.int64)
+    return UnitPairs(local_ids[-1:], zero, remote_ids[-1:], zero)
+
+
+def _check_left_out(
+    field: str, tokens: TokenMap, here: CacheGroup, slots: np.ndarray, request: RequestBlocks, told: int
+) -> None:
+    """Only what no later token attends to may be absent: in a window, what lies before it."""
+    last = token_of(tokens.local.share, slots + tokens.unit_tokens - 1)
+    needed_from = request.stop_token - here.window_tokens + 1 if here.policy == "window" else 0
+    if int(last.max()) >= needed_from:
+        text = f"blocks for all tokens from {max(request.first_token, needed_from)} to {request.stop_token}"
+        raise InvalidParams(field, f"{told} blocks", text)
+
+
+def _check_bounds(field: str, side: TokenSide, group: CacheGroup, blocks: np.ndarray) -> None:
+    if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < side.blocks:
+        ratio = group.block_tokens // side.block_tokens
+        raise InvalidParams(field, int(blocks.max()) // ratio, f"block ids up to {side.blocks // ratio - 1}")

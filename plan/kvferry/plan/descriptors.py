@@ -1,114 +1,253 @@
 """From a route to NIXL's descriptors: strided rows once per peer, index arrays once per request.
 
-One row is one run of one paged tensor for all blocks: `(address, length, device, stride, count)`. Row `r` has its
-descriptors at `[starts[r], starts[r] + count)`, block `b` at `starts[r] + b`. Preparing costs O(tensors × runs), never
-O(blocks).
+A row is one run for all blocks of a cache: `(address, length, device, stride, count)`. Where the positions of a unit,
+or the tokens in it, follow one another through block after block at one distance, they are in the row too. So
+preparing costs O(tensors × slices), never O(blocks).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from kvferry.plan.blocks import UnitPairs
+from kvferry.plan.bundles import Axis, Bundle, Pace
+from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Route
-from kvferry.protocol.geometry import PagedTensor
+
+MAX_DESCRIPTORS = (1 << 31) - 1
+"""Indices of descriptors are int32, in NIXL too: a route with more of them gets several tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class BundleIndex:
+    """Where the descriptors of a bundle are: run `r`, position `p`, block `b` is at `starts[r, p] + b·step`.
+
+    Attributes:
+        local_starts: int32 `[runs, local positions]`.
+        remote_starts: int32 `[runs, remote positions]`.
+        local_step, remote_step: descriptors per block in a row.
+    """
+
+    tokens: TokenMap
+    run_bytes: int
+    local_starts: np.ndarray
+    remote_starts: np.ndarray
+    local_step: int
+    remote_step: int
 
 
 @dataclass(frozen=True, slots=True)
 class DescriptorTable:
-    """Both sides' rows of one route, in one order, tensor-major.
+    """Rows of both sides and where each bundle's descriptors are in them.
 
     Attributes:
         local_rows, remote_rows: int64 `[R, 5]`: address, length, device, stride, count.
-        local_starts, remote_starts: int64 `[R]`: index of each row's first descriptor.
-        group_rows: per cache group the rows that belong to it, int64 `[r]`.
-        lengths: int64 `[R]`, bytes of one descriptor of the row.
+        indices: one per bundle.
     """
 
     local_rows: np.ndarray
     remote_rows: np.ndarray
-    local_starts: np.ndarray
-    remote_starts: np.ndarray
-    group_rows: Mapping[int, np.ndarray]
-    lengths: np.ndarray
+    indices: tuple[BundleIndex, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class BlockPairs:
-    """Which local kernel block receives which remote one, int64 `[n]` each."""
-
-    local: np.ndarray
-    remote: np.ndarray
+    @property
+    def num_bytes(self) -> int:
+        """What the table takes in memory."""
+        starts = sum(one.local_starts.nbytes + one.remote_starts.nbytes for one in self.indices)
+        return self.local_rows.nbytes + self.remote_rows.nbytes + starts
 
 
 @dataclass(frozen=True, slots=True)
 class DescriptorPairs:
-    """One request's reads under one route: int32 `[n]` each, and the bytes they move."""
+    """One request's reads by one table: int32 `[n]` each, and the bytes they move."""
 
     local: np.ndarray
     remote: np.ndarray
     num_bytes: int
 
 
-def descriptor_table(route: Route, local_device: int, remote_device: int) -> DescriptorTable:
-    """The rows of a route; see the module's docstring."""
-    local_rows: list[tuple[int, int, int, int, int]] = []
-    remote_rows: list[tuple[int, int, int, int, int]] = []
-    groups: dict[int, list[int]] = {}
-    for item in route.slices:
-        for run in item.runs:
-            groups.setdefault(item.local.group, []).append(len(local_rows))
-            local_rows.append(_row(item.local, run.local_offset, run.length, local_device))
-            remote_rows.append(_row(item.remote, run.remote_offset, run.length, remote_device))
-    local, remote = (np.array(rows, dtype=np.int64).reshape(-1, 5) for rows in (local_rows, remote_rows))
-    return DescriptorTable(
-        local_rows=local,
-        remote_rows=remote,
-        local_starts=_starts(local),
-        remote_starts=_starts(remote),
-        group_rows={group: np.array(rows, dtype=np.int64) for group, rows in groups.items()},
-        lengths=local[:, 1].copy(),
-    )
+def route_tables(route: Route, local_device: int, remote_device: int) -> tuple[DescriptorTable, ...]:
+    """The tables of a route: one, unless it has more descriptors than an index can count."""
+    tables = []
+    for bundles in _portions(route.bundles):
+        local, remote = _Rows(local_device), _Rows(remote_device)
+        indices = []
+        for bundle in bundles:
+            local_starts, local_step = local.add(bundle, _local_side(bundle))
+            remote_starts, remote_step = remote.add(bundle, _remote_side(bundle))
+            indices.append(
+                BundleIndex(bundle.tokens, bundle.run_bytes, local_starts, remote_starts, local_step, remote_step)
+            )
+        tables.append(DescriptorTable(local.array(), remote.array(), tuple(indices)))
+    return tuple(tables)
 
 
-def descriptor_pairs(table: DescriptorTable, pairs: Mapping[int, BlockPairs]) -> DescriptorPairs:
+def descriptor_pairs(table: DescriptorTable, units: Mapping[TokenMap, UnitPairs]) -> DescriptorPairs:
     """The index arrays of one request.
 
-    Within each row the pairs ascend by remote block, so that NIXL merges neighbours by itself (it merges only
-    ascending, adjacent indices on both sides).
+    Run by run, the units ascend on the remote side, so that NIXL merges neighbours by itself (it merges only ascending,
+    adjacent indices on both sides).
     """
     local: list[np.ndarray] = []
     remote: list[np.ndarray] = []
     num_bytes = 0
-    for group, rows in table.group_rows.items():
-        blocks = pairs.get(group)
-        if blocks is None or not len(blocks.remote):
+    for one in table.indices:
+        pairs = units.get(one.tokens)
+        if pairs is None or not len(pairs):
             continue
-        order = np.argsort(blocks.remote, kind="stable")
-        local.append((table.local_starts[rows][:, None] + blocks.local[order][None, :]).ravel())
-        remote.append((table.remote_starts[rows][:, None] + blocks.remote[order][None, :]).ravel())
-        num_bytes += int(table.lengths[rows].sum()) * len(order)
+        order = _order(one, pairs)
+        local.append(_indices(one.local_starts, one.local_step, pairs.local_block[order], pairs.local_position[order]))
+        remote.append(
+            _indices(one.remote_starts, one.remote_step, pairs.remote_block[order], pairs.remote_position[order])
+        )
+        num_bytes += len(local[-1]) * one.run_bytes
     if not local:
         empty = np.empty(0, dtype=np.int32)
         return DescriptorPairs(empty, empty, 0)
-    return DescriptorPairs(np.concatenate(local).astype(np.int32), np.concatenate(remote).astype(np.int32), num_bytes)
+    return DescriptorPairs(np.concatenate(local), np.concatenate(remote), num_bytes)
 
 
-def expand_blocks(blocks: Sequence[int], ratio: int) -> np.ndarray:
-    """Kernel block ids of scheduler blocks, each of which is `ratio` kernel blocks.
-
-    Example: `expand_blocks([7, 2], 2)` is `[14, 15, 4, 5]`.
-    """
-    ids = np.asarray(blocks, dtype=np.int64)
-    return np.asarray((ids[:, None] * ratio + np.arange(ratio, dtype=np.int64)[None, :]).ravel(), dtype=np.int64)
+def _order(one: BundleIndex, pairs: UnitPairs) -> np.ndarray:
+    if one.remote_step > 1 or one.remote_starts.shape[1] == 1:
+        return np.argsort(pairs.remote_block * one.remote_starts.shape[1] + pairs.remote_position, kind="stable")
+    return np.asarray(np.lexsort((pairs.remote_block, pairs.remote_position)))
 
 
-def _row(tensor: PagedTensor, offset: int, length: int, device: int) -> tuple[int, int, int, int, int]:
-    return (tensor.base + offset, length, device, tensor.block_stride, tensor.blocks)
+def _indices(starts: np.ndarray, step: int, blocks: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    inside = (blocks * step).astype(np.int32)
+    if starts.shape[1] == 1:
+        return np.asarray((starts + inside[None, :]).ravel())
+    return np.asarray((starts[:, positions] + inside[None, :]).ravel())
 
 
-def _starts(rows: np.ndarray) -> np.ndarray:
-    counts = rows[:, 4]
-    return np.asarray(np.cumsum(counts) - counts, dtype=np.int64)
+class _Side(NamedTuple):
+    """One side of a bundle: its bases, the strides of the bundle's axes there, and how it goes on."""
+
+    bases: np.ndarray
+    strides: tuple[int, ...]
+    pace: Pace
+    positions: int
+
+
+def _local_side(bundle: Bundle) -> _Side:
+    bases = np.array([base for base, _ in bundle.bases], dtype=np.int64)
+    strides = tuple(axis.local_stride for axis in bundle.axes)
+    return _Side(bases, strides, bundle.local_pace, bundle.tokens.positions(bundle.tokens.local))
+
+
+def _remote_side(bundle: Bundle) -> _Side:
+    bases = np.array([base for _, base in bundle.bases], dtype=np.int64)
+    strides = tuple(axis.remote_stride for axis in bundle.axes)
+    return _Side(bases, strides, bundle.remote_pace, bundle.tokens.positions(bundle.tokens.remote))
+
+
+class _Fold(NamedTuple):
+    """What a row goes through within a block: `steps` descriptors of which an axis makes `axis_steps` a position."""
+
+    axis: int | None
+    axis_steps: int
+    steps: int
+
+
+def _fold(axes: Sequence[Axis], side: _Side) -> _Fold | None:
+    """What goes on from block to block at one distance, if anything does: it needs no rows of its own."""
+    pace, positions = side.pace, side.positions
+    if positions * pace.position_stride == pace.block_stride or positions == 1:
+        reach = pace.position_stride if positions > 1 else pace.block_stride
+        for index, axis in enumerate(axes):
+            if axis.steps * side.strides[index] == reach:
+                return _Fold(index, axis.steps, axis.steps * positions)
+        if positions > 1:
+            return _Fold(None, 1, positions)
+    return None
+
+
+def _grid(shape: Sequence[int]) -> np.ndarray:
+    """All combinations of the indices of axes, int64 `[axes, combinations]`; one empty combination without axes."""
+    return np.asarray(np.indices(shape, dtype=np.int64).reshape(len(shape), math.prod(shape)))
+
+
+class _Rows:
+    """The rows of one side of a table, as they are added."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._rows: list[np.ndarray] = []
+        self._descriptors = 0
+
+    def array(self) -> np.ndarray:
+        return np.asarray(np.concatenate([np.empty((0, 5), dtype=np.int64), *self._rows]))
+
+    def add(self, bundle: Bundle, side: _Side) -> tuple[np.ndarray, int]:
+        """Add a bundle's rows.
+
+        Returns:
+            int32 `[bases × runs, positions]`, the first descriptor of each; and the descriptors per block.
+        """
+        pace, positions = side.pace, side.positions
+        grid = _grid([axis.steps for axis in bundle.axes])
+        strides = np.array(side.strides, dtype=np.int64)
+        at = np.arange(positions, dtype=np.int64)
+        fold = _fold(bundle.axes, side)
+        if fold is None:
+            step = 1
+            row_of = (np.arange(grid.shape[1], dtype=np.int64) * positions)[:, None] + at
+            inside = np.zeros_like(row_of)
+            offsets = ((strides @ grid)[:, None] + at * pace.position_stride).ravel()
+        else:
+            step = fold.steps
+            others = [index for index in range(len(bundle.axes)) if index != fold.axis]
+            shape = [bundle.axes[index].steps for index in others]
+            row = np.ravel_multi_index(tuple(grid[others]), shape) if shape else np.zeros(grid.shape[1], dtype=np.int64)
+            row_of = np.repeat(row[:, None], positions, axis=1)
+            inner = grid[fold.axis] if fold.axis is not None else np.zeros(grid.shape[1], dtype=np.int64)
+            inside = inner[:, None] + at * fold.axis_steps
+            offsets = np.asarray(strides[others] @ _grid(shape))
+        per_row = pace.blocks * step
+        first_rows = np.arange(len(side.bases), dtype=np.int64)[:, None, None] * len(offsets)
+        starts = self._descriptors + (first_rows + row_of) * per_row + inside
+        rows = np.empty((len(side.bases), len(offsets), 5), dtype=np.int64)
+        rows[:, :, 0] = side.bases[:, None] + offsets
+        rows[:, :, 1:] = (bundle.run_bytes, self._device, pace.block_stride // step, per_row)
+        self._rows.append(rows.reshape(-1, 5))
+        self._descriptors += len(side.bases) * len(offsets) * per_row
+        return starts.reshape(-1, positions).astype(np.int32), step
+
+
+def _portions(bundles: Sequence[Bundle]) -> Iterator[list[Bundle]]:
+    """The bundles, divided so that neither side of a portion has too many descriptors."""
+    portion: list[Bundle] = []
+    used = 0
+    for bundle in bundles:
+        tokens = bundle.tokens
+        blocks = max(tokens.positions(side) * side.blocks for side in (tokens.local, tokens.remote))
+        each = bundle.runs_per_place * blocks
+        first = 0
+        while first < len(bundle.bases):
+            if portion and used + each > MAX_DESCRIPTORS:
+                yield portion
+                portion, used = [], 0
+            fit = max(1, min((MAX_DESCRIPTORS - used) // each, len(bundle.bases) - first))
+            portion.append(_part(bundle, first, first + fit))
+            used += fit * each
+            first += fit
+    if portion:
+        yield portion
+
+
+def _part(bundle: Bundle, first: int, stop: int) -> Bundle:
+    if (first, stop) == (0, len(bundle.bases)):
+        return bundle
+    return Bundle(
+        tokens=bundle.tokens,
+        run_bytes=bundle.run_bytes,
+        axes=bundle.axes,
+        local_pace=bundle.local_pace,
+        remote_pace=bundle.remote_pace,
+        bases=bundle.bases[first:stop],
+        members=bundle.members[first:stop],
+    )

@@ -1,19 +1,18 @@
-"""From two engines' descriptions to a transfer plan, or to all the reasons why there is none.
-
-This version pairs equal shards: the same parallel sizes, heads, layers and block size on both sides. The strides may
-differ. Anything else is refused with its reason.
-"""
+"""From two engines' descriptions to the plans of the consumer's workers, or to all the reasons against them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from kvferry.plan.assignment import Assignment, Lack, assign
+from kvferry.plan.bundles import Bundle, Part, bundle, remote_runs
+from kvferry.plan.cost import PUBLISHED, Costs, choose
 from kvferry.plan.refusal import PlanRefused, Reason
-from kvferry.plan.runs import shared_runs
-from kvferry.plan.transfer_plan import Route, Slice, TransferPlan
+from kvferry.plan.tokens import map_tokens
+from kvferry.plan.transfer_plan import Placing, Route, Slice, TransferPlan
 from kvferry.plan.validity import check_description
 from kvferry.protocol.geometry import PagedTensor
-from kvferry.protocol.handshake import EngineDescription, WorkerDescription
+from kvferry.protocol.handshake import EngineDescription
 
 _SAME_MODEL = {
     "fingerprint": "serve the same weights on both sides, or name them alike with model_fingerprint",
@@ -22,47 +21,102 @@ _SAME_MODEL = {
     "quantization": "start both engines with the same --quantization",
     "speculative": "give both engines the same --speculative-config",
 }
-_SAME_SIZE = {
-    "tp": ("tensor_parallel_size", "--tensor-parallel-size"),
-    "pp": ("pipeline_parallel_size", "--pipeline-parallel-size"),
-    "pcp": ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
-    "dcp": ("decode_context_parallel_size", "--decode-context-parallel-size"),
+_SAME_TENSOR = {
+    "group": "serve the same model with the same hybrid cache manager setting",
+    "format": "use the same cache dtype and attention backend on both sides",
+    "cell_bytes": "use the same cache dtype and attention backend on both sides",
+    "tile_tokens": "give both engines the same --block-size and attention backend: these cells cannot be divided",
 }
 _MAX_TENSOR_REASONS = 8
-_MAX_DESCRIPTORS = 1 << 31
-"""Indices of descriptors are int32, in NIXL too."""
 
 
-def plan_transfer(consumer: EngineDescription, worker: int, producer: EngineDescription) -> TransferPlan:
+def plan_transfer(
+    consumer: EngineDescription, worker: int, producer: EngineDescription, costs: Costs = PUBLISHED
+) -> TransferPlan:
     """Plan what worker number `worker` of `consumer` reads from `producer`.
+
+    Args:
+        consumer, producer: with all workers of either engine.
 
     Raises:
         PlanRefused: with every reason.
         InvalidMessage: the producer's description contradicts itself.
     """
+    assignment = _assignment(consumer, producer)
+    return _plan(consumer, worker, producer, assignment, costs)
+
+
+def plan_engine(
+    consumer: EngineDescription, producer: EngineDescription, costs: Costs = PUBLISHED
+) -> tuple[TransferPlan, ...]:
+    """The plans of all workers of `consumer`, in their order. Raises what `plan_transfer` raises."""
+    assignment = _assignment(consumer, producer)
+    return tuple(_plan(consumer, worker, producer, assignment, costs) for worker in range(len(consumer.workers)))
+
+
+def _assignment(consumer: EngineDescription, producer: EngineDescription) -> Assignment:
+    """Who reads what from whom, once nothing speaks against it."""
     check_description(producer)
-    reasons = [*_model_reasons(consumer, producer), *_size_reasons(consumer, producer)]
-    reasons += _group_reasons(consumer, producer)
+    reasons = [*_model_reasons(consumer, producer), *_group_reasons(consumer, producer)]
+    assignment = assign(consumer.workers, producer.workers)
+    reasons += _shortened([*_lack_reasons(assignment.lacks), *_tensor_reasons(consumer, producer, assignment)])
+    if reasons:
+        raise PlanRefused(reasons)
+    return assignment
+
+
+def _plan(
+    consumer: EngineDescription, worker: int, producer: EngineDescription, assignment: Assignment, costs: Costs
+) -> TransferPlan:
     here = consumer.workers[worker]
-    found = [index for index, other in enumerate(producer.workers) if other.place == here.place]
-    if not reasons and not found:
-        reasons.append(Reason("workers", "none", str(here.place), "the producer did not describe this worker"))
-    if reasons:
-        raise PlanRefused(reasons)
-    there = producer.workers[found[0]]
-    reasons += _tensor_reasons(here, there)
-    if reasons:
-        raise PlanRefused(reasons)
-    remote = {tensor.name: tensor for tensor in there.tensors}
-    slices = tuple(
-        Slice(tensor, remote[tensor.name], tensor.heads, shared_runs(tensor, remote[tensor.name]))
-        for tensor in here.tensors
-    )
-    reasons += _descriptor_reasons(slices)
-    if reasons:
-        raise PlanRefused(reasons)
-    route = Route(found[0], there.place, slices, expected=1)
-    return TransferPlan(producer.engine_id, here.place, worker, (route,))
+    local = {tensor.name: tensor for tensor in here.tensors}
+    routes = []
+    for index, sources in assignment.sources[worker].items():
+        there = producer.workers[index]
+        remote = {tensor.name: tensor for tensor in there.tensors}
+        parts = [
+            Part(
+                local[source.name],
+                remote[source.name],
+                source.heads,
+                map_tokens(
+                    local[source.name].group,
+                    consumer.groups[local[source.name].group].policy,
+                    local[source.name],
+                    remote[source.name],
+                ),
+            )
+            for source in sources
+        ]
+        bundles = bundle(parts)
+        routes.append(Route(index, there.place, _slices(parts, bundles, costs), bundles, assignment.expected(index)))
+    routes += [
+        Route(index, producer.workers[index].place, (), (), assignment.expected(index))
+        for index in assignment.released[worker]
+    ]
+    return TransferPlan(producer.engine_id, here.place, worker, tuple(routes))
+
+
+def _slices(parts: Sequence[Part], bundles: Iterable[Bundle], costs: Costs) -> tuple[Slice, ...]:
+    slices: dict[int, Slice] = {}
+    for one in bundles:
+        members = [member for of_place in one.members for member in of_place]
+        staged = sum(other.unit_runs for other in remote_runs([parts[member] for member in members]))
+        choice = choose(costs, one.unit_bytes, one.unit_runs, staged)
+        for of_place in one.members:
+            for member in of_place:
+                part = parts[member]
+                slices[member] = Slice(
+                    local=part.local,
+                    remote=part.remote,
+                    heads=part.heads,
+                    tokens=part.tokens,
+                    placing=Placing.STAGED if choice.staged else Placing.DIRECT,
+                    reason=choice.reason,
+                    run_bytes=one.run_bytes,
+                    unit_runs=one.runs_per_place / len(of_place),
+                )
+    return tuple(slices[index] for index in range(len(parts)))
 
 
 def _model_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
@@ -70,13 +124,6 @@ def _model_reasons(consumer: EngineDescription, producer: EngineDescription) -> 
         theirs, ours = getattr(producer.facts, field), getattr(consumer.facts, field)
         if theirs != ours:
             yield Reason(f"model.{field}", repr(theirs), repr(ours), change)
-
-
-def _size_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
-    for field, (name, option) in _SAME_SIZE.items():
-        theirs, ours = getattr(producer.topology, field), getattr(consumer.topology, field)
-        if theirs != ours:
-            yield Reason(name, str(theirs), str(ours), f"give both engines the same {option}: this version needs it")
 
 
 def _group_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
@@ -91,40 +138,50 @@ def _group_reasons(consumer: EngineDescription, producer: EngineDescription) -> 
                 yield Reason(f"cache_groups[{index}].{field}", str(left), str(right), "serve the same model")
 
 
-def _tensor_reasons(here: WorkerDescription, there: WorkerDescription) -> list[Reason]:
-    ours = {tensor.name: tensor for tensor in here.tensors}
-    theirs = {tensor.name: tensor for tensor in there.tensors}
-    reasons = []
-    for name in sorted(ours.keys() ^ theirs.keys()):
-        left, right = ("absent", "present") if name in ours else ("present", "absent")
-        reasons.append(Reason(f"tensor {'/'.join(name)}", left, right, "serve the same layers on both sides"))
-    for name in sorted(ours.keys() & theirs.keys()):
-        reasons += _differences(ours[name], theirs[name])
-    if len(reasons) > _MAX_TENSOR_REASONS:
-        more = len(reasons) - _MAX_TENSOR_REASONS
-        reasons = [*reasons[:_MAX_TENSOR_REASONS], Reason("tensors", "…", "…", f"and {more} more differences")]
-    return reasons
+def _lack_reasons(lacks: Sequence[Lack]) -> Iterator[Reason]:
+    for lack in dict.fromkeys(lacks):
+        heads = f"heads {lack.heads.start}…{lack.heads.stop - 1}"
+        if lack.share.ranks > 1:
+            heads += f" of the tokens of context-parallel rank {lack.share.rank}"
+        change = "serve the same layers and heads on both sides, and let every producer worker describe itself"
+        yield Reason(f"tensor {'/'.join(lack.name)}", f"no worker holds {heads}", "needs them", change)
 
 
-def _descriptor_reasons(slices: Sequence[Slice]) -> Iterator[Reason]:
-    theirs = sum(len(item.runs) * item.remote.blocks for item in slices)
-    ours = sum(len(item.runs) * item.local.blocks for item in slices)
-    if max(theirs, ours) >= _MAX_DESCRIPTORS:
-        yield Reason("descriptors", str(theirs), str(ours), "give both engines the same cache layout, or fewer blocks")
+def _tensor_reasons(
+    consumer: EngineDescription, producer: EngineDescription, assignment: Assignment
+) -> Iterator[Reason]:
+    remote = [{tensor.name: tensor for tensor in worker.tensors} for worker in producer.workers]
+    told: set[tuple[str, str, str]] = set()
+    for here, read in zip(consumer.workers, assignment.sources, strict=True):
+        local = {tensor.name: tensor for tensor in here.tensors}
+        for index, sources in read.items():
+            for source in sources:
+                for reason in _differences(consumer, local[source.name], remote[index][source.name]):
+                    key = (reason.field, reason.producer, reason.consumer)
+                    if key not in told:
+                        told.add(key)
+                        yield reason
 
 
-_SAME_TENSOR = {
-    "group": "serve the same model",
-    "heads": "give both engines the same --tensor-parallel-size: this version needs it",
-    "block_tokens": "give both engines the same --block-size: this version needs it",
-    "tile_tokens": "use the same attention backend on both sides",
-    "cell_bytes": "use the same cache dtype and attention backend on both sides",
-    "format": "use the same cache dtype and attention backend on both sides",
-}
-
-
-def _differences(local: PagedTensor, remote: PagedTensor) -> Iterator[Reason]:
+def _differences(consumer: EngineDescription, local: PagedTensor, remote: PagedTensor) -> Iterator[Reason]:
+    if local.group >= len(consumer.groups):
+        return  # told by the groups' own reasons
+    is_state = consumer.groups[local.group].policy == "state"
     for field, change in _SAME_TENSOR.items():
         theirs, ours = getattr(remote, field), getattr(local, field)
-        if theirs != ours:
+        if theirs != ours and not (is_state and field == "tile_tokens"):
             yield Reason(f"{local.layer}/{local.kind}.{field}", str(theirs), str(ours), change)
+    if is_state or local.tile_tokens == 1 or local.tile_tokens != remote.tile_tokens:
+        return
+    unit = map_tokens(local.group, "full", local, remote).unit_tokens
+    if unit % local.tile_tokens:
+        change = "choose block sizes and a cp_kv_cache_interleave_size that are multiples of a cell's tokens"
+        cells = f"cells of {local.tile_tokens} tokens"
+        yield Reason(f"{local.layer}/{local.kind}.tile_tokens", f"runs of {unit} tokens", cells, change)
+
+
+def _shortened(reasons: list[Reason]) -> list[Reason]:
+    more = len(reasons) - _MAX_TENSOR_REASONS
+    if more <= 0:
+        return reasons
+    return [*reasons[:_MAX_TENSOR_REASONS], Reason("tensors", "…", "…", f"and {more} more differences")]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from kvferry.plan.runs import Run
+from kvferry.plan.bundles import Bundle
+from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.geometry import PagedTensor, Place, Range
 
 
@@ -25,20 +26,40 @@ class Slice:
     Attributes:
         local, remote: the tensor on either side.
         heads: the global heads that are read.
-        runs: contiguous runs of one block.
-        placing: how they are put in place.
+        tokens: how the tokens correspond.
+        placing, reason: how they are put in place, and why.
+        run_bytes: contiguous bytes of one descriptor, merged with other slices.
+        unit_runs: this slice's part of the descriptors of one unit.
     """
 
     local: PagedTensor
     remote: PagedTensor
     heads: Range
-    runs: tuple[Run, ...]
-    placing: Placing = Placing.DIRECT
+    tokens: TokenMap
+    placing: Placing
+    reason: str
+    run_bytes: int
+    unit_runs: float
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes that one block moves."""
-        return sum(run.length for run in self.runs)
+    def local_heads(self) -> Range:
+        """The heads in the consumer worker's own counting."""
+        return Range(self.heads.start - self.local.heads.start, self.heads.stop - self.local.heads.start)
+
+    @property
+    def remote_heads(self) -> Range:
+        """The heads in the producer worker's own counting."""
+        return Range(self.heads.start - self.remote.heads.start, self.heads.stop - self.remote.heads.start)
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes per token of the consumer worker; 0 for a recurrent state."""
+        return 0.0 if self.tokens.is_state else len(self.heads) * self.local.cell_bytes / self.local.tile_tokens
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes per request of a recurrent state; 0 for everything else."""
+        return len(self.heads) * self.local.tiles * self.local.cell_bytes if self.tokens.is_state else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +70,38 @@ class Route:
         worker: index of the worker in the producer's description.
         place: its place.
         slices: what is read; empty when the worker only has to be told that its copy is not needed.
+        bundles: the slices merged into runs; `members` index `slices`.
         expected: how many consumer workers report `done` to this producer worker.
     """
 
     worker: int
     place: Place
     slices: tuple[Slice, ...]
+    bundles: tuple[Bundle, ...]
     expected: int
+
+    def placing_of(self, bundle: Bundle) -> Placing:
+        """How a bundle of this route is placed."""
+        return self.slices[bundle.members[0][0]].placing
+
+    def describe(self) -> str:
+        """The route in one phrase: what, how many bytes, in what runs, how placed."""
+        if not self.slices:
+            return f"releases {self.place}"
+        starts, stops = {item.heads.start for item in self.slices}, {item.heads.stop for item in self.slices}
+        heads = f"heads {min(starts)}…{max(stops) - 1}" if max(stops) - min(starts) > 1 else f"head {min(starts)}"
+        lengths = sorted({bundle.run_bytes for bundle in self.bundles})
+        runs = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]}…{lengths[-1]}"
+        parts = [f"{len(self.slices)} tensors", heads, f"{sum(item.token_bytes for item in self.slices):g} B/token"]
+        if state_bytes := sum(item.state_bytes for item in self.slices):
+            parts.append(f"{state_bytes} B/request")
+        units = sorted({bundle.tokens.unit_tokens for bundle in self.bundles if not bundle.tokens.is_state})
+        parts.append("+".join(sorted({item.placing.value for item in self.slices})))
+        parts.append(f"runs of {runs} B")
+        if units:
+            parts.append(f"units of {'/'.join(str(unit) for unit in units)} tokens")
+        parts.append(f"{sum(bundle.unit_runs for bundle in self.bundles)} descriptors a unit")
+        return f"reads {self.place}: " + ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +122,5 @@ class TransferPlan:
 
     def describe(self) -> str:
         """The plan in one line, for the log: who reads from whom, how much and in what runs."""
-        parts = []
-        for route in self.routes:
-            lengths = sorted({run.length for item in route.slices for run in item.runs})
-            runs = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]}…{lengths[-1]}" if lengths else "no"
-            per_token = sum(item.block_bytes / item.local.block_tokens for item in route.slices)
-            placing = "+".join(sorted({item.placing.value for item in route.slices})) or "release only"
-            tensors = len(route.slices)
-            descriptors = sum(len(item.runs) for item in route.slices)
-            parts.append(
-                f"{self.place} reads {route.place}: {tensors} tensors, {per_token:.0f} B/token, "
-                f"{placing}, runs of {runs} B, {descriptors} descriptors a block"
-            )
-        return f"plan producer={self.producer} " + "; ".join(parts)
+        routes = "; ".join(route.describe() for route in self.routes) or "needs nothing"
+        return f"plan producer={self.producer} {self.place} {routes}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kvferry.plan.tokens import share_of
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.geometry import PagedTensor
+from kvferry.protocol.geometry import Interleave, PagedTensor
 from kvferry.protocol.handshake import EngineDescription
 
 
@@ -20,30 +21,44 @@ def check_description(engine: EngineDescription) -> None:
         names = [tensor.name for tensor in worker.tensors]
         if len(set(names)) != len(names):
             raise InvalidMessage(f"workers[{index}].tensors", f"{len(names)} tensors", "distinct names")
-        blocks_of: dict[int, tuple[int, int]] = {}
+        blocks_of: dict[int, tuple[int, int, Interleave]] = {}
         for tensor in worker.tensors:
             where = f"workers[{index}].{tensor.layer}/{tensor.kind}"
             _check_tensor(engine, where, tensor)
             # One list of blocks addresses every tensor of a group.
-            found = (tensor.blocks, tensor.block_tokens)
+            found = (tensor.blocks, tensor.block_tokens, share_of(tensor))
             if blocks_of.setdefault(tensor.group, found) != found:
-                blocks, tokens = blocks_of[tensor.group]
-                others = f"{blocks} blocks of {tokens} tokens, like its group's other tensors"
-                raise InvalidMessage(f"{where}.blocks", f"{found[0]} blocks of {found[1]} tokens", others)
+                raise InvalidMessage(
+                    f"{where}.blocks",
+                    _blocks(found),
+                    f"{_blocks(blocks_of[tensor.group])}, like its group's other tensors",
+                )
+
+
+def _blocks(found: tuple[int, int, Interleave]) -> str:
+    blocks, tokens, share = found
+    rank = f" on rank {share.rank} of {share.ranks}, runs of {share.run_tokens}" if share.ranks > 1 else ""
+    return f"{blocks} blocks of {tokens} tokens{rank}"
 
 
 def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) -> None:
     if tensor.group >= len(engine.groups):
         raise InvalidMessage(f"{where}.group", tensor.group, f"below {len(engine.groups)}")
-    if not len(tensor.heads):
-        raise InvalidMessage(f"{where}.heads", tensor.heads, "at least one head")
+    if tensor.heads.stop < tensor.heads.start:
+        raise InvalidMessage(f"{where}.heads", tensor.heads, "a range that does not end before it starts")
     if tensor.block_tokens % tensor.tile_tokens:
         raise InvalidMessage(f"{where}.tile_tokens", tensor.tile_tokens, f"a divisor of {tensor.block_tokens}")
-    if len(tensor.heads) * tensor.tiles > 1 << 20:
-        raise InvalidMessage(f"{where}.heads", tensor.heads, "at most 2**20 cells in a block")
-    last = (tensor.blocks - 1) * tensor.block_stride + (len(tensor.heads) - 1) * tensor.head_stride
-    if tensor.base + last + (tensor.tiles - 1) * tensor.tile_stride + tensor.cell_bytes > 1 << 63:
+    if tensor.interleave.rank >= tensor.interleave.ranks:
+        raise InvalidMessage(f"{where}.interleave.rank", tensor.interleave.rank, f"below {tensor.interleave.ranks}")
+    element = tensor.element_bytes
+    if element and (element & (element - 1) or tensor.cell_bytes % element):
+        divisor = f"0, or a power of two that divides {tensor.cell_bytes}"
+        raise InvalidMessage(f"{where}.element_bytes", element, divisor)
+    pieces = tensor.cell_bytes // element if element else 1
+    if len(tensor.heads) * tensor.tiles * pieces > 1 << 20:
+        raise InvalidMessage(f"{where}.heads", tensor.heads, "at most 2**20 pieces of cells in a block")
+    if tensor.base + (tensor.blocks - 1) * tensor.block_stride + tensor.block_extent > 1 << 63:
         raise InvalidMessage(f"{where}.base", tensor.base, "an address whose last cell ends below 2**63")
     group = engine.groups[tensor.group]
-    if group.block_tokens % tensor.block_tokens:
+    if group.policy != "state" and group.block_tokens % tensor.block_tokens:
         raise InvalidMessage(f"{where}.block_tokens", tensor.block_tokens, f"a divisor of {group.block_tokens}")

@@ -1,0 +1,148 @@
+"""Who reads what from whom: for all workers of the consumer at once, so that replicas are used evenly.
+
+Tensors that are sharded alike on both sides (all layers of a stage, usually) are one *pattern* and get one answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvferry.plan.tokens import share_of, shares_meet
+from kvferry.protocol.geometry import Interleave, Range
+from kvferry.protocol.handshake import WorkerDescription
+
+Name = tuple[str, str]
+
+
+class Holding(NamedTuple):
+    """What one worker holds of a tensor."""
+
+    worker: int
+    heads: Range
+    share: Interleave
+
+
+class Source(NamedTuple):
+    """One thing to read: these heads of this tensor."""
+
+    name: Name
+    heads: Range
+
+
+class Lack(NamedTuple):
+    """What no producer worker holds: a tensor's heads, for one share of the tokens."""
+
+    name: Name
+    heads: Range
+    share: Interleave
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Who reads what from whom.
+
+    Attributes:
+        sources: per consumer worker what it reads, by producer worker.
+        released: per consumer worker the producer workers that it only tells.
+        lacks: what nobody holds; the pair cannot work unless this is empty.
+    """
+
+    sources: tuple[Mapping[int, tuple[Source, ...]], ...]
+    released: tuple[tuple[int, ...], ...]
+    lacks: tuple[Lack, ...]
+
+    def expected(self, producer: int) -> int:
+        """How many consumer workers report `done` to a producer worker."""
+        return sum(producer in read or producer in told for read, told in zip(self.sources, self.released, strict=True))
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """What has been given out: bytes per producer worker, and each consumer worker's sources."""
+
+    load: list[int]
+    sources: list[dict[int, list[Source]]]
+    lacks: list[Lack] = field(default_factory=list)
+
+
+def assign(consumers: Sequence[WorkerDescription], producers: Sequence[WorkerDescription]) -> Assignment:
+    """Choose for every (tensor, head, share of the tokens) that a consumer needs exactly one producer that holds it.
+
+    Where several hold it, the one that the fewest consumers read this from is taken, then the one with the fewest
+    bytes to send so far, then the first. A producer worker that nobody reads from is told by the consumer with the
+    fewest routes.
+    """
+    wanted, held = _holdings(consumers), _holdings(producers)
+    patterns: dict[tuple[tuple[Holding, ...], tuple[Holding, ...]], list[Name]] = {}
+    for name, wants in wanted.items():
+        patterns.setdefault((tuple(wants), tuple(held.get(name, ()))), []).append(name)
+    cells = {tensor.name: tensor.cell_bytes for worker in consumers for tensor in worker.tensors}
+    ledger = _Ledger([0] * len(producers), [{} for _ in consumers])
+    for (readers, holders), names in patterns.items():
+        _share_out(readers, holders, names, sum(cells[name] for name in names), ledger)
+    sources = tuple({worker: tuple(given) for worker, given in sorted(of.items())} for of in ledger.sources)
+    return Assignment(sources, _release_rest(sources, len(producers)), tuple(ledger.lacks))
+
+
+def _holdings(workers: Iterable[WorkerDescription]) -> dict[Name, list[Holding]]:
+    found: dict[Name, list[Holding]] = {}
+    for index, worker in enumerate(workers):
+        for tensor in worker.tensors:
+            if len(tensor.heads):
+                found.setdefault(tensor.name, []).append(Holding(index, tensor.heads, share_of(tensor)))
+    return found
+
+
+def _share_out(
+    wants: Sequence[Holding], holds: Sequence[Holding], names: Sequence[Name], head_bytes: int, ledger: _Ledger
+) -> None:
+    """Give out the sources of one pattern; `head_bytes` weighs a head of all its tensors."""
+    edges = sorted({edge for one in (*wants, *holds) for edge in (one.heads.start, one.heads.stop)})
+    segments = [Range(start, stop) for start, stop in itertools.pairwise(edges)]
+    shares = _complete_shares(holds)
+    for segment in segments:
+        readers = [one for one in wants if one.heads.start <= segment.start and segment.stop <= one.heads.stop]
+        owners = [one for one in holds if one.heads.start <= segment.start and segment.stop <= one.heads.stop]
+        for share in shares:
+            times = {one.worker: 0 for one in owners if one.share == share}
+            for reader in readers:
+                if not shares_meet(reader.share, share):
+                    continue
+                if not times:
+                    ledger.lacks += [Lack(name, segment, share) for name in names]
+                    continue
+                chosen = min(times, key=lambda worker: (times[worker], ledger.load[worker], worker))
+                times[chosen] += 1
+                ledger.load[chosen] += len(segment) * head_bytes // share.ranks
+                _add(ledger.sources[reader.worker].setdefault(chosen, []), names, segment)
+        if not shares:
+            ledger.lacks += [Lack(name, segment, Interleave()) for name in names if readers]
+
+
+def _complete_shares(holds: Sequence[Holding]) -> list[Interleave]:
+    """The shares that together are all tokens, as the producers divide them."""
+    kinds = {(one.share.ranks, one.share.run_tokens) for one in holds}
+    ranks, run = min(kinds, default=(0, 0))
+    return [Interleave(ranks=ranks, rank=rank, run_tokens=run) for rank in range(ranks)]
+
+
+def _add(sources: list[Source], names: Sequence[Name], segment: Range) -> None:
+    """Add a segment for every name of a pattern, joined to the one before it where they touch."""
+    last = sources[-len(names) :]
+    if [one.name for one in last] == list(names) and last[0].heads.stop == segment.start:
+        sources[-len(names) :] = [one._replace(heads=Range(one.heads.start, segment.stop)) for one in last]
+    else:
+        sources += [Source(name, segment) for name in names]
+
+
+def _release_rest(sources: Sequence[Mapping[int, object]], producers: int) -> tuple[tuple[int, ...], ...]:
+    told: list[list[int]] = [[] for _ in sources]
+    read = {worker for of in sources for worker in of}
+    for worker in range(producers):
+        if worker not in read:
+            fewest = min(range(len(sources)), key=lambda index: (len(sources[index]) + len(told[index]), index))
+            told[fewest].append(worker)
+    return tuple(tuple(of) for of in told)

@@ -1,0 +1,235 @@
+"""Bundles: paged tensors that are read alike, merged into the longest runs that both sides share.
+
+The bytes of one unit of one tensor are a nest of axes around a contiguous run: heads, tiles, the elements of a cell. An
+axis whose strides equal the run's length on both sides is part of the run; two tensors whose runs are adjacent on both
+sides (K and V of `[K|V]`, the layers of a blocks-first cache) are one. Both rules are applied until neither finds
+anything. What remains is one descriptor per combination of the axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvferry.plan.tokens import TokenMap
+from kvferry.protocol.geometry import PagedTensor, Range
+
+
+class Axis(NamedTuple):
+    """One loop of a nest: how often, and how far apart on either side."""
+
+    steps: int
+    local_stride: int
+    remote_stride: int
+
+
+class Pace(NamedTuple):
+    """How one side goes from block to block and from position to position; `blocks` bounds its rows."""
+
+    block_stride: int
+    position_stride: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Runs that are read alike: the same axes around runs of one length, at several places.
+
+    Attributes:
+        tokens: how the tokens correspond.
+        run_bytes: contiguous bytes of one descriptor.
+        axes: what is around a run; one descriptor per combination.
+        local_pace, remote_pace: how either side goes on from one unit to the next.
+        bases: per place the local and the remote address of the first run at block 0, position 0.
+        members: per place the indices of the slices that are merged there.
+    """
+
+    tokens: TokenMap
+    run_bytes: int
+    axes: tuple[Axis, ...]
+    local_pace: Pace
+    remote_pace: Pace
+    bases: tuple[tuple[int, int], ...]
+    members: tuple[tuple[int, ...], ...]
+
+    @property
+    def runs_per_place(self) -> int:
+        """Descriptors of one unit at one place."""
+        count = 1
+        for axis in self.axes:
+            count *= axis.steps
+        return count
+
+    @property
+    def unit_runs(self) -> int:
+        """Descriptors of one unit."""
+        return self.runs_per_place * len(self.bases)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one unit."""
+        return self.unit_runs * self.run_bytes
+
+
+class Part(NamedTuple):
+    """What one slice contributes before merging: two tensors, the global heads, and how the tokens correspond."""
+
+    local: PagedTensor
+    remote: PagedTensor
+    heads: Range
+    tokens: TokenMap
+
+
+def bundle(parts: Sequence[Part]) -> tuple[Bundle, ...]:
+    """Merge parts into bundles; the indices of `members` are those of `parts`.
+
+    Example: K and V of one layer, 2 heads, units of 4 tokens, cells of 8 bytes. Where both sides have head stride 64,
+    tile stride 16 and V 8 bytes behind K, the result is one bundle with one run of 128 bytes. Where the remote side
+    has the tokens outermost (head stride 16, tile stride 32), K and V still merge, and 8 runs of 16 bytes remain.
+    """
+    return _merge([_nest(index, part) for index, part in enumerate(parts)])
+
+
+def remote_runs(parts: Sequence[Part]) -> tuple[Bundle, ...]:
+    """The same for the remote side alone: the runs in which the bytes can be read when they may arrive in its shape."""
+    return _merge([_alone(_nest(index, part)) for index, part in enumerate(parts)])
+
+
+class _Nest(NamedTuple):
+    tokens: TokenMap
+    axes: tuple[Axis, ...]
+    local_pace: Pace
+    remote_pace: Pace
+    run_bytes: int
+    local_base: int
+    remote_base: int
+    members: tuple[int, ...]
+
+
+_LOOPS = 4
+"""The fields of a nest that say how it goes on, its run apart."""
+_LOOPS_AND_RUN = 5
+
+
+def _nest(index: int, part: Part) -> _Nest:
+    local, remote, heads, tokens = part
+    tiles = local.tiles if tokens.is_state else tokens.unit_tokens // local.tile_tokens
+    axes = [
+        Axis(len(heads), local.head_stride, remote.head_stride),
+        Axis(tiles, local.tile_stride, remote.tile_stride),
+    ]
+    elements, contiguous = _elements(local, remote)
+    merged, run_bytes = _absorb(axes + elements, contiguous)
+    local_step, remote_step = (0, 0) if tokens.is_state else (tiles * local.tile_stride, tiles * remote.tile_stride)
+    return _Nest(
+        tokens=tokens,
+        axes=merged,
+        local_pace=Pace(local.block_stride, local_step, local.blocks),
+        remote_pace=Pace(remote.block_stride, remote_step, remote.blocks),
+        run_bytes=run_bytes,
+        local_base=local.base + (heads.start - local.heads.start) * local.head_stride,
+        remote_base=remote.base + (heads.start - remote.heads.start) * remote.head_stride,
+        members=(index,),
+    )
+
+
+def _elements(local: PagedTensor, remote: PagedTensor) -> tuple[list[Axis], int]:
+    """The axes inside a cell, and the bytes that are contiguous on both sides whatever the strides are.
+
+    Element sizes are powers of two, so the smaller one divides the larger.
+    """
+    cell = local.cell_bytes
+    here, there = local.element_bytes or cell, remote.element_bytes or cell
+    if here == there == cell:
+        return [], cell
+    small, large = min(here, there), max(here, there)
+    strides = [
+        (tensor.element_stride if tensor.element_bytes else cell, tensor.element_bytes or cell)
+        for tensor in (local, remote)
+    ]
+    # Elements of `large` bytes around pieces of `small`: each side's own stride where its elements are that small.
+    outer = [stride if size == large else stride * (large // size) for stride, size in strides]
+    inner = [stride if size == small else small for stride, size in strides]
+    return [Axis(cell // large, outer[0], outer[1]), Axis(large // small, inner[0], inner[1])], small
+
+
+def _absorb(axes: Iterable[Axis], run_bytes: int) -> tuple[tuple[Axis, ...], int]:
+    """Grow the run by every axis that continues it on both sides; axes of one step vanish."""
+    left = [axis for axis in axes if axis.steps > 1]
+    while True:
+        for axis in left:
+            if axis.local_stride == run_bytes == axis.remote_stride:
+                run_bytes *= axis.steps
+                left.remove(axis)
+                break
+        else:
+            left.sort(key=lambda axis: (-axis.remote_stride, -axis.local_stride, axis.steps))
+            return tuple(left), run_bytes
+
+
+def _alone(nest: _Nest) -> _Nest:
+    """The nest with its remote side on both sides."""
+    axes = tuple(Axis(axis.steps, axis.remote_stride, axis.remote_stride) for axis in nest.axes)
+    axes, run_bytes = _absorb(axes, nest.run_bytes)
+    return nest._replace(axes=axes, run_bytes=run_bytes, local_pace=nest.remote_pace, local_base=nest.remote_base)
+
+
+def _merge(nests: list[_Nest]) -> tuple[Bundle, ...]:
+    while True:
+        joined: list[_Nest] = []
+        for alike in _grouped(nests, _LOOPS):
+            joined += _join(alike)
+        grown = []
+        for nest in joined:
+            axes, run_bytes = _absorb(nest.axes, nest.run_bytes)
+            grown.append(nest if run_bytes == nest.run_bytes else nest._replace(axes=axes, run_bytes=run_bytes))
+        settled = len(grown) == len(nests)
+        nests = grown
+        if settled:
+            break
+    return tuple(
+        Bundle(
+            tokens=alike[0].tokens,
+            run_bytes=alike[0].run_bytes,
+            axes=alike[0].axes,
+            local_pace=alike[0].local_pace,
+            remote_pace=alike[0].remote_pace,
+            bases=tuple((nest.local_base, nest.remote_base) for nest in alike),
+            members=tuple(nest.members for nest in alike),
+        )
+        for alike in _grouped(nests, _LOOPS_AND_RUN)
+    )
+
+
+def _grouped(nests: Iterable[_Nest], fields: int) -> list[list[_Nest]]:
+    """The nests by their first `fields` fields, in the order of their first appearance."""
+    groups: dict[tuple[object, ...], list[_Nest]] = {}
+    for nest in nests:
+        groups.setdefault(nest[:fields], []).append(nest)
+    return list(groups.values())
+
+
+def _join(alike: list[_Nest]) -> list[_Nest]:
+    """Join nests whose runs are adjacent on both sides.
+
+    A joined run stays within the stride of a block: beyond it lies another block, or another allocation that happens
+    to be adjacent, which no descriptor may cross into.
+    """
+    joined: list[_Nest] = []
+    for nest in sorted(alike, key=lambda nest: nest.local_base):
+        last = joined[-1] if joined else None
+        if last is not None and _adjacent(last, nest):
+            joined[-1] = last._replace(run_bytes=last.run_bytes + nest.run_bytes, members=last.members + nest.members)
+        else:
+            joined.append(nest)
+    return joined
+
+
+def _adjacent(last: _Nest, nest: _Nest) -> bool:
+    length = last.run_bytes + nest.run_bytes
+    return (
+        nest.local_base - last.local_base == last.run_bytes == nest.remote_base - last.remote_base
+        and length <= last.local_pace.block_stride
+        and length <= last.remote_pace.block_stride
+    )

@@ -1,0 +1,112 @@
+"""Which tokens of the consumer lie where on the producer: units, and the slots of interleaved ranks.
+
+A *unit* is a run of tokens that lies in one block, and in one run of the interleave, on both sides: whatever the two
+block sizes are, it can be copied as a whole. With blocks of 16 and 24 tokens a unit has 8: it is in one of two
+positions of a block of 16 and in one of three of a block of 24.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.protocol.geometry import Interleave, PagedTensor
+
+EVERYTHING = Interleave()
+"""The share of a rank that holds every token."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSide:
+    """One side of a token map.
+
+    Attributes:
+        block_tokens: local slots per kernel block.
+        blocks: kernel blocks of the cache.
+        share: which tokens are held there.
+    """
+
+    block_tokens: int
+    blocks: int
+    share: Interleave
+
+    @classmethod
+    def of(cls, tensor: PagedTensor) -> TokenSide:
+        """The side of a tensor."""
+        return cls(tensor.block_tokens, tensor.blocks, share_of(tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMap:
+    """How the tokens of one cache group correspond on two sides.
+
+    Attributes:
+        group: the group's index, the same on both sides.
+        unit_tokens: tokens of a unit; 0 for a recurrent state, whose only unit is the whole block.
+    """
+
+    group: int
+    unit_tokens: int
+    local: TokenSide
+    remote: TokenSide
+
+    @property
+    def is_state(self) -> bool:
+        return self.unit_tokens == 0
+
+    def positions(self, side: TokenSide) -> int:
+        """Units per kernel block of a side."""
+        return 1 if self.is_state else side.block_tokens // self.unit_tokens
+
+
+def share_of(tensor: PagedTensor) -> Interleave:
+    """A tensor's interleave in its normal form: one rank holds everything, whatever its runs are."""
+    return tensor.interleave if tensor.interleave.ranks > 1 else EVERYTHING
+
+
+def map_tokens(group: int, policy: str, local: PagedTensor, remote: PagedTensor) -> TokenMap:
+    """The token map of two tensors; see the module's docstring for the unit."""
+    here, there = TokenSide.of(local), TokenSide.of(remote)
+    if policy == "state":
+        return TokenMap(group, 0, here, there)
+    unit = math.gcd(here.block_tokens, there.block_tokens)
+    if here.share != there.share:
+        for share in (here.share, there.share):
+            unit = math.gcd(unit, share.run_tokens if share.ranks > 1 else 0)
+    return TokenMap(group, unit, here, there)
+
+
+def shares_meet(one: Interleave, other: Interleave) -> bool:
+    """Whether any token is in both shares.
+
+    A share is the tokens with `t mod (ranks·run)` in `[rank·run, rank·run + run)`. Two such sets meet exactly when
+    the intervals do modulo the gcd of their periods.
+    """
+    period = math.gcd(one.ranks * one.run_tokens, other.ranks * other.run_tokens)
+    gap = (other.rank * other.run_tokens - one.rank * one.run_tokens) % period
+    return gap < one.run_tokens or period - gap < other.run_tokens
+
+
+def slots_before(share: Interleave, token: int) -> int:
+    """How many of the tokens `[0, token)` are in a share: the local slot of the next one."""
+    whole, rest = divmod(token, share.ranks * share.run_tokens)
+    return whole * share.run_tokens + min(max(rest - share.rank * share.run_tokens, 0), share.run_tokens)
+
+
+def slot_of(share: Interleave, tokens: np.ndarray) -> np.ndarray:
+    """The local slots of tokens that are in a share: `(t div (I·S))·I + t mod I`."""
+    run = share.run_tokens
+    return np.asarray(tokens // (run * share.ranks) * run + tokens % run)
+
+
+def token_of(share: Interleave, slots: np.ndarray) -> np.ndarray:
+    """The tokens in local slots: the inverse of `slot_of`."""
+    run = share.run_tokens
+    return np.asarray((slots // run * share.ranks + share.rank) * run + slots % run)
+
+
+def in_share(share: Interleave, tokens: np.ndarray) -> np.ndarray:
+    """Which of the tokens are in a share, bool."""
+    return np.asarray(tokens // share.run_tokens % share.ranks == share.rank)
