@@ -1,0 +1,339 @@
+"""The staging pool against a model that keeps an owner per cell, and one by one the promises of its docstring."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import note, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.worker.staging_pool import PoolTooSmall, StagingPool, Wave
+
+CELL = 256
+LOADS = tuple("abcdef")
+PEERS = {"a": "one", "b": "one", "c": "one", "d": "two", "e": "two", "f": "three"}
+
+
+def pool_of(cells: int) -> StagingPool:
+    return StagingPool(cells * CELL, alignment=CELL)
+
+
+def take(pool: StagingPool, load: str, cells: int, peer: str | None = None, at_least: int | None = None) -> Wave | None:
+    least = None if at_least is None else at_least * CELL
+    return pool.try_take(load, peer or load, cells * CELL, at_least=least)
+
+
+def taken(pool: StagingPool, load: str, cells: int, peer: str | None = None) -> Wave:
+    wave = take(pool, load, cells, peer)
+    assert wave is not None
+    assert wave.num_bytes == cells * CELL
+    return wave
+
+
+class CellModel:
+    """The rules of the pool, told cell by cell: who has it (None: nobody), and whether it is quarantined."""
+
+    def __init__(self, cells: int) -> None:
+        self.owner: list[tuple[str, int] | None] = [None] * cells
+        self.quarantined: set[tuple[str, int]] = set()
+        self.queue: list[tuple[str, int, int]] = []
+        self.taken = 0
+
+    def cells_of_peer(self, peer: str, quarantined_only: bool = False) -> int:
+        return sum(
+            PEERS[owner[0]] == peer and (not quarantined_only or owner in self.quarantined)
+            for owner in self.owner
+            if owner
+        )
+
+    def live_waves(self, load: str) -> int:
+        return len({owner for owner in self.owner if owner and owner[0] == load and owner not in self.quarantined})
+
+    def fits_at(self, size: int, free: list[bool]) -> int | None:
+        return next((at for at in range(len(free) - size + 1) if all(free[at : at + size])), None)
+
+    def possible(self, peer: str, wanted: int, least: int) -> int:
+        """The largest size in `[least, wanted]` that fits once only quarantined cells are taken; 0: there is none."""
+        free = [owner is None or owner not in self.quarantined for owner in self.owner]
+        for size in range(wanted, least - 1, -1):
+            within = self.cells_of_peer(peer, quarantined_only=True) + size <= len(self.owner) // 2
+            if within and self.fits_at(size, free) is not None:
+                return size
+        return 0
+
+    def over_half(self, peer: str, size: int) -> bool:
+        return self.cells_of_peer(peer) + size > len(self.owner) // 2
+
+    def ask(self, load: str, wanted: int, least: int) -> tuple[int, int] | None:
+        """Start and size of what must be granted."""
+        granted = self._granted(load, wanted, least)
+        if granted is not None:
+            self.queue = [entry for entry in self.queue if entry[0] != load]
+            self.taken += 1
+            for cell in range(granted[0], sum(granted)):
+                self.owner[cell] = (load, self.taken)
+        elif self.live_waves(load) == 0:
+            if load not in [entry[0] for entry in self.queue]:
+                self.queue.append((load, wanted, least))
+            self.queue = [(load, wanted, least) if entry[0] == load else entry for entry in self.queue]
+        return granted
+
+    def _granted(self, load: str, wanted: int, least: int) -> tuple[int, int] | None:
+        peer, size = PEERS[load], self.possible(PEERS[load], wanted, least)
+        if self.live_waves(load) == 2 or size == 0 or self.over_half(peer, size):
+            return None
+        names = [entry[0] for entry in self.queue]
+        for other, other_wanted, other_least in self.queue[: names.index(load) if load in names else None]:
+            other_size = self.possible(PEERS[other], other_wanted, other_least)
+            if other_size and (PEERS[other] == peer or not self.over_half(PEERS[other], other_size)):
+                return None
+        at = self.fits_at(size, [owner is None for owner in self.owner])
+        return None if at is None else (at, size)
+
+
+class PoolHistories(RuleBasedStateMachine):
+    """Loads ask, give back, quarantine and withdraw, in any order."""
+
+    @initialize(cells=st.integers(8, 40))
+    def start(self, cells: int) -> None:
+        self.cells = cells
+        self.pool = pool_of(cells)
+        self.model = CellModel(cells)
+        self.waves: list[tuple[Wave, tuple[str, int]]] = []
+
+    @rule(load=st.sampled_from(LOADS), wanted=st.integers(1, 7), data=st.data())
+    def ask(self, load: str, wanted: int, data: st.DataObject) -> None:
+        largest = self.cells // 8
+        least = data.draw(st.none() | st.integers(1, min(wanted, largest)), label="at least")
+        wave = take(self.pool, load, wanted, PEERS[load], least)
+        cut = min(wanted, largest)
+        expected = self.model.ask(load, cut, cut if least is None else least)
+        note(f"{load} asked for {wanted} (at least {least}): {wave}, {expected}")
+        if expected is None:
+            assert wave is None
+        else:
+            assert wave is not None
+            assert (wave.start // CELL, wave.num_bytes // CELL) == expected
+            assert (wave.load, wave.peer) == (load, PEERS[load])
+            self.waves.append((wave, (load, self.model.taken)))
+
+    @precondition(lambda self: self.waves)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        wave, owner = self.waves.pop(data.draw(st.integers(0, len(self.waves) - 1)))
+        self.pool.give_back(wave)
+        self.model.owner = [None if cell == owner else cell for cell in self.model.owner]
+        self.model.quarantined.discard(owner)
+
+    @precondition(lambda self: any(owner not in self.model.quarantined for _, owner in self.waves))
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        live = [entry for entry in self.waves if entry[1] not in self.model.quarantined]
+        wave, owner = data.draw(st.sampled_from(live))
+        self.pool.quarantine(wave)
+        self.model.quarantined.add(owner)
+
+    @rule(load=st.sampled_from(LOADS))
+    def withdraw(self, load: str) -> None:
+        self.pool.withdraw(load)
+        self.model.queue = [entry for entry in self.model.queue if entry[0] != load]
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.free_bytes == CELL * self.model.owner.count(None) + self.pool.capacity - self.cells * CELL
+        held = [owner for owner in self.model.owner if owner]
+        assert self.pool.quarantined_bytes == CELL * sum(owner in self.model.quarantined for owner in held)
+        assert self.pool.waiting == tuple(entry[0] for entry in self.model.queue)
+        for peer in set(PEERS.values()):
+            assert self.pool.held_by(peer) == CELL * self.model.cells_of_peer(peer)
+
+    def teardown(self) -> None:
+        """Nobody waits for ever: with everything given back, each in the queue is served in turn."""
+        if not hasattr(self, "pool"):
+            return
+        for wave, _ in self.waves:
+            self.pool.give_back(wave)
+        for load, wanted, least in self.model.queue:
+            wave = take(self.pool, load, wanted, PEERS[load], least)
+            assert wave is not None, f"{load} is starved"
+            self.pool.give_back(wave)
+        assert self.pool.free_bytes == self.pool.capacity
+        self.pool.check_integrity()
+
+
+TestPoolHistories = PoolHistories.TestCase
+TestPoolHistories.settings = settings(max_examples=120, stateful_step_count=40)
+
+
+@pytest.mark.parametrize("loads", [2, 5, 30])
+def test_many_large_loads_all_end_though_each_wants_two_waves_at_a_time(loads: int) -> None:
+    pool = pool_of(64)
+    left = {f"load{n}": 9 for n in range(loads)}
+    held: dict[str, list[Wave]] = {load: [] for load in left}
+    rounds = 0
+    while left:
+        rounds += 1
+        assert rounds < 40 * loads, f"{left} are stuck"
+        for load in list(left):
+            wave = take(pool, load, 8, peer=f"peer{len(load) % 3}{load[-1]}")
+            if wave is not None:
+                held[load].append(wave)
+            pool.check_integrity()
+        for load in list(left):  # relaid out: the oldest wave of each comes back
+            if held[load]:
+                pool.give_back(held[load].pop(0))
+                left[load] -= 1
+            if left[load] <= 0:
+                del left[load]
+                pool.withdraw(load)
+                for wave in held.pop(load):
+                    pool.give_back(wave)
+    assert pool.free_bytes == pool.capacity
+
+
+def test_a_large_load_is_served_though_small_ones_never_stop_asking() -> None:
+    pool = pool_of(64)
+    small = [taken(pool, f"small{n}", 1) for n in range(64)]
+    assert take(pool, "large", 8) is None
+    for number, wave in enumerate(small[:8]):
+        assert take(pool, f"newcomer{number}", 1) is None, "nothing is granted past the one that waits"
+        pool.give_back(wave)
+    taken(pool, "large", 8)
+
+
+def test_a_small_load_is_served_after_the_large_one_that_came_before_it_and_not_after_its_next_wave() -> None:
+    pool = pool_of(64)
+    out = [taken(pool, f"other{n}", 8) for n in range(8)]
+    assert take(pool, "large", 8) is None
+    assert take(pool, "small", 1) is None
+    pool.give_back(out[0])
+    taken(pool, "large", 8)
+    pool.give_back(out[1])
+    assert take(pool, "large", 8) is None, "a second wave is for when nobody waits"
+    taken(pool, "small", 1)
+    assert take(pool, "large", 8) is None, "seven cells are left"
+    pool.give_back(out[2])
+    taken(pool, "large", 8)
+
+
+def test_a_load_never_gets_a_third_wave() -> None:
+    pool = pool_of(64)
+    first, _ = taken(pool, "load", 1), taken(pool, "load", 1)
+    assert take(pool, "load", 1) is None
+    assert pool.waiting == ()
+    pool.give_back(first)
+    taken(pool, "load", 1)
+
+
+def test_a_peer_at_its_half_stands_in_nobodys_way_but_its_own() -> None:
+    pool = pool_of(64)
+    held = [taken(pool, f"load{n}", 8, peer="greedy") for n in range(4)]
+    assert take(pool, "fifth", 8, peer="greedy") is None
+    assert take(pool, "sixth", 1, peer="greedy") is None
+    taken(pool, "other", 8, peer="modest")
+    pool.give_back(held[0])
+    assert take(pool, "sixth", 1, peer="greedy") is None, "the fifth came before"
+    taken(pool, "fifth", 8, peer="greedy")
+
+
+def test_quarantined_waves_count_against_their_peer_until_they_come_back() -> None:
+    pool = pool_of(64)
+    waves = [taken(pool, f"load{n}", 8, peer="dead") for n in range(4)]
+    for wave in waves:
+        pool.quarantine(wave)
+    assert (pool.quarantined_bytes, pool.held_by("dead")) == (32 * CELL, 32 * CELL)
+    assert take(pool, "again", 1, peer="dead") is None
+    pool.give_back(waves[0])
+    assert pool.quarantined_bytes == 24 * CELL
+    taken(pool, "again", 1, peer="dead")
+
+
+def test_a_load_whose_waves_are_quarantined_may_take_others() -> None:
+    pool = pool_of(64)
+    for _ in range(2):
+        pool.quarantine(taken(pool, "load", 2))
+    taken(pool, "load", 2)
+
+
+def test_a_wave_is_cut_where_quarantined_waves_leave_no_more_and_not_where_the_pool_is_only_busy() -> None:
+    pool = pool_of(64)
+    waves = [taken(pool, f"load{n}", 4) for n in range(16)]
+    for wave in waves[::2]:
+        pool.quarantine(wave)
+    assert take(pool, "next", 8, at_least=1) is None, "busy: what is live comes back"
+    pool.give_back(waves[1])
+    wave = take(pool, "next", 8, at_least=1)
+    assert wave is not None
+    assert (wave.start, wave.num_bytes) == (4 * CELL, 4 * CELL), "all that fits between two quarantined waves"
+
+
+def test_a_load_that_only_the_end_of_a_quarantine_can_serve_blocks_nobody() -> None:
+    pool = pool_of(64)
+    waves = [taken(pool, f"load{n}", 4) for n in range(16)]
+    for wave in waves[::2]:
+        pool.quarantine(wave)
+    assert take(pool, "needs eight", 8) is None
+    pool.give_back(waves[1])
+    taken(pool, "small", 4)
+    pool.give_back(waves[0])
+    assert take(pool, "late", 4) is None, "now eight can come free, and it was first"
+    pool.give_back(waves[3])
+    assert take(pool, "late", 4) is None
+    small = next(wave for wave in pool.waves() if wave.load == "small")
+    pool.give_back(small)
+    taken(pool, "needs eight", 8)
+    taken(pool, "late", 4)
+
+
+def test_a_load_that_withdraws_stands_in_nobodys_way() -> None:
+    pool = pool_of(8)
+    waves = [taken(pool, f"load{n}", 1) for n in range(8)]
+    assert take(pool, "first", 1) is None
+    assert take(pool, "second", 1) is None
+    pool.give_back(waves[0])
+    assert take(pool, "second", 1) is None
+    pool.withdraw("first")
+    taken(pool, "second", 1)
+
+
+def test_sizes_are_rounded_up_to_the_alignment_and_cut_at_an_eighth() -> None:
+    pool = StagingPool(64 * 256 + 100, alignment=256)
+    wave = pool.try_take("load", "peer", 257)
+    assert wave is not None
+    assert wave.num_bytes == 512
+    wave = pool.try_take("load", "peer", 1 << 40)
+    assert wave is not None
+    assert (wave.start, wave.num_bytes) == (512, 8 * 256)
+
+
+def test_a_pool_without_eight_waves_is_refused_by_name() -> None:
+    with pytest.raises(PoolTooSmall, match=r"staging_pool_bytes is 2047; expected at least 2048"):
+        StagingPool(2047, alignment=256)
+    assert StagingPool(2048, alignment=256).largest_wave == 256
+
+
+def test_what_no_wave_can_hold_is_refused_with_the_size_that_would_do() -> None:
+    pool = pool_of(64)
+    pool.require(8 * CELL)
+    with pytest.raises(PoolTooSmall, match=rf"staging_pool_bytes is {64 * CELL}; expected at least {72 * CELL}"):
+        pool.require(8 * CELL + 1)
+    with pytest.raises(PoolTooSmall):
+        pool.try_take("load", "peer", 99 * CELL, at_least=9 * CELL)
+    assert pool.waiting == ()
+
+
+def test_what_is_not_out_cannot_come_back() -> None:
+    pool = pool_of(8)
+    wave = taken(pool, "load", 1)
+    pool.quarantine(wave)
+    with pytest.raises(LocalProtocolError, match="twice"):
+        pool.quarantine(wave)
+    pool.give_back(wave)
+    for misuse in (pool.give_back, pool.quarantine):
+        with pytest.raises(LocalProtocolError, match="load=load peer=load"):
+            misuse(wave)
+    with pytest.raises(LocalProtocolError, match="asks for 0 bytes"):
+        pool.try_take("load", "peer", 0)
+    assert pool.free_bytes == pool.capacity

@@ -1,0 +1,242 @@
+"""The staging pool: who may read into which part of one registered buffer, and who waits.
+
+Pure bookkeeping over the offsets `[0, capacity)`. A *wave* is a contiguous range that one load reads into and relays
+out from. The rules, and why nobody waits for ever:
+
+1. A wave is at most an eighth of the pool. One peer holds at most half, its quarantined waves included.
+2. A load may always hold one wave. It gets a second one, to read into while the first is put in place, only while no
+   other load waits for its first. It never gets a third.
+3. Loads that wait for their first wave are served in the order in which they began to wait. A load that waits only
+   because its peer holds its half stands in nobody's way but its own peer's.
+4. Nobody waits for quarantined bytes, which may stay away for as long as a dead peer's handles live: where they stand
+   in the way, a wave is cut to what would fit if everything else came back. Where not even `at_least` would fit, the
+   load waits without standing in anybody's way.
+
+Whoever holds a wave must be able to give it back without being granted another. Then the first in the queue is always
+served: nothing is granted past it, so everything that is out comes back, and by rule 4 it then fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvferry.protocol.errors import InvalidConfig, LocalProtocolError
+
+WAVES_PER_POOL = 8
+"""A wave is at most this fraction of the pool."""
+PEERS_PER_POOL = 2
+"""One peer holds at most this fraction of the pool."""
+WAVES_PER_LOAD = 2
+
+
+class PoolTooSmall(InvalidConfig):
+    """The pool cannot hold what has to be read in one wave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wave:
+    """The bytes `[start, stop)` of the pool, while `load` has them.
+
+    Attributes:
+        load: who reads into them.
+        peer: whom they are read from.
+    """
+
+    start: int
+    stop: int
+    load: str
+    peer: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    peer: str
+    wanted: int
+    at_least: int
+
+
+class StagingPool:
+    """Gives out waves.
+
+    Args:
+        capacity: bytes of the buffer.
+        alignment: of a wave's start and size; a power of two.
+
+    Raises:
+        PoolTooSmall: an eighth of the capacity is less than `alignment`.
+    """
+
+    def __init__(self, capacity: int, *, alignment: int = 256) -> None:
+        self.capacity = capacity
+        self.alignment = alignment
+        if self.largest_wave == 0:
+            raise PoolTooSmall("staging_pool_bytes", capacity, f"at least {WAVES_PER_POOL * alignment}")
+        self._out: dict[int, Wave] = {}
+        self._quarantined: set[int] = set()
+        self._waiting: dict[str, _Wish] = {}
+
+    @property
+    def largest_wave(self) -> int:
+        """Bytes of the largest wave that is ever given out."""
+        return self._aligned_down(self.capacity // WAVES_PER_POOL)
+
+    @property
+    def peer_limit(self) -> int:
+        """Most bytes that one peer holds."""
+        return self._aligned_down(self.capacity // PEERS_PER_POOL)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity - sum(wave.num_bytes for wave in self._out.values())
+
+    @property
+    def quarantined_bytes(self) -> int:
+        return sum(self._out[start].num_bytes for start in self._quarantined)
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """The loads that wait for their first wave, the first one first."""
+        return tuple(self._waiting)
+
+    def waves(self) -> tuple[Wave, ...]:
+        """What is out, by start."""
+        return tuple(self._out[start] for start in sorted(self._out))
+
+    def require(self, at_least: int) -> None:
+        """Refuse what could never be given out; for the start and the handshake.
+
+        Raises:
+            PoolTooSmall: `at_least` bytes are more than the largest wave.
+        """
+        if self._aligned_up(at_least) > self.largest_wave:
+            needed = WAVES_PER_POOL * self._aligned_up(at_least)
+            raise PoolTooSmall("staging_pool_bytes", self.capacity, f"at least {needed}: one wave must hold {at_least}")
+
+    def try_take(self, load: str, peer: str, wanted: int, *, at_least: int | None = None) -> Wave | None:
+        """A wave for `load`, or None: it then waits, and asks again until it is served or withdraws.
+
+        Args:
+            wanted: bytes; what exceeds the largest wave is cut off.
+            at_least: the fewest bytes that are of any use; `wanted` (or the largest wave) by default. A wave smaller
+                than `wanted` is given only where quarantined waves leave no more, never because the pool is busy.
+
+        Raises:
+            PoolTooSmall: `at_least` bytes are more than the largest wave.
+        """
+        wanted = min(self._aligned_up(wanted), self.largest_wave)
+        self.require(at_least or 0)
+        wish = _Wish(peer, wanted, min(self._aligned_up(at_least), wanted) if at_least is not None else wanted)
+        if wanted <= 0 or wish.at_least <= 0:
+            raise LocalProtocolError(f"load={load} peer={peer} asks for {wanted} bytes of the staging pool")
+        held = sum(wave.load == load for wave in self._live())
+        if held >= WAVES_PER_LOAD:
+            return None
+        wave = self._grant(load, wish)
+        if wave is not None:
+            self._waiting.pop(load, None)
+        elif held == 0:
+            self._waiting[load] = wish  # a load that waits already keeps its place
+        return wave
+
+    def withdraw(self, load: str) -> None:
+        """`load` no longer waits. Whoever waits must say so when it ends, or others wait behind it for ever."""
+        self._waiting.pop(load, None)
+
+    def quarantine(self, wave: Wave) -> None:
+        """A transfer that is given up may still write into `wave`: it stays out until it is given back."""
+        self._check_out(wave)
+        if wave.start in self._quarantined:
+            raise LocalProtocolError(f"load={wave.load} quarantines a wave twice: {wave}")
+        self._quarantined.add(wave.start)
+
+    def give_back(self, wave: Wave) -> None:
+        """Nothing reads or writes `wave` any more; ends its quarantine too."""
+        self._check_out(wave)
+        del self._out[wave.start]
+        self._quarantined.discard(wave.start)
+
+    def held_by(self, peer: str) -> int:
+        """Bytes that `peer` holds, quarantined ones included."""
+        return sum(wave.num_bytes for wave in self._out.values() if wave.peer == peer)
+
+    def check_integrity(self) -> None:
+        """Check everything that the rules promise about what is out and who waits.
+
+        Raises:
+            LocalProtocolError: with the whole arithmetic.
+        """
+        waves = self.waves()
+        edges = [0, *(edge for wave in waves for edge in (wave.start, wave.stop)), self.capacity]
+        wrong = [f"{wave} is not aligned" for wave in waves if (wave.start | wave.stop) % self.alignment]
+        wrong += [f"{wave} is larger than {self.largest_wave}" for wave in waves if wave.num_bytes > self.largest_wave]
+        if edges != sorted(edges):
+            wrong.append(f"waves overlap or leave the pool: {edges}")
+        for peer in {wave.peer for wave in waves}:
+            if self.held_by(peer) > self.peer_limit:
+                wrong.append(f"peer={peer} holds {self.held_by(peer)} of at most {self.peer_limit}")
+        live = [wave.load for wave in self._live()]
+        wrong += [f"load={load} holds {live.count(load)} waves" for load in set(live) if live.count(load) > 2]
+        wrong += [f"load={load} waits and holds a wave" for load in self._waiting if load in live]
+        if not self._quarantined <= self._out.keys():
+            wrong.append(f"quarantined but not out: {sorted(self._quarantined - self._out.keys())}")
+        if wrong:
+            raise LocalProtocolError(f"staging pool of {self.capacity}: {'; '.join(wrong)}; out: {waves}")
+
+    def _grant(self, load: str, wish: _Wish) -> Wave | None:
+        size = self._feasible(wish)
+        if size is None or self._is_capped(wish.peer, size):
+            return None
+        for earlier, other in self._waiting.items():
+            if earlier == load:
+                break
+            if self._stands_in_the_way(other, wish.peer):
+                return None
+        for start, stop in _gaps(self.waves(), self.capacity):
+            if stop - start >= size:
+                wave = Wave(start=start, stop=start + size, load=load, peer=wish.peer)
+                self._out[start] = wave
+                return wave
+        return None
+
+    def _feasible(self, wish: _Wish) -> int | None:
+        """The bytes that the wish would get if every wave came back that is not quarantined."""
+        kept = [self._out[start] for start in sorted(self._quarantined)]
+        gap = max(stop - start for start, stop in _gaps(kept, self.capacity))
+        room = self.peer_limit - sum(wave.num_bytes for wave in kept if wave.peer == wish.peer)
+        size = min(wish.wanted, self._aligned_down(gap), room)
+        return size if size >= wish.at_least else None
+
+    def _is_capped(self, peer: str, size: int) -> bool:
+        return self.held_by(peer) + size > self.peer_limit
+
+    def _stands_in_the_way(self, waiting: _Wish, peer: str) -> bool:
+        size = self._feasible(waiting)
+        return size is not None and (waiting.peer == peer or not self._is_capped(waiting.peer, size))
+
+    def _live(self) -> Iterator[Wave]:
+        return (wave for start, wave in self._out.items() if start not in self._quarantined)
+
+    def _check_out(self, wave: Wave) -> None:
+        if self._out.get(wave.start) != wave:
+            raise LocalProtocolError(f"load={wave.load} peer={wave.peer}: {wave} is not out")
+
+    def _aligned_down(self, num_bytes: int) -> int:
+        return num_bytes // self.alignment * self.alignment
+
+    def _aligned_up(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.alignment) * self.alignment
+
+
+def _gaps(waves: Iterable[Wave], capacity: int) -> Iterator[tuple[int, int]]:
+    """What lies between waves that are ordered by start; the last gap may be empty."""
+    position = 0
+    for wave in waves:
+        if wave.start > position:
+            yield position, wave.start
+        position = wave.stop
+    yield position, capacity
