@@ -126,10 +126,10 @@ def test_an_unworkable_pair_is_refused_with_every_reason_by_name(rig: Rig, caplo
         assert rig.until_over(consumer, load) is FailureReason.PLAN
     for named in ("model.fingerprint", "weights:1", "weights:2", "model.dtype", "uint8", "float16"):
         assert named in caplog.text
-    same_model = rig.engine("D", shape=CacheShape(block_tokens=8))
+    same_model = rig.engine("D", shape=CacheShape(cell_bytes=32))
     load = same_model.load(producer.prefill(tokens=10).params)
     assert rig.until_over(same_model, load) is FailureReason.PLAN
-    assert "layers.2/kv.block_tokens: producer 4, consumer 8" in caplog.text
+    assert "layers.2/kv.cell_bytes: producer 16, consumer 32" in caplog.text
     assert consumer.fabric.calls["add_peer"] == 0
 
 

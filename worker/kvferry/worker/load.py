@@ -8,13 +8,14 @@ every moment, whatever happens to the generator.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.plan.blocks import GroupBlocks, pair_blocks
-from kvferry.plan.descriptors import BlockPairs, descriptor_pairs
+from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_request
+from kvferry.plan.descriptors import descriptor_pairs
+from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.errors import InvalidParams, KvferryError
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.ids import epoch_from_text
@@ -22,8 +23,9 @@ from kvferry.protocol.notifications import Done, encode_notification
 from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.protocol.seal import check_seal
 from kvferry.protocol.slots import SlotState, slot_word
-from kvferry.worker.caches import KvCaches, TailEraser
+from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import DeviceMark
+from kvferry.worker.eraser import TailEraser
 from kvferry.worker.fabric import Fabric, FabricError, Transfer, TransferState
 from kvferry.worker.landing import Landing
 from kvferry.worker.peer import Peer, PeerKey
@@ -117,13 +119,13 @@ class Load:
             FabricError: the fabric failed; the peer may be lost.
         """
         peer = self.peer = yield from self._meet_peer()
-        pairs = self._pair_blocks(peer)
+        units = self._pair_units(peer)
         while not self.mark.reached():
             yield
         yield from self._check_fence(peer, wait_until_ready=True)
-        planned, handles = self._post_reads(peer, pairs)
+        planned, handles = self._post_reads(peer, units)
         yield from self._finish(handles)
-        tail = self.context.eraser.erase(pairs, self.order.stop_token)
+        tail = self.context.eraser.erase(units, self.context.groups, self._blocks)
         yield from self._check_fence(peer, wait_until_ready=False)
         while tail is not None and not tail.reached():
             yield
@@ -159,37 +161,29 @@ class Load:
                 raise LoadFailed(found.reason, found.text)
             yield
 
-    def _pair_blocks(self, peer: Peer) -> dict[int, BlockPairs]:
-        source, order = self.order.source, self.order
-        groups = self.context.groups
-        if not len(source.remote_block_ids) == len(order.local_blocks) == len(groups):
+    def _pair_units(self, peer: Peer) -> dict[TokenMap, UnitPairs]:
+        source, groups = self.order.source, self.context.groups
+        if not len(source.remote_block_ids) == len(self.order.local_blocks) == len(groups):
             text = f"{len(source.remote_block_ids)} groups of blocks; expected {len(groups)}"
             raise LoadFailed(FailureReason.PARAMS, text)
         slot = source.kvferry.lease_slot
         if any(slot >= route.num_slots for route in peer.routes):
             raise LoadFailed(FailureReason.PARAMS, f"lease_slot is {slot}; the producer has fewer")
-        pairs: dict[int, BlockPairs] = {}
         try:
-            for route in peer.plan.routes:
-                for item in route.slices:
-                    index = item.local.group
-                    if index in pairs:
-                        continue
-                    local = GroupBlocks(
-                        order.local_blocks[index], groups[index], item.local.block_tokens, item.local.blocks
-                    )
-                    remote = GroupBlocks(
-                        source.remote_block_ids[index],
-                        peer.description.groups[index],
-                        item.remote.block_tokens,
-                        item.remote.blocks,
-                    )
-                    pairs[index] = pair_blocks(
-                        index, local, remote, order.first_token, order.stop_token, source.remote_num_tokens
-                    )
+            return pair_request(peer.plan, groups, peer.description.groups, self._blocks)
         except InvalidParams as invalid:
             raise LoadFailed(FailureReason.PARAMS, str(invalid)) from None
-        return pairs
+
+    @property
+    def _blocks(self) -> RequestBlocks:
+        source, order = self.order.source, self.order
+        return RequestBlocks(
+            local=order.local_blocks,
+            remote=source.remote_block_ids,
+            first_token=order.first_token,
+            stop_token=order.stop_token,
+            num_tokens=source.remote_num_tokens,
+        )
 
     def _check_fence(self, peer: Peer, *, wait_until_ready: bool) -> Steps:
         """Read the lease's slot on every producer worker: only `epoch | READY` on all of them is good.
@@ -199,6 +193,8 @@ class Load:
         ticket = self.order.source.kvferry
         epoch = epoch_from_text(ticket.lease_epoch)
         ready, computing = (slot_word(epoch, state) for state in (SlotState.READY, SlotState.COMPUTING))
+        if not peer.routes:
+            return  # this worker holds nothing of the model's caches, and nobody has to be told
         yield from self._take_cells(len(peer.routes))
         words = self.context.landing.words
         slot = np.array([ticket.lease_slot], dtype=np.int32)
@@ -221,6 +217,8 @@ class Load:
                 yield
 
     def _take_cells(self, count: int) -> Steps:
+        if count > len(self.context.landing.words):
+            raise LoadFailed(FailureReason.PLAN, f"{count} producer workers; expected at most as many as cells land")
         while not self.cells:
             taken = self.context.landing.try_take(count)
             if taken is not None:
@@ -228,16 +226,13 @@ class Load:
                 return
             yield
 
-    def _post_reads(self, peer: Peer, pairs: dict[int, BlockPairs]) -> tuple[int, list[Transfer]]:
+    def _post_reads(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> tuple[int, list[Transfer]]:
         planned = 0
         handles = []
-        for route in peer.routes:
-            if route.data is None:
-                continue
-            table, local, remote = route.data
-            wanted = descriptor_pairs(table, pairs)
+        for prepared in (prepared for route in peer.routes for prepared in route.tables):
+            wanted = descriptor_pairs(prepared.table, units)
             if len(wanted.local):
-                handles.append(self._post(local, wanted.local, remote, wanted.remote))
+                handles.append(self._post(prepared.local, wanted.local, prepared.remote, wanted.remote))
                 planned += wanted.num_bytes
         return planned, handles
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvferry.plan.descriptors import DescriptorTable, descriptor_table
+from kvferry.plan.descriptors import DescriptorTable, route_tables
 from kvferry.plan.transfer_plan import Route, TransferPlan
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription
@@ -45,19 +45,28 @@ class PeerKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedTable:
+    """A table of descriptors and both sides as the fabric prepared them."""
+
+    table: DescriptorTable
+    local: LocalDescriptors
+    remote: RemoteDescriptors
+
+
+@dataclass(frozen=True, slots=True)
 class PeerRoute:
     """One producer worker, ready to be read from.
 
     Attributes:
         slots: its lease table; descriptor `i` is slot `i`.
-        data: both sides' prepared rows with their table; None when there is nothing to read from this worker.
+        tables: what is read from this worker; empty when there is nothing.
     """
 
     route: Route
     agent: PeerAgent
     slots: RemoteDescriptors
     num_slots: int
-    data: tuple[DescriptorTable, LocalDescriptors, RemoteDescriptors] | None
+    tables: tuple[PreparedTable, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +116,18 @@ def _connect_route(
     row = (lease_table.address, SLOT_BYTES, 0, SLOT_BYTES, lease_table.slots)
     slots = fabric.prepare_remote(agent, DescriptorRows.of(MemoryKind.DRAM, [row]))
     made.append(slots)
-    if not route.slices:
-        return PeerRoute(route, agent, slots, lease_table.slots, None)
     try:
         remote_kind = MemoryKind(worker.memory)
     except ValueError:
         raise InvalidMessage("workers.memory", worker.memory, "DRAM or VRAM") from None
-    table = descriptor_table(route, caches.device_index, worker.device)
-    local = fabric.prepare_local(DescriptorRows(caches.kind, table.local_rows))
-    made.append(local)
-    remote = fabric.prepare_remote(agent, DescriptorRows(remote_kind, table.remote_rows))
-    made.append(remote)
-    return PeerRoute(route, agent, slots, lease_table.slots, (table, local, remote))
+    tables = []
+    for table in route_tables(route, caches.device_index, worker.device):
+        local = fabric.prepare_local(DescriptorRows(caches.kind, table.local_rows))
+        made.append(local)
+        remote = fabric.prepare_remote(agent, DescriptorRows(remote_kind, table.remote_rows))
+        made.append(remote)
+        tables.append(PreparedTable(table, local, remote))
+    return PeerRoute(route, agent, slots, lease_table.slots, tuple(tables))
 
 
 Introduce = Callable[[PeerKey], tuple[EngineDescription, TransferPlan]]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.transfer_plan import TransferPlan
-from kvferry.protocol.errors import HandshakeFailed, PeerRefused
+from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, PeerRefused
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts, WorkerDescription
 from kvferry.protocol.orders import StepOrders
 from kvferry.protocol.seal import SEAL_KEY_BYTES
-from kvferry.worker.caches import KvCaches, TailEraser
+from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import clock_for
+from kvferry.worker.eraser import TailEraser
 from kvferry.worker.fabric import Fabric, MemoryKind, Region
 from kvferry.worker.handshake_client import fetch_description
 from kvferry.worker.landing import Landing
@@ -27,6 +30,10 @@ from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
+
+_CELLS_PER_LOAD = 8
+_MORE_CELLS = 4096
+"""Where lease slots land: one word per producer worker and load."""
 
 MakeFabric = Callable[[str], Fabric]
 """Makes a fabric whose agent has the given name."""
@@ -63,7 +70,7 @@ class FerryWorker:
         self._index = index
         self._settings = settings
         self._table = LeaseTable(settings.lease_slots)
-        self._landing = Landing(2 * settings.max_loads + 256)
+        self._landing = Landing(_CELLS_PER_LOAD * settings.max_loads + _MORE_CELLS)
         self._fabric = make_fabric(f"{engine_id}/{place}/{uuid.uuid4().hex[:12]}")
         table_region = Region(self._table.address.address, self._table.num_bytes, MemoryKind.DRAM)
         self._fabric.register([*caches.regions(), table_region, self._landing.region()])
@@ -77,7 +84,7 @@ class FerryWorker:
             lease_table=self._table.address,
             tensors=caches.tensors,
         )
-        # This engine as the planner sees it: only this worker of it takes part in its own plan.
+        # This engine as the planner sees it.
         self._engine = EngineDescription(
             engine_id=engine_id,
             boot="0" * 32,
@@ -87,11 +94,26 @@ class FerryWorker:
             groups=groups,
             workers=(self.description,),
         )
+        self._number = 0  # this worker's among the workers it knows
         self._caches = caches
         self._eraser = TailEraser(caches)
         self._clock = clock_for(caches.device)
         self._thread: TransferThread | None = None
         self._book: PeerBook | None = None
+
+    def meet_siblings(self, workers: Sequence[WorkerDescription]) -> None:
+        """Learn of all workers of this engine, this one at its own index: reads are spread over all of them.
+
+        Without it, a worker plans as if it were the only one, and producers with several readers would be told wrong
+        numbers. Call it before the first orders.
+
+        Raises:
+            InvalidMessage: this worker is not where it says it is.
+        """
+        if len(workers) <= self._index or workers[self._index] != self.description:
+            raise InvalidMessage("workers", f"{len(workers)} workers", f"this one's own description at {self._index}")
+        self._engine = msgspec.structs.replace(self._engine, workers=tuple(workers))
+        self._number = self._index
 
     def carry_out(self, orders: StepOrders) -> None:
         """Take a step's orders; returns at once. Call it on the thread that launches the device's work."""
@@ -146,4 +168,4 @@ class FerryWorker:
             raise PeerRefused(f"{key.host}:{key.port} is engine {description.engine_id}, not {key.engine_id}")
         if description.boot != key.boot:
             raise PeerRefused(f"engine {key.engine_id} has restarted since it wrote these params")
-        return description, plan_transfer(self._engine, 0, description)
+        return description, plan_transfer(self._engine, self._number, description)

@@ -1,0 +1,123 @@
+"""Which bytes of loaded blocks the eraser zeroes: those behind the last token and before the window, and no others."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_units
+from kvferry.plan.tokens import TokenMap, TokenSide
+from kvferry.protocol.geometry import Interleave
+from kvferry.protocol.handshake import CacheGroup
+from kvferry.worker.caches import KvCaches
+from kvferry.worker.eraser import Gap, TailEraser, gaps
+from tests.worker.toy_caches import CacheShape, ToyCaches
+
+CPU = torch.device("cpu")
+
+
+def same_blocks(group: CacheGroup, kernel_tokens: int, blocks: int, index: int = 0) -> TokenMap:
+    """Both sides alike: units are whole blocks."""
+    side = TokenSide(kernel_tokens, blocks, Interleave())
+    return TokenMap(index, kernel_tokens, side, side)
+
+
+def loaded(
+    group: CacheGroup, tokens: TokenMap, blocks: list[int], stop: int, *, first: int = 0
+) -> tuple[dict[TokenMap, UnitPairs], RequestBlocks]:
+    ids: list[list[int]] = [[]] * tokens.group + [blocks]
+    request = RequestBlocks(local=ids, remote=ids, first_token=first, stop_token=stop, num_tokens=stop)
+    return {tokens: pair_units(tokens, group, group, request)}, request
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> CacheShape:
+    tile_tokens = draw(st.sampled_from((1, 1, 2)))
+    return CacheShape(
+        layers=draw(st.integers(1, 3)),
+        heads=draw(st.integers(1, 3)),
+        blocks=draw(st.integers(2, 6)),
+        block_tokens=tile_tokens * draw(st.integers(1, 4)),
+        tile_tokens=tile_tokens,
+        cell_bytes=draw(st.integers(1, 9)),
+        axes="".join(draw(st.permutations("bht"))),
+        gap_bytes=draw(st.sampled_from((0, 0, 5))),
+        one_storage=draw(st.booleans()),
+    )
+
+
+@given(shape=shapes(), draw=st.data())
+def test_exactly_the_cells_after_the_last_token_are_zeroed_in_every_tensor(
+    shape: CacheShape, draw: st.DataObject
+) -> None:
+    caches = ToyCaches(shape, poison=0xA5)
+    stop = draw.draw(st.integers(1, (shape.blocks - 1) * shape.block_tokens), label="stop")
+    count = -(-stop // shape.block_tokens)
+    blocks = list(draw.draw(st.permutations(range(1, shape.blocks)), label="blocks")[:count])
+    last, used = blocks[-1], -(-(stop - (count - 1) * shape.block_tokens) // shape.tile_tokens)
+    expected = caches.snapshot()
+    for layer in range(shape.layers):
+        for head in range(shape.heads):
+            for tile in range(used, shape.tiles):
+                caches.cells(layer, expected)[last, head, tile] = 0
+    units, request = loaded(shape.group, same_blocks(shape.group, shape.block_tokens, shape.blocks), blocks, stop)
+    mark = TailEraser(caches.kv).erase(units, (shape.group,), request)
+    for found, wanted in zip(caches.memory, expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert (mark is None) == (used == shape.tiles)
+    assert mark is None or mark.reached()
+
+
+def test_a_cell_that_is_a_whole_block_is_left_alone() -> None:
+    shape = CacheShape(block_tokens=4, tile_tokens=4, cell_bytes=64)
+    caches = ToyCaches(shape, poison=0xA5)
+    before = caches.snapshot()
+    units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [1, 2], 5)
+    assert TailEraser(caches.kv).erase(units, (shape.group,), request) is None
+    for found, wanted in zip(caches.memory, before, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_groups_that_were_not_loaded_keep_their_bytes() -> None:
+    shape = CacheShape(layers=2)
+    caches = ToyCaches(shape, poison=0xA5)
+    first, second = caches.kv.tensors
+    kv = KvCaches(caches.kv.storages, (first, msgspec.structs.replace(second, group=1)), CPU)
+    units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [3], 2)
+    assert TailEraser(kv).erase(units, (shape.group, shape.group), request) is not None
+    assert not caches.cells(0)[3, :, 2:].any()
+    assert (caches.memory[1] == 0xA5).all()
+
+
+def test_what_lies_before_a_window_is_zeroed_and_what_lies_before_the_first_token_is_not() -> None:
+    group = CacheGroup(policy="window", block_tokens=8, window_tokens=6)
+    side, other = TokenSide(8, 9, Interleave()), TokenSide(2, 40, Interleave())
+    tokens = TokenMap(0, 2, side, other)
+    there = CacheGroup(policy="window", block_tokens=2, window_tokens=6)
+    # 21 tokens; the producer has given back all blocks before token 14, the consumer's window begins in its block 1.
+    request = RequestBlocks([[0, 5, 6]], [[9, 10, 11, 12]], first_token=0, stop_token=21, num_tokens=21)
+    units = {tokens: pair_units(tokens, group, there, request)}
+    assert list(units[tokens].local_block) == [5, 6, 6, 6]
+    assert list(gaps(units, (group,), request)) == [Gap(0, 5, 0, 6), Gap(0, 6, 5, 8)]
+    partial = RequestBlocks([[0, 5, 6]], [[9, 10, 11, 12]], first_token=12, stop_token=21, num_tokens=21)
+    assert next(iter(gaps({tokens: pair_units(tokens, group, there, partial)}, (group,), partial))) == Gap(0, 5, 4, 6)
+
+
+def test_the_tail_of_an_interleaved_rank_is_counted_in_its_own_slots() -> None:
+    share = Interleave(ranks=2, rank=1, run_tokens=2)
+    group = CacheGroup(policy="full", block_tokens=4)
+    tokens = TokenMap(0, 4, TokenSide(4, 9, share), TokenSide(4, 9, share))
+    # Of 13 tokens rank 1 holds 2, 3, 6, 7, 10, 11: six slots, two of them in its second block.
+    units, request = loaded(group, tokens, [7, 3], 13)
+    assert list(gaps(units, (group,), request)) == [Gap(0, 3, 2, 4)]
+
+
+def test_a_tensor_outside_all_allocations_is_refused_by_name() -> None:
+    caches = ToyCaches(CacheShape(layers=1), poison=0)
+    astray = msgspec.structs.replace(caches.kv.tensors[0], base=caches.kv.tensors[0].base + 10**6)
+    with pytest.raises(ValueError, match=r"layers\.0/kv"):
+        TailEraser(KvCaches(caches.kv.storages, (astray,), CPU))
