@@ -57,6 +57,7 @@ def test_our_own_keys_reach_the_configuration() -> None:
         "load_timeout_s": 2.5,
         "max_loads": 3,
         "model_fingerprint": "llama",
+        "description_file": "/run/kvferry/{engine_id}.json",
     }
     config = read_config(json.loads(json.dumps(ours)))
     assert {key: getattr(config, key) for key in ours} == ours
@@ -96,6 +97,7 @@ WRONG: dict[str, list[Any]] = {
     "load_timeout_s": [0, 3601, INF, "60", {}],
     "max_loads": [0, (1 << 16) + 1, 2.0, "1", None.__class__],
     "model_fingerprint": ["", "x" * 257, "a\nb", 5, ["a"], True],
+    "description_file": ["", "x" * 4097, "a\0b", 5, ["a"], True],
 }
 
 

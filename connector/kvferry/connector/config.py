@@ -46,6 +46,12 @@ def _name(key: str, value: Any) -> str:
     return value
 
 
+def _path(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= 4096 or not value.isprintable():
+        raise InvalidConfig(key, value, "a path of printable characters")
+    return value
+
+
 def _names(key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(x, str) and x for x in value):
         raise InvalidConfig(key, value, 'a list of names of NIXL plugins, e.g. ["UCX"]')
@@ -74,6 +80,11 @@ class FerryConfig:
     max_loads: int = _option(1024, _whole(1, 1 << 16), "loads in flight at once, per worker")
     model_fingerprint: str | None = _option(
         None, _name, "a name that stands for the weights; engines with equal names are taken to serve the same model"
+    )
+    description_file: str | None = _option(
+        None,
+        _path,
+        "a file for this engine's description, written at start, for `kvferry plan`; `{engine_id}` in it is replaced",
     )
 
 

@@ -12,6 +12,7 @@ from vllm import envs
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.config import FerryConfig
+from kvferry.connector.description_file import write_description
 from kvferry.connector.facts import facts_of, topology_of
 from kvferry.connector.layout import groups_of
 from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata
@@ -188,22 +189,29 @@ class SchedulerSide:
         self._quarantine.bind(manager)
 
     def publish(self, workers: Mapping[tuple[int, int], object]) -> None:
-        """The workers have described themselves: answer handshakes from now on."""
+        """The workers have described themselves: answer handshakes from now on.
+
+        Raises:
+            InvalidConfig: the description was to be written to a file, and cannot be.
+        """
         described = [
             decode_worker(worker.frame) for _, worker in sorted(workers.items()) if isinstance(worker, FerryHandshake)
         ]
-        if self._listener is not None and described:
-            self._listener.publish(
-                EngineDescription(
-                    engine_id=self._engine_id,
-                    boot=self._boot,
-                    seal_key=self._seal_key,
-                    facts=self._facts,
-                    topology=self._topology,
-                    groups=self._groups,
-                    workers=tuple(described),
-                )
-            )
+        if not described:
+            return
+        engine = EngineDescription(
+            engine_id=self._engine_id,
+            boot=self._boot,
+            seal_key=self._seal_key,
+            facts=self._facts,
+            topology=self._topology,
+            groups=self._groups,
+            workers=tuple(described),
+        )
+        if self._listener is not None:
+            self._listener.publish(engine)
+        if self._config.description_file is not None:
+            logger.info("described this engine in %s", write_description(self._config.description_file, engine))
 
     def has_pinned_blocks(self) -> bool:
         """Whether the engine must keep stepping so that blocks in quarantine come back."""

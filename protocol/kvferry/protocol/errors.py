@@ -5,6 +5,7 @@
     │   ├── InvalidParams     … in `kv_transfer_params`
     │   │   └── ForeignParams … which another connector wrote (there is no `kvferry` object in them)
     │   ├── InvalidMessage    … in a frame of the side channel or a notification
+    │   ├── InvalidDump       … in the JSON of an engine's description
     │   └── InvalidConfig     … in the configuration of this engine
     ├── PeerRefused           the other engine answered, and said no
     ├── HandshakeFailed       no usable answer came from the other engine in time
@@ -60,6 +61,12 @@ class InvalidMessage(InputError):
     """A frame or notification that cannot be used."""
 
     what = "message"
+
+
+class InvalidDump(InputError):
+    """A dump of an engine's description that cannot be used."""
+
+    what = "dump"
 
 
 class InvalidConfig(InputError):

@@ -1,0 +1,252 @@
+"""The short form of an engine: `layers=32,heads=8,dim=128,tp=4,pp=2,block=16,layout=NHD,dtype=bfloat16`.
+
+Pairs of key and value, separated by commas, in any order, none twice. This module reads the text; what engine it stands
+for is in `short_engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from kvferry.cli.errors import InvalidShortForm, one_of
+from kvferry.cli.short_values import (
+    DTYPE_BYTES,
+    LAYOUTS,
+    MAX_LAYERS,
+    MAX_RANKS,
+    MAX_SIZE,
+    ConvPart,
+    choice,
+    conv_parts,
+    layer_list,
+    layers_of,
+    name_template,
+    stage_list,
+    state_shape,
+    whole,
+    window_of,
+)
+
+MAX_LENGTH = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ShortForm:
+    """The values of a short form, defaults filled in. Keys and meanings: `KEYS`."""
+
+    layers: int
+    heads: int = 0
+    dim: int = 0
+    mla: int = 0
+    dtype: str = "bfloat16"
+    tp: int = 1
+    pp: int = 1
+    stages: tuple[int, ...] = ()
+    pcp: int = 1
+    dcp: int = 1
+    interleave: int = 0
+    block: int = 16
+    kernel_block: int = 0
+    blocks: int = 8192
+    layout: str = "HND"
+    kv: str = "packed"
+    window: int = 0
+    window_layers: tuple[int, ...] = ()
+    state_layers: tuple[int, ...] = ()
+    ssm: tuple[int, ...] = ()
+    conv: tuple[ConvPart, ...] = ()
+    conv_width: int = 3
+    conv_layout: str = "SD"
+    state_dtype: str = ""
+    names: str = "model.layers.{}.self_attn.attn"
+    state_names: str = "model.layers.{}.mixer"
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Layers whose attention sees every token."""
+        others = {*self.window_layers, *self.state_layers}
+        return tuple(layer for layer in range(self.layers) if layer not in others)
+
+
+class Key(NamedTuple):
+    """A key of the short form: how its value is read, the value's form, and what it means."""
+
+    read: Callable[[str, str], Any]
+    form: str
+    meaning: str
+
+
+def read_short_form(text: str) -> ShortForm:
+    """Read a short form.
+
+    Raises:
+        InvalidShortForm: naming the key, its value and what is accepted.
+    """
+    if len(text) > MAX_LENGTH:
+        raise InvalidShortForm("text", f"{len(text)} characters", f"at most {MAX_LENGTH} characters")
+    values: dict[str, Any] = {}
+    for pair in text.split(","):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals:
+            raise InvalidShortForm("pair", pair, "key=value, pairs separated by commas")
+        if key not in KEYS:
+            raise InvalidShortForm("key", key, one_of(key, KEYS))
+        if key in values:
+            raise InvalidShortForm(key, value, "each key once")
+        values[key] = KEYS[key].read(key, value)
+    return _filled(values)
+
+
+def _filled(values: dict[str, Any]) -> ShortForm:
+    """The form with every value that follows from others; raises for keys that contradict each other."""
+    if "layers" not in values:
+        raise InvalidShortForm("layers", "missing", "the number of layers, e.g. layers=32")
+    layers: int = values["layers"]
+    _exclude(values, "stages", ("pp",))
+    if "stages" in values:
+        if sum(values["stages"]) != layers:
+            raise InvalidShortForm(
+                "stages", "+".join(map(str, values["stages"])), f"sizes that add up to layers={layers}"
+            )
+    elif values.get("pp", 1) > layers:
+        raise InvalidShortForm("pp", values["pp"], f"at most layers={layers}")
+    else:
+        values["stages"] = even_stages(layers, values.get("pp", 1))
+    values["pp"] = len(values["stages"])
+    _fill_window(values, layers)
+    _fill_states(values, layers)
+    _check_attention(values, layers)
+    block = values.get("block", 16)
+    if block % values.setdefault("kernel_block", block):
+        raise InvalidShortForm("kernel_block", values["kernel_block"], f"a divisor of block={block}")
+    if "interleave" in values and values.get("dcp", 1) == 1:
+        raise InvalidShortForm("interleave", values["interleave"], "dcp above 1 with it")
+    values.setdefault("interleave", block)
+    values.setdefault("state_dtype", values.get("dtype", "bfloat16"))
+    form = ShortForm(**values)
+    _check_ranks(form)
+    return form
+
+
+def even_stages(layers: int, pp: int) -> tuple[int, ...]:
+    """How vLLM splits layers over pipeline stages: evenly, what is left over to the stages before the last.
+
+    Example: 34 layers in 4 stages are 8, 9, 9, 8.
+    """
+    size, rest = divmod(layers, pp)
+    return tuple(size + (pp - 1 - rest <= stage < pp - 1) for stage in range(pp))
+
+
+def _fill_window(values: dict[str, Any], layers: int) -> None:
+    if "window" not in values:
+        return
+    tokens, listed = values["window"]
+    values["window"] = tokens
+    values["window_layers"] = layers_of("window", listed, layers)
+
+
+def _fill_states(values: dict[str, Any], layers: int) -> None:
+    has_states = "ssm" in values or "conv" in values
+    if has_states != ("state_layers" in values):
+        missing = "state_layers" if has_states else "ssm"
+        text = (
+            "the layers that have states"
+            if has_states
+            else "the shape of the states in state_layers (ssm, conv or both)"
+        )
+        raise InvalidShortForm(missing, "missing", text)
+    for key in ("conv_width", "conv_layout"):
+        if key in values and "conv" not in values:
+            raise InvalidShortForm(key, values[key], "conv with it")
+    for key in ("state_dtype", "state_names"):
+        if key in values and not has_states:
+            raise InvalidShortForm(key, values[key], "ssm or conv with it")
+    if not has_states:
+        return
+    chosen = layers_of("state_layers", values["state_layers"], layers)
+    both = sorted(set(chosen) & set(values.get("window_layers", ())))
+    if both:
+        raise InvalidShortForm("state_layers", both[0], "layers that are not in the list of window")
+    values["state_layers"] = chosen
+
+
+def _check_attention(values: dict[str, Any], layers: int) -> None:
+    _exclude(values, "mla", ("heads", "dim", "kv"))
+    if len(values.get("state_layers", ())) == layers:
+        for key in ("heads", "dim", "mla", "kv"):
+            if key in values:
+                raise InvalidShortForm(key, values[key], "a layer with attention: all are in state_layers")
+        return
+    for key in () if "mla" in values else ("heads", "dim"):
+        if key not in values:
+            raise InvalidShortForm(key, "missing", f"heads and dim of the attention, or mla ({KEYS[key].meaning})")
+    if values.get("layout") == "CPU":
+        if "mla" in values:
+            raise InvalidShortForm("layout", "CPU", "another layout with mla: on the CPU it lies as LBHNC")
+        if "kv" in values:
+            raise InvalidShortForm("kv", values["kv"], "no kv with layout=CPU, which says how K and V lie")
+
+
+def _check_ranks(form: ShortForm) -> None:
+    ranks = form.pp * form.pcp * form.tp
+    if ranks > MAX_RANKS:
+        raise InvalidShortForm("tp", form.tp, f"at most {MAX_RANKS} ranks; pp·pcp·tp is {ranks}")
+    if form.pcp * form.tp % form.dcp:
+        raise InvalidShortForm("dcp", form.dcp, f"a divisor of pcp·tp={form.pcp * form.tp}")
+    if form.mla or not form.heads:
+        return
+    if form.pcp % form.dcp and (form.dcp % form.pcp or form.tp % (form.dcp // form.pcp)):
+        text = f"a divisor or a multiple of pcp={form.pcp} whose groups fill whole tensor-parallel ranks"
+        raise InvalidShortForm("dcp", form.dcp, text)
+
+
+def _exclude(values: Mapping[str, Any], key: str, others: tuple[str, ...]) -> None:
+    for other in others:
+        if key in values and other in values:
+            raise InvalidShortForm(other, values[other], f"no {other} beside {key}: {key} says it already")
+
+
+_SIZE = whole(1, MAX_SIZE)
+
+KEYS = {
+    "layers": Key(whole(1, MAX_LAYERS), "number", "layers of the model; the only key that must be there"),
+    "heads": Key(_SIZE, "number", "KV heads of the model, over all ranks"),
+    "dim": Key(_SIZE, "number", "elements of a head, K and V each"),
+    "mla": Key(_SIZE, "number", "elements of a token's latent, in place of heads and dim, e.g. 576"),
+    "dtype": Key(choice(DTYPE_BYTES), "name", f"of the cache: {', '.join(DTYPE_BYTES)}"),
+    "tp": Key(whole(1, MAX_RANKS), "number", "tensor-parallel ranks; need not divide the heads, may exceed them"),
+    "pp": Key(whole(1, MAX_RANKS), "number", "pipeline stages, split as vLLM splits them"),
+    "stages": Key(stage_list, "`n+n+…`", "layers of each pipeline stage, in place of pp"),
+    "pcp": Key(whole(1, MAX_RANKS), "number", "prefill context parallel ranks: replicas, unless dcp spans them"),
+    "dcp": Key(whole(1, MAX_RANKS), "number", "decode context parallel ranks: they share the tokens out"),
+    "interleave": Key(_SIZE, "number", "tokens in a row on one dcp rank; default: block"),
+    "block": Key(_SIZE, "number", "tokens of a scheduler block (`--block-size`), the unit of block ids"),
+    "kernel_block": Key(_SIZE, "number", "tokens of a physical block, a divisor of block; default: block"),
+    "blocks": Key(whole(1, 1 << 30), "number", "scheduler blocks in the cache"),
+    "layout": Key(choice(LAYOUTS), "name", f"order of the axes: {', '.join(LAYOUTS)}"),
+    "kv": Key(choice(("packed", "apart")), "name", "packed: a cell is `[K|V]`; apart: all of V behind all of K"),
+    "window": Key(window_of, "`n` or `n@layers`", "tokens of a sliding window, and which layers have it; default: all"),
+    "state_layers": Key(layer_list, "layers", "layers with a recurrent state in place of attention"),
+    "ssm": Key(state_shape, "`HxDxN` or `HxN`", "temporal state: heads (sharded) and the shape of one"),
+    "conv": Key(
+        conv_parts, "`x1536+B128+C128`", "convolution state: channels of its sub-projections; `*`: on every rank"
+    ),
+    "conv_width": Key(_SIZE, "number", "elements of a channel, the kernel's width less one"),
+    "conv_layout": Key(choice(("SD", "DS")), "name", "SD: channels innermost; DS: a channel's elements together"),
+    "state_dtype": Key(choice(DTYPE_BYTES), "name", "of the states; default: dtype"),
+    "names": Key(
+        name_template, "text with `{}`", "names of the layers with attention; a dump on the other side has its own"
+    ),
+    "state_names": Key(name_template, "text with `{}`", "names of the layers with states"),
+}
+
+
+def defaults() -> dict[str, str]:
+    """The default of every key that has one, as text for the documentation."""
+    shown = {}
+    for option in fields(ShortForm):
+        if option.name in KEYS and isinstance(option.default, (int, str)) and option.default:
+            shown[option.name] = str(option.default)
+    return shown

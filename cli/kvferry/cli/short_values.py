@@ -1,0 +1,126 @@
+"""The values of a short form: what each looks like, and what it is read as."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from kvferry.cli.errors import InvalidShortForm, one_of
+
+DTYPE_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3": 1,
+    "float8_e5m2": 1,
+}
+LAYOUTS = {
+    "HND": "LBHNC",
+    "NHD": "LBNHC",
+    **{name: name for name in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")},
+    "CPU": "LBHNC",
+}
+"""Axes from the outermost to the innermost: layers, blocks, heads, tokens, content (`[K|V]`)."""
+
+MAX_LAYERS = 4096
+MAX_RANKS = 4096
+MAX_SIZE = 65536
+
+
+class ConvPart(NamedTuple):
+    """A sub-projection of a convolution state.
+
+    Example: `B128` has 128 channels, shared out over the ranks; of `B128*` every rank has all.
+    """
+
+    name: str
+    channels: int
+    replicated: bool
+
+
+_LAYERS = r"[0-9]{1,5}(-[0-9]{1,5}(/[0-9]{1,5})?)?"
+
+
+def whole(low: int, high: int) -> Callable[[str, str], int]:
+    def read(key: str, text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,12}", text) or not low <= int(text) <= high:
+            raise InvalidShortForm(key, text, f"a whole number from {low} to {high}")
+        return int(text)
+
+    return read
+
+
+def choice(accepted: Mapping[str, object] | tuple[str, ...]) -> Callable[[str, str], str]:
+    def read(key: str, text: str) -> str:
+        for name in accepted:
+            if name.lower() == text.lower():
+                return name
+        raise InvalidShortForm(key, text, one_of(text, accepted))
+
+    return read
+
+
+def stage_list(key: str, text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[0-9]{1,5}(\+[0-9]{1,5})*", text) or "0" in {
+        size.lstrip("0") or "0" for size in text.split("+")
+    }:
+        raise InvalidShortForm(key, text, "layers of every stage joined by +, e.g. 20+12")
+    return tuple(int(size) for size in text.split("+"))
+
+
+def layer_list(key: str, text: str) -> str:
+    if text != "*" and not all(re.fullmatch(_LAYERS, item) for item in text.split("+")):
+        raise InvalidShortForm(key, text, "layers joined by +, e.g. 0-4+6, 0-30/2 for every second, or * for all")
+    return text
+
+
+def window_of(key: str, text: str) -> tuple[int, str]:
+    tokens, at, listed = text.partition("@")
+    count = whole(1, 1 << 40)(key, tokens)
+    return count, layer_list(key, listed) if at else "*"
+
+
+def layers_of(key: str, listed: str, layers: int) -> tuple[int, ...]:
+    """The layers of a list like `0-30/2+31`: single ones, ranges with their last, every n-th of a range."""
+    if listed == "*":
+        return tuple(range(layers))
+    chosen: set[int] = set()
+    for item in listed.split("+"):
+        span, _, every = item.partition("/")
+        first, _, last = span.partition("-")
+        low, high, step = int(first), int(last or first), int(every or 1)
+        if not low <= high < layers or step < 1:
+            raise InvalidShortForm(key, item, f"layers from 0 to {layers - 1}, the lower one first")
+        chosen.update(range(low, high + 1, step))
+    return tuple(sorted(chosen))
+
+
+def state_shape(key: str, text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", text):
+        raise InvalidShortForm(key, text, "heads and their shape joined by x, e.g. 24x64x128, or 1536x16")
+    sizes = tuple(int(size) for size in text.split("x"))
+    if sizes[0] > MAX_SIZE:
+        raise InvalidShortForm(key, text, f"at most {MAX_SIZE} heads")
+    return sizes
+
+
+def conv_parts(key: str, text: str) -> tuple[ConvPart, ...]:
+    parts = []
+    for item in text.split("+"):
+        found = re.fullmatch(r"([A-Za-z]{0,16})([1-9][0-9]{0,5})(\*?)", item)
+        if not found:
+            raise InvalidShortForm(
+                key, item, "names with channels, e.g. x1536+B128+C128, with * where every rank has all"
+            )
+        parts.append(ConvPart(found[1] or "x", int(found[2]), bool(found[3])))
+    names = [part.name for part in parts]
+    if len(set(names)) != len(names):
+        raise InvalidShortForm(key, text, "a name of its own for every sub-projection")
+    return tuple(parts)
+
+
+def name_template(key: str, text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_./:-]{0,120}\{\}[A-Za-z0-9_./:-]{0,120}", text):
+        raise InvalidShortForm(key, text, "a name with {} where the layer's number goes, e.g. model.layers.{}.attn")
+    return text
