@@ -8,9 +8,13 @@ anything. What remains is one descriptor per combination of the axes.
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.geometry import PagedTensor, Range
@@ -72,6 +76,11 @@ class Bundle:
         return self.unit_runs * self.run_bytes
 
 
+def grid(shape: Sequence[int]) -> np.ndarray:
+    """All combinations of the indices of axes, int64 `[axes, combinations]`; one empty combination without axes."""
+    return np.asarray(np.indices(shape, dtype=np.int64).reshape(len(shape), math.prod(shape)))
+
+
 class Part(NamedTuple):
     """What one slice contributes before merging: two tensors, the global heads, and how the tokens correspond."""
 
@@ -91,9 +100,20 @@ def bundle(parts: Sequence[Part]) -> tuple[Bundle, ...]:
     return _merge([_nest(index, part) for index, part in enumerate(parts)])
 
 
-def remote_runs(parts: Sequence[Part]) -> tuple[Bundle, ...]:
-    """The same for the remote side alone: the runs in which the bytes can be read when they may arrive in its shape."""
-    return _merge([_alone(_nest(index, part)) for index, part in enumerate(parts)])
+class Reading(enum.Enum):
+    """What is read of a block when the bytes may arrive in the producer's shape."""
+
+    UNITS = "units"
+    """The units that are needed, of the heads that are needed."""
+    BLOCKS = "blocks"
+    """Whole blocks, of the heads that are needed."""
+    ALL_HEADS = "blocks of all heads"
+    """Whole blocks of all heads that the producer worker holds."""
+
+
+def producer_runs(parts: Sequence[Part], reading: Reading) -> tuple[Bundle, ...]:
+    """The runs in which the bytes lie on the producer; both sides of these bundles are its side."""
+    return _merge([_producer_nest(index, part, reading) for index, part in enumerate(parts)])
 
 
 class _Nest(NamedTuple):
@@ -168,11 +188,13 @@ def _absorb(axes: Iterable[Axis], run_bytes: int) -> tuple[tuple[Axis, ...], int
             return tuple(left), run_bytes
 
 
-def _alone(nest: _Nest) -> _Nest:
-    """The nest with its remote side on both sides."""
-    axes = tuple(Axis(axis.steps, axis.remote_stride, axis.remote_stride) for axis in nest.axes)
-    axes, run_bytes = _absorb(axes, nest.run_bytes)
-    return nest._replace(axes=axes, run_bytes=run_bytes, local_pace=nest.remote_pace, local_base=nest.remote_base)
+def _producer_nest(index: int, part: Part, reading: Reading) -> _Nest:
+    remote, heads, tokens = part.remote, part.heads, part.tokens
+    if reading is not Reading.UNITS and not tokens.is_state:
+        tokens = TokenMap(tokens.group, remote.block_tokens, tokens.remote, tokens.remote)
+    if reading is Reading.ALL_HEADS:
+        heads = remote.heads
+    return _nest(index, Part(remote, remote, heads, tokens))
 
 
 def _merge(nests: list[_Nest]) -> tuple[Bundle, ...]:

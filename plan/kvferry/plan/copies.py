@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def route_copies(route: Route, units: Mapping[TokenMap, UnitPairs]) -> tuple[Cop
     found = []
     for placing in Placing:
         bundles = tuple(bundle for bundle in route.bundles if route.placing_of(bundle) is placing)
-        part = Route(route.worker, route.place, route.slices, bundles, route.expected)
+        part = replace(route, bundles=bundles)
         for table in route_tables(part, 0, 0):
             pairs = descriptor_pairs(table, units)
             found.append(Copies(*_expand(table, pairs.local, pairs.remote), placing))

@@ -5,6 +5,7 @@ All constants are here. They are the published ones until a machine's own have b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 DIRECT_MIN_BYTES = 16 << 10
@@ -19,11 +20,13 @@ class Costs:
         direct_min_bytes: run length at which a descriptor takes as long as its bytes.
         link_gb_s: bandwidth of the link, GB/s.
         relayout_gb_s: bandwidth of the relayout, bytes read and written, GB/s.
+        staged_run_bytes: longest run that the staging pool takes; 0 where there is no pool.
     """
 
     direct_min_bytes: int = DIRECT_MIN_BYTES
     link_gb_s: float = 50.0
     relayout_gb_s: float = 1500.0
+    staged_run_bytes: int = 32 << 20
 
     @property
     def descriptor_s(self) -> float:
@@ -44,24 +47,35 @@ PUBLISHED = Costs()
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """How bytes are placed, and why."""
+class Offer:
+    """A way of reading in the producer's shape: what is read for each byte that is needed, in how long runs."""
 
-    staged: bool
+    read_bytes: float
+    descriptors: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How bytes are placed, and why. `offer` is the index of the offer that was taken, None for direct."""
+
+    offer: int | None
     reason: str
 
 
-def choose(costs: Costs, num_bytes: int, direct_runs: int, staged_runs: int) -> Choice:
-    """Choose for `num_bytes`: `direct_runs` descriptors when read in place, `staged_runs` when read as they lie.
+def choose(costs: Costs, num_bytes: float, descriptors: float, offers: Sequence[Offer]) -> Choice:
+    """Choose between reading `num_bytes` in place by `descriptors` and the offers to read them as they lie.
 
     Runs of `direct_min_bytes` and more are never staged: there the descriptors hide behind the bytes.
     """
-    length = num_bytes // direct_runs
+    length = num_bytes / descriptors
     if length >= costs.direct_min_bytes:
-        return Choice(False, f"runs of {length} B, from {costs.direct_min_bytes} B on descriptors are cheap")
-    direct_s = costs.read_s(num_bytes, direct_runs)
-    staged_s = costs.read_s(num_bytes, staged_runs) + costs.relayout_s(num_bytes)
-    if staged_s >= direct_s:
-        longest = num_bytes // staged_runs
-        return Choice(False, f"runs of {length} B, and of no more than {longest} B on the producer")
-    return Choice(True, f"runs of {length} B, but of {num_bytes // staged_runs} B on the producer")
+        return Choice(None, f"runs of {length:.0f} B, and from {costs.direct_min_bytes} B on descriptors are cheap")
+    times = [costs.read_s(offer.read_bytes, offer.descriptors) + costs.relayout_s(num_bytes) for offer in offers]
+    best = min(range(len(offers)), key=times.__getitem__, default=None)
+    if best is None or times[best] >= costs.read_s(num_bytes, descriptors):
+        return Choice(None, f"runs of {length:.0f} B, and no better ones on the producer")
+    offer = offers[best]
+    reason = f"runs of {length:.0f} B, but of {offer.read_bytes / offer.descriptors:.0f} B on the producer"
+    if offer.read_bytes > num_bytes:
+        reason += f", where {offer.read_bytes / num_bytes:.3g} times the bytes are read"
+    return Choice(best, reason)

@@ -7,7 +7,6 @@ preparing costs O(tensors × slices), never O(blocks).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.bundles import Axis, Bundle, Pace
+from kvferry.plan.bundles import Axis, Bundle, Pace, grid
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Route
 
@@ -166,11 +165,6 @@ def _fold(axes: Sequence[Axis], side: _Side) -> _Fold | None:
     return None
 
 
-def _grid(shape: Sequence[int]) -> np.ndarray:
-    """All combinations of the indices of axes, int64 `[axes, combinations]`; one empty combination without axes."""
-    return np.asarray(np.indices(shape, dtype=np.int64).reshape(len(shape), math.prod(shape)))
-
-
 class _Rows:
     """The rows of one side of a table, as they are added."""
 
@@ -189,24 +183,26 @@ class _Rows:
             int32 `[bases × runs, positions]`, the first descriptor of each; and the descriptors per block.
         """
         pace, positions = side.pace, side.positions
-        grid = _grid([axis.steps for axis in bundle.axes])
+        every = grid([axis.steps for axis in bundle.axes])
         strides = np.array(side.strides, dtype=np.int64)
         at = np.arange(positions, dtype=np.int64)
         fold = _fold(bundle.axes, side)
         if fold is None:
             step = 1
-            row_of = (np.arange(grid.shape[1], dtype=np.int64) * positions)[:, None] + at
+            row_of = (np.arange(every.shape[1], dtype=np.int64) * positions)[:, None] + at
             inside = np.zeros_like(row_of)
-            offsets = ((strides @ grid)[:, None] + at * pace.position_stride).ravel()
+            offsets = ((strides @ every)[:, None] + at * pace.position_stride).ravel()
         else:
             step = fold.steps
             others = [index for index in range(len(bundle.axes)) if index != fold.axis]
             shape = [bundle.axes[index].steps for index in others]
-            row = np.ravel_multi_index(tuple(grid[others]), shape) if shape else np.zeros(grid.shape[1], dtype=np.int64)
+            row = (
+                np.ravel_multi_index(tuple(every[others]), shape) if shape else np.zeros(every.shape[1], dtype=np.int64)
+            )
             row_of = np.repeat(row[:, None], positions, axis=1)
-            inner = grid[fold.axis] if fold.axis is not None else np.zeros(grid.shape[1], dtype=np.int64)
+            inner = every[fold.axis] if fold.axis is not None else none
             inside = inner[:, None] + at * fold.axis_steps
-            offsets = np.asarray(strides[others] @ _grid(shape))
+            offsets = np.asarray(strides[others] @ grid(shape))
         per_row = pace.blocks * step
         first_rows = np.arange(len(side.bases), dtype=np.int64)[:, None, None] * len(offsets)
         starts = self._descriptors + (first_rows + row_of) * per_row + inside

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvferry.plan.assignment import Assignment, Lack, assign
-from kvferry.plan.bundles import Bundle, Part, bundle, remote_runs
-from kvferry.plan.cost import PUBLISHED, Costs, choose
+from kvferry.plan.bundles import Bundle, Part, Reading, bundle
+from kvferry.plan.cost import PUBLISHED, Costs, Offer, choose
 from kvferry.plan.refusal import PlanRefused, Reason
+from kvferry.plan.staging import Source, differs, offers, sources
 from kvferry.plan.tokens import map_tokens
 from kvferry.plan.transfer_plan import Placing, Route, Slice, TransferPlan
 from kvferry.plan.validity import check_description
@@ -71,7 +72,7 @@ def _plan(
     here = consumer.workers[worker]
     local = {tensor.name: tensor for tensor in here.tensors}
     routes = []
-    for index, sources in assignment.sources[worker].items():
+    for index, wanted in assignment.sources[worker].items():
         there = producer.workers[index]
         remote = {tensor.name: tensor for tensor in there.tensors}
         parts = [
@@ -86,23 +87,36 @@ def _plan(
                     remote[source.name],
                 ),
             )
-            for source in sources
+            for source in wanted
         ]
         bundles = bundle(parts)
-        routes.append(Route(index, there.place, _slices(parts, bundles, costs), bundles, assignment.expected(index)))
+        slices, staged = _place(parts, bundles, costs)
+        routes.append(Route(index, there.place, slices, bundles, staged, assignment.expected(index)))
     routes += [
-        Route(index, producer.workers[index].place, (), (), assignment.expected(index))
+        Route(index, producer.workers[index].place, (), (), (), assignment.expected(index))
         for index in assignment.released[worker]
     ]
     return TransferPlan(producer.engine_id, here.place, worker, tuple(routes))
 
 
-def _slices(parts: Sequence[Part], bundles: Iterable[Bundle], costs: Costs) -> tuple[Slice, ...]:
+def _place(
+    parts: Sequence[Part], bundles: Sequence[Bundle], costs: Costs
+) -> tuple[tuple[Slice, ...], tuple[Source, ...]]:
+    """Decide for every bundle how it is placed."""
+    short = [index for one in bundles if one.run_bytes < costs.direct_min_bytes for of in one.members for index in of]
+    readings = [reading for reading in Reading if any(differs(parts[index], reading) for index in short)]
+    possible = [_offers_of([parts[i] for i in short], short, reading, costs) for reading in readings]
     slices: dict[int, Slice] = {}
+    chosen: dict[int, Reading] = {}
     for one in bundles:
         members = [member for of_place in one.members for member in of_place]
-        staged = sum(other.unit_runs for other in remote_runs([parts[member] for member in members]))
-        choice = choose(costs, one.unit_bytes, one.unit_runs, staged)
+        usable = [(of, reading) for of, reading in zip(possible, readings, strict=True) if of.keys() >= set(members)]
+        offers = [
+            Offer(sum(of[m].read_bytes for m in members), sum(of[m].descriptors for m in members)) for of, _ in usable
+        ]
+        choice = choose(costs, one.unit_bytes, one.unit_runs, offers)
+        if choice.offer is not None:
+            chosen.update(dict.fromkeys(members, usable[choice.offer][1]))
         for of_place in one.members:
             for member in of_place:
                 part = parts[member]
@@ -111,12 +125,32 @@ def _slices(parts: Sequence[Part], bundles: Iterable[Bundle], costs: Costs) -> t
                     remote=part.remote,
                     heads=part.heads,
                     tokens=part.tokens,
-                    placing=Placing.STAGED if choice.staged else Placing.DIRECT,
+                    placing=Placing.DIRECT if choice.offer is None else Placing.STAGED,
                     reason=choice.reason,
                     run_bytes=one.run_bytes,
                     unit_runs=one.runs_per_place / len(of_place),
                 )
-    return tuple(slices[index] for index in range(len(parts)))
+    return tuple(slices[index] for index in range(len(parts))), _sources(parts, bundles, chosen, costs)
+
+
+def _offers_of(short: Sequence[Part], indices: Sequence[int], reading: Reading, costs: Costs) -> dict[int, Offer]:
+    return {indices[index]: offer for index, offer in offers(short, reading, costs.staged_run_bytes).items()}
+
+
+def _sources(
+    parts: Sequence[Part], bundles: Sequence[Bundle], chosen: dict[int, Reading], costs: Costs
+) -> tuple[Source, ...]:
+    """The sources of what was chosen. Runs may be shorter when not everything is staged: what no longer fits whole
+    blocks is read by units, which always does."""
+    for reading in (Reading.BLOCKS, Reading.ALL_HEADS):
+        members = [index for index in chosen if chosen[index] is reading]
+        still = _offers_of([parts[index] for index in members], members, reading, costs) if members else {}
+        lost = {index for index in members if index not in still}
+        for one in bundles:
+            own = [member for of_place in one.members for member in of_place]
+            if lost & set(own):
+                chosen.update(dict.fromkeys(own, Reading.UNITS))
+    return sources(parts, bundles, chosen)
 
 
 def _model_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
@@ -154,8 +188,8 @@ def _tensor_reasons(
     told: set[tuple[str, str, str]] = set()
     for here, read in zip(consumer.workers, assignment.sources, strict=True):
         local = {tensor.name: tensor for tensor in here.tensors}
-        for index, sources in read.items():
-            for source in sources:
+        for index, wanted in read.items():
+            for source in wanted:
                 for reason in _differences(consumer, local[source.name], remote[index][source.name]):
                     key = (reason.field, reason.producer, reason.consumer)
                     if key not in told:

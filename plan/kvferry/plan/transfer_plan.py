@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from kvferry.plan.bundles import Bundle
+from kvferry.plan.staging import Source
 from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.geometry import PagedTensor, Place, Range
 
@@ -70,7 +71,8 @@ class Route:
         worker: index of the worker in the producer's description.
         place: its place.
         slices: what is read; empty when the worker only has to be told that its copy is not needed.
-        bundles: the slices merged into runs; `members` index `slices`.
+        bundles: the slices merged into the runs that both sides share; `members` index `slices`.
+        sources: what is staged, in the runs of the producer.
         expected: how many consumer workers report `done` to this producer worker.
     """
 
@@ -78,6 +80,7 @@ class Route:
     place: Place
     slices: tuple[Slice, ...]
     bundles: tuple[Bundle, ...]
+    sources: tuple[Source, ...]
     expected: int
 
     def placing_of(self, bundle: Bundle) -> Placing:
