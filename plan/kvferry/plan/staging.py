@@ -1,0 +1,170 @@
+"""Reading in the producer's shape: which long runs go to the staging pool, and how they get to their places from there.
+
+A *source* is a bundle of runs on the producer. For one source unit (a unit, or a whole block) each of its runs fills
+one chunk of the pool, of exactly the run's bytes. A *placement* says how the bytes of such chunks get into the caches: for
+every piece, the run whose chunk holds it and the offset in it, the address that it belongs to at block 0, position 0,
+and the axes that both have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.plan.bundles import Axis, Bundle, Part, Reading, grid, producer_runs
+from kvferry.plan.cost import Offer
+from kvferry.plan.tokens import TokenMap
+
+
+class Piece(NamedTuple):
+    """One piece: in the chunk of run `run`, `offset` bytes from its start; it belongs to `local_base`."""
+
+    run: int
+    offset: int
+    local_base: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Pieces that are put in place alike.
+
+    Attributes:
+        run_bytes: contiguous bytes, in the chunk and in the cache.
+        axes: around a run; the remote strides are those inside a chunk.
+        block_stride, position_stride: from one local unit to the next.
+        source_position_stride: from one unit to the next inside a chunk that holds a whole block, else 0.
+        pieces: where they are.
+    """
+
+    run_bytes: int
+    axes: tuple[Axis, ...]
+    block_stride: int
+    position_stride: int
+    source_position_stride: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Runs on the producer, and where their bytes belong.
+
+    Attributes:
+        tokens: how the tokens correspond; the units of the placements.
+        reading: what is read of a block.
+        bundle: the runs; run `r` of place `i` and combination `c` of its axes is number `i·combinations + c`.
+        placements: where the bytes belong.
+    """
+
+    tokens: TokenMap
+    reading: Reading
+    bundle: Bundle
+    placements: tuple[Placement, ...]
+
+    @property
+    def whole_blocks(self) -> bool:
+        return self.reading is not Reading.UNITS and not self.tokens.is_state
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of the pool that one source unit takes."""
+        return self.bundle.unit_bytes
+
+
+def differs(part: Part, reading: Reading) -> bool:
+    """Whether a part's reading is another one than those before it in `Reading`."""
+    if reading is Reading.BLOCKS:
+        return not part.tokens.is_state and part.tokens.unit_tokens < part.remote.block_tokens
+    return reading is Reading.UNITS or len(part.heads) < len(part.remote.heads)
+
+
+def offers(parts: Sequence[Part], reading: Reading, most_bytes: int) -> Mapping[int, Offer]:
+    """What each part takes when it is read in the producer's shape, for one unit of its token map.
+
+    Parts that cannot be read this way, or only in runs of more than `most_bytes`, are left out.
+    """
+    found: dict[int, Offer] = {}
+    for one in producer_runs(parts, reading):
+        if one.run_bytes > most_bytes:
+            continue
+        for members in one.members:
+            if not all(_fits(parts[member], one, reading) for member in members):
+                continue
+            for member in members:
+                runs = one.runs_per_place / len(members) / _units_of_block(parts[member], reading)
+                found[member] = Offer(runs * one.run_bytes, runs)
+    return found
+
+
+def sources(parts: Sequence[Part], bundles: Sequence[Bundle], chosen: Mapping[int, Reading]) -> tuple[Source, ...]:
+    """The sources of the parts that are staged.
+
+    Args:
+        bundles: the parts as they are merged for both sides; their members index `parts`.
+        chosen: per staged part how it is read; all parts of a bundle alike, and such that `offers` has it.
+    """
+    found: list[Source] = []
+    for reading in Reading:
+        members = [index for index in range(len(parts)) if chosen.get(index) is reading]
+        for one in producer_runs([parts[index] for index in members], reading):
+            places = {members[member]: place for place, of in enumerate(one.members) for member in of}
+            for tokens in dict.fromkeys(parts[member].tokens for member in places):
+                own = {member: place for member, place in places.items() if parts[member].tokens == tokens}
+                found.append(Source(tokens, reading, one, _placements(bundles, one, own, reading)))
+    return tuple(found)
+
+
+def _fits(part: Part, one: Bundle, reading: Reading) -> bool:
+    """Whether what is not needed lies inside the runs: else reading more of a block would only add runs."""
+    if reading is Reading.UNITS or part.tokens.is_state:
+        return True
+    outside = {(axis.steps, axis.remote_stride) for axis in one.axes}
+    remote = part.remote
+    if (remote.tiles, remote.tile_stride) in outside and remote.tiles > 1:
+        return False
+    all_heads = (len(remote.heads), remote.head_stride)
+    return reading is Reading.BLOCKS or len(remote.heads) == 1 or all_heads not in outside
+
+
+def _units_of_block(part: Part, reading: Reading) -> float:
+    """Units of a producer's block that are needed: what a block's reading is spread over."""
+    if reading is Reading.UNITS or part.tokens.is_state:
+        return 1.0
+    here, there = part.tokens.local.share, part.tokens.remote.share
+    return part.tokens.positions(part.tokens.remote) / (1 if here.ranks == 1 or here == there else here.ranks)
+
+
+def _placements(
+    bundles: Sequence[Bundle], source: Bundle, places: Mapping[int, int], reading: Reading
+) -> tuple[Placement, ...]:
+    """Where the bytes of a source belong; `places` says of each part at which place of the source it is."""
+    outside = {(axis.steps, axis.remote_stride) for axis in source.axes}
+    combinations = grid([axis.steps for axis in source.axes]).T
+    found = []
+    for one in bundles:
+        across = {(axis.steps, axis.remote_stride): axis.local_stride for axis in one.axes}
+        steps = np.array([across.get((axis.steps, axis.remote_stride), 0) for axis in source.axes], dtype=np.int64)
+        pieces = []
+        for (local_base, remote_base), members in zip(one.bases, one.members, strict=True):
+            if members[0] not in places:
+                continue
+            place = places[members[0]]
+            offset = remote_base - source.bases[place][1]
+            pieces += [
+                Piece(place * source.runs_per_place + number, offset, local_base + int(steps @ combination))
+                for number, combination in enumerate(combinations)
+            ]
+        if pieces:
+            whole = reading is not Reading.UNITS and not one.tokens.is_state
+            placement = Placement(
+                run_bytes=one.run_bytes,
+                axes=tuple(axis for axis in one.axes if (axis.steps, axis.remote_stride) not in outside),
+                block_stride=one.local_pace.block_stride,
+                position_stride=one.local_pace.position_stride,
+                source_position_stride=one.remote_pace.position_stride if whole else 0,
+                pieces=tuple(pieces),
+            )
+            found.append(placement)
+    return tuple(found)
