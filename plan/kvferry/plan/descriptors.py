@@ -196,9 +196,8 @@ class _Rows:
             step = fold.steps
             others = [index for index in range(len(bundle.axes)) if index != fold.axis]
             shape = [bundle.axes[index].steps for index in others]
-            row = (
-                np.ravel_multi_index(tuple(every[others]), shape) if shape else np.zeros(every.shape[1], dtype=np.int64)
-            )
+            none = np.zeros(every.shape[1], dtype=np.int64)
+            row = np.ravel_multi_index(tuple(every[others]), shape) if shape else none
             row_of = np.repeat(row[:, None], positions, axis=1)
             inner = every[fold.axis] if fold.axis is not None else none
             inside = inner[:, None] + at * fold.axis_steps

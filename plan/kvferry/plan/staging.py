@@ -1,9 +1,9 @@
 """Reading in the producer's shape: which long runs go to the staging pool, and how they get to their places from there.
 
 A *source* is a bundle of runs on the producer. For one source unit (a unit, or a whole block) each of its runs fills
-one chunk of the pool, of exactly the run's bytes. A *placement* says how the bytes of such chunks get into the caches: for
-every piece, the run whose chunk holds it and the offset in it, the address that it belongs to at block 0, position 0,
-and the axes that both have in common.
+one chunk of the pool, of exactly the run's bytes. A *placement* says how the bytes of such chunks get into the caches:
+for every piece, the run whose chunk holds it and the offset in it, the address that it belongs to at block 0,
+position 0, and the axes that both have in common.
 """
 
 from __future__ import annotations
