@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,7 +82,10 @@ def grid(shape: Sequence[int]) -> np.ndarray:
 
 
 class Part(NamedTuple):
-    """What one slice contributes before merging: two tensors, the global heads, and how the tokens correspond."""
+    """What one slice contributes before merging: two tensors, the global heads, and how the tokens correspond.
+
+    Parts with the same correspondence share one token map object: shapes are told apart by it.
+    """
 
     local: PagedTensor
     remote: PagedTensor
@@ -97,7 +100,7 @@ def bundle(parts: Sequence[Part]) -> tuple[Bundle, ...]:
     tile stride 16 and V 8 bytes behind K, the result is one bundle with one run of 128 bytes. Where the remote side
     has the tokens outermost (head stride 16, tile stride 32), K and V still merge, and 8 runs of 16 bytes remain.
     """
-    return _merge([_nest(index, part) for index, part in enumerate(parts)])
+    return _merge(parts)
 
 
 class Reading(enum.Enum):
@@ -113,44 +116,89 @@ class Reading(enum.Enum):
 
 def producer_runs(parts: Sequence[Part], reading: Reading) -> tuple[Bundle, ...]:
     """The runs in which the bytes lie on the producer; both sides of these bundles are its side."""
-    return _merge([_producer_nest(index, part, reading) for index, part in enumerate(parts)])
+    maps: dict[int, TokenMap] = {}
+    return _merge([_producer_part(part, reading, maps) for part in parts])
 
 
-class _Nest(NamedTuple):
+class _Loops(NamedTuple):
+    """How a nest goes on, its run apart."""
+
     tokens: TokenMap
     axes: tuple[Axis, ...]
     local_pace: Pace
     remote_pace: Pace
+
+
+class _Nest(NamedTuple):
+    loops: _Loops
     run_bytes: int
     local_base: int
     remote_base: int
     members: tuple[int, ...]
 
 
-_LOOPS = 4
-"""The fields of a nest that say how it goes on, its run apart."""
-_LOOPS_AND_RUN = 5
+class _Loom:
+    """Makes nests. Equal loops are one object, found once per shape: layers differ only in where they are."""
+
+    def __init__(self) -> None:
+        self._by_shape: dict[tuple[object, ...], tuple[_Loops, int]] = {}
+        self._equal: dict[_Loops, _Loops] = {}
+        self._grown: dict[tuple[int, int], tuple[_Loops, int]] = {}
+
+    def nest(self, index: int, part: Part) -> _Nest:
+        """The nest of one part."""
+        local, remote, heads, tokens = part
+        shape = (_shape(local), _shape(remote), len(heads), id(tokens))
+        found = self._by_shape.get(shape)
+        if found is None:
+            found = self._by_shape[shape] = self._loops(part)
+        return _Nest(
+            *found,
+            local.base + (heads.start - local.heads.start) * local.head_stride,
+            remote.base + (heads.start - remote.heads.start) * remote.head_stride,
+            (index,),
+        )
+
+    def grow(self, nest: _Nest) -> _Nest:
+        """The nest with every axis absorbed that continues its run."""
+        key = (id(nest.loops), nest.run_bytes)
+        found = self._grown.get(key)
+        if found is None:
+            axes, run_bytes = _absorb(nest.loops.axes, nest.run_bytes)
+            found = self._grown[key] = (self._one(nest.loops._replace(axes=axes)), run_bytes)
+        return nest if found[1] == nest.run_bytes else nest._replace(loops=found[0], run_bytes=found[1])
+
+    def _loops(self, part: Part) -> tuple[_Loops, int]:
+        local, remote, heads, tokens = part
+        tiles = local.tiles if tokens.is_state else tokens.unit_tokens // local.tile_tokens
+        elements, contiguous = _elements(local, remote)
+        axes = [
+            Axis(len(heads), local.head_stride, remote.head_stride),
+            Axis(tiles, local.tile_stride, remote.tile_stride),
+            *elements,
+        ]
+        merged, run_bytes = _absorb(axes, contiguous)
+        steps = (0, 0) if tokens.is_state else (tiles * local.tile_stride, tiles * remote.tile_stride)
+        local_pace = Pace(local.block_stride, steps[0], local.blocks)
+        remote_pace = Pace(remote.block_stride, steps[1], remote.blocks)
+        return self._one(_Loops(tokens, merged, local_pace, remote_pace)), run_bytes
+
+    def _one(self, loops: _Loops) -> _Loops:
+        return self._equal.setdefault(loops, loops)
 
 
-def _nest(index: int, part: Part) -> _Nest:
-    local, remote, heads, tokens = part
-    tiles = local.tiles if tokens.is_state else tokens.unit_tokens // local.tile_tokens
-    axes = [
-        Axis(len(heads), local.head_stride, remote.head_stride),
-        Axis(tiles, local.tile_stride, remote.tile_stride),
-    ]
-    elements, contiguous = _elements(local, remote)
-    merged, run_bytes = _absorb(axes + elements, contiguous)
-    local_step, remote_step = (0, 0) if tokens.is_state else (tiles * local.tile_stride, tiles * remote.tile_stride)
-    return _Nest(
-        tokens=tokens,
-        axes=merged,
-        local_pace=Pace(local.block_stride, local_step, local.blocks),
-        remote_pace=Pace(remote.block_stride, remote_step, remote.blocks),
-        run_bytes=run_bytes,
-        local_base=local.base + (heads.start - local.heads.start) * local.head_stride,
-        remote_base=remote.base + (heads.start - remote.heads.start) * remote.head_stride,
-        members=(index,),
+def _shape(tensor: PagedTensor) -> tuple[int, ...]:
+    """Everything that a nest depends on, where it is apart."""
+    return (
+        tensor.blocks,
+        tensor.block_tokens,
+        tensor.block_stride,
+        tensor.head_stride,
+        tensor.tile_tokens,
+        tensor.tile_stride,
+        tensor.cell_bytes,
+        tensor.element_bytes,
+        tensor.element_stride,
     )
 
 
@@ -188,47 +236,43 @@ def _absorb(axes: Iterable[Axis], run_bytes: int) -> tuple[tuple[Axis, ...], int
             return tuple(left), run_bytes
 
 
-def _producer_nest(index: int, part: Part, reading: Reading) -> _Nest:
+def _producer_part(part: Part, reading: Reading, maps: dict[int, TokenMap]) -> Part:
+    """The part with the producer's side on both sides; `maps` keeps one token map of the producer for each."""
     remote, heads, tokens = part.remote, part.heads, part.tokens
     if reading is not Reading.UNITS and not tokens.is_state:
-        tokens = TokenMap(tokens.group, remote.block_tokens, tokens.remote, tokens.remote)
-    if reading is Reading.ALL_HEADS:
-        heads = remote.heads
-    return _nest(index, Part(remote, remote, heads, tokens))
+        whole = TokenMap(tokens.group, remote.block_tokens, tokens.remote, tokens.remote)
+        tokens = maps.setdefault(id(tokens), whole)
+    return Part(remote, remote, remote.heads if reading is Reading.ALL_HEADS else heads, tokens)
 
 
-def _merge(nests: list[_Nest]) -> tuple[Bundle, ...]:
+def _merge(parts: Sequence[Part]) -> tuple[Bundle, ...]:
+    loom = _Loom()
+    nests = [loom.nest(index, part) for index, part in enumerate(parts)]
     while True:
-        joined: list[_Nest] = []
-        for alike in _grouped(nests, _LOOPS):
-            joined += _join(alike)
-        grown = []
-        for nest in joined:
-            axes, run_bytes = _absorb(nest.axes, nest.run_bytes)
-            grown.append(nest if run_bytes == nest.run_bytes else nest._replace(axes=axes, run_bytes=run_bytes))
-        settled = len(grown) == len(nests)
-        nests = grown
+        joined = [nest for alike in _grouped(nests, lambda nest: id(nest.loops)) for nest in _join(alike)]
+        settled = len(joined) == len(nests)
+        nests = [loom.grow(nest) for nest in joined]
         if settled:
             break
     return tuple(
         Bundle(
-            tokens=alike[0].tokens,
+            tokens=alike[0].loops.tokens,
             run_bytes=alike[0].run_bytes,
-            axes=alike[0].axes,
-            local_pace=alike[0].local_pace,
-            remote_pace=alike[0].remote_pace,
+            axes=alike[0].loops.axes,
+            local_pace=alike[0].loops.local_pace,
+            remote_pace=alike[0].loops.remote_pace,
             bases=tuple((nest.local_base, nest.remote_base) for nest in alike),
             members=tuple(nest.members for nest in alike),
         )
-        for alike in _grouped(nests, _LOOPS_AND_RUN)
+        for alike in _grouped(nests, lambda nest: (id(nest.loops), nest.run_bytes))
     )
 
 
-def _grouped(nests: Iterable[_Nest], fields: int) -> list[list[_Nest]]:
-    """The nests by their first `fields` fields, in the order of their first appearance."""
-    groups: dict[tuple[object, ...], list[_Nest]] = {}
+def _grouped(nests: Iterable[_Nest], key: Callable[[_Nest], object]) -> list[list[_Nest]]:
+    """The nests by a key, in the order of its first appearance."""
+    groups: dict[object, list[_Nest]] = {}
     for nest in nests:
-        groups.setdefault(nest[:fields], []).append(nest)
+        groups.setdefault(key(nest), []).append(nest)
     return list(groups.values())
 
 
@@ -252,6 +296,6 @@ def _adjacent(last: _Nest, nest: _Nest) -> bool:
     length = last.run_bytes + nest.run_bytes
     return (
         nest.local_base - last.local_base == last.run_bytes == nest.remote_base - last.remote_base
-        and length <= last.local_pace.block_stride
-        and length <= last.remote_pace.block_stride
+        and length <= last.loops.local_pace.block_stride
+        and length <= last.loops.remote_pace.block_stride
     )

@@ -9,7 +9,7 @@ from kvferry.plan.bundles import Bundle, Part, Reading, bundle
 from kvferry.plan.cost import PUBLISHED, Costs, Offer, choose
 from kvferry.plan.refusal import PlanRefused, Reason
 from kvferry.plan.staging import Source, differs, offers, sources
-from kvferry.plan.tokens import map_tokens
+from kvferry.plan.tokens import TokenMap, map_tokens
 from kvferry.plan.transfer_plan import Placing, Route, Slice, TransferPlan
 from kvferry.plan.validity import check_description
 from kvferry.protocol.geometry import PagedTensor
@@ -72,20 +72,13 @@ def _plan(
     here = consumer.workers[worker]
     local = {tensor.name: tensor for tensor in here.tensors}
     routes = []
+    maps = _TokenMaps(consumer)
     for index, wanted in assignment.sources[worker].items():
         there = producer.workers[index]
         remote = {tensor.name: tensor for tensor in there.tensors}
         parts = [
             Part(
-                local[source.name],
-                remote[source.name],
-                source.heads,
-                map_tokens(
-                    local[source.name].group,
-                    consumer.groups[local[source.name].group].policy,
-                    local[source.name],
-                    remote[source.name],
-                ),
+                local[source.name], remote[source.name], source.heads, maps.of(local[source.name], remote[source.name])
             )
             for source in wanted
         ]
@@ -97,6 +90,23 @@ def _plan(
         for index in assignment.released[worker]
     ]
     return TransferPlan(producer.engine_id, here.place, worker, tuple(routes))
+
+
+class _TokenMaps:
+    """Token maps by what they depend on, each one object."""
+
+    def __init__(self, consumer: EngineDescription) -> None:
+        self._policies = [group.policy for group in consumer.groups]
+        self._found: dict[tuple[object, ...], TokenMap] = {}
+
+    def of(self, local: PagedTensor, remote: PagedTensor) -> TokenMap:
+        """The token map of two tensors."""
+        sides = (local.block_tokens, local.blocks, local.interleave, remote.block_tokens, remote.blocks)
+        key = (local.group, *sides, remote.interleave)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = map_tokens(local.group, self._policies[local.group], local, remote)
+        return found
 
 
 def _place(

@@ -21,9 +21,15 @@ def check_description(engine: EngineDescription) -> None:
         names = [tensor.name for tensor in worker.tensors]
         if len(set(names)) != len(names):
             raise InvalidMessage(f"workers[{index}].tensors", f"{len(names)} tensors", "distinct names")
+        shapes: set[tuple[object, ...]] = set()
         blocks_of: dict[int, tuple[int, int, Interleave]] = {}
         for tensor in worker.tensors:
             where = f"workers[{index}].{tensor.layer}/{tensor.kind}"
+            _check_base(where, tensor)
+            shape = _shape(tensor)
+            if shape in shapes:
+                continue  # like another layer, which has been checked
+            shapes.add(shape)
             _check_tensor(engine, where, tensor)
             # One list of blocks addresses every tensor of a group.
             found = (tensor.blocks, tensor.block_tokens, share_of(tensor))
@@ -39,6 +45,29 @@ def _blocks(found: tuple[int, int, Interleave]) -> str:
     blocks, tokens, share = found
     rank = f" on rank {share.rank} of {share.ranks}, runs of {share.run_tokens}" if share.ranks > 1 else ""
     return f"{blocks} blocks of {tokens} tokens{rank}"
+
+
+def _shape(tensor: PagedTensor) -> tuple[object, ...]:
+    """Everything about a tensor that can contradict itself, its address apart."""
+    return (
+        tensor.group,
+        tensor.blocks,
+        tensor.block_tokens,
+        tensor.block_stride,
+        tensor.heads,
+        tensor.head_stride,
+        tensor.tile_tokens,
+        tensor.tile_stride,
+        tensor.cell_bytes,
+        tensor.element_bytes,
+        tensor.element_stride,
+        tensor.interleave,
+    )
+
+
+def _check_base(where: str, tensor: PagedTensor) -> None:
+    if tensor.base + (tensor.blocks - 1) * tensor.block_stride + tensor.block_extent > 1 << 63:
+        raise InvalidMessage(f"{where}.base", tensor.base, "an address whose last cell ends below 2**63")
 
 
 def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) -> None:
@@ -57,8 +86,6 @@ def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) ->
     pieces = tensor.cell_bytes // element if element else 1
     if len(tensor.heads) * tensor.tiles * pieces > 1 << 20:
         raise InvalidMessage(f"{where}.heads", tensor.heads, "at most 2**20 pieces of cells in a block")
-    if tensor.base + (tensor.blocks - 1) * tensor.block_stride + tensor.block_extent > 1 << 63:
-        raise InvalidMessage(f"{where}.base", tensor.base, "an address whose last cell ends below 2**63")
     group = engine.groups[tensor.group]
     if group.policy != "state" and group.block_tokens % tensor.block_tokens:
         raise InvalidMessage(f"{where}.block_tokens", tensor.block_tokens, f"a divisor of {group.block_tokens}")
