@@ -1,0 +1,184 @@
+"""What must have happened to a consumer worker's memory, and whether the copies of a plan did that and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.protocol.geometry import PagedTensor
+from kvferry.protocol.handshake import CacheGroup, EngineDescription
+from tests.geometry.cells import (
+    NULL_BLOCK,
+    UNNAMED,
+    Cells,
+    Ints,
+    Memory,
+    byte_addresses,
+    byte_names,
+    cells_of,
+    spell,
+)
+from tests.geometry.requests import Request
+
+Bools = npt.NDArray[np.bool_]
+
+_UNUSED = -2
+"""The name of a byte in the request's own blocks that no token has filled."""
+
+
+@dataclass(frozen=True)
+class CopyList:
+    """Elementary copies from one producer worker: addresses there, addresses here, bytes."""
+
+    producer: int
+    src: Ints
+    dst: Ints
+    num_bytes: Ints
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One consumer worker's memory as the request must leave it; arrays of one element a byte of memory.
+
+    Attributes:
+        names: what belongs in every byte of the request's tokens.
+        required: the bytes of tokens that are needed.
+        optional: bytes of a window's tokens that nothing attends to any more: right, or not written.
+        tail: bytes of loaded blocks behind the last token: anything may be written before they are zeroed.
+    """
+
+    names: Ints
+    required: Bools
+    optional: Bools
+    tail: Bools
+
+
+def number_names(consumer: EngineDescription) -> dict[tuple[str, str], int]:
+    """A number for every (layer, kind) that the consumer has: what only the producer has, nobody needs."""
+    found = {tensor.name for worker in consumer.workers for tensor in worker.tensors}
+    return {name: number for number, name in enumerate(sorted(found))}
+
+
+def produced(
+    tensors: Sequence[PagedTensor],
+    groups: Sequence[CacheGroup],
+    memory: Memory,
+    request: Request,
+    numbers: Mapping[tuple[str, str], int],
+) -> Ints:
+    """A producer worker's memory when it holds the request, int64 `[bytes]`."""
+    names = np.full(memory.num_bytes, UNNAMED, np.int64)
+    cache: dict[object, Cells] = {}
+    for tensor in tensors:
+        if tensor.name not in numbers:
+            continue
+        group = groups[tensor.group]
+        ids = request.remote[tensor.group]
+        total = -(-request.num_tokens // (group.block_tokens * tensor.interleave.ranks))
+        cells = _cells(cache, tensor, group, ids, total - len(ids))
+        found = byte_names(tensor, cells, numbers)
+        found[_first_tokens(cells, group) >= request.num_tokens] = _UNUSED
+        names[memory.index(byte_addresses(tensor, cells))] = found
+    return names
+
+
+def wanted(
+    tensors: Sequence[PagedTensor],
+    groups: Sequence[CacheGroup],
+    memory: Memory,
+    request: Request,
+    numbers: Mapping[tuple[str, str], int],
+) -> Wanted:
+    """What the request must leave in a consumer worker's memory."""
+    names = np.full(memory.num_bytes, UNNAMED, np.int64)
+    required, optional, tail = (np.zeros(memory.num_bytes, np.bool_) for _ in range(3))
+    cache: dict[object, Cells] = {}
+    for tensor in tensors:
+        group = groups[tensor.group]
+        cells = _cells(cache, tensor, group, request.local[tensor.group], 0)
+        index = memory.index(byte_addresses(tensor, cells))
+        names[index] = byte_names(tensor, cells, numbers)
+        if group.policy == "state":
+            required[index] = True
+            continue
+        first, last = cells.tokens[:, 0], cells.tokens[:, -1]
+        # Of a window only the last tokens are attended to; the prompt's last one may be computed again.
+        needed_from = max(request.first_token, request.num_tokens - group.window_tokens)
+        start = needed_from if group.policy == "window" else request.first_token
+        is_needed = (last >= start) & (first < request.stop_token)
+        loaded = np.isin(cells.blocks, cells.blocks[is_needed])
+        required[index[is_needed]] = True
+        optional[index[~is_needed & (first >= request.first_token) & (first < request.stop_token)]] = True
+        tail[index[(first >= request.stop_token) & loaded]] = True
+    return Wanted(names, required, optional, tail)
+
+
+def check_copies(
+    copies: Sequence[CopyList],
+    sources: Sequence[Ints],
+    source_memories: Sequence[Memory],
+    target: Wanted,
+    memory: Memory,
+    numbers: Mapping[tuple[str, str], int],
+) -> None:
+    """Apply all copies to one consumer worker's memory and check every byte.
+
+    Raises:
+        AssertionError: a needed byte is missing, wrong or written twice; another byte is written; a byte is read that
+            is not the request's.
+    """
+    result = np.full(memory.num_bytes, UNNAMED, np.int64)
+    writes = np.zeros(memory.num_bytes, np.int64)
+    for one in copies:
+        src = source_memories[one.producer].index(_each_byte(one.src, one.num_bytes))
+        dst = memory.index(_each_byte(one.dst, one.num_bytes))
+        read = sources[one.producer][src]
+        assert not (read == UNNAMED).any(), f"producer {one.producer}: bytes are read that are not the request's"
+        result[dst] = read
+        writes += np.bincount(dst, minlength=memory.num_bytes)
+    _expect(writes[target.required] == 1, target, target.required, "is not written exactly once", numbers)
+    wrong = target.required & (result != target.names)
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        found = "an unused byte" if result[at] == _UNUSED else spell(result[at], numbers)
+        raise AssertionError(f"where {spell(target.names[at], numbers)} belongs is {found}")
+    permitted = target.required | target.optional | target.tail
+    assert not writes[~permitted].any(), f"{int((writes[~permitted] > 0).sum())} bytes of others are written"
+    assert not (writes > 1).any(), "a byte is written twice"
+    kept = target.optional & (writes > 0)
+    assert (result[kept] == target.names[kept]).all(), "a token before the window is wrong"
+
+
+def _expect(good: Bools, target: Wanted, mask: Bools, what: str, numbers: Mapping[tuple[str, str], int]) -> None:
+    if not good.all():
+        name = target.names[mask][int(np.flatnonzero(~good)[0])]
+        raise AssertionError(f"{spell(name, numbers)} {what}; {int((~good).sum())} bytes in all")
+
+
+def _each_byte(starts: Ints, lengths: Ints) -> Ints:
+    """The addresses of all bytes of runs, run after run."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.asarray(np.repeat(starts - (ends - lengths), lengths) + np.arange(total), np.int64)
+
+
+def _cells(
+    cache: dict[object, Cells], tensor: PagedTensor, group: CacheGroup, ids: Sequence[int], leading: int
+) -> Cells:
+    """The cells of a tensor; those of tensors that divide their tokens alike are worked out once."""
+    key = (tensor.group, tensor.block_tokens, tensor.tile_tokens, tensor.interleave)
+    found = cache.get(key)
+    if found is None:
+        if group.policy == "state":
+            ids = [block for block in ids if block != NULL_BLOCK]
+        found = cells_of(tensor, group.policy, ids, leading, group.block_tokens)
+        cache[key] = found
+    return found
+
+
+def _first_tokens(cells: Cells, group: CacheGroup) -> Ints:
+    """The first token of every cell; a state's is there whatever the number of tokens is."""
+    return np.full(len(cells.blocks), -1) if group.policy == "state" else cells.tokens[:, 0]
