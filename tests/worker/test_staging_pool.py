@@ -156,9 +156,9 @@ class PoolHistories(RuleBasedStateMachine):
         for wave, _ in self.waves:
             self.pool.give_back(wave)
         for load, wanted, least in self.model.queue:
-            wave = take(self.pool, load, wanted, PEERS[load], least)
-            assert wave is not None, f"{load} is starved"
-            self.pool.give_back(wave)
+            granted = take(self.pool, load, wanted, PEERS[load], least)
+            assert granted is not None, f"{load} is starved"
+            self.pool.give_back(granted)
         assert self.pool.free_bytes == self.pool.capacity
         self.pool.check_integrity()
 
@@ -238,6 +238,25 @@ def test_a_peer_at_its_half_stands_in_nobodys_way_but_its_own() -> None:
     taken(pool, "fifth", 8, peer="greedy")
 
 
+def test_within_a_peers_half_small_loads_do_not_pass_a_large_one_for_ever() -> None:
+    pool = pool_of(64)
+    waves = [taken(pool, f"load{n}", 7, peer="greedy") for n in range(4)]
+    assert take(pool, "large", 8, peer="greedy") is None
+    assert take(pool, "small", 2, peer="greedy") is None, "four cells are left to the peer, and the large one was first"
+    pool.give_back(waves[0])
+    taken(pool, "large", 8, peer="greedy")
+    taken(pool, "small", 2, peer="greedy")
+
+
+def test_a_wave_is_cut_to_what_its_peers_quarantine_leaves_of_the_half() -> None:
+    pool = pool_of(64)
+    for number in range(4):
+        pool.quarantine(taken(pool, f"load{number}", 7, peer="ill"))
+    cut = take(pool, "next", 8, peer="ill", at_least=3)
+    assert cut is not None
+    assert cut.num_bytes == 4 * CELL
+
+
 def test_quarantined_waves_count_against_their_peer_until_they_come_back() -> None:
     pool = pool_of(64)
     waves = [taken(pool, f"load{n}", 8, peer="dead") for n in range(4)]
@@ -264,9 +283,9 @@ def test_a_wave_is_cut_where_quarantined_waves_leave_no_more_and_not_where_the_p
         pool.quarantine(wave)
     assert take(pool, "next", 8, at_least=1) is None, "busy: what is live comes back"
     pool.give_back(waves[1])
-    wave = take(pool, "next", 8, at_least=1)
-    assert wave is not None
-    assert (wave.start, wave.num_bytes) == (4 * CELL, 4 * CELL), "all that fits between two quarantined waves"
+    cut = take(pool, "next", 8, at_least=1)
+    assert cut is not None
+    assert (cut.start, cut.num_bytes) == (4 * CELL, 4 * CELL), "all that fits between two quarantined waves"
 
 
 def test_a_load_that_only_the_end_of_a_quarantine_can_serve_blocks_nobody() -> None:
@@ -303,9 +322,9 @@ def test_sizes_are_rounded_up_to_the_alignment_and_cut_at_an_eighth() -> None:
     wave = pool.try_take("load", "peer", 257)
     assert wave is not None
     assert wave.num_bytes == 512
-    wave = pool.try_take("load", "peer", 1 << 40)
-    assert wave is not None
-    assert (wave.start, wave.num_bytes) == (512, 8 * 256)
+    second = pool.try_take("load", "peer", 1 << 40)
+    assert second is not None
+    assert (second.start, second.num_bytes) == (512, 8 * 256)
 
 
 def test_a_pool_without_eight_waves_is_refused_by_name() -> None:
