@@ -10,6 +10,7 @@ from kvferry.protocol.handshake import (
     EngineDescription,
     Hello,
     Refused,
+    Reply,
     decode_reply,
     encode,
 )
@@ -20,11 +21,24 @@ _MS = 1000
 def fetch_description(host: str, port: int, engine_id: str, asker: str, timeout_s: float) -> EngineDescription:
     """Fetch the description of the engine that answers at an address.
 
+    Raises:
+        PeerRefused: the answer was a refusal.
+        HandshakeFailed, InvalidMessage: as `ask`.
+    """
+    reply = ask(host, port, Hello(engine_id=engine_id, asker=asker), timeout_s)
+    if isinstance(reply, Refused):
+        where = f"{host}:{port}"
+        raise PeerRefused(f"{where} refused: {reply.field!r} is {reply.value!r}; expected {reply.expected!r}")
+    return reply
+
+
+def ask(host: str, port: int, hello: Hello, timeout_s: float) -> Reply:
+    """Ask the engine that answers at an address; a refusal is an answer as well.
+
     Waits, so it runs on a thread that may wait; everything it makes is gone when it returns.
 
     Raises:
         HandshakeFailed: nobody answered in time, or the address is none.
-        PeerRefused: the answer was a refusal.
         InvalidMessage: the answer was none of the protocol's.
     """
     where = f"{host}:{port}"
@@ -38,7 +52,7 @@ def fetch_description(host: str, port: int, engine_id: str, asker: str, timeout_
         socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * _MS))
         socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * _MS))
         socket.connect(address)
-        socket.send(encode(Hello(engine_id=engine_id, asker=asker)))
+        socket.send(encode(hello))
         frames = socket.recv_multipart()
     except zmq.Again:
         raise HandshakeFailed(f"{where} did not answer within {timeout_s:g} s") from None
@@ -48,7 +62,4 @@ def fetch_description(host: str, port: int, engine_id: str, asker: str, timeout_
         context.destroy(linger=0)
     if len(frames) != 1:
         raise HandshakeFailed(f"{where} answered in {len(frames)} frames; kvferry answers in one")
-    reply = decode_reply(frames[0])
-    if isinstance(reply, Refused):
-        raise PeerRefused(f"{where} refused: {reply.field!r} is {reply.value!r}; expected {reply.expected!r}")
-    return reply
+    return decode_reply(frames[0])

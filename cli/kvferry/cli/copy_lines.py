@@ -1,0 +1,130 @@
+"""`--copies`: every elementary copy of one request, a JSON line each: the audit when somebody suspects corruption."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.cli.errors import InvalidRequest, one_of
+from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_request
+from kvferry.plan.copies import route_copies
+from kvferry.plan.tokens import TokenMap
+from kvferry.plan.transfer_plan import TransferPlan
+from kvferry.protocol.convert import as_type
+from kvferry.protocol.errors import InvalidParams, cut
+from kvferry.protocol.geometry import Place
+from kvferry.protocol.handshake import EngineDescription
+from kvferry.protocol.ids import BlockId, Count, Positive
+
+MAX_REQUEST_BYTES = 64 << 20
+MAX_BLOCKS = 1 << 20
+
+BlockIds = Annotated[tuple[BlockId, ...], Meta(max_length=MAX_BLOCKS)]
+
+
+class CopyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's blocks on both sides, one list of scheduler blocks per cache group.
+
+    Attributes:
+        remote_block_ids: the last blocks of the producer's sequence, as in `kv_transfer_params`.
+        local_block_ids: the consumer's blocks from the first token on, 0 where none is held.
+        num_tokens: tokens that the remote blocks hold.
+        first_token, stop_token: which of them are read; all without these.
+    """
+
+    remote_block_ids: Annotated[tuple[BlockIds, ...], Meta(min_length=1, max_length=64)]
+    local_block_ids: Annotated[tuple[BlockIds, ...], Meta(min_length=1, max_length=64)]
+    num_tokens: Positive
+    first_token: Count = 0
+    stop_token: Count | None = None
+
+
+def read_request(path: str, consumer: EngineDescription, producer: EngineDescription) -> RequestBlocks:
+    """Read the file of `--copies`.
+
+    Raises:
+        InvalidRequest: naming the field, its value and what was expected.
+    """
+    try:
+        with open(path, "rb") as stream:
+            text = stream.read(MAX_REQUEST_BYTES + 1)
+    except (OSError, ValueError) as refused:
+        raise InvalidRequest("file", path, f"a file that can be read ({refused})") from None
+    request = decode_request(text)
+    for field, engine in (("remote_block_ids", producer), ("local_block_ids", consumer)):
+        lists = getattr(request, field)
+        if len(lists) != len(engine.groups):
+            raise InvalidRequest(field, f"{len(lists)} lists", f"one per cache group: {len(engine.groups)}")
+    stop = request.num_tokens if request.stop_token is None else request.stop_token
+    if stop > request.num_tokens:
+        raise InvalidRequest("stop_token", stop, f"at most num_tokens={request.num_tokens}")
+    if request.first_token >= stop:
+        raise InvalidRequest("first_token", request.first_token, f"below {stop}, where reading stops")
+    return RequestBlocks(
+        local=request.local_block_ids,
+        remote=request.remote_block_ids,
+        first_token=request.first_token,
+        stop_token=stop,
+        num_tokens=request.num_tokens,
+    )
+
+
+def decode_request(text: bytes) -> CopyRequest:
+    """The request in a JSON text. Raises `InvalidRequest`."""
+    if len(text) > MAX_REQUEST_BYTES:
+        raise InvalidRequest("file", f"{len(text)} bytes", f"at most {MAX_REQUEST_BYTES} bytes")
+    try:
+        plain = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
+        raise InvalidRequest("file", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
+    names = CopyRequest.__struct_encode_fields__
+    for key in plain if isinstance(plain, dict) else ():
+        if key not in names:
+            raise InvalidRequest(cut(key), "unknown", one_of(key, names))
+    return as_type(plain, CopyRequest, InvalidRequest)
+
+
+def copy_lines(
+    plans: Sequence[TransferPlan], consumer: EngineDescription, producer: EngineDescription, request: RequestBlocks
+) -> Iterator[str]:
+    """One line per elementary copy, by consumer worker and producer worker.
+
+    Raises:
+        InvalidRequest: the blocks do not cover what is needed, or leave a cache. Before the first line.
+    """
+    units = []
+    for plan in plans:
+        try:
+            units.append(pair_request(plan, consumer.groups, producer.groups, request))
+        except InvalidParams as wrong:
+            field = wrong.field.replace("local_blocks", "local_block_ids")
+            raise InvalidRequest(field, _Shown(wrong.shown_value), wrong.expected) from None
+    return _lines(plans, units)
+
+
+def _lines(plans: Sequence[TransferPlan], units: Sequence[Mapping[TokenMap, UnitPairs]]) -> Iterator[str]:
+    for plan, pairs in zip(plans, units, strict=True):
+        for route in plan.routes:
+            head = f'{{"consumer": {_place(plan.place)}, "producer": {_place(route.place)}, "src": '
+            for copies in route_copies(route, pairs):
+                tail = f', "via": "{copies.placing.value}"}}\n'
+                rows = zip(copies.src.tolist(), copies.dst.tolist(), copies.num_bytes.tolist(), strict=True)
+                for src, dst, num_bytes in rows:
+                    yield f'{head}{src}, "dst": {dst}, "bytes": {num_bytes}{tail}'
+
+
+def _place(place: Place) -> str:
+    return json.dumps({"pp": place.pp, "pcp": place.pcp, "tp": place.tp, "dcp": place.dcp})
+
+
+class _Shown(str):
+    """A value that an error has already put into words."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

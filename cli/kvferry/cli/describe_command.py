@@ -1,0 +1,62 @@
+"""`kvferry describe`: a running engine's description over its side channel."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+from kvferry.cli.errors import InvalidArgument
+from kvferry.cli.options import number_option
+from kvferry.plan.validity import check_description
+from kvferry.protocol.dump import dump_of, encode_dump
+from kvferry.protocol.errors import PeerRefused
+from kvferry.protocol.handshake import EngineDescription, Hello, Refused
+from kvferry.worker.handshake_client import ask
+
+ASKER = "kvferry describe"
+UNKNOWN_ENGINE = "?"
+
+
+def run_describe(options: argparse.Namespace) -> int:
+    """Run the command; gives the exit code. Raises `KvferryError`."""
+    host, port = read_address(options.address)
+    engine = fetch(host, port, number_option("--timeout", options.timeout, 0.1, 600))
+    dump = dump_of(engine)
+    if options.json:
+        sys.stdout.write(encode_dump(dump).decode())
+        return 0
+    from kvferry.cli.summary import side_of
+    from kvferry.cli.tables import console, print_engine
+
+    print_engine(console(sys.stdout), dump, side_of(engine))
+    return 0
+
+
+def read_address(text: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[host]:port`. Raises `InvalidArgument`."""
+    found = re.fullmatch(r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<name>[^\s:/\[\]]+)):(?P<port>[0-9]{1,5})", text)
+    if not found or not 1 <= int(found["port"]) <= 65535:
+        raise InvalidArgument("HOST:PORT", text, "host:port, or [address]:port for IPv6, with a port from 1 to 65535")
+    return found["six"] or found["name"], int(found["port"])
+
+
+def fetch(host: str, port: int, timeout_s: float) -> EngineDescription:
+    """The description of whichever engine answers.
+
+    A listener tells only those who know its engine's id, and tells its id to those who do not: so the first question
+    may be answered by the id to ask for.
+
+    Raises:
+        HandshakeFailed: nobody answered in time.
+        PeerRefused: the engine has no description yet, or speaks another version.
+        InvalidMessage: the answer is none, or contradicts itself.
+    """
+    reply = ask(host, port, Hello(engine_id=UNKNOWN_ENGINE, asker=ASKER), timeout_s)
+    if isinstance(reply, Refused) and reply.field == "engine_id":
+        reply = ask(host, port, Hello(engine_id=reply.expected, asker=ASKER), timeout_s)
+    if isinstance(reply, Refused):
+        where = f"{host}:{port}"
+        raise PeerRefused(f"{where} refused: {reply.field!r} is {reply.value!r}; expected {reply.expected!r}")
+    check_description(reply)
+    return reply

@@ -1,0 +1,108 @@
+"""`kvferry plan`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+import msgspec
+
+from kvferry.cli.errors import InvalidArgument
+from kvferry.cli.options import number_option, whole_option, write_file
+from kvferry.cli.prediction import MAX_TOKENS
+from kvferry.cli.sides import read_pair
+from kvferry.cli.summary import PlanSummary, Refusal, refusal_of, side_of, summarise
+from kvferry.plan.cost import PUBLISHED, Costs
+from kvferry.plan.planner import plan_engine
+from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.transfer_plan import TransferPlan
+from kvferry.protocol.dump import MAX_DUMP_BYTES
+from kvferry.protocol.handshake import EngineDescription
+
+GOOD = 0
+REFUSED = 2
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Run the command; gives the exit code. Raises `InputError`."""
+    if options.out and not options.copies:
+        raise InvalidArgument("--out", options.out, "--copies with it")
+    if options.copies and options.json and not options.out:
+        raise InvalidArgument("--copies", options.copies, "--out FILE with it, since --json prints as well")
+    tokens = None if options.tokens is None else whole_option("--tokens", options.tokens, 1, MAX_TOKENS)
+    link_gb_s = number_option("--link", options.link, 0.001, 1e6)
+    producer, consumer = read_pair(options.producer, options.consumer, _stdin)
+    costs = _costs(options)
+    try:
+        plans = plan_engine(consumer, producer, costs)
+    except PlanRefused as refused:
+        _print_refused(options, refusal_of(refused), producer, consumer)
+        return REFUSED
+    summary = summarise(consumer, producer, plans, costs, tokens=tokens, link_gb_s=link_gb_s)
+    if options.svg:
+        from kvferry.cli.picture import draw
+
+        write_file("--svg", options.svg, draw(summary).encode())
+    if options.copies:
+        _write_copies(options, consumer, producer, plans)
+    if not options.copies or options.out:
+        _print_summary(options, summary)
+    return GOOD
+
+
+def _costs(options: argparse.Namespace) -> Costs:
+    """The constants that engines plan with; `--link` changes the prediction, never the plan."""
+    if options.direct_min_bytes is None:
+        return PUBLISHED
+    return replace(PUBLISHED, direct_min_bytes=whole_option("--direct-min-bytes", options.direct_min_bytes, 1, 1 << 30))
+
+
+def _stdin() -> bytes:
+    return sys.stdin.buffer.read(MAX_DUMP_BYTES + 1)
+
+
+def _print_summary(options: argparse.Namespace, summary: PlanSummary) -> None:
+    if options.json:
+        _print_json(summary)
+        return
+    from kvferry.cli.tables import console, print_plan
+
+    print_plan(console(sys.stdout), summary)
+
+
+def _print_refused(
+    options: argparse.Namespace, refusal: Refusal, producer: EngineDescription, consumer: EngineDescription
+) -> None:
+    if options.json:
+        _print_json(refusal)
+        return
+    from kvferry.cli.tables import console, print_refusal
+
+    sides = (("producer", side_of(producer)), ("consumer", side_of(consumer)))
+    print_refusal(console(sys.stdout), refusal, sides)
+
+
+def _print_json(answer: PlanSummary | Refusal) -> None:
+    print(msgspec.json.format(msgspec.json.encode(answer), indent=1).decode())
+
+
+def _write_copies(
+    options: argparse.Namespace,
+    consumer: EngineDescription,
+    producer: EngineDescription,
+    plans: tuple[TransferPlan, ...],
+) -> None:
+    from kvferry.cli.copy_lines import copy_lines, read_request
+
+    request = read_request(options.copies, consumer, producer)
+    lines = copy_lines(plans, consumer, producer, request)
+    if not options.out:
+        for line in lines:
+            sys.stdout.write(line)
+        return
+    try:
+        with open(options.out, "w", encoding="ascii") as stream:
+            stream.writelines(lines)
+    except (OSError, ValueError) as refused:
+        raise InvalidArgument("--out", options.out, f"a file that can be written ({refused})") from None

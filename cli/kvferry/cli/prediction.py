@@ -1,0 +1,123 @@
+"""How many descriptors and bytes a prompt takes, and how long: by pairing a prompt's blocks exactly as a request would.
+
+The blocks are imagined: 1, 2, 3, … on both sides. What NIXL merges of them is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.cli.errors import InvalidArgument
+from kvferry.plan.blocks import NULL_BLOCK, RequestBlocks, pair_units
+from kvferry.plan.bundles import Bundle
+from kvferry.plan.cost import Costs
+from kvferry.plan.staging import Source
+from kvferry.plan.tokens import TokenMap, TokenSide
+from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
+from kvferry.protocol.handshake import CacheGroup
+
+DEFAULT_TOKENS = 8192
+MAX_TOKENS = 1 << 22
+
+Groups = Sequence[CacheGroup]
+
+
+class Units(NamedTuple):
+    """What a prompt has in one token map: units, and blocks of the producer that hold any of them."""
+
+    units: int
+    blocks: int
+
+
+class Effort(NamedTuple):
+    """What reading takes.
+
+    Attributes:
+        num_bytes: what is needed.
+        link_bytes: what goes over the link; more where whole blocks are read for a part of them.
+        descriptors: what NIXL is given.
+        staged_bytes: what is put in place afterwards.
+    """
+
+    num_bytes: int = 0
+    link_bytes: int = 0
+    descriptors: int = 0
+    staged_bytes: int = 0
+
+    def plus(self, other: Effort) -> Effort:
+        """Both."""
+        return Effort(*(mine + others for mine, others in zip(self, other, strict=True)))
+
+    def seconds(self, costs: Costs, link_gb_s: float) -> float:
+        """How long it takes over a link, at what a descriptor and the relayout are known to cost."""
+        descriptors_s = self.descriptors * costs.descriptor_s
+        return self.link_bytes / (link_gb_s * 1e9) + descriptors_s + costs.relayout_s(self.staged_bytes)
+
+
+def prompt_tokens(asked: int | None, plans: Iterable[TransferPlan], here: Groups, there: Groups) -> int:
+    """The length of the prompt: what was asked for, or `DEFAULT_TOKENS`, or what the smaller cache holds.
+
+    Raises:
+        InvalidArgument: more was asked for than a cache holds.
+    """
+    limits = [(MAX_TOKENS, "this command counts no further")]
+    for tokens in {bundle.tokens for plan in plans for route in plan.routes for bundle in route.bundles}:
+        if not tokens.is_state:
+            group = tokens.group
+            limits.append((_capacity(tokens.remote, there[group]), "the producer's cache holds no more"))
+            limits.append((_capacity(tokens.local, here[group]), "the consumer's cache holds no more"))
+    most, why = min(limits)
+    if asked is not None and asked > most:
+        raise InvalidArgument("--tokens", asked, f"at most {most}: {why}")
+    return min(DEFAULT_TOKENS, most) if asked is None else asked
+
+
+def count_units(tokens: TokenMap, here: Groups, there: Groups, num_tokens: int) -> Units:
+    """What a prompt of `num_tokens` tokens has in one token map."""
+    if tokens.is_state:
+        return Units(1, 1)
+    group = tokens.group
+    local = _ids(tokens.local, here[group], num_tokens)
+    if here[group].policy == "window":  # what no later token attends to has no block
+        span = here[group].block_tokens * tokens.local.share.ranks
+        left = max(0, num_tokens - here[group].window_tokens + 1) // span
+        local[:left] = [NULL_BLOCK] * left
+    others: list[list[int]] = [[]] * group
+    request = RequestBlocks(
+        local=[*others, local],
+        remote=[*others, _ids(tokens.remote, there[group], num_tokens)],
+        first_token=0,
+        stop_token=num_tokens,
+        num_tokens=num_tokens,
+    )
+    found = pair_units(tokens, here[group], there[group], request)
+    return Units(len(found), len(np.unique(found.remote_block)))
+
+
+def bundle_effort(route: Route, bundle: Bundle, found: Units) -> Effort:
+    """What a bundle takes; of a staged one, only what is needed and what is put in place: see `source_effort`."""
+    num_bytes = found.units * bundle.unit_bytes
+    if route.placing_of(bundle) is Placing.STAGED:
+        return Effort(num_bytes=num_bytes, staged_bytes=num_bytes)
+    return Effort(num_bytes, num_bytes, found.units * bundle.unit_runs)
+
+
+def source_effort(source: Source, found: Units) -> Effort:
+    """What reading into the staging pool takes: the producer's runs, of units or of whole blocks."""
+    times = found.blocks if source.whole_blocks else found.units
+    return Effort(link_bytes=times * source.bundle.unit_bytes, descriptors=times * source.bundle.unit_runs)
+
+
+def _capacity(side: TokenSide, group: CacheGroup) -> int:
+    """Tokens that a cache holds: all blocks but the null block."""
+    ratio = group.block_tokens // side.block_tokens
+    return (side.blocks // ratio - 1) * group.block_tokens * side.share.ranks
+
+
+def _ids(side: TokenSide, group: CacheGroup, num_tokens: int) -> list[int]:
+    """Imagined scheduler blocks of a prompt."""
+    count = -(-num_tokens // (group.block_tokens * side.share.ranks))
+    return list(range(1, count + 1))

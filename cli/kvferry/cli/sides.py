@@ -1,0 +1,74 @@
+"""PRODUCER and CONSUMER of a command line: a dump's path, `-` for standard input, or a short form."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from kvferry.cli.errors import InvalidArgument
+from kvferry.cli.short_engine import UNKNOWN_MODEL, engine_of_form
+from kvferry.cli.short_form import read_short_form
+from kvferry.plan.validity import check_description
+from kvferry.protocol.dump import MAX_DUMP_BYTES, EngineDump, decode_dump, engine_of
+from kvferry.protocol.handshake import EngineDescription, ModelFacts
+
+STDIN = "-"
+
+
+def read_pair(
+    producer: str, consumer: str, read_stdin: Callable[[], bytes]
+) -> tuple[EngineDescription, EngineDescription]:
+    """Read both sides.
+
+    A short form says nothing about the weights: it takes what the other side says, except for the dtype of its cache.
+
+    Raises:
+        InputError: of the kind that the side is of, naming what is wrong.
+    """
+    if producer == consumer == STDIN:
+        raise InvalidArgument("CONSUMER", STDIN, "another source: PRODUCER reads standard input already")
+    here, there = read_side("consumer", consumer, read_stdin), read_side("producer", producer, read_stdin)
+    facts_here, facts_there = _told(here.facts, there.facts), _told(there.facts, here.facts)
+    pair = []
+    for role, dump, facts in (("producer", there, facts_there), ("consumer", here, facts_here)):
+        engine = engine_of(msgspec.structs.replace(dump, facts=facts))
+        try:
+            check_description(engine)
+        except msgspec.ValidationError as refused:  # pragma: no cover - check_description has errors of its own
+            raise InvalidArgument(role.upper(), dump.engine_id, str(refused)) from None
+        pair.append(engine)
+    return pair[0], pair[1]
+
+
+def read_side(role: str, argument: str, read_stdin: Callable[[], bytes]) -> EngineDump:
+    """Read one side; a short form gets its role as engine id.
+
+    Raises:
+        InvalidArgument: there is no such file, or it cannot be read.
+        InvalidDump: the file is no dump.
+        InvalidShortForm: the short form is none.
+    """
+    if argument == STDIN:
+        return decode_dump(read_stdin())
+    if os.path.exists(argument):
+        return decode_dump(_read(role, argument))
+    if "=" in argument:
+        return engine_of_form(read_short_form(argument), role)
+    raise InvalidArgument(role.upper(), argument, "the path of a dump, - for standard input, or layers=…,heads=…,dim=…")
+
+
+def _read(role: str, path: str) -> bytes:
+    try:
+        with open(path, "rb") as stream:
+            return stream.read(MAX_DUMP_BYTES + 1)
+    except OSError as refused:
+        raise InvalidArgument(role.upper(), path, f"a file that can be read ({refused.strerror})") from None
+
+
+def _told(facts: ModelFacts, other: ModelFacts) -> ModelFacts:
+    """Facts for a side: its own, or the other's where it has none. A dtype that was written down stays."""
+    if facts.model != UNKNOWN_MODEL or other.model == UNKNOWN_MODEL:
+        return facts
+    return other
