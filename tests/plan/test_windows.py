@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.plan.windows import reaches_back
+from kvferry.plan.windows import held_from, reaches_back
 from kvferry.protocol.handshake import CacheGroup
 
 small = st.integers(1, 24)
@@ -23,7 +23,9 @@ def test_a_window_suffices_when_every_token_that_is_attended_to_is_held(
     held = set(range(dropped * block, num_tokens))
     computed_next = num_tokens if more else num_tokens - 1
     attended = {token for token in range(computed_next) if computed_next - token < window}
-    got = reaches_back(group, total - dropped, num_tokens, num_tokens + more)
+    first_held = held_from(group, total - dropped, num_tokens)
+    assert first_held == min(dropped * block, total * block)
+    got = reaches_back(group, first_held, num_tokens, num_tokens + more)
     # With a window of one token nothing is attended to, and nothing can be missing.
     assert got == (attended <= held) or (got is False and not attended)
 

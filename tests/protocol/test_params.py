@@ -39,6 +39,7 @@ def remote_prefills(draw: st.DrawFn) -> RemotePrefill:
         lease_s=draw(st.floats(SHORTEST_LEASE_S, 86400 * 7)),
         digests=tuple(draw(st.lists(hex128, min_size=chunks, max_size=chunks))),
         mac=draw(st.integers(0, 2**256 - 1).map(lambda number: f"{number:064x}")),
+        held_from=tuple(draw(st.lists(st.integers(0, 2**40), max_size=4))),
     )
     groups = draw(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=8), min_size=1, max_size=4))
     return make_params(
@@ -112,7 +113,7 @@ def test_the_keys_are_those_that_every_nixl_router_passes_on() -> None:
     assert answer["do_remote_prefill"] is True
     assert answer["do_remote_decode"] is False
     assert answer["transfer_mode"] == "pull"
-    assert set(ours) == {"version", "boot", "lease_slot", "lease_epoch", "lease_s", "digests", "mac"}
+    assert set(ours) == {"version", "boot", "lease_slot", "lease_epoch", "lease_s", "digests", "mac", "held_from"}
 
 
 def test_every_integer_is_bounded_so_that_float64_holds_it_exactly() -> None:
@@ -203,9 +204,10 @@ def test_later_fields_have_defaults_so_that_older_producers_are_understood() -> 
         "remote_num_tokens",
         "kvferry",
     }
+    later = {"held_from"}
     assert {field.name for field in msgspec.structs.fields(Ticket) if field.required} == set(
         msgspec.structs.asdict(make_ticket())
-    )
+    ) - later
 
 
 @pytest.mark.parametrize("version", [0, 2, 2**31, -1, "1", None, [1], 1.5])

@@ -20,6 +20,7 @@ NOT_COVERED = {
     "do_remote_decode": "its type allows one value",
     "transfer_mode": "its type allows one value",
     "kvferry.mac": "it is the seal",
+    "kvferry.held_from": "a hint: what the blocks hold is worked out from the blocks",
 }
 
 OTHERS: dict[str, list[Any]] = {
@@ -84,7 +85,7 @@ def test_a_change_of_any_covered_field_breaks_the_seal(path: str) -> None:
 
 def test_fields_that_are_not_covered_have_one_value_only() -> None:
     for path in NOT_COVERED:
-        if path == "kvferry.mac":
+        if path.startswith("kvferry."):
             continue
         raw = seal(make_params(), KEY).to_json()
         for other in (not raw[path], "push", 1, None):

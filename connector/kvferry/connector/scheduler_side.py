@@ -19,7 +19,7 @@ from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorke
 from kvferry.connector.metrics import FerryStats
 from kvferry.connector.prompts import prompt_of
 from kvferry.connector.quarantine import Quarantine
-from kvferry.plan.windows import reaches_back
+from kvferry.plan.windows import held_from, reaches_back
 from kvferry.protocol.digests import digest_chain, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InvalidParams
 from kvferry.protocol.handshake import EngineDescription, Release, Renew, decode_worker
@@ -285,9 +285,13 @@ class SchedulerSide:
         )
 
     def _windows_reach(self, source: RemotePrefill, prompt_tokens: int) -> bool:
+        num_tokens, told = source.remote_num_tokens, source.kvferry.held_from
+        if len(told) != len(self._groups):
+            sides = zip(self._groups, source.remote_block_ids, strict=False)
+            told = tuple(held_from(group, len(ids), num_tokens) for group, ids in sides)
         return all(
-            reaches_back(group, len(ids), source.remote_num_tokens, prompt_tokens)
-            for group, ids in zip(self._groups, source.remote_block_ids, strict=False)
+            reaches_back(group, first, num_tokens, prompt_tokens)
+            for group, first in zip(self._groups, told, strict=False)
         )
 
     def _compute_here(self, request: Request, reason: str, detail: str) -> None:
@@ -320,6 +324,9 @@ class SchedulerSide:
             lease_s=self.leases.lease_s,
             digests=digests,
             mac=_UNSEALED,
+            held_from=tuple(
+                held_from(group, len(ids), num_tokens) for group, ids in zip(self._groups, held, strict=True)
+            ),
         )
         unsealed = RemotePrefill(
             remote_engine_id=self._engine_id,

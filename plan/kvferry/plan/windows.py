@@ -5,8 +5,13 @@ from __future__ import annotations
 from kvferry.protocol.handshake import CacheGroup
 
 
-def reaches_back(group: CacheGroup, num_blocks: int, num_tokens: int, prompt_tokens: int) -> bool:
-    """Whether the last `num_blocks` blocks of a sequence of `num_tokens` tokens suffice to compute what comes next.
+def held_from(group: CacheGroup, num_blocks: int, num_tokens: int) -> int:
+    """The first token of a sequence of `num_tokens` that its last `num_blocks` scheduler blocks hold."""
+    return (-(-num_tokens // group.block_tokens) - num_blocks) * group.block_tokens
+
+
+def reaches_back(group: CacheGroup, first_held: int, num_tokens: int, prompt_tokens: int) -> bool:
+    """Whether the tokens `[first_held, num_tokens)` suffice to compute what comes next.
 
     The next token attends to the `window_tokens − 1` before it. When the sequence is the whole prompt, vLLM computes
     the prompt's last token once more for its logits, and that one's window begins one token earlier: it may lie in a
@@ -17,5 +22,4 @@ def reaches_back(group: CacheGroup, num_blocks: int, num_tokens: int, prompt_tok
     """
     next_token = num_tokens if prompt_tokens > num_tokens else num_tokens - 1
     first_needed = max(0, next_token - group.window_tokens + 1)
-    first_held = (-(-num_tokens // group.block_tokens) - num_blocks) * group.block_tokens
     return group.policy != "window" or first_held <= first_needed

@@ -7,7 +7,8 @@ another, unless its elements have a stride of their own: byte `i` of a cell is t
 
     (i div element_bytes)·element_stride + i mod element_bytes
 
-from the cell's address. Everything here is numbers; no layout has a name. All ranges are half-open. All strides and sizes are bytes.
+from the cell's address. Everything here is numbers; no layout has a name. All ranges are half-open. All strides and
+sizes are bytes.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from kvferry.protocol.convert import as_type
 from kvferry.protocol.errors import ForeignParams, InvalidParams
-from kvferry.protocol.ids import BlockId, Hex128, Hex256, HexEpoch, Port, Positive, Size, SlotIndex, Text
+from kvferry.protocol.ids import BlockId, Count, Hex128, Hex256, HexEpoch, Port, Positive, Size, SlotIndex, Text
 
 PARAMS_VERSION = 1
 MAX_BLOCKS = 1 << 20
@@ -41,7 +41,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         lease_epoch: what the slot must hold, with READY, before and after the read.
         lease_s: the producer frees the blocks when it hears nothing for this long.
         digests: `kvferry.protocol.digests.digest_chain` of the tokens in the blocks.
-        mac: `kvferry.protocol.seal.seal` over all of this.
+        mac: `kvferry.protocol.seal.seal` over everything but `held_from`.
+        held_from: per cache group the first token that its blocks hold; empty from producers that do not tell. It only
+            saves a consumer the trouble of asking for a window that has gone: the blocks are what is believed.
     """
 
     version: Annotated[int, Meta(ge=1, le=2**31)]
@@ -51,6 +53,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: Annotated[float, Meta(ge=SHORTEST_LEASE_S, le=86400 * 7)]
     digests: Annotated[tuple[Hex128, ...], Meta(min_length=1, max_length=MAX_DIGESTS)]
     mac: Hex256
+    held_from: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] = ()
 
     @property
     def lease_ms(self) -> int:
@@ -83,7 +86,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
         """Plain objects (dict, list, int, float, str) for the HTTP answer."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         plain["remote_block_ids"] = [list(group) for group in self.remote_block_ids]
-        plain["kvferry"]["digests"] = list(self.kvferry.digests)
+        for key in ("digests", "held_from"):
+            plain["kvferry"][key] = list(plain["kvferry"][key])
         return plain
 
 
@@ -133,6 +137,9 @@ def _read_remote_prefill(raw: Mapping[str, Any]) -> RemotePrefill:
     plain |= {"do_remote_prefill": True, "do_remote_decode": False}
     plain["remote_block_ids"] = _read_blocks(raw.get("remote_block_ids"))
     plain["kvferry"] = {key: _integral(value) for key, value in ticket.items() if isinstance(key, str)}
+    held_from = ticket.get("held_from")
+    if isinstance(held_from, (list, tuple)):
+        plain["kvferry"]["held_from"] = [_integral(first) for first in held_from[: MAX_GROUPS + 1]]
     params = as_type(plain, RemotePrefill, InvalidParams)
     expected = -(-params.remote_num_tokens // 256)
     if len(params.kvferry.digests) != expected:
