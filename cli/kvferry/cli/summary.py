@@ -7,7 +7,7 @@ unless their name says otherwise.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -54,6 +54,7 @@ class Read(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     first_layer: str
     last_layer: str
+    layer_range: Range
     heads: tuple[Range, ...]
     unit_tokens: int
     run_bytes: int
@@ -170,13 +171,14 @@ def summarise(
     """
     length = prompt_tokens(tokens, plans, consumer.groups, producer.groups)
     counter = _Counter(consumer.groups, producer.groups, length)
+    order = layer_order(consumer)
     read = [Effort()] * len(consumer.workers)
     sent = [Effort()] * len(producer.workers)
     readers = []
     for plan in plans:
         flows = []
         for route in plan.routes:
-            flow, effort = _flow(route, counter, consumer.groups)
+            flow, effort = _flow(route, counter, consumer.groups, order)
             read[plan.worker] = read[plan.worker].plus(effort)
             sent[route.worker] = sent[route.worker].plus(effort._replace(staged_bytes=0))
             flows.append(flow)
@@ -246,7 +248,9 @@ def _slowest(
     return _ms(effort, costs, link_gb_s), Slowest(side=side, place=place)
 
 
-def _flow(route: Route, counter: _Counter, groups: Sequence[CacheGroup]) -> tuple[Flow, Effort]:
+def _flow(
+    route: Route, counter: _Counter, groups: Sequence[CacheGroup], order: Mapping[str, int]
+) -> tuple[Flow, Effort]:
     placed = [bundle_effort(route, bundle, counter.units(bundle.tokens)) for bundle in route.bundles]
     staged = [source_effort(source, counter.units(source.tokens)) for source in route.sources]
     whole = _sum([*placed, *staged])
@@ -259,7 +263,7 @@ def _flow(route: Route, counter: _Counter, groups: Sequence[CacheGroup]) -> tupl
         bytes=whole.num_bytes,
         link_bytes=whole.link_bytes,
         descriptors=whole.descriptors,
-        reads=tuple(_read(route, bundle, counter.units(bundle.tokens), groups) for bundle in route.bundles),
+        reads=tuple(_read(route, bundle, counter.units(bundle.tokens), groups, order) for bundle in route.bundles),
         staged=tuple(
             StagedRead(
                 reading=source.reading.value,
@@ -273,7 +277,9 @@ def _flow(route: Route, counter: _Counter, groups: Sequence[CacheGroup]) -> tupl
     return flow, whole
 
 
-def _read(route: Route, bundle: Bundle, found: Units, groups: Sequence[CacheGroup]) -> Read:
+def _read(
+    route: Route, bundle: Bundle, found: Units, groups: Sequence[CacheGroup], order: Mapping[str, int]
+) -> Read:
     slices = [route.slices[member] for of_place in bundle.members for member in of_place]
     names = sorted({item.local.layer for item in slices}, key=natural)
     return Read(
@@ -283,6 +289,7 @@ def _read(route: Route, bundle: Bundle, found: Units, groups: Sequence[CacheGrou
         layers=len(names),
         first_layer=names[0],
         last_layer=names[-1],
+        layer_range=Range(order[names[0]], order[names[-1]] + 1),
         heads=tuple(sorted({item.heads for item in slices}, key=lambda heads: (heads.start, heads.stop))),
         unit_tokens=bundle.tokens.unit_tokens,
         run_bytes=bundle.run_bytes,
@@ -297,7 +304,7 @@ def _read(route: Route, bundle: Bundle, found: Units, groups: Sequence[CacheGrou
 def side_of(engine: EngineDescription) -> Side:
     """One engine, as it is shown."""
     tensors = [tensor for worker in engine.workers for tensor in worker.tensors]
-    order = {name: index for index, name in enumerate(sorted({tensor.layer for tensor in tensors}, key=natural))}
+    order = layer_order(engine)
     shards = tuple(_shard(engine, worker, order) for worker in engine.workers)
     return Side(
         engine_id=engine.engine_id,
@@ -308,6 +315,12 @@ def side_of(engine: EngineDescription) -> Side:
         groups=engine.groups,
         workers=shards,
     )
+
+
+def layer_order(engine: EngineDescription) -> dict[str, int]:
+    """The place of every layer's name among all of the engine."""
+    names = {tensor.layer for worker in engine.workers for tensor in worker.tensors}
+    return {name: index for index, name in enumerate(sorted(names, key=natural))}
 
 
 def natural(name: str) -> tuple[tuple[str, int], ...]:

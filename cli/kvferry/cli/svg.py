@@ -1,0 +1,48 @@
+"""As much of SVG as the picture needs: elements as text, everything that comes from outside escaped."""
+
+from __future__ import annotations
+
+import re
+from xml.sax.saxutils import escape, quoteattr
+
+FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def element(name: str, *children: str, **attributes: str | float) -> str:
+    """One element; `_` in an attribute's name stands for `-`, a trailing one for nothing."""
+    shown = "".join(
+        f" {key.rstrip('_').replace('_', '-')}={quoteattr(_clean(_value(value)))}" for key, value in attributes.items()
+    )
+    return f"<{name}{shown}>{''.join(children)}</{name}>" if children else f"<{name}{shown}/>"
+
+
+def text(
+    words: str,
+    x: float,
+    y: float,
+    *,
+    size: float = 12,
+    fill: str = "#1f2937",
+    weight: int = 400,
+    anchor: str = "start",
+    **more: str | float,
+) -> str:
+    """A line of text; `y` is its baseline."""
+    return element(
+        "text", plain(words), x=x, y=y, font_size=size, fill=fill, font_weight=weight, text_anchor=anchor, **more
+    )
+
+
+def plain(words: str) -> str:
+    """Text between tags."""
+    return escape(_clean(words))
+
+
+def _clean(words: str) -> str:
+    return _NOT_XML.sub("\ufffd", words)
+
+
+def _value(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
