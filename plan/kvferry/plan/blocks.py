@@ -122,11 +122,17 @@ def _wanted_slots(tokens: TokenMap, first: int, stop: int) -> tuple[np.ndarray, 
     unit, here, there = tokens.unit_tokens, tokens.local.share, tokens.remote.share
     if here == there:  # the same tokens in the same slots, whatever the interleave is
         low, high = slots_before(here, first), slots_before(here, stop)
-        slots = np.arange(low // unit, -(-high // unit), dtype=np.int64) * unit
+        slots = _unit_starts(low, high, unit)
         return slots, slots.copy()
-    starts = np.arange(first // unit, -(-stop // unit), dtype=np.int64) * unit
+    starts = _unit_starts(first, stop, unit)
     starts = starts[in_share(here, starts) & in_share(there, starts)]
     return slot_of(here, starts), slot_of(there, starts)
+
+
+def _unit_starts(low: int, high: int, unit: int) -> np.ndarray:
+    """The starts of the units that `[low, high)` touches; an empty range touches none, wherever it lies."""
+    stop = -(-high // unit) if high > low else low // unit
+    return np.arange(low // unit, stop, dtype=np.int64) * unit
 
 
 def _kernel_units(

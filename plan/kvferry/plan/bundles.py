@@ -19,6 +19,9 @@ import numpy as np
 from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.geometry import PagedTensor, Range
 
+MAX_DESCRIPTORS = (1 << 31) - 1
+"""Indices of descriptors are int32, in NIXL too."""
+
 
 class Axis(NamedTuple):
     """One loop of a nest: how often, and how far apart on either side."""

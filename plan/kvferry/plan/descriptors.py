@@ -8,18 +8,15 @@ preparing costs O(tensors × slices), never O(blocks).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.bundles import Axis, Bundle, Pace, grid
+from kvferry.plan.bundles import MAX_DESCRIPTORS, Axis, Bundle, Pace, grid
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Route
-
-MAX_DESCRIPTORS = (1 << 31) - 1
-"""Indices of descriptors are int32, in NIXL too: a route with more of them gets several tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +105,17 @@ def descriptor_pairs(table: DescriptorTable, units: Mapping[TokenMap, UnitPairs]
         empty = np.empty(0, dtype=np.int32)
         return DescriptorPairs(empty, empty, 0)
     return DescriptorPairs(np.concatenate(local), np.concatenate(remote), num_bytes)
+
+
+def bundle_rows(bundle: Bundle, remote_device: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """The producer's rows of one bundle.
+
+    Returns:
+        int64 `[R, 5]`; int32 `[runs, positions]`, the first descriptor of each run; the descriptors per block in a row.
+    """
+    rows = _Rows(remote_device)
+    starts, step = rows.add(bundle, _remote_side(bundle))
+    return rows.array(), starts, step
 
 
 def _order(one: BundleIndex, pairs: UnitPairs) -> np.ndarray:
@@ -217,32 +225,40 @@ def _portions(bundles: Sequence[Bundle]) -> Iterator[list[Bundle]]:
     """The bundles, divided so that neither side of a portion has too many descriptors."""
     portion: list[Bundle] = []
     used = 0
-    for bundle in bundles:
-        tokens = bundle.tokens
-        blocks = max(tokens.positions(side) * side.blocks for side in (tokens.local, tokens.remote))
-        each = bundle.runs_per_place * blocks
+    for bundle in map(_countable, bundles):
+        each = bundle.runs_per_place * _most_units(bundle.tokens)
         first = 0
         while first < len(bundle.bases):
             if portion and used + each > MAX_DESCRIPTORS:
                 yield portion
                 portion, used = [], 0
             fit = max(1, min((MAX_DESCRIPTORS - used) // each, len(bundle.bases) - first))
-            portion.append(_part(bundle, first, first + fit))
+            stop = first + fit
+            portion.append(replace(bundle, bases=bundle.bases[first:stop], members=bundle.members[first:stop]))
             used += fit * each
-            first += fit
+            first = stop
     if portion:
         yield portion
 
 
-def _part(bundle: Bundle, first: int, stop: int) -> Bundle:
-    if (first, stop) == (0, len(bundle.bases)):
-        return bundle
-    return Bundle(
-        tokens=bundle.tokens,
-        run_bytes=bundle.run_bytes,
-        axes=bundle.axes,
-        local_pace=bundle.local_pace,
-        remote_pace=bundle.remote_pace,
-        bases=bundle.bases[first:stop],
-        members=bundle.members[first:stop],
-    )
+def _most_units(tokens: TokenMap) -> int:
+    """Units of the larger cache: the descriptors of one run."""
+    return max(tokens.positions(side) * side.blocks for side in (tokens.local, tokens.remote))
+
+
+def _countable(bundle: Bundle) -> Bundle:
+    """The bundle with so many places and so few runs in each that an index can count those of one place."""
+    units = _most_units(bundle.tokens)
+    while bundle.axes and bundle.runs_per_place * units > MAX_DESCRIPTORS:
+        axis, *axes = bundle.axes
+        bundle = replace(
+            bundle,
+            axes=tuple(axes),
+            bases=tuple(
+                (local + step * axis.local_stride, remote + step * axis.remote_stride)
+                for local, remote in bundle.bases
+                for step in range(axis.steps)
+            ),
+            members=tuple(members for members in bundle.members for _ in range(axis.steps)),
+        )
+    return bundle

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.plan.bundles import Axis, Bundle, Part, Reading, grid, producer_runs
+from kvferry.plan.bundles import MAX_DESCRIPTORS, Axis, Bundle, Part, Reading, grid, producer_runs
 from kvferry.plan.cost import Offer
 from kvferry.plan.tokens import TokenMap
 
@@ -83,11 +83,12 @@ def differs(part: Part, reading: Reading) -> bool:
 def offers(parts: Sequence[Part], reading: Reading, most_bytes: int) -> Mapping[int, Offer]:
     """What each part takes when it is read in the producer's shape, for one unit of its token map.
 
-    Parts that cannot be read this way, or only in runs of more than `most_bytes`, are left out.
+    Parts that cannot be read this way, or only in runs of more than `most_bytes`, or by more descriptors than an index
+    can count, are left out.
     """
     found: dict[int, Offer] = {}
     for one in producer_runs(parts, reading):
-        if one.run_bytes > most_bytes:
+        if one.run_bytes > most_bytes or _descriptors(one) > MAX_DESCRIPTORS:
             continue
         for members in one.members:
             if not all(_fits(parts[member], one, reading) for member in members):
@@ -114,6 +115,11 @@ def sources(parts: Sequence[Part], bundles: Sequence[Bundle], chosen: Mapping[in
                 own = {member: place for member, place in places.items() if parts[member].tokens == tokens}
                 found.append(Source(tokens, reading, one, _placements(bundles, one, own, reading)))
     return tuple(found)
+
+
+def _descriptors(one: Bundle) -> int:
+    """Descriptors of the producer's rows, all blocks."""
+    return one.unit_runs * one.tokens.positions(one.tokens.remote) * one.remote_pace.blocks
 
 
 def _fits(part: Part, one: Bundle, reading: Reading) -> bool:

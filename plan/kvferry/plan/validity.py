@@ -66,6 +66,10 @@ def _shape(tensor: PagedTensor) -> tuple[object, ...]:
 
 
 def _check_base(where: str, tensor: PagedTensor) -> None:
+    if tensor.blocks * tensor.tiles >= 1 << 31:  # NIXL counts the descriptors of a run in int32
+        raise InvalidMessage(
+            f"{where}.blocks", tensor.blocks, f"fewer than 2**31 cells of a head, {tensor.tiles} a block"
+        )
     if tensor.base + (tensor.blocks - 1) * tensor.block_stride + tensor.block_extent > 1 << 63:
         raise InvalidMessage(f"{where}.base", tensor.base, "an address whose last cell ends below 2**63")
 

@@ -1,0 +1,123 @@
+"""One request's staged reads, divided into waves that fit into what the staging pool has to give.
+
+A source with `runs` runs and `units` source units is a grid of chunks. A *window* is a part of it: all runs of some
+units, or, where not even one unit fits, some runs of one unit. Its chunks lie in the pool run by run, unit by unit, so
+that neighbours on the producer are neighbours in the pool, where NIXL merges them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.plan.blocks import UnitPairs
+from kvferry.plan.descriptors import bundle_rows
+from kvferry.plan.staging import Source
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTable:
+    """The producer's rows of one source: run `r` of block `b`, position `p` is at `starts[r, p] + b·step`.
+
+    Attributes:
+        rows: int64 `[R, 5]`: address, length, device, stride, count.
+        starts: int32 `[runs, positions]`.
+    """
+
+    source: Source
+    rows: np.ndarray
+    starts: np.ndarray
+    step: int
+
+    @property
+    def runs(self) -> int:
+        return len(self.starts)
+
+    @property
+    def run_bytes(self) -> int:
+        return self.source.bundle.run_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SourceUnits:
+    """What of a request one source reads, and where it belongs.
+
+    Attributes:
+        remote_block, remote_position: of every source unit, in the order of the producer's blocks, int64 `[S]`.
+        source_unit: of every unit the source unit that holds it, int64 `[U]`; ascending.
+        source_position: of every unit its position in that, int64 `[U]`.
+        local_block, local_position: where every unit belongs, int64 `[U]`.
+    """
+
+    remote_block: np.ndarray
+    remote_position: np.ndarray
+    source_unit: np.ndarray
+    source_position: np.ndarray
+    local_block: np.ndarray
+    local_position: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.remote_block)
+
+
+class Window(NamedTuple):
+    """Runs `[first_run, stop_run)` of the source units `[first_unit, stop_unit)`."""
+
+    first_run: int
+    stop_run: int
+    first_unit: int
+    stop_unit: int
+
+    @property
+    def units(self) -> int:
+        return self.stop_unit - self.first_unit
+
+    @property
+    def chunks(self) -> int:
+        return (self.stop_run - self.first_run) * self.units
+
+
+def source_table(source: Source, device: int) -> SourceTable:
+    """The producer's rows of a source."""
+    rows, starts, step = bundle_rows(source.bundle, device)
+    return SourceTable(source, rows, starts, step)
+
+
+def source_units(source: Source, pairs: UnitPairs) -> SourceUnits:
+    """What of a request a source reads: units, or the whole blocks that hold them."""
+    if source.whole_blocks:
+        blocks, of_unit = np.unique(pairs.remote_block, return_inverse=True)
+        order = np.argsort(of_unit, kind="stable")
+        positions, inside = np.zeros_like(blocks), pairs.remote_position[order]
+        source_unit = of_unit[order].astype(np.int64)
+    else:
+        order = np.lexsort((pairs.remote_position, pairs.remote_block))
+        blocks, positions = pairs.remote_block[order], pairs.remote_position[order]
+        source_unit, inside = np.arange(len(order), dtype=np.int64), np.zeros_like(positions)
+    return SourceUnits(blocks, positions, source_unit, inside, pairs.local_block[order], pairs.local_position[order])
+
+
+def next_window(runs: int, units: int, last: Window | None, chunks: int) -> Window | None:
+    """What comes after `last` (None at the beginning) and has at most `chunks` chunks; None when nothing is left.
+
+    Example: 3 runs, 5 units. With 7 chunks: all runs of units 0 and 1, then of 2 and 3, then of 4. With 2 chunks: runs
+    0 and 1 of unit 0, run 2 of unit 0, runs 0 and 1 of unit 1, …
+    """
+    run, unit = 0, 0
+    if last is not None:
+        run, unit = (0, last.stop_unit) if last.stop_run == runs else (last.stop_run, last.first_unit)
+    if unit >= units or not runs:
+        return None
+    if run == 0 and chunks >= runs:
+        return Window(0, runs, unit, min(units, unit + chunks // runs))
+    return Window(run, min(runs, run + max(1, chunks)), unit, unit + 1)
+
+
+def window_reads(table: SourceTable, units: SourceUnits, window: Window) -> np.ndarray:
+    """The producer's descriptors of a window, int32 `[chunks]`, in the order of its chunks."""
+    blocks = (units.remote_block[window.first_unit : window.stop_unit] * table.step).astype(np.int32)
+    positions = units.remote_position[window.first_unit : window.stop_unit]
+    starts = table.starts[window.first_run : window.stop_run]
+    return np.asarray((starts[:, positions] + blocks[None, :]).ravel())
