@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from kvferry.protocol.errors import KvferryError
 
@@ -40,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvferry", description="Who reads what from whom when KV caches move between engines.", allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=f"kvferry {_version()}")
+    parser.add_argument("--version", action=_Version, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_describe(commands)
@@ -92,8 +91,18 @@ def _run_describe(options: argparse.Namespace) -> int:
     return run_describe(options)
 
 
-def _version() -> str:
-    try:
-        return version("kvferry")
-    except PackageNotFoundError:
-        return "(not installed)"
+class _Version(argparse.Action):
+    """Prints the version; it is looked up only then, since that takes a while."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:  # noqa: A002
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found = version("kvferry")
+        except PackageNotFoundError:
+            found = "(not installed)"
+        print(f"kvferry {found}")
+        parser.exit(GOOD)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 from kvferry.cli.picture_layout import (
     CARD_WIDTH,
-    FLOW_WIDTH,
     LEFT,
     RIGHT,
     WIDTH,
@@ -29,11 +28,15 @@ from kvferry.cli.svg import FONT, element, plain, text
 from kvferry.cli.words import counted, decimal_bytes, group_words, sizes, span, spans
 from kvferry.protocol.geometry import Interleave
 
-_PALETTE = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#64748b")
+_PALETTE = (
+    *("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951"),
+    *("#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#64748b"),
+)
 _INK, _MUTED, _FAINT, _PAPER, _CARD = "#0f172a", "#64748b", "#e2e8f0", "#fbfcfe", "#ffffff"
 _MAP_WIDTH = 92.0
 _LABELS_UP_TO = 40
-_LEGEND_HEIGHT = 74.0
+_ROOMY_FROM = 44.0
+_LEGEND_HEIGHT = 88.0
 
 
 def draw(summary: PlanSummary) -> str:
@@ -72,13 +75,15 @@ def palette(count: int) -> list[str]:
 
 _HATCH = (
     '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<rect width="3" height="7" fill="#ffffff" fill-opacity="0.62"/></pattern></defs>'
+    '<rect width="3" height="7" fill="#ffffff" fill-opacity="0.5"/></pattern></defs>'
 )
 
 
 def _heading(summary: PlanSummary) -> Iterator[str]:
     producer, consumer = summary.producer, summary.consumer
-    yield text(f"{sizes(producer)}  →  {sizes(consumer)}", WIDTH / 2, 38, size=24, weight=700, anchor="middle", fill=_INK)
+    yield text(
+        f"{sizes(producer)}  →  {sizes(consumer)}", WIDTH / 2, 38, size=24, weight=700, anchor="middle", fill=_INK
+    )
     facts = f"{counted(consumer.layers, 'layer')} · {counted(consumer.heads, 'head')} · {'/'.join(consumer.dtypes)}"
     yield text(
         f"{facts} · a prompt of {counted(summary.tokens, 'token')}: {decimal_bytes(summary.bytes)} in "
@@ -107,8 +112,7 @@ def _band(scene: Scene, band: Band, colour: str) -> str:
     if not band.width:
         left, right = scene.left.cards[band.producer].middle, scene.right.cards[band.consumer].middle
         path = f"M{start:.1f} {left:.1f}C{middle:.1f} {left:.1f} {middle:.1f} {right:.1f} {end:.1f} {right:.1f}"
-        dashed = {"stroke_dasharray": "3 5", "stroke_width": 1.2, "stroke_opacity": 0.8}
-        return element("path", title, d=path, fill="none", stroke="#94a3b8", **dashed)
+        return element("path", title, d=path, fill="none", stroke="#94a3b8", stroke_width=1.2, stroke_dasharray="3 5")
     top, bottom = band.left_top, band.left_top + band.width
     far_top, far_bottom = band.right_top, band.right_top + band.width
     path = (
@@ -136,7 +140,7 @@ def _labels(scene: Scene) -> Iterator[str]:
     if len(scene.bands) > _LABELS_UP_TO:
         return
     for band in scene.bands:
-        if band.width >= 11:
+        if band.width >= 13:
             middle = band.right_top + band.width / 2
             words = f"{decimal_bytes(band.num_bytes)} {band.placing}"
             yield text(words, RIGHT - 10, middle + 3.5, size=10, anchor="end", fill=_INK, fill_opacity=0.8)
@@ -172,10 +176,10 @@ def _card(column: Column, card: Card, x: float, colour: str, is_left: bool) -> I
     at = x + 12 if is_left else x + _MAP_WIDTH + 26
     shard = card.shard
     name = f"tp{shard.place.tp}" + (f" dcp{shard.place.dcp}" if column.side.topology.dcp > 1 else "")
-    if column.compact:
-        baseline = card.middle + 4
+    if card.height < _ROOMY_FROM:
+        baseline, beside = card.middle + 4, at + (62 if column.side.topology.dcp > 1 else 46)
         yield text(name, at, baseline, size=11, weight=700, fill=_INK)
-        yield text(_held(column.side, shard, short=True), at + 68, baseline, size=9.5, fill=_MUTED)
+        yield text(_held(column.side, shard, short=True), beside, baseline, size=9.5, fill=_MUTED)
     else:
         yield text(name, at, card.middle - 6, size=14, weight=700, fill=_INK)
         yield text(_held(column.side, shard, short=False), at, card.middle + 10, size=10.5, fill=_MUTED)
@@ -188,15 +192,15 @@ def _card(column: Column, card: Card, x: float, colour: str, is_left: bool) -> I
 
 
 def _held(side: Side, shard: Shard, *, short: bool) -> str:
-    heads = span(shard.heads)
-    return heads if short else f"{'head' if len(shard.heads) == 1 else 'heads'} {heads} of {side.heads}"
+    heads = f"{'head' if len(shard.heads) == 1 else 'heads'} {span(shard.heads)}"
+    return heads if short else f"{heads} of {side.heads}"
 
 
 def _map_at(card: Card, x: float, column: Column, is_left: bool) -> tuple[float, float, float]:
     """Left, top and height of a card's map."""
     left = x + CARD_WIDTH - _MAP_WIDTH - 14 if is_left else x + 12
     strip = 6.0 if column.side.topology.dcp > 1 else 0.0
-    room = card.height - (8 if column.compact else 18) - strip
+    room = card.height - (8 if card.height < _ROOMY_FROM else 18) - strip
     height = min(room, 64.0)
     return left, card.middle - (height + strip) / 2, height
 
@@ -239,7 +243,7 @@ def _sources(scene: Scene, summary: PlanSummary, colours: list[str]) -> Iterator
 
 
 def _legend(scene: Scene) -> Iterator[str]:
-    y = scene.bottom + 36
+    y = scene.bottom + 34
     placings = {band.placing for band in scene.bands}
     x = LEFT
     for placing, words in (
@@ -250,8 +254,9 @@ def _legend(scene: Scene) -> Iterator[str]:
         if placing not in placings:
             continue
         if placing == "release":
-            line = {"stroke": "#94a3b8", "stroke_dasharray": "3 5", "stroke_width": 1.2}
-            yield element("line", x1=x, y1=y - 4, x2=x + 28, y2=y - 4, **line)
+            yield element(
+                "line", x1=x, y1=y - 4, x2=x + 28, y2=y - 4, stroke="#94a3b8", stroke_width=1.2, stroke_dasharray="3 5"
+            )
         else:
             yield element("rect", x=x, y=y - 10, width=28, height=12, rx=2, fill="#4269d0", fill_opacity=0.55)
         if placing == "staged":
@@ -260,11 +265,9 @@ def _legend(scene: Scene) -> Iterator[str]:
         x += 36 + 7 * len(words) + 24
     yield text("width of a band: its bytes", x, y, size=11.5, fill=_MUTED)
     strip = "; the strip below: tokens" if any(c.side.topology.dcp > 1 for c in (scene.left, scene.right)) else ""
-    words = f"in each card the whole model: heads across, layers down, what the worker holds filled{strip}"
-    yield text(words, WIDTH - LEFT, y, size=11.5, fill=_MUTED, anchor="end")
+    words = f"in each card the whole model: heads across, layers down; filled is what the worker holds{strip}"
+    yield text(words, LEFT, y + 24, size=11.5, fill=_MUTED)
 
 
 def _cut(words: str, length: int) -> str:
     return words if len(words) <= length else words[: length - 1] + "…"
-
-

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.cli.summary import Flow, PlanSummary, Read, Reader, Shard, Side
+from kvferry.cli.words import span
 from kvferry.protocol.geometry import Place
 
 TOP = 116.0
@@ -135,8 +136,11 @@ def _column(side: Side, height: float) -> Column:
 
 
 def _label(side: Side, shard: Shard) -> str:
+    """What a block is called; a block of one worker has no room for its layers."""
     parts = [f"stage {shard.place.pp}"] if side.topology.pp > 1 else []
     parts += [f"pcp {shard.place.pcp}"] if side.topology.pcp > 1 else []
+    if side.topology.pp > 1 and sum(_block_of(other) == _block_of(shard) for other in side.workers) > 1:
+        parts.append(f"layers {span(shard.layers)}")
     return " · ".join(parts)
 
 

@@ -277,9 +277,7 @@ def _flow(
     return flow, whole
 
 
-def _read(
-    route: Route, bundle: Bundle, found: Units, groups: Sequence[CacheGroup], order: Mapping[str, int]
-) -> Read:
+def _read(route: Route, bundle: Bundle, found: Units, groups: Sequence[CacheGroup], order: Mapping[str, int]) -> Read:
     slices = [route.slices[member] for of_place in bundle.members for member in of_place]
     names = sorted({item.local.layer for item in slices}, key=natural)
     return Read(

@@ -48,7 +48,7 @@ def print_plan(out: Console, summary: PlanSummary) -> None:
     _print_sides(out, (("producer", summary.producer), ("consumer", summary.consumer)))
     reasons: dict[str, int] = {}
     several = len(summary.producer.groups) > 1
-    columns = ["consumer", "reads from", *(["group"] if several else []), "tensors", "heads", ">bytes", ">runs"]
+    columns = ["consumer", "reads from", *(["group"] if several else []), "layers", "heads", ">bytes", ">runs"]
     table = _table([*columns, ">descriptors", "placed"])
     for reader in summary.workers:
         for row in _reader_rows(reader, reasons, several):
@@ -143,7 +143,7 @@ def _read_cells(flow: Flow, read: Read, reasons: dict[str, int], several: bool) 
         descriptors = f"{staged}" if read is _first_staged(flow) else "with it"
     return [
         *([f"{read.group} {read.policy}"] if several else []),
-        f"{' '.join(read.kinds)} of {counted(read.layers, 'layer')}",
+        f"{read.layers} × {' '.join(read.kinds)}",
         spans(read.heads),
         decimal_bytes(read.bytes),
         f"{read.unit_runs} × {read.run_bytes} B / {unit}",
