@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -86,15 +86,18 @@ def strides(draw: st.DrawFn, sizes: Sequence[int], cell_bytes: int, gaps: Sequen
 
 
 def span(of: PagedTensor) -> int:
-    """Bytes from the tensor's base to the end of its last cell."""
-    return (
-        (of.blocks - 1) * of.block_stride
-        + (len(of.heads) - 1) * of.head_stride
-        + (of.tiles - 1) * of.tile_stride
-        + of.cell_bytes
-    )
+    """Bytes from the tensor's base to behind the last of its last block."""
+    return (of.blocks - 1) * of.block_stride + of.block_extent
 
 
 def cell_address(of: PagedTensor, block: int, head: int, tile: int) -> int:
     """The definition: everything else in the plan is compared with it. `head` counts the worker's own heads."""
     return of.base + block * of.block_stride + head * of.head_stride + tile * of.tile_stride
+
+
+def cell_bytes(of: PagedTensor, block: int, head: int, tile: int) -> Iterator[int]:
+    """The address of every byte of a cell, in the order of its bytes."""
+    start = cell_address(of, block, head, tile)
+    for byte in range(of.cell_bytes):
+        piece, inside = divmod(byte, of.element_bytes or of.cell_bytes)
+        yield start + piece * of.element_stride + inside

@@ -3,171 +3,275 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.plan.blocks import UnitPairs
 from kvferry.plan.descriptors import (
-    BlockPairs,
     DescriptorPairs,
     DescriptorTable,
     descriptor_pairs,
-    descriptor_table,
-    expand_blocks,
+    route_tables,
 )
-from kvferry.plan.runs import shared_runs
-from kvferry.plan.transfer_plan import Route, Slice
-from kvferry.protocol.geometry import PagedTensor, Place, Range
-from tests.plan.samples import cell_address, span, strides, tensor
+from kvferry.plan.planner import plan_transfer
+from kvferry.plan.tokens import TokenMap
+from kvferry.plan.transfer_plan import Route
+from kvferry.protocol.geometry import PagedTensor, Range
+from kvferry.protocol.handshake import CacheGroup
+from tests.plan.samples import cell_bytes, engine, other, span, strides, tensor
+
+FAR = 1 << 40
+
+
+def route_of(*pairs: tuple[PagedTensor, PagedTensor], policies: tuple[str, ...] = ("full", "full")) -> Route:
+    """The only route of a consumer with the tensors on the left and a producer with those on the right."""
+    groups = tuple(CacheGroup(policy=policy, block_tokens=5040) for policy in policies)
+    sides = [engine(*(pair[side] for pair in pairs), groups=groups) for side in range(2)]
+    (route,) = plan_transfer(sides[0], 0, sides[1]).routes
+    return route
+
+
+def units_of(pairs: list[tuple[int, int, int, int]]) -> UnitPairs:
+    """Units as `(local block, local position, remote block, remote position)`."""
+    columns = np.array(pairs, dtype=np.int64).reshape(-1, 4)
+    return UnitPairs(columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3])
 
 
 def expand(rows: np.ndarray) -> list[tuple[int, int]]:
-    """`(address, length)` of every descriptor, in NIXL's order: row by row, block by block."""
-    return [(a + block * stride, n) for a, n, _, stride, count in rows.tolist() for block in range(count)]
+    """`(address, length)` of every descriptor, in NIXL's order: row by row, `count` of each, `stride` apart."""
+    return [(a + step * stride, n) for a, n, _, stride, count in rows.tolist() for step in range(count)]
 
 
-def bytes_moved(table: DescriptorTable, wanted: DescriptorPairs) -> list[tuple[int, int]]:
+def bytes_moved(table: DescriptorTable, wanted: DescriptorPairs) -> Iterator[tuple[int, int]]:
     """`(local address, remote address)` of every byte that a read of these pairs moves."""
     here, there = expand(table.local_rows), expand(table.remote_rows)
-    moved = []
     for left, right in zip(wanted.local.tolist(), wanted.remote.tolist(), strict=True):
         (to, length), (source, same) = here[left], there[right]
         assert length == same
-        moved += [(to + byte, source + byte) for byte in range(length)]
-    return moved
+        yield from ((to + byte, source + byte) for byte in range(length))
 
 
-def route_of(pairs: list[tuple[PagedTensor, PagedTensor]]) -> Route:
-    slices = tuple(Slice(local, remote, local.heads, shared_runs(local, remote)) for local, remote in pairs)
-    return Route(0, Place(), slices, expected=1)
+def unit_bytes(of: PagedTensor, tokens: TokenMap, heads: Range, block: int, position: int) -> Iterator[int]:
+    """The address of every byte of a unit, by the definition."""
+    tiles = of.tiles if tokens.is_state else tokens.unit_tokens // of.tile_tokens
+    for head in range(heads.start - of.heads.start, heads.stop - of.heads.start):
+        for tile in range(position * tiles, (position + 1) * tiles):
+            yield from cell_bytes(of, block, head, tile)
 
 
-def wanted_bytes(pairs: list[tuple[PagedTensor, PagedTensor]], blocks: dict[int, BlockPairs]) -> dict[int, int]:
-    wanted = {}
-    for local, remote in pairs:
-        for here, there in zip(*_ids(blocks.get(local.group)), strict=True):
-            for head in range(len(local.heads)):
-                for tile in range(local.tiles):
-                    to, source = cell_address(local, here, head, tile), cell_address(remote, there, head, tile)
-                    wanted.update({to + byte: source + byte for byte in range(local.cell_bytes)})
-    return wanted
-
-
-def _ids(blocks: BlockPairs | None) -> tuple[list[int], list[int]]:
-    return (blocks.local.tolist(), blocks.remote.tolist()) if blocks is not None else ([], [])
+def wanted_bytes(route: Route, units: Mapping[TokenMap, UnitPairs]) -> dict[int, int]:
+    """Where every byte of every wanted unit comes from."""
+    found: dict[int, int] = {}
+    for item in route.slices:
+        if item.tokens not in units:
+            continue
+        one = units[item.tokens]
+        columns = (one.local_block, one.local_position, one.remote_block, one.remote_position)
+        for here, at, there, source in zip(*(column.tolist() for column in columns), strict=True):
+            to = unit_bytes(item.local, item.tokens, item.heads, here, at)
+            found.update(zip(to, unit_bytes(item.remote, item.tokens, item.heads, there, source), strict=True))
+    return found
 
 
 @st.composite
-def both_sides(draw: st.DrawFn) -> list[tuple[PagedTensor, PagedTensor]]:
-    """Up to three tensors in up to two groups, each side with its own strides, block count and place in memory."""
+def routes(draw: st.DrawFn) -> Route:
+    """Up to three tensors in up to two groups, each side with its own strides, blocks and place in memory."""
     pairs = []
-    bases = [4096, 1 << 40]
+    bases = [4096, FAR]
+    policies = (draw(st.sampled_from(("full", "state"))), "full")
+    shapes = [[(draw(st.integers(1, 5)), draw(st.integers(1, 3))) for _ in range(2)] for _ in policies]
+    unit = draw(st.integers(1, 2))
     for layer in range(draw(st.integers(1, 3))):
-        heads, tiles, cell = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from((1, 2, 4)))
         group = draw(st.integers(0, 1))
+        heads, cell = draw(st.integers(1, 3)), draw(st.sampled_from((1, 2, 4)))
         sides = []
         for side in range(2):
-            blocks = draw(st.integers(1, 5))
-            block, head, tile = draw(strides((blocks, heads, tiles), cell, gaps=(0, 0, 3)))
+            blocks, multiple = shapes[group][side]
+            tokens = unit * multiple
+            tiles = 1 if policies[group] == "state" else tokens
+            held = Range(2 - draw(st.integers(0, 1)) * side, 2 + heads)
+            block, head, tile = draw(strides((blocks, len(held), tiles), cell, gaps=(0, 0, 3)))
             one = tensor(
                 layer=f"layers.{layer}",
                 group=group,
                 base=bases[side],
                 blocks=blocks,
-                block_tokens=tiles,
+                block_tokens=tokens,
                 block_stride=block,
-                heads=Range(2, 2 + heads),
+                heads=held,
                 head_stride=head,
+                tile_tokens=tokens // tiles,
                 tile_stride=tile,
                 cell_bytes=cell,
             )
             bases[side] += span(one)
             sides.append(one)
         pairs.append((sides[0], sides[1]))
-    return pairs
+    return route_of(*pairs, policies=policies)
 
 
 @st.composite
-def block_pairs(draw: st.DrawFn, pairs: list[tuple[PagedTensor, PagedTensor]]) -> dict[int, BlockPairs]:
+def unit_pairs(draw: st.DrawFn, route: Route) -> dict[TokenMap, UnitPairs]:
+    """For some of the token maps, units in any order; each local one at most once."""
     chosen = {}
-    for group in {local.group for local, _ in pairs}:
-        if draw(st.booleans()) or len(pairs) == 1:
-            here = min(local.blocks for local, _ in pairs if local.group == group)
-            there = min(remote.blocks for local, remote in pairs if local.group == group)
-            local = draw(st.lists(st.integers(0, here - 1), unique=True, max_size=here))
-            remote = [draw(st.integers(0, there - 1)) for _ in local]
-            chosen[group] = BlockPairs(np.array(local, dtype=np.int64), np.array(remote, dtype=np.int64))
+    maps = sorted({item.tokens for item in route.slices}, key=lambda tokens: tokens.group)
+    for tokens in maps:
+        if not draw(st.booleans()) and len(maps) > 1:
+            continue
+        spots = [
+            [(block, at) for block in range(side.blocks) for at in range(tokens.positions(side))]
+            for side in (tokens.local, tokens.remote)
+        ]
+        here = draw(st.lists(st.sampled_from(spots[0]), unique=True, max_size=6))
+        chosen[tokens] = units_of([(*spot, *draw(st.sampled_from(spots[1]))) for spot in here])
     return chosen
 
 
-@given(data=st.data())
+@given(route=routes(), data=st.data())
 @settings(max_examples=100)
-def test_every_wanted_byte_is_read_once_from_its_place_and_nothing_else_is(data: st.DataObject) -> None:
-    pairs = data.draw(both_sides())
-    blocks = data.draw(block_pairs(pairs))
-    table = descriptor_table(route_of(pairs), 0, 0)
-    wanted = descriptor_pairs(table, blocks)
-    moved = bytes_moved(table, wanted)
+def test_every_wanted_byte_is_read_once_from_its_place_and_nothing_else_is(route: Route, data: st.DataObject) -> None:
+    units = data.draw(unit_pairs(route))
+    (table,) = route_tables(route, 0, 0)
+    pairs = descriptor_pairs(table, units)
+    moved = list(bytes_moved(table, pairs))
     assert not [address for address, times in Counter(to for to, _ in moved).items() if times > 1]
-    assert dict(moved) == wanted_bytes(pairs, blocks)
-    assert wanted.num_bytes == len(moved)
-    assert {str(wanted.local.dtype), str(wanted.remote.dtype)} == {"int32"}
+    assert dict(moved) == wanted_bytes(route, units)
+    assert pairs.num_bytes == len(moved)
+    assert {str(pairs.local.dtype), str(pairs.remote.dtype)} == {"int32"}
 
 
-@given(data=st.data())
+@given(route=routes(), data=st.data())
 @settings(max_examples=100)
-def test_within_a_row_the_remote_indices_ascend_so_that_nixl_can_merge(data: st.DataObject) -> None:
-    pairs = data.draw(both_sides())
-    table = descriptor_table(route_of(pairs), 0, 0)
-    wanted = descriptor_pairs(table, data.draw(block_pairs(pairs)))
-    rows = np.searchsorted(table.remote_starts, wanted.remote, side="right")
-    same_row = np.diff(rows) == 0
-    assert (np.diff(wanted.remote)[same_row] >= 0).all()
-    changes = np.count_nonzero(np.diff(rows)) + bool(len(rows))
-    assert changes == len(np.unique(rows)), "tensor-major: no row is left and entered again"
+def test_within_a_run_the_remote_indices_ascend_so_that_nixl_can_merge(route: Route, data: st.DataObject) -> None:
+    units = data.draw(unit_pairs(route))
+    (table,) = route_tables(route, 0, 0)
+    pairs = descriptor_pairs(table, units)
+    at = 0
+    for index in table.indices:
+        count = len(units[index.tokens]) if index.tokens in units else 0
+        runs = len(index.remote_starts)
+        part = pairs.remote[at : at + runs * count].reshape(runs, count)
+        assert (np.diff(part, axis=1) >= 0).all()
+        at += runs * count
+    assert at == len(pairs.remote)
 
 
 def test_neighbours_on_both_sides_come_out_as_neighbours_whatever_order_they_came_in() -> None:
-    table = descriptor_table(route_of([(tensor(), tensor(base=1 << 30))]), 0, 0)
-    pairs = BlockPairs(np.array([5, 3, 4]), np.array([2, 0, 1]))
-    wanted = descriptor_pairs(table, {0: pairs})
-    assert (wanted.local.tolist(), wanted.remote.tolist()) == ([3, 4, 5], [0, 1, 2])
+    route = route_of((tensor(), tensor(base=FAR)))
+    (table,) = route_tables(route, 0, 0)
+    units = {route.slices[0].tokens: units_of([(5, 0, 2, 0), (3, 0, 0, 0), (4, 0, 1, 0)])}
+    pairs = descriptor_pairs(table, units)
+    assert (pairs.local.tolist(), pairs.remote.tolist()) == ([3, 4, 5], [0, 1, 2])
+
+
+def test_the_positions_of_smaller_blocks_are_neighbours_too() -> None:
+    """Where a block of 8 tokens receives two of 4, and 8 tokens are dense, the halves follow one another."""
+    large = tensor(heads=Range(0, 1), block_tokens=8)
+    small = tensor(heads=Range(0, 1), block_stride=32, base=FAR)
+    route = route_of((large, small))
+    (table,) = route_tables(route, 0, 0)
+    assert table.local_rows.tolist() == [[4096, 32, 0, 32, 16]]
+    assert table.remote_rows.tolist() == [[FAR, 32, 0, 32, 8]]
+    units = {route.slices[0].tokens: units_of([(3, 0, 1, 0), (3, 1, 2, 0), (4, 0, 3, 0)])}
+    pairs = descriptor_pairs(table, units)
+    assert (pairs.local.tolist(), pairs.remote.tolist()) == ([6, 7, 8], [1, 2, 3])
 
 
 def test_rows_are_address_length_device_stride_and_count_of_each_run() -> None:
-    local, remote = tensor(blocks=8), tensor(base=1 << 30, blocks=3, block_stride=128, head_stride=40)
-    table = descriptor_table(route_of([(local, remote)]), local_device=2, remote_device=5)
-    assert table.local_rows.tolist() == [[4096, 32, 2, 64, 8], [4128, 32, 2, 64, 8]]
-    assert table.remote_rows.tolist() == [[1 << 30, 32, 5, 128, 3], [(1 << 30) + 40, 32, 5, 128, 3]]
-    assert (table.local_starts.tolist(), table.remote_starts.tolist()) == ([0, 8], [0, 3])
-    assert table.lengths.tolist() == [32, 32]
+    local, remote = tensor(blocks=8), tensor(base=FAR, blocks=3, block_stride=128, head_stride=40)
+    (table,) = route_tables(route_of((local, remote)), local_device=2, remote_device=5)
+    assert table.local_rows.tolist() == [[4096, 32, 2, 32, 16]], "two heads of a dense block at one distance"
+    assert table.remote_rows.tolist() == [[FAR, 32, 5, 128, 3], [FAR + 40, 32, 5, 128, 3]]
     assert table.local_rows.dtype == np.int64
+    (index,) = table.indices
+    assert (index.local_starts.tolist(), index.local_step) == ([[0], [1]], 2)
+    assert (index.remote_starts.tolist(), index.remote_step) == ([[0], [3]], 1)
 
 
 def test_a_table_grows_with_tensors_and_runs_but_not_with_blocks() -> None:
-    few = descriptor_table(route_of([(tensor(blocks=1), tensor(blocks=1))]), 0, 0)
-    many = descriptor_table(route_of([(tensor(blocks=1 << 20), tensor(blocks=1 << 20))]), 0, 0)
+    (few,) = route_tables(route_of((tensor(blocks=1), tensor(blocks=1))), 0, 0)
+    (many,) = route_tables(route_of((tensor(blocks=1 << 20), tensor(blocks=1 << 20))), 0, 0)
     assert few.local_rows.shape == many.local_rows.shape == (1, 5)
+    assert few.num_bytes == many.num_bytes == 2 * 5 * 8 + 2 * 4
 
 
-def test_a_request_without_blocks_reads_nothing() -> None:
-    table = descriptor_table(route_of([(tensor(), tensor())]), 0, 0)
-    for nothing in ({}, {1: BlockPairs(np.array([1]), np.array([1]))}, {0: BlockPairs(np.array([]), np.array([]))}):
-        wanted = descriptor_pairs(table, nothing)
-        assert (len(wanted.local), len(wanted.remote), wanted.num_bytes) == (0, 0, 0)
+def test_a_request_without_units_reads_nothing() -> None:
+    route = route_of((tensor(), tensor()))
+    (table,) = route_tables(route, 0, 0)
+    for nothing in ({}, {route.slices[0].tokens: units_of([])}):
+        pairs = descriptor_pairs(table, nothing)
+        assert (len(pairs.local), len(pairs.remote), pairs.num_bytes) == (0, 0, 0)
 
 
-def test_a_route_that_only_releases_has_an_empty_table() -> None:
-    table = descriptor_table(route_of([]), 0, 0)
-    assert (table.local_rows.shape, table.remote_rows.shape, dict(table.group_rows)) == ((0, 5), (0, 5), {})
+def test_a_route_that_only_releases_has_no_tables() -> None:
+    two = engine(
+        workers=[engine().workers[0], other(engine().workers[0], place=other(engine().workers[0].place, tp=1))]
+    )
+    released = [route for route in plan_transfer(engine(engine_id="D"), 0, two).routes if not route.slices]
+    assert [route_tables(route, 0, 0) for route in released] == [()]
 
 
-@given(st.lists(st.integers(0, 2**31 - 1), max_size=6), st.integers(1, 8))
-def test_a_scheduler_block_is_so_many_kernel_blocks_in_a_row(blocks: list[int], ratio: int) -> None:
-    expected = [block * ratio + part for block in blocks for part in range(ratio)]
-    assert expand_blocks(blocks, ratio).tolist() == expected
+def check_table(table: DescriptorTable) -> None:
+    for rows in (table.local_rows, table.remote_rows):
+        assert 0 < int(rows[:, 4].sum()) <= (1 << 31) - 1
 
 
-def test_the_worked_example_of_expand_blocks() -> None:
-    assert expand_blocks([7, 2], 2).tolist() == [14, 15, 4, 5]
+def descriptor(rows: np.ndarray, index: int) -> tuple[int, int]:
+    """Address and length of one descriptor among more than can be expanded."""
+    for address, length, _, stride, count in rows.tolist():
+        if index < count:
+            return address + index * stride, length
+        index -= count
+    raise IndexError
+
+
+def moved_by(tables: Sequence[DescriptorTable], units: Mapping[TokenMap, UnitPairs]) -> dict[int, int]:
+    """Local address → remote address of every byte that a few units need, by tables of any size."""
+    moved: dict[int, int] = {}
+    for table in tables:
+        check_table(table)
+        pairs = descriptor_pairs(table, units)
+        for here, there in zip(pairs.local.tolist(), pairs.remote.tolist(), strict=True):
+            (to, length), (source, same) = descriptor(table.local_rows, here), descriptor(table.remote_rows, there)
+            assert length == same
+            moved.update((to + byte, source + byte) for byte in range(length))
+    return moved
+
+
+def test_layers_with_too_many_descriptors_for_an_index_are_divided_over_tables() -> None:
+    """Five layers of 2**27 blocks, eight runs a block: 2**30 descriptors a layer, and two would be one too many."""
+    blocks = 1 << 27
+    local = [tensor(layer=f"{n}", base=n << 50, blocks=blocks) for n in range(5)]
+    remote = [other(one, base=one.base + FAR, head_stride=8, tile_stride=16) for one in local]
+    route = route_of(*zip(local, remote, strict=True))
+    tables = route_tables(route, 0, 0)
+    assert len(tables) == 5
+    units = {route.slices[0].tokens: units_of([(blocks - 1, 0, blocks - 2, 0)])}
+    assert moved_by(tables, units) == wanted_bytes(route, units)
+    highest = max(int(pairs.local.max()) for pairs in (descriptor_pairs(table, units) for table in tables))
+    assert highest == 8 * blocks - 1, "the last descriptor is among them, and no index wraps around"
+
+
+def test_a_layer_whose_runs_are_too_many_for_an_index_is_divided_by_its_runs() -> None:
+    """Eight runs a block and almost 2**29 blocks: more than 2**31 descriptors of one layer."""
+    blocks = (1 << 29) - 1
+    local = tensor(blocks=blocks, block_stride=128)
+    route = route_of((local, other(local, base=FAR, head_stride=8, tile_stride=16)))
+    tables = route_tables(route, 0, 0)
+    assert len(tables) > 1
+    units = {route.slices[0].tokens: units_of([(blocks - 1, 0, blocks - 2, 0)])}
+    assert moved_by(tables, units) == wanted_bytes(route, units)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 16, 17, 33])
+def test_tables_hold_as_many_layers_as_an_index_can_count(layers: int) -> None:
+    """2**27 - 1 blocks: 16 layers, with some room, have less than 2**31 descriptors."""
+    many = [tensor(layer=f"{n}", base=n << 40, blocks=(1 << 27) - 1) for n in range(layers)]
+    tables = route_tables(route_of(*((one, one) for one in many)), 0, 0)
+    assert [len(table.local_rows) for table in tables] == [16] * (layers // 16) + [layers % 16] * bool(layers % 16)
+    for table in tables:
+        check_table(table)
