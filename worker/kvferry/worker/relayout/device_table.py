@@ -1,0 +1,166 @@
+"""A wave's table as the kernel reads it: one buffer of numbers, made by numpy.
+
+Five sections, each aligned to 256 bytes:
+
+| section    | type    | per       | columns                                                                        |
+| ---------- | ------- | --------- | ------------------------------------------------------------------------------ |
+| `programs` | int32   | program   | piece; its tile in the piece                                                   |
+| `pieces`   | int64   | piece     | source, destination, row of its shape, first unit, chunks, first row of scales |
+| `shapes`   | int64   | shape and width | 0 width · 1, 2 conversion · 3 scaled · 4 number of axes · 5–9 sizes · 10–14 multipliers · 15–19 shifts · 20–24 source strides · 25–29 destination strides · 30–33 strides of the unit's columns · 34–38 rows of scales |
+| `units`    | int32   | unit      | source block, source position, destination block, destination position         |
+| `scales`   | float32 | row       | source, destination                                                            |
+
+A *chunk* is what one lane moves: `width` bytes, or `width` elements where there is a conversion. The chunks of a piece
+are counted through units, axes and run, the run innermost. Five loops, the innermost first: the chunks of a run, then
+the axes; `sizes`, the strides and the rows of scales are theirs. A lane finds its place by dividing its number by them, and divides by multiplying:
+
+    n div d = (n · multiplier >> 32) >> shift        for 0 ≤ n < 2**31 and d ≥ 2
+
+with `shift = ceil(log2 d) - 1` and `multiplier = floor(2**(32 + shift) / d) + 1` (Granlund and Montgomery 1994, theorem 4.2).
+"""  # noqa: E501 (a table's row is one line)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.worker.relayout.shape import MAX_AXES, Axis, Shape
+from kvferry.worker.relayout.wave_table import (
+    DESTINATION,
+    FIRST,
+    SCALE,
+    SHAPE,
+    SOURCE,
+    InvalidTable,
+    WaveTable,
+)
+
+SECTION_ALIGNMENT = 256
+PROGRAM_COLUMNS, PIECE_COLUMNS, SHAPE_COLUMNS = 2, 6, 39
+MAX_CHUNKS = 2**31
+"""Chunks of one piece; the division above holds below it."""
+CONVERTED_TOGETHER = 8
+"""Elements that one lane converts where the strides allow."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceTable:
+    """See the module.
+
+    Attributes:
+        programs, pieces, shapes, units, scales: the sections.
+        converts: whether any piece has a conversion.
+    """
+
+    programs: NDArray[np.int32]
+    pieces: NDArray[np.int64]
+    shapes: NDArray[np.int64]
+    units: NDArray[np.int32]
+    scales: NDArray[np.float32]
+    converts: bool
+
+    @classmethod
+    def of(cls, table: WaveTable, tile: int) -> DeviceTable:
+        """Compile a table for programs that move `tile` chunks each.
+
+        Raises:
+            InvalidTable: a piece has too many chunks.
+        """
+        pieces = table.pieces[table.piece_units > 0]
+        units = table.piece_units[table.piece_units > 0]
+        widths = _widths(table.shapes, pieces)
+        rows, row_of_piece = np.unique(np.stack([pieces[:, SHAPE], widths], axis=1), axis=0, return_inverse=True)
+        row_of_piece = row_of_piece.ravel()
+        scaled = bool((table.scales != 1).any())
+        compiled = [_shape_row(table.shapes[shape], width, scaled) for shape, width in rows.tolist()]
+        shapes = np.array(compiled, dtype=np.int64).reshape(-1, SHAPE_COLUMNS)
+        chunks = units * shapes[row_of_piece, 5 : 6 + MAX_AXES].prod(axis=1)
+        if len(chunks) and chunks.max() >= MAX_CHUNKS:
+            raise InvalidTable(f"a piece has {chunks.max()} chunks; expected less than {MAX_CHUNKS}")
+        tiles = -(-chunks // tile)
+        of_program = np.repeat(np.arange(len(pieces)), tiles)
+        first_program = np.concatenate([[0], np.cumsum(tiles)[:-1]]) if len(pieces) else tiles
+        programs = np.stack([of_program, np.arange(len(of_program)) - first_program[of_program]], axis=1)
+        columns = [pieces[:, SOURCE], pieces[:, DESTINATION], row_of_piece, pieces[:, FIRST], chunks, pieces[:, SCALE]]
+        return cls(
+            programs=programs.astype(np.int32),
+            pieces=np.stack(columns, axis=1),
+            shapes=shapes,
+            units=table.units,
+            scales=table.scales,
+            converts=any(shape.conversion is not None for shape in table.shapes),
+        )
+
+    @property
+    def sections(self) -> tuple[NDArray[np.int32] | NDArray[np.int64] | NDArray[np.float32], ...]:
+        return (self.programs, self.pieces, self.shapes, self.units, self.scales)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where in the buffer each section starts, and behind the last one where the buffer ends."""
+        ends = np.cumsum([-(-array.nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT for array in self.sections])
+        return (0, *(int(end) for end in ends))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.offsets[-1]
+
+    def write(self, buffer: NDArray[np.uint8]) -> None:
+        """Write the sections to the start of a buffer of at least `num_bytes`."""
+        for offset, array in zip(self.offsets, self.sections, strict=False):
+            buffer[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def divisor(d: int) -> tuple[int, int]:
+    """Multiplier and shift for dividing by `d`; by 1 nothing is divided."""
+    if d < 2:
+        return (0, 0)
+    shift = (d - 1).bit_length() - 1
+    return ((1 << (32 + shift)) // d + 1, shift)
+
+
+def _widths(shapes: tuple[Shape, ...], pieces: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Per piece what one lane moves: the most bytes, up to 16, or elements, that its strides and addresses allow."""
+    limits = np.array([_limits(shape) for shape in shapes], dtype=np.int64).reshape(-1, 3)
+    source, destination, most = limits[pieces[:, SHAPE]].T
+    fits = (pieces[:, SOURCE] % source == 0) & (pieces[:, DESTINATION] % destination == 0)
+    converts = np.array([shape.conversion is not None for shape in shapes], dtype=bool)[pieces[:, SHAPE]]
+    copied = np.gcd(np.gcd(pieces[:, SOURCE], pieces[:, DESTINATION]), most)
+    return np.where(converts, np.where(fits, most, 1), copied)
+
+
+def _limits(shape: Shape) -> tuple[int, int, int]:
+    """What the addresses must be divisible by on either side, and the width that this allows."""
+    source = [*shape.source_pace, *(axis.source_stride for axis in shape.axes)]
+    destination = [*shape.destination_pace, *(axis.destination_stride for axis in shape.axes)]
+    if shape.conversion is None:
+        width = int(np.gcd.reduce([16, shape.run, *source, *destination]))
+        return (1, 1, width)
+    here, there = (size * CONVERTED_TOGETHER for size in shape.element_bytes)
+    fits = not any(stride % here for stride in source) and not any(stride % there for stride in destination)
+    return (here, there, CONVERTED_TOGETHER if fits and shape.run % CONVERTED_TOGETHER == 0 else 1)
+
+
+def _shape_row(shape: Shape, width: int, scaled: bool) -> list[int]:
+    here, there = shape.element_bytes
+    run = Axis(shape.run // width, width * here, width * there)
+    loops = [run, *reversed(shape.axes), *[Axis(1, 0, 0)] * (MAX_AXES - len(shape.axes))]
+    multipliers, shifts = zip(*(divisor(loop.steps) for loop in loops), strict=True)
+    codes = (shape.conversion.source.code, shape.conversion.destination.code) if shape.conversion else (0, 0)
+    return [
+        width,
+        *codes,
+        int(scaled),
+        len(shape.axes),
+        *(loop.steps for loop in loops),
+        *multipliers,
+        *shifts,
+        *(loop.source_stride for loop in loops),
+        *(loop.destination_stride for loop in loops),
+        *shape.source_pace,
+        *shape.destination_pace,
+        *(int(loop.scaled) for loop in loops),
+    ]

@@ -1,0 +1,182 @@
+"""The relayout in plain torch: what CPU engines use, and what every other implementation is compared with.
+
+One gather and one scatter per piece, over all its units at once. Works on any device that torch has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.worker.device import DeviceMark, clock_for
+from kvferry.worker.relayout.element_types import Conversion, ElementType
+from kvferry.worker.relayout.memory import Memory
+from kvferry.worker.relayout.shape import Shape
+from kvferry.worker.relayout.wave_table import DESTINATION, FIRST, SCALE, SHAPE, SOURCE, STOP, WaveTable
+
+TORCH_TYPES = {
+    ElementType.BFLOAT16: torch.bfloat16,
+    ElementType.FLOAT16: torch.float16,
+    ElementType.FLOAT32: torch.float32,
+    ElementType.FLOAT8_E4M3: torch.float8_e4m3fn,
+    ElementType.FLOAT8_E5M2: torch.float8_e5m2,
+}
+_LARGEST = {ElementType.FLOAT8_E4M3: 448.0, ElementType.FLOAT8_E5M2: 57344.0}
+_NAN = {
+    ElementType.BFLOAT16: 0x7FC0,
+    ElementType.FLOAT16: 0x7E00,
+    ElementType.FLOAT32: 0x7FC00000,
+    ElementType.FLOAT8_E4M3: 0x7F,
+    ElementType.FLOAT8_E5M2: 0x7F,
+}
+_BY_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class ReferenceRelayout:
+    """The relayout in plain torch.
+
+    Args:
+        sources: what waves are read from, e.g. the staging buffer.
+        destinations: what they are written to, e.g. the caches.
+    """
+
+    def __init__(self, sources: Iterable[torch.Tensor], destinations: Iterable[torch.Tensor]) -> None:
+        destinations = tuple(destinations)
+        self._sources = Memory(sources, "source")
+        self._destinations = Memory(destinations, "destination")
+        self._clock = clock_for(destinations[0].device if destinations else torch.device("cpu"))
+        self._launches = 0
+
+    @property
+    def launches(self) -> int:
+        """Waves so far: this implementation launches no kernel of its own."""
+        return self._launches
+
+    def try_start(self, table: WaveTable) -> DeviceMark:
+        """Put a wave in place. See `Relayout.try_start`; on the CPU it is done when this returns."""
+        extents = table.extents()
+        sources = self._sources.allocations_of(extents.source_start, extents.source_stop)
+        destinations = self._destinations.allocations_of(extents.destination_start, extents.destination_stop)
+        pieces = table.pieces[table.piece_units > 0]
+        self._launches += bool(len(pieces))
+        for piece, source, destination in zip(pieces.tolist(), sources.tolist(), destinations.tolist(), strict=True):
+            shape, units = table.shapes[piece[SHAPE]], table.units[piece[FIRST] : piece[STOP]].astype(np.int64)
+            sides = (
+                _Side.of(self._sources, source, piece[SOURCE], shape.source_pace, units[:, :2]),
+                _Side.of(self._destinations, destination, piece[DESTINATION], shape.destination_pace, units[:, 2:]),
+            )
+            if shape.conversion is None:
+                _copy(shape, *sides)
+            else:
+                _convert(shape, shape.conversion, *sides, table.scales[piece[SCALE] : piece[SCALE] + shape.scale_rows])
+        return self._clock.mark()
+
+
+class _Side(NamedTuple):
+    """One side of a piece: the allocation, and where each unit starts in it (bytes, int64 `[units]`)."""
+
+    memory: torch.Tensor
+    address: int
+    starts: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls, memory: Memory, allocation: int, address: int, pace: tuple[int, int], units: NDArray[np.int64]
+    ) -> _Side:
+        offset = address - memory.start_of(allocation)
+        return cls(memory.bytes_of(allocation), memory.start_of(allocation), offset + units @ np.array(pace))
+
+    @property
+    def divisors(self) -> int:
+        """A number that has every power of two that divides all places."""
+        return int(np.bitwise_or.reduce(self.starts)) | self.address
+
+    def view(
+        self, dtype: torch.dtype, counts: tuple[int, ...], strides: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The units in so many steps of so many bytes, as elements of `dtype`.
+
+        Returns:
+            `[units, *counts]` and None where the units are equally far apart; else `[places, *counts]`, and for each
+            unit the index of its place.
+        """
+        size = dtype.itemsize
+        flat = self.memory[: self.memory.numel() // size * size].view(dtype)
+        steps = tuple(stride // size for stride in strides)
+        first = int(self.starts.min())
+        apart = np.diff(self.starts)
+        if not len(apart) or (apart[0] > 0 and (apart == apart[0]).all()):
+            step = int(apart[0]) // size if len(apart) else 1
+            return flat.as_strided((len(self.starts), *counts), (step, *steps), first // size), None
+        step = int(np.gcd.reduce(self.starts - first)) or size  # all units in one place: they are the same
+        places = torch.from_numpy((self.starts - first) // step).to(flat.device)
+        return flat.as_strided((int(places.max()) + 1, *counts), (step // size, *steps), first // size), places
+
+    def read(self, dtype: torch.dtype, counts: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+        """`[units, *counts]`."""
+        view, places = self.view(dtype, counts, strides)
+        return view if places is None else view.index_select(0, places)
+
+    def write(self, elements: torch.Tensor, counts: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        """Write `[units, *counts]`."""
+        view, places = self.view(elements.dtype, counts, strides)
+        elements = elements.to(view.device)
+        if places is None:
+            view.copy_(elements)
+        else:
+            view.index_put_((places,), elements)
+
+
+def _copy(shape: Shape, source: _Side, destination: _Side) -> None:
+    strides = [stride for axis in shape.axes for stride in axis[1:3]]
+    width = math.gcd(16, shape.run, *strides, source.divisors, destination.divisors)
+    counts = (*(axis.steps for axis in shape.axes), shape.run // width)
+    dtype = _BY_BYTES[width]
+    elements = source.read(dtype, counts, (*(axis.source_stride for axis in shape.axes), width))
+    destination.write(elements, counts, (*(axis.destination_stride for axis in shape.axes), width))
+
+
+def _convert(
+    shape: Shape, conversion: Conversion, source: _Side, destination: _Side, scales: NDArray[np.float32]
+) -> None:
+    counts = (*(axis.steps for axis in shape.axes), shape.run)
+    sizes = shape.element_bytes
+    raw = source.read(_BY_BYTES[sizes[0]], counts, (*(axis.source_stride for axis in shape.axes), sizes[0]))
+    rows = np.zeros(1, dtype=np.int64)  # of the scales, per combination of the scaled axes
+    for axis in shape.axes:
+        rows = rows[..., None] + (np.arange(axis.steps) if axis.scaled else np.zeros(1, dtype=np.int64))
+    by_step = torch.from_numpy(scales[rows[..., None]]).to(raw.device)  # [1, *axes or 1, 1, 2]
+    encoded = convert(raw, conversion, by_step[..., 0], by_step[..., 1])
+    destination.write(encoded, counts, (*(axis.destination_stride for axis in shape.axes), sizes[1]))
+
+
+def convert(
+    raw: torch.Tensor, conversion: Conversion, source_scale: torch.Tensor, destination_scale: torch.Tensor
+) -> torch.Tensor:
+    """The bits of the converted elements, by torch's own casts; see `kvferry.worker.relayout.element_types`.
+
+    Args:
+        raw: the elements' bits as integers of their size.
+        source_scale, destination_scale: float32, broadcast against `raw`.
+
+    Returns:
+        Integers of the destination's size, in the shape of `raw`.
+    """
+    target = conversion.destination
+    decoded = raw.contiguous().view(TORCH_TYPES[conversion.source]).to(torch.float32)
+    value = decoded * source_scale / destination_scale
+    largest = _LARGEST.get(target)
+    if largest is not None:
+        value = value.clamp(-largest, largest)
+    bits = _BY_BYTES[target.num_bytes]
+    encoded = value.to(TORCH_TYPES[target]).view(bits)
+    missing = decoded.isnan()
+    if missing.any():  # torch's casts do not agree on the sign of a NaN
+        negative = _NAN[target] - (1 << (8 * target.num_bytes - 1))
+        encoded[missing] = torch.where(raw[missing] < 0, negative, _NAN[target]).to(bits)
+    return encoded

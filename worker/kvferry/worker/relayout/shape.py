@@ -1,0 +1,139 @@
+"""A shape: how the bytes of one unit lie on both sides. Pieces that differ only in where they are share one.
+
+The relayout copies for every unit, every combination of the indices `i` of the axes and every `e` in `[0, run)`
+
+    from  source + block·source_block_stride + position·source_position_stride + Σ i·source_stride + e
+    to    destination + block·destination_block_stride + position·destination_position_stride
+                      + Σ i·destination_stride + e
+
+where the block and the position of either side come from the unit (`kvferry.worker.relayout.wave_table`). With a
+conversion, `e` counts elements and is multiplied by the size of the side's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.worker.relayout.element_types import Conversion
+
+MAX_AXES = 4
+
+
+class Axis(NamedTuple):
+    """One loop: so many steps, so many bytes apart. Where `scaled`, every step has a scale of its own (heads)."""
+
+    steps: int
+    source_stride: int
+    destination_stride: int
+    scaled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """See the module. All strides are bytes and not negative.
+
+    Attributes:
+        axes: at most four.
+        run: what follows one another on both sides: bytes, or elements where there is a conversion.
+        source_block_stride, source_position_stride: from one block, and from one position, to the next.
+        destination_block_stride, destination_position_stride: likewise.
+        conversion: None copies bytes.
+    """
+
+    axes: tuple[Axis, ...]
+    run: int
+    source_block_stride: int = 0
+    source_position_stride: int = 0
+    destination_block_stride: int = 0
+    destination_position_stride: int = 0
+    conversion: Conversion | None = None
+
+    def __post_init__(self) -> None:
+        strides = [stride for axis in self.axes for stride in axis[1:3]] + [*self.source_pace, *self.destination_pace]
+        if len(self.axes) > MAX_AXES or min([self.run, *(axis.steps for axis in self.axes)]) < 1 or min(strides) < 0:
+            raise LocalProtocolError(f"not a shape of at most {MAX_AXES} axes: {self}")
+        if self.conversion is None and any(axis.scaled for axis in self.axes):
+            raise LocalProtocolError(f"scales without a conversion: {self}")
+
+    @classmethod
+    def of(
+        cls,
+        axes: Iterable[Axis],
+        run: int,
+        *,
+        source_pace: tuple[int, int] = (0, 0),
+        destination_pace: tuple[int, int] = (0, 0),
+        conversion: Conversion | None = None,
+    ) -> Shape:
+        """The shape with the fewest axes and the longest run that says the same.
+
+        Axes of one step vanish, and axes that continue the run or one another on both sides are merged; those with
+        scales stay. The outermost axis is the one with the largest stride in the destination.
+
+        Example: 2 heads (128 and 32 bytes apart), 4 tokens (32 and 64 apart), 2 halves (16 apart on both sides),
+        run 16. The halves continue the run: `axes=((4, 32, 64), (2, 128, 32)), run=32`.
+        """
+        sizes = (1, 1) if conversion is None else (conversion.source.num_bytes, conversion.destination.num_bytes)
+        left = sorted((axis for axis in axes if axis.steps > 1), key=lambda axis: (-axis[2], -axis[1]))
+        merged: list[Axis] = []
+        for axis in reversed(left):  # innermost first
+            inner = merged[-1] if merged else Axis(run, *sizes)
+            continues = axis[1:3] == (inner.steps * inner.source_stride, inner.steps * inner.destination_stride)
+            if not continues or axis.scaled or inner.scaled:
+                merged.append(axis)
+            elif merged:
+                merged[-1] = inner._replace(steps=inner.steps * axis.steps)
+            else:
+                run *= axis.steps
+        return cls(
+            axes=tuple(reversed(merged)),
+            run=run,
+            source_block_stride=source_pace[0],
+            source_position_stride=source_pace[1],
+            destination_block_stride=destination_pace[0],
+            destination_position_stride=destination_pace[1],
+            conversion=conversion,
+        )
+
+    @property
+    def source_pace(self) -> tuple[int, int]:
+        return (self.source_block_stride, self.source_position_stride)
+
+    @property
+    def destination_pace(self) -> tuple[int, int]:
+        return (self.destination_block_stride, self.destination_position_stride)
+
+    @property
+    def element_bytes(self) -> tuple[int, int]:
+        """Bytes of what `run` counts, in the source and in the destination."""
+        if self.conversion is None:
+            return (1, 1)
+        return (self.conversion.source.num_bytes, self.conversion.destination.num_bytes)
+
+    @property
+    def runs_per_unit(self) -> int:
+        return math.prod(axis.steps for axis in self.axes)
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows of the table of scales that a piece of this shape uses; 0 without a conversion."""
+        if self.conversion is None:
+            return 0
+        return 1 + sum(axis.steps - 1 for axis in self.axes if axis.scaled)
+
+    @property
+    def unit_bytes(self) -> tuple[int, int]:
+        """Bytes of one unit that are read, and that are written."""
+        elements = self.run * self.runs_per_unit
+        return (elements * self.element_bytes[0], elements * self.element_bytes[1])
+
+    @property
+    def extents(self) -> tuple[int, int]:
+        """Bytes from a unit's first to behind its last, in the source and in the destination."""
+        source = sum((axis.steps - 1) * axis.source_stride for axis in self.axes)
+        destination = sum((axis.steps - 1) * axis.destination_stride for axis in self.axes)
+        return (source + self.run * self.element_bytes[0], destination + self.run * self.element_bytes[1])
