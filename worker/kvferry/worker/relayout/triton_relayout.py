@@ -38,8 +38,8 @@ class TritonRelayout:
         self,
         sources: Iterable[torch.Tensor],
         destinations: Iterable[torch.Tensor],
-        *,
         device: torch.device | None = None,
+        *,
         table_bytes: int = TABLE_BYTES,
         tables: int = TABLES,
     ) -> None:
