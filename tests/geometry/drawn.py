@@ -13,7 +13,8 @@ from kvferry.protocol.handshake import CacheGroup, EngineDescription
 from tests.geometry.pairs import Pair, engine, pairs
 from tests.geometry.requests import Request
 
-_UNCHANGED_OF_TEN = 7
+_CHANGED = st.sampled_from((*(False,) * 7, *(True,) * 3))
+_WHICH = st.integers(0, 1 << 10)
 
 
 class Drawn:
@@ -39,9 +40,9 @@ class Drawn:
 def drawn(draw: st.DrawFn) -> Drawn:
     """A pair; three of ten with a change of one side's description."""
     pair = draw(pairs())
-    if draw(st.integers(0, 9)) < _UNCHANGED_OF_TEN:
-        return Drawn(pair)
-    return Drawn(pair, draw(st.sampled_from(sorted(CHANGES))), draw(st.integers(0, 1 << 10)))
+    if draw(_CHANGED):
+        return Drawn(pair, draw(st.sampled_from(sorted(CHANGES))), draw(_WHICH))
+    return Drawn(pair)
 
 
 Change = Callable[[EngineDescription, int], EngineDescription]

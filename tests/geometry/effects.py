@@ -109,9 +109,10 @@ def wanted(
         needed_from = max(request.first_token, request.num_tokens - group.window_tokens)
         start = needed_from if group.policy == "window" else request.first_token
         is_needed = (last >= start) & (first < request.stop_token)
-        loaded = np.isin(cells.blocks, cells.blocks[is_needed])
+        is_wanted = (first >= request.first_token) & (first < request.stop_token)
+        loaded = np.isin(cells.blocks, cells.blocks[is_needed | is_wanted])
         required[index[is_needed]] = True
-        optional[index[~is_needed & (first >= request.first_token) & (first < request.stop_token)]] = True
+        optional[index[is_wanted & ~is_needed]] = True
         tail[index[(first >= request.stop_token) & loaded]] = True
     return Wanted(names, required, optional, tail)
 

@@ -94,9 +94,8 @@ def _replicas(case: Drawn, plans: Sequence[TransferPlan]) -> Iterator[str]:
     for name in ("producer", "consumer"):
         side = getattr(case.pair, name)
         ranks = side.shards.topology.tp // side.shards.topology.dcp
-        if any(1 < kind.heads < ranks for group in case.pair.model.groups for kind in group.kinds) and (
-            side.shards.rule != "ceil"
-        ):
+        kinds = [kind for group in case.pair.model.groups for kind in group.kinds if kind.name != "mla"]
+        if side.shards.rule != "ceil" and any(kind.heads < ranks for kind in kinds):
             sides.append(name)
             yield f"replicated heads on the {name}"
         if any(

@@ -8,17 +8,32 @@ from hypothesis import strategies as st
 
 from kvferry.protocol.geometry import Format
 
+MAX_LAYERS = 4
 _DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}
 
 _POLICIES = (
     *(("full",),) * 6,
-    ("window",),
+    *(("window",),) * 3,
     ("state",),
     ("full", "full"),
-    *(("full", "window"),) * 2,
+    *(("full", "window"),) * 3,
     *(("full", "state"),) * 3,
     ("full", "window", "state"),
 )
+
+# Strategies are made once: making them is half of what a draw costs.
+_GROUPS = st.sampled_from(_POLICIES)
+_MORE, _THIRDS = st.integers(0, 3), st.integers(0, 2)
+_WINDOWS = st.sampled_from((4, 2, 7, 12))
+_ITEMS = st.sampled_from((2, 2, 1, 4))
+_HEAD_SIZES = st.sampled_from((4, 1, 2, 3, 8))
+_VALUE_MORE = st.sampled_from((0, 0, 0, 1))
+_TILES = st.sampled_from((1, 1, 1, 1, 2, 4))
+_ONE_OF_THREE = st.sampled_from((False, False, True))
+_HEADS = st.sampled_from((2, 1, 2, 3, 4, 5, 6, 8))
+_CHANNELS = st.sampled_from(((4, 2, 2), (6, 3, 3), (8, 1, 1), (5, 5)))
+_CONVOLUTIONS = st.integers(1, 3)
+_STATE_HEADS = st.integers(1, 6)
 
 
 @dataclass(frozen=True)
@@ -69,13 +84,13 @@ class Model:
 @st.composite
 def models(draw: st.DrawFn) -> Model:
     """One to four layers in one to three groups."""
-    policies = draw(st.sampled_from(_POLICIES))
-    members = [*range(len(policies)), *(draw(st.lists(st.integers(0, len(policies) - 1), max_size=4 - len(policies))))]
+    policies = draw(_GROUPS)
+    members = [*range(len(policies)), *(draw(_THIRDS) % len(policies) for _ in range(draw(_MORE)))][:MAX_LAYERS]
     layers = tuple(f"layers.{index}" for index in range(len(members)))
     groups = []
     for index, policy in enumerate(policies):
         own = tuple(layer for layer, member in zip(layers, members, strict=True) if member == index)
-        window = draw(st.sampled_from((4, 7, 16, 33))) if policy == "window" else 0
+        window = draw(_WINDOWS) if policy == "window" else 0
         kinds, tile = (draw(_states()), 1) if policy == "state" else draw(_attention())
         groups.append(Group(policy, window, own, kinds, tile))
     return Model(layers, tuple(groups))
@@ -84,20 +99,17 @@ def models(draw: st.DrawFn) -> Model:
 @st.composite
 def _attention(draw: st.DrawFn) -> tuple[tuple[Kind, ...], int]:
     """Keys and values of some heads, or one latent that every rank has; and the tokens of a cell."""
-    item = draw(st.sampled_from((2, 2, 1, 4)))
-    size = draw(st.sampled_from((4, 1, 2, 3, 8)))
-    tile = draw(st.sampled_from((1, 1, 1, 1, 2, 4)))
-    if draw(st.sampled_from((False, False, True))):
+    item, size, tile = draw(_ITEMS), draw(_HEAD_SIZES), draw(_TILES)
+    if draw(_ONE_OF_THREE):
         return (Kind("mla", 1, size, item),), tile
-    heads = draw(st.integers(1, 8))
-    value_size = size + 1 if draw(st.sampled_from((False, False, False, True))) else size
+    heads = draw(_HEADS)
+    value_size = size + draw(_VALUE_MORE)
     return (Kind("k", heads, size, item), Kind("v", heads, value_size, item)), tile
 
 
 @st.composite
 def _states(draw: st.DrawFn) -> tuple[Kind, ...]:
     """A convolution state in its sub-projections, whose channels are its heads, and a temporal state."""
-    window = draw(st.integers(1, 3))
-    channels = draw(st.sampled_from(((4, 2, 2), (6, 3, 3), (8, 1, 1), (5, 5))))
+    window, channels = draw(_CONVOLUTIONS), draw(_CHANNELS)
     convolution = [Kind(f"conv.{name}", n, window, 2) for name, n in zip("xBC", channels, strict=False)]
-    return (*convolution, Kind("ssm", draw(st.integers(1, 6)), draw(st.integers(1, 4)), 4))
+    return (*convolution, Kind("ssm", draw(_STATE_HEADS), draw(_CONVOLUTIONS), 4))

@@ -10,6 +10,7 @@ V) are one axis more: what is outside of it is common to all kinds, inside of it
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,14 @@ from hypothesis import strategies as st
 
 from tests.geometry.models import Group
 
-_GAPS = (0, 0, 0, 2, 6, 16)
+_STYLES = st.sampled_from(("dense", "dense", "cpu", "elements"))
+_PERMUTATIONS = {
+    axes: st.sampled_from(["".join(order) for order in itertools.permutations(axes)]) for axes in ("LB", "LBHN")
+}
+_CUTS = st.integers(0, 4)
+_GAP_AXES = st.sampled_from(("", "B", "H", "NK", "LB", "E"))
+_GAPS = st.sampled_from((0, 2, 6, 16))
+_EITHER = st.booleans()
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,9 @@ class Strides:
 def orders(draw: st.DrawFn, group: Group) -> Order:
     """Any order. Heads of a state differ by kind, and so lie inside; blocks and layers may lie anywhere."""
     shared = "LB" if group.policy == "state" else "LBHN"
-    style = draw(st.sampled_from(("dense", "dense", "dense", "cpu", "elements")))
-    axes = draw(st.permutations(shared))
-    cut = draw(st.integers(0, len(axes)))
+    style = draw(_STYLES)
+    axes = list(draw(_PERMUTATIONS[shared]))
+    cut = min(draw(_CUTS), len(axes))
     if style == "cpu" and group.policy != "state":
         axes, cut = [axis for axis in axes if axis != "N"], 3
     outer, rest = axes[:cut], axes[cut:]
@@ -68,12 +76,13 @@ def orders(draw: st.DrawFn, group: Group) -> Order:
         if style == "cpu":
             inner[kind.name] = "".join(axis for axis in rest if axis != "N") + ("NE" if index % 2 else "EN")
         elif style == "elements":
-            inner[kind.name] = "".join(draw(st.permutations([*rest, "E"])))
+            at = min(draw(_CUTS), len(rest))
+            inner[kind.name] = "".join([*rest[:at], "E", *rest[at:]])
         else:
             inner[kind.name] = "".join(rest) + "E"
-    gaps = {axis: draw(st.sampled_from(_GAPS)) for axis in draw(st.sampled_from(("", "B", "H", "NK", "LB", "E")))}
-    wide = frozenset(kind.name for kind in group.kinds if kind.elements % 2 == 0 and style == "elements")
-    return Order("".join(outer), inner, gaps, wide if draw(st.booleans()) else frozenset())
+    gaps = {axis: draw(_GAPS) for axis in draw(_GAP_AXES)}
+    wide = frozenset(kind.name for kind in group.kinds if kind.elements % 2 == 0)
+    return Order("".join(outer), inner, gaps, wide if style == "elements" and draw(_EITHER) else frozenset())
 
 
 def lay_out(order: Order, extents: Mapping[str, Extent], without: str = "") -> tuple[int, dict[str, Strides]]:

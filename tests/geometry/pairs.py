@@ -24,9 +24,15 @@ FACTS = ModelFacts(
     max_model_tokens=4096,
 )
 
-_UNITS = (1, 2, 4, 8)
-_MULTIPLES = ((1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (1, 3), (4, 1), (1, 4))
+_UNITS = st.sampled_from((1, 2, 4, 8))
+_MULTIPLES = st.sampled_from(((1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (1, 3), (4, 1), (1, 4)))
 """Kernel blocks of both sides in a common unit: 2 and 3 of 8 tokens are 16 and 24."""
+_RATIOS = st.sampled_from(((1, 1), (1, 1), (2, 1), (1, 2), (3, 2)))
+"""Kernel blocks per scheduler block on both sides."""
+_STATE_TOKENS = st.sampled_from((1, 16, 4096))
+_EITHER = st.booleans()
+_SPARE = st.integers(0, 3)
+_SEEDS = st.integers(0, 1 << 16)
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ def pairs(draw: st.DrawFn) -> Pair:
     asked = draw(lengths(model, spans[0], spans[1]))
     consumer = draw(_sides(model, consumer_shards, [x[0] for x in sizes], [x[1] for x in asked.local]))
     producer = draw(_sides(model, producer_shards, [x[1] for x in sizes], [x[1] for x in asked.remote]))
-    return Pair(model, producer, consumer, _request(asked, consumer, producer, draw(st.integers(0, 1 << 16))))
+    return Pair(model, producer, consumer, _request(asked, consumer, producer, draw(_SEEDS)))
 
 
 def _request(asked: Lengths, consumer: Side, producer: Side, seed: int) -> Request:
@@ -88,26 +94,26 @@ def _block_sizes(draw: st.DrawFn, policy: str, tile_tokens: int) -> tuple[tuple[
     The tokens of a state's block mean nothing, so they are any numbers.
     """
     if policy == "state":
-        return (draw(st.sampled_from((1, 16, 4096))), 1), (draw(st.sampled_from((1, 48, 4096))), 1)
-    unit = tile_tokens * draw(st.sampled_from(_UNITS))
-    here, there = draw(st.sampled_from(_MULTIPLES))
-    ratios = draw(st.sampled_from(((1, 1), (1, 1), (2, 1), (1, 2), (3, 2))))
+        return (draw(_STATE_TOKENS), 1), (draw(_STATE_TOKENS), 1)
+    unit = tile_tokens * draw(_UNITS)
+    here, there = draw(_MULTIPLES)
+    ratios = draw(_RATIOS)
     return (unit * here, ratios[0]), (unit * there, ratios[1])
 
 
 @st.composite
 def _sides(draw: st.DrawFn, model: Model, of: Shards, sizes: Sequence[tuple[int, int]], held: Sequence[int]) -> Side:
-    overlaid = len(model.groups) > 1 and draw(st.booleans())
-    spare = draw(st.integers(0, 3))
+    overlaid = len(model.groups) > 1 and draw(_EITHER)
+    spare = draw(_SPARE)
     counts = [1 + spare + (sum(held) if overlaid else own) for own in held]
     return Side(
         shards=of,
         blocks=tuple(Blocks(kernel, ratio, count) for (kernel, ratio), count in zip(sizes, counts, strict=True)),
         orders=tuple(draw(orders(group)) for group in model.groups),
         overlaid=overlaid,
-        blocks_first=overlaid and draw(st.booleans()),
-        one_storage=draw(st.booleans()),
-        names_empty=draw(st.booleans()),
+        blocks_first=overlaid and draw(_EITHER),
+        one_storage=draw(_EITHER),
+        names_empty=draw(_EITHER),
     )
 
 

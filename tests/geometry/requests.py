@@ -14,6 +14,13 @@ from tests.geometry.shards import Shards
 NULL_BLOCK = 0
 MAX_TOKENS = 72
 
+_EITHER = st.booleans()
+_TWO_OF_THREE = st.sampled_from((False, True, True))
+_KEPT = st.sampled_from((0, 0, 1, 99))
+"""Blocks that are kept beyond those that are needed."""
+_STATE_BLOCKS = st.sampled_from(((0, 1), (2, 1), (0, 2), (1, 2)))
+"""Leading blocks that are not held, and blocks that are: the last one has the state."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -63,25 +70,27 @@ def lengths(draw: st.DrawFn, model: Model, local_spans: tuple[int, ...], remote_
     attention = [index for index, group in enumerate(model.groups) if group.policy != "state"]
     only_full = all(group.policy == "full" for group in model.groups)
     most = min(MAX_TOKENS, 3 * max([*(max(local_spans[i], remote_spans[i]) for i in attention), 2]))
-    num_tokens = draw(st.integers(1, most))
-    stop = draw(st.integers(1, num_tokens)) if only_full and draw(st.booleans()) else num_tokens
+    # Long enough for a window to leave blocks behind.
+    num_tokens = draw(st.integers(1 if only_full else most // 2, most))
+    stop = draw(st.integers(1, num_tokens)) if only_full and draw(_TWO_OF_THREE) else num_tokens
     step = math.lcm(*(local_spans[index] for index in attention)) if attention else 1
-    first = draw(st.integers(0, (stop - 1) // step)) * step if bool(attention) and draw(st.booleans()) else 0
+    hits = (stop - 1) // step if attention else 0
+    first = draw(st.integers(1, hits)) * step if hits and draw(_TWO_OF_THREE) else 0
     local: list[tuple[int, int, bool]] = []
     remote: list[tuple[int, int, bool]] = []
     for index, group in enumerate(model.groups):
-        nulls_here, nulls_there = draw(st.sampled_from(((True, False), (True, True))))
+        nulls_there = draw(_EITHER)
         if group.policy == "state":
-            local.append((draw(st.integers(0, 2)), 1, nulls_here))
-            remote.append((draw(st.integers(0, 2)), 1, nulls_there))
+            local.append((*draw(_STATE_BLOCKS), True))
+            remote.append((*draw(_STATE_BLOCKS), nulls_there))
             continue
         needed = max(first, num_tokens - group.window_tokens) if group.policy == "window" else first
         here, there = -(-stop // local_spans[index]), -(-num_tokens // remote_spans[index])
         # A window's blocks are given back when they like, and what was matched locally need not be told.
-        clipped = draw(st.integers(0, 2)) if group.policy == "window" else here
+        clipped = draw(_KEPT) if group.policy == "window" else here
         leading = max(0, min(here - 1, (num_tokens - group.window_tokens) // local_spans[index]) - clipped)
         local.append((leading, here - leading, True))
-        left_out = max(0, needed // remote_spans[index] - draw(st.sampled_from((0, 1, there))))
+        left_out = max(0, needed // remote_spans[index] - min(there, draw(_KEPT)))
         remote.append((left_out, there - left_out, nulls_there and group.policy == "window"))
     return Lengths(tuple(local), tuple(remote), first, stop, num_tokens)
 

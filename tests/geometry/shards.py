@@ -9,12 +9,26 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from kvferry.protocol.geometry import Interleave, Place, Range, Topology
-from tests.geometry.models import Model
+from tests.geometry.models import MAX_LAYERS, Model
 
 MAX_WORKERS = 8
 
-_TOKEN_RANKS = (1, 1, 1, 1, 1, 2, 2, 3, 4)
-"""Decode context parallel sizes as often as they are drawn."""
+# Parallel sizes as often as they are drawn.
+_REPLICAS = st.sampled_from((1, 1, 1, 1, 2))
+_TOKEN_RANKS = st.sampled_from((1, 1, 1, 1, 2, 2, 3, 4))
+_TENSOR_RANKS = st.integers(1, MAX_WORKERS)
+_STAGES = st.sampled_from((1, 1, 2, 2, 3))
+_RUNS = st.sampled_from((1, 2, 4, 0))
+_RULES = st.sampled_from((*("even",) * 4, "ceil", "ceil", "overlap"))
+_THREE_OF_FOUR = st.sampled_from((True, True, True, False))
+_EDGES = {
+    (layers, stages): st.sampled_from(
+        [(0, *cuts, layers) for cuts in itertools.combinations(range(1, layers), stages - 1)]
+    )
+    for layers, stages in itertools.product(range(1, MAX_LAYERS + 1), repeat=2)
+    if stages <= layers
+}
+"""Where pipeline stages begin and end, by layers and stages."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +94,19 @@ def split_heads(heads: int, ranks: int, rank: int, rule: str) -> Range:
 @st.composite
 def shards(draw: st.DrawFn, model: Model) -> Shards:
     """Parallel sizes with at most `MAX_WORKERS` workers."""
-    dcp = draw(st.sampled_from(_TOKEN_RANKS))
-    tp = dcp * draw(st.integers(1, min(3, MAX_WORKERS // dcp))) if dcp > 1 else draw(st.integers(1, 8))
-    most = min(len(model.layers), MAX_WORKERS // tp)
-    pp = min(most, draw(st.sampled_from((1, 1, 2, 2, 3))))
-    pcp = min(MAX_WORKERS // (tp * pp), draw(st.sampled_from((1, 1, 1, 2))))
+    pcp, dcp = draw(_REPLICAS), draw(_TOKEN_RANKS)
+    tp = min(MAX_WORKERS // pcp, draw(_TENSOR_RANKS))
+    if dcp > 1:
+        tp = dcp * max(1, min(MAX_WORKERS // (pcp * dcp), tp // 2))
+    pp = min(len(model.layers), MAX_WORKERS // (pcp * tp), draw(_STAGES))
     tile = model.groups[0].tile_tokens
-    run = draw(st.sampled_from((1, 2, 4, 0))) if dcp > 1 else 1
-    if tile > 1 and draw(st.sampled_from((True, True, True, False))):
+    run = draw(_RUNS) if dcp > 1 else 1
+    if tile > 1 and draw(_THREE_OF_FOUR):
         run *= tile
-    cuts = sorted(draw(st.permutations(range(1, len(model.layers))))[: pp - 1]) if pp > 1 else []
-    edges = [0, *cuts, len(model.layers)]
+    edges = draw(_EDGES[len(model.layers), pp])
     return Shards(
         topology=Topology(pp=pp, pcp=pcp, tp=tp, dcp=dcp),
         stages=tuple(model.layers[start:stop] for start, stop in itertools.pairwise(edges)),
         run_tokens=run,
-        rule=draw(st.sampled_from(("even", "even", "even", "even", "ceil", "overlap"))),
+        rule=draw(_RULES),
     )
