@@ -1,4 +1,4 @@
-"""Fills the generated tables of docs/operations.md from the configuration class and the metrics tables.
+"""Fills what is generated in docs/operations.md and docs/cli.md: tables from the code, and the output of commands.
 
 python -m scripts.generate_docs            # write
 python -m scripts.generate_docs --check    # exit 1 when something is out of date; the tests call this
@@ -6,15 +6,24 @@ python -m scripts.generate_docs --check    # exit 1 when something is out of dat
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
+import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "operations.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = DOCS / "operations.md"
+COMMANDS_PAGE = DOCS / "cli.md"
+
+_CONSOLE = re.compile(r"(<!-- console -->\n```console\n\$ kvferry )([^\n]*)\n.*?(```\n)", re.DOTALL)
 
 
 def tables() -> dict[str, str]:
-    """Every generated part by name, as Markdown."""
+    """Every generated part of the operations page by name, as Markdown."""
     from kvferry.connector.config import WITHOUT_MEANING, FerryConfig
 
     options = ["| key | default | meaning | |", "| --- | --- | --- | --- |"]
@@ -39,28 +48,61 @@ def _metrics() -> str:
     return "\n".join(rows)
 
 
-def filled(text: str) -> str:
+def command_tables() -> dict[str, str]:
+    """Every generated table of the commands' page by name, as Markdown."""
+    from kvferry.cli.short_form import KEYS, defaults
+
+    rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
+    for name, key in KEYS.items():
+        default = f"`{defaults()[name]}`" if name in defaults() else ""
+        rows.append(f"| `{name}` | {key.form} | {default} | {key.meaning} |")
+    return {"keys": "\n".join(rows)}
+
+
+def filled(text: str, parts: Callable[[], dict[str, str]] = tables) -> str:
     """The page with every part between its markers replaced."""
-    for name, table in tables().items():
-        begin, end = f"<!-- generated: {name} -->\n", "\n<!-- end -->"
+    for name, table in parts().items():
+        begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not found or not closed:
-            raise SystemExit(f"{PAGE}: no place for the generated part {name!r}")
-        text = before + begin + table + end + after
+            raise SystemExit(f"no place for the generated part {name!r}")
+        text = before + begin + table + "\n" + end + after
     return text
 
 
+def with_output(text: str) -> str:
+    """The page with the output of every `kvferry` command that is marked for it."""
+    return _CONSOLE.sub(lambda found: f"{found[1]}{found[2]}\n{output_of(found[2])}{found[3]}", text)
+
+
+def output_of(arguments: str) -> str:
+    """What a `kvferry` command prints, without blanks at the ends of lines."""
+    from kvferry.cli.main import main as kvferry
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        kvferry(shlex.split(arguments))
+    return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
+
+
+def pages() -> dict[Path, str]:
+    """Every page with something generated, as it should be."""
+    return {
+        PAGE: filled(PAGE.read_text()),
+        COMMANDS_PAGE: with_output(filled(COMMANDS_PAGE.read_text(), command_tables)),
+    }
+
+
 def main(arguments: list[str]) -> int:
-    """Write or check the page."""
-    now = PAGE.read_text()
-    wanted = filled(now)
-    if "--check" in arguments:
-        if now != wanted:
-            print(f"{PAGE} is out of date: run `python -m scripts.generate_docs`", file=sys.stderr)
-        return int(now != wanted)
-    PAGE.write_text(wanted)
-    return 0
+    """Write or check the pages."""
+    stale = {page: wanted for page, wanted in pages().items() if page.read_text() != wanted}
+    for page, wanted in stale.items():
+        if "--check" in arguments:
+            print(f"{page} is out of date: run `python -m scripts.generate_docs`", file=sys.stderr)
+        else:
+            page.write_text(wanted)
+    return int("--check" in arguments and bool(stale))
 
 
 if __name__ == "__main__":
