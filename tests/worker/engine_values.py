@@ -16,7 +16,9 @@ HOST = "127.0.0.1"
 FACTS = ModelFacts(
     model="toy", fingerprint="weights:1", dtype="uint8", cache_dtype="auto", quantization="none", max_model_tokens=4096
 )
-SETTINGS = WorkerSettings(lease_slots=16, handshake_timeout_s=5.0, load_timeout_s=20.0, max_loads=64)
+SETTINGS = WorkerSettings(
+    lease_slots=16, handshake_timeout_s=5.0, load_timeout_s=20.0, max_loads=64, staging_pool_bytes=1 << 20
+)
 SHAPE = CacheShape()
 POISON = 0xA5
 LEASE_S = 30.0

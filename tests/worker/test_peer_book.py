@@ -49,7 +49,9 @@ class Scene:
         self.asked: list[PeerKey] = []
         self.answer: Answer = lambda _: self.good
         self.awake = threading.Event()
-        self.book = PeerBook(self.fabric, self.caches.kv, self.landing, self._introduce, self.awake.set, timeout_s=1.0)
+        self.book = PeerBook(
+            self.fabric, self.caches.kv, None, self.landing, self._introduce, self.awake.set, timeout_s=1.0
+        )
 
     def _engine(self, name: str, caches: ToyCaches, metadata: bytes) -> EngineDescription:
         worker = WorkerDescription(

@@ -12,10 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kvferry.plan.cost import DIRECT_MIN_BYTES
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.params import SHORTEST_LEASE_S
 
 logger = logging.getLogger(__name__)
+
+SMALLEST_POOL_BYTES = 1 << 20
+"""Below that a wave would hold next to nothing."""
 
 
 def _option(default: object, check: Callable[[str, Any], object], doc: str, *, peer: bool = False) -> Any:
@@ -38,6 +42,13 @@ def _whole(low: int, high: int) -> Callable[[str, Any], int]:
         return value
 
     return check
+
+
+def _pool_size(key: str, value: Any) -> int:
+    size = _whole(0, 1 << 40)(key, value)
+    if 0 < size < SMALLEST_POOL_BYTES:
+        raise InvalidConfig(key, value, f"0, or at least {SMALLEST_POOL_BYTES}")
+    return int(size)
 
 
 def _name(key: str, value: Any) -> str:
@@ -78,6 +89,14 @@ class FerryConfig:
     )
     load_timeout_s: float = _option(60.0, _number(0.1, 3600), "seconds after which a load has failed")
     max_loads: int = _option(1024, _whole(1, 1 << 16), "loads in flight at once, per worker")
+    staging_pool_bytes: int | None = _option(
+        None,
+        _pool_size,
+        "bytes per worker through which short runs are read; 0 for none; default 256 MiB on a GPU, 64 MiB elsewhere",
+    )
+    direct_min_bytes: int = _option(
+        DIRECT_MIN_BYTES, _whole(1, 1 << 40), "run length in bytes from which reads go straight into the cache"
+    )
     model_fingerprint: str | None = _option(
         None, _name, "a name that stands for the weights; engines with equal names are taken to serve the same model"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,9 +33,7 @@ def route_copies(route: Route, units: Mapping[TokenMap, UnitPairs]) -> tuple[Cop
     """The copies of a route, those of every placing apart; staged ones as their final effect."""
     found = []
     for placing in Placing:
-        bundles = tuple(bundle for bundle in route.bundles if route.placing_of(bundle) is placing)
-        part = replace(route, bundles=bundles)
-        for table in route_tables(part, 0, 0):
+        for table in route_tables(route, 0, 0, placing):
             pairs = descriptor_pairs(table, units)
             found.append(Copies(*_expand(table, pairs.local, pairs.remote), placing))
     return tuple(found)

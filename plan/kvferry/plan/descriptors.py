@@ -16,7 +16,7 @@ import numpy as np
 from kvferry.plan.blocks import UnitPairs
 from kvferry.plan.bundles import MAX_DESCRIPTORS, Axis, Bundle, Pace, grid
 from kvferry.plan.tokens import TokenMap
-from kvferry.plan.transfer_plan import Route
+from kvferry.plan.transfer_plan import Placing, Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,16 @@ class DescriptorPairs:
     num_bytes: int
 
 
-def route_tables(route: Route, local_device: int, remote_device: int) -> tuple[DescriptorTable, ...]:
-    """The tables of a route: one, unless it has more descriptors than an index can count."""
+def route_tables(
+    route: Route, local_device: int, remote_device: int, placing: Placing | None = None
+) -> tuple[DescriptorTable, ...]:
+    """The tables of a route: one, unless it has more descriptors than an index can count.
+
+    Args:
+        placing: of the bundles to take; None takes all of them, as if everything were direct.
+    """
     tables = []
-    for bundles in _portions(route.bundles):
+    for bundles in _portions([one for one in route.bundles if placing in (None, route.placing_of(one))]):
         local, remote = _Rows(local_device), _Rows(remote_device)
         indices = []
         for bundle in bundles:

@@ -16,6 +16,7 @@ import numpy as np
 from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_request
 from kvferry.plan.descriptors import descriptor_pairs
 from kvferry.plan.tokens import TokenMap
+from kvferry.plan.waves import source_units
 from kvferry.protocol.errors import InvalidParams, KvferryError
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.ids import epoch_from_text
@@ -30,6 +31,8 @@ from kvferry.worker.fabric import Fabric, FabricError, Transfer, TransferState
 from kvferry.worker.landing import Landing
 from kvferry.worker.peer import Peer, PeerKey
 from kvferry.worker.peer_book import PeerBook, Unavailable
+from kvferry.worker.staged_reads import StagedFigures, StagedReads
+from kvferry.worker.staging import Staging
 from kvferry.worker.unforeseen import give_back, has_ended
 
 Steps = Generator[None, None, None]
@@ -54,6 +57,7 @@ class LoadFigures:
         transferred_bytes, descriptors: as NIXL counted them.
         post_s, transfer_s: as NIXL measured them, summed over the routes.
         load_s: from the order to the last byte.
+        staged_bytes, waves: of the planned bytes those that went through the staging pool, and in how many waves.
     """
 
     planned_bytes: int
@@ -62,6 +66,8 @@ class LoadFigures:
     post_s: float
     transfer_s: float
     load_s: float
+    staged_bytes: int = 0
+    waves: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,7 @@ class LoadContext:
     fabric: Fabric
     book: PeerBook
     landing: Landing
+    staging: Staging | None
     caches: KvCaches
     eraser: TailEraser
     groups: tuple[CacheGroup, ...]
@@ -93,6 +100,7 @@ class Load:
             to this request.
         peer: whom it reads from, once that has been met.
         in_flight: transfers that may still write: into the request's blocks, or into `cells`.
+        staged: what goes through the staging pool, and may still write too.
         figures: set when the load is good.
         undelivered: producer workers that could not be told.
     """
@@ -103,6 +111,7 @@ class Load:
     ordered_s: float
     peer: Peer | None = None
     in_flight: list[Transfer] = field(default_factory=list)
+    staged: StagedReads | None = None
     cells: tuple[int, ...] = ()
     figures: LoadFigures | None = None
     undelivered: int = 0
@@ -124,6 +133,7 @@ class Load:
             yield
         yield from self._check_fence(peer, wait_until_ready=True)
         planned, handles = self._post_reads(peer, units)
+        yield from self._read_staged(peer, units)
         yield from self._finish(handles)
         tail = self.context.eraser.erase(units, self.context.groups, self._blocks)
         yield from self._check_fence(peer, wait_until_ready=False)
@@ -146,7 +156,8 @@ class Load:
         if not self.in_flight and self.cells:
             self.context.landing.give_back(self.cells)
             self.cells = ()
-        return not self.in_flight
+        staged_is_safe = self.staged is None or self.staged.settle()
+        return not self.in_flight and staged_is_safe
 
     def _meet_peer(self) -> Generator[None, None, Peer]:
         while True:
@@ -236,6 +247,18 @@ class Load:
                 planned += wanted.num_bytes
         return planned, handles
 
+    def _read_staged(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> Steps:
+        sources = [
+            (source, source_units(source.table.source, units[source.table.source.tokens]))
+            for route in peer.routes
+            for source in route.sources
+        ]
+        if sources and self.context.staging is not None:
+            peer_name = f"{peer.key}/{peer.key.boot}"
+            reads = StagedReads(self.context.fabric, self.context.staging, self.order.request_id, peer_name)
+            self.staged = reads
+            yield from reads.steps(sources)
+
     def _post(self, *read: object) -> Transfer:
         transfer = self.context.fabric.post_read(*read)  # type: ignore[arg-type]
         self.in_flight.append(transfer)
@@ -259,13 +282,17 @@ class Load:
         told = [self.context.fabric.telemetry(transfer) for transfer in handles]
         known = [one for one in told if one is not None]
         self._release(handles)
+        staged = self.staged.figures if self.staged is not None else StagedFigures()
+        known += staged.telemetry
         return LoadFigures(
-            planned_bytes=planned,
+            planned_bytes=planned + staged.planned_bytes,
             transferred_bytes=sum(one.bytes for one in known),
             descriptors=sum(one.descriptors for one in known),
             post_s=sum(one.post_us for one in known) / 1e6,
             transfer_s=sum(one.transfer_us for one in known) / 1e6,
             load_s=time.monotonic() - self.ordered_s,
+            staged_bytes=staged.planned_bytes,
+            waves=staged.waves,
         )
 
     def _tell(self, peer: Peer) -> None:

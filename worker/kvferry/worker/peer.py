@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.plan.descriptors import DescriptorTable, route_tables
-from kvferry.plan.transfer_plan import Route, TransferPlan
+from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
+from kvferry.plan.waves import source_table
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.params import RemotePrefill
@@ -21,6 +22,7 @@ from kvferry.worker.fabric import (
     PeerAgent,
     RemoteDescriptors,
 )
+from kvferry.worker.staging import PreparedSource, Staging
 from kvferry.worker.unforeseen import give_back
 
 Made = PeerAgent | LocalDescriptors | RemoteDescriptors
@@ -59,7 +61,8 @@ class PeerRoute:
 
     Attributes:
         slots: its lease table; descriptor `i` is slot `i`.
-        tables: what is read from this worker; empty when there is nothing.
+        tables: what is read in place from this worker.
+        sources: what is read through the staging pool.
     """
 
     route: Route
@@ -67,6 +70,7 @@ class PeerRoute:
     slots: RemoteDescriptors
     num_slots: int
     tables: tuple[PreparedTable, ...]
+    sources: tuple[PreparedSource, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +84,18 @@ class Peer:
     made: tuple[Made, ...]
 
 
-def connect(fabric: Fabric, caches: KvCaches, key: PeerKey, description: EngineDescription, plan: TransferPlan) -> Peer:
+def connect(
+    fabric: Fabric,
+    caches: KvCaches,
+    staging: Staging | None,
+    key: PeerKey,
+    description: EngineDescription,
+    plan: TransferPlan,
+) -> Peer:
     """Make a planned producer known to the fabric and prepare its descriptors.
+
+    Args:
+        staging: the pool; None where the plan stages nothing.
 
     Raises:
         FabricError: the fabric refuses its metadata or its memory; nothing is left behind.
@@ -89,7 +103,7 @@ def connect(fabric: Fabric, caches: KvCaches, key: PeerKey, description: EngineD
     """
     made: list[Made] = []
     try:
-        routes = tuple(_connect_route(fabric, caches, route, description, made) for route in plan.routes)
+        routes = tuple(_connect_route(fabric, caches, staging, route, description, made) for route in plan.routes)
     except Exception:
         _undo(fabric, made)
         raise
@@ -107,7 +121,12 @@ def _undo(fabric: Fabric, made: Sequence[Made]) -> None:
 
 
 def _connect_route(
-    fabric: Fabric, caches: KvCaches, route: Route, description: EngineDescription, made: list[Made]
+    fabric: Fabric,
+    caches: KvCaches,
+    staging: Staging | None,
+    route: Route,
+    description: EngineDescription,
+    made: list[Made],
 ) -> PeerRoute:
     worker = description.workers[route.worker]
     agent = fabric.add_peer(worker.agent_metadata)
@@ -121,13 +140,23 @@ def _connect_route(
     except ValueError:
         raise InvalidMessage("workers.memory", worker.memory, "DRAM or VRAM") from None
     tables = []
-    for table in route_tables(route, caches.device_index, worker.device):
+    placing = Placing.DIRECT if staging is not None else None
+    for table in route_tables(route, caches.device_index, worker.device, placing):
         local = fabric.prepare_local(DescriptorRows(caches.kind, table.local_rows))
         made.append(local)
         remote = fabric.prepare_remote(agent, DescriptorRows(remote_kind, table.remote_rows))
         made.append(remote)
         tables.append(PreparedTable(table, local, remote))
-    return PeerRoute(route, agent, slots, lease_table.slots, tuple(tables))
+    sources = []
+    if staging is not None:
+        for source in route.sources:
+            rows = source_table(source, worker.device)
+            chunks = staging.prepare(fabric, rows.run_bytes)
+            made.append(chunks)
+            remote = fabric.prepare_remote(agent, DescriptorRows(remote_kind, rows.rows))
+            made.append(remote)
+            sources.append(PreparedSource.of(rows, chunks, remote))
+    return PeerRoute(route, agent, slots, lease_table.slots, tuple(tables), tuple(sources))
 
 
 Introduce = Callable[[PeerKey], tuple[EngineDescription, TransferPlan]]

@@ -24,6 +24,7 @@ from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric import Fabric, Transfer, TransferState
 from kvferry.worker.landing import Landing
 from kvferry.worker.peer import Introduce, Peer, PeerKey, connect, disconnect
+from kvferry.worker.staging import Staging
 from kvferry.worker.unforeseen import give_back, has_ended
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class PeerBook:
         self,
         fabric: Fabric,
         caches: KvCaches,
+        staging: Staging | None,
         landing: Landing,
         introduce: Introduce,
         wake: Callable[[], None],
@@ -81,6 +83,7 @@ class PeerBook:
     ) -> None:
         self._fabric = fabric
         self._caches = caches
+        self._staging = staging
         self._landing = landing
         self._introduce = introduce
         self._wake = wake
@@ -171,7 +174,7 @@ class PeerBook:
             self._give_up(key, Unavailable(FailureReason.HANDSHAKE, "too many reads in flight"), now_s)
             return
         try:
-            peer = connect(self._fabric, self._caches, key, description, plan)
+            peer = connect(self._fabric, self._caches, self._staging, key, description, plan)
         except Exception as error:  # noqa: BLE001 - judged in _failed
             self._landing.give_back(cells)
             self._failed(key, error, now_s)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, PeerRefused
@@ -27,9 +28,14 @@ from kvferry.worker.peer import PeerKey
 from kvferry.worker.peer_book import PeerBook
 from kvferry.worker.results import StepResults
 from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.staging import Staging
 from kvferry.worker.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
+
+_STAGING_BYTES = {"cuda": 256 << 20}
+_STAGING_BYTES_OF_OTHERS = 64 << 20
+"""Default sizes of the staging pool."""
 
 _CELLS_PER_LOAD = 8
 _MORE_CELLS = 4096
@@ -72,8 +78,10 @@ class FerryWorker:
         self._table = LeaseTable(settings.lease_slots)
         self._landing = Landing(_CELLS_PER_LOAD * settings.max_loads + _MORE_CELLS)
         self._fabric = make_fabric(f"{engine_id}/{place}/{uuid.uuid4().hex[:12]}")
+        self._staging = _staging(caches, settings)
         table_region = Region(self._table.address.address, self._table.num_bytes, MemoryKind.DRAM)
-        self._fabric.register([*caches.regions(), table_region, self._landing.region()])
+        pool = [self._staging.region()] if self._staging is not None else []
+        self._fabric.register([*caches.regions(), table_region, self._landing.region(), *pool])
         self._landing.prepare(self._fabric)
         self.description = WorkerDescription(
             place=place,
@@ -93,6 +101,10 @@ class FerryWorker:
             topology=topology,
             groups=groups,
             workers=(self.description,),
+        )
+        self._costs = Costs(
+            direct_min_bytes=settings.direct_min_bytes,
+            staged_run_bytes=self._staging.longest_run if self._staging is not None else 0,
         )
         self._number = 0  # this worker's among the workers it knows
         self._caches = caches
@@ -140,13 +152,20 @@ class FerryWorker:
             settings = self._settings
             thread = TransferThread(self._table, settings.load_timeout_s, settings.max_loads)
             self._book = PeerBook(
-                self._fabric, self._caches, self._landing, self._introduce, thread.wake, settings.handshake_timeout_s
+                self._fabric,
+                self._caches,
+                self._staging,
+                self._landing,
+                self._introduce,
+                thread.wake,
+                settings.handshake_timeout_s,
             )
             thread.start(
                 LoadContext(
                     fabric=self._fabric,
                     book=self._book,
                     landing=self._landing,
+                    staging=self._staging,
                     caches=self._caches,
                     eraser=self._eraser,
                     groups=self._engine.groups,
@@ -168,4 +187,11 @@ class FerryWorker:
             raise PeerRefused(f"{key.host}:{key.port} is engine {description.engine_id}, not {key.engine_id}")
         if description.boot != key.boot:
             raise PeerRefused(f"engine {key.engine_id} has restarted since it wrote these params")
-        return description, plan_transfer(self._engine, self._number, description)
+        return description, plan_transfer(self._engine, self._number, description, self._costs)
+
+
+def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:
+    """The pool that the settings ask for."""
+    asked = settings.staging_pool_bytes
+    capacity = _STAGING_BYTES.get(caches.device.type, _STAGING_BYTES_OF_OTHERS) if asked is None else asked
+    return Staging(caches, capacity) if capacity else None

@@ -1,0 +1,122 @@
+"""Loads through the staging pool: the same bytes in the same places, wave by wave, and nothing of the pool is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.protocol.orders import FailureReason
+from kvferry.worker.settings import WorkerSettings
+from tests.worker.engine import Engine
+from tests.worker.engine_rig import SETTINGS, OrderedLoad, Rig
+from tests.worker.toy_caches import CacheShape
+
+POOL_BYTES = 8 << 10
+STAGED = replace(SETTINGS, staging_pool_bytes=POOL_BYTES, direct_min_bytes=1 << 20)
+"""Descriptors are dear, and a wave holds seven blocks of one layer."""
+
+HEADS_OUTER = CacheShape(axes="bht")
+TOKENS_OUTER = CacheShape(axes="bth")
+PAIRS = {
+    "HND to NHD": (HEADS_OUTER, TOKENS_OUTER),
+    "NHD to HND": (TOKENS_OUTER, HEADS_OUTER),
+    "HND to NHD, block 4 to 8": (HEADS_OUTER, CacheShape(axes="bth", block_tokens=8, blocks=24)),
+    "HND to NHD, block 8 to 4": (CacheShape(block_tokens=8, blocks=24), TOKENS_OUTER),
+    "NHD to HND, block 12 to 8": (CacheShape(axes="bth", block_tokens=12, blocks=24), CacheShape(block_tokens=8)),
+    "heads far apart": (CacheShape(axes="hbt"), CacheShape(axes="tbh", gap_bytes=24)),
+    "two kernel blocks a scheduler block": (CacheShape(ratio=2), CacheShape(axes="bth", block_tokens=8, blocks=24)),
+}
+
+
+def staged_pair(rig: Rig, here: CacheShape, there: CacheShape, settings: WorkerSettings) -> tuple[Engine, Engine]:
+    """A producer with the first shape and a consumer with the second."""
+    return rig.engine("P", shape=here, settings=settings), rig.engine("C", shape=there, settings=settings)
+
+
+def assert_the_pool_is_whole(consumer: Engine) -> None:
+    staging = consumer.worker._staging
+    assert staging is not None
+    staging.pool.check_integrity()
+    assert staging.pool.free_bytes == staging.pool.capacity
+    assert not staging.pool.waiting
+
+
+@pytest.mark.parametrize(("producer_shape", "consumer_shape"), PAIRS.values(), ids=PAIRS)
+def test_what_is_staged_arrives_byte_by_byte(
+    any_rig: Rig, producer_shape: CacheShape, consumer_shape: CacheShape
+) -> None:
+    producer, consumer = staged_pair(any_rig, producer_shape, consumer_shape, STAGED)
+    for tokens in (1, 8, 23, 64):
+        any_rig.transfer(producer, consumer, tokens=tokens, seed=tokens)
+        figures = consumer.seen.figures[-1]
+        assert figures.staged_bytes == figures.planned_bytes > 0
+    assert figures.waves > 1
+    assert figures.transferred_bytes in (figures.planned_bytes, 0)  # the fake has no telemetry
+    assert_the_pool_is_whole(consumer)
+
+
+def test_without_a_pool_the_same_pair_is_read_in_place(any_rig: Rig) -> None:
+    producer, consumer = staged_pair(any_rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=0))
+    any_rig.transfer(producer, consumer, tokens=30)
+    assert consumer.worker._staging is None
+    assert consumer.seen.figures[-1].staged_bytes == 0
+
+
+def test_a_partial_hit_stages_only_what_is_missing(rig: Rig) -> None:
+    producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED)
+    offer = producer.prefill(tokens=22, seed=5)
+    load = consumer.load(offer.params, local_tokens=12)
+    assert rig.until_over(consumer, load) is None
+    consumer.check_bytes(load, seed=5)
+    shape = HEADS_OUTER
+    assert consumer.seen.figures[-1].planned_bytes == 3 * shape.block_bytes
+    assert_the_pool_is_whole(consumer)
+
+
+def test_many_large_loads_share_a_small_pool_and_all_of_them_end_well(rig: Rig) -> None:
+    rig.network.polls_to_complete = 2
+    shape = replace(HEADS_OUTER, blocks=240)
+    first, second = (rig.engine(name, shape=shape, settings=STAGED) for name in ("P", "Q"))
+    consumer = rig.engine("C", shape=replace(TOKENS_OUTER, blocks=600), settings=STAGED)
+    loads: list[tuple[OrderedLoad, int]] = []
+    for seed in range(1, 13):
+        producer = first if seed % 2 else second
+        loads.append((consumer.load(producer.prefill(tokens=100, seed=seed).params), seed))
+    rig.step_until(lambda: len(consumer.seen.loaded) == len(loads), "all loads are good", timeout_s=30.0)
+    for load, seed in loads:
+        assert consumer.has_bytes(load, seed)
+    assert_the_pool_is_whole(consumer)
+
+
+def test_a_wave_that_may_still_be_written_stays_in_quarantine_until_its_read_has_ended(rig: Rig) -> None:
+    producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED)
+    rig.transfer(producer, consumer, tokens=10)
+    consumer.set_timeouts(load_s=0.3)
+    rig.network.polls_to_complete = 3
+    offer = producer.prefill(tokens=60)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    load = consumer.load(offer.params)
+    assert rig.until_over(consumer, load) is FailureReason.DEADLINE
+    staging = consumer.worker._staging
+    assert staging is not None
+    assert consumer.seen.alive == {load.request_id}
+    assert 0 < staging.pool.quarantined_bytes <= staging.pool.capacity - staging.pool.free_bytes
+    consumer.fabric.on_data_read = lambda: None
+    consumer.set_timeouts()
+    rig.network.thaw(producer.fabric.agent_name)
+    rig.step_until(lambda: not consumer.seen.alive, "the read has ended")
+    assert_the_pool_is_whole(consumer)
+    rig.transfer(producer, consumer, tokens=40, seed=3)
+
+
+def test_a_peer_that_dies_leaves_nothing_in_the_pool(rig: Rig) -> None:
+    producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED)
+    rig.transfer(producer, consumer, tokens=10)
+    rig.network.polls_to_complete = 3
+    offer = producer.prefill(tokens=60)
+    consumer.fabric.on_data_read = lambda: rig.network.kill(producer.fabric.agent_name)
+    load = consumer.load(offer.params)
+    assert rig.until_over(consumer, load) is FailureReason.TRANSFER
+    rig.step_until(lambda: not consumer.seen.alive, "nothing may be written any more")
+    assert_the_pool_is_whole(consumer)

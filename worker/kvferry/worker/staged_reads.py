@@ -1,0 +1,176 @@
+"""The staged reads of one load: wave by wave through the pool, one being read while the one before is put in place."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.plan.waves import SourceUnits, Window, next_window, window_reads
+from kvferry.worker.device import DeviceMark
+from kvferry.worker.fabric import Fabric, Transfer, TransferState, TransferTelemetry
+from kvferry.worker.relayout.wave_table import WaveTable
+from kvferry.worker.staging import PreparedSource, Staging, chunks_of
+from kvferry.worker.staging_pool import WAVES_PER_LOAD, Wave
+from kvferry.worker.unforeseen import give_back, has_ended
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A wave from its read to its last byte in place.
+
+    Attributes:
+        transfer: its read; None once that has ended.
+        mark: reached when its bytes are in place; None before that has begun.
+    """
+
+    wave: Wave
+    table: WaveTable
+    transfer: Transfer | None
+    mark: DeviceMark | None = None
+    quarantined: bool = False
+
+    def is_in_place(self) -> bool:
+        return self.mark is not None and self.mark.reached()
+
+    def may_write(self) -> bool:
+        """Whether anything is still read into the wave, or written from it."""
+        return self.transfer is not None or (self.mark is not None and not self.mark.reached())
+
+
+class _Cursor:
+    """How far a load has come: the sources that are left, and the last window of the first one."""
+
+    def __init__(self, sources: Iterable[tuple[PreparedSource, SourceUnits]]) -> None:
+        self._left = deque((source, units) for source, units in sources if len(units))
+        self._last: Window | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    @property
+    def source(self) -> tuple[PreparedSource, SourceUnits]:
+        return self._left[0]
+
+    @property
+    def chunks_left(self) -> int:
+        """Chunks of the first source that have not been read, rounded up to whole units."""
+        source, units = self.source
+        return source.table.runs * (len(units) - (self._last.first_unit if self._last is not None else 0))
+
+    def go_on(self, chunks: int) -> Window:
+        """The next window of at most `chunks` chunks."""
+        source, units = self.source
+        window = next_window(source.table.runs, len(units), self._last, chunks)
+        if window is None:
+            raise RuntimeError("a source without units is never the first one")
+        self._last = window
+        if next_window(source.table.runs, len(units), window, 1) is None:
+            self._left.popleft()
+            self._last = None
+        return window
+
+
+@dataclass(slots=True)
+class StagedFigures:
+    """What went through the pool.
+
+    Attributes:
+        planned_bytes: that were to be read; more than arrives in the caches where whole blocks are read.
+        waves: how many.
+        telemetry: of every read, as the fabric has it.
+    """
+
+    planned_bytes: int = 0
+    waves: int = 0
+    telemetry: list[TransferTelemetry] = field(default_factory=list)
+
+
+class StagedReads:
+    """See the module. Used on the transfer thread only.
+
+    Args:
+        load, peer: for the pool's fairness.
+    """
+
+    def __init__(self, fabric: Fabric, staging: Staging, load: str, peer: str) -> None:
+        self.figures = StagedFigures()
+        self._fabric = fabric
+        self._staging = staging
+        self._load = load
+        self._peer = peer
+        self._flights: list[_Flight] = []
+
+    def steps(self, sources: Iterable[tuple[PreparedSource, SourceUnits]]) -> Generator[None, None, None]:
+        """Until every byte is in place.
+
+        Raises:
+            FabricError: a read failed; `settle` says when the waves are safe.
+        """
+        cursor = _Cursor(sources)
+        while cursor or self._flights:
+            while cursor and len(self._flights) < WAVES_PER_LOAD and self._try_begin(cursor):
+                pass
+            for flight in self._flights:
+                self._advance(flight)
+            self._give_back([flight for flight in self._flights if flight.is_in_place()])
+            if cursor or self._flights:
+                yield
+
+    def settle(self) -> bool:
+        """Give back the waves that are safe, and put the others in quarantine; raises nothing.
+
+        Returns:
+            Whether none is left: nothing writes into the request's blocks.
+        """
+        self._staging.pool.withdraw(self._load)
+        for flight in self._flights:
+            if flight.transfer is not None and has_ended(self._fabric, flight.transfer):
+                give_back(self._fabric, flight.transfer)
+                flight.transfer = None
+        self._give_back([flight for flight in self._flights if not flight.may_write()])
+        for flight in self._flights:
+            if not flight.quarantined:
+                self._staging.pool.quarantine(flight.wave)
+                flight.quarantined = True
+        return not self._flights
+
+    def _try_begin(self, cursor: _Cursor) -> bool:
+        """Post the read of the next window, unless the pool has no room now."""
+        source, units = cursor.source
+        size = source.table.run_bytes
+        pool = self._staging.pool
+        wave = pool.try_take(self._load, self._peer, (cursor.chunks_left + 1) * size, at_least=2 * size)
+        if wave is None:
+            return False
+        try:
+            first, count = chunks_of(wave, size)
+            window = cursor.go_on(count)
+            table = source.wave_table(units, window, self._staging.address + first * size)
+            local = np.arange(first, first + window.chunks, dtype=np.int32)
+            remote = window_reads(source.table, units, window)
+            transfer = self._fabric.post_read(source.chunks, local, source.remote, remote)
+        except Exception:
+            pool.give_back(wave)
+            raise
+        self._flights.append(_Flight(wave, table, transfer))
+        self.figures.planned_bytes += window.chunks * size
+        self.figures.waves += 1
+        return True
+
+    def _advance(self, flight: _Flight) -> None:
+        if flight.transfer is not None and self._fabric.poll(flight.transfer) is TransferState.DONE:
+            told = self._fabric.telemetry(flight.transfer)
+            if told is not None:
+                self.figures.telemetry.append(told)
+            done, flight.transfer = flight.transfer, None
+            self._fabric.release(done)
+        if flight.transfer is None and flight.mark is None:
+            flight.mark = self._staging.relayout.try_start(flight.table)
+
+    def _give_back(self, flights: list[_Flight]) -> None:
+        for flight in flights:
+            self._staging.pool.give_back(flight.wave)
+            self._flights.remove(flight)

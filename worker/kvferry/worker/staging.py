@@ -1,0 +1,129 @@
+"""The staging pool of a worker, and what has been prepared for reading one source through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.plan.staging import Placement
+from kvferry.plan.waves import SourceTable, SourceUnits, Window
+from kvferry.worker.caches import KvCaches
+from kvferry.worker.fabric import DescriptorRows, Fabric, LocalDescriptors, Region, RemoteDescriptors
+from kvferry.worker.relayout.port import Relayout
+from kvferry.worker.relayout.reference import ReferenceRelayout
+from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.wave_table import WaveTable
+from kvferry.worker.staging_pool import StagingPool, Wave
+
+
+class Staging:
+    """One registered buffer, who has which part of it, and what puts the bytes in place.
+
+    Args:
+        caches: where the bytes belong.
+        capacity: bytes of the buffer.
+
+    Raises:
+        PoolTooSmall: the capacity is not enough for a wave.
+    """
+
+    def __init__(self, caches: KvCaches, capacity: int) -> None:
+        self.pool = StagingPool(capacity)
+        self._caches = caches
+        self._buffer = torch.empty(capacity, dtype=torch.uint8, device=caches.device)
+        self.relayout = relayout_for(self._buffer, caches)
+
+    @property
+    def longest_run(self) -> int:
+        """Bytes of the longest run that is staged: two fit into any wave, so one does wherever the wave begins."""
+        return self.pool.largest_wave // 2
+
+    @property
+    def address(self) -> int:
+        """Address of the buffer's first byte."""
+        return self._buffer.data_ptr()
+
+    def region(self) -> Region:
+        """The memory to register."""
+        return Region(self.address, self.pool.capacity, self._caches.kind, self._caches.device_index)
+
+    def prepare(self, fabric: Fabric, run_bytes: int) -> LocalDescriptors:
+        """Descriptors of the buffer in chunks of `run_bytes`: descriptor `i` is the chunk at `i·run_bytes`."""
+        row = (self.address, run_bytes, self._caches.device_index, run_bytes, self.pool.capacity // run_bytes)
+        return fabric.prepare_local(DescriptorRows.of(self._caches.kind, [row]))
+
+
+def relayout_for(buffer: torch.Tensor, caches: KvCaches) -> Relayout:
+    """What relays out on the device of the caches, ready to be used: kernels are compiled now."""
+    if caches.device.type == "cuda":
+        from kvferry.worker.relayout.triton_relayout import TritonRelayout
+
+        return TritonRelayout([buffer], caches.storages, caches.device)
+    return ReferenceRelayout([buffer], caches.storages)
+
+
+def chunks_of(wave: Wave, run_bytes: int) -> tuple[int, int]:
+    """The chunks of `run_bytes` that lie in a wave: the first one's number, and how many there are."""
+    first = -(-wave.start // run_bytes)
+    return first, max(0, wave.stop // run_bytes - first)
+
+
+class _Pieces:
+    """A placement's pieces as arrays, and its shape."""
+
+    def __init__(self, placement: Placement, run_bytes: int) -> None:
+        self.shape = Shape.of(
+            [Axis(axis.steps, axis.remote_stride, axis.local_stride) for axis in placement.axes],
+            placement.run_bytes,
+            source_pace=(run_bytes, placement.source_position_stride),
+            destination_pace=(placement.block_stride, placement.position_stride),
+        )
+        table = np.array(placement.pieces, dtype=np.int64).reshape(-1, 3)
+        self.run, self.offset, self.destination = table[:, 0], table[:, 1], table[:, 2]
+
+    def rows(self, index: int, window: Window, source: int, run_bytes: int, units: int) -> NDArray[np.int64]:
+        """The rows of a wave's table: the pieces of the window's runs; chunk 0 of the window is at `source`."""
+        inside = (self.run >= window.first_run) & (self.run < window.stop_run)
+        rows = np.zeros((int(inside.sum()), 6), dtype=np.int64)
+        rows[:, 0] = source + (self.run[inside] - window.first_run) * (window.units * run_bytes) + self.offset[inside]
+        rows[:, 1] = self.destination[inside]
+        rows[:, 2] = index
+        rows[:, 4] = units
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSource:
+    """One source of a peer, ready to be read through the pool.
+
+    Attributes:
+        chunks: the staging buffer in chunks of the source's run; descriptor `i` is chunk `i`.
+        remote: the producer's rows.
+    """
+
+    table: SourceTable
+    chunks: LocalDescriptors
+    remote: RemoteDescriptors
+    pieces: tuple[_Pieces, ...]
+
+    @classmethod
+    def of(cls, table: SourceTable, chunks: LocalDescriptors, remote: RemoteDescriptors) -> PreparedSource:
+        """A source with its placements as arrays."""
+        pieces: Iterable[_Pieces] = (_Pieces(one, table.run_bytes) for one in table.source.placements)
+        return cls(table, chunks, remote, tuple(pieces))
+
+    def wave_table(self, units: SourceUnits, window: Window, source: int) -> WaveTable:
+        """What is to be put in place of a window whose first chunk is at the address `source`."""
+        first, stop = np.searchsorted(units.source_unit, [window.first_unit, window.stop_unit])
+        places = np.empty((stop - first, 4), dtype=np.int32)
+        places[:, 0] = units.source_unit[first:stop] - window.first_unit
+        places[:, 1] = units.source_position[first:stop]
+        places[:, 2] = units.local_block[first:stop]
+        places[:, 3] = units.local_position[first:stop]
+        run_bytes = self.table.run_bytes
+        rows = [one.rows(i, window, source, run_bytes, len(places)) for i, one in enumerate(self.pieces)]
+        return WaveTable(tuple(one.shape for one in self.pieces), np.concatenate(rows), places)
