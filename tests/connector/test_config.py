@@ -56,6 +56,8 @@ def test_our_own_keys_reach_the_configuration() -> None:
         "handshake_timeout_s": 1,
         "load_timeout_s": 2.5,
         "max_loads": 3,
+        "staging_pool_bytes": 2 << 20,
+        "direct_min_bytes": 4096,
         "model_fingerprint": "llama",
         "description_file": "/run/kvferry/{engine_id}.json",
     }
@@ -96,6 +98,8 @@ WRONG: dict[str, list[Any]] = {
     "handshake_timeout_s": [0, 601, NAN, "5", True],
     "load_timeout_s": [0, 3601, INF, "60", {}],
     "max_loads": [0, (1 << 16) + 1, 2.0, "1", None.__class__],
+    "staging_pool_bytes": [-1, 1, (1 << 20) - 1, (1 << 40) + 1, 2.0**21, "64M", True],
+    "direct_min_bytes": [0, (1 << 40) + 1, 16384.0, "16K", False],
     "model_fingerprint": ["", "x" * 257, "a\nb", 5, ["a"], True],
     "description_file": ["", "x" * 4097, "a\0b", 5, ["a"], True],
 }
