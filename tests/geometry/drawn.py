@@ -41,7 +41,10 @@ def drawn(draw: st.DrawFn) -> Drawn:
     """A pair; three of ten with a change of one side's description."""
     pair = draw(pairs())
     if draw(_CHANGED):
-        return Drawn(pair, draw(st.sampled_from(sorted(CHANGES))), draw(_WHICH))
+        names = sorted(CHANGES)
+        if len(pair.model.groups) > 1:
+            names += ["exchanged groups"] * 3
+        return Drawn(pair, draw(st.sampled_from(names)), draw(_WHICH))
     return Drawn(pair)
 
 

@@ -48,12 +48,14 @@ class Wanted:
         required: the bytes of tokens that are needed.
         optional: bytes of a window's tokens that nothing attends to any more: right, or not written.
         tail: bytes of loaded blocks behind the last token: anything may be written before they are zeroed.
+        late: the same of blocks that are loaded only for optional bytes, if at all.
     """
 
     names: Ints
     required: Bools
     optional: Bools
     tail: Bools
+    late: Bools
 
 
 def number_names(consumer: EngineDescription) -> dict[tuple[str, str], int]:
@@ -94,7 +96,7 @@ def wanted(
 ) -> Wanted:
     """What the request must leave in a consumer worker's memory."""
     names = np.full(memory.num_bytes, UNNAMED, np.int64)
-    required, optional, tail = (np.zeros(memory.num_bytes, np.bool_) for _ in range(3))
+    required, optional, tail, late = (np.zeros(memory.num_bytes, np.bool_) for _ in range(4))
     cache: dict[object, Cells] = {}
     for tensor in tensors:
         group = groups[tensor.group]
@@ -110,11 +112,12 @@ def wanted(
         start = needed_from if group.policy == "window" else request.first_token
         is_needed = (last >= start) & (first < request.stop_token)
         is_wanted = (first >= request.first_token) & (first < request.stop_token)
-        loaded = np.isin(cells.blocks, cells.blocks[is_needed | is_wanted])
+        loaded, perhaps = (np.isin(cells.blocks, cells.blocks[some]) for some in (is_needed, is_wanted))
         required[index[is_needed]] = True
         optional[index[is_wanted & ~is_needed]] = True
         tail[index[(first >= request.stop_token) & loaded]] = True
-    return Wanted(names, required, optional, tail)
+        late[index[(first >= request.stop_token) & perhaps & ~loaded]] = True
+    return Wanted(names, required, optional, tail, late)
 
 
 def check_copies(
@@ -146,7 +149,7 @@ def check_copies(
         at = int(np.flatnonzero(wrong)[0])
         found = "an unused byte" if result[at] == _UNUSED else spell(result[at], numbers)
         raise AssertionError(f"where {spell(target.names[at], numbers)} belongs is {found}")
-    permitted = target.required | target.optional | target.tail
+    permitted = target.required | target.optional | target.tail | target.late
     assert not writes[~permitted].any(), f"{int((writes[~permitted] > 0).sum())} bytes of others are written"
     assert not (writes > 1).any(), "a byte is written twice"
     kept = target.optional & (writes > 0)

@@ -15,7 +15,7 @@ _POLICIES = (
     *(("full",),) * 6,
     *(("window",),) * 3,
     ("state",),
-    ("full", "full"),
+    *(("full", "full"),) * 2,
     *(("full", "window"),) * 3,
     *(("full", "state"),) * 3,
     ("full", "window", "state"),

@@ -1,0 +1,99 @@
+"""One handover between two rig engines, every byte of both looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.settings import WorkerSettings
+from tests.geometry.effects import number_names
+from tests.geometry.pairs import Pair
+from tests.rig.engine import SETTINGS, RigEngine
+from tests.waiting import wait_until
+
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a handover moved.
+
+    Attributes:
+        num_bytes, descriptors: over all consumer workers, as NIXL counted them.
+    """
+
+    num_bytes: int
+    descriptors: int
+
+
+@contextlib.contextmanager
+def rig_of(pair: Pair, settings: WorkerSettings = SETTINGS) -> Iterator[tuple[RigEngine, RigEngine]]:
+    """Producer and consumer of a pair, on NIXL; no thread of theirs is left behind."""
+    number = next(_numbers)
+    with contextlib.ExitStack() as stack:
+        producer = RigEngine(f"P{number}", pair.model, pair.producer, NixlFabric, settings, seed=2 * number)
+        stack.callback(producer.close)
+        consumer = RigEngine(f"C{number}", pair.model, pair.consumer, NixlFabric, settings, seed=2 * number + 1)
+        stack.callback(consumer.close)
+        yield producer, consumer
+    wait_until(lambda: not _transfer_threads(), "the transfer threads have ended")
+
+
+def hand_over(pair: Pair, producer: RigEngine, consumer: RigEngine, request_id: str = "request") -> Moved:
+    """The pair's request is prefilled here and loaded there.
+
+    Raises:
+        AssertionError: the load is not good, a byte of either side is not what it must be, or somebody is told too
+            little or too much.
+    """
+    request, numbers = pair.request, number_names(consumer.description)
+    params = producer.prefill(request_id, request, numbers)
+    held, before = producer.snapshots(), consumer.snapshots()
+    figures = len(consumer.figures)
+    consumer.load(request_id, request, params)
+    step_until(lambda: consumer.is_over(request_id), "the load is over", producer, consumer)
+    assert request_id not in consumer.failed, f"the load has failed: {consumer.failed[request_id].value}"
+    for index, (memory, snapshot) in enumerate(zip(consumer.memories, before, strict=True)):
+        try:
+            memory.check_loaded(snapshot, consumer.groups, request, numbers)
+        except AssertionError as wrong:
+            raise AssertionError(f"consumer worker {index}: {wrong}") from None
+    step_until(lambda: producer.is_free(request_id), "all workers' blocks are free", producer, consumer)
+    _check_end(producer, consumer, request_id)
+    for snapshot, now in zip(held, producer.snapshots(), strict=True):
+        assert (snapshot.content == now.content).all(), "the producer's memory has changed"
+    moved = consumer.figures[figures:]
+    assert sum(x.planned_bytes for x in moved) == sum(x.transferred_bytes for x in moved)
+    return Moved(sum(x.transferred_bytes for x in moved), sum(x.descriptors for x in moved))
+
+
+def step_until(happened: Callable[[], bool], what: str, *engines: RigEngine, timeout_s: float = 30.0) -> None:
+    """Step the engines until it has happened."""
+    deadline_s = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
+        for engine in engines:
+            engine.step()
+        time.sleep(0.001)
+
+
+def _check_end(producer: RigEngine, consumer: RigEngine, request_id: str) -> None:
+    """Each worker has reported once, nothing was told in vain, and no lease and no load is left."""
+    for engine in (producer, consumer):
+        for _ in range(3):
+            engine.step()
+        assert not +engine.counts, f"{engine.name}: {+engine.counts}"
+        engine.leases.check_integrity()
+        engine.loads.check_integrity()
+    assert producer.sent[request_id] == len(producer.workers)
+    assert consumer.loaded[request_id] == len(consumer.workers)
+    assert not len(producer.leases)
+
+
+def _transfer_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kvferry-transfer"]

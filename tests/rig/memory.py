@@ -1,0 +1,85 @@
+"""The memory of one rig worker: real allocations, full of noise or of what a request says, and looked at whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.protocol.handshake import CacheGroup
+from kvferry.worker.caches import KvCaches
+from tests.geometry.caches import Caches
+from tests.geometry.cells import Ints, Memory, spell
+from tests.geometry.effects import Wanted, produced, wanted
+from tests.geometry.requests import Request
+
+Bytes = npt.NDArray[np.uint8]
+Numbers = dict[tuple[str, str], int]
+
+
+def values_of(names: Ints) -> Bytes:
+    """The value of every named byte: it follows from layer, kind, head, tokens and index, and neighbours differ."""
+    word = names.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    word ^= word >> np.uint64(29)
+    word *= np.uint64(0xBF58476D1CE4E5B9)
+    return np.asarray((word >> np.uint64(56)).astype(np.uint8))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A worker's memory at one moment, guards included."""
+
+    content: Bytes
+
+
+class WorkerMemory:
+    """Real memory for the caches of one worker, full of noise.
+
+    Attributes:
+        kv: the same as kvferry gets it.
+    """
+
+    def __init__(self, caches: Caches, seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        storages = [torch.from_numpy(draw.integers(0, 256, size, np.uint8)) for size in caches.sizes]
+        addresses = [storage.data_ptr() for storage in storages]
+        self.kv = KvCaches(tuple(storages), caches.at(addresses), torch.device("cpu"))
+        self._memory = Memory(addresses, caches.sizes)
+        self._parts = [storage.numpy() for storage in sorted(storages, key=lambda storage: storage.data_ptr())]
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(np.concatenate([np.empty(0, np.uint8), *self._parts]))
+
+    def fill(self, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers) -> None:
+        """What a prefill leaves: the values of the request's tokens; everything else stays noise."""
+        names = produced(self.kv.tensors, groups, self._memory, request, numbers)
+        content = np.where(names >= 0, values_of(names), self.snapshot().content)
+        at = 0
+        for part in self._parts:
+            part[:] = content[at : at + len(part)]
+            at += len(part)
+
+    def check_loaded(
+        self, before: Snapshot, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers
+    ) -> None:
+        """Every byte: the request's are there, its loaded blocks hold nothing else, and nothing beside has changed.
+
+        Raises:
+            AssertionError: saying which byte is wrong.
+        """
+        target = wanted(self.kv.tensors, groups, self._memory, request, numbers)
+        now, right = self.snapshot().content, values_of(target.names)
+        _expect(target.required & (now != right), target, "is wrong", numbers)
+        _expect(target.tail & (now != 0), target, "is behind the request and not zero", numbers)
+        untouched = now == before.content
+        free = (target.optional & ((now == right) | (now == 0))) | (target.late & (now == 0))
+        others = ~(target.required | target.tail | free)
+        _expect(others & ~untouched, target, "is not the request's and has changed", numbers)
+
+
+def _expect(wrong: npt.NDArray[np.bool_], target: Wanted, what: str, numbers: Numbers) -> None:
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        raise AssertionError(f"{spell(int(target.names[at]), numbers)} {what}; {int(wrong.sum())} bytes in all")
