@@ -25,6 +25,7 @@ _Groups = list[tuple[CacheGroup, tuple[int, ...]]]
 
 MAX_TENSORS_IN_ALL = 1 << 18
 MAX_BLOCK_PIECES = 1 << 20
+MAX_CACHE_TOKENS = 1 << 31
 MAX_WORKER_BYTES = 1 << 47
 
 
@@ -216,6 +217,9 @@ def _check_sizes(form: ShortForm) -> None:
     if tensors > MAX_TENSORS_IN_ALL:
         text = f"fewer: layers·tp·pcp makes {tensors} paged tensors, more than {MAX_TENSORS_IN_ALL}"
         raise InvalidShortForm("layers", form.layers, text)
+    if form.blocks * form.block >= MAX_CACHE_TOKENS:
+        text = f"fewer: blocks·block is {form.blocks * form.block} tokens; it must be below {MAX_CACHE_TOKENS}"
+        raise InvalidShortForm("blocks", form.blocks, text)
     pieces = form.dim if form.layout == "CPU" else 1
     cells = math.ceil(form.heads / form.tp) * form.kernel_block * pieces
     if cells > MAX_BLOCK_PIECES:

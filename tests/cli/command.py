@@ -1,0 +1,40 @@
+"""Running the command in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import dataclass
+from unittest import mock
+
+from kvferry.cli.main import main
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of a command."""
+
+    code: int
+    out: str
+    err: str
+
+
+class _Stdin(io.StringIO):
+    def __init__(self, content: bytes) -> None:
+        super().__init__()
+        self.buffer = io.BytesIO(content)  # type: ignore[misc]
+
+
+def run(*arguments: str, stdin: bytes = b"") -> Ran:
+    """Run `kvferry` with arguments."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch("sys.stdin", _Stdin(stdin)),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            code = main(arguments)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return Ran(code, out.getvalue(), err.getvalue())

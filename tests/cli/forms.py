@@ -1,0 +1,73 @@
+"""Short forms drawn at random, small enough that every byte of the caches that they stand for can be counted."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from kvferry.cli.short_values import DTYPE_BYTES, LAYOUTS
+
+DENSE = "layers=4,heads=4,dim=8,blocks=64"
+"""A small engine; what is appended says the rest."""
+
+
+@st.composite
+def short_forms(draw: st.DrawFn, layers: int | None = None, tp: int | None = None) -> str:
+    """A short form that can be read, with any of the keys."""
+    count = layers or draw(st.integers(1, 6))
+    size = tp or draw(st.integers(1, 4))
+    pairs = [f"layers={count}", f"tp={size}"]
+    kind = draw(st.sampled_from(["heads", "heads", "mla", "cpu"]))
+    if kind == "mla":
+        pairs.append(f"mla={draw(st.integers(1, 9))}")
+    else:
+        pairs += [f"heads={draw(st.integers(1, 6))}", f"dim={draw(st.integers(1, 8))}"]
+    if kind == "cpu":
+        pairs.append("layout=CPU")
+    else:
+        pairs.append(f"layout={draw(st.sampled_from([name for name in LAYOUTS if name != 'CPU']))}")
+    if kind == "heads":
+        pairs.append(f"kv={draw(st.sampled_from(['packed', 'apart']))}")
+    pairs.append(f"dtype={draw(st.sampled_from(sorted(DTYPE_BYTES)))}")
+    kernel = draw(st.integers(1, 4))
+    pairs += [
+        f"block={kernel * draw(st.integers(1, 3))}",
+        f"kernel_block={kernel}",
+        f"blocks={draw(st.integers(1, 4))}",
+    ]
+    pairs += _stages(draw, count)
+    pairs += _contexts(draw, size, kind == "mla")
+    pairs += _windows_and_states(draw, count)
+    return ",".join(draw(st.permutations(pairs)))
+
+
+def _stages(draw: st.DrawFn, layers: int) -> list[str]:
+    if draw(st.booleans()):
+        return [f"pp={draw(st.integers(1, layers))}"]
+    first = draw(st.integers(1, layers))
+    return [f"stages={first}+{layers - first}" if first < layers else f"stages={layers}"]
+
+
+def _contexts(draw: st.DrawFn, tp: int, is_mla: bool) -> list[str]:
+    pcp = draw(st.integers(1, 2))
+    sizes = [size for size in range(1, pcp * tp + 1) if pcp * tp % size == 0]
+    if not is_mla:
+        sizes = [s for s in sizes if pcp % s == 0 or (s % pcp == 0 and tp % (s // pcp) == 0)]
+    dcp = draw(st.sampled_from(sizes))
+    run = [f"interleave={draw(st.integers(1, 8))}"] if dcp > 1 and draw(st.booleans()) else []
+    return [f"pcp={pcp}", f"dcp={dcp}", *run]
+
+
+def _windows_and_states(draw: st.DrawFn, layers: int) -> list[str]:
+    pairs = []
+    if layers > 2 and draw(st.booleans()):
+        pairs.append(f"window={draw(st.integers(1, 40))}@0-{layers - 2}/2")
+    if layers > 1 and draw(st.booleans()):
+        pairs.append(f"state_layers={layers - 1}")
+        if draw(st.booleans()):
+            pairs.append(f"ssm={draw(st.integers(1, 6))}x{draw(st.integers(1, 4))}")
+        if draw(st.booleans()) or not pairs[-1].startswith("ssm"):
+            star = draw(st.sampled_from(["", "*"]))
+            pairs.append(f"conv=x{draw(st.integers(1, 8))}+B{draw(st.integers(1, 4))}{star}")
+            pairs += [f"conv_width={draw(st.integers(1, 3))}", f"conv_layout={draw(st.sampled_from(['SD', 'DS']))}"]
+        pairs.append(f"state_dtype={draw(st.sampled_from(sorted(DTYPE_BYTES)))}")
+    return pairs

@@ -1,0 +1,232 @@
+"""The engine that a short form stands for: where every byte is, and who holds which heads, layers and tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.cli.errors import InvalidShortForm
+from kvferry.cli.short_engine import engine_of_form, heads_of_rank
+from kvferry.cli.short_form import read_short_form
+from kvferry.cli.short_values import LAYOUTS
+from kvferry.plan.validity import check_description
+from kvferry.protocol.dump import EngineDump, WorkerDump, decode_dump, encode_dump, engine_of
+from kvferry.protocol.geometry import PagedTensor, Place, Range
+from kvferry.protocol.handshake import CacheGroup
+from tests.cli.forms import short_forms
+
+
+def engine(text: str) -> EngineDump:
+    return engine_of_form(read_short_form(text), "producer")
+
+
+def tensor(worker: WorkerDump, kind: str, layer: str = "model.layers.0.self_attn.attn") -> PagedTensor:
+    (found,) = [one for one in worker.tensors if one.name == (layer, kind)]
+    return found
+
+
+def byte_addresses(one: PagedTensor) -> np.ndarray:
+    """Addresses of all bytes by the formula of `kvferry.protocol.geometry`: int64, [blocks, heads, tiles, bytes]."""
+    block, head, tile, byte = np.ix_(
+        np.arange(one.blocks), np.arange(len(one.heads)), np.arange(one.tiles), np.arange(one.cell_bytes)
+    )
+    inside = byte
+    if one.element_bytes:
+        inside = byte // one.element_bytes * one.element_stride + byte % one.element_bytes
+    return one.base + block * one.block_stride + head * one.head_stride + tile * one.tile_stride + inside
+
+
+@given(short_forms())
+@settings(max_examples=150)
+def test_every_drawn_form_is_a_valid_description_whose_bytes_fill_one_allocation_exactly(text: str) -> None:
+    dump = engine(text)
+    check_description(engine_of(dump))
+    assert decode_dump(encode_dump(dump)) == dump
+    for worker in dump.workers:
+        addresses = np.concatenate([byte_addresses(one).ravel() for one in worker.tensors] or [np.empty(0, np.int64)])
+        assert np.array_equal(np.sort(addresses), np.arange(len(addresses)))
+
+
+@given(short_forms())
+@settings(max_examples=100)
+def test_every_head_of_every_layer_is_held_for_every_token_by_each_group_of_ranks(text: str) -> None:
+    form, dump = read_short_form(text), engine(text)
+    held: dict[tuple[str, str], Counter[tuple[int, int]]] = {}
+    for worker, one in pairs_of(dump):
+        assert one.interleave.rank == (worker.place.dcp if one.interleave.ranks > 1 else 0)
+        for head in range(one.heads.start, one.heads.stop):
+            held.setdefault(one.name, Counter())[head, one.interleave.rank] += 1
+    for (layer, kind), cells in held.items():
+        is_state = kind == "ssm" or kind.startswith("conv")
+        ranks = 1 if is_state else form.dcp
+        heads = max(head for head, _ in cells) + 1
+        assert set(cells) == set(itertools.product(range(heads), range(ranks))), (layer, kind)
+    for layer in form.full_layers:
+        kind = "mla" if form.mla else "k"
+        cells = held[f"model.layers.{layer}.self_attn.attn", kind]
+        assert {head for head, _ in cells} == set(range(1 if form.mla else form.heads))
+
+
+def pairs_of(dump: EngineDump) -> Iterator[tuple[WorkerDump, PagedTensor]]:
+    return ((worker, one) for worker in dump.workers for one in worker.tensors)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "CPU"])
+@pytest.mark.parametrize("kv", ["packed", "apart"])
+def test_a_layouts_name_is_the_order_of_its_axes(layout: str, kv: str) -> None:
+    """The oracle is numpy: an array with the axes in the name's order, counted through."""
+    sizes = {"L": 3, "B": 4, "H": 2, "N": 5, "C": 8 * 2 * (2 if kv == "packed" else 1)}
+    order = LAYOUTS[layout]
+    whole = np.arange(np.prod(list(sizes.values()))).reshape([sizes[axis] for axis in order])
+    cells = np.transpose(whole, [order.index(axis) for axis in "LBHNC"])
+    (worker,) = engine(f"layers=3,heads=2,dim=8,block=5,blocks=4,layout={layout},kv={kv}").workers
+    for layer in range(3):
+        name = f"model.layers.{layer}.self_attn.attn"
+        k, v = byte_addresses(tensor(worker, "k", name)), byte_addresses(tensor(worker, "v", name))
+        if kv == "packed":
+            assert np.array_equal(np.concatenate([k, v], axis=3), cells[layer])
+        else:
+            assert np.array_equal(k, cells[layer])
+            assert np.array_equal(v, cells[layer] + whole.size)
+
+
+def test_on_the_cpu_k_lies_by_elements_and_v_by_tokens() -> None:
+    (worker,) = engine("layers=1,heads=2,dim=3,block=4,blocks=2,layout=CPU,dtype=bfloat16").workers
+    cells = np.arange(2 * 2 * 2 * 3 * 4 * 2).reshape(2, 2, 2, 24)  # block, head, K or V, bytes
+    k = cells[:, :, 0].reshape(2, 2, 3, 4, 2).transpose(0, 1, 3, 2, 4).reshape(2, 2, 4, 6)  # [dim, tokens] elements
+    assert np.array_equal(byte_addresses(tensor(worker, "k")), k)
+    assert np.array_equal(byte_addresses(tensor(worker, "v")), cells[:, :, 1].reshape(2, 2, 4, 6))
+    assert worker.memory == "DRAM"
+
+
+@pytest.mark.parametrize("layout", ["SD", "DS"])
+def test_a_convolution_state_has_its_channels_innermost_or_outermost(layout: str) -> None:
+    text = f"layers=1,state_layers=0,conv=x4+B2*,conv_width=3,conv_layout={layout},tp=2,blocks=2,dtype=float32"
+    dump = engine(text)
+    page = np.arange(2 * 4 * 3 * 4).reshape(2, 12, 4)  # block, element of the page, byte; 2 of x and 2 of B on a rank
+    grid = page.reshape(2, 3, 4, 4).transpose(0, 2, 1, 3) if layout == "SD" else page.reshape(2, 4, 3, 4)
+    channels = grid.reshape(2, 4, 1, 12)
+    for worker in dump.workers:
+        x, b = (tensor(worker, f"conv.{name}", "model.layers.0.mixer") for name in "xB")
+        assert np.array_equal(byte_addresses(x), channels[:, :2])
+        assert np.array_equal(byte_addresses(b), channels[:, 2:])
+        assert (x.heads, b.heads) == (Range(2 * worker.place.tp, 2 * worker.place.tp + 2), Range(0, 2))
+
+
+def test_a_page_holds_the_convolution_state_and_behind_it_the_temporal_one() -> None:
+    (worker,) = engine("layers=1,state_layers=0,conv=x4,ssm=2x8,conv_width=2,blocks=3,dtype=float16").workers
+    ssm = tensor(worker, "ssm", "model.layers.0.mixer")
+    assert (ssm.base, ssm.block_stride, ssm.head_stride, ssm.cell_bytes) == (16, 16 + 32, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "held"),
+    [
+        (5, 2, [(0, 3), (3, 5)]),
+        (6, 4, [(0, 2), (2, 4), (4, 5), (5, 6)]),
+        (8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        (2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (3, 4, [(0, 1), (0, 1), (1, 2), (2, 3)]),
+        (1, 3, [(0, 1)] * 3),
+    ],
+)
+def test_heads_are_spread_as_the_documentation_says(heads: int, ranks: int, held: list[tuple[int, int]]) -> None:
+    assert [heads_of_rank(heads, ranks, rank) for rank in range(ranks)] == [Range(*one) for one in held]
+
+
+def test_stages_share_the_layers_out_in_order() -> None:
+    dump = engine("layers=5,heads=2,dim=8,stages=2+3")
+    found = [[one.layer for one in worker.tensors if one.kind == "k"] for worker in dump.workers]
+    assert found == [[f"model.layers.{layer}.self_attn.attn" for layer in stage] for stage in ((0, 1), (2, 3, 4))]
+    assert [worker.place.pp for worker in dump.workers] == [0, 1]
+
+
+def test_context_parallel_ranks_are_neighbours_that_hold_the_same_heads() -> None:
+    dump = engine("layers=1,heads=2,dim=8,tp=4,dcp=2,interleave=4")
+    assert [worker.place for worker in dump.workers] == [Place(tp=rank, dcp=rank % 2) for rank in range(4)]
+    assert [tensor(worker, "k").heads.start for worker in dump.workers] == [0, 0, 1, 1]
+    assert {tensor(worker, "k").interleave.run_tokens for worker in dump.workers} == {4}
+
+
+def test_context_parallel_ranks_span_the_prefill_ranks_before_the_tensor_parallel_ones() -> None:
+    dump = engine("layers=1,heads=2,dim=8,tp=2,pcp=2,dcp=2")
+    found = [
+        (worker.place.pcp, worker.place.tp, worker.place.dcp, tensor(worker, "k").heads.start)
+        for worker in dump.workers
+    ]
+    assert found == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)]
+
+
+def test_prefill_ranks_that_dcp_does_not_span_are_replicas() -> None:
+    dump = engine("layers=1,heads=2,dim=8,tp=2,pcp=2")
+    assert [tensor(worker, "k").heads.start for worker in dump.workers] == [0, 1, 0, 1]
+    assert all(one.interleave.ranks == 1 for _, one in pairs_of(dump))
+
+
+def test_the_interleave_is_a_block_unless_it_is_given() -> None:
+    (first, _) = engine("layers=1,mla=8,tp=2,dcp=2,block=32").workers
+    assert tensor(first, "mla").interleave.run_tokens == 32
+
+
+def test_groups_come_in_one_order_and_only_those_that_have_layers() -> None:
+    dump = engine("layers=4,heads=2,dim=8,window=64@1,state_layers=3,ssm=2x2,block=8")
+    assert dump.groups == (
+        CacheGroup(policy="full", block_tokens=8),
+        CacheGroup(policy="window", block_tokens=8, window_tokens=64),
+        CacheGroup(policy="state", block_tokens=8),
+    )
+    assert engine("layers=1,heads=2,dim=8,window=64").groups == (
+        CacheGroup(policy="window", block_tokens=16, window_tokens=64),
+    )
+
+
+def test_kernel_blocks_are_counted_where_they_are_smaller() -> None:
+    (worker,) = engine("layers=1,heads=2,dim=8,block=64,kernel_block=16,blocks=10").workers
+    assert (tensor(worker, "k").blocks, tensor(worker, "k").block_tokens) == (40, 16)
+
+
+def test_names_are_those_that_were_asked_for() -> None:
+    dump = engine("layers=2,heads=1,dim=1,names=h.{}.attn,state_layers=1,ssm=2x2,state_names=h.{}.ssm")
+    assert {one.layer for _, one in pairs_of(dump)} == {"h.0.attn", "h.1.ssm"}
+
+
+TOO_LARGE = {
+    "layers=4096,heads=1,dim=1,tp=4096": "layers",
+    "layers=1,heads=65536,dim=1,block=1024": "kernel_block",
+    "layers=1,heads=8,dim=65536,block=1024,layout=CPU": "kernel_block",
+    "layers=1,state_layers=0,conv=x999999,conv_width=4": "conv",
+    "layers=4096,heads=128,dim=65536,blocks=134217727": "blocks",
+    "layers=1,heads=1,dim=1,blocks=134217728,block=16": "blocks",
+}
+
+
+@pytest.mark.parametrize(("text", "field"), TOO_LARGE.items(), ids=range(len(TOO_LARGE)))
+def test_an_engine_that_is_too_large_to_describe_is_refused_by_name(text: str, field: str) -> None:
+    with pytest.raises(InvalidShortForm) as refused:
+        engine(text)
+    assert refused.value.field == field
+
+
+SIZES = st.sampled_from([1, 2, 3, 16, 4095, 4096, 65535, 65536])
+
+
+@given(
+    SIZES, SIZES, SIZES, st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 2**30]), st.sampled_from(sorted(LAYOUTS))
+)
+@settings(max_examples=100)
+def test_sizes_at_their_limits_are_valid_or_refused_by_name(
+    heads: int, dim: int, block: int, tp: int, blocks: int, layout: str
+) -> None:
+    text = f"layers=2,heads={heads},dim={dim},block={block},tp={tp},blocks={blocks},layout={layout}"
+    try:
+        dump = engine(text)
+    except InvalidShortForm:
+        return
+    check_description(engine_of(dump))
+    assert decode_dump(encode_dump(dump)) == dump
