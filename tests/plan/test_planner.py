@@ -1,27 +1,19 @@
-"""Which pairs of engines are planned, and that the others hear every reason."""
+"""What the plans of whole engines say; who reads from whom is in test_assignment, refusals in test_refusals."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from kvferry.plan.planner import plan_transfer
-from kvferry.plan.refusal import PlanRefused, Reason
-from kvferry.plan.runs import shared_runs
-from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
+from kvferry.plan.cost import Costs
+from kvferry.plan.planner import plan_engine, plan_transfer
+from kvferry.plan.transfer_plan import Placing
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.geometry import Format, Place, Range, Topology
-from kvferry.protocol.handshake import CacheGroup, EngineDescription
+from kvferry.protocol.geometry import Interleave, PagedTensor, Place, Range
+from kvferry.protocol.handshake import CacheGroup
+from tests.plan.engines import sharded
 from tests.plan.samples import FACTS, engine, other, tensor, worker
 
 OURS = engine(engine_id="D")
-
-
-def reasons(producer: EngineDescription, consumer: EngineDescription = OURS, index: int = 0) -> tuple[Reason, ...]:
-    with pytest.raises(PlanRefused) as refused:
-        plan_transfer(consumer, index, producer)
-    return refused.value.reasons
 
 
 def test_equal_engines_are_planned_tensor_by_tensor() -> None:
@@ -32,140 +24,108 @@ def test_equal_engines_are_planned_tensor_by_tensor() -> None:
     assert (plan.producer, plan.worker, plan.place, route.worker, route.expected) == ("P", 0, Place(), 0, 1)
     assert [(item.local, item.remote) for item in route.slices] == list(zip(layers, reversed(there), strict=True))
     for item in route.slices:
-        assert item.runs == shared_runs(item.local, item.remote)
-        assert (item.heads, item.placing, item.block_bytes) == (Range(0, 2), Placing.DIRECT, 64)
+        assert (item.heads, item.placing, item.run_bytes, item.unit_runs) == (Range(0, 2), Placing.DIRECT, 64, 1.0)
+        assert item.token_bytes == 16
+
+
+def test_the_plan_of_a_worker_is_its_part_of_the_engines() -> None:
+    consumer, producer = sharded("D", tp=3, heads=6), sharded(tp=2, heads=6)
+    assert [plan_transfer(consumer, index, producer) for index in range(3)] == list(plan_engine(consumer, producer))
+
+
+def test_a_plan_is_a_value_equal_for_equal_descriptions() -> None:
+    assert plan_engine(sharded("D", tp=2), sharded()) == plan_engine(sharded("D", tp=2), sharded())
+
+
+def test_sizes_that_do_not_divide_read_parts_of_two_workers() -> None:
+    """6 heads on TP 2 feed TP 3: the second reads head 2 of the first producer and head 3 of the second."""
+    plan = plan_transfer(sharded("D", tp=3, heads=6), 1, sharded(tp=2, heads=6))
+    heads = [{item.heads for item in route.slices} for route in plan.routes]
+    assert heads == [{Range(2, 3)}, {Range(3, 4)}]
+    for route, remote_heads in zip(plan.routes, (Range(2, 3), Range(0, 1)), strict=True):
+        for item in route.slices:
+            assert item.remote_heads == remote_heads
+    first, second = (route.slices[0] for route in plan.routes)
+    assert (first.local_heads, second.local_heads) == (Range(0, 1), Range(1, 2))
+
+
+def test_each_worker_reads_the_stages_that_have_its_layers() -> None:
+    consumer, producer = sharded("D", stages=(1, 3), layers=4), sharded(stages=(2, 2), layers=4)
+    read = [
+        [(route.place.pp, sorted({item.local.layer for item in route.slices})) for route in plan.routes]
+        for plan in plan_engine(consumer, producer)
+    ]
+    assert read == [
+        [(0, ["layers.0"])],
+        [(0, ["layers.1"]), (1, ["layers.2", "layers.3"])],
+    ]
+
+
+def test_names_are_matched_and_never_positions() -> None:
+    """The producer lists its layers backwards, and has one more."""
+    layers = [tensor(layer=f"layers.{n}", base=4096 * (n + 1)) for n in range(3)]
+    (route,) = plan_transfer(engine(*layers[1:]), 0, engine(*reversed(layers))).routes
+    found = [(item.local.name, item.local.base, item.remote.name, item.remote.base) for item in route.slices]
+    assert sorted(found) == [(one.name, one.base, one.name, one.base) for one in layers[1:]]
 
 
 def test_strides_bases_and_block_counts_may_differ() -> None:
     nhd = tensor(base=1 << 40, blocks=100, block_stride=640, head_stride=8, tile_stride=16)
-    (item,) = plan_transfer(OURS, 0, engine(nhd)).routes[0].slices
-    assert [run.length for run in item.runs] == [8] * 8
+    (route,) = plan_transfer(OURS, 0, engine(nhd), Costs(staged_run_bytes=0)).routes
+    (item,) = route.slices
+    assert (item.run_bytes, item.unit_runs, item.placing) == (8, 8, Placing.DIRECT)
 
 
 def test_scheduler_blocks_may_differ_where_kernel_blocks_are_equal() -> None:
     producer = engine(groups=(CacheGroup(policy="full", block_tokens=16),))
-    assert plan_transfer(OURS, 0, producer).routes
+    assert plan_transfer(OURS, 0, producer).routes[0].slices[0].tokens.unit_tokens == 4
 
 
-def test_each_worker_reads_the_producer_worker_of_its_own_place() -> None:
-    places = [Place(tp=0), Place(tp=1), Place(pp=1, tp=0), Place(pp=1, tp=1)]
-    sizes = Topology(pp=2, tp=2)
-    consumer = engine(workers=[worker(place=place) for place in places], topology=sizes)
-    producer = engine(workers=[worker(place=place) for place in reversed(places)], topology=sizes)
-    for index, place in enumerate(places):
-        plan = plan_transfer(consumer, index, producer)
-        assert [(route.worker, route.place) for route in plan.routes] == [(3 - index, place)]
+def test_every_group_has_its_own_units_and_readers() -> None:
+    """Two KV heads on four ranks: two of them are read for attention, all four for their parts of the states."""
+    (plan,) = plan_engine(sharded("D", heads=2, model="hybrid"), sharded(tp=4, heads=2, model="hybrid"))
+    groups = [sorted({item.tokens.group for item in route.slices}) for route in plan.routes]
+    assert groups == [[0, 1], [1], [0, 1], [1]]
+    units = {(item.tokens.group, item.tokens.unit_tokens) for route in plan.routes for item in route.slices}
+    assert units == {(0, 4), (1, 0)}
 
 
-@pytest.mark.parametrize("field", ["fingerprint", "dtype", "cache_dtype", "quantization", "speculative"])
-def test_another_model_is_refused_by_the_fact_that_differs(field: str) -> None:
-    (reason,) = reasons(engine(facts=other(FACTS, **{field: "else"})))
-    assert (reason.field, reason.producer) == (f"model.{field}", "'else'")
-    assert reason.consumer == repr(getattr(FACTS, field))
+def test_a_consumer_worker_without_heads_needs_nothing() -> None:
+    empty = worker([tensor(heads=Range(2, 2))], Place(tp=1))
+    first, second = plan_engine(engine(workers=[worker(), empty]), engine(workers=[worker(), empty]))
+    assert [route.worker for route in first.routes] == [0]
+    assert [(route.worker, route.slices) for route in second.routes] == [(1, ())]
+    (_, nothing) = plan_engine(engine(workers=[worker(), empty]), engine())
+    assert nothing.routes == ()
 
 
-def test_the_models_name_and_its_longest_prompt_may_differ() -> None:
-    """Weights are compared, not names: a copy in another directory is the same model."""
-    assert plan_transfer(OURS, 0, engine(facts=other(FACTS, model="elsewhere", max_model_tokens=9)))
+def test_token_maps_of_a_group_are_one_value() -> None:
+    """Pairing is done once per map, so there must not be one per tensor."""
+    plan = plan_transfer(sharded("D", layers=8), 0, sharded(layers=8))
+    assert len({item.tokens for route in plan.routes for item in route.slices}) == 1
 
 
-@pytest.mark.parametrize(
-    ("size", "field"),
-    [
-        ("tp", "tensor_parallel_size"),
-        ("pp", "pipeline_parallel_size"),
-        ("pcp", "prefill_context_parallel_size"),
-        ("dcp", "decode_context_parallel_size"),
-    ],
-)
-def test_another_parallel_size_is_refused_by_its_vllm_name(size: str, field: str) -> None:
-    (reason,) = reasons(engine(topology=Topology(**{size: 2})))
-    assert (reason.field, reason.producer, reason.consumer) == (field, "2", "1")
-    assert f"--{field.replace('_', '-')}" in reason.change
+def short_runs() -> tuple[PagedTensor, PagedTensor]:
+    """One head of 64 B a token among eight there, tokens outermost; runs of 64 B here, of 8 KiB there."""
+    usual = {"block_tokens": 16, "heads": Range(0, 8), "cell_bytes": 64, "block_stride": 8192}
+    return tensor(**usual, head_stride=1024, tile_stride=64), tensor(**usual, head_stride=64, tile_stride=512)
 
 
-def test_another_number_of_cache_groups_is_refused() -> None:
-    group = CacheGroup(policy="full", block_tokens=4)
-    (reason,) = reasons(engine(groups=(group, group)))
-    assert (reason.field, reason.producer, reason.consumer) == ("cache_groups", "2", "1")
-
-
-@pytest.mark.parametrize(("field", "value"), [("policy", "window"), ("window_tokens", 7)])
-def test_a_group_that_forgets_other_tokens_is_refused(field: str, value: Any) -> None:
-    group = CacheGroup(policy="full", block_tokens=4)
-    (reason,) = reasons(engine(groups=(other(group, **{field: value}),)))
-    assert (reason.field, reason.producer) == (f"cache_groups[0].{field}", str(value))
-    assert reason.consumer == str(getattr(group, field))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("heads", Range(2, 4)),
-        ("block_tokens", 2),
-        ("tile_tokens", 2),
-        ("cell_bytes", 4),
-        ("format", Format(dtype="float16", packing="k|v")),
-        ("format", Format(dtype="bfloat16", packing="cpu_attn/amx")),
-        ("format", Format(dtype="bfloat16", packing="k|v", quantization="fp8_per_tensor")),
-    ],
-)
-def test_a_tensor_whose_bytes_mean_something_else_is_refused_by_layer_and_field(field: str, value: Any) -> None:
-    (reason,) = reasons(engine(tensor(**{field: value})))
-    assert reason.field == f"layers.0/kv.{field}"
-    assert (reason.producer, reason.consumer) == (str(value), str(getattr(tensor(), field)))
-
-
-def test_a_tensor_of_another_group_is_refused() -> None:
-    two = (CacheGroup(policy="full", block_tokens=4), CacheGroup(policy="full", block_tokens=4))
-    (reason,) = reasons(engine(tensor(group=1), groups=two), engine(groups=two))
-    assert reason.field == "layers.0/kv.group"
-
-
-def test_a_layer_that_only_one_side_has_is_refused_by_name() -> None:
-    (extra,) = reasons(engine(tensor(), tensor(layer="draft.0")))
-    assert (extra.field, extra.producer, extra.consumer) == ("tensor draft.0/kv", "present", "absent")
-    (missing,) = reasons(OURS, engine(tensor(), tensor(kind="scales")))
-    assert (missing.field, missing.producer, missing.consumer) == ("tensor layers.0/scales", "absent", "present")
-
-
-def test_all_reasons_come_at_once() -> None:
-    wrong = engine(
-        facts=other(FACTS, dtype="float16", quantization="fp8"),
-        topology=Topology(tp=2, pp=2),
-        groups=(CacheGroup(policy="window", block_tokens=4, window_tokens=8),),
-    )
-    assert [reason.field for reason in reasons(wrong)] == [
-        "model.dtype",
-        "model.quantization",
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "cache_groups[0].policy",
-        "cache_groups[0].window_tokens",
-    ]
-    fields = [reason.field for reason in reasons(engine(tensor(cell_bytes=4, block_tokens=2)))]
-    assert fields == ["layers.0/kv.block_tokens", "layers.0/kv.cell_bytes"]
-
-
-def test_the_error_text_numbers_the_reasons_with_both_values_and_what_to_change() -> None:
-    with pytest.raises(PlanRefused) as refused:
-        plan_transfer(OURS, 0, engine(facts=other(FACTS, dtype="float16"), topology=Topology(tp=2)))
-    text = str(refused.value)
-    assert "(1) model.dtype: producer 'float16', consumer 'bfloat16'; start both engines with the same --dtype" in text
-    assert "(2) tensor_parallel_size: producer 2, consumer 1; " in text
-    assert "\n" not in text
-
-
-def test_a_hundred_different_layers_do_not_flood_the_log() -> None:
-    ours, theirs = ([tensor(layer=f"{n}", cell_bytes=size) for n in range(100)] for size in (8, 4))
-    found = reasons(engine(*theirs), engine(*ours))
-    assert len(found) == 9
-    assert found[-1].change == "and 92 more differences"
-
-
-def test_a_producer_that_does_not_describe_our_place_is_refused() -> None:
-    (reason,) = reasons(engine(workers=[worker(place=Place(tp=1))]))
-    assert (reason.field, reason.producer, reason.consumer) == ("workers", "none", "tp0")
+@pytest.mark.parametrize("costs", [Costs(staged_run_bytes=0), Costs(direct_min_bytes=64), Costs(relayout_gb_s=1e-3)])
+def test_the_choice_between_direct_and_staged_is_the_costs_alone(costs: Costs) -> None:
+    here, there = short_runs()
+    groups = (CacheGroup(policy="full", block_tokens=16),)
+    pair = engine(here, groups=groups), 0, engine(there, groups=groups)
+    (route,) = plan_transfer(*pair).routes
+    (item,) = route.slices
+    assert item.placing is Placing.STAGED
+    assert item.reason == "runs of 64 B, but of 8192 B on the producer"
+    assert route.sources
+    (route,) = plan_transfer(*pair, costs).routes
+    (item,) = route.slices
+    assert item.placing is Placing.DIRECT
+    assert item.reason.startswith("runs of 64 B, and ")
+    assert route.sources == ()
 
 
 def test_a_description_that_contradicts_itself_is_an_invalid_message() -> None:
@@ -173,27 +133,24 @@ def test_a_description_that_contradicts_itself_is_an_invalid_message() -> None:
         plan_transfer(OURS, 0, engine(tensor(group=3)))
 
 
-@pytest.mark.parametrize("many", ["producer", "consumer"])
-def test_more_descriptors_than_an_index_can_count_are_refused(many: str) -> None:
-    """NIXL's indices are 32 bits wide; a larger one would wrap around to another block."""
-    big = tensor(blocks=1 << 31, block_stride=64)
-    pair = (engine(big), OURS) if many == "producer" else (OURS, engine(big))
-    (reason,) = reasons(*pair)
-    assert (reason.field, getattr(reason, many)) == ("descriptors", str(1 << 31))
-    ok = tensor(blocks=(1 << 31) - 1)
-    assert plan_transfer(OURS, 0, engine(ok))
+def test_the_models_name_and_its_longest_prompt_may_differ() -> None:
+    """Weights are compared, not names: a copy in another directory is the same model."""
+    assert plan_transfer(OURS, 0, engine(facts=other(FACTS, model="elsewhere", max_model_tokens=9))).routes
 
 
-def test_the_plan_says_in_one_line_who_reads_what_in_which_runs() -> None:
-    layers = [tensor(), tensor(layer="layers.1")]
-    dense = plan_transfer(engine(*layers), 0, engine(*layers)).describe()
-    facts = "producer=P tp0 reads tp0: 2 tensors, 32 B/token, direct, runs of 64 B, 2 descriptors a block"
-    assert dense == f"plan {facts}"
-    gapped = engine(tensor(head_stride=40), layers[1])
-    assert "runs of 32…64 B, 3 descriptors a block" in plan_transfer(engine(*layers), 0, gapped).describe()
+def test_one_ranks_interleave_has_no_meaning() -> None:
+    plan = plan_transfer(OURS, 0, engine(tensor(interleave=Interleave(run_tokens=3))))
+    assert plan.routes[0].slices[0].tokens.unit_tokens == 4
 
 
-def test_a_route_that_only_releases_says_so() -> None:
-    plan = TransferPlan("P", Place(tp=1), 1, (Route(0, Place(), (), 1), Route(1, Place(tp=1), (), 1)))
-    assert plan.describe().count("release only") == 2
-    assert "\n" not in plan.describe()
+def test_cache_blocks_behind_each_other_in_one_group_may_have_their_own_strides() -> None:
+    """K and V packed here, apart there: what is merged is what both sides have side by side."""
+    k = tensor(kind="k", heads=Range(0, 1), tile_stride=16, head_stride=64)
+    v = other(k, kind="v", base=k.base + 8)
+    k_there = tensor(kind="k", heads=Range(0, 1), block_stride=32)
+    v_there = other(k_there, kind="v", base=1 << 30)
+    (route,) = plan_transfer(engine(k, v), 0, engine(k, v)).routes
+    assert [(bundle.run_bytes, bundle.unit_runs) for bundle in route.bundles] == [(64, 1)]
+    assert [item.unit_runs for item in route.slices] == [0.5, 0.5]
+    (route,) = plan_transfer(engine(k, v), 0, engine(k_there, v_there)).routes
+    assert [(bundle.run_bytes, bundle.unit_runs) for bundle in route.bundles] == [(8, 8)]

@@ -1,0 +1,186 @@
+"""Pairs that cannot work hear every reason at once, each with its field, both values and what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.plan.planner import plan_transfer
+from kvferry.plan.refusal import PlanRefused, Reason
+from kvferry.protocol.geometry import Format, Interleave, Place
+from kvferry.protocol.handshake import CacheGroup, EngineDescription
+from tests.plan.engines import sharded
+from tests.plan.samples import FACTS, engine, other, tensor, worker
+
+OURS = engine(engine_id="D")
+FULL = CacheGroup(policy="full", block_tokens=4)
+
+
+def reasons(producer: EngineDescription, consumer: EngineDescription = OURS, index: int = 0) -> tuple[Reason, ...]:
+    with pytest.raises(PlanRefused) as refused:
+        plan_transfer(consumer, index, producer)
+    for reason in refused.value.reasons:
+        assert reason.field
+        assert len(reason.change) >= 20, "says what an operator can do"
+        assert "\n" not in str(reason)
+    return refused.value.reasons
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("fingerprint", "serve the same weights on both sides, or name them alike with model_fingerprint"),
+        ("dtype", "start both engines with the same --dtype"),
+        ("cache_dtype", "start both engines with the same --kv-cache-dtype"),
+        ("quantization", "start both engines with the same --quantization"),
+        ("speculative", "give both engines the same --speculative-config"),
+    ],
+)
+def test_another_model_is_refused_by_the_fact_that_differs(field: str, change: str) -> None:
+    (reason,) = reasons(engine(facts=other(FACTS, **{field: "else"})))
+    assert (reason.field, reason.producer, reason.change) == (f"model.{field}", "'else'", change)
+    assert reason.consumer == repr(getattr(FACTS, field))
+
+
+def test_another_number_of_cache_groups_is_refused() -> None:
+    (reason,) = reasons(engine(groups=(FULL, FULL)))
+    assert (reason.field, reason.producer, reason.consumer) == ("cache_groups", "2", "1")
+    assert "hybrid cache manager" in reason.change
+
+
+@pytest.mark.parametrize(("field", "value"), [("policy", "window"), ("window_tokens", 7)])
+def test_a_group_that_forgets_other_tokens_is_refused(field: str, value: Any) -> None:
+    (reason,) = reasons(engine(groups=(other(FULL, **{field: value}),)))
+    assert (reason.field, reason.producer) == (f"cache_groups[0].{field}", str(value))
+    assert reason.consumer == str(getattr(FULL, field))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "change"),
+    [
+        ("cell_bytes", 4, "cache dtype and attention backend"),
+        ("format", Format(dtype="float16", packing="k|v"), "cache dtype and attention backend"),
+        ("format", Format(dtype="bfloat16", packing="cpu_attn/amx"), "cache dtype and attention backend"),
+        (
+            "format",
+            Format(dtype="bfloat16", packing="k|v", quantization="fp8_per_tensor"),
+            "cache dtype and attention backend",
+        ),
+    ],
+)
+def test_a_tensor_whose_bytes_mean_something_else_is_refused_by_layer_and_field(
+    field: str, value: Any, change: str
+) -> None:
+    (reason,) = reasons(engine(tensor(**{field: value})))
+    assert reason.field == f"layers.0/kv.{field}"
+    assert (reason.producer, reason.consumer) == (str(value), str(getattr(tensor(), field)))
+    assert change in reason.change
+
+
+def test_cells_of_several_tokens_cannot_be_divided() -> None:
+    """A backend that packs a whole block: only equal cells can be copied."""
+    (reason,) = reasons(engine(tensor(tile_tokens=2)))
+    assert (reason.field, reason.producer, reason.consumer) == ("layers.0/kv.tile_tokens", "2", "1")
+    assert "these cells cannot be divided" in reason.change
+
+
+def test_cells_of_several_tokens_must_divide_the_unit() -> None:
+    """Cells of 4 tokens in blocks of 12 and 8: equal cells, and units of 4."""
+    groups = (CacheGroup(policy="full", block_tokens=24),)
+    fours = [engine(tensor(block_tokens=size, tile_tokens=4), groups=groups) for size in (12, 8)]
+    assert plan_transfer(fours[0], 0, fours[1]).routes
+    third = Interleave(ranks=2, rank=0, run_tokens=2)
+    other_half = Interleave(ranks=2, rank=1, run_tokens=2)
+    halves = [
+        worker([tensor(block_tokens=8, tile_tokens=4, interleave=share)], Place(tp=rank, dcp=rank))
+        for rank, share in enumerate((third, other_half))
+    ]
+    (reason,) = reasons(engine(workers=halves, groups=groups), fours[0])
+    assert (reason.field, reason.producer, reason.consumer) == (
+        "layers.0/kv.tile_tokens",
+        "runs of 2 tokens",
+        "cells of 4 tokens",
+    )
+    assert "cp_kv_cache_interleave_size" in reason.change
+
+
+def test_a_tensor_of_another_group_is_refused() -> None:
+    two = (FULL, FULL)
+    (reason,) = reasons(engine(tensor(group=1), groups=two), engine(groups=two))
+    assert (reason.field, reason.producer, reason.consumer) == ("layers.0/kv.group", "1", "0")
+
+
+def test_a_layer_that_only_the_consumer_has_is_refused_by_name() -> None:
+    (missing,) = reasons(OURS, engine(tensor(), tensor(kind="scales")))
+    assert missing.field == "tensor layers.0/scales"
+    assert (missing.producer, missing.consumer) == ("no worker holds heads 0…1", "needs them")
+
+
+def test_heads_that_no_producer_worker_describes_are_refused() -> None:
+    """One rank of four has not described itself."""
+    whole = sharded(tp=4, layers=1)
+    partial = other(whole, workers=whole.workers[:2] + whole.workers[3:])
+    found = reasons(partial, sharded("D", layers=1))
+    assert [(reason.field, reason.producer) for reason in found] == [
+        ("tensor layers.0/k", "no worker holds heads 2…2"),
+        ("tensor layers.0/v", "no worker holds heads 2…2"),
+    ]
+    assert "let every producer worker describe itself" in found[0].change
+
+
+def test_tokens_that_no_producer_worker_holds_are_refused_by_their_rank() -> None:
+    whole = sharded(tp=2, dcp=2, model="mla", layers=1)
+    (reason,) = reasons(other(whole, workers=whole.workers[:1]), sharded("D", model="mla", layers=1))
+    assert reason.producer == "no worker holds heads 0…0 of the tokens of context-parallel rank 1"
+
+
+def test_all_reasons_come_at_once() -> None:
+    wrong = engine(
+        tensor(cell_bytes=4, tile_tokens=2, format=Format(dtype="float16")),
+        facts=other(FACTS, dtype="float16", quantization="fp8"),
+        groups=(CacheGroup(policy="window", block_tokens=4, window_tokens=8),),
+    )
+    assert [reason.field for reason in reasons(wrong, engine(tensor(), tensor(layer="layers.1")))] == [
+        "model.dtype",
+        "model.quantization",
+        "cache_groups[0].policy",
+        "cache_groups[0].window_tokens",
+        "tensor layers.1/kv",
+        "layers.0/kv.format",
+        "layers.0/kv.cell_bytes",
+        "layers.0/kv.tile_tokens",
+    ]
+
+
+def test_the_error_text_numbers_the_reasons_with_both_values_and_what_to_change() -> None:
+    with pytest.raises(PlanRefused) as refused:
+        plan_transfer(OURS, 0, engine(tensor(cell_bytes=4), facts=other(FACTS, dtype="float16")))
+    text = str(refused.value)
+    assert "(1) model.dtype: producer 'float16', consumer 'bfloat16'; start both engines with the same --dtype" in text
+    assert "(2) layers.0/kv.cell_bytes: producer 4, consumer 8; use the same cache dtype" in text
+    assert "\n" not in text
+
+
+def test_every_worker_of_the_consumer_hears_the_reasons_of_all() -> None:
+    """What speaks against one worker's part speaks against the pair: none of them starts."""
+    consumer = engine(workers=[worker(), worker([tensor(layer="layers.9")], Place(pp=1))])
+    for index in range(2):
+        (reason,) = reasons(OURS, consumer, index)
+        assert reason.field == "tensor layers.9/kv"
+
+
+def test_the_same_difference_on_every_rank_is_told_once() -> None:
+    consumer = sharded("D", tp=4, layers=1)
+    sizes = [worker([other(one, cell_bytes=4) for one in of.tensors], of.place) for of in consumer.workers]
+    found = reasons(other(consumer, engine_id="P", workers=tuple(sizes)), consumer)
+    assert [reason.field for reason in found] == ["layers.0/k.cell_bytes", "layers.0/v.cell_bytes"]
+
+
+def test_a_hundred_different_layers_do_not_flood_the_log() -> None:
+    ours, theirs = ([tensor(layer=f"{n}", cell_bytes=size) for n in range(100)] for size in (8, 4))
+    with pytest.raises(PlanRefused) as refused:
+        plan_transfer(engine(*ours), 0, engine(*theirs))
+    found = refused.value.reasons
+    assert len(found) == 9
+    assert found[-1].change == "and 92 more differences"

@@ -1,0 +1,106 @@
+"""What a plan says of itself: one line for every kind of model, and values that nobody can change."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from kvferry.plan.cost import Costs
+from kvferry.plan.planner import plan_engine, plan_transfer
+from kvferry.plan.transfer_plan import Placing, TransferPlan
+from kvferry.protocol.geometry import Place, Range
+from kvferry.protocol.handshake import EngineDescription
+from tests.plan.engines import sharded
+from tests.plan.samples import engine, tensor
+
+NO_POOL = Costs(staged_run_bytes=0)
+
+
+def line(consumer: EngineDescription, producer: EngineDescription, worker: int = 0, costs: Costs = NO_POOL) -> str:
+    return plan_engine(consumer, producer, costs)[worker].describe()
+
+
+def test_attention_is_told_with_heads_bytes_runs_and_descriptors() -> None:
+    assert line(sharded("D"), sharded()) == (
+        "plan producer=P tp0 reads tp0: 4 tensors, heads 0…3, 128 B/token, direct, runs of 256 B, "
+        "units of 4 tokens, 2 descriptors a unit"
+    )
+
+
+def test_every_route_is_told_and_so_is_who_is_only_released() -> None:
+    assert line(sharded("D", heads=2), sharded(tp=4, heads=2)) == (
+        "plan producer=P tp0 "
+        "reads tp0: 4 tensors, head 0, 32 B/token, direct, runs of 64 B, units of 4 tokens, 2 descriptors a unit; "
+        "reads tp2: 4 tensors, head 1, 32 B/token, direct, runs of 64 B, units of 4 tokens, 2 descriptors a unit; "
+        "releases tp1; releases tp3"
+    )
+
+
+def test_mla_and_pipeline_stages_are_told_in_the_same_words() -> None:
+    assert line(sharded("D", tp=2, model="mla"), sharded(tp=2, model="mla"), worker=1) == (
+        "plan producer=P tp1 "
+        "reads tp1: 2 tensors, head 0, 48 B/token, direct, runs of 96 B, units of 4 tokens, 2 descriptors a unit"
+    )
+    assert line(sharded("D", stages=(1, 1)), sharded(stages=(1, 1)), worker=1) == (
+        "plan producer=P tp0/pp1 "
+        "reads tp0/pp1: 2 tensors, heads 0…3, 64 B/token, direct, runs of 256 B, "
+        "units of 4 tokens, 1 descriptors a unit"
+    )
+
+
+def test_recurrent_states_are_told_by_request_and_not_by_token() -> None:
+    assert line(sharded("D", layers=1, model="state"), sharded(layers=1, model="state")) == (
+        "plan producer=P tp0 reads tp0: 4 tensors, heads 0…15, 0 B/token, 320 B/request, direct, runs of 320 B, "
+        "1 descriptors a unit"
+    )
+
+
+def test_a_hybrid_model_is_told_with_both() -> None:
+    told = line(sharded("D", layers=1, model="hybrid"), sharded(layers=1, model="hybrid"))
+    assert "64 B/token, 320 B/request, direct, runs of 256…320 B, units of 4 tokens, 2 descriptors a unit" in told
+
+
+def test_blocks_of_two_sizes_are_told_by_their_unit() -> None:
+    told = line(sharded("D", block_tokens=6), sharded())
+    assert "runs of 32 B, units of 2 tokens, 8 descriptors a unit" in told
+
+
+def test_staged_and_direct_are_told_as_such() -> None:
+    pair = sharded("D", order="NHD"), sharded()
+    assert ", direct, runs of 16 B" in line(*pair)
+    assert ", staged, runs of 16 B" in line(*pair, costs=Costs(relayout_gb_s=1e9))
+
+
+def test_a_worker_that_needs_nothing_says_so() -> None:
+    assert TransferPlan("P", Place(tp=1), 1, ()).describe() == "plan producer=P tp1 needs nothing"
+
+
+def test_a_description_is_one_line_whatever_the_names_are() -> None:
+    assert "\n" not in line(sharded("D", tp=3, heads=5, layers=5), sharded(tp=2, heads=5, layers=5), worker=1)
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    plan = plan_transfer(sharded("D"), 0, sharded())
+    for value, field in ((plan, "routes"), (plan.routes[0], "slices"), (plan.routes[0].slices[0], "heads")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, field, ())
+    assert hash(plan) == hash(plan_transfer(sharded("D"), 0, sharded()))
+
+
+def test_heads_are_counted_over_the_model_here_and_there() -> None:
+    here, there = tensor(heads=Range(4, 6)), tensor(heads=Range(2, 8))
+    (route,) = plan_transfer(engine(here), 0, engine(there), NO_POOL).routes
+    (item,) = route.slices
+    assert (item.heads, item.local_heads, item.remote_heads) == (Range(4, 6), Range(0, 2), Range(2, 4))
+
+
+def test_a_routes_bundles_are_placed_as_their_slices_are() -> None:
+    """Attention in long runs beside states in short ones, behind longer ones of the producer."""
+    consumer, producer = sharded("D", tp=2, model="hybrid"), sharded(model="hybrid")
+    (plan, _) = plan_engine(consumer, producer, Costs(direct_min_bytes=65))
+    for route in plan.routes:
+        for bundle in route.bundles:
+            placings = {route.slices[member].placing for place in bundle.members for member in place}
+            assert placings == {route.placing_of(bundle)}
+            assert bundle.run_bytes < 65 or placings == {Placing.DIRECT}
