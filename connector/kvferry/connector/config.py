@@ -47,7 +47,7 @@ def _whole(low: int, high: int) -> Callable[[str, Any], int]:
 def _pool_size(key: str, value: Any) -> int:
     size = _whole(0, 1 << 40)(key, value)
     if 0 < size < SMALLEST_POOL_BYTES:
-        raise InvalidConfig(key, value, f"0, or at least {SMALLEST_POOL_BYTES}")
+        raise InvalidConfig(key, value, f"at least {SMALLEST_POOL_BYTES}, or 0")
     return int(size)
 
 
