@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvferry.connector.layout import Sharding, discover
+from kvferry.connector.layout import discover
+from kvferry.connector.sharding import Sharding
+from kvferry.protocol.geometry import PagedTensor
 from kvferry.worker.caches import KvCaches
 
 ALONE = Sharding(total_heads=2, rank=0, size=1)
@@ -63,3 +66,29 @@ def described(
     config: Any, views: Any, packing: str = "cpu_attn/vec", sharding: Sharding = ALONE, **packings: str
 ) -> KvCaches:
     return discover(views, config, {layer: packings.get(layer, packing) for layer in views}, sharding)
+
+
+def bytes_of(tensor: PagedTensor, block: int, head: int, token: int) -> Any:
+    """Addresses of all bytes of the cell that holds a token, in the cell's order, int64: the definition."""
+    start = (
+        tensor.base
+        + block * tensor.block_stride
+        + head * tensor.head_stride
+        + token // tensor.tile_tokens * tensor.tile_stride
+    )
+    inside = np.arange(tensor.cell_bytes)
+    if not tensor.element_bytes:
+        return start + inside
+    return start + inside // tensor.element_bytes * tensor.element_stride + inside % tensor.element_bytes
+
+
+def all_bytes_of(tensor: PagedTensor) -> Any:
+    """The same of every cell, one after another."""
+    return np.concatenate(
+        [
+            bytes_of(tensor, block, head, tile * tensor.tile_tokens)
+            for block in range(tensor.blocks)
+            for head in range(len(tensor.heads))
+            for tile in range(tensor.tiles)
+        ]
+    )

@@ -12,7 +12,15 @@ import pytest
 from vllm.distributed import parallel_state
 
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.facts import check_supported, facts_of, place_of_this_worker, topology_of, worker_index
+from kvferry.connector.facts import (
+    check_supported,
+    facts_of,
+    place_of_this_worker,
+    sharding_of,
+    topology_of,
+    worker_index,
+)
+from kvferry.connector.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Place, Topology
 from tests.connector.test_fingerprint import safetensors
@@ -113,5 +121,30 @@ def test_workers_are_numbered_stage_by_stage_without_gaps() -> None:
 
 def test_a_workers_place_is_that_of_its_process_in_vllms_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(rank_in_group=1))
+    monkeypatch.setattr(parallel_state, "get_pcp_group", lambda: SimpleNamespace(rank_in_group=2))
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 3)
-    assert place_of_this_worker() == Place(pp=1, tp=3)
+    assert place_of_this_worker() == Place(pp=1, pcp=2, tp=3)
+
+
+def test_heads_are_shared_out_as_the_model_says() -> None:
+    config = engine_config(parallel_config__tensor_parallel_size=2)
+    assert sharding_of(config, Place(tp=1)) == Sharding(total_heads=2, rank=1, size=2)
+
+
+@pytest.mark.parametrize("name", ["swa_num_key_value_heads", "num_global_key_value_heads"])
+def test_a_model_with_other_heads_in_some_layers_is_not_uniform(name: str) -> None:
+    config = engine_config()
+    config.model_config = copy.copy(config.model_config)
+    config.model_config.hf_text_config = copy.deepcopy(config.model_config.hf_text_config)
+    setattr(config.model_config.hf_text_config, name, 1)
+    assert not sharding_of(config, Place()).uniform
+
+
+@pytest.mark.parametrize(("draft_heads", "uniform"), [(2, True), (1, False)])
+def test_a_drafter_with_other_heads_makes_them_uncertain(draft_heads: int, uniform: bool) -> None:
+    config = engine_config()
+    draft = SimpleNamespace(
+        get_total_num_kv_heads=lambda: draft_heads, hf_text_config=SimpleNamespace(to_dict=dict)
+    )
+    config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=draft)
+    assert sharding_of(config, Place()).uniform is uniform

@@ -2,55 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
-from kvferry.connector.layout import Sharding, discover, groups_of
-from kvferry.plan.planner import plan_transfer
+from kvferry.connector.layout import discover, groups_of
+from kvferry.connector.sharding import Sharding
+from kvferry.plan.planner import plan_engine, plan_transfer
 from kvferry.plan.refusal import PlanRefused
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.geometry import Format, PagedTensor, Range
+from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
 from kvferry.protocol.handshake import CacheGroup
-from tests.connector.caches import config_of, described, full, group, storage_of, views_of
-from tests.plan.samples import cell_address, engine
+from kvferry.worker.caches import KvCaches
+from tests.connector.caches import (
+    ALONE,
+    all_bytes_of,
+    bytes_of,
+    config_of,
+    described,
+    full,
+    group,
+    storage_of,
+    views_of,
+)
+from tests.plan.samples import engine, worker
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 WHOLE_BLOCKS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 """Layouts in which the bytes of a block lie together."""
 
 
-def cells(tensor: PagedTensor) -> list[tuple[int, int]]:
-    """`[start, stop)` of every cell, in the order of their addresses."""
-    found = [
-        cell_address(tensor, block, head, tile)
-        for block in range(tensor.blocks)
-        for head in range(len(tensor.heads))
-        for tile in range(tensor.tiles)
-    ]
-    return sorted((start, start + tensor.cell_bytes) for start in found)
-
-
-def element_spans(view: Any) -> list[tuple[int, int]]:
-    """`[start, stop)` of every element of a view, by its strides."""
-    offsets = torch.zeros(1, dtype=torch.int64)
+def covers_exactly(tensors: Sequence[PagedTensor], view: Any) -> bool:
+    """Whether the cells of these tensors are exactly the bytes of the view, each once."""
+    told = np.concatenate([all_bytes_of(tensor) for tensor in tensors])
+    offsets = np.zeros(1, dtype=np.int64)
     for size, stride in zip(view.shape, view.stride(), strict=True):
-        offsets = (offsets[:, None] + torch.arange(size)[None, :] * stride).ravel()
+        offsets = (offsets[:, None] + np.arange(size)[None, :] * stride).ravel()
     item = view.element_size()
-    return [(view.data_ptr() + offset * item, view.data_ptr() + (offset + 1) * item) for offset in offsets.tolist()]
+    real = (view.data_ptr() + offsets[:, None] * item + np.arange(item)[None, :]).ravel()
+    return bool(np.array_equal(np.sort(told), np.sort(real)))
 
 
-def covers_exactly(tensor: PagedTensor, view: Any) -> bool:
-    """Whether the cells are exactly the bytes of the view, each once."""
-    told = [byte for start, stop in cells(tensor) for byte in range(start, stop)]
-    real = [byte for start, stop in element_spans(view) for byte in range(start, stop)]
-    return len(told) == len(set(told)) and set(told) == set(real)
+def of_layer(caches: KvCaches, layer: str) -> list[PagedTensor]:
+    return [tensor for tensor in caches.tensors if tensor.layer == layer]
 
 
 @pytest.mark.parametrize("kernel_tokens", [32, 8])
-def test_on_the_cpu_a_head_of_a_kernel_block_is_a_cell(kernel_tokens: int) -> None:
+def test_where_cpu_attention_packs_as_it_likes_a_head_of_a_kernel_block_is_a_cell(kernel_tokens: int) -> None:
     config = config_of(group(full()))
     views = views_of(config, kernel_block_sizes=[kernel_tokens])
     caches = described(config, views, "cpu_attn/amx")
@@ -61,11 +64,65 @@ def test_on_the_cpu_a_head_of_a_kernel_block_is_a_cell(kernel_tokens: int) -> No
         assert (tensor.block_tokens, tensor.tile_tokens, tensor.tiles) == (kernel_tokens, kernel_tokens, 1)
         assert (tensor.heads, tensor.cell_bytes) == (Range(0, 2), kernel_tokens * 2 * 8 * 2)
         assert tensor.format == Format(dtype="bfloat16", packing="cpu_attn/amx")
-        assert covers_exactly(tensor, view)
+        assert covers_exactly([tensor], view)
         for block in range(tensor.blocks):
-            assert [cell_address(tensor, block, head, 0) for head in range(2)] == [
+            assert [bytes_of(tensor, block, head, 0)[0] for head in range(2)] == [
                 view[block, head].data_ptr() for head in range(2)
             ]
+
+
+@pytest.mark.parametrize("kernel_tokens", [32, 8])
+@pytest.mark.parametrize("isa", ["vec", "vec16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_where_cpu_attention_is_known_k_and_v_are_apart_and_a_token_is_a_cell(
+    isa: str, dtype: torch.dtype, kernel_tokens: int
+) -> None:
+    """K is [head_size, tokens] and V is [tokens, head_size]; `test_cpu_cache_bytes` has vLLM's word for it."""
+    config = config_of(group(full(dtype=dtype)))
+    views = views_of(config, kernel_block_sizes=[kernel_tokens])
+    caches = described(config, views, f"cpu_attn/{isa}")
+    assert [tensor.name for tensor in caches.tensors] == [
+        (layer, kind) for layer in ("layers.0", "layers.1") for kind in ("k", "v")
+    ]
+    for layer, view in views.items():
+        k, v = of_layer(caches, layer)
+        assert covers_exactly([k, v], view)
+        for tensor in (k, v):
+            assert (tensor.blocks, tensor.block_tokens, tensor.tile_tokens) == (160 // kernel_tokens, kernel_tokens, 1)
+            assert tensor.heads == Range(0, 2)
+            assert tensor.format == Format(dtype=str(dtype).removeprefix("torch."), packing="plain")
+        item = view.element_size()
+        for block, head, token, n in ((0, 0, 0, 0), (3, 1, 5, 6), (4, 0, 7, 7)):
+            start = view[block, head].data_ptr()
+            assert bytes_of(k, block, head, token)[n * item] == start + (n * kernel_tokens + token) * item
+            assert bytes_of(v, block, head, token)[n * item] == start + ((kernel_tokens + token) * 8 + n) * item
+
+
+@pytest.mark.parametrize(
+    ("packing", "changed"),
+    [
+        ("cpu_attn/amx", {}),
+        ("cpu_attn/neon", {}),
+        ("cpu_attn/vec", {"dtype": torch.uint8}),
+        ("cpu_attn/vec", {"kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}),
+        ("cpu_attn/vec", {"head_size": 12, "head_size_v": 4}),
+    ],
+)
+def test_whatever_no_test_has_confirmed_of_cpu_attention_stays_a_whole_cell(
+    packing: str, changed: dict[str, Any]
+) -> None:
+    config = config_of(group(full(**changed)))
+    views = views_of(config)
+    for tensor in described(config, views, packing).tensors:
+        assert (tensor.kind, tensor.tiles, tensor.element_bytes) == ("kv", 1, 0)
+        assert tensor.format.packing == packing
+        assert covers_exactly([tensor], views[tensor.layer])
+
+
+def test_on_another_processor_nothing_is_known_of_cpu_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    config = config_of(group(full()))
+    assert {tensor.kind for tensor in described(config, views_of(config), "cpu_attn/vec").tensors} == {"kv"}
 
 
 @pytest.mark.parametrize("layout", WHOLE_BLOCKS)
@@ -76,10 +133,10 @@ def test_elsewhere_a_block_whose_bytes_lie_together_is_one_opaque_cell(layout: s
     for tensor in described(config, views, "flash_attn").tensors:
         view = views[tensor.layer]
         assert (tensor.tiles, tensor.heads, tensor.cell_bytes) == (1, Range(0, 1), 32 * heads * 32)
-        assert [cell_address(tensor, block, 0, 0) for block in range(5)] == [
+        assert [bytes_of(tensor, block, 0, 0)[0] for block in range(5)] == [
             view[block].data_ptr() for block in range(5)
         ]
-        assert covers_exactly(tensor, view)
+        assert covers_exactly([tensor], view)
 
 
 @pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - set(WHOLE_BLOCKS)))
@@ -99,6 +156,16 @@ def planned(layouts: tuple[str, str], packings: tuple[str, str] = ("flash_attn",
     return plan_transfer(sides[0], 0, sides[1])
 
 
+def sharded_engine(tp: int, packing: str, model: Sharding, **spec: Any) -> Any:
+    """An engine of `tp` workers that each hold `spec`."""
+    config = config_of(group(full(**spec)))
+    workers = []
+    for rank in range(tp):
+        tensors = described(config, views_of(config), packing, replace(model, rank=rank, size=tp)).tensors
+        workers.append(worker(tensors, Place(tp=rank)))
+    return engine(workers=workers, topology=Topology(tp=tp), groups=groups_of(config))
+
+
 @pytest.mark.parametrize("heads_first", ["LBHNC", "BLHNC"])
 @pytest.mark.parametrize("tokens_first", ["LBNHC", "BLNHC"])
 def test_opaque_blocks_of_other_inner_order_are_never_taken_for_equal(heads_first: str, tokens_first: str) -> None:
@@ -112,24 +179,43 @@ def test_opaque_blocks_of_other_inner_order_are_never_taken_for_equal(heads_firs
 
 @pytest.mark.parametrize(("here", "there"), [("LBHNC", "BLHNC"), ("LBNHC", "BLNHC"), ("LBHNC", "LBHNC")])
 def test_layers_may_lie_anywhere_as_long_as_the_blocks_are_equal_inside(here: str, there: str) -> None:
-    assert [len(item.runs) for item in planned((here, there)).routes[0].slices] == [1, 1]
+    (route,) = planned((here, there)).routes
+    assert sum(item.token_bytes for item in route.slices) == 2 * 2 * 2 * 8 * 2
 
 
-def test_other_backends_and_instruction_sets_are_refused() -> None:
-    for packings in (("flash_attn", "flashinfer"), ("cpu_attn/vec", "cpu_attn/amx"), ("cpu_attn/vec", "flash_attn")):
-        with pytest.raises(PlanRefused, match=r"layers\.0/kv\.format"):
-            planned(("LBHNC", "LBHNC"), packings)
+@pytest.mark.parametrize(
+    ("packings", "field"),
+    [
+        (("flash_attn", "flashinfer"), "layers.0/kv.format"),
+        (("cpu_attn/amx", "cpu_attn/neon"), "layers.0/kv.format"),
+        (("cpu_attn/amx", "flash_attn"), "tensor layers.0/kv"),
+        (("cpu_attn/vec", "cpu_attn/amx"), "tensor layers.0/k"),
+        (("cpu_attn/amx", "cpu_attn/vec"), "tensor layers.0/kv"),
+    ],
+)
+def test_arrangements_that_differ_are_refused(packings: tuple[str, str], field: str) -> None:
+    with pytest.raises(PlanRefused) as refused:
+        planned(("LBHNC", "LBHNC"), packings)
+    assert refused.value.reasons[0].field == field
+
+
+def test_instruction_sets_of_one_arrangement_are_paired() -> None:
+    assert planned(("LBHNC", "LBHNC"), ("cpu_attn/vec", "cpu_attn/vec16")).routes
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_mla_is_one_head_that_everybody_holds_in_any_layout(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "kind", "tile"), [("flashmla", "kv", 16), ("amx_mla", "kv", 16), ("cpu_mla", "mla", 1)]
+)
+def test_mla_is_one_head_that_everybody_holds_in_any_layout(layout: str, backend: str, kind: str, tile: int) -> None:
     spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16)
     config = config_of(group(spec), layout=layout)
     views = views_of(config, layout)
     for rank in (0, 3):
-        for tensor in described(config, views, "cpu_mla", Sharding(total_heads=1, rank=rank, size=4)).tensors:
-            assert (tensor.heads, tensor.cell_bytes) == (Range(0, 1), 16 * 24 * 2)
-            assert covers_exactly(tensor, views[tensor.layer])
+        for tensor in described(config, views, backend, Sharding(total_heads=8, rank=rank, size=4)).tensors:
+            assert (tensor.kind, tensor.heads, tensor.cell_bytes) == (kind, Range(0, 1), tile * 24 * 2)
+            assert (tensor.tile_tokens, "tp" in tensor.format.packing) == (tile, False)
+            assert covers_exactly([tensor], views[tensor.layer])
 
 
 def test_groups_that_overlay_the_same_bytes_are_all_described() -> None:
@@ -139,7 +225,7 @@ def test_groups_that_overlay_the_same_bytes_are_all_described() -> None:
     views = views_of(config)
     assert views["full.0"].data_ptr() == views["window.0"].data_ptr()
     caches = described(config, views)
-    assert [(tensor.layer, tensor.group) for tensor in caches.tensors] == [
+    assert [(tensor.layer, tensor.group) for tensor in caches.tensors if tensor.kind == "k"] == [
         ("full.0", 0),
         ("full.1", 0),
         ("window.0", 1),
@@ -156,7 +242,7 @@ def test_a_layer_that_shares_anothers_cache_is_described_once() -> None:
     views = views_of(config)
     config.kv_cache_groups[0].layer_names.append("layers.2")
     views["layers.2"] = views["layers.1"]
-    assert [tensor.layer for tensor in described(config, views).tensors] == ["layers.0", "layers.1"]
+    assert [tensor.layer for tensor in described(config, views).tensors] == ["layers.0"] * 2 + ["layers.1"] * 2
 
 
 def test_one_allocation_is_registered_once_and_every_cell_lies_in_it() -> None:
@@ -165,16 +251,15 @@ def test_one_allocation_is_registered_once_and_every_cell_lies_in_it() -> None:
     caches = described(config, views)
     (region,) = caches.regions()
     assert (region.address, region.length) == (storage_of(views["layers.0"]).data_ptr(), 2 * 5 * 32 * 64)
-    spans = [span for tensor in caches.tensors for span in cells(tensor)]
-    assert min(start for start, _ in spans) == region.address
-    assert max(stop for _, stop in spans) == region.address + region.length
+    addresses = np.concatenate([all_bytes_of(tensor) for tensor in caches.tensors])
+    assert (addresses.min(), addresses.max()) == (region.address, region.address + region.length - 1)
 
 
 def test_layers_of_other_pipeline_stages_are_left_out_and_none_at_all_is_refused() -> None:
     config = config_of(group(full()))
     views = views_of(config)
     del views["layers.0"]
-    assert [tensor.layer for tensor in described(config, views).tensors] == ["layers.1"]
+    assert [tensor.layer for tensor in described(config, views).tensors] == ["layers.1"] * 2
     with pytest.raises(InvalidConfig, match=r"kv_caches is .*at least one layer"):
         discover({}, config, {}, Sharding(2, 0, 1))
 
@@ -182,8 +267,8 @@ def test_layers_of_other_pipeline_stages_are_left_out_and_none_at_all_is_refused
 def test_groups_that_are_not_transferred_do_not_count() -> None:
     window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=9)
     config = config_of(group(full(), "kept.0", enable_kv_transfer=False), group(window, "window.0"))
-    (tensor,) = described(config, views_of(config)).tensors
-    assert (tensor.layer, tensor.group) == ("window.0", 0)
+    found = described(config, views_of(config)).tensors
+    assert [(tensor.layer, tensor.group) for tensor in found] == [("window.0", 0)] * 2
     assert [group_.policy for group_ in groups_of(config)] == ["window"]
 
 
@@ -191,40 +276,70 @@ def test_layers_of_one_group_may_differ_in_their_heads() -> None:
     specs = {"wide": full(head_size=16), "narrow": full(head_size=8)}
     config = config_of(group(UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs), *specs))
     views = views_of(config)
-    by_layer = {tensor.layer: tensor for tensor in described(config, views).tensors}
-    assert {layer: tensor.cell_bytes for layer, tensor in by_layer.items()} == {"wide": 2048, "narrow": 1024}
-    assert all(covers_exactly(tensor, views[layer]) for layer, tensor in by_layer.items())
+    caches = described(config, views)
+    for layer, spec in specs.items():
+        assert [tensor.cell_bytes for tensor in of_layer(caches, layer)] == [spec.head_size * 2] * 2
+        assert covers_exactly(of_layer(caches, layer), views[layer])
     assert groups_of(config) == (CacheGroup(policy="full", block_tokens=32),)
 
 
 def test_padding_after_a_page_is_stepped_over() -> None:
     config = config_of(group(full(page_size_padded=4096)))
     views = views_of(config)
-    for tensor in described(config, views).tensors:
-        assert (tensor.block_stride, tensor.block_bytes) == (4096, 2048)
-        assert covers_exactly(tensor, views[tensor.layer])
-
-
-@pytest.mark.parametrize(
-    ("total", "size", "local", "expected"),
-    [
-        (8, 2, 4, [(0, 4), (4, 8)]),
-        (2, 4, 1, [(0, 1), (0, 1), (1, 2), (1, 2)]),
-        (1, 3, 1, [(0, 1), (0, 1), (0, 1)]),
-        (4, 4, 1, [(0, 1), (1, 2), (2, 3), (3, 4)]),
-        (6, 3, 2, [(0, 2), (2, 4), (4, 6)]),
-    ],
-)
-def test_each_rank_holds_the_heads_that_vllm_gives_it(
-    total: int, size: int, local: int, expected: list[tuple[int, int]]
-) -> None:
-    found = [Sharding(total, rank, size).heads(local) for rank in range(size)]
-    assert found == [Range(*pair) for pair in expected]
+    caches = described(config, views)
+    for layer, view in views.items():
+        assert [(one.block_stride, one.block_bytes) for one in of_layer(caches, layer)] == [(4096, 1024)] * 2
+        assert covers_exactly(of_layer(caches, layer), view)
 
 
 def test_the_heads_of_a_rank_are_global_on_the_cpu_and_its_own_where_blocks_are_opaque() -> None:
-    config = config_of(group(FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)))
+    config = config_of(group(full()))
     views = views_of(config)
     second = Sharding(total_heads=4, rank=1, size=2)
     assert {tensor.heads for tensor in described(config, views, "cpu_attn/vec", second).tensors} == {Range(2, 4)}
     assert {tensor.heads for tensor in described(config, views, "flash_attn", second).tensors} == {Range(1, 2)}
+
+
+@pytest.mark.parametrize("packing", ["cpu_attn/vec", "cpu_attn/amx", "flash_attn"])
+def test_a_single_head_that_may_be_any_is_paired_with_equal_ranks_only(packing: str) -> None:
+    """Two ranks with one head each may share out two heads or both hold the same: which, a model whose layers differ
+    does not say. Ranks of equally many hold the same in any case."""
+    unsure = Sharding(total_heads=2, rank=0, size=1, uniform=False)
+    two = sharded_engine(2, packing, unsure, num_kv_heads=1)
+    assert [plan.routes[0].place for plan in plan_engine(two, two)] == [Place(tp=0), Place(tp=1)]
+    for consumer, producer in ((1, 2), (2, 1), (4, 2)):
+        sides = [sharded_engine(tp, packing, unsure, num_kv_heads=1) for tp in (consumer, producer)]
+        with pytest.raises(PlanRefused):
+            plan_engine(*sides)
+
+
+def test_layers_that_show_other_head_counts_make_single_heads_uncertain() -> None:
+    specs = {"many": full(num_kv_heads=4), "one": full(num_kv_heads=1)}
+    config = config_of(group(UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs), *specs))
+    caches = described(config, views_of(config), "cpu_attn/vec", Sharding(total_heads=8, rank=1, size=2))
+    packings = {tensor.layer: (tensor.heads, tensor.format.packing) for tensor in caches.tensors}
+    assert packings == {"many": (Range(4, 8), "plain"), "one": (Range(1, 2), "plain/tp2")}
+
+
+@pytest.mark.parametrize(
+    ("total", "sizes"), [(4, (1, 2)), (4, (2, 1)), (2, (4, 1)), (1, (2, 4)), (6, (2, 3)), (6, (3, 2))]
+)
+def test_ranks_of_other_numbers_are_paired_head_by_head(total: int, sizes: tuple[int, int]) -> None:
+    model = Sharding(total_heads=total, rank=0, size=1)
+    consumer, producer = (sharded_engine(tp, "cpu_attn/vec", model, num_kv_heads=max(1, total // tp)) for tp in sizes)
+    needed = [len(one.tensors[0].heads) for one in consumer.workers]
+    read = [
+        sum(len(item.heads) for route in plan.routes for item in route.slices if item.local.kind == "k") / 2
+        for plan in plan_engine(consumer, producer)
+    ]
+    assert read == needed
+    with pytest.raises(PlanRefused):
+        plan_engine(*(sharded_engine(tp, "flash_attn", model, num_kv_heads=max(1, total // tp)) for tp in sizes))
+
+
+@pytest.mark.parametrize("blocks", [(32, 64), (128, 32), (96, 64)])
+def test_blocks_of_two_sizes_are_paired_where_a_token_is_a_cell(blocks: tuple[int, int]) -> None:
+    consumer, producer = (sharded_engine(1, "cpu_attn/vec", ALONE, block_size=tokens) for tokens in blocks)
+    assert plan_engine(consumer, producer)[0].routes[0].slices[0].tokens.unit_tokens == 32
+    with pytest.raises(PlanRefused, match="tile_tokens"):
+        plan_engine(*(sharded_engine(1, "cpu_attn/amx", ALONE, block_size=tokens) for tokens in blocks))

@@ -21,7 +21,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvferry.connector.layout import Sharding, discover, groups_of, packing_of
+from kvferry.connector.arrangement import packing_of
+from kvferry.connector.layout import discover, groups_of
+from kvferry.connector.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
 from tests.connector.caches import config_of, described, full, group, views_of
 from tests.engine_core.configs import vllm_config
@@ -61,8 +63,8 @@ def test_scales_that_are_not_part_of_the_weights_are_refused_by_layer_and_mode(m
 @pytest.mark.parametrize("mode", [KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR])
 def test_static_scales_are_accepted_and_named_in_the_format(mode: KVQuantMode) -> None:
     config = config_of(group(full(kv_quant_mode=mode)))
-    (first, _) = described(config, views_of(config)).tensors
-    assert first.format.quantization == mode.name.lower()
+    found = described(config, views_of(config)).tensors
+    assert {tensor.format.quantization for tensor in found} == {mode.name.lower()}
 
 
 def test_a_state_of_several_tokens_is_refused() -> None:

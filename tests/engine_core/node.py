@@ -121,6 +121,7 @@ class Node:
             for place, worker in zip(places, self.workers, strict=True)
         }
         self.engine.connector.set_xfer_handshake_metadata_pp_aware(between_processes(described))
+        self._introduce_workers()
         self.method = "step"
         """The order of calls: a method of the runner."""
 
@@ -168,10 +169,20 @@ class Node:
         for worker in self.workers:
             worker.shutdown()
 
+    def _introduce_workers(self) -> None:
+        """What the process groups of several ranks do while the caches are registered."""
+        halves = [worker.worker_side._worker for worker in self.workers]
+        for half in halves:
+            half.meet_siblings([one.description for one in halves])
+
     def _add_worker(self, runner: RunnerType, place: Place, cache_config: Any) -> dict[str, torch.Tensor]:
         config = self.engine.config
         # One process has one rank, so a worker of several is told its place.
-        told = mock.patch("kvferry.connector.worker_side.place_of_this_worker", return_value=place)
+        told = mock.patch.multiple(
+            "kvferry.connector.worker_side",
+            place_of_this_worker=lambda: place,
+            gather_workers=lambda mine, _: (mine,) * config.parallel_config.world_size,
+        )
         with set_current_vllm_config(config), told if config.parallel_config.world_size > 1 else nullcontext():
             worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
             sizes = [BLOCK_TOKENS] * len(cache_config.kv_cache_groups)

@@ -100,7 +100,8 @@ class ToyModel:
         if start == stop:
             return []
         where = _cells(blocks, start, stop)
-        cells = torch.cat([shard[where[0], :, where[1]].flatten(1) for shard in self._layers[layer]], dim=1)
+        halves = [half for shard in self._layers[layer] for half in _k_and_v(shard)]
+        cells = torch.cat([half[where].flatten(1) for half in halves], dim=1)
         even = (cells == cells[:, :1]).all(dim=1)
         return [int(x) for x in torch.where(even, cells[:, 0], torch.full_like(cells[:, 0], _BROKEN))]
 
@@ -108,7 +109,18 @@ class ToyModel:
         where = _cells(blocks, start, start + len(states))
         values = torch.tensor(states, dtype=torch.float32).reshape(-1, 1, 1)
         for shard in self._layers[layer]:
-            shard[where[0], :, where[1]] = values
+            for half in _k_and_v(shard):
+                half[where] = values
+
+
+def _k_and_v(shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both halves of a cache as `[blocks, tokens, heads, elements]`, arranged as vLLM's CPU attention has them: in a
+    (block, head) K is `[elements, tokens]` and V is `[tokens, elements]`."""
+    blocks, heads, tokens, content = shard.shape
+    k, v = shard.view(blocks, heads, 2, -1).unbind(2)
+    return k.view(blocks, heads, content // 2, tokens).permute(0, 3, 1, 2), v.view(
+        blocks, heads, tokens, content // 2
+    ).transpose(1, 2)
 
 
 def _cells(blocks: list[int], start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

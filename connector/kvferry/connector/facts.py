@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.fingerprint import fingerprint, local_model_dir
+from kvferry.connector.sharding import Sharding, same_in_all_layers
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import ModelFacts
@@ -46,12 +47,34 @@ def place_of_this_worker() -> Place:
     """Where this process stands among its engine's workers; vLLM's process groups must exist."""
     from vllm.distributed import parallel_state
 
-    return Place(pp=parallel_state.get_pp_group().rank_in_group, tp=parallel_state.get_tensor_model_parallel_rank())
+    return Place(
+        pp=parallel_state.get_pp_group().rank_in_group,
+        pcp=parallel_state.get_pcp_group().rank_in_group,
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+    )
 
 
 def worker_index(topology: Topology, place: Place) -> int:
     """A worker's index in its engine: stage by stage, within a stage rank by rank."""
     return (place.pp * topology.pcp + place.pcp) * topology.tp + place.tp
+
+
+def sharding_of(vllm_config: VllmConfig, place: Place) -> Sharding:
+    """How the KV heads of the model's layers, and of its drafter's, are spread over the tensor-parallel ranks."""
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
+    models = [vllm_config.model_config, *([draft] if draft is not None else [])]
+    total_heads = vllm_config.model_config.get_total_num_kv_heads()
+    return Sharding(
+        total_heads=total_heads,
+        rank=place.tp,
+        size=vllm_config.parallel_config.tensor_parallel_size,
+        uniform=all(
+            model.get_total_num_kv_heads() == total_heads
+            and same_in_all_layers(total_heads, model.hf_text_config.to_dict())
+            for model in models
+        ),
+    )
 
 
 def facts_of(vllm_config: VllmConfig, config: FerryConfig) -> ModelFacts:

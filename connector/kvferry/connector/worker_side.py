@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from kvferry.connector.arrangement import packing_of
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.facts import facts_of, place_of_this_worker, topology_of, worker_index
-from kvferry.connector.layout import Sharding, discover, groups_of, packing_of
+from kvferry.connector.facts import facts_of, place_of_this_worker, sharding_of, topology_of, worker_index
+from kvferry.connector.gather import engine_groups, gather_workers
+from kvferry.connector.layout import discover, groups_of
 from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry.connector.metrics import FerryStats
 from kvferry.connector.scheduler_side import lease_slots
@@ -41,7 +43,7 @@ class WorkerSide:
         self._step = StepResults()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Describe and register the caches.
+        """Describe and register the caches, and learn of the engine's other workers; all of them must do it together.
 
         Raises:
             InvalidConfig: a cache cannot be described.
@@ -52,8 +54,7 @@ class WorkerSide:
         topology, place = topology_of(vllm_config), place_of_this_worker()
         layers = vllm_config.compilation_config.static_forward_context
         packings = {name: packing_of(layers[name], name) for name in kv_caches if name in layers}
-        total_heads = vllm_config.model_config.get_total_num_kv_heads()
-        caches = discover(kv_caches, self._kv_cache_config, packings, Sharding(total_heads, place.tp, topology.tp))
+        caches = discover(kv_caches, self._kv_cache_config, packings, sharding_of(vllm_config, place))
         self._index = worker_index(topology, place)
         agent = AgentConfig(backends=config.backends, num_threads=config.num_threads)
         self._worker = FerryWorker(
@@ -69,9 +70,12 @@ class WorkerSide:
                 handshake_timeout_s=config.handshake_timeout_s,
                 load_timeout_s=config.load_timeout_s,
                 max_loads=config.max_loads,
+                staging_pool_bytes=config.staging_pool_bytes,
+                direct_min_bytes=config.direct_min_bytes,
             ),
             make_fabric=lambda name: NixlFabric(name, agent),
         )
+        self._worker.meet_siblings(gather_workers(self._worker.description, engine_groups()))
         logger.info(
             "worker %s registered %d paged tensors in %d allocations in %.2f s",
             place,

@@ -1,0 +1,80 @@
+"""One rank of an engine, in a process of its own: vLLM's process groups over gloo, and what `gather_workers` brings.
+
+Engines of a data-parallel deployment are one world: each must come to know its own workers only.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+from dataclasses import dataclass
+from typing import Any
+
+PATIENCE_S = 40.0
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Parallel sizes of a deployment."""
+
+    data: int = 1
+    pp: int = 1
+    pcp: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.pp * self.pcp * self.tp
+
+
+def gathered_by_all(axes: Axes, rendezvous: str) -> list[tuple[int, list[str]]]:
+    """By rank of the world: the index among its engine's workers, and the agents that it learns of, in order."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.connector.gather_preload"])
+    answers: Any = context.Queue()
+    processes = [context.Process(target=_one, args=(axes, rank, rendezvous, answers)) for rank in range(axes.ranks)]
+    found: dict[int, tuple[int, list[str]]] = {}
+    for process in processes:
+        process.start()
+    try:
+        found |= dict(answers.get(timeout=PATIENCE_S) for _ in processes)
+    except queue.Empty:
+        raise AssertionError(f"exit codes {[process.exitcode for process in processes]}") from None
+    finally:
+        for process in processes:
+            process.join(PATIENCE_S if found else 0.0)
+            process.kill()
+    return [found[rank] for rank in range(axes.ranks)]
+
+
+def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    from kvferry.connector.facts import place_of_this_worker, worker_index
+    from kvferry.connector.gather import engine_groups, gather_workers
+    from kvferry.protocol.geometry import Topology
+    from kvferry.protocol.handshake import LeaseTable, WorkerDescription
+    from tests.connector.gather_preload import CONFIG
+
+    os.environ.update(VLLM_CPU_DIST_TIMEOUT="30", GLOO_SOCKET_IFNAME="lo")
+    with set_current_vllm_config(CONFIG):
+        parallel_state.init_distributed_environment(axes.ranks, rank, rendezvous, rank, "gloo")
+        CONFIG.parallel_config.data_parallel_size = axes.data  # not before: vLLM would look for a rendezvous of its own
+        parallel_state.initialize_model_parallel(axes.tp, axes.pp, axes.pcp, backend="gloo")
+    place = place_of_this_worker()
+    mine = WorkerDescription(
+        place=place,
+        agent=f"rank {rank}",
+        agent_metadata=bytes([rank]) * 1000,
+        memory="DRAM",
+        device=0,
+        lease_table=LeaseTable(address=4096 * (rank + 1), slots=16),
+        tensors=(),
+    )
+    told = gather_workers(mine, engine_groups())
+    index = worker_index(Topology(pp=axes.pp, pcp=axes.pcp, tp=axes.tp), place)
+    answers.put((rank, (index, [one.agent for one in told])))
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()

@@ -1,0 +1,137 @@
+"""Sequences moved by the plan between caches of vLLM's CPU attention, which then has to answer as before."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.connector.layout import groups_of
+from kvferry.plan.blocks import RequestBlocks, pair_request
+from kvferry.plan.copies import route_copies
+from kvferry.plan.planner import plan_engine
+from kvferry.protocol.geometry import Place, Topology
+from tests.connector.cpu_cache import (
+    ALONE,
+    KINDS,
+    KV_HEADS,
+    PLAIN_KINDS,
+    QUERY_HEADS,
+    Cache,
+    Kind,
+    random,
+    slots_of,
+)
+from tests.plan.samples import engine, worker
+
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
+plain_kinds = pytest.mark.parametrize("kind", PLAIN_KINDS, ids=str)
+
+
+def engine_of(caches: list[Cache]) -> Any:
+    workers = [worker(cache.caches.tensors, Place(tp=rank)) for rank, cache in enumerate(caches)]
+    return engine(workers=workers, topology=Topology(tp=len(caches)), groups=groups_of(caches[0].config))
+
+
+def move(sources: list[Cache], targets: list[Cache], theirs: list[int], ours: list[int], tokens: int) -> int:
+    """What the workers do, with memmove for NIXL: plan, copies. Returns the bytes that moved."""
+    consumer, producer = engine_of(targets), engine_of(sources)
+    request = RequestBlocks(local=[ours], remote=[theirs], first_token=0, stop_token=tokens, num_tokens=tokens)
+    total = 0
+    for plan in plan_engine(consumer, producer):
+        units = pair_request(plan, consumer.groups, producer.groups, request)
+        for route in plan.routes:
+            for copies in route_copies(route, units):
+                for src, dst, num_bytes in zip(copies.src, copies.dst, copies.num_bytes, strict=True):
+                    ctypes.memmove(int(dst), int(src), int(num_bytes))
+                total += int(copies.num_bytes.sum())
+    return total
+
+
+@every_kind
+def test_a_sequence_moved_by_the_plan_gives_the_same_attention_from_other_blocks_of_another_cache(kind: Kind) -> None:
+    tokens = 2 * 32 + 9
+    key, value = random(kind, tokens), random(kind, tokens, seed=1)
+    query = random(kind, 5, QUERY_HEADS, seed=2)
+    source, target = Cache(kind, num_blocks=5), Cache(kind, num_blocks=9)
+    theirs, ours = [4, 1, 3], [7, 8, 2]
+    source.write(key, value, slots_of(theirs, tokens))
+    expected = source.attend(query, theirs, tokens)
+    assert bool(torch.isfinite(expected).all())
+    target.bytes.fill_(0)
+    assert not torch.equal(target.attend(query, ours, tokens), expected)
+    before = target.bytes.clone()
+    moved = move([source], [target], theirs, ours, tokens)
+    assert moved == 2 * 3 * KV_HEADS * 32 * 2 * kind.head_size * source.view.element_size()
+    assert torch.equal(target.attend(query, ours, tokens), expected)
+    written = torch.zeros(len(before), dtype=torch.bool)
+    for tensor in target.caches.tensors:
+        for block in ours:
+            start = tensor.base + block * tensor.block_stride - target.bytes.data_ptr()
+            written[start : start + tensor.block_extent] = True
+    assert torch.equal(target.bytes[~written], before[~written])
+
+
+@every_kind
+def test_scheduler_blocks_of_several_kernel_blocks_move_as_well(kind: Kind) -> None:
+    tokens = 4 * 32 - 3
+    query = random(kind, 2, QUERY_HEADS, seed=2)
+    source, target = Cache(kind, num_blocks=6), Cache(kind, num_blocks=4, block_size=64)
+    theirs, ours = [5, 2, 4, 1], [3, 1]
+    source.write(random(kind, tokens), random(kind, tokens, seed=1), slots_of(theirs, tokens))
+    move([source], [target], theirs, ours, tokens)
+    assert torch.equal(target.attend(query, [6, 7, 2, 3], tokens), source.attend(query, theirs, tokens))
+
+
+@plain_kinds
+@pytest.mark.parametrize(("here", "there"), [(64, 32), (32, 128), (128, 64), (64, 96)])
+def test_blocks_of_another_size_give_the_same_attention(kind: Kind, here: int, there: int) -> None:
+    """The kernel's order of additions may depend on the block: the last bits may differ, nothing else."""
+    tokens = 2 * 128 + 9
+    query = random(kind, 2, QUERY_HEADS, seed=2)
+    source, target = Cache(kind, num_blocks=12, tokens=there), Cache(kind, num_blocks=12, tokens=here)
+    theirs, ours = [7, 2, 9, 4, 1, 8, 3, 10, 6], [5, 3, 10, 2, 7, 9, 1, 8, 4]
+    theirs, ours = theirs[: -(-tokens // there)], ours[: -(-tokens // here)]
+    key, value = random(kind, tokens), random(kind, tokens, seed=1)
+    source.write(key, value, slots_of(theirs, tokens, there))
+    moved = move([source], [target], theirs, ours, tokens)
+    unit = math.gcd(here, there)
+    assert moved == 2 * -(-tokens // unit) * unit * KV_HEADS * 2 * kind.head_size * source.view.element_size()
+    for name, source_of in (("k", key), ("v", value)):
+        for token in (0, 31, 32, 63, 64, 127, 128, tokens - 1):
+            where = target.where(name, ours[token // here], 1, token % here)
+            assert torch.equal(target.bytes[where], source_of[token, 1].contiguous().view(torch.uint8))
+    found, expected = target.attend(query, ours, tokens), source.attend(query, theirs, tokens)
+    torch.testing.assert_close(found, expected)
+
+
+@every_kind
+@pytest.mark.parametrize(("here", "there"), [(1, 3), (3, 1)])
+def test_ranks_of_another_number_give_the_same_attention(kind: Kind, here: int, there: int) -> None:
+    tokens = 32 + 9
+    sources, targets = (
+        [Cache(kind, num_blocks=4, sharding=replace(ALONE, rank=rank, size=size)) for rank in range(size)]
+        for size in (there, here)
+    )
+    key, value = random(kind, tokens), random(kind, tokens, seed=1)
+    query = random(kind, 2, QUERY_HEADS, seed=2)
+    for sharded in (sources, targets):
+        for cache in sharded:
+            cache.bytes.fill_(0)
+    for cache in sources:
+        held = slice(cache.sharding.rank * cache.heads, (cache.sharding.rank + 1) * cache.heads)
+        cache.write(key[:, held].contiguous(), value[:, held].contiguous(), slots_of([3, 1], tokens))
+    move(sources, targets, [3, 1], [1, 2], tokens)
+
+    def attend(caches: list[Cache], blocks: list[int]) -> torch.Tensor:
+        shares = query.chunk(len(caches), dim=1)
+        return torch.cat(
+            [cache.attend(share.contiguous(), blocks, tokens) for cache, share in zip(caches, shares, strict=True)],
+            dim=1,
+        )
+
+    assert torch.equal(attend(targets, [1, 2]), attend(sources, [3, 1]))

@@ -1,0 +1,77 @@
+"""vLLM's own CPU MLA writes a cache; a token's cell must be the row that was written."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from kvferry.connector.arrangement import packing_of
+from tests.connector.caches import bytes_of, config_of, described, group, storage_of, views_of
+
+LATENT, ROPE, BLOCK = 512, 64, 16
+LAYER = "layers.1"
+
+
+def written(dtype: torch.dtype, slots: list[int]) -> tuple[Any, Any, torch.Tensor]:
+    """A cache into which vLLM wrote random rows `[latent | rope]`, its description, and the rows."""
+    spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + ROPE, dtype=dtype)
+    config = config_of(group(spec), layout="LBNHC")
+    views = views_of(config, "LBNHC")
+    packing = packing_of(SimpleNamespace(get_attn_backend=lambda: CPUMLABackend), LAYER)
+    (tensor,) = (one for one in described(config, views, packing).tensors if one.layer == LAYER)
+    rows = torch.randn(len(slots), LATENT + ROPE, generator=torch.Generator().manual_seed(0)).to(dtype)
+    # As vLLM's MLA layer does: the write sees the view without its axis of heads.
+    CPUMLAImpl.do_kv_cache_update(
+        SimpleNamespace(),
+        rows[:, :LATENT],
+        rows[:, None, LATENT:],
+        views[LAYER].squeeze(1),
+        torch.tensor(slots),
+        "auto",
+        torch.ones(1),
+    )
+    return views[LAYER], tensor, rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_token_is_a_cell_with_the_very_bytes_that_were_written_and_nothing_else_changes(dtype: torch.dtype) -> None:
+    slots = [3 * BLOCK + 5, BLOCK, 2 * BLOCK - 1, -1]
+    view, tensor, rows = written(dtype, slots)
+    whole = storage_of(view)
+    untouched = torch.arange(len(whole)) % 119
+    assert (tensor.kind, tensor.tile_tokens, tensor.format.packing) == ("mla", 1, "plain")
+    for slot, row in zip(slots[:-1], rows, strict=False):
+        where = torch.from_numpy(bytes_of(tensor, slot // BLOCK, 0, slot % BLOCK) - whole.data_ptr())
+        assert torch.equal(whole[where], row.view(torch.uint8))
+        whole[where] = untouched[where].to(torch.uint8)
+    assert torch.equal(whole, untouched.to(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_vllms_decoding_reads_the_cells_that_the_description_names(dtype: torch.dtype) -> None:
+    current_platform.import_kernels()
+    tokens, blocks = BLOCK + 3, [4, 2]
+    slots = [blocks[token // BLOCK] * BLOCK + token % BLOCK for token in range(tokens)]
+    view, tensor, rows = written(dtype, slots)
+    query = torch.randn(1, 2, LATENT + ROPE, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def attend() -> torch.Tensor:
+        out = torch.zeros(1, 2, LATENT, dtype=dtype)
+        table, lengths = torch.tensor([blocks], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+        ops.mla_decode_kvcache_cpu(out, query, view.squeeze(1), 0.05, table, lengths)
+        return out
+
+    weights = torch.softmax(query.float() @ rows.float().T * 0.05, dim=-1)
+    before = attend()
+    torch.testing.assert_close(before.float(), weights @ rows[:, :LATENT].float(), atol=2e-2, rtol=2e-2)
+    whole = storage_of(view)
+    where = torch.from_numpy(bytes_of(tensor, 2, 0, 2) - whole.data_ptr())
+    whole[where] = (rows[-1] + 1).view(torch.uint8)
+    assert not torch.equal(attend(), before)
