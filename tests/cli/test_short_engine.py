@@ -39,7 +39,8 @@ def byte_addresses(one: PagedTensor) -> np.ndarray:
     inside = byte
     if one.element_bytes:
         inside = byte // one.element_bytes * one.element_stride + byte % one.element_bytes
-    return one.base + block * one.block_stride + head * one.head_stride + tile * one.tile_stride + inside
+    cells = one.base + block * one.block_stride + head * one.head_stride + tile * one.tile_stride
+    return np.asarray(cells + inside)
 
 
 @given(short_forms())
@@ -62,11 +63,11 @@ def test_every_head_of_every_layer_is_held_for_every_token_by_each_group_of_rank
         assert one.interleave.rank == (worker.place.dcp if one.interleave.ranks > 1 else 0)
         for head in range(one.heads.start, one.heads.stop):
             held.setdefault(one.name, Counter())[head, one.interleave.rank] += 1
-    for (layer, kind), cells in held.items():
+    for (name, kind), cells in held.items():
         is_state = kind == "ssm" or kind.startswith("conv")
         ranks = 1 if is_state else form.dcp
         heads = max(head for head, _ in cells) + 1
-        assert set(cells) == set(itertools.product(range(heads), range(ranks))), (layer, kind)
+        assert set(cells) == set(itertools.product(range(heads), range(ranks))), (name, kind)
     for layer in form.full_layers:
         kind = "mla" if form.mla else "k"
         cells = held[f"model.layers.{layer}.self_attn.attn", kind]

@@ -23,6 +23,9 @@ from kvferry.protocol.handshake import EngineDescription
 GOOD = 0
 REFUSED = 2
 
+POOL_BYTES_VRAM, POOL_BYTES_DRAM = 256 << 20, 64 << 20
+"""What a worker's staging pool has when its configuration does not say."""
+
 
 def run_plan(options: argparse.Namespace) -> int:
     """Run the command; gives the exit code. Raises `InputError`."""
@@ -33,7 +36,7 @@ def run_plan(options: argparse.Namespace) -> int:
     tokens = None if options.tokens is None else whole_option("--tokens", options.tokens, 1, MAX_TOKENS)
     link_gb_s = number_option("--link", options.link, 0.001, 1e6)
     producer, consumer = read_pair(options.producer, options.consumer, _stdin)
-    costs = _costs(options)
+    costs = _costs(options, consumer)
     try:
         plans = plan_engine(consumer, producer, costs)
     except PlanRefused as refused:
@@ -51,11 +54,21 @@ def run_plan(options: argparse.Namespace) -> int:
     return GOOD
 
 
-def _costs(options: argparse.Namespace) -> Costs:
-    """The constants that engines plan with; `--link` changes the prediction, never the plan."""
-    if options.direct_min_bytes is None:
-        return PUBLISHED
-    return replace(PUBLISHED, direct_min_bytes=whole_option("--direct-min-bytes", options.direct_min_bytes, 1, 1 << 30))
+def _costs(options: argparse.Namespace, consumer: EngineDescription) -> Costs:
+    """The constants that the consumer plans with; `--link` changes the prediction, never the plan."""
+    on_gpu = any(worker.memory == "VRAM" for worker in consumer.workers)
+    pool, asked = POOL_BYTES_VRAM if on_gpu else POOL_BYTES_DRAM, options.staging_pool_bytes
+    if asked is not None:
+        pool = whole_option("--staging-pool-bytes", asked, 0, 1 << 40)
+    direct = PUBLISHED.direct_min_bytes
+    if options.direct_min_bytes is not None:
+        direct = whole_option("--direct-min-bytes", options.direct_min_bytes, 1, 1 << 40)
+    return replace(PUBLISHED, direct_min_bytes=direct, staged_run_bytes=longest_staged_run(pool))
+
+
+def longest_staged_run(pool_bytes: int) -> int:
+    """The longest run that a staging pool takes: half of the largest wave, which is an eighth of the pool."""
+    return pool_bytes // 8 // 256 * 256 // 2
 
 
 def _stdin() -> bytes:

@@ -1,0 +1,67 @@
+"""`description_file`: written whole when an engine starts, by producers and consumers, and read by `kvferry plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.connector.description_file import write_description
+from kvferry.plan.planner import plan_engine
+from kvferry.protocol.dump import decode_dump, dump_of, engine_of
+from kvferry.protocol.errors import InvalidConfig
+from tests.engine_core.node import Node, stop_parallel_state
+from tests.protocol.samples import make_description
+
+
+def test_the_file_is_the_dump_of_the_engine_and_can_be_read_by_others(tmp_path: Path) -> None:
+    path = write_description(str(tmp_path / "engine.json"), make_description())
+    assert decode_dump(path.read_bytes()) == dump_of(make_description())
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_engines_id_stands_in_the_name_without_leaving_the_folder(tmp_path: Path) -> None:
+    path = write_description(str(tmp_path / "{engine_id}.json"), make_description(engine_id="../a/b"))
+    assert path == tmp_path / ".._a_b.json"
+    assert path.exists()
+
+
+def test_an_old_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    path.write_text("old")
+    with path.open("rb") as reader:
+        write_description(str(path), make_description())
+        assert reader.read() == b"old", "whoever has the old file open reads it to its end"
+    assert decode_dump(path.read_bytes()).engine_id == "prefill-0"
+
+
+def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    for name in ("missing/engine.json", "taken"):
+        with pytest.raises(InvalidConfig, match="description_file") as refused:
+            write_description(str(tmp_path / name), make_description())
+        assert refused.value.field == "description_file"
+    assert [one.name for one in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    stop_parallel_state()
+
+
+def test_producers_and_consumers_describe_themselves_so_that_they_can_be_planned(folder: Path) -> None:
+    extra = {"description_file": str(folder / "{engine_id}.json")}
+    nodes = [Node(role, engine_id=role, extra=extra) for role in ("kv_producer", "kv_consumer")]
+    try:
+        producer, consumer = (engine_of(decode_dump((folder / f"{node}.json").read_bytes())) for node in ROLES)
+        (plan,) = plan_engine(consumer, producer)
+        assert {item.local.layer for route in plan.routes for item in route.slices} == {"model.layers.0.self_attn.attn"}
+    finally:
+        for node in nodes:
+            node.close()
+
+
+ROLES = ("kv_producer", "kv_consumer")
