@@ -56,7 +56,7 @@ def through_the_pool(source: Source, pairs: UnitPairs, chunks: int) -> tuple[Int
                     chunk = (piece.run - window.first_run) * window.units
                     chunk += int(units.source_unit[unit]) - window.first_unit
                     offset = piece.offset + int(units.source_position[unit]) * placement.source_position_stride
-                    lengths = np.full(len(here), placement.run_bytes)
+                    lengths = np.full(len(here), placement.run)
                     assert (offset + there + lengths <= table.run_bytes).all(), "outside the chunk"
                     at = piece.local_base + int(units.local_block[unit]) * placement.block_stride
                     at += int(units.local_position[unit]) * placement.position_stride

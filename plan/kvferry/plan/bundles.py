@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvferry.plan.conversion import Conversion
 from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.geometry import PagedTensor, Range
 
@@ -45,20 +46,32 @@ class Bundle:
 
     Attributes:
         tokens: how the tokens correspond.
-        run_bytes: contiguous bytes of one descriptor.
+        run: what follows one another on both sides: bytes, or elements where there is a conversion.
         axes: what is around a run; one descriptor per combination.
         local_pace, remote_pace: how either side goes on from one unit to the next.
         bases: per place the local and the remote address of the first run at block 0, position 0.
         members: per place the indices of the slices that are merged there.
+        conversions: per place what becomes of the elements; empty where bytes stay as they are.
     """
 
     tokens: TokenMap
-    run_bytes: int
+    run: int
     axes: tuple[Axis, ...]
     local_pace: Pace
     remote_pace: Pace
     bases: tuple[tuple[int, int], ...]
     members: tuple[tuple[int, ...], ...]
+    conversions: tuple[Conversion, ...] = ()
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of one run on the producer: of one descriptor."""
+        return self.run * (self.conversions[0].items[1] if self.conversions else 1)
+
+    @property
+    def local_run_bytes(self) -> int:
+        """Bytes of one run in the consumer's cache."""
+        return self.run * (self.conversions[0].items[0] if self.conversions else 1)
 
     @property
     def runs_per_place(self) -> int:
@@ -75,7 +88,7 @@ class Bundle:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one unit."""
+        """Bytes of one unit, on the producer."""
         return self.unit_runs * self.run_bytes
 
 
@@ -94,6 +107,7 @@ class Part(NamedTuple):
     remote: PagedTensor
     heads: Range
     tokens: TokenMap
+    conversion: Conversion | None = None
 
 
 def bundle(parts: Sequence[Part]) -> tuple[Bundle, ...]:
@@ -130,14 +144,16 @@ class _Loops(NamedTuple):
     axes: tuple[Axis, ...]
     local_pace: Pace
     remote_pace: Pace
+    items: tuple[int, int]
 
 
 class _Nest(NamedTuple):
     loops: _Loops
-    run_bytes: int
+    run: int
     local_base: int
     remote_base: int
     members: tuple[int, ...]
+    conversion: Conversion | None
 
 
 class _Loom:
@@ -150,8 +166,8 @@ class _Loom:
 
     def nest(self, index: int, part: Part) -> _Nest:
         """The nest of one part."""
-        local, remote, heads, tokens = part
-        shape = (_shape(local), _shape(remote), len(heads), id(tokens))
+        local, remote, heads, tokens, conversion = part
+        shape = (_shape(local), _shape(remote), len(heads), id(tokens), conversion and conversion[:2])
         found = self._by_shape.get(shape)
         if found is None:
             found = self._by_shape[shape] = self._loops(part)
@@ -160,31 +176,33 @@ class _Loom:
             local.base + (heads.start - local.heads.start) * local.head_stride,
             remote.base + (heads.start - remote.heads.start) * remote.head_stride,
             (index,),
+            conversion,
         )
 
     def grow(self, nest: _Nest) -> _Nest:
         """The nest with every axis absorbed that continues its run."""
-        key = (id(nest.loops), nest.run_bytes)
+        key = (id(nest.loops), nest.run)
         found = self._grown.get(key)
         if found is None:
-            axes, run_bytes = _absorb(nest.loops.axes, nest.run_bytes)
-            found = self._grown[key] = (self._one(nest.loops._replace(axes=axes)), run_bytes)
-        return nest if found[1] == nest.run_bytes else nest._replace(loops=found[0], run_bytes=found[1])
+            axes, run = _absorb(nest.loops.axes, nest.run, nest.loops.items)
+            found = self._grown[key] = (self._one(nest.loops._replace(axes=axes)), run)
+        return nest if found[1] == nest.run else nest._replace(loops=found[0], run=found[1])
 
     def _loops(self, part: Part) -> tuple[_Loops, int]:
-        local, remote, heads, tokens = part
+        local, remote, heads, tokens, conversion = part
         tiles = local.tiles if tokens.is_state else tokens.unit_tokens // local.tile_tokens
-        elements, contiguous = _elements(local, remote)
+        items = conversion.items if conversion is not None else (1, 1)
+        elements, contiguous = _elements(local, remote) if conversion is None else _items(local, remote, items)
         axes = [
             Axis(len(heads), local.head_stride, remote.head_stride),
             Axis(tiles, local.tile_stride, remote.tile_stride),
             *elements,
         ]
-        merged, run_bytes = _absorb(axes, contiguous)
+        merged, run = _absorb(axes, contiguous, items)
         steps = (0, 0) if tokens.is_state else (tiles * local.tile_stride, tiles * remote.tile_stride)
         local_pace = Pace(local.block_stride, steps[0], local.blocks)
         remote_pace = Pace(remote.block_stride, steps[1], remote.blocks)
-        return self._one(_Loops(tokens, merged, local_pace, remote_pace)), run_bytes
+        return self._one(_Loops(tokens, merged, local_pace, remote_pace, items)), run
 
     def _one(self, loops: _Loops) -> _Loops:
         return self._equal.setdefault(loops, loops)
@@ -225,18 +243,24 @@ def _elements(local: PagedTensor, remote: PagedTensor) -> tuple[list[Axis], int]
     return [Axis(cell // large, outer[0], outer[1]), Axis(large // small, inner[0], inner[1])], small
 
 
-def _absorb(axes: Iterable[Axis], run_bytes: int) -> tuple[tuple[Axis, ...], int]:
+def _items(local: PagedTensor, remote: PagedTensor, items: tuple[int, int]) -> tuple[list[Axis], int]:
+    """The axis of the elements of a cell that is converted, and a run of one."""
+    strides = [tensor.element_stride or item for tensor, item in zip((local, remote), items, strict=True)]
+    return [Axis(local.cell_bytes // items[0], strides[0], strides[1])], 1
+
+
+def _absorb(axes: Iterable[Axis], run: int, items: tuple[int, int]) -> tuple[tuple[Axis, ...], int]:
     """Grow the run by every axis that continues it on both sides; axes of one step vanish."""
     left = [axis for axis in axes if axis.steps > 1]
     while True:
         for axis in left:
-            if axis.local_stride == run_bytes == axis.remote_stride:
-                run_bytes *= axis.steps
+            if (axis.local_stride, axis.remote_stride) == (run * items[0], run * items[1]):
+                run *= axis.steps
                 left.remove(axis)
                 break
         else:
             left.sort(key=lambda axis: (-axis.remote_stride, -axis.local_stride, axis.steps))
-            return tuple(left), run_bytes
+            return tuple(left), run
 
 
 def _producer_part(part: Part, reading: Reading, maps: dict[int, TokenMap]) -> Part:
@@ -260,14 +284,15 @@ def _merge(parts: Sequence[Part]) -> tuple[Bundle, ...]:
     return tuple(
         Bundle(
             tokens=alike[0].loops.tokens,
-            run_bytes=alike[0].run_bytes,
+            run=alike[0].run,
             axes=alike[0].loops.axes,
             local_pace=alike[0].loops.local_pace,
             remote_pace=alike[0].loops.remote_pace,
             bases=tuple((nest.local_base, nest.remote_base) for nest in alike),
             members=tuple(nest.members for nest in alike),
+            conversions=tuple(nest.conversion for nest in alike if nest.conversion is not None),
         )
-        for alike in _grouped(nests, lambda nest: (id(nest.loops), nest.run_bytes))
+        for alike in _grouped(nests, lambda nest: (id(nest.loops), nest.run, nest.conversion and nest.conversion[:2]))
     )
 
 
@@ -283,22 +308,24 @@ def _join(alike: list[_Nest]) -> list[_Nest]:
     """Join nests whose runs are adjacent on both sides.
 
     A joined run stays within the stride of a block: beyond it lies another block, or another allocation that happens
-    to be adjacent, which no descriptor may cross into.
+    to be adjacent, which no descriptor may cross into. What is converted is never joined: its scales are its own.
     """
     joined: list[_Nest] = []
     for nest in sorted(alike, key=lambda nest: nest.local_base):
         last = joined[-1] if joined else None
         if last is not None and _adjacent(last, nest):
-            joined[-1] = last._replace(run_bytes=last.run_bytes + nest.run_bytes, members=last.members + nest.members)
+            joined[-1] = last._replace(run=last.run + nest.run, members=last.members + nest.members)
         else:
             joined.append(nest)
     return joined
 
 
 def _adjacent(last: _Nest, nest: _Nest) -> bool:
-    length = last.run_bytes + nest.run_bytes
+    length = last.run + nest.run
     return (
-        nest.local_base - last.local_base == last.run_bytes == nest.remote_base - last.remote_base
+        last.conversion is None
+        and nest.conversion is None
+        and nest.local_base - last.local_base == last.run == nest.remote_base - last.remote_base
         and length <= last.loops.local_pace.block_stride
         and length <= last.loops.remote_pace.block_stride
     )

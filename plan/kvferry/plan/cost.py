@@ -70,12 +70,21 @@ def choose(costs: Costs, num_bytes: float, descriptors: float, offers: Sequence[
     length = num_bytes / descriptors
     if length >= costs.direct_min_bytes:
         return Choice(None, f"runs of {length:.0f} B, and from {costs.direct_min_bytes} B on descriptors are cheap")
-    times = [costs.read_s(offer.read_bytes, offer.descriptors) + costs.relayout_s(num_bytes) for offer in offers]
-    best = min(range(len(offers)), key=times.__getitem__, default=None)
-    if best is None or times[best] >= costs.read_s(num_bytes, descriptors):
+    best = cheapest(costs, offers)
+    offer = offers[best] if best is not None else None
+    if offer is None or _staged_s(costs, offer, num_bytes) >= costs.read_s(num_bytes, descriptors):
         return Choice(None, f"runs of {length:.0f} B, and no better ones on the producer")
-    offer = offers[best]
     reason = f"runs of {length:.0f} B, but of {offer.read_bytes / offer.descriptors:.0f} B on the producer"
     if offer.read_bytes > num_bytes:
         reason += f", where {offer.read_bytes / num_bytes:.3g} times the bytes are read"
     return Choice(best, reason)
+
+
+def cheapest(costs: Costs, offers: Sequence[Offer]) -> int | None:
+    """The index of the offer that takes the least; the first of equals."""
+    times = [costs.read_s(offer.read_bytes, offer.descriptors) for offer in offers]
+    return min(range(len(offers)), key=times.__getitem__, default=None)
+
+
+def _staged_s(costs: Costs, offer: Offer, num_bytes: float) -> float:
+    return costs.read_s(offer.read_bytes, offer.descriptors) + costs.relayout_s(num_bytes)

@@ -138,8 +138,9 @@ def _indices(starts: np.ndarray, step: int, blocks: np.ndarray, positions: np.nd
 
 
 class _Side(NamedTuple):
-    """One side of a bundle: its bases, the strides of the bundle's axes there, and how it goes on."""
+    """One side of a bundle: bases, the strides of the bundle's axes there, the bytes of a run, and how it goes on."""
 
+    run_bytes: int
     bases: np.ndarray
     strides: tuple[int, ...]
     pace: Pace
@@ -149,13 +150,15 @@ class _Side(NamedTuple):
 def _local_side(bundle: Bundle) -> _Side:
     bases = np.array([base for base, _ in bundle.bases], dtype=np.int64)
     strides = tuple(axis.local_stride for axis in bundle.axes)
-    return _Side(bases, strides, bundle.local_pace, bundle.tokens.positions(bundle.tokens.local))
+    return _Side(
+        bundle.local_run_bytes, bases, strides, bundle.local_pace, bundle.tokens.positions(bundle.tokens.local)
+    )
 
 
 def _remote_side(bundle: Bundle) -> _Side:
     bases = np.array([base for _, base in bundle.bases], dtype=np.int64)
     strides = tuple(axis.remote_stride for axis in bundle.axes)
-    return _Side(bases, strides, bundle.remote_pace, bundle.tokens.positions(bundle.tokens.remote))
+    return _Side(bundle.run_bytes, bases, strides, bundle.remote_pace, bundle.tokens.positions(bundle.tokens.remote))
 
 
 class _Fold(NamedTuple):
@@ -221,7 +224,7 @@ class _Rows:
         starts = self._descriptors + (first_rows + row_of) * per_row + inside
         rows = np.empty((len(side.bases), len(offsets), 5), dtype=np.int64)
         rows[:, :, 0] = side.bases[:, None] + offsets
-        rows[:, :, 1:] = (bundle.run_bytes, self._device, pace.block_stride // step, per_row)
+        rows[:, :, 1:] = (side.run_bytes, self._device, pace.block_stride // step, per_row)
         self._rows.append(rows.reshape(-1, 5))
         self._descriptors += len(side.bases) * len(offsets) * per_row
         return starts.reshape(-1, positions).astype(np.int32), step
@@ -240,7 +243,14 @@ def _portions(bundles: Sequence[Bundle]) -> Iterator[list[Bundle]]:
                 portion, used = [], 0
             fit = max(1, min((MAX_DESCRIPTORS - used) // each, len(bundle.bases) - first))
             stop = first + fit
-            portion.append(replace(bundle, bases=bundle.bases[first:stop], members=bundle.members[first:stop]))
+            portion.append(
+                replace(
+                    bundle,
+                    bases=bundle.bases[first:stop],
+                    members=bundle.members[first:stop],
+                    conversions=bundle.conversions[first:stop],
+                )
+            )
             used += fit * each
             first = stop
     if portion:
@@ -266,5 +276,6 @@ def _countable(bundle: Bundle) -> Bundle:
                 for step in range(axis.steps)
             ),
             members=tuple(members for members in bundle.members for _ in range(axis.steps)),
+            conversions=tuple(conversion for conversion in bundle.conversions for _ in range(axis.steps)),
         )
     return bundle

@@ -6,25 +6,26 @@ from collections.abc import Iterator, Sequence
 
 from kvferry.plan.assignment import Assignment, Lack, assign
 from kvferry.plan.bundles import Bundle, Part, Reading, bundle
-from kvferry.plan.cost import PUBLISHED, Costs, Offer, choose
+from kvferry.plan.conversion import conversion_of, has_scales_by_head, is_convertible, needs_conversion
+from kvferry.plan.cost import PUBLISHED, Choice, Costs, Offer, cheapest, choose
 from kvferry.plan.refusal import PlanRefused, Reason
 from kvferry.plan.staging import Source, differs, offers, sources
 from kvferry.plan.tokens import TokenMap, map_tokens
 from kvferry.plan.transfer_plan import Placing, Route, Slice, TransferPlan
 from kvferry.plan.validity import check_description
-from kvferry.protocol.geometry import PagedTensor
+from kvferry.protocol.geometry import PagedTensor, Range
 from kvferry.protocol.handshake import EngineDescription
 
 _SAME_MODEL = {
     "fingerprint": "serve the same weights on both sides, or name them alike with model_fingerprint",
     "dtype": "start both engines with the same --dtype",
-    "cache_dtype": "start both engines with the same --kv-cache-dtype",
     "quantization": "start both engines with the same --quantization",
     "speculative": "give both engines the same --speculative-config",
 }
 _SAME_TENSOR = {
     "group": "serve the same model with the same hybrid cache manager setting",
     "format": "use the same cache dtype and attention backend on both sides",
+    "scales": "use the same static scales, or formats that can be converted",
     "cell_bytes": "use the same cache dtype and attention backend on both sides",
     "tile_tokens": "give both engines the same --block-size and attention backend: these cells cannot be divided",
 }
@@ -76,12 +77,10 @@ def _plan(
     for index, wanted in assignment.sources[worker].items():
         there = producer.workers[index]
         remote = {tensor.name: tensor for tensor in there.tensors}
-        parts = [
-            Part(
-                local[source.name], remote[source.name], source.heads, maps.of(local[source.name], remote[source.name])
-            )
-            for source in wanted
-        ]
+        parts: list[Part] = []
+        for name, heads in wanted:
+            ours, theirs = local[name], remote[name]
+            parts += _parts(ours, theirs, heads, maps.of(ours, theirs))
         bundles = bundle(parts)
         slices, staged = _place(parts, bundles, costs)
         routes.append(Route(index, there.place, slices, bundles, staged, assignment.expected(index)))
@@ -90,6 +89,17 @@ def _plan(
         for index in assignment.released[worker]
     ]
     return TransferPlan(producer.engine_id, here.place, worker, tuple(routes))
+
+
+def _parts(local: PagedTensor, remote: PagedTensor, heads: Range, tokens: TokenMap) -> Iterator[Part]:
+    """One part, unless heads are converted by scales of their own."""
+    if not needs_conversion(local, remote):
+        yield Part(local, remote, heads, tokens)
+    elif has_scales_by_head(local) or has_scales_by_head(remote):
+        for head in range(heads.start, heads.stop):
+            yield Part(local, remote, Range(head, head + 1), tokens, conversion_of(local, remote, head))
+    else:
+        yield Part(local, remote, heads, tokens, conversion_of(local, remote, heads.start))
 
 
 class _TokenMaps:
@@ -113,7 +123,13 @@ def _place(
     parts: Sequence[Part], bundles: Sequence[Bundle], costs: Costs
 ) -> tuple[tuple[Slice, ...], tuple[Source, ...]]:
     """Decide for every bundle how it is placed."""
-    short = [index for one in bundles if one.run_bytes < costs.direct_min_bytes for of in one.members for index in of]
+    short = [
+        index
+        for one in bundles
+        if one.run_bytes < costs.direct_min_bytes or one.conversions
+        for of in one.members
+        for index in of
+    ]
     readings = [reading for reading in Reading if any(differs(parts[index], reading) for index in short)]
     possible = [_offers_of([parts[i] for i in short], short, reading, costs) for reading in readings]
     slices: dict[int, Slice] = {}
@@ -124,7 +140,10 @@ def _place(
         offers = [
             Offer(sum(of[m].read_bytes for m in members), sum(of[m].descriptors for m in members)) for of, _ in usable
         ]
-        choice = choose(costs, one.unit_bytes, one.unit_runs, offers)
+        if one.conversions:
+            choice = _convert(parts[members[0]], costs, offers)
+        else:
+            choice = choose(costs, one.unit_bytes, one.unit_runs, offers)
         if choice.offer is not None:
             chosen.update(dict.fromkeys(members, usable[choice.offer][1]))
         for of_place in one.members:
@@ -141,6 +160,20 @@ def _place(
                     unit_runs=one.runs_per_place / len(of_place),
                 )
     return tuple(slices[index] for index in range(len(parts))), _sources(parts, bundles, chosen, costs)
+
+
+def _convert(part: Part, costs: Costs, offers: Sequence[Offer]) -> Choice:
+    """What is converted goes through the pool, whatever it costs.
+
+    Raises:
+        PlanRefused: there is no pool, or it is too small.
+    """
+    if not offers:
+        change = "raise staging_pool_bytes on the consumer, or use the same --kv-cache-dtype on both sides"
+        name = f"{part.local.layer}/{part.local.kind}.format"
+        pool = f"{part.local.format.dtype} and a staging pool for runs of up to {costs.staged_run_bytes} B"
+        raise PlanRefused([Reason(name, part.remote.format.dtype, pool, change)])
+    return Choice(cheapest(costs, offers), str(part.conversion))
 
 
 def _offers_of(short: Sequence[Part], indices: Sequence[int], reading: Reading, costs: Costs) -> dict[int, Offer]:
@@ -211,9 +244,12 @@ def _differences(consumer: EngineDescription, local: PagedTensor, remote: PagedT
     if local.group >= len(consumer.groups):
         return  # told by the groups' own reasons
     is_state = consumer.groups[local.group].policy == "state"
+    irrelevant = {"tile_tokens"} if is_state else set()
+    if needs_conversion(local, remote) and is_convertible(local, remote):
+        irrelevant |= {"format", "cell_bytes", "scales"}
     for field, change in _SAME_TENSOR.items():
         theirs, ours = getattr(remote, field), getattr(local, field)
-        if theirs != ours and not (is_state and field == "tile_tokens"):
+        if theirs != ours and field not in irrelevant:
             yield Reason(f"{local.layer}/{local.kind}.{field}", str(theirs), str(ours), change)
     if is_state or local.tile_tokens == 1 or local.tile_tokens != remote.tile_tokens:
         return

@@ -20,11 +20,15 @@ from kvferry.plan.tokens import TokenMap
 
 
 class Piece(NamedTuple):
-    """One piece: in the chunk of run `run`, `offset` bytes from its start; it belongs to `local_base`."""
+    """One piece: in the chunk of run `run`, `offset` bytes from its start; it belongs to `local_base`.
+
+    `scales` are the producer's and the consumer's, where there is a conversion.
+    """
 
     run: int
     offset: int
     local_base: int
+    scales: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +36,21 @@ class Placement:
     """Pieces that are put in place alike.
 
     Attributes:
-        run_bytes: contiguous bytes, in the chunk and in the cache.
+        run: what follows one another in the chunk and in the cache: bytes, or elements where there is a conversion.
         axes: around a run; the remote strides are those inside a chunk.
         block_stride, position_stride: from one local unit to the next.
         source_position_stride: from one unit to the next inside a chunk that holds a whole block, else 0.
         pieces: where they are.
+        dtypes: the producer's and the consumer's, where there is a conversion.
     """
 
-    run_bytes: int
+    run: int
     axes: tuple[Axis, ...]
     block_stride: int
     position_stride: int
     source_position_stride: int
     pieces: tuple[Piece, ...]
+    dtypes: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,24 +159,26 @@ def _placements(
         across = {(axis.steps, axis.remote_stride): axis.local_stride for axis in one.axes}
         steps = np.array([across.get((axis.steps, axis.remote_stride), 0) for axis in source.axes], dtype=np.int64)
         pieces = []
-        for (local_base, remote_base), members in zip(one.bases, one.members, strict=True):
+        for index, ((local_base, remote_base), members) in enumerate(zip(one.bases, one.members, strict=True)):
             if members[0] not in places:
                 continue
             place = places[members[0]]
             offset = remote_base - source.bases[place][1]
+            scales = one.conversions[index][2:] if one.conversions else (1.0, 1.0)
             pieces += [
-                Piece(place * source.runs_per_place + number, offset, local_base + int(steps @ combination))
+                Piece(place * source.runs_per_place + number, offset, local_base + int(steps @ combination), scales)
                 for number, combination in enumerate(combinations)
             ]
         if pieces:
             whole = reading is not Reading.UNITS and not one.tokens.is_state
             placement = Placement(
-                run_bytes=one.run_bytes,
+                run=one.run,
                 axes=tuple(axis for axis in one.axes if (axis.steps, axis.remote_stride) not in outside),
                 block_stride=one.local_pace.block_stride,
                 position_stride=one.local_pace.position_stride,
                 source_position_stride=one.remote_pace.position_stride if whole else 0,
                 pieces=tuple(pieces),
+                dtypes=one.conversions[0][:2] if one.conversions else None,
             )
             found.append(placement)
     return tuple(found)

@@ -62,6 +62,7 @@ def _shape(tensor: PagedTensor) -> tuple[object, ...]:
         tensor.element_bytes,
         tensor.element_stride,
         tensor.interleave,
+        len(tensor.scales),
     )
 
 
@@ -90,6 +91,9 @@ def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) ->
     pieces = tensor.cell_bytes // element if element else 1
     if len(tensor.heads) * tensor.tiles * pieces > 1 << 20:
         raise InvalidMessage(f"{where}.heads", tensor.heads, "at most 2**20 pieces of cells in a block")
+    if len(tensor.scales) not in (0, 1, len(tensor.heads)):
+        expected = f"none, one, or one for each of {len(tensor.heads)} heads"
+        raise InvalidMessage(f"{where}.scales", f"{len(tensor.scales)} scales", expected)
     group = engine.groups[tensor.group]
     if group.policy != "state" and group.block_tokens % tensor.block_tokens:
         raise InvalidMessage(f"{where}.block_tokens", tensor.block_tokens, f"a divisor of {group.block_tokens}")

@@ -23,6 +23,7 @@ from kvferry.protocol.ids import Address, Count, Positive, Rank, Size, Text
 MAX_TENSORS = 16384
 """Most paged tensors of one worker."""
 
+Scale = Annotated[float, Meta(gt=0, lt=1e30)]
 Stride = Annotated[int, Meta(ge=0, lt=2**48)]
 
 
@@ -84,6 +85,7 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         element_bytes, element_stride: where the elements of a cell lie apart, the bytes of one and the bytes from one
             to the next; 0 where the cell's bytes follow one another.
         interleave: which tokens this worker holds.
+        scales: of quantised values, `value = stored · scale`: none where it is 1, one for all heads, or one per head.
         format: what the bytes mean.
     """
 
@@ -102,6 +104,7 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     element_bytes: Annotated[int, Meta(ge=0, le=2**20)] = 0
     element_stride: Stride = 0
     interleave: Interleave = Interleave()
+    scales: Annotated[tuple[Scale, ...], Meta(max_length=65536)] = ()
     format: Format
 
     @property

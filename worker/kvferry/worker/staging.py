@@ -13,10 +13,11 @@ from kvferry.plan.staging import Placement
 from kvferry.plan.waves import SourceTable, SourceUnits, Window
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric import DescriptorRows, Fabric, LocalDescriptors, Region, RemoteDescriptors
+from kvferry.worker.relayout.element_types import Conversion, element_type
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.reference import ReferenceRelayout
 from kvferry.worker.relayout.shape import Axis, Shape
-from kvferry.worker.relayout.wave_table import WaveTable
+from kvferry.worker.relayout.wave_table import SCALE, WaveTable
 from kvferry.worker.staging_pool import StagingPool, Wave
 
 
@@ -78,16 +79,22 @@ class _Pieces:
     def __init__(self, placement: Placement, run_bytes: int) -> None:
         self.shape = Shape.of(
             [Axis(axis.steps, axis.remote_stride, axis.local_stride) for axis in placement.axes],
-            placement.run_bytes,
+            placement.run,
             source_pace=(run_bytes, placement.source_position_stride),
             destination_pace=(placement.block_stride, placement.position_stride),
+            conversion=_conversion(placement),
         )
-        table = np.array(placement.pieces, dtype=np.int64).reshape(-1, 3)
+        self.scales = np.array([piece.scales for piece in placement.pieces], dtype=np.float32).reshape(-1, 2)
+        table = np.array([piece[:3] for piece in placement.pieces], dtype=np.int64).reshape(-1, 3)
         self.run, self.offset, self.destination = table[:, 0], table[:, 1], table[:, 2]
+
+    def inside(self, window: Window) -> NDArray[np.bool_]:
+        """Which pieces are in the window's runs."""
+        return np.asarray((self.run >= window.first_run) & (self.run < window.stop_run))
 
     def rows(self, index: int, window: Window, source: int, run_bytes: int, units: int) -> NDArray[np.int64]:
         """The rows of a wave's table: the pieces of the window's runs; chunk 0 of the window is at `source`."""
-        inside = (self.run >= window.first_run) & (self.run < window.stop_run)
+        inside = self.inside(window)
         rows = np.zeros((int(inside.sum()), 6), dtype=np.int64)
         rows[:, 0] = source + (self.run[inside] - window.first_run) * (window.units * run_bytes) + self.offset[inside]
         rows[:, 1] = self.destination[inside]
@@ -126,4 +133,15 @@ class PreparedSource:
         places[:, 3] = units.local_position[first:stop]
         run_bytes = self.table.run_bytes
         rows = [one.rows(i, window, source, run_bytes, len(places)) for i, one in enumerate(self.pieces)]
-        return WaveTable(tuple(one.shape for one in self.pieces), np.concatenate(rows), places)
+        pieces, shapes = np.concatenate(rows), tuple(one.shape for one in self.pieces)
+        if all(shape.conversion is None for shape in shapes):
+            return WaveTable(shapes, pieces, places)
+        scales = np.concatenate([one.scales[one.inside(window)] for one in self.pieces])
+        pieces[:, SCALE] = np.arange(len(pieces))
+        return WaveTable(shapes, pieces, places, scales)
+
+
+def _conversion(placement: Placement) -> Conversion | None:
+    if placement.dtypes is None:
+        return None
+    return Conversion(element_type(placement.dtypes[0]), element_type(placement.dtypes[1]))

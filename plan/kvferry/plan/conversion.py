@@ -1,0 +1,73 @@
+"""Which cache formats can be turned into one another on the way, and by what scales.
+
+A *value* is what an element stands for: `value = stored · scale`. Only formats whose strides say everything can be
+converted: 16- and 32-bit floats without quantisation, and float8 with static scales, one per tensor or one per head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvferry.protocol.geometry import Format, PagedTensor
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "float8_e5m2": 1}
+_QUANTIZATION = {1: "fp8_per_tensor", 2: "none", 4: "none"}
+
+
+class Conversion(NamedTuple):
+    """From the producer's dtype and scale to the consumer's."""
+
+    remote_dtype: str
+    local_dtype: str
+    remote_scale: float = 1.0
+    local_scale: float = 1.0
+
+    @property
+    def items(self) -> tuple[int, int]:
+        """Bytes of an element, here and there."""
+        return (ITEM_BYTES[self.local_dtype], ITEM_BYTES[self.remote_dtype])
+
+    def __str__(self) -> str:
+        return f"{self.remote_dtype} becomes {self.local_dtype}"
+
+
+def needs_conversion(local: PagedTensor, remote: PagedTensor) -> bool:
+    """Whether the bytes of one mean something else in the other."""
+    return local.format != remote.format or (local.scales or (1.0,)) != (remote.scales or (1.0,))
+
+
+def is_convertible(local: PagedTensor, remote: PagedTensor) -> bool:
+    """Whether a conversion connects two tensors."""
+    if not all(_is_known(tensor.format) and _is_made_of_items(tensor) for tensor in (local, remote)):
+        return False
+    return _elements(local) == _elements(remote)
+
+
+def conversion_of(local: PagedTensor, remote: PagedTensor, head: int) -> Conversion:
+    """The conversion of one global head of two convertible tensors."""
+    return Conversion(remote.format.dtype, local.format.dtype, _scale(remote, head), _scale(local, head))
+
+
+def has_scales_by_head(tensor: PagedTensor) -> bool:
+    """Whether heads have scales of their own."""
+    return len(tensor.scales) > 1
+
+
+def _is_known(found: Format) -> bool:
+    item = ITEM_BYTES.get(found.dtype)
+    return item is not None and found.packing == "plain" and found.quantization == _QUANTIZATION[item]
+
+
+def _is_made_of_items(tensor: PagedTensor) -> bool:
+    item = ITEM_BYTES[tensor.format.dtype]
+    return tensor.element_bytes in (0, item) and tensor.cell_bytes % item == 0
+
+
+def _elements(tensor: PagedTensor) -> int:
+    return tensor.cell_bytes // ITEM_BYTES[tensor.format.dtype]
+
+
+def _scale(tensor: PagedTensor, head: int) -> float:
+    if not tensor.scales:
+        return 1.0
+    return tensor.scales[head - tensor.heads.start if has_scales_by_head(tensor) else 0]
