@@ -20,6 +20,7 @@ from kvferry.worker.caches import KvCaches
 Bytes = npt.NDArray[np.uint8]
 
 GUARD_BYTES = 64
+PATTERN = Format(dtype="uint8", packing="k|v")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class CacheShape:
         gap_bytes: unused bytes after every row of the innermost axis.
         ratio: kernel blocks per scheduler block.
         one_storage: all layers lie in one allocation.
+        format, scales: what a cell's bytes are said to mean.
     """
 
     layers: int = 3
@@ -43,6 +45,8 @@ class CacheShape:
     gap_bytes: int = 0
     ratio: int = 1
     one_storage: bool = False
+    format: Format = PATTERN
+    scales: tuple[float, ...] = ()
 
     @property
     def tiles(self) -> int:
@@ -101,7 +105,8 @@ class ToyCaches:
                     tile_tokens=shape.tile_tokens,
                     tile_stride=strides["t"],
                     cell_bytes=shape.cell_bytes,
-                    format=Format(dtype="uint8", packing="k|v"),
+                    format=shape.format,
+                    scales=shape.scales,
                 )
             )
         self.kv = KvCaches(tuple(storages), tuple(tensors), torch.device("cpu"))
