@@ -43,6 +43,11 @@ def is_convertible(local: PagedTensor, remote: PagedTensor) -> bool:
     return _elements(local) == _elements(remote)
 
 
+def lacks_scales(tensor: PagedTensor) -> bool:
+    """Whether a tensor is quantised by scales that its engine does not tell."""
+    return tensor.format.quantization != "none" and not tensor.scales
+
+
 def conversion_of(local: PagedTensor, remote: PagedTensor, head: int) -> Conversion:
     """The conversion of one global head of two convertible tensors."""
     return Conversion(remote.format.dtype, local.format.dtype, _scale(remote, head), _scale(local, head))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvferry.plan.assignment import Assignment, Lack, assign
 from kvferry.plan.bundles import Bundle, Part, Reading, bundle
-from kvferry.plan.conversion import conversion_of, has_scales_by_head, is_convertible, needs_conversion
+from kvferry.plan.conversion import conversion_of, has_scales_by_head, is_convertible, lacks_scales, needs_conversion
 from kvferry.plan.cost import PUBLISHED, Choice, Costs, Offer, cheapest, choose
 from kvferry.plan.refusal import PlanRefused, Reason
 from kvferry.plan.staging import Source, differs, offers, sources
@@ -247,6 +247,10 @@ def _differences(consumer: EngineDescription, local: PagedTensor, remote: PagedT
     irrelevant = {"tile_tokens"} if is_state else set()
     if needs_conversion(local, remote) and is_convertible(local, remote):
         irrelevant |= {"format", "cell_bytes", "scales"}
+        if local.format != remote.format and (lacks_scales(local) or lacks_scales(remote)):
+            theirs, ours = ("missing" if lacks_scales(tensor) else "known" for tensor in (remote, local))
+            change = "what is converted needs static scales: use the same --kv-cache-dtype on both sides"
+            yield Reason(f"{local.layer}/{local.kind}.scales", theirs, ours, change)
     for field, change in _SAME_TENSOR.items():
         theirs, ours = getattr(remote, field), getattr(local, field)
         if theirs != ours and field not in irrelevant:

@@ -129,11 +129,18 @@ def _descriptors(one: Bundle) -> int:
 
 
 def _fits(part: Part, one: Bundle, reading: Reading) -> bool:
-    """Whether what is not needed lies inside the runs: else reading more of a block would only add runs."""
+    """Whether the producer's runs can be put in place, and what is not needed lies inside of them.
+
+    Elements that are apart on the producer and longer on this side are one axis there and two here: no placement can
+    follow both. Where what is not needed lies between the runs, reading more of a block would only add runs.
+    """
+    outside = {(axis.steps, axis.remote_stride) for axis in one.axes}
+    local, remote = part.local, part.remote
+    elements = (remote.cell_bytes // (remote.element_bytes or 1), remote.element_stride)
+    if part.conversion is None and 0 < remote.element_bytes < local.element_bytes and elements in outside:
+        return False
     if reading is Reading.UNITS or part.tokens.is_state:
         return True
-    outside = {(axis.steps, axis.remote_stride) for axis in one.axes}
-    remote = part.remote
     if (remote.tiles, remote.tile_stride) in outside and remote.tiles > 1:
         return False
     all_heads = (len(remote.heads), remote.head_stride)

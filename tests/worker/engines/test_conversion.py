@@ -16,7 +16,9 @@ from tests.worker.toy_caches import CacheShape
 
 BFLOAT16 = CacheShape(cell_bytes=32, format=Format(dtype="bfloat16"))
 FLOAT16 = CacheShape(cell_bytes=32, format=Format(dtype="float16"))
-FLOAT8 = CacheShape(cell_bytes=16, axes="bth", format=Format(dtype="float8_e4m3", quantization="fp8_per_tensor"))
+FLOAT8 = CacheShape(
+    cell_bytes=16, axes="bth", format=Format(dtype="float8_e4m3", quantization="fp8_per_tensor"), scales=(1.0,)
+)
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3": torch.float8_e4m3fn}
 PAIRS = {
     "bfloat16 to float8": (BFLOAT16, FLOAT8),
@@ -74,6 +76,13 @@ def test_without_a_pool_the_pair_is_refused_by_the_name_of_the_option(
     assert rig.until_over(consumer, load) is FailureReason.PLAN
     assert "layers.0/kv.format: producer bfloat16, consumer float8_e4m3" in caplog.text
     assert "staging_pool_bytes" in caplog.text
+
+
+def test_scales_that_are_missing_are_named(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    producer, consumer = rig.engine("P", shape=BFLOAT16), rig.engine("C", shape=replace(FLOAT8, scales=()))
+    load = consumer.load(producer.prefill(tokens=10).params)
+    assert rig.until_over(consumer, load) is FailureReason.PLAN
+    assert "layers.0/kv.scales: producer known, consumer missing" in caplog.text
 
 
 def test_formats_without_a_conversion_are_refused_by_name(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
