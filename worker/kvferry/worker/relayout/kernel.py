@@ -216,6 +216,6 @@ def launch_relayout(
     )
 
 
-def tile_of(converts: bool) -> int:
-    """Chunks per program of either variant."""
-    return TILE // CONVERTED_TILE_SHARE if converts else TILE
+def tile_of(tile: int, converts: bool) -> int:
+    """Chunks per program of either variant, where a program that only copies moves `tile`."""
+    return max(1, tile // CONVERTED_TILE_SHARE) if converts else tile

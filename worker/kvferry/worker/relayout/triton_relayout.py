@@ -11,7 +11,7 @@ import torch
 from kvferry.worker.device import DeviceMark, clock_for
 from kvferry.worker.relayout.device_table import DeviceTable
 from kvferry.worker.relayout.element_types import Conversion, ElementType
-from kvferry.worker.relayout.kernel import launch_relayout, tile_of
+from kvferry.worker.relayout.kernel import TILE, launch_relayout, tile_of
 from kvferry.worker.relayout.memory import Memory
 from kvferry.worker.relayout.shape import Shape
 from kvferry.worker.relayout.wave_table import InvalidTable, WaveTable
@@ -32,6 +32,7 @@ class TritonRelayout:
         device: that runs the kernel; by default the one of the destinations.
         table_bytes: largest table of one wave.
         tables: waves that may be on their way at once.
+        tile: chunks that one program moves.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class TritonRelayout:
         *,
         table_bytes: int = TABLE_BYTES,
         tables: int = TABLES,
+        tile: int = TILE,
     ) -> None:
         destinations = tuple(destinations)
         device = device or destinations[0].device
@@ -54,6 +56,7 @@ class TritonRelayout:
         self._device_tables = torch.empty(tables, table_bytes, dtype=torch.uint8, device=device)
         self._host_tables = torch.empty(tables, table_bytes, dtype=torch.uint8, pin_memory=on_cuda)
         self._marks: list[DeviceMark | None] = [None] * tables
+        self._tile = tile
         self._launches = 0
         self._warm_up()
 
@@ -78,7 +81,7 @@ class TritonRelayout:
 
     def _launch(self, table: WaveTable, slot: int) -> DeviceMark:
         converts = any(shape.conversion is not None for shape in table.shapes)
-        tile = tile_of(converts)
+        tile = tile_of(self._tile, converts)
         compiled = DeviceTable.of(table, tile)
         room = self._host_tables.shape[1]
         if compiled.num_bytes > room:
