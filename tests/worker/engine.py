@@ -108,7 +108,7 @@ class Engine:
     def finish_prefill(self, request_id: str) -> Offer:
         """It has finished; its workers learn of the hold with the next step."""
         blocks, tokens, seed = self._running.pop(request_id)
-        lease = self.leases.finish(request_id)
+        lease = self.leases.finish(request_id, (blocks,) if self.worker._mirror is not None else ())
         assert lease is not None
         ticket = Ticket(
             version=1,

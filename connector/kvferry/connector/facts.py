@@ -32,6 +32,12 @@ def check_supported(vllm_config: VllmConfig) -> None:
             raise InvalidConfig(key, getattr(parallel, key), "1: context parallelism is not described yet")
 
 
+def uses_host_buffer(vllm_config: VllmConfig) -> bool:
+    """Whether transfers go through host memory although the caches are on a device (`kv_buffer_device`)."""
+    transfer = vllm_config.kv_transfer_config
+    return bool(transfer.kv_buffer_device == "cpu" and vllm_config.device_config.device_type != "cpu")
+
+
 def topology_of(vllm_config: VllmConfig) -> Topology:
     """The engine's parallel sizes."""
     parallel = vllm_config.parallel_config

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.description_file import write_description
-from kvferry.connector.facts import facts_of, topology_of
+from kvferry.connector.facts import facts_of, topology_of, uses_host_buffer
 from kvferry.connector.layout import groups_of
 from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry.connector.metrics import FerryStats
@@ -69,6 +69,7 @@ class SchedulerSide:
         self._facts = facts_of(vllm_config, config)
         self._topology = topology_of(vllm_config)
         self._groups = groups_of(kv_cache_config)
+        self._copies_blocks = uses_host_buffer(vllm_config)
         self._all_or_nothing = any(group.policy != "full" for group in self._groups)
         self._host = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         self._port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + vllm_config.parallel_config.data_parallel_index
@@ -133,7 +134,7 @@ class SchedulerSide:
         if request.status not in _ENDED_WELL or prompt is None or not any(held):
             self.leases.abandon(request.request_id)
             return False, None
-        lease = self.leases.finish(request.request_id)
+        lease = self.leases.finish(request.request_id, held if self._copies_blocks else ())
         if lease is None:
             return False, None
         params = self._params(request, lease, held, num_tokens, digest_chain(prompt, num_tokens))

@@ -11,7 +11,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvferry.connector.arrangement import packing_of
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.facts import facts_of, place_of_this_worker, sharding_of, topology_of, worker_index
+from kvferry.connector.facts import (
+    facts_of,
+    place_of_this_worker,
+    sharding_of,
+    topology_of,
+    uses_host_buffer,
+    worker_index,
+)
 from kvferry.connector.gather import engine_groups, gather_workers
 from kvferry.connector.layout import discover, groups_of
 from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata
@@ -72,6 +79,7 @@ class WorkerSide:
                 max_loads=config.max_loads,
                 staging_pool_bytes=config.staging_pool_bytes,
                 direct_min_bytes=config.direct_min_bytes,
+                host_buffer=uses_host_buffer(vllm_config),
             ),
             make_fabric=lambda name: NixlFabric(name, agent),
         )

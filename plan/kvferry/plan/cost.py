@@ -21,12 +21,14 @@ class Costs:
         link_gb_s: bandwidth of the link, GB/s.
         relayout_gb_s: bandwidth of the relayout, bytes read and written, GB/s.
         staged_run_bytes: longest run that the staging pool takes; 0 where there is no pool.
+        reaches_caches: whether the fabric reaches the consumer's caches; where not, everything is staged.
     """
 
     direct_min_bytes: int = DIRECT_MIN_BYTES
     link_gb_s: float = 50.0
     relayout_gb_s: float = 1500.0
     staged_run_bytes: int = 32 << 20
+    reaches_caches: bool = True
 
     @property
     def descriptor_s(self) -> float:

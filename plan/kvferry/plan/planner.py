@@ -126,7 +126,7 @@ def _place(
     short = [
         index
         for one in bundles
-        if one.run_bytes < costs.direct_min_bytes or one.conversions
+        if one.run_bytes < costs.direct_min_bytes or one.conversions or not costs.reaches_caches
         for of in one.members
         for index in of
     ]
@@ -140,8 +140,8 @@ def _place(
         offers = [
             Offer(sum(of[m].read_bytes for m in members), sum(of[m].descriptors for m in members)) for of, _ in usable
         ]
-        if one.conversions:
-            choice = _convert(parts[members[0]], costs, offers)
+        if one.conversions or not costs.reaches_caches:
+            choice = _must_stage(parts[members[0]], costs, offers)
         else:
             choice = choose(costs, one.unit_bytes, one.unit_runs, offers)
         if choice.offer is not None:
@@ -162,18 +162,21 @@ def _place(
     return tuple(slices[index] for index in range(len(parts))), _sources(parts, bundles, chosen, costs)
 
 
-def _convert(part: Part, costs: Costs, offers: Sequence[Offer]) -> Choice:
-    """What is converted goes through the pool, whatever it costs.
+def _must_stage(part: Part, costs: Costs, offers: Sequence[Offer]) -> Choice:
+    """What is converted, or lies where the fabric does not reach, goes through the pool, whatever it costs.
 
     Raises:
         PlanRefused: there is no pool, or it is too small.
     """
     if not offers:
-        change = "raise staging_pool_bytes on the consumer, or use the same --kv-cache-dtype on both sides"
+        change = "raise staging_pool_bytes on the consumer"
+        if part.conversion is not None:
+            change += ", or use the same --kv-cache-dtype on both sides"
         name = f"{part.local.layer}/{part.local.kind}.format"
         pool = f"{part.local.format.dtype} and a staging pool for runs of up to {costs.staged_run_bytes} B"
         raise PlanRefused([Reason(name, part.remote.format.dtype, pool, change)])
-    return Choice(cheapest(costs, offers), str(part.conversion))
+    why = str(part.conversion) if part.conversion is not None else "the fabric does not reach the device"
+    return Choice(cheapest(costs, offers), why)
 
 
 def _offers_of(short: Sequence[Part], indices: Sequence[int], reading: Reading, costs: Costs) -> dict[int, Offer]:

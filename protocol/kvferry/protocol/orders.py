@@ -40,11 +40,16 @@ class LeaseOpen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseHold(msgspec.Struct, frozen=True, kw_only=True):
-    """The request has finished and its blocks are held: write `epoch | READY` when the device is done with it."""
+    """The request has finished and its blocks are held: write `epoch | READY` when the device is done with it.
+
+    Attributes:
+        blocks: per cache group its scheduler blocks, for workers that must copy them first; empty for the others.
+    """
 
     request_id: str
     slot: SlotIndex
     epoch: HexEpoch
+    blocks: Blocks = ()
 
 
 class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):

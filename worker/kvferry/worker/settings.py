@@ -16,6 +16,7 @@ class WorkerSettings:
     max_loads: loads that may be in flight at once; more of them wait their turn.
     staging_pool_bytes: what short runs are staged in; 0 for no pool, None for the default of the device.
     direct_min_bytes: run length from which nothing is staged.
+    host_buffer: the fabric does not reach the caches' device: everything goes through host memory.
     """
 
     lease_slots: int = 4096
@@ -24,3 +25,4 @@ class WorkerSettings:
     max_loads: int = 1024
     staging_pool_bytes: int | None = None
     direct_min_bytes: int = DIRECT_MIN_BYTES
+    host_buffer: bool = False

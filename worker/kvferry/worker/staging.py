@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,16 +27,19 @@ class Staging:
     Args:
         caches: where the bytes belong.
         capacity: bytes of the buffer.
+        on_host: the buffer is host memory, whatever the caches are, for fabrics that do not reach the device.
 
     Raises:
         PoolTooSmall: the capacity is not enough for a wave.
     """
 
-    def __init__(self, caches: KvCaches, capacity: int) -> None:
+    def __init__(self, caches: KvCaches, capacity: int, *, on_host: bool = False) -> None:
         self.pool = StagingPool(capacity)
-        self._caches = caches
-        self._buffer = torch.empty(capacity, dtype=torch.uint8, device=caches.device)
-        self.relayout = relayout_for(self._buffer, caches)
+        device = torch.device("cpu") if on_host else caches.device
+        pin = on_host and caches.device.type == "cuda"
+        self._buffer = torch.empty(capacity, dtype=torch.uint8, device=device, pin_memory=pin)
+        self._where = KvCaches((self._buffer,), (), device)
+        self.relayout = relayout_for([self._buffer], caches.storages, caches.device)
 
     @property
     def longest_run(self) -> int:
@@ -50,21 +53,23 @@ class Staging:
 
     def region(self) -> Region:
         """The memory to register."""
-        return Region(self.address, self.pool.capacity, self._caches.kind, self._caches.device_index)
+        return Region(self.address, self.pool.capacity, self._where.kind, self._where.device_index)
 
     def prepare(self, fabric: Fabric, run_bytes: int) -> LocalDescriptors:
         """Descriptors of the buffer in chunks of `run_bytes`: descriptor `i` is the chunk at `i·run_bytes`."""
-        row = (self.address, run_bytes, self._caches.device_index, run_bytes, self.pool.capacity // run_bytes)
-        return fabric.prepare_local(DescriptorRows.of(self._caches.kind, [row]))
+        row = (self.address, run_bytes, self._where.device_index, run_bytes, self.pool.capacity // run_bytes)
+        return fabric.prepare_local(DescriptorRows.of(self._where.kind, [row]))
 
 
-def relayout_for(buffer: torch.Tensor, caches: KvCaches) -> Relayout:
-    """What relays out on the device of the caches, ready to be used: kernels are compiled now."""
-    if caches.device.type == "cuda":
+def relayout_for(
+    sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], device: torch.device
+) -> Relayout:
+    """What relays out on a device, ready to be used: kernels are compiled now. Either side may be host memory."""
+    if device.type == "cuda":
         from kvferry.worker.relayout.triton_relayout import TritonRelayout
 
-        return TritonRelayout([buffer], caches.storages, caches.device)
-    return ReferenceRelayout([buffer], caches.storages)
+        return TritonRelayout(sources, destinations, device)
+    return ReferenceRelayout(sources, destinations)
 
 
 def chunks_of(wave: Wave, run_bytes: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from kvferry.protocol.notifications import decode_notification
 from kvferry.protocol.orders import FailureReason, LeaseHold, StepOrders
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric import Fabric, FabricError, PeerLost
+from kvferry.worker.host_mirror import HostMirror
 from kvferry.worker.lease_table import LeaseTable
 from kvferry.worker.load import Load, LoadContext, LoadFailed, Steps
 from kvferry.worker.peer_book import PeerBook
@@ -37,6 +38,19 @@ _LAST_READS_S = 0.5
 _JOIN_S = 10.0
 
 P = ParamSpec("P")
+
+
+@dataclass(slots=True, eq=False)
+class _Unready:
+    """A hold that waits for the device.
+
+    Attributes:
+        mark: reached when everything that may write the blocks has finished; then, when they have been copied.
+    """
+
+    hold: LeaseHold
+    mark: DeviceMark
+    copied: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +77,19 @@ class TransferThread:
     Args:
         context: what loads work with; its fabric belongs to this thread from now on.
         table: this worker's lease table.
+        mirror: where blocks are copied to before anybody may read them; None where peers read the caches.
         load_timeout_s: after which a load has failed.
         max_loads: loads in flight at once.
     """
 
-    def __init__(self, table: LeaseTable, load_timeout_s: float, max_loads: int) -> None:
+    def __init__(self, table: LeaseTable, mirror: HostMirror | None, load_timeout_s: float, max_loads: int) -> None:
         self.results = ResultBox()
         self._table = table
+        self._mirror = mirror
         self._load_timeout_s = load_timeout_s
         self._max_loads = max_loads
         self._inbox: queue.SimpleQueue[_WorkItem] = queue.SimpleQueue()
-        self._unready: list[tuple[DeviceMark, LeaseHold]] = []
+        self._unready: list[_Unready] = []
         self._waiting: deque[Load] = deque()
         self._running: dict[str, tuple[Load, Steps]] = {}
         self._quarantine: dict[str, Load] = {}
@@ -166,7 +182,7 @@ class TransferThread:
         sent = [self._table.end(end) for end in orders.ends]
         for hold in orders.holds:
             sent.append(self._table.hold(hold))
-            self._unready.append((item.mark, hold))
+            self._unready.append(_Unready(hold, item.mark, copied=self._mirror is None))
         with self.results as results:
             results.sent.update(request_id for request_id in sent if request_id is not None)
         for order in orders.loads:
@@ -192,11 +208,16 @@ class TransferThread:
         return now_s - load.ordered_s > self._load_timeout_s
 
     def _mark_ready(self) -> bool:
-        reached = [hold for mark, hold in self._unready if mark.reached()]
-        if reached:
-            for hold in reached:
-                self._table.ready(hold)
-            self._unready = [(mark, hold) for mark, hold in self._unready if hold not in reached]
+        reached = [one for one in self._unready if one.mark.reached()]
+        for one in reached:
+            self._unready.remove(one)
+            if one.copied or self._mirror is None:
+                self._table.ready(one.hold)
+                continue
+            mark = self._mirror.try_copy(one.hold.blocks)
+            one.copied = mark is not None
+            one.mark = mark or one.mark
+            self._unready.append(one)
         return bool(reached)
 
     def _take_notifications(self) -> bool:

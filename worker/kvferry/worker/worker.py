@@ -11,7 +11,7 @@ import msgspec
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.transfer_plan import TransferPlan
-from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, PeerRefused
+from kvferry.protocol.errors import HandshakeFailed, InvalidConfig, InvalidMessage, PeerRefused
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts, WorkerDescription
 from kvferry.protocol.orders import StepOrders
@@ -21,6 +21,7 @@ from kvferry.worker.device import clock_for
 from kvferry.worker.eraser import TailEraser
 from kvferry.worker.fabric import Fabric, MemoryKind, Region
 from kvferry.worker.handshake_client import fetch_description
+from kvferry.worker.host_mirror import HostMirror
 from kvferry.worker.landing import Landing
 from kvferry.worker.lease_table import LeaseTable
 from kvferry.worker.load import LoadContext
@@ -79,18 +80,20 @@ class FerryWorker:
         self._landing = Landing(_CELLS_PER_LOAD * settings.max_loads + _MORE_CELLS)
         self._fabric = make_fabric(f"{engine_id}/{place}/{uuid.uuid4().hex[:12]}")
         self._staging = _staging(caches, settings)
+        self._mirror = HostMirror(caches, groups) if settings.host_buffer else None
+        exported = self._mirror.caches if self._mirror is not None else caches
         table_region = Region(self._table.address.address, self._table.num_bytes, MemoryKind.DRAM)
         pool = [self._staging.region()] if self._staging is not None else []
-        self._fabric.register([*caches.regions(), table_region, self._landing.region(), *pool])
+        self._fabric.register([*exported.regions(), table_region, self._landing.region(), *pool])
         self._landing.prepare(self._fabric)
         self.description = WorkerDescription(
             place=place,
             agent=self._fabric.agent_name,
             agent_metadata=self._fabric.metadata(),
-            memory=caches.kind.value,
-            device=caches.device_index,
+            memory=exported.kind.value,
+            device=exported.device_index,
             lease_table=self._table.address,
-            tensors=caches.tensors,
+            tensors=exported.tensors,
         )
         # This engine as the planner sees it.
         self._engine = EngineDescription(
@@ -100,11 +103,12 @@ class FerryWorker:
             facts=facts,
             topology=topology,
             groups=groups,
-            workers=(self.description,),
+            workers=(self._as_consumer(caches),),
         )
         self._costs = Costs(
             direct_min_bytes=settings.direct_min_bytes,
             staged_run_bytes=self._staging.longest_run if self._staging is not None else 0,
+            reaches_caches=not settings.host_buffer,
         )
         self._number = 0  # this worker's among the workers it knows
         self._caches = caches
@@ -124,7 +128,9 @@ class FerryWorker:
         """
         if len(workers) <= self._index or workers[self._index] != self.description:
             raise InvalidMessage("workers", f"{len(workers)} workers", f"this one's own description at {self._index}")
-        self._engine = msgspec.structs.replace(self._engine, workers=tuple(workers))
+        known = list(workers)
+        known[self._index] = self._as_consumer(self._caches)
+        self._engine = msgspec.structs.replace(self._engine, workers=tuple(known))
         self._number = self._index
 
     def carry_out(self, orders: StepOrders) -> None:
@@ -150,7 +156,7 @@ class FerryWorker:
         """The transfer thread; it starts with the first orders, because they bring this engine's boot."""
         if self._thread is None:
             settings = self._settings
-            thread = TransferThread(self._table, settings.load_timeout_s, settings.max_loads)
+            thread = TransferThread(self._table, self._mirror, settings.load_timeout_s, settings.max_loads)
             self._book = PeerBook(
                 self._fabric,
                 self._caches,
@@ -176,6 +182,10 @@ class FerryWorker:
             self._thread = thread
         return self._thread
 
+    def _as_consumer(self, caches: KvCaches) -> WorkerDescription:
+        """This worker with the addresses at which it wants the bytes: those of the caches themselves."""
+        return msgspec.structs.replace(self.description, tensors=caches.tensors)
+
     def _introduce(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
         """Fetch a producer's description and plan it; on a thread that may wait."""
         if key.engine_id == self._engine_id:
@@ -194,4 +204,6 @@ def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:
     """The pool that the settings ask for."""
     asked = settings.staging_pool_bytes
     capacity = _STAGING_BYTES.get(caches.device.type, _STAGING_BYTES_OF_OTHERS) if asked is None else asked
-    return Staging(caches, capacity) if capacity else None
+    if settings.host_buffer and not capacity:
+        raise InvalidConfig("staging_pool_bytes", 0, "more than 0 with a host buffer: everything goes through the pool")
+    return Staging(caches, capacity, on_host=settings.host_buffer) if capacity else None

@@ -13,6 +13,7 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, epoch_from_text, epoch_to_text, new_epoch
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
+from kvferry.protocol.params import Blocks
 from kvferry.scheduler.producer.states import LEASE_TRANSITIONS, LeaseEvent, LeaseState
 from kvferry.scheduler.tally import Tally
 
@@ -25,6 +26,7 @@ class Lease:
 
     Attributes:
         deadline_s: on the ledger's own clock; meaningful while HELD.
+        blocks: for the workers, if they want to know them.
         ended_by: why nobody reads any more (`release`, `expired`, …), set when that is decided.
     """
 
@@ -33,6 +35,7 @@ class Lease:
     epoch: Epoch
     state: LeaseState = LeaseState.COMPUTING
     deadline_s: float = 0.0
+    blocks: Blocks = ()
     ended_by: str = ""
 
     @property
@@ -108,12 +111,17 @@ class ProducerLedger:
         self._tally.add("leases_opened")
         return True
 
-    def finish(self, request_id: str) -> Lease | None:
-        """The request has ended well: keep its blocks. None when it has no lease."""
+    def finish(self, request_id: str, blocks: Blocks = ()) -> Lease | None:
+        """The request has ended well: keep its blocks. None when it has no lease.
+
+        Args:
+            blocks: what the workers are told of them.
+        """
         lease = self._by_request.get(request_id)
         if lease is None:
             return None
         self._advance(lease, LeaseEvent.FINISH)
+        lease.blocks = blocks
         self._pending.finished.append(lease)
         return lease
 
@@ -174,7 +182,8 @@ class ProducerLedger:
             self._advance(lease, LeaseEvent.ANNOUNCE)
             lease.deadline_s = self._clock_s + self.lease_s
             self._watch(lease)
-            holds.append(LeaseHold(request_id=lease.request_id, slot=lease.slot, epoch=epoch_to_text(lease.epoch)))
+            name = lease.name
+            holds.append(LeaseHold(request_id=lease.request_id, slot=name.slot, epoch=name.epoch, blocks=lease.blocks))
             if lease.ended_by:
                 # Released before the workers knew of the hold: the hold goes out now, its end in the next step.
                 self._advance(lease, LeaseEvent.END)

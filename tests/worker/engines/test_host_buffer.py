@@ -1,0 +1,60 @@
+"""Engines whose fabric does not reach their device: everything goes through host memory, and nothing else is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.slots import SlotState
+from tests.worker.engine import Engine
+from tests.worker.engine_rig import SETTINGS, Rig
+from tests.worker.toy_caches import CacheShape
+
+ON_HOST = replace(SETTINGS, host_buffer=True)
+SHAPES = {
+    "alike": CacheShape(),
+    "one allocation, two kernel blocks a scheduler block": CacheShape(one_storage=True, ratio=2),
+    "tokens outermost, with gaps": CacheShape(axes="tbh", gap_bytes=24),
+    "a whole block a cell": CacheShape(tile_tokens=4, cell_bytes=64),
+}
+
+
+def is_inside_the_caches(engine: Engine, address: int) -> bool:
+    return any(part.ctypes.data <= address < part.ctypes.data + part.nbytes for part in engine.caches.memory)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("sides", ["both", "producer", "consumer"])
+def test_every_byte_arrives_through_host_memory(any_rig: Rig, shape: CacheShape, sides: str) -> None:
+    producer = any_rig.engine("P", shape=shape, settings=ON_HOST if sides != "consumer" else SETTINGS)
+    consumer = any_rig.engine("C", shape=shape, settings=ON_HOST if sides != "producer" else SETTINGS)
+    for tokens in (4, 8, 24):
+        any_rig.transfer(producer, consumer, tokens=tokens, seed=tokens)
+        figures = consumer.seen.figures[-1]
+        assert figures.staged_bytes == (figures.planned_bytes if sides != "producer" else 0)
+
+
+def test_peers_read_the_copy_and_never_the_caches(any_rig: Rig) -> None:
+    producer, consumer = any_rig.pair(settings=ON_HOST)
+    assert not any(is_inside_the_caches(producer, tensor.base) for tensor in producer.worker.description.tensors)
+    offer = producer.prefill(tokens=10, seed=3)
+    any_rig.step_until(lambda: producer.word(offer) & 0xF == SlotState.READY, "the blocks have been copied")
+    producer.caches.fill(offer.blocks, 0x77)
+    load = consumer.load(offer.params)
+    assert any_rig.until_over(consumer, load) is None
+    consumer.check_bytes(load, seed=3)
+
+
+def test_blocks_that_are_used_again_are_copied_again(any_rig: Rig) -> None:
+    shape = CacheShape(blocks=8)
+    producer, consumer = any_rig.engine("P", shape=shape, settings=ON_HOST), any_rig.engine("C", settings=ON_HOST)
+    for seed in range(1, 6):
+        any_rig.transfer(producer, consumer, tokens=26, seed=seed)
+
+
+def test_a_host_buffer_without_a_pool_is_refused_by_name(rig: Rig) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        rig.engine("P", settings=replace(ON_HOST, staging_pool_bytes=0))
+    assert refused.value.field == "staging_pool_bytes"

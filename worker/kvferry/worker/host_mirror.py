@@ -1,0 +1,100 @@
+"""A copy of the caches in host memory, for fabrics that do not reach the device.
+
+The copy has the layout of the caches, so it is described by the same numbers at other addresses. A request's blocks
+are copied when it is held, by one relayout; its lease says READY only when that has finished. So peers never read from
+the device. The copy is as large as the caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from kvferry.plan.blocks import NULL_BLOCK
+from kvferry.protocol.geometry import PagedTensor
+from kvferry.protocol.handshake import CacheGroup
+from kvferry.protocol.params import Blocks
+from kvferry.worker.caches import KvCaches
+from kvferry.worker.device import DeviceMark
+from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.wave_table import WaveTable
+from kvferry.worker.staging import relayout_for
+
+
+class HostMirror:
+    """The copy. Used on the transfer thread, once made.
+
+    Args:
+        caches: what is copied.
+        groups: this engine's cache groups.
+
+    Attributes:
+        caches: the same caches, described in host memory.
+    """
+
+    def __init__(self, caches: KvCaches, groups: Sequence[CacheGroup]) -> None:
+        self._groups = groups
+        storages, moved = [], {}
+        for tensor in caches.storages:
+            whole = tensor.untyped_storage()
+            if whole.data_ptr() not in moved:
+                pin = caches.device.type == "cuda"
+                storages.append(torch.empty(whole.nbytes(), dtype=torch.uint8, pin_memory=pin))
+                moved[whole.data_ptr()] = (whole.nbytes(), storages[-1].data_ptr() - whole.data_ptr())
+        self._pairs = [(tensor, _moved(tensor, moved)) for tensor in caches.tensors]
+        self.caches = KvCaches(tuple(storages), tuple(copy for _, copy in self._pairs), torch.device("cpu"))
+        self._relayout = relayout_for(caches.storages, storages, caches.device)
+
+    def try_copy(self, blocks: Blocks) -> DeviceMark | None:
+        """Begin to copy a request's scheduler blocks, per cache group; never waits.
+
+        Returns:
+            When the copy is complete; None while too many copies are on their way: ask again.
+        """
+        return self._relayout.try_start(self._table(blocks))
+
+    def _table(self, blocks: Blocks) -> WaveTable:
+        shapes: dict[Shape, int] = {}
+        pieces, units = [], [np.empty((0, 4), dtype=np.int32)]
+        ranges: dict[tuple[int, int], tuple[int, int]] = {}
+        count = 0
+        for tensor, copy in self._pairs:
+            key = (tensor.group, tensor.block_tokens)
+            if key not in ranges:
+                kernel = self._kernel_blocks(tensor, blocks)
+                ranges[key] = (count, count + len(kernel))
+                count += len(kernel)
+                units.append(np.stack([kernel, np.zeros_like(kernel)] * 2, axis=1))
+            shape = _shape(tensor)
+            pieces.append((tensor.base, copy.base, shapes.setdefault(shape, len(shapes)), *ranges[key], 0))
+        table = np.array(pieces, dtype=np.int64).reshape(-1, 6)
+        return WaveTable(tuple(shapes), table, np.concatenate(units))
+
+    def _kernel_blocks(self, tensor: PagedTensor, blocks: Blocks) -> np.ndarray:
+        group = self._groups[tensor.group]
+        ratio = 1 if group.policy == "state" else group.block_tokens // tensor.block_tokens
+        ids = np.array([block for block in blocks[tensor.group] if block != NULL_BLOCK], dtype=np.int64)
+        return np.asarray((ids[:, None] * ratio + np.arange(ratio)).ravel().astype(np.int32))
+
+
+def _moved(tensor: PagedTensor, moved: dict[int, tuple[int, int]]) -> PagedTensor:
+    """The tensor at the address of its copy."""
+    for start, (num_bytes, shift) in moved.items():
+        if start <= tensor.base < start + num_bytes:
+            return msgspec.structs.replace(tensor, base=tensor.base + shift)
+    raise ValueError(f"{tensor.layer}/{tensor.kind} lies in none of the registered allocations")
+
+
+def _shape(tensor: PagedTensor) -> Shape:
+    """One block of a tensor, the same on both sides."""
+    element = tensor.element_bytes or tensor.cell_bytes
+    axes = [
+        Axis(len(tensor.heads), tensor.head_stride, tensor.head_stride),
+        Axis(tensor.tiles, tensor.tile_stride, tensor.tile_stride),
+        Axis(tensor.cell_bytes // element, tensor.element_stride, tensor.element_stride),
+    ]
+    pace = (tensor.block_stride, 0)
+    return Shape.of(axes, element, source_pace=pace, destination_pace=pace)
