@@ -1,0 +1,183 @@
+"""The four operations of the earlier design, as special cases; what is expected is worked out from their definitions.
+
+Caches are `[block, head, token, dim]` (HND) or `[block, token, head, dim]` (NHD); the elements are two bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from kvferry.worker.relayout.block_copies import copy_kv_blocks
+from kvferry.worker.relayout.reference import ReferenceRelayout
+from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.wave_table import InvalidTable, WaveTable
+from tests.worker.relayout.cases import Case
+from tests.worker.relayout.runners import Runner
+
+HEADS, DIM, ELEMENT = 3, 8, 2
+POISON = 0x5A5A
+Values = NDArray[np.uint16]
+
+
+def received(tokens: int) -> Values:
+    """What the producer computed, `[token, head, dim]`."""
+    return np.random.default_rng(tokens).integers(0, 0x5000, (tokens, HEADS, DIM)).astype(np.uint16)
+
+
+def in_blocks(values: Values, block_tokens: int) -> Values:
+    """As `[block, token, head, dim]`."""
+    return values.reshape(-1, block_tokens, HEADS, DIM)
+
+
+def strides(order: str, block_tokens: int) -> tuple[int, int]:
+    """Bytes from head to head and from token to token."""
+    cell = DIM * ELEMENT
+    return (block_tokens * cell, cell) if order == "HND" else (cell, HEADS * cell)
+
+
+def received_in(
+    run: Runner, source: Values, remote: tuple[str, int], local: tuple[str, int], blocks: list[int]
+) -> Values:
+    """The local cache of 8 blocks after the relayout of a source in the remote order and block size."""
+    (_, theirs), (order, ours) = remote, local
+    unit = min(theirs, ours)
+    here, there = strides(*remote), strides(*local)
+    block_bytes = HEADS * DIM * ELEMENT
+    shape = Shape.of(
+        [Axis(HEADS, here[0], there[0]), Axis(unit, here[1], there[1])],
+        DIM * ELEMENT,
+        source_pace=(theirs * block_bytes, unit * here[1]),
+        destination_pace=(ours * block_bytes, unit * there[1]),
+    )
+    starts = range(0, source.size // (HEADS * DIM), unit)
+    units = [(t // theirs, t % theirs // unit, blocks[t // ours], t % ours // unit) for t in starts]
+    table = WaveTable.of([shape], [(0, 0, 0, 0, len(units), 0)], units)
+    cache = np.full(8 * ours * HEADS * DIM, POISON, dtype=np.uint16)
+    found = run(Case(table, np.ascontiguousarray(source).reshape(-1).view(np.uint8), cache.view(np.uint8)))
+    assert found.launches == 1
+    sizes = (8, HEADS, ours, DIM) if order == "HND" else (8, ours, HEADS, DIM)
+    return found.destination.view(np.uint16).reshape(sizes)
+
+
+def check(cache: Values, blocks: list[int], expected: Values) -> None:
+    assert (cache[blocks] == expected).all()
+    others = [block for block in range(len(cache)) if block not in blocks]
+    assert (cache[others] == POISON).all(), "no other block is touched"
+
+
+def test_kv_postprocess_blksize_on_receive(run: Runner) -> None:
+    """A remote block of 3·4 tokens is 3 local blocks of 4, heads outermost on both sides."""
+    values = received(24)
+    remote = in_blocks(values, 12).swapaxes(1, 2)
+    cache = received_in(run, remote, ("HND", 12), ("HND", 4), [5, 1, 7, 0, 2, 3])
+    check(cache, [5, 1, 7, 0, 2, 3], in_blocks(values, 4).swapaxes(1, 2))
+
+
+def test_kv_postprocess_blksize_on_receive_into_larger_blocks(run: Runner) -> None:
+    """3 remote blocks of 4 tokens are a local block of 12."""
+    values = received(24)
+    remote = in_blocks(values, 4).swapaxes(1, 2)
+    cache = received_in(run, remote, ("HND", 4), ("HND", 12), [6, 2])
+    check(cache, [6, 2], in_blocks(values, 12).swapaxes(1, 2))
+
+
+def test_kv_postprocess_blksize_on_receive_of_a_block_that_is_not_full(run: Runner) -> None:
+    """2 remote blocks of 4 tokens fill two thirds of a local block of 12; its last 4 tokens stay as they were."""
+    values = received(8)
+    cache = received_in(run, in_blocks(values, 4).swapaxes(1, 2), ("HND", 4), ("HND", 12), [6])
+    assert (cache[6][:, :8] == values.swapaxes(0, 1)).all()
+    assert (cache[6][:, 8:] == POISON).all()
+
+
+def test_kv_postprocess_layout_on_receive(run: Runner) -> None:
+    """Heads outermost becomes tokens outermost: `[block, head, token, dim]` permuted to `[block, token, head, dim]`."""
+    values = received(12)
+    cache = received_in(run, in_blocks(values, 4).swapaxes(1, 2), ("HND", 4), ("NHD", 4), [4, 0, 6])
+    check(cache, [4, 0, 6], in_blocks(values, 4))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "blocks"), [(12, 4, [3, 0, 7, 2, 1, 5]), (4, 12, [4, 1]), (4, 4, [*range(6)])]
+)
+@pytest.mark.parametrize("orders", [("HND", "NHD"), ("NHD", "HND")])
+def test_kv_postprocess_blksize_and_layout_on_receive(
+    run: Runner, theirs: int, ours: int, blocks: list[int], orders: tuple[str, str]
+) -> None:
+    """Another block size and another order at once."""
+    values = received(24)
+    remote, expected = in_blocks(values, theirs), in_blocks(values, ours)
+    remote = remote.swapaxes(1, 2) if orders[0] == "HND" else remote
+    expected = expected.swapaxes(1, 2) if orders[1] == "HND" else expected
+    cache = received_in(run, remote, (orders[0], theirs), (orders[1], ours), blocks)
+    check(cache, blocks, expected)
+
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO CUDA DEVICE: h2d and d2h were not run")
+DIRECTIONS = ["h2h", pytest.param("h2d", marks=NEEDS_CUDA), pytest.param("d2h", marks=NEEDS_CUDA)]
+
+
+def caches(count: int, device: str, seed: int) -> dict[str, torch.Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    made = {f"layers.{n}": torch.randn(count, HEADS, 4, DIM, generator=source).bfloat16() for n in range(3)}
+    return {layer: cache.pin_memory() if device == "pinned" else cache.to(device) for layer, cache in made.items()}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_copy_kv_blocks(direction: str) -> None:
+    """Block by block, of all layers: `dst[layer][dst_ids[i]] = src[layer][src_ids[i]]`; one launch."""
+    where = {"h2h": ("cpu", "cpu"), "h2d": ("pinned", "cuda"), "d2h": ("cuda", "pinned")}[direction]
+    source, destination = caches(6, where[0], 0), caches(9, where[1], 1)
+    expected = {layer: cache.clone().cpu() for layer, cache in destination.items()}
+    table = copy_kv_blocks(source, destination, [5, 0, 2], [1, 8, 3])
+    for layer, cache in expected.items():
+        for one, other in ((5, 1), (0, 8), (2, 3)):
+            cache[other] = source[layer][one].cpu()
+    if direction == "h2h":
+        relayout = ReferenceRelayout(source.values(), destination.values())
+        assert relayout.try_start(table).reached()
+        assert relayout.launches == 1
+    else:
+        from kvferry.worker.relayout.triton_relayout import TritonRelayout
+
+        compiled = TritonRelayout(source.values(), destination.values(), torch.device("cuda", 0))
+        torch.cuda.synchronize()
+        assert compiled.try_start(table) is not None
+        torch.cuda.synchronize()
+        assert compiled.launches == 1
+    for layer, cache in destination.items():
+        assert torch.equal(cache.cpu(), expected[layer])
+
+
+def test_copy_kv_blocks_follows_the_strides_of_either_side() -> None:
+    """A host buffer with tokens outermost, a cache with heads outermost: the same elements, by their indices."""
+    source = {"layer": torch.randn(4, 4, HEADS, DIM).transpose(1, 2)}
+    destination = {"layer": torch.zeros(4, HEADS, 4, DIM)}
+    ReferenceRelayout(source.values(), destination.values()).try_start(
+        copy_kv_blocks(source, destination, [3, 0], [0, 1])
+    )
+    assert torch.equal(destination["layer"][:2], source["layer"][[3, 0]])
+    assert not destination["layer"][2:].any()
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "ids", "message"),
+    [
+        ({"a": torch.zeros(2, 4)}, {"b": torch.zeros(2, 4)}, ([0], [0]), r"\['a', 'b'\] are on one side only"),
+        ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 5)}, ([0], [0]), r"a: blocks are .*\(4,\) and .*\(5,\)"),
+        ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 4).half()}, ([0], [0]), "float32 .*float16"),
+        ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 4)}, ([0], [0, 1]), "1 source blocks for 2"),
+        ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 4)}, ([2], [0]), r"a: blocks 2 … 2 of 2"),
+        ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 4)}, ([0], [-1]), r"a: blocks -1"),
+    ],
+)
+def test_copy_kv_blocks_refuses_what_does_not_fit(
+    source: dict[str, torch.Tensor],
+    destination: dict[str, torch.Tensor],
+    ids: tuple[list[int], list[int]],
+    message: str,
+) -> None:
+    with pytest.raises(InvalidTable, match=message):
+        copy_kv_blocks(source, destination, *ids)
