@@ -9,14 +9,16 @@ from kvferry.cli.short_values import DTYPE_BYTES, LAYOUTS
 DENSE = "layers=4,heads=4,dim=8,blocks=64"
 """A small engine; what is appended says the rest."""
 
+KINDS = ("heads", "heads", "mla", "cpu")
+
 
 @st.composite
-def short_forms(draw: st.DrawFn, layers: int | None = None, tp: int | None = None) -> str:
+def short_forms(draw: st.DrawFn, layers: int | None = None, kinds: tuple[str, ...] = KINDS) -> str:
     """A short form that can be read, with any of the keys."""
     count = layers or draw(st.integers(1, 6))
-    size = tp or draw(st.integers(1, 4))
+    size = draw(st.integers(1, 4))
     pairs = [f"layers={count}", f"tp={size}"]
-    kind = draw(st.sampled_from(["heads", "heads", "mla", "cpu"]))
+    kind = draw(st.sampled_from(kinds))
     if kind == "mla":
         pairs.append(f"mla={draw(st.integers(1, 9))}")
     else:
@@ -29,13 +31,10 @@ def short_forms(draw: st.DrawFn, layers: int | None = None, tp: int | None = Non
         pairs.append(f"kv={draw(st.sampled_from(['packed', 'apart']))}")
     pairs.append(f"dtype={draw(st.sampled_from(sorted(DTYPE_BYTES)))}")
     kernel = draw(st.integers(1, 4))
-    pairs += [
-        f"block={kernel * draw(st.integers(1, 3))}",
-        f"kernel_block={kernel}",
-        f"blocks={draw(st.integers(1, 4))}",
-    ]
+    block = kernel * draw(st.integers(1, 3))
+    pairs += [f"block={block}", f"kernel_block={kernel}", f"blocks={draw(st.integers(2, 5))}"]
     pairs += _stages(draw, count)
-    pairs += _contexts(draw, size, kind == "mla")
+    pairs += _contexts(draw, size, block, kind == "mla")
     pairs += _windows_and_states(draw, count)
     return ",".join(draw(st.permutations(pairs)))
 
@@ -47,13 +46,14 @@ def _stages(draw: st.DrawFn, layers: int) -> list[str]:
     return [f"stages={first}+{layers - first}" if first < layers else f"stages={layers}"]
 
 
-def _contexts(draw: st.DrawFn, tp: int, is_mla: bool) -> list[str]:
+def _contexts(draw: st.DrawFn, tp: int, block: int, is_mla: bool) -> list[str]:
     pcp = draw(st.integers(1, 2))
     sizes = [size for size in range(1, pcp * tp + 1) if pcp * tp % size == 0]
     if not is_mla:
         sizes = [s for s in sizes if pcp % s == 0 or (s % pcp == 0 and tp % (s // pcp) == 0)]
     dcp = draw(st.sampled_from(sizes))
-    run = [f"interleave={draw(st.integers(1, 8))}"] if dcp > 1 and draw(st.booleans()) else []
+    runs = [run for run in range(1, block + 1) if block % run == 0]
+    run = [f"interleave={draw(st.sampled_from(runs))}"] if dcp > 1 and draw(st.booleans()) else []
     return [f"pcp={pcp}", f"dcp={dcp}", *run]
 
 

@@ -125,6 +125,7 @@ WRONG = {
     f"{ATTENTION},layout=CPU,kv=apart": "kv is 'apart'; expected no kv with layout=CPU",
     f"{ATTENTION},block=16,kernel_block=12": "kernel_block is 12; expected a divisor of block=16",
     f"{ATTENTION},interleave=4": "interleave is 4; expected dcp above 1 with it",
+    f"{ATTENTION},tp=4,dcp=2,interleave=12": "interleave is 12; expected a divisor of block=16",
     f"{ATTENTION},tp=4,dcp=3": "dcp is 3; expected a divisor of pcp·tp=4",
     f"{ATTENTION},tp=3,pcp=2,dcp=3": "dcp is 3; expected a divisor or a multiple of pcp=2",
     f"{ATTENTION},tp=4096,pp=2": "tp is 4096; expected at most 4096 ranks; pp·pcp·tp is 8192",

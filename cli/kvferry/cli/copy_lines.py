@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import msgspec
@@ -110,11 +111,13 @@ def _lines(plans: Sequence[TransferPlan], units: Sequence[Mapping[TokenMap, Unit
     for plan, pairs in zip(plans, units, strict=True):
         for route in plan.routes:
             head = f'{{"consumer": {_place(plan.place)}, "producer": {_place(route.place)}, "src": '
-            for copies in route_copies(route, pairs):
-                tail = f', "via": "{copies.placing.value}"}}\n'
-                rows = zip(copies.src.tolist(), copies.dst.tolist(), copies.num_bytes.tolist(), strict=True)
-                for src, dst, num_bytes in rows:
-                    yield f'{head}{src}, "dst": {dst}, "bytes": {num_bytes}{tail}'
+            for bundle in route.bundles:
+                convert = f', "convert": "{bundle.conversions[0]}"' if bundle.conversions else ""
+                for copies in route_copies(replace(route, bundles=(bundle,)), pairs):
+                    tail = f', "via": "{copies.placing.value}"{convert}}}\n'
+                    rows = zip(copies.src.tolist(), copies.dst.tolist(), copies.num_bytes.tolist(), strict=True)
+                    for src, dst, num_bytes in rows:
+                        yield f'{head}{src}, "dst": {dst}, "bytes": {num_bytes}{tail}'
 
 
 def _place(place: Place) -> str:

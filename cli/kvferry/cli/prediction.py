@@ -61,7 +61,7 @@ def prompt_tokens(asked: int | None, plans: Iterable[TransferPlan], here: Groups
     """The length of the prompt: what was asked for, or `DEFAULT_TOKENS`, or what the smaller cache holds.
 
     Raises:
-        InvalidArgument: more was asked for than a cache holds.
+        InvalidArgument: more was asked for than a cache holds, or one holds nothing.
     """
     limits = [(MAX_TOKENS, "this command counts no further")]
     for tokens in {bundle.tokens for plan in plans for route in plan.routes for bundle in route.bundles}:
@@ -70,6 +70,8 @@ def prompt_tokens(asked: int | None, plans: Iterable[TransferPlan], here: Groups
             limits.append((_capacity(tokens.remote, there[group]), "the producer's cache holds no more"))
             limits.append((_capacity(tokens.local, here[group]), "the consumer's cache holds no more"))
     most, why = min(limits)
+    if most < 1:
+        raise InvalidArgument("blocks", 1, "at least 2 in every cache: block 0 is nobody's")
     if asked is not None and asked > most:
         raise InvalidArgument("--tokens", asked, f"at most {most}: {why}")
     return min(DEFAULT_TOKENS, most) if asked is None else asked

@@ -19,7 +19,7 @@ from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Ra
 from kvferry.protocol.handshake import CacheGroup, ModelFacts
 
 UNKNOWN_MODEL = "short form"
-"""A short form says nothing about weights: this stands in their place."""
+"""A short form says nothing about weights and activations: this stands in their place."""
 
 _Groups = list[tuple[CacheGroup, tuple[int, ...]]]
 
@@ -43,7 +43,7 @@ def engine_of_form(form: ShortForm, engine_id: str) -> EngineDump:
         facts=ModelFacts(
             model=UNKNOWN_MODEL,
             fingerprint=UNKNOWN_MODEL,
-            dtype=form.dtype,
+            dtype=UNKNOWN_MODEL,
             cache_dtype=form.dtype,
             quantization="none",
             max_model_tokens=form.blocks * form.block,
@@ -123,7 +123,8 @@ def _attention_tensors(
         tile_stride=strides["N"],
         cell_bytes=cell,
         interleave=interleave,
-        format=Format(dtype=form.dtype),
+        format=_format(form.dtype),
+        scales=_scales(form.dtype),
     )
     v = replace(k, kind="v", base=base + (cell if packed else total))
     if form.layout == "CPU":  # in a (block, head): K as [dim, tokens], behind it V as [tokens, dim]
@@ -135,6 +136,15 @@ def _attention_tensors(
         for kind in ((k,) if form.mla else (k, v))
     ]
     return tensors, total if packed or form.mla else 2 * total
+
+
+def _format(dtype: str) -> Format:
+    return Format(dtype=dtype, quantization="fp8_per_tensor" if DTYPE_BYTES[dtype] == 1 else "none")
+
+
+def _scales(dtype: str) -> tuple[float, ...]:
+    """A float8 cache has static scales: here they are 1."""
+    return (1.0,) if DTYPE_BYTES[dtype] == 1 else ()
 
 
 def strides_of(order: str, sizes: dict[str, int]) -> tuple[dict[str, int], int]:
@@ -188,7 +198,8 @@ def _state_tensors(
         tile_tokens=form.block,
         tile_stride=0,
         cell_bytes=head_bytes,
-        format=Format(dtype=form.state_dtype),
+        format=_format(form.state_dtype),
+        scales=_scales(form.state_dtype),
     )
     kinds = []
     before = 0

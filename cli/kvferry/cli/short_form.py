@@ -123,7 +123,8 @@ def _filled(values: dict[str, Any]) -> ShortForm:
         raise InvalidShortForm("kernel_block", values["kernel_block"], f"a divisor of block={block}")
     if "interleave" in values and values.get("dcp", 1) == 1:
         raise InvalidShortForm("interleave", values["interleave"], "dcp above 1 with it")
-    values.setdefault("interleave", block)
+    if block % values.setdefault("interleave", block):
+        raise InvalidShortForm("interleave", values["interleave"], f"a divisor of block={block}")
     values.setdefault("state_dtype", values.get("dtype", "bfloat16"))
     form = ShortForm(**values)
     _check_ranks(form)
@@ -221,10 +222,10 @@ KEYS = {
     "stages": Key(stage_list, "`n+n+…`", "layers of each pipeline stage, in place of pp"),
     "pcp": Key(whole(1, MAX_RANKS), "number", "prefill context parallel ranks: replicas, unless dcp spans them"),
     "dcp": Key(whole(1, MAX_RANKS), "number", "decode context parallel ranks: they share the tokens out"),
-    "interleave": Key(_SIZE, "number", "tokens in a row on one dcp rank; default: block"),
+    "interleave": Key(_SIZE, "number", "tokens in a row on one dcp rank, a divisor of block; default: block"),
     "block": Key(_SIZE, "number", "tokens of a scheduler block (`--block-size`), the unit of block ids"),
     "kernel_block": Key(_SIZE, "number", "tokens of a physical block, a divisor of block; default: block"),
-    "blocks": Key(whole(1, 1 << 30), "number", "scheduler blocks in the cache"),
+    "blocks": Key(whole(2, 1 << 30), "number", "scheduler blocks in the cache, of which block 0 is nobody's"),
     "layout": Key(choice(LAYOUTS), "name", f"order of the axes: {', '.join(LAYOUTS)}"),
     "kv": Key(choice(("packed", "apart")), "name", "packed: a cell is `[K|V]`; apart: all of V behind all of K"),
     "window": Key(window_of, "`n` or `n@layers`", "tokens of a sliding window, and which layers have it; default: all"),

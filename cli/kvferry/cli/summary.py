@@ -61,6 +61,7 @@ class Read(msgspec.Struct, frozen=True, kw_only=True):
     unit_runs: int
     placing: str
     reason: str
+    conversion: str
     bytes: int
     runs: int
 
@@ -294,6 +295,7 @@ def _read(route: Route, bundle: Bundle, found: Units, groups: Sequence[CacheGrou
         unit_runs=bundle.unit_runs,
         placing=slices[0].placing.value,
         reason=slices[0].reason,
+        conversion=str(bundle.conversions[0]) if bundle.conversions else "",
         bytes=found.units * bundle.unit_bytes,
         runs=found.units * bundle.unit_runs,
     )

@@ -1,0 +1,332 @@
+"""`kvferry plan`: what it prints, in which form, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from kvferry.cli.plan_command import POOL_BYTES_DRAM, POOL_BYTES_VRAM, longest_staged_run
+from kvferry.cli.sides import read_pair
+from kvferry.cli.summary import Flow, PlanSummary, Read, Refusal, summarise
+from kvferry.plan.blocks import RequestBlocks, pair_request
+from kvferry.plan.copies import route_copies
+from kvferry.plan.cost import PUBLISHED, Costs
+from kvferry.plan.planner import plan_engine
+from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.transfer_plan import Placing
+from kvferry.plan.waves import source_table, source_units
+from kvferry.protocol.dump import dump_of, encode_dump
+from kvferry.protocol.handshake import EngineDescription
+from tests.cli.command import run
+from tests.cli.forms import DENSE, short_forms
+
+EIGHT, FOUR = f"{DENSE},heads=8,tp=8".replace("heads=4,", ""), f"{DENSE},heads=8,tp=4".replace("heads=4,", "")
+NHD = "layers=2,heads=4,dim=16,layout=NHD"
+
+
+def summary_of(*arguments: str) -> PlanSummary:
+    ran = run("plan", *arguments, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    return msgspec.json.decode(ran.out, type=PlanSummary)
+
+
+def sides(producer: str, consumer: str) -> tuple[EngineDescription, EngineDescription]:
+    return read_pair(producer, consumer, lambda: b"")
+
+
+def test_every_consumer_reads_its_heads_from_the_ranks_that_hold_them() -> None:
+    for worker in summary_of(EIGHT, FOUR).workers:
+        assert [flow.producer.tp for flow in worker.flows] == [2 * worker.place.tp, 2 * worker.place.tp + 1]
+        for flow in worker.flows:
+            head = flow.producer.tp
+            assert {(heads.start, heads.stop) for one in flow.reads for heads in one.heads} == {(head, head + 1)}
+
+
+def test_the_log_lines_are_those_that_the_workers_would_write() -> None:
+    producer, consumer = sides(EIGHT, f"{FOUR},layout=NHD")
+    wanted = [plan.describe() for plan in plan_engine(consumer, producer, costs_of(consumer))]
+    printed = run("plan", EIGHT, f"{FOUR},layout=NHD").out
+    assert printed.partition("in the log of each consumer worker:\n")[2].splitlines() == wanted
+    assert [worker.log for worker in summary_of(EIGHT, f"{FOUR},layout=NHD").workers] == wanted
+
+
+def costs_of(consumer: EngineDescription) -> Costs:
+    pool = POOL_BYTES_VRAM if consumer.workers[0].memory == "VRAM" else POOL_BYTES_DRAM
+    return Costs(staged_run_bytes=longest_staged_run(pool))
+
+
+def test_the_staging_pool_is_taken_for_as_large_as_a_worker_makes_it() -> None:
+    pool = pytest.importorskip("kvferry.worker.staging_pool").StagingPool
+    worker = pytest.importorskip("kvferry.worker.worker")
+    assert worker._STAGING_BYTES == {"cuda": POOL_BYTES_VRAM}
+    assert worker._STAGING_BYTES_OF_OTHERS == POOL_BYTES_DRAM
+    for size in (POOL_BYTES_VRAM, POOL_BYTES_DRAM, 1 << 20, 3_333_333):
+        assert longest_staged_run(size) == pool(size).largest_wave // 2
+
+
+def test_a_table_that_is_piped_has_no_colours_and_a_fixed_width() -> None:
+    out = run("plan", EIGHT, FOUR).out
+    table = out.partition("in the log")[0]
+    assert "\x1b" not in out
+    assert max(map(len, table.splitlines())) <= 132
+    assert len({len(line) for line in table.splitlines() if line.startswith(("─", "tp"))}) == 1
+    for place in [f"tp{rank}" for rank in range(8)]:
+        assert re.search(rf"\b{place}\b", table)
+
+
+def test_a_producer_worker_that_nobody_reads_is_shown_as_released() -> None:
+    out = run("plan", "layers=2,mla=16,tp=4", "layers=2,mla=16").out
+    assert out.count("release only") == 3
+
+
+def test_staged_reads_are_shown_with_their_reason() -> None:
+    out = run("plan", NHD, f"{NHD},layout=HND".replace("layout=NHD,", "")).out
+    assert "staged (1)" in out
+    assert re.search(r"^\(1\) runs of 64 B, but of \d+ B on the producer", out, re.MULTILINE)
+
+
+def test_without_a_staging_pool_nothing_is_staged() -> None:
+    arguments = [NHD, "layers=2,heads=4,dim=16,layout=HND", "--staging-pool-bytes"]
+    assert placings(summary_of(*arguments, "0")) == {"direct"}
+    assert placings(summary_of(*arguments, "1048576")) == {"staged"}
+
+
+def test_a_lower_limit_of_cheap_runs_makes_reads_direct() -> None:
+    arguments = [NHD, "layers=2,heads=4,dim=16,layout=HND", "--direct-min-bytes"]
+    assert placings(summary_of(*arguments, "64")) == {"direct"}
+    assert placings(summary_of(*arguments, "65")) == {"staged"}
+
+
+def placings(summary: PlanSummary) -> set[str]:
+    return {read.placing for worker in summary.workers for flow in worker.flows for read in flow.reads}
+
+
+def request_for(producer: EngineDescription, consumer: EngineDescription, tokens: int) -> RequestBlocks:
+    """Blocks 1, 2, 3, … as a prompt would have them that leaves what its windows do not need."""
+    lists = []
+    for engine in (consumer, producer):
+        ranks = engine.workers[0].tensors[0].interleave.ranks if engine.workers[0].tensors else 1
+        of_engine = []
+        for group in engine.groups:
+            span = group.block_tokens * (ranks if group.policy != "state" else 1)
+            ids = list(range(1, math.ceil(tokens / span) + 1))
+            if group.policy == "window" and engine is consumer:
+                gone = max(0, tokens - group.window_tokens + 1) // span
+                ids[:gone] = [0] * gone
+            of_engine.append([1] if group.policy == "state" else ids)
+        lists.append(of_engine)
+    return RequestBlocks(local=lists[0], remote=lists[1], first_token=0, stop_token=tokens, num_tokens=tokens)
+
+
+def pair_of_forms(data: st.DataObject, layers: int) -> list[str]:
+    """Two forms that can often be paired: what the model decides is the same on both sides."""
+    kinds = data.draw(st.sampled_from([("mla",), ("heads", "cpu")]))
+    first, second = (data.draw(short_forms(layers, kinds)) for _ in range(2))
+    same = ("heads", "dim", "mla", "window", "state_layers", "ssm", "conv", "conv_width")
+    pairs = [pair for pair in first.split(",") if pair.partition("=")[0] in same]
+    other = [pair for pair in second.split(",") if pair.partition("=")[0] not in same]
+    unfit: tuple[str, ...] = ()
+    if not any(pair.startswith("conv=") for pair in pairs):
+        unfit += ("conv_layout=",)
+    if not any(pair.startswith("state_layers=") for pair in pairs):
+        unfit += ("state_dtype=",)
+    return [first, ",".join([*pairs, *(pair for pair in other if not pair.startswith(unfit))])]
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_bytes_and_descriptors_are_those_of_a_request(data: st.DataObject) -> None:
+    """The oracle pairs a request, expands every copy of what is direct, and prepares every read of what is staged."""
+    layers = data.draw(st.integers(1, 4))
+    producer, consumer = sides(*pair_of_forms(data, layers))
+    costs = costs_of(consumer)
+    try:
+        plans = plan_engine(consumer, producer, costs)
+    except PlanRefused:
+        event("refused")
+        return
+    event("planned")
+    summary = summarise(consumer, producer, plans, costs, tokens=None, link_gb_s=50.0)
+    request = request_for(producer, consumer, summary.tokens)
+    for plan, worker in zip(plans, summary.workers, strict=True):
+        pairs = pair_request(plan, consumer.groups, producer.groups, request)
+        for route, flow in zip(plan.routes, worker.flows, strict=True):
+            copies = route_copies(route, pairs)
+            direct = [one for one in copies if one.placing is Placing.DIRECT]
+            event(f"{len(route.sources)} sources")
+            reads = [(source_table(s, 0), len(source_units(s, pairs[s.tokens]))) for s in route.sources]
+            if not any(read.conversion for read in flow.reads):
+                assert flow.bytes == sum(int(one.num_bytes.sum()) for one in copies)
+            assert sum(read.runs for read in flow.reads) == sum(len(one.src) for one in copies)
+            assert flow.descriptors == sum(len(one.src) for one in direct) + sum(t.runs * n for t, n in reads)
+            staged = sum(t.runs * t.run_bytes * n for t, n in reads)
+            assert flow.link_bytes == sum(int(one.num_bytes.sum()) for one in direct) + staged
+            assert flow.expected == route.expected
+        assert worker.bytes == sum(flow.bytes for flow in worker.flows)
+    assert summary.bytes == sum(worker.bytes for worker in summary.workers)
+
+
+def test_the_predicted_time_is_the_slowest_links_bytes_and_descriptors() -> None:
+    summary = summary_of("layers=4,heads=4,dim=8,tp=4", "layers=4,heads=4,dim=8,tp=1", "--tokens", "160", "--link", "2")
+    descriptor_s = PUBLISHED.direct_min_bytes / 50e9
+    (worker,) = summary.workers
+    wanted_ms = (summary.bytes / 2e9 + summary.descriptors * descriptor_s) * 1000
+    assert placings(summary) == {"direct"}
+    assert summary.predicted_ms == pytest.approx(wanted_ms, abs=0.001)
+    assert (summary.slowest.side, str(summary.slowest.place)) == ("consumer", "tp0")
+    back = summary_of("layers=4,heads=4,dim=8,tp=1", "layers=4,heads=4,dim=8,tp=4", "--tokens", "160", "--link", "2")
+    assert (back.slowest.side, back.bytes) == ("producer", worker.bytes)
+
+
+def test_the_link_changes_the_time_and_nothing_else() -> None:
+    one, other = (summary_of(NHD, DENSE_OF_NHD, "--link", link) for link in ("1", "100"))
+    assert one.predicted_ms > other.predicted_ms
+    assert [worker.flows for worker in one.workers] == [worker.flows for worker in other.workers]
+
+
+DENSE_OF_NHD = "layers=2,heads=4,dim=16,layout=HND"
+
+
+def test_the_prompt_is_as_long_as_the_smaller_cache_allows() -> None:
+    assert summary_of(DENSE, f"{DENSE},tp=2").tokens == 63 * 16
+    assert summary_of("layers=1,mla=8", "layers=1,mla=8").tokens == 8192
+    assert summary_of("layers=1,mla=8", "layers=1,mla=8", "--tokens", "9000").tokens == 9000
+    ran = run("plan", DENSE, DENSE, "--tokens", "1009")
+    assert (ran.code, ran.out) == (2, "")
+    assert (
+        ran.err
+        == "kvferry plan: argument: --tokens is 1009; expected at most 1008: the consumer's cache holds no more\n"
+    )
+
+
+def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_2() -> None:
+    arguments = [DENSE.replace("heads=4", "heads=3"), f"{DENSE},window=64"]
+    table, told = run("plan", *arguments), run("plan", *arguments, "--json")
+    assert (table.code, table.err, told.code, told.err) == (2, "", 2, "")
+    refusal = msgspec.json.decode(told.out, type=Refusal)
+    assert not refusal.workable
+    producer, consumer = sides(*arguments)
+    with pytest.raises(PlanRefused) as refused:
+        plan_engine(consumer, producer)
+    assert [(one.field, one.change) for one in refusal.reasons] == [
+        (one.field, one.change) for one in refused.value.reasons
+    ]
+    for reason in refused.value.reasons:
+        assert f"{reason.field}: producer {reason.producer}, consumer {reason.consumer}\n" in table.out
+        assert reason.change in table.out
+
+
+BAD = [
+    (["nothing.json", DENSE], "PRODUCER is 'nothing.json'; expected the path of a dump"),
+    ([DENSE, "nothing"], "CONSUMER is 'nothing'; expected the path of a dump"),
+    (["-", "-"], "CONSUMER is '-'; expected another source"),
+    (["-", DENSE], "dump is b''; expected JSON"),
+    (["/", DENSE], "PRODUCER is '/'; expected a file that can be read"),
+    ([DENSE, "layers=2,head=3"], "key is 'head'; expected did you mean heads?"),
+    ([DENSE, DENSE, "--tokens", "0"], "--tokens is '0'; expected a whole number from 1"),
+    ([DENSE, DENSE, "--tokens", "many"], "--tokens is 'many'"),
+    ([DENSE, DENSE, "--link", "nan"], "--link is 'nan'; expected a number from"),
+    ([DENSE, DENSE, "--link", "0"], "--link is '0'"),
+    ([DENSE, DENSE, "--direct-min-bytes", "0"], "--direct-min-bytes is '0'"),
+    ([DENSE, DENSE, "--staging-pool-bytes", "-1"], "--staging-pool-bytes is '-1'"),
+    ([DENSE, DENSE, "--out", "x"], "--out is 'x'; expected --copies with it"),
+    ([DENSE, DENSE, "--svg", "/nowhere/x.svg"], "--svg is '/nowhere/x.svg'; expected a file that can be written"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_one_line_on_standard_error_and_exit_code_2(arguments: list[str], said: str) -> None:
+    if arguments[-2] == "--staging-pool-bytes":
+        arguments = [*arguments[:-2], "=".join(arguments[-2:])]
+    ran = run("plan", *arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("kvferry plan: ")
+    assert ran.err.count("\n") == 1
+    assert said in ran.err
+
+
+@given(st.text(max_size=40), st.text(max_size=40))
+@settings(max_examples=60)
+def test_no_pair_of_texts_ends_in_anything_but_a_line_and_an_exit_code(producer: str, consumer: str) -> None:
+    ran = run("plan", "--", producer, consumer)
+    assert ran.code == 2
+    assert "Traceback" not in ran.err
+
+
+def test_a_dump_may_come_from_a_file_or_from_standard_input(tmp_path: Path) -> None:
+    producer, _ = sides(EIGHT, FOUR)
+    dump = encode_dump(dump_of(producer))
+    path = tmp_path / "a=b.json"
+    path.write_bytes(dump)
+    wanted = run("plan", EIGHT, FOUR).out
+    assert run("plan", str(path), FOUR).out == wanted
+    assert run("plan", "-", FOUR, stdin=dump).out == wanted
+
+
+def test_a_short_form_beside_a_dump_is_judged_by_its_geometry_alone(tmp_path: Path) -> None:
+    producer, _ = sides(EIGHT, FOUR)
+    facts = msgspec.structs.replace(
+        producer.facts, model="m", fingerprint="weights:1", dtype="float16", speculative="eagle"
+    )
+    path = tmp_path / "producer.json"
+    path.write_bytes(encode_dump(dump_of(msgspec.structs.replace(producer, facts=facts))))
+    assert run("plan", str(path), FOUR).code == 0
+    assert run("plan", FOUR, str(path)).code == 0
+    refused = run("plan", str(path), f"{FOUR},kv=apart".replace("dim=8", "dim=4"))
+    assert refused.code == 2
+    assert "cell_bytes: producer 16, consumer 8" in refused.out
+
+
+def test_a_dump_that_contradicts_itself_is_bad_input(tmp_path: Path) -> None:
+    producer, _ = sides(EIGHT, FOUR)
+    twice = msgspec.structs.replace(producer, workers=producer.workers[:1] * 2)
+    path = tmp_path / "producer.json"
+    path.write_bytes(encode_dump(dump_of(twice)))
+    for arguments in ([str(path), FOUR], [FOUR, str(path)]):
+        ran = run("plan", *arguments)
+        assert (ran.code, ran.out) == (2, "")
+        assert "a place of its own for every worker" in ran.err
+
+
+def test_without_rich_a_table_is_refused_by_name_and_json_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    ran = run("plan", EIGHT, FOUR)
+    assert (ran.code, ran.out) == (2, "")
+    assert "pip install 'kvferry[cli]'" in ran.err
+    assert run("plan", EIGHT, FOUR, "--json").code == 0
+
+
+def test_the_json_has_exactly_the_fields_of_the_documentation() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
+    section = page.partition("## `--json`")[2].partition("\n## ")[0]
+    plain = json.loads(run("plan", EIGHT, FOUR, "--json").out)
+    flow = plain["workers"][0]["flows"][0]
+    assert set(flow) == set(Flow.__struct_fields__)
+    assert set(flow["reads"][0]) == set(Read.__struct_fields__)
+    for holder in (
+        plain,
+        plain["producer"],
+        plain["producer"]["workers"][0],
+        plain["workers"][0],
+        flow,
+        flow["reads"][0],
+    ):
+        for name in holder:
+            assert f"`{name}`" in section, name
+
+
+def test_many_ranks_are_planned_in_seconds() -> None:
+    summary = summary_of("layers=16,heads=8,dim=128,tp=64", "layers=16,heads=8,dim=128,tp=32,pp=2")
+    assert len(summary.workers) == 64
+    assert np.isclose(
+        sum(flow.bytes_per_token for one in summary.workers for flow in one.flows), summary.bytes_per_token
+    )
