@@ -20,11 +20,17 @@ MOST_ELEMENTS = 1500
 
 @dataclass(frozen=True)
 class Case:
-    """One wave. The addresses in its table are offsets in the two arrays."""
+    """One wave. The addresses in its table are offsets in the two arrays.
+
+    Attributes:
+        source_at, destination_at: bytes of either allocation before its array, which nothing initialises.
+    """
 
     table: WaveTable
     source: NDArray[np.uint8]
     destination: NDArray[np.uint8]
+    source_at: int = 0
+    destination_at: int = 0
 
     def at(self, source: int, destination: int) -> WaveTable:
         """The table with the arrays at these addresses."""

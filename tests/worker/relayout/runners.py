@@ -42,8 +42,10 @@ Make = Callable[[list[torch.Tensor], list[torch.Tensor]], Relayout]
 
 def run_here(case: Case, make: Make, device: torch.device) -> Outcome:
     """Run a case in this process."""
-    source = torch.from_numpy(case.source).to(device)
-    destination = torch.from_numpy(case.destination.copy()).to(device)
+    source = torch.empty(case.source_at + len(case.source), dtype=torch.uint8, device=device)
+    source[case.source_at :] = torch.from_numpy(case.source).to(device)
+    destination = torch.empty(case.destination_at + len(case.destination), dtype=torch.uint8, device=device)
+    destination[case.destination_at :] = torch.from_numpy(case.destination).to(device)
     relayout = make([source], [destination])
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the copies above are on another stream
@@ -52,7 +54,7 @@ def run_here(case: Case, make: Make, device: torch.device) -> Outcome:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     assert mark.reached()
-    return Outcome(destination.cpu().numpy(), relayout.launches)
+    return Outcome(destination[case.destination_at :].cpu().numpy(), relayout.launches)
 
 
 def reference(case: Case) -> Outcome:

@@ -158,3 +158,30 @@ def test_what_leaves_the_memory_is_refused(
     case = Case(WaveTable.of([shape], [piece], [unit]), np.zeros(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8))
     with pytest.raises(InvalidTable, match=message):
         run(case)
+
+
+FAR = (1 << 31) + 3 * 4096
+"""A stride that no int32 holds."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "unit"),
+    [
+        (Shape(axes=(), run=48, source_block_stride=FAR, destination_block_stride=FAR), (1, 0, 1, 0)),
+        (Shape(axes=(), run=48, source_block_stride=FAR >> 12, destination_block_stride=4096), (4096, 0, FAR >> 12, 0)),
+        (Shape(axes=(), run=48, source_position_stride=FAR, destination_position_stride=FAR), (0, 1, 0, 1)),
+        (Shape(axes=(Axis(2, FAR, FAR),), run=48), (0, 0, 0, 0)),
+    ],
+    ids=["a block's stride", "a block's number", "a position", "an axis"],
+)
+def test_offsets_beyond_two_to_the_31(run: Runner, shape: Shape, unit: tuple[int, int, int, int]) -> None:
+    """The axis's first step is at the start of the allocations, whose bytes nobody set: only the second is compared."""
+    case = Case(
+        WaveTable.of([shape], [(5, 7, 0, 0, 1, 0)], [unit]),
+        np.arange(100, dtype=np.uint8),
+        np.full(100, 0xEE, dtype=np.uint8),
+        source_at=FAR,
+        destination_at=FAR,
+    )
+    found = run(case).destination
+    assert found.tolist() == [0xEE] * 7 + list(range(5, 53)) + [0xEE] * 45

@@ -1,0 +1,98 @@
+"""Shapes: the fewest axes that say the same."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.worker.relayout.element_types import (
+    Conversion,
+    ElementType,
+    UnsupportedConversion,
+    element_type,
+)
+from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.wave_table import WaveTable
+from tests.worker.relayout import definitions
+from tests.worker.relayout.cases import laid_out, plain, random_bytes
+
+TO_FLOAT8 = Conversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3)
+
+
+def test_the_example_of_the_docstring() -> None:
+    shape = Shape.of([Axis(2, 128, 32), Axis(4, 32, 64), Axis(2, 16, 16)], 16)
+    assert shape.axes == (Axis(4, 32, 64), Axis(2, 128, 32))
+    assert shape.run == 32
+    assert (shape.runs_per_unit, shape.unit_bytes, shape.extents) == (8, (256, 256), (256, 256))
+
+
+def test_equal_dense_sides_are_one_run() -> None:
+    shape = Shape.of([Axis(3, 64, 64), Axis(4, 16, 16), Axis(1, 5, 9), Axis(8, 2, 2)], 2)
+    assert (shape.axes, shape.run) == ((), 192)
+
+
+def test_axes_that_continue_one_another_but_not_the_run_are_one() -> None:
+    shape = Shape.of([Axis(3, 400, 800), Axis(4, 100, 200)], 16)
+    assert (shape.axes, shape.run) == ((Axis(12, 100, 200),), 16)
+
+
+def test_with_a_conversion_a_run_grows_where_each_sides_stride_is_of_its_own_elements() -> None:
+    shape = Shape.of([Axis(4, 16, 8)], 8, conversion=TO_FLOAT8)
+    assert (shape.axes, shape.run, shape.unit_bytes) == ((), 32, (64, 32))
+    assert Shape.of([Axis(4, 16, 16)], 8, conversion=TO_FLOAT8).axes == (Axis(4, 16, 16),)
+
+
+def test_an_axis_with_scales_is_never_merged() -> None:
+    shape = Shape.of([Axis(4, 16, 8, scaled=True)], 8, conversion=TO_FLOAT8)
+    assert (shape.axes, shape.run, shape.scale_rows) == ((Axis(4, 16, 8, True),), 8, 4)
+
+
+@given(seed=st.integers(0, 1 << 30))
+def test_merging_changes_nothing_of_what_is_copied(seed: int) -> None:
+    draw = random.Random(seed)
+    counts = [draw.choice((1, 2, 3)) for _ in range(draw.randint(1, 4))]
+    run = draw.choice((1, 2, 16))
+    (source, source_bytes), (destination, destination_bytes) = (laid_out(draw, counts, run, 1) for _ in range(2))
+    if draw.random() < 0.5:
+        destination, destination_bytes = source, source_bytes
+    axes = [Axis(*loop) for loop in zip(counts, source, destination, strict=True)]
+    merged = Shape.of(axes, run)
+    data = random_bytes(draw, source_bytes)
+    written = []
+    for shape in (merged, plain(axes, run, source_pace=(0, 0), destination_pace=(0, 0), conversion=None)):
+        cache = np.zeros(destination_bytes, dtype=np.uint8)
+        definitions.relayout(WaveTable.of([shape], [(0, 0, 0, 0, 1, 0)], [(0,) * 4]), data, cache)
+        written.append(cache)
+    assert (written[0] == written[1]).all()
+    assert len(merged.axes) <= len([count for count in counts if count > 1])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"axes": (Axis(2, 1, 1),) * 5, "run": 1},
+        {"axes": (), "run": 0},
+        {"axes": (Axis(0, 1, 1),), "run": 1},
+        {"axes": (Axis(2, -1, 1),), "run": 1},
+        {"axes": (), "run": 1, "source_block_stride": -1},
+        {"axes": (Axis(2, 1, 1, True),), "run": 1},
+    ],
+)
+def test_what_is_no_shape_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(LocalProtocolError):
+        Shape(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "float8_e4m3fn", "float8_e4m3"])
+def test_names_of_engines_for_one_type(name: str) -> None:
+    assert element_type(name) is ElementType.FLOAT8_E4M3
+
+
+def test_an_unknown_type_is_refused_with_the_field_and_what_would_do() -> None:
+    with pytest.raises(UnsupportedConversion, match=r"cache format: producer.dtype is 'int4'; expected one of bfloat16"):
+        element_type("int4", field="producer.dtype")

@@ -1,0 +1,140 @@
+"""Tables: what contradicts itself is refused; what the kernel reads is what was meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.worker.relayout.device_table import MAX_CHUNKS, DeviceTable, divisor
+from kvferry.worker.relayout.element_types import Conversion, ElementType
+from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.wave_table import InvalidTable, WaveTable
+from tests.worker.relayout.cases import random_case
+
+SHAPE = Shape(axes=(Axis(3, 32, 64),), run=16, source_block_stride=128, destination_block_stride=256)
+HEADS = Shape(axes=(Axis(4, 2, 1, True),), run=1, conversion=Conversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3))
+
+
+@pytest.mark.parametrize(
+    ("piece", "message"),
+    [
+        ((0, 0, 2, 0, 1, 0), r"shape of piece 0 is 2; expected 0 … 1"),
+        ((0, 0, -1, 0, 1, 0), r"shape of piece 0 is -1"),
+        ((0, 0, 0, -1, 1, 0), r"first unit of piece 0 is -1; expected 0 … 2"),
+        ((0, 0, 0, 0, 3, 0), r"stop unit of piece 0 is 3; expected 0 … 2"),
+        ((0, 0, 0, 2, 1, 0), r"stop unit of piece 0 is -1"),
+        ((0, 0, 1, 0, 1, 1), r"scale row of piece 0 is 1; expected 0 … 0"),
+        ((0, 0, 1, 0, 1, -1), r"scale row of piece 0 is -1"),
+    ],
+)
+def test_an_index_that_leaves_its_table_is_refused(piece: tuple[int, ...], message: str) -> None:
+    with pytest.raises(InvalidTable, match=message):
+        WaveTable.of([SHAPE, HEADS], [piece], [(0, 0, 0, 0), (1, 0, 1, 0)], [(1, 1)] * 4)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_no_finite_number_above_zero_is_refused(scale: float) -> None:
+    with pytest.raises(InvalidTable, match="finite and above 0"):
+        WaveTable.of([SHAPE], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)], [(1.0, scale)])
+
+
+def test_missing_scales_of_heads_are_refused() -> None:
+    with pytest.raises(InvalidTable, match="scale row of piece 0 is 0; expected 0 … -1"):
+        WaveTable.of([HEADS], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)], [(1.0, 1.0)] * 3)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"pieces": np.zeros((1, 6), dtype=np.int32)},
+        {"pieces": np.zeros((1, 5), dtype=np.int64)},
+        {"units": np.zeros((1, 4), dtype=np.int64)},
+        {"scales": np.ones((1, 2), dtype=np.float64)},
+        {"units": np.full((1, 4), -1, dtype=np.int32)},
+    ],
+)
+def test_arrays_of_another_type_or_size_are_refused(changed: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {
+        "pieces": np.zeros((1, 6), dtype=np.int64),
+        "units": np.zeros((1, 4), dtype=np.int32),
+        "scales": np.ones((1, 2), dtype=np.float32),
+    }
+    WaveTable((SHAPE,), **fields)
+    with pytest.raises(InvalidTable):
+        WaveTable((SHAPE,), **{**fields, **changed})
+
+
+def test_extents_are_those_of_the_units_that_a_piece_has() -> None:
+    table = WaveTable.of(
+        [SHAPE], [(1000, 5000, 0, 0, 2, 0), (0, 0, 0, 0, 0, 0), (2000, 6000, 0, 2, 3, 0)],
+        [(4, 0, 1, 0), (2, 0, 7, 0), (0, 0, 0, 0)],
+    )  # fmt: skip
+    extents = table.extents()
+    assert extents.source_start.tolist() == [1000 + 2 * 128, 2000]
+    assert extents.source_stop.tolist() == [1000 + 4 * 128 + 2 * 32 + 16, 2000 + 2 * 32 + 16]
+    assert extents.destination_start.tolist() == [5000 + 256, 6000]
+    assert extents.destination_stop.tolist() == [5000 + 7 * 256 + 2 * 64 + 16, 6000 + 2 * 64 + 16]
+    assert table.num_bytes == (3 * 3 * 16, 3 * 3 * 16)
+
+
+@given(d=st.integers(1, 2**31 - 1), n=st.integers(0, 2**31 - 1), by=st.integers(-1, 1))
+def test_dividing_by_multiplying_is_dividing(d: int, n: int, by: int) -> None:
+    multiplier, shift = divisor(d)
+    assert multiplier < 2**32
+    for number in (n, min(2**31 - 1, max(0, n // d * d + by))):
+        quotient = number if d == 1 else (number * multiplier >> 32) >> shift
+        assert quotient == number // d
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("tile", [1, 4, 256])
+def test_programs_cover_every_chunk_of_every_piece_once(seed: int, tile: int) -> None:
+    table = random_case(seed, converts=seed % 2 == 1).table
+    compiled = DeviceTable.of(table, tile)
+    moved = [0, 0]
+    for piece, row in enumerate(compiled.pieces.tolist()):
+        tiles = compiled.programs[compiled.programs[:, 0] == piece, 1].tolist()
+        assert tiles == list(range(-(-row[4] // tile)))
+        shape = compiled.shapes[row[2]].tolist()
+        assert row[0] % shape[20] == 0 or shape[20] < 2 or shape[1], "aligned to what a lane reads"
+        moved[0] += row[4] * shape[20]
+        moved[1] += row[4] * shape[25]
+    assert tuple(moved) == table.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "stride", "run", "width"),
+    [(0, 0, 256, 256, 16), (8, 0, 256, 256, 8), (0, 4, 256, 256, 4), (0, 0, 258, 256, 2), (0, 0, 256, 15, 1)],
+)
+def test_a_lane_moves_the_most_that_addresses_and_strides_allow(
+    source: int, destination: int, stride: int, run: int, width: int
+) -> None:
+    shape = Shape(axes=(Axis(2, stride, 512),), run=run)
+    table = WaveTable.of([shape], [(source, destination, 0, 0, 1, 0)], [(0, 0, 0, 0)])
+    assert DeviceTable.of(table, 64).shapes[:, 0].tolist() == [width]
+
+
+def test_one_misaligned_piece_does_not_narrow_the_others() -> None:
+    table = WaveTable.of([SHAPE], [(0, 0, 0, 0, 1, 0), (2, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)])
+    compiled = DeviceTable.of(table, 64)
+    assert compiled.shapes[compiled.pieces[:, 2], 0].tolist() == [16, 2]
+
+
+def test_a_piece_of_too_many_chunks_is_refused() -> None:
+    table = WaveTable.of([Shape(axes=(Axis(MAX_CHUNKS, 1, 2),), run=1)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)])
+    with pytest.raises(InvalidTable, match=f"a piece has {MAX_CHUNKS} chunks"):
+        DeviceTable.of(table, 64)
+
+
+def test_sections_lie_apart_in_the_buffer_and_hold_what_they_held() -> None:
+    compiled = DeviceTable.of(random_case(3).table, 4)
+    buffer = np.full(compiled.num_bytes, 0xEE, dtype=np.uint8)
+    compiled.write(buffer)
+    for offset, stop, section in zip(compiled.offsets, compiled.offsets[1:], compiled.sections, strict=False):
+        assert offset % 256 == 0
+        assert offset + section.nbytes <= stop
+        assert (buffer[offset : offset + section.nbytes].view(section.dtype) == section.ravel()).all()

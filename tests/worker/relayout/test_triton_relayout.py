@@ -1,0 +1,126 @@
+"""Around the kernel: what is compiled, how wide it accesses memory, and what happens when too much is on its way."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvferry.worker.relayout.shape import Shape
+from kvferry.worker.relayout.wave_table import InvalidTable, WaveTable
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+COMPILE = """
+import warnings
+warnings.simplefilter("ignore")
+from triton import compile
+from triton.compiler import ASTSource
+from triton.backends.compiler import GPUTarget
+from kvferry.worker.relayout import kernel
+
+names = ("programs", "pieces", "shapes", "units", "scales")
+types = dict(zip(names, ("*i32", "*i64", "*i64", "*i32", "*fp32")), CONVERTS="constexpr", TILE="constexpr")
+aligned = {(index,): [["tt.divisibility", 16]] for index in range(5)}
+converts, tile = CONVERTS, kernel.tile_of(kernel.TILE, CONVERTS)
+source = ASTSource(kernel._relayout_kernel, types, {(5,): converts, (6,): tile}, aligned)
+options = {"num_warps": kernel.WARPS, "enable_fp_fusion": False}
+print(compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+"""
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["copies", "converts"])
+def assembly(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, str]:
+    """The kernel compiled for compute capability 9.0, which takes no GPU."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    environment.pop("TRITON_INTERPRET", None)
+    script = COMPILE.replace("CONVERTS,", f"{request.param},", 1).replace(", CONVERTS)", f", {request.param})", 1)
+    finished = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
+    assert finished.returncode == 0, finished.stderr
+    return request.param, finished.stdout
+
+
+def test_the_kernel_compiles_for_a_gpu_with_accesses_of_16_bytes(assembly: tuple[bool, str]) -> None:
+    _, text = assembly
+    for direction in ("ld", "st"):
+        assert re.search(rf"{direction}\.global\.(v2\.b64|v4\.b32)", text), f"no {direction} of 16 bytes"
+
+
+def test_the_kernel_spills_no_registers(assembly: tuple[bool, str]) -> None:
+    assert ".local" not in assembly[1]
+
+
+def test_no_multiplication_is_fused_with_an_addition_and_divisions_are_rounded(assembly: tuple[bool, str]) -> None:
+    converts, text = assembly
+    assert "fma.rn.f32" not in text
+    assert ("div.rn.f32" in text) == converts
+    assert "div.full.f32" not in text
+
+
+class Mark:
+    """A point in the device's work that the test reaches."""
+
+    def __init__(self) -> None:
+        self.is_reached = False
+
+    def reached(self) -> bool:
+        return self.is_reached
+
+
+class Clock:
+    """Remembers its marks."""
+
+    def __init__(self) -> None:
+        self.marks: list[Mark] = []
+
+    def mark(self) -> Mark:
+        self.marks.append(Mark())
+        return self.marks[-1]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The device's clock; kernels are not run."""
+    from kvferry.worker.relayout import triton_relayout
+
+    made = Clock()
+    monkeypatch.setattr(triton_relayout, "clock_for", lambda device: made)
+    monkeypatch.setattr(triton_relayout, "launch_relayout", lambda **arguments: None)
+    return made
+
+
+def wave(memory: torch.Tensor, units: int = 1) -> WaveTable:
+    address = memory.data_ptr()
+    return WaveTable.of([Shape(axes=(), run=16)], [(address, address + 32, 0, 0, units, 0)], [(0, 0, 0, 0)] * units)
+
+
+def test_a_table_is_not_written_again_before_its_wave_is_in_place(clock: Clock) -> None:
+    from kvferry.worker.relayout.triton_relayout import TritonRelayout
+
+    memory = torch.zeros(64, dtype=torch.uint8)
+    relayout = TritonRelayout([memory], [memory], tables=2)
+    for mark in clock.marks:  # those of the warm-up
+        mark.is_reached = True
+    started = [relayout.try_start(wave(memory)) for _ in range(3)]
+    assert [mark is not None for mark in started] == [True, True, False]
+    assert relayout.launches == 2
+    clock.marks[-1].is_reached = True
+    assert relayout.try_start(wave(memory)) is not None
+    assert relayout.try_start(wave(memory)) is None
+
+
+def test_a_wave_whose_table_is_too_large_is_refused_by_its_size(clock: Clock) -> None:
+    from kvferry.worker.relayout.triton_relayout import TritonRelayout
+
+    memory = torch.zeros(64, dtype=torch.uint8)
+    relayout = TritonRelayout([memory], [memory], table_bytes=4096)
+    with pytest.raises(InvalidTable, match=r"a wave's table has \d+ bytes; expected at most 4096"):
+        relayout.try_start(wave(memory, units=1000))
+    assert relayout.launches == 0
+    assert relayout.try_start(wave(memory)) is not None
