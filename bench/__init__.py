@@ -1,0 +1,1 @@
+"""Every published figure comes from a script here; see README.md."""

@@ -1,0 +1,93 @@
+"""Two NIXL agents and registered memory that nobody touches: what preparing descriptors takes, without the bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import uuid
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.worker.fabric import FabricError
+from kvferry.worker.nixl_agent import AgentConfig, apply_ucx_defaults, load_bindings, make_agent
+
+STAGING_BYTES = 256 << 20
+_NO_RESERVE = 0x4000
+"""MAP_NORESERVE, which Python names only from 3.13 on: address space without a promise of memory."""
+
+
+class Registered:
+    """A consumer's agent with its cache and staging pool, and producers' agents with theirs, known to it."""
+
+    def __init__(self, local_bytes: int, remote_bytes: int, remotes: int) -> None:
+        apply_ucx_defaults(os.environ)
+        self._bindings: Any = load_bindings()
+        self._maps: list[mmap.mmap] = []
+        self._handles: list[Any] = []
+        self.local = self._map(local_bytes)
+        self.staging = self._map(STAGING_BYTES)
+        self.remote = [self._map(remote_bytes) for _ in range(remotes)]
+        self._consumer = self._agent([(self.local, local_bytes, 0), (self.staging, STAGING_BYTES, 0)])
+        self._producers = [self._agent([(base, remote_bytes, 0)]) for base in self.remote]
+        self._names = [self._consumer.loadRemoteMD(producer.getLocalMD()) for producer in self._producers]
+
+    @classmethod
+    def try_to_make(cls, local_bytes: int, remote_bytes: int, remotes: int, wanted: bool) -> Registered | None:
+        """The same, or None where it is not wanted, or NIXL or the address space are not to be had; says why."""
+        if not wanted:
+            return None
+        try:
+            return cls(local_bytes, remote_bytes, remotes)
+        except (FabricError, OSError, RuntimeError, ValueError) as error:  # NIXL's own errors are RuntimeErrors
+            print(f"NIXL's part is not measured: {error}")
+            return None
+
+    def prepare_local(self, rows: NDArray[np.int64]) -> None:
+        """Strided rows of the consumer."""
+        self._prepare(self._bindings.NIXL_INIT_AGENT, rows)
+
+    def prepare_remote(self, index: int, rows: NDArray[np.int64]) -> None:
+        """Strided rows of a producer."""
+        self._prepare(self._names[index], rows)
+
+    def prepare_local_triples(self, triples: object) -> None:
+        """Descriptors one by one, as Nx3 array or list of tuples."""
+        self._prepare_list(self._bindings.NIXL_INIT_AGENT, triples)
+
+    def prepare_remote_triples(self, index: int, triples: object) -> None:
+        """The same on a producer's memory."""
+        self._prepare_list(self._names[index], triples)
+
+    def close(self) -> None:
+        """Give back everything that was prepared, the agents and the address space."""
+        for handle in self._handles:
+            self._consumer.releasedDlistH(handle)
+        self._handles.clear()
+        del self._consumer, self._producers
+        for one in self._maps:
+            one.close()
+
+    def _prepare(self, owner: object, rows: NDArray[np.int64]) -> None:
+        self._handles.append(self._consumer.prepXferDlist(owner, self._bindings.DRAM_SEG, rows))
+
+    def _prepare_list(self, owner: object, triples: object) -> None:
+        listed = self._bindings.nixlXferDList(self._bindings.DRAM_SEG, triples)
+        self._handles.append(self._consumer.prepXferDlist(owner, listed))
+
+    def _map(self, num_bytes: int) -> int:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        one = mmap.mmap(-1, num_bytes, flags=flags)
+        self._maps.append(one)
+        view = ctypes.c_char.from_buffer(one)
+        address = ctypes.addressof(view)
+        del view
+        return address
+
+    def _agent(self, regions: list[tuple[int, int, int]]) -> Any:
+        agent = make_agent(self._bindings, f"bench-{uuid.uuid4().hex[:12]}", AgentConfig(progress_thread=False))
+        rows = np.array(regions, dtype=np.uint64)
+        agent.registerMem(self._bindings.nixlRegDList(self._bindings.DRAM_SEG, rows))
+        return agent
