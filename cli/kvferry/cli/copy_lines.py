@@ -55,7 +55,11 @@ def read_request(path: str, consumer: EngineDescription, producer: EngineDescrip
             text = stream.read(MAX_REQUEST_BYTES + 1)
     except (OSError, ValueError) as refused:
         raise InvalidRequest("file", path, f"a file that can be read ({refused})") from None
-    request = decode_request(text)
+    return blocks_of(decode_request(text), consumer, producer)
+
+
+def blocks_of(request: CopyRequest, consumer: EngineDescription, producer: EngineDescription) -> RequestBlocks:
+    """The request as it is paired. Raises `InvalidRequest`."""
     for field, engine in (("remote_block_ids", producer), ("local_block_ids", consumer)):
         lists = getattr(request, field)
         if len(lists) != len(engine.groups):

@@ -1,0 +1,214 @@
+"""`--copies`: every elementary copy of a request, as it would be made."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.cli.copy_lines import blocks_of, copy_lines, decode_request
+from kvferry.cli.errors import InvalidRequest
+from kvferry.cli.sides import read_pair
+from kvferry.plan.blocks import RequestBlocks, pair_request
+from kvferry.plan.copies import route_copies
+from kvferry.plan.planner import plan_engine
+from kvferry.protocol.geometry import PagedTensor, Place
+from kvferry.protocol.handshake import EngineDescription
+from tests.cli.command import run
+
+MODEL = "layers=2,heads=4,dim=4,blocks=8"
+REQUEST: dict[str, Any] = {"remote_block_ids": [[5, 3, 6]], "local_block_ids": [[2, 7]], "num_tokens": 40}
+PAIR = (f"{MODEL},tp=2,layout=NHD", f"{MODEL},block=32")
+
+
+def written(folder: Path, **changes: object) -> str:
+    path = folder / "request.json"
+    plain = {**REQUEST, **changes}
+    path.write_text(json.dumps({key: value for key, value in plain.items() if value is not ...}))
+    return str(path)
+
+
+def lines_of(folder: Path, *pair: str, **changes: object) -> list[dict[str, Any]]:
+    ran = run("plan", *pair, "--copies", written(folder, **changes))
+    assert (ran.code, ran.err) == (0, "")
+    return [json.loads(line) for line in ran.out.splitlines()]
+
+
+def sides(pair: tuple[str, str]) -> tuple[EngineDescription, EngineDescription]:
+    return read_pair(*pair, lambda: b"")
+
+
+def test_each_line_has_the_documented_fields(tmp_path: Path) -> None:
+    for line in lines_of(tmp_path, *PAIR):
+        assert list(line) == ["consumer", "producer", "src", "dst", "bytes", "via"]
+        assert list(line["consumer"]) == list(line["producer"]) == ["pp", "pcp", "tp", "dcp"]
+        assert line["via"] in ("direct", "staged")
+
+
+def address(one: PagedTensor, block: int, head: int, token: int) -> int:
+    """Where a global head of a token of a kernel block is."""
+    return one.base + block * one.block_stride + (head - one.heads.start) * one.head_stride + token * one.tile_stride
+
+
+@pytest.mark.parametrize("pool", ["0", "1048576"])
+def test_together_they_bring_every_cell_of_every_token_to_its_place(tmp_path: Path, pool: str) -> None:
+    """The oracle walks over layers, heads and tokens and knows only the address formula."""
+    ran = run("plan", *PAIR, "--copies", written(tmp_path), "--staging-pool-bytes", pool)
+    lines = [json.loads(line) for line in ran.out.splitlines()]
+    assert {line["via"] for line in lines} == {"direct" if pool == "0" else "staged"}
+    source_of: dict[int, tuple[int, int]] = {}
+    for line in lines:
+        for byte in range(line["bytes"]):
+            assert line["dst"] + byte not in source_of, "written twice"
+            source_of[line["dst"] + byte] = (line["producer"]["tp"], line["src"] + byte)
+    producer, consumer = sides(PAIR)
+    for local in consumer.workers[0].tensors:
+        for head in range(4):
+            (rank,) = [
+                w.place.tp for w in producer.workers if w.tensors[0].heads.start <= head < w.tensors[0].heads.stop
+            ]
+            (remote,) = [one for one in producer.workers[rank].tensors if one.name == local.name]
+            for token in range(40):
+                dst = address(local, (2, 7)[token // 32], head, token % 32)
+                src = address(remote, (5, 3, 6)[token // 16], head, token % 16)
+                for byte in range(local.cell_bytes):
+                    assert source_of[dst + byte] == (rank, src + byte)
+
+
+def test_the_lines_are_the_copies_that_the_plan_makes(tmp_path: Path) -> None:
+    producer, consumer = sides(PAIR)
+    request = RequestBlocks(
+        local=REQUEST["local_block_ids"],
+        remote=REQUEST["remote_block_ids"],
+        first_token=0,
+        stop_token=40,
+        num_tokens=40,
+    )
+    wanted: Counter[tuple[int, int, int, int, str]] = Counter()
+    for plan in plan_engine(consumer, producer):
+        pairs = pair_request(plan, consumer.groups, producer.groups, request)
+        for route in plan.routes:
+            for copies in route_copies(route, pairs):
+                rows = zip(copies.src.tolist(), copies.dst.tolist(), copies.num_bytes.tolist(), strict=True)
+                wanted.update((route.place.tp, *row, copies.placing.value) for row in rows)
+    lines = lines_of(tmp_path, *PAIR)
+    found = Counter((one["producer"]["tp"], one["src"], one["dst"], one["bytes"], one["via"]) for one in lines)
+    assert found == wanted
+    assert len(wanted) == len(lines) > 0
+
+
+def test_only_the_tokens_that_are_asked_for_are_copied(tmp_path: Path) -> None:
+    whole = lines_of(tmp_path, *PAIR)
+    part = lines_of(tmp_path, *PAIR, first_token=16, stop_token=32)
+    assert 0 < len(part) < len(whole)
+    assert {json.dumps(line) for line in part} < {json.dumps(line) for line in whole}
+    _, consumer = sides(PAIR)
+    first = consumer.workers[0].tensors[0]
+    block = first.base + 2 * first.block_stride
+    inside = [line["dst"] - block for line in part if block <= line["dst"] < block + first.block_stride]
+    assert inside
+    assert all(offset % first.head_stride >= 16 * first.tile_stride for offset in inside)
+
+
+def test_what_is_converted_says_so_and_has_the_bytes_that_are_written(tmp_path: Path) -> None:
+    lines = lines_of(tmp_path, MODEL, f"{MODEL},dtype=float32", local_block_ids=[[2, 7, 1]])
+    assert {line["convert"] for line in lines} == {"bfloat16 becomes float32"}
+    assert {line["via"] for line in lines} == {"staged"}
+    assert sum(line["bytes"] for line in lines) == 2 * 2 * 4 * 4 * 4 * 48
+
+
+def test_they_can_go_into_a_file_beside_the_table_or_the_json(tmp_path: Path) -> None:
+    out = tmp_path / "copies.jsonl"
+    request = written(tmp_path)
+    for form, begins in (((), "producer TP 2"), (("--json",), "{")):
+        out.unlink(missing_ok=True)
+        ran = run("plan", *PAIR, "--copies", request, "--out", str(out), *form)
+        assert ran.code == 0
+        assert ran.out.startswith(begins)
+        assert out.read_text() == run("plan", *PAIR, "--copies", request).out
+
+
+def test_json_and_copies_do_not_share_one_output(tmp_path: Path) -> None:
+    ran = run("plan", *PAIR, "--copies", written(tmp_path), "--json")
+    assert (ran.code, ran.out) == (2, "")
+    assert "--out FILE with it" in ran.err
+
+
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"num_tokens": ...}, "num_tokens is 'missing'"),
+    ({"num_tokens": 0}, "num_tokens is 0; expected `int` >= 1"),
+    ({"num_tokens": "40"}, "num_tokens is '40'; expected `int`"),
+    ({"num_tokens": 49}, "remote_block_ids[0] is"),
+    ({"num_tokens": 20}, "remote_block_ids[0] is '3 blocks'; expected at most 2 blocks for 20 tokens"),
+    ({"remote_block_ids": [[5, 3]]}, "remote_block_ids[0] is '2 blocks'; expected blocks for all tokens from 0 to 40"),
+    ({"remote_block_ids": [[5, 3, 8]]}, "remote_block_ids[0] is 8; expected block ids up to 7"),
+    ({"local_block_ids": [[2, 8]]}, "local_block_ids[0] is 8; expected block ids up to 7"),
+    ({"local_block_ids": [[2]]}, "is 'tokens up to 40'; expected no more than 1 local blocks"),
+    ({"remote_block_ids": [[5, 3, 6], []]}, "remote_block_ids is '2 lists'; expected one per cache group: 1"),
+    ({"local_block_ids": []}, "local_block_ids is []; expected `array` of length >= 1"),
+    ({"local_block_ids": [[-1, 2]]}, "local_block_ids[0][0] is -1"),
+    ({"remote_block_ids": [[5, 3, 1.5]]}, "remote_block_ids[0][2] is 1.5"),
+    ({"first_token": 40}, "first_token is 40; expected below 40"),
+    ({"first_token": -1}, "first_token is -1"),
+    ({"stop_token": 41}, "stop_token is 41; expected at most num_tokens=40"),
+    ({"first_tokens": 3}, "first_tokens is 'unknown'; expected did you mean first_token? one of"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG, ids=range(len(WRONG)))
+def test_a_request_that_is_wrong_is_one_line_on_standard_error(
+    tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    ran = run("plan", *PAIR, "--copies", written(tmp_path, **changes))
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("kvferry plan: request: ")
+    assert said in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    ran = run("plan", *PAIR, "--copies", str(tmp_path / "none.json"))
+    assert (ran.code, ran.out) == (2, "")
+    assert "none.json" in ran.err
+
+
+IDS = st.lists(st.lists(st.integers(-1, 9), max_size=4), max_size=2)
+PLAIN = st.fixed_dictionaries(
+    {},
+    optional={
+        "remote_block_ids": IDS | st.none(),
+        "local_block_ids": IDS,
+        "num_tokens": st.integers(-1, 200) | st.text(max_size=3),
+        "first_token": st.integers(-1, 200),
+        "stop_token": st.integers(-1, 200) | st.none(),
+    },
+)
+
+
+@given(st.one_of(st.binary(max_size=40), PLAIN.map(lambda plain: json.dumps(plain).encode())))
+@settings(max_examples=200)
+def test_no_request_at_all_raises_anything_but_its_own_error(text: bytes) -> None:
+    try:
+        blocks = blocks_of(decode_request(text), CONSUMER, PRODUCER)
+        lines = list(copy_lines(PLANS, CONSUMER, PRODUCER, blocks))
+    except InvalidRequest:
+        return
+    assert all(json.loads(line)["bytes"] > 0 for line in lines)
+
+
+PRODUCER, CONSUMER = sides(PAIR)
+PLANS = plan_engine(CONSUMER, PRODUCER)
+
+
+def test_places_are_those_of_the_workers(tmp_path: Path) -> None:
+    lines = lines_of(tmp_path, f"{MODEL},pp=2,tp=2", f"{MODEL},pcp=2", local_block_ids=[[2, 7, 1]])
+    producer, consumer = sides((f"{MODEL},pp=2,tp=2", f"{MODEL},pcp=2"))
+    assert {Place(**line["producer"]) for line in lines} == {worker.place for worker in producer.workers}
+    assert {Place(**line["consumer"]) for line in lines} == {worker.place for worker in consumer.workers}
+    assert np.unique([line["bytes"] for line in lines]).size >= 1

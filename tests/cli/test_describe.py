@@ -1,0 +1,145 @@
+"""`kvferry describe` against a real listener."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from kvferry.cli.describe_command import read_address
+from kvferry.cli.errors import InvalidArgument
+from kvferry.cli.short_engine import engine_of_form
+from kvferry.cli.short_form import read_short_form
+from kvferry.protocol.dump import decode_dump, dump_of, engine_of
+from kvferry.protocol.handshake import EngineDescription, Refused, encode
+from kvferry.scheduler.tally import Tally
+from tests.cli.command import run
+from tests.protocol.samples import KEY, make_description, make_tensor, make_worker
+from tests.scheduler.channel import HOST, listening
+
+FORM = "layers=6,heads=8,dim=16,tp=2,pp=2,window=64@0-4/2"
+
+
+def engine(**changes: object) -> EngineDescription:
+    described = engine_of(engine_of_form(read_short_form(FORM), "prefill-0"))
+    return msgspec.structs.replace(described, seal_key=KEY, boot="ab" * 16, **changes)
+
+
+@contextlib.contextmanager
+def published(description: EngineDescription, tally: Tally | None = None) -> Iterator[str]:
+    with listening(tally) as (listener, port):
+        listener.publish(description)
+        yield f"{HOST}:{port}"
+
+
+def test_the_dump_of_a_running_engine_is_what_it_published() -> None:
+    tally = Tally()
+    with published(engine(), tally) as address:
+        ran = run("describe", address, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    assert decode_dump(ran.out.encode()) == dump_of(engine())
+    assert tally.total("handshakes_served") == 1
+    assert tally.total("bad_frames") == 0
+
+
+def test_the_key_of_the_seal_is_not_shown() -> None:
+    with published(engine()) as address:
+        shown = run("describe", address, "--json").out + run("describe", address).out
+    for secret in (KEY.hex(), "seal_key", "agent", "lease"):
+        assert secret not in shown
+
+
+def test_what_it_prints_can_be_planned_with() -> None:
+    with published(engine()) as address:
+        dump = run("describe", address, "--json").out.encode()
+    ran = run("plan", "-", FORM.replace("tp=2,pp=2", "tp=4"), stdin=dump)
+    assert (ran.code, ran.err) == (0, "")
+    assert "plan producer=prefill-0 tp3 reads" in ran.out
+
+
+def test_the_table_has_every_worker_with_what_it_holds() -> None:
+    with published(engine()) as address:
+        ran = run("describe", address)
+    assert (ran.code, ran.err) == (0, "")
+    lines = [line.split() for line in ran.out.splitlines()]
+    assert ran.out.startswith("engine prefill-0: TP 2 · PP 2 · 6 layers · 8 heads · bfloat16 · ")
+    assert "  group 1       window of 64, blocks of 16 tokens" in ran.out.splitlines()
+    assert ["tp1", "VRAM", "0", "0…2", "4…7", "all", "6"] in [line[:7] for line in lines]
+    assert ["tp0/pp1", "VRAM", "0", "3…5", "0…3", "all", "6"] in [line[:7] for line in lines]
+
+
+def test_an_engine_that_is_not_ready_is_told_in_one_line() -> None:
+    with listening() as (_, port):
+        ran = run("describe", f"{HOST}:{port}")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == (
+        f"kvferry describe: {HOST}:{port} refused: 'engine' is 'starting'; "
+        "expected 'an engine whose workers are ready'\n"
+    )
+
+
+def test_nobody_there_is_told_in_one_line() -> None:
+    ran = run("describe", f"{HOST}:1", "--timeout", "0.1")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == f"kvferry describe: {HOST}:1 did not answer within 0.1 s\n"
+
+
+def test_a_description_that_contradicts_itself_is_no_answer() -> None:
+    wrong = make_description(workers=(make_worker(tensors=(make_tensor(group=3),)),))
+    with published(wrong) as address:
+        ran = run("describe", address, "--json")
+    assert (ran.code, ran.out) == (2, "")
+    assert ".group is 3; expected below 1" in ran.err
+
+
+ANOTHER_ID = encode(Refused(field="engine_id", value="?", expected="x"))
+
+
+@pytest.mark.parametrize(("frame", "times"), [(b"", 1), (b"HTTP/1.1 400", 1), (ANOTHER_ID, 2)], ids=range(3))
+def test_an_answer_that_helps_nobody_ends_in_one_line(frame: bytes, times: int) -> None:
+    """The last one names an id, and when asked for that id names it again."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    server.setsockopt(zmq.RCVTIMEO, 10_000)
+    port = server.bind_to_random_port(f"tcp://{HOST}")
+
+    def serve() -> None:
+        for _ in range(times):
+            asker, empty, _ = server.recv_multipart()
+            server.send_multipart([asker, empty, frame])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    ran = run("describe", f"{HOST}:{port}", "--timeout", "5")
+    thread.join()
+    context.destroy(linger=0)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("kvferry describe: ")
+    assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("a-b.c:5600", ("a-b.c", 5600)), ("[::1]:1", ("::1", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535))],
+)
+def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) -> None:
+    assert read_address(text) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "a:", ":1", "a:0", "a:65536", "::1:5", "tcp://a:1", "a b:1", "a:²", "a:-1", "[a"]
+)
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="HOST:PORT"):
+        read_address(text)
+
+
+@pytest.mark.parametrize("timeout", ["0", "nan", "soon", "601"])
+def test_the_timeout_is_a_number_of_seconds(timeout: str) -> None:
+    ran = run("describe", f"{HOST}:1", "--timeout", timeout)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"--timeout is '{timeout}'; expected a number from 0.1 to 600" in ran.err

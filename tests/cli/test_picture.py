@@ -1,0 +1,160 @@
+"""`--svg`: a well-formed picture with every rank in it, whose bands are as wide as their bytes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.cli.picture import draw, palette
+from kvferry.cli.picture_layout import RIGHT, TOP, arrange, patches
+from kvferry.cli.sides import read_pair
+from kvferry.cli.summary import PlanSummary, summarise
+from kvferry.cli.svg import element, text
+from kvferry.plan.cost import PUBLISHED
+from kvferry.plan.planner import plan_engine
+from tests.cli.command import run
+from tests.cli.forms import short_forms
+
+SVG = "{http://www.w3.org/2000/svg}"
+LARGE = "layers=8,heads=8,dim=64"
+PAIRS = {
+    "TP 8 to TP 4": (f"{LARGE},tp=8", f"{LARGE},tp=4"),
+    "pipelines": (f"{LARGE},tp=2,pp=2", f"{LARGE},stages=3+5"),
+    "MLA replicas": ("layers=4,mla=64,tp=8", "layers=4,mla=64,tp=2"),
+    "context parallel": ("layers=4,mla=64,tp=4,dcp=4", "layers=4,mla=64,tp=4,dcp=2,pcp=2"),
+    "states": (
+        "layers=4,heads=4,dim=8,tp=2,state_layers=0-2,ssm=4x8,conv=x8+B4*",
+        "layers=4,heads=4,dim=8,tp=4,state_layers=0-2,ssm=4x8,conv=x8+B4*,conv_layout=DS",
+    ),
+    "only states": ("layers=2,state_layers=*,ssm=4x8", "layers=2,state_layers=*,ssm=4x8,tp=2"),
+    "64 ranks": (f"{LARGE},tp=64", f"{LARGE},tp=32,pp=2"),
+    "staged": (f"{LARGE},layout=NHD", f"{LARGE},block=32"),
+}
+
+
+def summary_of(producer: str, consumer: str) -> PlanSummary:
+    there, here = read_pair(producer, consumer, lambda: b"")
+    return summarise(here, there, plan_engine(here, there), PUBLISHED, tokens=None, link_gb_s=50.0)
+
+
+@pytest.fixture(params=list(PAIRS.values()), ids=list(PAIRS))
+def summary(request: pytest.FixtureRequest) -> PlanSummary:
+    return summary_of(*request.param)
+
+
+def texts_of(svg: str) -> list[str]:
+    return [one.text or "" for one in ElementTree.fromstring(svg).iter(f"{SVG}text")]  # noqa: S314 - our own
+
+
+def test_every_rank_has_its_card(summary: PlanSummary) -> None:
+    texts = texts_of(draw(summary))
+    for side in (summary.producer, summary.consumer):
+        for worker in side.workers:
+            name = f"tp{worker.place.tp}" + (f" dcp{worker.place.dcp}" if side.topology.dcp > 1 else "")
+            assert texts.count(name) >= sum(
+                (one.place.tp, one.place.dcp) == (worker.place.tp, worker.place.dcp) for one in side.workers
+            )
+
+
+def test_stages_and_sizes_are_labelled() -> None:
+    texts = texts_of(draw(summary_of(*PAIRS["pipelines"])))
+    assert "stage 0 · layers 0…3" in texts
+    assert "TP 2 · PP 2  →  TP 1 · PP 2" in texts
+    assert {"heads 0…3 of 8", "heads 0…7 of 8", "layers 3…7"} <= set(texts)
+    assert "pcp 1" in texts_of(draw(summary_of(*PAIRS["context parallel"])))
+
+
+def test_direct_staged_and_released_are_told_apart() -> None:
+    staged, direct = draw(summary_of(*PAIRS["staged"])), draw(summary_of(*PAIRS["TP 8 to TP 4"]))
+    assert "staged, then put in place" in texts_of(staged)
+    assert staged.count('fill="url(#hatch)"') == 2, "the band and its key"
+    assert "url(#hatch)" not in direct
+    replicas = draw(summary_of(*PAIRS["MLA replicas"]))
+    assert replicas.count("stroke-dasharray") == 6 + 1
+    assert "release only" in texts_of(replicas)
+
+
+def test_bands_are_as_wide_as_their_bytes_and_fit_their_cards(summary: PlanSummary) -> None:
+    scene = arrange(summary)
+    widths = {band.width / band.num_bytes for band in scene.bands if band.width > 1.0}
+    assert max(widths, default=0) == pytest.approx(min(widths, default=0))
+    for column, end, top in ((scene.left, "producer", "left_top"), (scene.right, "consumer", "right_top")):
+        for index, card in enumerate(column.cards):
+            own = sorted(
+                (band for band in scene.bands if getattr(band, end) == index), key=lambda band: getattr(band, top)
+            )
+            for band in own:
+                assert getattr(band, top) >= card.top - len(own)
+                assert getattr(band, top) + band.width <= card.top + card.height + len(own)
+            for above, below in itertools.pairwise(own):
+                assert getattr(below, top) >= getattr(above, top) + above.width - 1e-6
+
+
+def test_cards_stand_one_under_the_other_inside_the_picture(summary: PlanSummary) -> None:
+    scene = arrange(summary)
+    for column in (scene.left, scene.right):
+        cards = sorted(column.cards, key=lambda card: card.top)
+        assert cards[0].top == TOP
+        assert cards[-1].top + cards[-1].height == pytest.approx(scene.bottom)
+        for above, below in itertools.pairwise(cards):
+            assert below.top > above.top + above.height
+
+
+@pytest.mark.parametrize(
+    "name", ["TP 8 to TP 4", "pipelines", "MLA replicas", "context parallel", "64 ranks", "only states"]
+)
+def test_the_maps_of_the_consumers_are_filled_once_and_completely(name: str) -> None:
+    summary = summary_of(*PAIRS[name])
+    side = summary.consumer
+    for shard, reader in zip(side.workers, summary.workers, strict=True):
+        filled = patches(reader, side)
+        area = sum(patch.width * patch.height for patch in filled)
+        heads, layers = len(shard.heads) / side.heads, len(shard.layers) / side.layers
+        assert area == pytest.approx(heads * layers)
+        assert {patch.producer for patch in filled} == {flow.producer_worker for flow in reader.flows if flow.reads}
+        assert min(patch.x for patch in filled) == pytest.approx(shard.heads.start / side.heads)
+
+
+def test_every_producer_has_a_colour_of_its_own() -> None:
+    for count in (1, 10, 11, 64):
+        colours = palette(count)
+        assert len(set(colours)) == count
+        assert all(len(colour) == 7 for colour in colours)
+
+
+def test_names_that_would_break_the_markup_do_not() -> None:
+    summary = summary_of(*PAIRS["TP 8 to TP 4"])
+    for name in ('<script>alert("x")</script>', "a&b", "]]>", "\ufffe\uffff", "\ud800"):
+        side = msgspec.structs.replace(summary.producer, engine_id=name)
+        svg = draw(msgspec.structs.replace(summary, producer=side))
+        root = ElementTree.fromstring(svg.encode())  # noqa: S314 - our own
+        assert not list(root.iter(f"{SVG}script"))
+
+
+def test_markup_is_escaped_in_text_and_attributes() -> None:
+    assert text("<&>", 0, 0).endswith(">&lt;&amp;&gt;</text>")
+    assert element("g", id='"<') == "<g id='\"&lt;'/>"
+
+
+def test_the_command_writes_it_beside_its_table(tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    ran = run("plan", *PAIRS["TP 8 to TP 4"], "--svg", str(path))
+    assert ran.code == 0
+    assert ran.out.startswith("producer TP 8")
+    assert path.read_text() == draw(summary_of(*PAIRS["TP 8 to TP 4"]))
+    assert float(ElementTree.fromstring(path.read_text()).attrib["width"]) > RIGHT  # noqa: S314 - our own
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_any_engine_can_be_drawn(data: st.DataObject) -> None:
+    form = data.draw(short_forms())
+    svg = draw(summary_of(form, form))
+    assert ElementTree.fromstring(svg).tag == f"{SVG}svg"  # noqa: S314 - our own
+    assert "nan" not in svg

@@ -1,0 +1,117 @@
+"""How the command starts: under its name, without torch, and quietly when its reader goes away."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import run
+from tests.cli.forms import DENSE
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "nixl", "vllm", "triton", "transformers")
+LOADED = """
+import sys
+from kvferry.cli.main import main
+code = main(sys.argv[1:])
+print(code, *sorted({{name.partition(".")[0] for name in sys.modules}} & {heavy!r}), file=sys.stderr)
+"""
+
+
+def heavy_modules(*arguments: str, heavy: tuple[str, ...] = HEAVY) -> str:
+    script = LOADED.format(heavy=set(heavy))
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=True
+    ).stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--svg", "/dev/null")])
+def test_planning_loads_neither_torch_nor_nixl_nor_sockets(form: tuple[str, ...]) -> None:
+    assert heavy_modules("plan", DENSE, f"{DENSE},tp=2", *form, heavy=(*HEAVY, "zmq")) == "0"
+
+
+def test_json_does_not_load_what_draws_tables() -> None:
+    assert heavy_modules("plan", DENSE, f"{DENSE},tp=2", "--json", heavy=("rich",)) == "0"
+    assert heavy_modules("plan", DENSE, f"{DENSE},tp=2", heavy=("rich",)) == "0 rich"
+
+
+def test_asking_an_engine_loads_neither_torch_nor_nixl() -> None:
+    assert heavy_modules("describe", "127.0.0.1:1", "--timeout", "0.1") == "2"
+
+
+def test_planning_takes_no_more_than_a_few_times_what_numpy_takes_to_load() -> None:
+    """Relative, since the machine is shared: the best of three each."""
+
+    def best(*command: str) -> float:
+        script = f"import time,subprocess,sys; b=time.perf_counter(); subprocess.run({list(command)!r}, check=True, "
+        script += "stdout=subprocess.DEVNULL); print(time.perf_counter()-b)"
+        found = [subprocess.check_output([sys.executable, "-c", script], text=True) for _ in range(3)]
+        return min(map(float, found))
+
+    numpy_s = best(sys.executable, "-c", "import numpy, msgspec, argparse")
+    plan_s = best(sys.executable, "-m", "kvferry.cli", "plan", DENSE, f"{DENSE},tp=2", "--json")
+    assert plan_s < 5 * numpy_s
+
+
+def test_the_entry_point_is_the_commands_main() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    (name, target), *others = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].items()
+    module, _, function = target.partition(":")
+    assert (name, others) == ("kvferry", [])
+    assert getattr(importlib.import_module(module), function)(["plan", DENSE, DENSE, "--json"]) == 0
+
+
+def test_the_version_is_the_packages() -> None:
+    ran = run("--version")
+    assert (ran.code, ran.out) == (0, f"kvferry {version('kvferry')}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("plan",), ("plan", DENSE), ("plam", DENSE, DENSE), ("plan", DENSE, DENSE, "--jso")]
+)
+def test_a_command_line_that_is_none_says_how_it_is_used(arguments: tuple[str, ...]) -> None:
+    ran = run(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("usage: kvferry")
+
+
+def test_help_names_every_option_of_the_documentation() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for command in ("plan", "describe"):
+        ran = run(command, "--help")
+        assert ran.code == 0
+        options = {word.strip(",[]") for word in ran.out.split() if word.startswith(("--", "[--"))} - {"--help"}
+        assert options
+        for option in options:
+            assert f"`{option}" in page, option
+
+
+def test_a_reader_that_goes_away_ends_it_quietly() -> None:
+    """More than a pipe holds, to a reader that takes ten bytes."""
+    large = "layers=64,heads=8,dim=128,tp=8,layout=NHD"
+    command = [sys.executable, "-m", "kvferry.cli", "plan", large, f"{large},pp=8", "--json"]
+    assert len(run(*command[3:]).out) > 1 << 17
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as planning:
+        assert planning.stdout is not None
+        assert planning.stderr is not None
+        planning.stdout.read(10)
+        planning.stdout.close()
+        assert planning.stderr.read() == b""
+    assert planning.returncode == 0
+
+
+def test_a_terminal_without_unicode_gets_question_marks_and_no_traceback() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "kvferry.cli", "plan", DENSE, f"{DENSE},tp=2"],
+        capture_output=True,
+        timeout=60,
+        check=True,
+        env={"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin"},
+    )
+    assert b"Traceback" not in ran.stderr
+    assert b"tp1" in ran.stdout
