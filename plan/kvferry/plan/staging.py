@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.plan.bundles import MAX_DESCRIPTORS, Axis, Bundle, Part, Reading, grid, producer_runs
+from kvferry.plan.bundles import MAX_DESCRIPTORS, Axis, Bundle, Part, Reading, grid
 from kvferry.plan.cost import Offer
+from kvferry.plan.merging import producer_runs
 from kvferry.plan.tokens import TokenMap
 
 

@@ -165,6 +165,11 @@ _workers: msgspec.msgpack.Decoder[WorkerDescription] = msgspec.msgpack.Decoder(W
 _encoder = msgspec.msgpack.Encoder()
 
 
+def channel_address(host: str, port: int) -> str:
+    """ZMQ's name of a host and port; IPv6 addresses get their brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
+
+
 def encode(message: Request | Reply | WorkerDescription) -> bytes:
     """Any message of the side channel as one frame."""
     return _encoder.encode(message)

@@ -23,6 +23,7 @@ from kvferry.protocol.handshake import (
     Refused,
     Release,
     Renew,
+    channel_address,
     decode_request,
     encode,
 )
@@ -40,11 +41,6 @@ _JOIN_S = 5.0
 _SEND_QUEUE = 8
 _RECEIVE_QUEUE = 64
 _QUIET_S = 1.0
-
-
-def channel_address(host: str, port: int) -> str:
-    """ZMQ's name of a host and port; IPv6 addresses get their brackets."""
-    return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
 
 
 class SideChannelListener:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from kvferry.protocol.handshake import channel_address
 from kvferry.scheduler.host_names import Found, HostNames, address_of
-from kvferry.scheduler.listener import channel_address
 from kvferry.scheduler.tally import Tally
 
 logger = logging.getLogger(__name__)

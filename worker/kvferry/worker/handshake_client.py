@@ -11,6 +11,7 @@ from kvferry.protocol.handshake import (
     Hello,
     Refused,
     Reply,
+    channel_address,
     decode_reply,
     encode,
 )
@@ -42,7 +43,6 @@ def ask(host: str, port: int, hello: Hello, timeout_s: float) -> Reply:
         InvalidMessage: the answer was none of the protocol's.
     """
     where = f"{host}:{port}"
-    address = f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{where}"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:
         socket = context.socket(zmq.REQ)
@@ -51,7 +51,7 @@ def ask(host: str, port: int, hello: Hello, timeout_s: float) -> Reply:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
         socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * _MS))
         socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * _MS))
-        socket.connect(address)
+        socket.connect(channel_address(host, port))
         socket.send(encode(hello))
         frames = socket.recv_multipart()
     except zmq.Again:

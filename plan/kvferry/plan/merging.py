@@ -1,0 +1,227 @@
+"""Merging paged tensors into the longest runs that both sides share.
+
+The bytes of one unit of one tensor are a nest of axes around a contiguous run: heads, tiles, the elements of a cell. An
+axis whose strides equal the run's length on both sides is part of the run; two tensors whose runs are adjacent on both
+sides (K and V of `[K|V]`, the layers of a blocks-first cache) are one. Both rules are applied until neither finds
+anything. What remains is one descriptor per combination of the axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from kvferry.plan.bundles import Axis, Bundle, Pace, Part, Reading
+from kvferry.plan.conversion import Conversion
+from kvferry.plan.tokens import TokenMap
+from kvferry.protocol.geometry import PagedTensor
+
+
+def bundle(parts: Sequence[Part]) -> tuple[Bundle, ...]:
+    """Merge parts into bundles; the indices of `members` are those of `parts`.
+
+    Example: K and V of one layer, 2 heads, units of 4 tokens, cells of 8 bytes. Where both sides have head stride 64,
+    tile stride 16 and V 8 bytes behind K, the result is one bundle with one run of 128 bytes. Where the remote side
+    has the tokens outermost (head stride 16, tile stride 32), K and V still merge, and 8 runs of 16 bytes remain.
+    """
+    return _merge(parts)
+
+
+def producer_runs(parts: Sequence[Part], reading: Reading) -> tuple[Bundle, ...]:
+    """The runs in which the bytes lie on the producer; both sides of these bundles are its side."""
+    maps: dict[int, TokenMap] = {}
+    return _merge([_producer_part(part, reading, maps) for part in parts])
+
+
+class _Loops(NamedTuple):
+    """How a nest goes on, its run apart."""
+
+    tokens: TokenMap
+    axes: tuple[Axis, ...]
+    local_pace: Pace
+    remote_pace: Pace
+    items: tuple[int, int]
+
+
+class _Nest(NamedTuple):
+    loops: _Loops
+    run: int
+    local_base: int
+    remote_base: int
+    members: tuple[int, ...]
+    conversion: Conversion | None
+
+
+class _Loom:
+    """Makes nests. Equal loops are one object, found once per shape: layers differ only in where they are."""
+
+    def __init__(self) -> None:
+        self._by_shape: dict[tuple[object, ...], tuple[_Loops, int]] = {}
+        self._equal: dict[_Loops, _Loops] = {}
+        self._grown: dict[tuple[int, int], tuple[_Loops, int]] = {}
+
+    def nest(self, index: int, part: Part) -> _Nest:
+        """The nest of one part."""
+        local, remote, heads, tokens, conversion = part
+        shape = (_shape(local), _shape(remote), len(heads), id(tokens), conversion and conversion[:2])
+        found = self._by_shape.get(shape)
+        if found is None:
+            found = self._by_shape[shape] = self._loops(part)
+        return _Nest(
+            *found,
+            local.base + (heads.start - local.heads.start) * local.head_stride,
+            remote.base + (heads.start - remote.heads.start) * remote.head_stride,
+            (index,),
+            conversion,
+        )
+
+    def grow(self, nest: _Nest) -> _Nest:
+        """The nest with every axis absorbed that continues its run."""
+        key = (id(nest.loops), nest.run)
+        found = self._grown.get(key)
+        if found is None:
+            axes, run = _absorb(nest.loops.axes, nest.run, nest.loops.items)
+            found = self._grown[key] = (self._one(nest.loops._replace(axes=axes)), run)
+        return nest if found[1] == nest.run else nest._replace(loops=found[0], run=found[1])
+
+    def _loops(self, part: Part) -> tuple[_Loops, int]:
+        local, remote, heads, tokens, conversion = part
+        tiles = local.tiles if tokens.is_state else tokens.unit_tokens // local.tile_tokens
+        items = conversion.items if conversion is not None else (1, 1)
+        elements, contiguous = _elements(local, remote) if conversion is None else _items(local, remote, items)
+        axes = [
+            Axis(len(heads), local.head_stride, remote.head_stride),
+            Axis(tiles, local.tile_stride, remote.tile_stride),
+            *elements,
+        ]
+        merged, run = _absorb(axes, contiguous, items)
+        steps = (0, 0) if tokens.is_state else (tiles * local.tile_stride, tiles * remote.tile_stride)
+        local_pace = Pace(local.block_stride, steps[0], local.blocks)
+        remote_pace = Pace(remote.block_stride, steps[1], remote.blocks)
+        return self._one(_Loops(tokens, merged, local_pace, remote_pace, items)), run
+
+    def _one(self, loops: _Loops) -> _Loops:
+        return self._equal.setdefault(loops, loops)
+
+
+def _shape(tensor: PagedTensor) -> tuple[int, ...]:
+    """Everything that a nest depends on, where it is apart."""
+    return (
+        tensor.blocks,
+        tensor.block_tokens,
+        tensor.block_stride,
+        tensor.head_stride,
+        tensor.tile_tokens,
+        tensor.tile_stride,
+        tensor.cell_bytes,
+        tensor.element_bytes,
+        tensor.element_stride,
+    )
+
+
+def _elements(local: PagedTensor, remote: PagedTensor) -> tuple[list[Axis], int]:
+    """The axes inside a cell, and the bytes that are contiguous on both sides whatever the strides are.
+
+    Element sizes are powers of two, so the smaller one divides the larger.
+    """
+    cell = local.cell_bytes
+    here, there = local.element_bytes or cell, remote.element_bytes or cell
+    if here == there == cell:
+        return [], cell
+    small, large = min(here, there), max(here, there)
+    strides = [
+        (tensor.element_stride if tensor.element_bytes else cell, tensor.element_bytes or cell)
+        for tensor in (local, remote)
+    ]
+    # Elements of `large` bytes around pieces of `small`: each side's own stride where its elements are that small.
+    outer = [stride if size == large else stride * (large // size) for stride, size in strides]
+    inner = [stride if size == small else small for stride, size in strides]
+    return [Axis(cell // large, outer[0], outer[1]), Axis(large // small, inner[0], inner[1])], small
+
+
+def _items(local: PagedTensor, remote: PagedTensor, items: tuple[int, int]) -> tuple[list[Axis], int]:
+    """The axis of the elements of a cell that is converted, and a run of one."""
+    strides = [tensor.element_stride or item for tensor, item in zip((local, remote), items, strict=True)]
+    return [Axis(local.cell_bytes // items[0], strides[0], strides[1])], 1
+
+
+def _absorb(axes: Iterable[Axis], run: int, items: tuple[int, int]) -> tuple[tuple[Axis, ...], int]:
+    """Grow the run by every axis that continues it on both sides; axes of one step vanish."""
+    left = [axis for axis in axes if axis.steps > 1]
+    while True:
+        for axis in left:
+            if (axis.local_stride, axis.remote_stride) == (run * items[0], run * items[1]):
+                run *= axis.steps
+                left.remove(axis)
+                break
+        else:
+            left.sort(key=lambda axis: (-axis.remote_stride, -axis.local_stride, axis.steps))
+            return tuple(left), run
+
+
+def _producer_part(part: Part, reading: Reading, maps: dict[int, TokenMap]) -> Part:
+    """The part with the producer's side on both sides; `maps` keeps one token map of the producer for each."""
+    remote, heads, tokens = part.remote, part.heads, part.tokens
+    if reading is not Reading.UNITS and not tokens.is_state:
+        whole = TokenMap(tokens.group, remote.block_tokens, tokens.remote, tokens.remote)
+        tokens = maps.setdefault(id(tokens), whole)
+    return Part(remote, remote, remote.heads if reading is Reading.ALL_HEADS else heads, tokens)
+
+
+def _merge(parts: Sequence[Part]) -> tuple[Bundle, ...]:
+    loom = _Loom()
+    nests = [loom.nest(index, part) for index, part in enumerate(parts)]
+    while True:
+        joined = [nest for alike in _grouped(nests, lambda nest: id(nest.loops)) for nest in _join(alike)]
+        settled = len(joined) == len(nests)
+        nests = [loom.grow(nest) for nest in joined]
+        if settled:
+            break
+    return tuple(
+        Bundle(
+            tokens=alike[0].loops.tokens,
+            run=alike[0].run,
+            axes=alike[0].loops.axes,
+            local_pace=alike[0].loops.local_pace,
+            remote_pace=alike[0].loops.remote_pace,
+            bases=tuple((nest.local_base, nest.remote_base) for nest in alike),
+            members=tuple(nest.members for nest in alike),
+            conversions=tuple(nest.conversion for nest in alike if nest.conversion is not None),
+        )
+        for alike in _grouped(nests, lambda nest: (id(nest.loops), nest.run, nest.conversion and nest.conversion[:2]))
+    )
+
+
+def _grouped(nests: Iterable[_Nest], key: Callable[[_Nest], object]) -> list[list[_Nest]]:
+    """The nests by a key, in the order of its first appearance."""
+    groups: dict[object, list[_Nest]] = {}
+    for nest in nests:
+        groups.setdefault(key(nest), []).append(nest)
+    return list(groups.values())
+
+
+def _join(alike: list[_Nest]) -> list[_Nest]:
+    """Join nests whose runs are adjacent on both sides.
+
+    A joined run stays within the stride of a block: beyond it lies another block, or another allocation that happens
+    to be adjacent, which no descriptor may cross into. What is converted is never joined: its scales are its own.
+    """
+    joined: list[_Nest] = []
+    for nest in sorted(alike, key=lambda nest: nest.local_base):
+        last = joined[-1] if joined else None
+        if last is not None and _adjacent(last, nest):
+            joined[-1] = last._replace(run=last.run + nest.run, members=last.members + nest.members)
+        else:
+            joined.append(nest)
+    return joined
+
+
+def _adjacent(last: _Nest, nest: _Nest) -> bool:
+    length = last.run + nest.run
+    return (
+        last.conversion is None
+        and nest.conversion is None
+        and nest.local_base - last.local_base == last.run == nest.remote_base - last.remote_base
+        and length <= last.loops.local_pace.block_stride
+        and length <= last.loops.remote_pace.block_stride
+    )

@@ -1,0 +1,123 @@
+"""What one route reads, and whether it is read in place or through the staging pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvferry.plan.bundles import Bundle, Part, Reading
+from kvferry.plan.conversion import conversion_of, has_scales_by_head, needs_conversion
+from kvferry.plan.cost import Choice, Costs, Offer, cheapest, choose
+from kvferry.plan.refusal import PlanRefused, Reason
+from kvferry.plan.staging import Source, differs, offers, sources
+from kvferry.plan.tokens import TokenMap, map_tokens
+from kvferry.plan.transfer_plan import Placing, Slice
+from kvferry.protocol.geometry import PagedTensor, Range
+from kvferry.protocol.handshake import EngineDescription
+
+
+def parts_of(local: PagedTensor, remote: PagedTensor, heads: Range, tokens: TokenMap) -> Iterator[Part]:
+    """One part, unless heads are converted by scales of their own."""
+    if not needs_conversion(local, remote):
+        yield Part(local, remote, heads, tokens)
+    elif has_scales_by_head(local) or has_scales_by_head(remote):
+        for head in range(heads.start, heads.stop):
+            yield Part(local, remote, Range(head, head + 1), tokens, conversion_of(local, remote, head))
+    else:
+        yield Part(local, remote, heads, tokens, conversion_of(local, remote, heads.start))
+
+
+class TokenMaps:
+    """Token maps by what they depend on, each one object."""
+
+    def __init__(self, consumer: EngineDescription) -> None:
+        self._policies = [group.policy for group in consumer.groups]
+        self._found: dict[tuple[object, ...], TokenMap] = {}
+
+    def of(self, local: PagedTensor, remote: PagedTensor) -> TokenMap:
+        """The token map of two tensors."""
+        sides = (local.block_tokens, local.blocks, local.interleave, remote.block_tokens, remote.blocks)
+        key = (local.group, *sides, remote.interleave)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = map_tokens(local.group, self._policies[local.group], local, remote)
+        return found
+
+
+def place(
+    parts: Sequence[Part], bundles: Sequence[Bundle], costs: Costs
+) -> tuple[tuple[Slice, ...], tuple[Source, ...]]:
+    """Decide for every bundle how it is placed."""
+    short = [
+        index
+        for one in bundles
+        if one.run_bytes < costs.direct_min_bytes or one.conversions or not costs.reaches_caches
+        for of in one.members
+        for index in of
+    ]
+    readings = [reading for reading in Reading if any(differs(parts[index], reading) for index in short)]
+    possible = [_offers_of([parts[i] for i in short], short, reading, costs) for reading in readings]
+    slices: dict[int, Slice] = {}
+    chosen: dict[int, Reading] = {}
+    for one in bundles:
+        members = [member for of_place in one.members for member in of_place]
+        usable = [(of, reading) for of, reading in zip(possible, readings, strict=True) if of.keys() >= set(members)]
+        offers = [
+            Offer(sum(of[m].read_bytes for m in members), sum(of[m].descriptors for m in members)) for of, _ in usable
+        ]
+        if one.conversions or not costs.reaches_caches:
+            choice = _must_stage(parts[members[0]], costs, offers)
+        else:
+            choice = choose(costs, one.unit_bytes, one.unit_runs, offers)
+        if choice.offer is not None:
+            chosen.update(dict.fromkeys(members, usable[choice.offer][1]))
+        for of_place in one.members:
+            for member in of_place:
+                part = parts[member]
+                slices[member] = Slice(
+                    local=part.local,
+                    remote=part.remote,
+                    heads=part.heads,
+                    tokens=part.tokens,
+                    placing=Placing.DIRECT if choice.offer is None else Placing.STAGED,
+                    reason=choice.reason,
+                    run_bytes=one.run_bytes,
+                    unit_runs=one.runs_per_place / len(of_place),
+                )
+    return tuple(slices[index] for index in range(len(parts))), _sources(parts, bundles, chosen, costs)
+
+
+def _must_stage(part: Part, costs: Costs, offers: Sequence[Offer]) -> Choice:
+    """What is converted, or lies where the fabric does not reach, goes through the pool, whatever it costs.
+
+    Raises:
+        PlanRefused: there is no pool, or it is too small.
+    """
+    if not offers:
+        change = "raise staging_pool_bytes on the consumer"
+        if part.conversion is not None:
+            change += ", or use the same --kv-cache-dtype on both sides"
+        name = f"{part.local.layer}/{part.local.kind}.format"
+        pool = f"{part.local.format.dtype} and a staging pool for runs of up to {costs.staged_run_bytes} B"
+        raise PlanRefused([Reason(name, part.remote.format.dtype, pool, change)])
+    why = str(part.conversion) if part.conversion is not None else "the fabric does not reach the device"
+    return Choice(cheapest(costs, offers), why)
+
+
+def _offers_of(short: Sequence[Part], indices: Sequence[int], reading: Reading, costs: Costs) -> dict[int, Offer]:
+    return {indices[index]: offer for index, offer in offers(short, reading, costs.staged_run_bytes).items()}
+
+
+def _sources(
+    parts: Sequence[Part], bundles: Sequence[Bundle], chosen: dict[int, Reading], costs: Costs
+) -> tuple[Source, ...]:
+    """The sources of what was chosen. Runs may be shorter when not everything is staged: what no longer fits whole
+    blocks is read by units, which always does."""
+    for reading in (Reading.BLOCKS, Reading.ALL_HEADS):
+        members = [index for index in chosen if chosen[index] is reading]
+        still = _offers_of([parts[index] for index in members], members, reading, costs) if members else {}
+        lost = {index for index in members if index not in still}
+        for one in bundles:
+            own = [member for of_place in one.members for member in of_place]
+            if lost & set(own):
+                chosen.update(dict.fromkeys(own, Reading.UNITS))
+    return sources(parts, bundles, chosen)
