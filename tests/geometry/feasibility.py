@@ -1,7 +1,8 @@
 """Whether two engines can be paired at all, by brute force from the definitions.
 
 They can when every cell that a consumer worker holds is a cell of some producer worker: same layer and kind, same
-format, same head, same tokens. A cell of several tokens is one thing: it is neither divided nor put together.
+format, same head, same tokens. A cell of several tokens is one thing: it is neither divided nor put together. (Formats
+that can be converted into one another are not drawn, and so unequal formats are an obstacle here.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from kvferry.protocol.geometry import Interleave, PagedTensor
 from kvferry.protocol.handshake import EngineDescription
 from tests.geometry.cells import token_of
 
-_COMPARED_FACTS = ("fingerprint", "dtype", "cache_dtype", "quantization", "speculative")
+_COMPARED_FACTS = ("fingerprint", "dtype", "quantization", "speculative")
+"""Not the cache's dtype as it was configured: every tensor tells its own."""
 
 
 def feasible(consumer: EngineDescription, producer: EngineDescription) -> bool:

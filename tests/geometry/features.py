@@ -149,6 +149,8 @@ def _bytes(case: Drawn, plans: Sequence[TransferPlan]) -> Iterator[str]:
     names = {(True, True): "both sides", (True, False): "the producer", (False, True): "the consumer"}
     for key in apart & names.keys():
         yield f"elements apart on {names[key]}"
+    if any(0 < x.local.element_bytes != x.remote.element_bytes > 0 for x in slices):
+        yield "elements of other sizes"
     if any(_axes(x.local) != _axes(x.remote) for x in slices):
         yield "other stride order"
     if any(item.run_bytes == 2 for item in slices):

@@ -82,7 +82,7 @@ def orders(draw: st.DrawFn, group: Group) -> Order:
             inner[kind.name] = "".join(rest) + "E"
     gaps = {axis: draw(_GAPS) for axis in draw(_GAP_AXES)}
     wide = frozenset(kind.name for kind in group.kinds if kind.elements % 2 == 0)
-    return Order("".join(outer), inner, gaps, wide if style == "elements" and draw(_EITHER) else frozenset())
+    return Order("".join(outer), inner, gaps, wide if style != "dense" and draw(_EITHER) else frozenset())
 
 
 def lay_out(order: Order, extents: Mapping[str, Extent], without: str = "") -> tuple[int, dict[str, Strides]]:

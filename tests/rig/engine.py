@@ -33,7 +33,9 @@ from tests.worker.engine import free_port
 
 HOST = "127.0.0.1"
 LEASE_S = 30.0
-SETTINGS = WorkerSettings(lease_slots=8, handshake_timeout_s=10.0, load_timeout_s=30.0, max_loads=8)
+SETTINGS = WorkerSettings(
+    lease_slots=8, handshake_timeout_s=10.0, load_timeout_s=30.0, max_loads=8, staging_pool_bytes=1 << 16
+)
 
 
 class RigEngine:

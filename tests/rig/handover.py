@@ -25,10 +25,13 @@ class Moved:
 
     Attributes:
         num_bytes, descriptors: over all consumer workers, as NIXL counted them.
+        staged_bytes, waves: of these what went through the staging pools.
     """
 
     num_bytes: int
     descriptors: int
+    staged_bytes: int
+    waves: int
 
 
 @contextlib.contextmanager
@@ -69,7 +72,12 @@ def hand_over(pair: Pair, producer: RigEngine, consumer: RigEngine, request_id: 
         assert (snapshot.content == now.content).all(), "the producer's memory has changed"
     moved = consumer.figures[figures:]
     assert sum(x.planned_bytes for x in moved) == sum(x.transferred_bytes for x in moved)
-    return Moved(sum(x.transferred_bytes for x in moved), sum(x.descriptors for x in moved))
+    return Moved(
+        num_bytes=sum(x.transferred_bytes for x in moved),
+        descriptors=sum(x.descriptors for x in moved),
+        staged_bytes=sum(x.staged_bytes for x in moved),
+        waves=sum(x.waves for x in moved),
+    )
 
 
 def step_until(happened: Callable[[], bool], what: str, *engines: RigEngine, timeout_s: float = 30.0) -> None:

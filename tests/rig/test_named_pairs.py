@@ -1,0 +1,158 @@
+"""Pairs that people run, through real NIXL: every byte in place, every worker told, every block free again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from kvferry.protocol.orders import FailureReason
+from tests.geometry.effects import number_names
+from tests.geometry.handmade import attention, hybrid, latent, pair, side
+from tests.geometry.models import Model
+from tests.geometry.pairs import Pair
+from tests.rig.engine import SETTINGS
+from tests.rig.handover import hand_over, rig_of, step_until
+
+POOLS = {"direct": 0, "staged": 1 << 16}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A pair, and what has to be read.
+
+    Attributes:
+        read_tokens: tokens in the units that are read.
+        copies: how often they are read: replicas among the consumer's workers.
+        state_bytes: what is read beside them.
+    """
+
+    pair: Pair
+    read_tokens: int
+    copies: int = 1
+    state_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        tokens = [
+            kind.heads * kind.elements * kind.element_bytes * len(group.layers)
+            for group in self.pair.model.groups
+            if group.policy == "full"
+            for kind in group.kinds
+        ]
+        return sum(tokens) * self.read_tokens * self.copies + self.state_bytes
+
+
+def pipeline(producer: int, consumer: int) -> Scene:
+    model = attention(layers=3)
+    return Scene(pair(model, side(model, pp=producer), side(model, pp=consumer), tokens=45), 48)
+
+
+def tensor(heads: int, producer: int, consumer: int, copies: int = 1) -> Scene:
+    model = attention(heads=heads)
+    return Scene(pair(model, side(model, tp=producer), side(model, tp=consumer), tokens=45), 48, copies)
+
+
+def context(model: Model, producer: int, consumer: int) -> Scene:
+    there, here = side(model, tp=producer, dcp=producer, run=4), side(model, tp=consumer, dcp=consumer, run=2)
+    return Scene(pair(model, there, here, tokens=45), 46 if consumer > 1 else 48)
+
+
+def blocks(producer: int, consumer: int, read_tokens: int, layout: str = "HND") -> Scene:
+    model = attention(heads=2)
+    there, here = side(model, block=producer, layout=layout), side(model, block=consumer, layout=layout)
+    return Scene(pair(model, there, here, tokens=99), read_tokens)
+
+
+def layouts(producer: str, consumer: str, size: int = 8) -> Scene:
+    model = attention(size=size)
+    return Scene(pair(model, side(model, layout=producer), side(model, layout=consumer), tokens=45), 48)
+
+
+def replicas(producer: int, consumer: int) -> Scene:
+    model = attention()
+    return Scene(pair(model, side(model, pcp=producer), side(model, pcp=consumer, tp=2), tokens=45), 48, consumer)
+
+
+def states(producer: int, consumer: int, *, overlaid: bool) -> Scene:
+    """Of a window of 20 tokens of 45, the blocks of the tokens 16 to 47; a state of (6 + 2 + 2)·6 + 4·20 bytes."""
+    model = hybrid()
+    made = pair(
+        model, side(model, tp=producer, overlaid=overlaid), side(model, tp=consumer, overlaid=overlaid), tokens=45
+    )
+    return Scene(made, 48, state_bytes=(6 + 2 + 2) * 6 + 4 * 20 + 32 * 2 * 16)
+
+
+SCENES = {
+    "tp 2 to 3": tensor(6, 2, 3),
+    "tp 3 to 2": tensor(6, 3, 2),
+    "tp 6 to 4": tensor(6, 6, 4),
+    "5 heads, tp 2 to 3": tensor(5, 2, 3),
+    "2 heads, tp 4 to 2": tensor(2, 4, 2),
+    "2 heads, tp 4 to 1": tensor(2, 4, 1),
+    "2 heads, tp 2 to 4": tensor(2, 2, 4, copies=2),
+    "pp 2 to 1": pipeline(2, 1),
+    "pp 1 to 2": pipeline(1, 2),
+    "pp 2 to 3": pipeline(2, 3),
+    "dcp 2 to 1": context(attention(), 2, 1),
+    "dcp 1 to 2": context(attention(), 1, 2),
+    "mla, dcp 3 to 2": context(latent(), 3, 2),
+    "mla, tp 4 to 2": Scene(pair(latent(), side(latent(), tp=4), side(latent(), tp=2), tokens=45), 48, copies=2),
+    "blocks of 32 to 64, cpu": blocks(32, 64, 128, "cpu"),
+    "blocks of 128 to 32, cpu": blocks(128, 32, 128, "cpu"),
+    "blocks of 16 to 24": blocks(16, 24, 104),
+    "blocks of 24 to 16, cpu": blocks(24, 16, 104, "cpu"),
+    "HND to NHD": layouts("HND", "NHD"),
+    "NHD to cpu": layouts("NHD", "cpu"),
+    "cross-layer to K and V apart": layouts("cross-layer", "K and V apart"),
+    "runs of 2 bytes": layouts("K and V apart", "NHD", size=1),
+    "hybrid, tp 2 to 1": states(2, 1, overlaid=False),
+    "hybrid, tp 1 to 2, groups over the same bytes": states(1, 2, overlaid=True),
+    "pcp 2 to 1": replicas(2, 1),
+    "pcp 1 to 2": replicas(1, 2),
+}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("name", SCENES)
+def test_every_byte_arrives(name: str, pool: str) -> None:
+    scene = SCENES[name]
+    with rig_of(scene.pair, replace(SETTINGS, staging_pool_bytes=POOLS[pool])) as (producer, consumer):
+        moved = hand_over(scene.pair, producer, consumer)
+    if pool == "direct":
+        assert moved.num_bytes == scene.num_bytes
+        assert not moved.staged_bytes
+    else:
+        assert moved.num_bytes >= scene.num_bytes, "what is staged may bring more of a block than is needed"
+
+
+def test_one_request_after_the_other_between_the_same_engines() -> None:
+    """The second one finds its peers known, and other tokens in the same blocks."""
+    made = SCENES["tp 2 to 3"].pair
+    shorter = replace(made.request, num_tokens=42, stop_token=42)
+    with rig_of(made) as (producer, consumer):
+        hand_over(made, producer, consumer, "first")
+        hand_over(replace(made, request=shorter), producer, consumer, "second")
+
+
+def test_tokens_that_are_here_already_are_neither_read_nor_touched() -> None:
+    model = attention(heads=6)
+    made = pair(model, side(model, tp=2), side(model, tp=3), tokens=61, first=32, stop=50)
+    with rig_of(made, replace(SETTINGS, staging_pool_bytes=0)) as (producer, consumer):
+        assert hand_over(made, producer, consumer).num_bytes == 32 * 6 * 2 * 32
+
+
+def test_a_pair_that_cannot_work_is_refused_and_its_blocks_are_free_at_once() -> None:
+    """Cells of 4 tokens cannot be divided between ranks that take 2 tokens in turn."""
+    model = latent()
+    model = replace(model, groups=(replace(model.groups[0], tile_tokens=4),))
+    made = pair(model, side(model), side(model, tp=2, dcp=2, run=2), tokens=45)
+    with rig_of(made) as (producer, consumer):
+        before = consumer.snapshots()
+        numbers = number_names(consumer.description)
+        consumer.load("request", made.request, producer.prefill("request", made.request, numbers))
+        step_until(lambda: "request" in consumer.failed, "the load is refused", producer, consumer)
+        assert consumer.failed["request"] is FailureReason.PLAN
+        step_until(lambda: producer.is_free("request"), "the blocks are free", producer, consumer)
+        for old, now in zip(before, consumer.snapshots(), strict=True):
+            assert (old.content == now.content).all()
