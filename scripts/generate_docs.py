@@ -1,4 +1,4 @@
-"""Fills what is generated in docs/operations.md and docs/cli.md: tables from the code, and the output of commands.
+"""Fills what is generated in docs/: tables from the code, what the planner says to pairs, and the output of commands.
 
 python -m scripts.generate_docs            # write
 python -m scripts.generate_docs --check    # exit 1 when something is out of date; the tests call this
@@ -15,9 +15,12 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+from scripts import compatibility
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "operations.md"
 COMMANDS_PAGE = DOCS / "cli.md"
+COMPATIBILITY_PAGE = DOCS / "compatibility.md"
 
 _CONSOLE = re.compile(r"(<!-- console -->\n```console\n\$ kvferry )([^\n]*)\n.*?(```\n)", re.DOTALL)
 
@@ -91,6 +94,7 @@ def pages() -> dict[Path, str]:
     return {
         PAGE: filled(PAGE.read_text()),
         COMMANDS_PAGE: with_output(filled(COMMANDS_PAGE.read_text(), command_tables)),
+        COMPATIBILITY_PAGE: filled(COMPATIBILITY_PAGE.read_text(), lambda: {"pairs": compatibility.table()}),
     }
 
 
