@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusal import PlanRefused, Reason
-from kvferry.protocol.geometry import Format, Interleave, Place
+from kvferry.protocol.geometry import Format, Interleave, Place, Range
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
 from tests.plan.engines import sharded
 from tests.plan.samples import FACTS, engine, other, tensor, worker
@@ -32,7 +32,6 @@ def reasons(producer: EngineDescription, consumer: EngineDescription = OURS, ind
     [
         ("fingerprint", "serve the same weights on both sides, or name them alike with model_fingerprint"),
         ("dtype", "start both engines with the same --dtype"),
-        ("cache_dtype", "start both engines with the same --kv-cache-dtype"),
         ("quantization", "start both engines with the same --quantization"),
         ("speculative", "give both engines the same --speculative-config"),
     ],
@@ -41,6 +40,28 @@ def test_another_model_is_refused_by_the_fact_that_differs(field: str, change: s
     (reason,) = reasons(engine(facts=other(FACTS, **{field: "else"})))
     assert (reason.field, reason.producer, reason.change) == (f"model.{field}", "'else'", change)
     assert reason.consumer == repr(getattr(FACTS, field))
+
+
+def test_another_cache_dtype_is_left_to_the_formats() -> None:
+    assert plan_transfer(OURS, 0, engine(facts=other(FACTS, cache_dtype="fp8"))).routes
+
+
+def test_a_pair_that_would_need_millions_of_rows_is_refused_before_they_are_made() -> None:
+    scattered = {"block_tokens": 4096, "block_stride": 1 << 22, "heads": Range(0, 1), "cell_bytes": 256}
+    group = CacheGroup(policy="full", block_tokens=4096)
+    ours, theirs = (
+        engine(
+            *(
+                tensor(layer=f"layers.{n}", **scattered, tile_stride=tile, element_bytes=1, element_stride=element)
+                for n in range(5)
+            ),
+            engine_id=name,
+            groups=(group,),
+        )
+        for name, tile, element in (("D", 1, 4096), ("P", 256, 1))
+    )
+    (reason,) = reasons(theirs, ours)
+    assert (reason.field, reason.producer) == ("descriptors", f"{5 << 20} rows")
 
 
 def test_another_number_of_cache_groups_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvferry.plan.assignment import Assignment, Lack, assign
-from kvferry.plan.bundles import Part
+from kvferry.plan.bundles import Bundle, Part
 from kvferry.plan.conversion import is_convertible, lacks_scales, needs_conversion
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.merging import bundle
@@ -31,6 +31,8 @@ _SAME_TENSOR = {
     "tile_tokens": "give both engines the same --block-size and attention backend: these cells cannot be divided",
 }
 _MAX_TENSOR_REASONS = 8
+MAX_ROWS = 1 << 22
+"""Most rows of descriptors of one route: 160 MiB a side."""
 
 
 def plan_transfer(
@@ -83,6 +85,7 @@ def _plan(
             ours, theirs = local[name], remote[name]
             parts += parts_of(ours, theirs, heads, maps.of(ours, theirs))
         bundles = bundle(parts)
+        _check_rows(bundles)
         slices, staged = place(parts, bundles, costs)
         routes.append(Route(index, there.place, slices, bundles, staged, assignment.expected(index)))
     routes += [
@@ -90,6 +93,21 @@ def _plan(
         for index in assignment.released[worker]
     ]
     return TransferPlan(producer.engine_id, here.place, worker, tuple(routes))
+
+
+def _check_rows(bundles: Sequence[Bundle]) -> None:
+    """Refuse what would take more memory than it is worth: rows are prepared for every run and position.
+
+    Raises:
+        PlanRefused: there are too many.
+    """
+    rows = sum(
+        one.unit_runs * max(one.tokens.positions(side) for side in (one.tokens.local, one.tokens.remote))
+        for one in bundles
+    )
+    if rows > MAX_ROWS:
+        change = "use block sizes and cache layouts that share longer runs"
+        raise PlanRefused([Reason("descriptors", f"{rows} rows", f"at most {MAX_ROWS}", change)])
 
 
 def _model_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:

@@ -87,15 +87,19 @@ def differs(part: Part, reading: Reading) -> bool:
     return reading is Reading.UNITS or len(part.heads) < len(part.remote.heads)
 
 
+MAX_RUNS = 8192
+"""Most runs of a source: what puts a wave in place has a table with a row for every piece of them."""
+
+
 def offers(parts: Sequence[Part], reading: Reading, most_bytes: int) -> Mapping[int, Offer]:
     """What each part takes when it is read in the producer's shape, for one unit of its token map.
 
-    Parts that cannot be read this way, or only in runs of more than `most_bytes`, or by more descriptors than an index
-    can count, are left out.
+    Parts that cannot be read this way, or only in runs of more than `most_bytes`, or by more of them than tables
+    and indices can count, are left out.
     """
     found: dict[int, Offer] = {}
     for one in producer_runs(parts, reading):
-        if one.run_bytes > most_bytes or _descriptors(one) > MAX_DESCRIPTORS:
+        if one.run_bytes > most_bytes or one.unit_runs > MAX_RUNS or _descriptors(one) > MAX_DESCRIPTORS:
             continue
         for members in one.members:
             if not all(_fits(parts[member], one, reading) for member in members):

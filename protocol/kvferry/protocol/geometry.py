@@ -23,6 +23,9 @@ from kvferry.protocol.ids import Address, Count, Positive, Rank, Size, Text
 MAX_TENSORS = 16384
 """Most paged tensors of one worker."""
 
+MAX_SCALES = 1024
+"""Most heads of a worker that have scales of their own."""
+
 Scale = Annotated[float, Meta(gt=0, lt=1e30)]
 Stride = Annotated[int, Meta(ge=0, lt=2**48)]
 
@@ -104,7 +107,7 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     element_bytes: Annotated[int, Meta(ge=0, le=2**20)] = 0
     element_stride: Stride = 0
     interleave: Interleave = Interleave()
-    scales: Annotated[tuple[Scale, ...], Meta(max_length=65536)] = ()
+    scales: Annotated[tuple[Scale, ...], Meta(max_length=MAX_SCALES)] = ()
     format: Format
 
     @property

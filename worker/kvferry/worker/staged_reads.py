@@ -16,6 +16,9 @@ from kvferry.worker.staging import PreparedSource, Staging, chunks_of
 from kvferry.worker.staging_pool import WAVES_PER_LOAD, Wave
 from kvferry.worker.unforeseen import give_back, has_ended
 
+_MAX_UNITS = 32768
+"""Units of one wave: its table has a row for each."""
+
 
 @dataclass(slots=True, eq=False)
 class _Flight:
@@ -147,7 +150,7 @@ class StagedReads:
             return False
         try:
             first, count = chunks_of(wave, size)
-            window = cursor.go_on(count)
+            window = cursor.go_on(min(count, _most_chunks(source, units)))
             table = source.wave_table(units, window, self._staging.address + first * size)
             local = np.arange(first, first + window.chunks, dtype=np.int32)
             remote = window_reads(source.table, units, window)
@@ -174,3 +177,9 @@ class StagedReads:
         for flight in flights:
             self._staging.pool.give_back(flight.wave)
             self._flights.remove(flight)
+
+
+def _most_chunks(source: PreparedSource, units: SourceUnits) -> int:
+    """Chunks whose units the table of one wave has room for."""
+    units_per_chunk = -(-len(units.source_unit) // len(units))
+    return source.table.runs * max(1, _MAX_UNITS // units_per_chunk)
