@@ -49,6 +49,7 @@ class Wanted:
         optional: bytes of a window's tokens that nothing attends to any more: right, or not written.
         tail: bytes of loaded blocks behind the last token: anything may be written before they are zeroed.
         late: the same of blocks that are loaded only for optional bytes, if at all.
+        loaded: bytes of blocks that hold needed ones.
     """
 
     names: Ints
@@ -56,6 +57,7 @@ class Wanted:
     optional: Bools
     tail: Bools
     late: Bools
+    loaded: Bools
 
 
 def number_names(consumer: EngineDescription) -> dict[tuple[str, str], int]:
@@ -96,7 +98,7 @@ def wanted(
 ) -> Wanted:
     """What the request must leave in a consumer worker's memory."""
     names = np.full(memory.num_bytes, UNNAMED, np.int64)
-    required, optional, tail, late = (np.zeros(memory.num_bytes, np.bool_) for _ in range(4))
+    required, optional, tail, late, in_loaded = (np.zeros(memory.num_bytes, np.bool_) for _ in range(5))
     cache: dict[object, Cells] = {}
     for tensor in tensors:
         group = groups[tensor.group]
@@ -117,7 +119,8 @@ def wanted(
         optional[index[is_wanted & ~is_needed]] = True
         tail[index[(first >= request.stop_token) & loaded]] = True
         late[index[(first >= request.stop_token) & perhaps & ~loaded]] = True
-    return Wanted(names, required, optional, tail, late)
+        in_loaded[index[loaded]] = True
+    return Wanted(names, required, optional, tail, late, in_loaded)
 
 
 def check_copies(

@@ -73,10 +73,12 @@ class WorkerMemory:
         now, right = self.snapshot().content, values_of(target.names)
         _expect(target.required & (now != right), target, "is wrong", numbers)
         _expect(target.tail & (now != 0), target, "is behind the request and not zero", numbers)
-        untouched = now == before.content
-        free = (target.optional & ((now == right) | (now == 0))) | (target.late & (now == 0))
+        neither = target.optional & (now != right) & (now != 0)
+        _expect(neither & target.loaded, target, "is before the window, and neither right nor zero", numbers)
+        changed = now != before.content
+        free = (target.optional & ~neither) | (target.late & (now == 0))
         others = ~(target.required | target.tail | free)
-        _expect(others & ~untouched, target, "is not the request's and has changed", numbers)
+        _expect(others & changed, target, "is not the request's and has changed", numbers)
 
 
 def _expect(wrong: npt.NDArray[np.bool_], target: Wanted, what: str, numbers: Numbers) -> None:
