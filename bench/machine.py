@@ -42,8 +42,17 @@ def write_results(name: str, figures: dict[str, Any]) -> Path:
     """Write `results/NAME.json` with the circumstances in front."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({**circumstances(), **figures}, indent=2) + "\n")
+    path.write_text(json.dumps(_rounded({**circumstances(), **figures}), indent=2, ensure_ascii=False) + "\n")
     return path
+
+
+def _rounded(value: Any) -> Any:
+    """Floats with four significant digits: a machine does not repeat more."""
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _processor() -> str:
@@ -54,7 +63,7 @@ def _processor() -> str:
 
 def _commit() -> str:
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(RESULTS.parent), *arguments]
+        command = ["git", "-C", str(RESULTS.parent.parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     commit = git("rev-parse", "--short=12", "HEAD")
