@@ -117,6 +117,10 @@ def test_the_maps_of_the_consumers_are_filled_once_and_completely(name: str) -> 
         area = sum(patch.width * patch.height for patch in filled)
         heads, layers = len(shard.heads) / side.heads, len(shard.layers) / side.layers
         assert area == pytest.approx(heads * layers)
+        for one, other in itertools.combinations(filled, 2):
+            across = min(one.x + one.width, other.x + other.width) - max(one.x, other.x)
+            down = min(one.y + one.height, other.y + other.height) - max(one.y, other.y)
+            assert min(across, down) < 1e-9, "one lies on the other"
         assert {patch.producer for patch in filled} == {flow.producer_worker for flow in reader.flows if flow.reads}
         assert min(patch.x for patch in filled) == pytest.approx(shard.heads.start / side.heads)
 

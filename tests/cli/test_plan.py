@@ -187,6 +187,17 @@ def test_the_predicted_time_is_the_slowest_links_bytes_and_descriptors() -> None
     assert (back.slowest.side, back.bytes) == ("producer", worker.bytes)
 
 
+def test_only_the_consumer_pays_for_putting_staged_bytes_in_place() -> None:
+    pair = ("layers=2,heads=4,dim=16,layout=NHD,tp={}", "layers=2,heads=4,dim=16,tp={}")
+    together = summary_of(*(form.format(1 + index) for index, form in enumerate(pair)), "--tokens", "1024")
+    apart = summary_of(*(form.format(2 - index) for index, form in enumerate(pair)), "--tokens", "1024")
+    assert placings(together) == placings(apart) == {"staged"}
+    for summary, relaid in ((together, 0), (apart, apart.bytes)):
+        link_s = summary.link_bytes / 50e9 + summary.descriptors * PUBLISHED.descriptor_s
+        assert summary.predicted_ms == pytest.approx((link_s + PUBLISHED.relayout_s(relaid)) * 1000, abs=0.0006)
+    assert (together.slowest.side, apart.slowest.side) == ("producer", "consumer")
+
+
 def test_the_link_changes_the_time_and_nothing_else() -> None:
     one, other = (summary_of(NHD, DENSE_OF_NHD, "--link", link) for link in ("1", "100"))
     assert one.predicted_ms > other.predicted_ms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -111,7 +112,7 @@ def test_a_terminal_without_unicode_gets_question_marks_and_no_traceback() -> No
         capture_output=True,
         timeout=60,
         check=True,
-        env={"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin"},
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )
     assert b"Traceback" not in ran.stderr
     assert b"tp1" in ran.stdout
