@@ -97,3 +97,7 @@ def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) ->
     group = engine.groups[tensor.group]
     if group.policy != "state" and group.block_tokens % tensor.block_tokens:
         raise InvalidMessage(f"{where}.block_tokens", tensor.block_tokens, f"a divisor of {group.block_tokens}")
+    share = tensor.interleave
+    if group.policy != "state" and share.ranks > 1 and group.block_tokens % share.run_tokens:
+        # Otherwise the number of blocks would not say how many of its slots a rank has filled.
+        raise InvalidMessage(f"{where}.interleave.run_tokens", share.run_tokens, f"a divisor of {group.block_tokens}")
