@@ -1,4 +1,7 @@
-"""Makes the models that need no hub, each once, in a process of its own: `python -m scripts.accuracy.convert …`."""
+"""Makes the models that need no hub, each once, in a process of its own:
+
+python -m scripts.accuracy.convert GGUF MAKER FOLDER [MAKER FOLDER …]
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +50,8 @@ def smollm2(gguf: Path, target: Path) -> None:
     _save(twin, gguf, target)
 
 
-def tiny_llama(gguf: Path, target: Path) -> None:
-    """Random weights, always the same, with SmolLM2's tokenizer: 8 heads and 4 KV heads, for tensor parallel sizes.
+def tiny_llama(gguf: Path, target: Path, kv_heads: int) -> None:
+    """Random weights, always the same, with SmolLM2's tokenizer: 8 heads, for tensor parallel sizes up to 8.
 
     Weights are spread wide and embeddings untied: otherwise all logits are nearly equal and rounding decides.
     """
@@ -58,7 +62,7 @@ def tiny_llama(gguf: Path, target: Path) -> None:
         intermediate_size=512,
         num_hidden_layers=4,
         num_attention_heads=8,
-        num_key_value_heads=4,
+        num_key_value_heads=kv_heads,
         head_dim=32,
         max_position_embeddings=8192,
         initializer_range=0.2,
@@ -76,7 +80,13 @@ def _save(model: Any, gguf: Path, target: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-MAKERS = {"smollm2": smollm2, "tiny-llama": tiny_llama}
+MAKERS: dict[str, Callable[[Path, Path], None]] = {
+    "smollm2": smollm2,
+    "tiny-llama": partial(tiny_llama, kv_heads=4),
+    "tiny-llama-2-kv-heads": partial(tiny_llama, kv_heads=2),
+    "tiny-llama-1-kv-head": partial(tiny_llama, kv_heads=1),
+}
 
 if __name__ == "__main__":
-    MAKERS[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
+    for maker, folder in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
+        MAKERS[maker](Path(sys.argv[1]), Path(folder))

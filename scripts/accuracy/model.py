@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from scripts.accuracy.settings import ROOT
-from scripts.accuracy.variables import DEFAULT_MODEL, TINY_MODEL, BadSetting
+from scripts.accuracy.variables import DEFAULT_MODEL, TINY_MODEL, TINY_MODELS, BadSetting
 
-_MAKERS = {DEFAULT_MODEL: "smollm2", TINY_MODEL: "tiny-llama"}
+_MAKERS = {DEFAULT_MODEL: "smollm2", **{name: name for name in TINY_MODELS}}
 _FORMAT = 1
 """Counts changes of how they are made: another number, another folder."""
 
@@ -31,20 +31,26 @@ def prepare(name: str, cache_dir: Path, say: Callable[[str], None]) -> str:
         BadSetting: the package of the default model is not installed.
         ConversionFailed: it could not be converted.
     """
-    maker = _MAKERS.get(name)
-    if maker is None:
+    if name not in _MAKERS:
         return name
     gguf = _packaged_gguf(name)
-    target = cache_dir / "models" / f"{name}-{gguf.stat().st_size}-{_FORMAT}"
-    if not (target / "config.json").exists():
-        say(f"make {name} once, from {gguf.name}, in {target}")
+    folders = {each: cache_dir / "models" / f"{each}-{gguf.stat().st_size}-{_FORMAT}" for each in _MAKERS}
+    # The tiny models together: most of the time is transformers' start.
+    wanted = [each for each in (TINY_MODELS if name in TINY_MODELS else [name]) if not _is_made(folders[each])]
+    if not _is_made(folders[name]):
+        say(f"make {', '.join(wanted)} once, from {gguf.name}, in {folders[name].parent}")
         # In a process of its own: torch and two copies of the weights are gone when it ends.
-        command = [sys.executable, "-m", "scripts.accuracy.convert", maker, str(gguf), str(target)]
+        parts = [part for each in wanted for part in (_MAKERS[each], str(folders[each]))]
+        command = [sys.executable, "-m", "scripts.accuracy.convert", str(gguf), *parts]
         quiet = {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         done = subprocess.run(command, cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ConversionFailed(f"{gguf} could not be converted:\n{done.stderr[-4000:]}")
-    return str(target)
+    return str(folders[name])
+
+
+def _is_made(folder: Path) -> bool:
+    return (folder / "config.json").exists()
 
 
 def _packaged_gguf(name: str) -> Path:

@@ -148,9 +148,13 @@ def block_size(text: str) -> int | None:
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 TINY_MODEL = "tiny-llama"
+TINY_MODELS = {TINY_MODEL: 4, "tiny-llama-2-kv-heads": 2, "tiny-llama-1-kv-head": 1}
+"""Models of random weights, with their KV heads."""
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable("MODEL_NAMES", DEFAULT_MODEL, f"models: names on a hub, folders, {TINY_MODEL} (random)", words, True),
+    Variable(
+        "MODEL_NAMES", DEFAULT_MODEL, f"models: names on a hub, folders; random: {', '.join(TINY_MODELS)}", words, True
+    ),
     Variable("NUM_PREFILL_INSTANCES", "1", "prefill engines", whole(1, 64), True),
     Variable("NUM_DECODE_INSTANCES", "1", "decode engines", whole(1, 64), True),
     Variable("PREFILLER_TP_SIZE", "1", "tensor parallel size of each prefill engine", whole(1, 64), True),

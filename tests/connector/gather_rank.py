@@ -5,11 +5,12 @@ Engines of a data-parallel deployment are one world: each must come to know its 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 from dataclasses import dataclass
 from typing import Any
+
+from tests.forkserver import forkserver
 
 PATIENCE_S = 40.0
 
@@ -30,8 +31,7 @@ class Axes:
 
 def gathered_by_all(axes: Axes, rendezvous: str) -> list[tuple[int, list[str]]]:
     """By rank of the world: the index among its engine's workers, and the agents that it learns of, in order."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.connector.gather_preload"])
+    context = forkserver()
     answers: Any = context.Queue()
     processes = [context.Process(target=_one, args=(axes, rank, rendezvous, answers)) for rank in range(axes.ranks)]
     found: dict[int, tuple[int, list[str]]] = {}
@@ -56,7 +56,7 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
     from kvferry.connector.gather import engine_groups, gather_workers
     from kvferry.protocol.geometry import Topology
     from kvferry.protocol.handshake import LeaseTable, WorkerDescription
-    from tests.connector.gather_preload import CONFIG
+    from tests.vllm_preload import CONFIG
 
     os.environ.update(VLLM_CPU_DIST_TIMEOUT="30", GLOO_SOCKET_IFNAME="lo")
     with set_current_vllm_config(CONFIG):

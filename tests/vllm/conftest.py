@@ -30,11 +30,16 @@ if importlib.util.find_spec("torch"):
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
 
+def model_folder(name: str) -> str:
+    """A model as a folder that vLLM can load, made when it is not there."""
+    cache = Path(os.environ.get("KVFERRY_CACHE_DIR", "~/.cache/kvferry")).expanduser()
+    return prepare(name, cache, print)
+
+
 @pytest.fixture(scope="session")
 def model() -> Path:
     """SmolLM2-135M-Instruct as plain safetensors."""
-    cache = Path(os.environ.get("KVFERRY_CACHE_DIR", "~/.cache/kvferry")).expanduser()
-    return Path(prepare(DEFAULT_MODEL, cache, print))
+    return Path(model_folder(DEFAULT_MODEL))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,226 @@
+"""Real engines that start in seconds: vLLM's `LLMEngine` in a process forked from one that has imported vLLM.
+
+    with ForkedEngine(EngineSpec("a", model, tp=2, role="kv_both"), logs) as engine:
+        params = engine.prefill(prompt)
+        other.ask(prompt, params)
+
+Scheduler, connector, workers, caches, collectives and NIXL are those of a server; what is missing is HTTP, and vLLM's
+workers are forked where they would be spawned.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from scripts.accuracy.client import ASK_FOR_PREFILL
+from scripts.accuracy.metrics import Scrape, parse_metrics
+from scripts.accuracy.ports import free_ports
+from tests.forkserver import forkserver
+
+START_S = 180.0
+ANSWER_S = 60.0
+
+_SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "UCX_MM_ERROR_HANDLING": "y",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What to start.
+
+    Attributes:
+        role: of the connector; empty for an engine without one.
+        cores: of the workers, in their order.
+    """
+
+    name: str
+    model: str
+    role: str = ""
+    tp: int = 1
+    pp: int = 1
+    block_size: int = 128
+    module: str = "kvferry.connector"
+    cores: str = "0"
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EngineFailed(Exception):
+    """An engine did not do what it was told; the text has the reason and the log's path."""
+
+
+class ForkedEngine:
+    """The parent's end. A context manager: leaving it ends the engine."""
+
+    def __init__(self, spec: EngineSpec, logs: Path) -> None:
+        self.spec = spec
+        self.log_path = logs / f"{spec.name}.log"
+        context = forkserver()
+        self._pipe, theirs = context.Pipe()
+        (port,) = free_ports(1)
+        self._process = context.Process(target=_main, args=(spec, port, theirs, str(self.log_path)), name=spec.name)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> ForkedEngine:
+        self._receive(START_S)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._pipe.close()
+        self._process.join(20.0)
+        self._process.kill()
+        self._process.join()
+
+    def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Prefill for another engine; the params of the answer."""
+        params = self._call("ask", list(prompt), 1, dict(ASK_FOR_PREFILL))[1]
+        assert params, "no params came back"
+        return dict(params)
+
+    def ask(self, prompt: Sequence[int], params: Mapping[str, Any] | None = None, tokens: int = 8) -> list[int]:
+        """The tokens of a greedy answer."""
+        return list(self._call("ask", list(prompt), tokens, dict(params) if params else None)[0])
+
+    def metrics(self) -> Scrape:
+        """What `/metrics` of a server would say."""
+        return parse_metrics(self._call("metrics"))
+
+    def free_blocks(self) -> int:
+        """Blocks that the scheduler can give away."""
+        return int(self._call("free_blocks"))
+
+    def _call(self, *command: Any) -> Any:
+        self._pipe.send(command)
+        return self._receive(ANSWER_S)
+
+    def _receive(self, patience_s: float) -> Any:
+        if not self._pipe.poll(patience_s):
+            raise EngineFailed(f"{self.spec.name}: no answer within {patience_s:g} s; see {self.log_path}")
+        try:
+            error, answer = self._pipe.recv()
+        except EOFError:
+            raise EngineFailed(f"{self.spec.name} has ended; see {self.log_path}") from None
+        if error:
+            raise EngineFailed(f"{self.spec.name}: {error}\nsee {self.log_path}")
+        return answer
+
+
+def _main(spec: EngineSpec, port: int, pipe: Connection, log_path: str) -> None:
+    with open(log_path, "wb", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        engine = _Engine(spec, port)
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+        raise
+    pipe.send(("", None))
+    engine.serve(pipe)
+    sys.stdout.flush()
+
+
+class _Engine:
+    """The child's end: steps the engine, and answers between steps."""
+
+    def __init__(self, spec: EngineSpec, port: int) -> None:
+        os.environ.update(_SETTINGS)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = spec.cores
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+        import multiprocessing
+
+        import torch
+        import torch._dynamo
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.executor import multiproc_executor
+
+        torch.set_num_threads(1)
+        # TORCH_COMPILE_DISABLE was read when torch was imported. Compiling the sampler takes half a minute.
+        torch._dynamo.config.disable = spec.pp == 1
+        # vLLM would spawn its workers, each of which would import all of it anew.
+        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+        transfer = None
+        if spec.role:
+            transfer = KVTransferConfig(
+                kv_connector="NixlConnector",
+                kv_connector_module_path=spec.module,
+                kv_role=spec.role,
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config=dict(spec.extra_config),
+            )
+        pipelined: dict[str, Any] = {"compilation_config": {"mode": 2, "backend": "eager"}}
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=spec.model,
+                dtype="float32",
+                max_model_len=1024,
+                max_num_seqs=4,
+                block_size=spec.block_size,
+                tensor_parallel_size=spec.tp,
+                pipeline_parallel_size=spec.pp,
+                kv_transfer_config=transfer,
+                skip_tokenizer_init=True,
+                enable_prefix_caching=False,
+                disable_log_stats=False,
+                **({"enforce_eager": True} if spec.pp == 1 else pipelined),
+            )
+        )
+        self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
+        self._asked = 0
+
+    def serve(self, pipe: Connection) -> None:
+        while True:
+            busy = self._scheduler.has_requests()
+            if pipe.poll(0.0 if busy else 0.05):
+                try:
+                    name, *arguments = pipe.recv()
+                except EOFError:
+                    break
+                pipe.send(("", getattr(self, name)(*arguments)))
+            elif busy:
+                self._engine.step()
+        self._engine.engine_core.shutdown()
+
+    def ask(self, prompt: list[int], tokens: int, params: dict[str, Any] | None) -> tuple[list[int], Any]:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        sampling = SamplingParams(
+            max_tokens=tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )
+        self._asked += 1
+        self._engine.add_request(str(self._asked), {"prompt_token_ids": prompt}, sampling)
+        while True:
+            for output in self._engine.step():
+                if output.finished:
+                    return list(output.outputs[0].token_ids), output.kv_transfer_params
+
+    def metrics(self) -> str:
+        from prometheus_client import generate_latest
+
+        return str(generate_latest(), "utf-8")
+
+    def free_blocks(self) -> int:
+        return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())

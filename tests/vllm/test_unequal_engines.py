@@ -1,0 +1,150 @@
+"""Engines of unequal shards, pipelines and blocks: every pair answers as one engine of the decoder's settings does.
+
+Models of random weights in float32, whose answers tell every wrong byte; the engines are real ones of `forked_engine`.
+That a model answers alike on one rank and on two, without any connector, is tested first: it is what makes a
+difference between two engines a fault of the handover.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts.accuracy.fleet import POISON_MODULE
+from scripts.accuracy.metrics import Scrape
+from scripts.accuracy.model import cache_shape, config_of
+from scripts.accuracy.variables import TINY_MODEL, TINY_MODELS
+from tests.vllm.conftest import model_folder
+from tests.vllm.forked_engine import EngineSpec, ForkedEngine
+
+Tokens = list[int]
+
+_rng = random.Random(5)
+PROMPTS: list[Tokens] = [[_rng.randrange(3, 49000) for _ in range(n)] for n in (3, 31, 32, 33, 127, 128, 129, 300)]
+ON_ANY_CORES = {1: "0", 2: "0|1"}
+
+
+class Answers:
+    """What engines without a connector answer, each asked once."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._known: dict[tuple[str, int, int], list[Tokens]] = {}
+
+    def of(self, model: str, tp: int = 1, block_size: int = 128) -> list[Tokens]:
+        key = (model, tp, block_size)
+        if key not in self._known:
+            name = f"plain-{Path(model).name}-tp{tp}-block{block_size}"
+            spec = EngineSpec(name, model, tp=tp, block_size=block_size, cores=ON_ANY_CORES[tp])
+            with ForkedEngine(spec, self._logs) as engine:
+                self._known[key] = [engine.ask(prompt) for prompt in PROMPTS]
+        return self._known[key]
+
+
+@pytest.fixture(scope="module")
+def answers(logs: Path) -> Answers:
+    return Answers(logs)
+
+
+def hand_over(producer: ForkedEngine, consumer: ForkedEngine) -> tuple[list[Tokens], list[Scrape]]:
+    """Every prompt prefilled by one and decoded by the other; its answer, and what the decoder's counters say of it.
+    Afterwards the producer has its blocks back."""
+    free = producer.free_blocks()
+    found, counted = [], []
+    for prompt in PROMPTS:
+        before = consumer.metrics()
+        found.append(consumer.ask(prompt, producer.prefill(prompt)))
+        counted.append(consumer.metrics() - before)
+    end_s = time.monotonic() + 20.0
+    while producer.free_blocks() != free:
+        assert time.monotonic() < end_s, "the producer still holds blocks"
+        time.sleep(0.02)
+    return found, counted
+
+
+def moved(counted: Scrape) -> int:
+    """Bytes of one handover: those that NIXL counted and those of the plan are the same, and nothing was computed."""
+    assert counted.total("vllm:kvferry_local_recomputes_total") == 0
+    assert counted.total("vllm:kvferry_loads_total") == 1
+    read = counted.total("vllm:nixl_bytes_transferred_sum")
+    assert read == counted.total("vllm:kvferry_planned_bytes_total")
+    return int(read)
+
+
+def needed(model: str, prompt: Sequence[int], blocks: int, decoder_tp: int = 1) -> int:
+    """Bytes of a prompt's whole blocks of so many tokens, with the copies that a decoder's ranks hold."""
+    shape = cache_shape(config_of(model), decoder_tp)
+    assert shape is not None
+    return math.ceil(len(prompt) / blocks) * blocks * shape.token_bytes("float32")
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_one_rank_and_two_hand_over_to_each_other_whatever_the_number_of_kv_heads(
+    name: str, answers: Answers, logs: Path
+) -> None:
+    model = model_folder(name)
+    alone, sharded = answers.of(model), answers.of(model, tp=2)
+    assert alone == sharded, "control: without a connector both sizes answer alike"
+    assert len({tuple(answer) for answer in alone}) == len(PROMPTS)
+    specs = [
+        EngineSpec(f"both-{name}-tp{tp}", model, "kv_both", tp=tp, cores=cores) for tp, cores in ON_ANY_CORES.items()
+    ]
+    with ExitStack() as running:
+        one, two = (running.enter_context(ForkedEngine(spec, logs)) for spec in specs)
+        for producer, consumer, expected in ((one, two, sharded), (two, one, alone)):
+            found, counted = hand_over(producer, consumer)
+            assert found == expected, f"TP {producer.spec.tp} to TP {consumer.spec.tp}"
+            stated = [needed(model, prompt, 128, consumer.spec.tp) for prompt in PROMPTS]
+            assert [moved(each) for each in counted] == stated
+
+
+def test_a_producer_whose_cache_was_overwritten_gives_other_answers(answers: Answers, logs: Path) -> None:
+    """Otherwise the tests of this module would also pass if nothing were read."""
+    model = model_folder("tiny-llama-2-kv-heads")
+    poisoner = EngineSpec("poisoned", model, "kv_producer", tp=2, module=POISON_MODULE, cores="0|1")
+    consumer = EngineSpec("unsuspecting", model, "kv_consumer", cores="1")
+    with ForkedEngine(poisoner, logs) as source, ForkedEngine(consumer, logs) as target:
+        found, counted = hand_over(source, target)
+    assert [moved(each) for each in counted] == [needed(model, prompt, 128) for prompt in PROMPTS]
+    assert all(got != want for got, want in zip(found, answers.of(model), strict=True))
+
+
+def test_two_pipeline_stages_hand_over_to_one(answers: Answers, logs: Path) -> None:
+    model = model_folder(TINY_MODEL)
+    stages = EngineSpec("stages", model, "kv_producer", pp=2, cores="0|1")
+    consumer = EngineSpec("one-stage", model, "kv_consumer", cores="1")
+    with ForkedEngine(stages, logs) as source, ForkedEngine(consumer, logs) as target:
+        found, counted = hand_over(source, target)
+    assert found == answers.of(model)
+    assert [moved(each) for each in counted] == [needed(model, prompt, 128) for prompt in PROMPTS]
+    (plan,) = set(re.findall(r"plan producer=\S+ (tp0 reads .*)", target.log_path.read_text()))
+    assert [part.split()[:2] for part in plan.split("; ")] == [["tp0", "reads"], ["reads", "tp0/pp1:"]]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(32, 64), (128, 32)])
+def test_blocks_of_another_size_are_filled(theirs: int, ours: int, answers: Answers, logs: Path) -> None:
+    """By the cost model's choice, which is to stage them, and with each piece read into its place."""
+    model = model_folder(TINY_MODEL)
+    name = f"{theirs}-to-{ours}"
+    producer = EngineSpec(f"producer-{name}", model, "kv_producer", block_size=theirs)
+    consumer = EngineSpec(f"staged-{name}", model, "kv_consumer", block_size=ours, cores="1")
+    direct = replace(consumer, name=f"direct-{name}", extra_config={"staging_pool_bytes": 0})
+    least, most = ([needed(model, prompt, blocks) for prompt in PROMPTS] for blocks in (min(theirs, ours), theirs))
+    with ForkedEngine(producer, logs) as source:
+        for spec, allowed in ((consumer, most), (direct, least)):
+            with ForkedEngine(spec, logs) as target:
+                found, counted = hand_over(source, target)
+            assert found == answers.of(model, block_size=ours), spec.name
+            plans = re.findall(r"plan producer=\S+ (tp0 reads .*)", target.log_path.read_text())
+            assert ["staged" in plan for plan in plans] == [spec is consumer]
+            # What is staged may be read in whole blocks of the producer.
+            read = [moved(each) for each in counted]
+            assert all(low <= found <= high for low, found, high in zip(least, read, allowed, strict=True)), spec.name

@@ -1,0 +1,25 @@
+"""What forked processes need of vLLM, imported once, see `tests.forkserver`."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+from vllm.config import VllmConfig
+
+logging.disable(logging.WARNING)
+CONFIG = VllmConfig()
+"""Making it imports the greater part of vLLM."""
+
+for _module in (
+    "vllm.distributed.parallel_state",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "kvferry.connector",
+):
+    importlib.import_module(_module)
+logging.disable(logging.NOTSET)
