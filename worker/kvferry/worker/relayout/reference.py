@@ -1,6 +1,7 @@
-"""The relayout in plain torch: what CPU engines use, and what every other implementation is compared with.
+"""The relayout in torch and numpy: what CPU engines use, and what every other implementation is compared with.
 
-One gather and one scatter per piece, over all its units at once. Works on any device that torch has.
+One gather and one scatter per piece, over all its units at once. Works on any device that torch has; from host memory
+to host memory, bytes are copied by numpy.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _BY_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 
 class ReferenceRelayout:
-    """The relayout in plain torch.
+    """The relayout without a kernel of its own.
 
     Args:
         sources: what waves are read from, e.g. the staging buffer.
@@ -108,14 +109,36 @@ class _Side(NamedTuple):
         size = dtype.itemsize
         flat = self.memory[: self.memory.numel() // size * size].view(dtype)
         steps = tuple(stride // size for stride in strides)
-        first = int(self.starts.min())
+        step, places = self._places(size)
+        first = int(self.starts.min()) // size
+        if places is None:
+            return flat.as_strided((len(self.starts), *counts), (step // size, *steps), first), None
+        indices = torch.from_numpy(places).to(flat.device)
+        return flat.as_strided((int(places.max()) + 1, *counts), (step // size, *steps), first), indices
+
+    def host_view(
+        self, run: int, counts: tuple[int, ...], strides: tuple[int, ...]
+    ) -> tuple[NDArray[np.void], NDArray[np.int64] | slice]:
+        """The same in host memory by numpy, as runs of bytes `[units or places, *counts]`, and what to index it by."""
+        step, places = self._places(run)
+        count = len(self.starts) if places is None else int(places.max()) + 1
+        whole: NDArray[np.void] = np.ndarray(
+            (count, *counts),
+            dtype=f"V{run}",
+            buffer=self.memory.numpy(),
+            offset=int(self.starts.min()),
+            strides=(step, *strides),
+        )
+        return whole, slice(None) if places is None else places
+
+    def _places(self, size: int) -> tuple[int, NDArray[np.int64] | None]:
+        """Bytes from place to place, and the unit's places: None where unit `i` is in place `i`."""
         apart = np.diff(self.starts)
         if not len(apart) or (apart[0] > 0 and (apart == apart[0]).all()):
-            step = int(apart[0]) // size if len(apart) else 1
-            return flat.as_strided((len(self.starts), *counts), (step, *steps), first // size), None
-        step = int(np.gcd.reduce(self.starts - first)) or size  # all units in one place: they are the same
-        places = torch.from_numpy((self.starts - first) // step).to(flat.device)
-        return flat.as_strided((int(places.max()) + 1, *counts), (step // size, *steps), first // size), places
+            return (int(apart[0]) if len(apart) else size), None
+        offsets = self.starts - self.starts.min()
+        step = int(np.gcd.reduce(offsets)) or size  # all units in one place: they are the same
+        return step, np.asarray(offsets // step)
 
     def read(self, dtype: torch.dtype, counts: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
         """`[units, *counts]`."""
@@ -133,12 +156,23 @@ class _Side(NamedTuple):
 
 
 def _copy(shape: Shape, source: _Side, destination: _Side) -> None:
+    if source.memory.device.type == destination.memory.device.type == "cpu":
+        _copy_on_host(shape, source, destination)
+        return
     strides = [stride for axis in shape.axes for stride in axis[1:3]]
     width = math.gcd(16, shape.run, *strides, source.divisors, destination.divisors)
     counts = (*(axis.steps for axis in shape.axes), shape.run // width)
     dtype = _BY_BYTES[width]
     elements = source.read(dtype, counts, (*(axis.source_stride for axis in shape.axes), width))
     destination.write(elements, counts, (*(axis.destination_stride for axis in shape.axes), width))
+
+
+def _copy_on_host(shape: Shape, source: _Side, destination: _Side) -> None:
+    """By numpy: one thread, beside an engine that computes on all cores, and whole runs instead of elements."""
+    counts = tuple(axis.steps for axis in shape.axes)
+    here, units = source.host_view(shape.run, counts, tuple(axis.source_stride for axis in shape.axes))
+    there, places = destination.host_view(shape.run, counts, tuple(axis.destination_stride for axis in shape.axes))
+    there[places] = here[units]
 
 
 def _convert(
