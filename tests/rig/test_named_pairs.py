@@ -24,13 +24,13 @@ class Scene:
     Attributes:
         read_tokens: tokens in the units that are read.
         copies: how often they are read: replicas among the consumer's workers.
-        state_bytes: what is read beside them.
+        other_bytes: what is read of other groups than those that hold every token.
     """
 
     pair: Pair
     read_tokens: int
     copies: int = 1
-    state_bytes: int = 0
+    other_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -40,7 +40,7 @@ class Scene:
             if group.policy == "full"
             for kind in group.kinds
         ]
-        return sum(tokens) * self.read_tokens * self.copies + self.state_bytes
+        return sum(tokens) * self.read_tokens * self.copies + self.other_bytes
 
 
 def pipeline(producer: int, consumer: int) -> Scene:
@@ -80,7 +80,14 @@ def states(producer: int, consumer: int, *, overlaid: bool) -> Scene:
     made = pair(
         model, side(model, tp=producer, overlaid=overlaid), side(model, tp=consumer, overlaid=overlaid), tokens=45
     )
-    return Scene(made, 48, state_bytes=(6 + 2 + 2) * 6 + 4 * 20 + 32 * 2 * 16)
+    return Scene(made, 48, other_bytes=(6 + 2 + 2) * 6 + 4 * 20 + 32 * 2 * 16)
+
+
+def windows(producer: int, consumer: int, held_from: int) -> Scene:
+    """A window of 20 tokens of 45: what lies before the held ones in a block becomes zero."""
+    model = attention(window=20)
+    there, here = side(model, block=producer), side(model, block=consumer, tp=2)
+    return Scene(pair(model, there, here, tokens=45), 0, other_bytes=(48 - held_from) * 4 * 2 * 32)
 
 
 SCENES = {
@@ -108,6 +115,8 @@ SCENES = {
     "runs of 2 bytes": layouts("K and V apart", "NHD", size=1),
     "hybrid, tp 2 to 1": states(2, 1, overlaid=False),
     "hybrid, tp 1 to 2, groups over the same bytes": states(1, 2, overlaid=True),
+    "window, blocks of 16 to 64": windows(16, 64, held_from=16),
+    "window, blocks of 8 to 48": windows(8, 48, held_from=24),
     "pcp 2 to 1": replicas(2, 1),
     "pcp 1 to 2": replicas(1, 2),
 }
