@@ -11,6 +11,7 @@ import io
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -20,6 +21,8 @@ from scripts import compatibility
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "operations.md"
 COMMANDS_PAGE = DOCS / "cli.md"
+PICTURE = DOCS / "plan.svg"
+PICTURED = ("layers=32,heads=8,dim=128,tp=4,pp=2,layout=NHD", "layers=32,heads=8,dim=128,tp=2,stages=20+12,block=64")
 COMPATIBILITY_PAGE = DOCS / "compatibility.md"
 
 _CONSOLE = re.compile(r"(<!-- console -->\n```console\n\$ kvferry )([^\n]*)\n.*?(```\n)", re.DOTALL)
@@ -90,17 +93,26 @@ def output_of(arguments: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Every page with something generated, as it should be."""
+    """Every file with something generated, as it should be."""
     return {
         PAGE: filled(PAGE.read_text()),
         COMMANDS_PAGE: with_output(filled(COMMANDS_PAGE.read_text(), command_tables)),
         COMPATIBILITY_PAGE: filled(COMPATIBILITY_PAGE.read_text(), lambda: {"pairs": compatibility.table()}),
+        PICTURE: picture(*PICTURED),
     }
+
+
+def picture(producer: str, consumer: str) -> str:
+    """The picture of a plan between two short forms."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.svg"
+        output_of(f"plan {producer} {consumer} --svg {shlex.quote(str(path))}")
+        return path.read_text()
 
 
 def main(arguments: list[str]) -> int:
     """Write or check the pages."""
-    stale = {page: wanted for page, wanted in pages().items() if page.read_text() != wanted}
+    stale = {page: wanted for page, wanted in pages().items() if not page.exists() or page.read_text() != wanted}
     for page, wanted in stale.items():
         if "--check" in arguments:
             print(f"{page} is out of date: run `python -m scripts.generate_docs`", file=sys.stderr)

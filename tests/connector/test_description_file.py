@@ -11,6 +11,7 @@ from kvferry.connector.description_file import write_description
 from kvferry.plan.planner import plan_engine
 from kvferry.protocol.dump import decode_dump, dump_of, engine_of
 from kvferry.protocol.errors import InvalidConfig
+from tests.cli.command import run
 from tests.engine_core.node import Node, stop_parallel_state
 from tests.protocol.samples import make_description
 
@@ -58,6 +59,8 @@ def test_producers_and_consumers_describe_themselves_so_that_they_can_be_planned
     try:
         producer, consumer = (engine_of(decode_dump((folder / f"{node}.json").read_bytes())) for node in ROLES)
         (plan,) = plan_engine(consumer, producer)
+        asked = run("describe", f"127.0.0.1:{nodes[0].port}", "--json", "--timeout", "20")
+        assert decode_dump(asked.out.encode()) == dump_of(producer), asked.err
         assert {item.local.layer for route in plan.routes for item in route.slices} == {"model.layers.0.self_attn.attn"}
     finally:
         for node in nodes:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.generate_docs import COMMANDS_PAGE, PAGE, filled, pages
+from scripts.generate_docs import COMMANDS_PAGE, PAGE, PICTURE, filled, pages
 
 
-@pytest.mark.parametrize("page", [PAGE, COMMANDS_PAGE], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [PAGE, COMMANDS_PAGE, PICTURE], ids=lambda page: page.name)
 def test_what_is_generated_in_the_documentation_is_up_to_date(page: Path) -> None:
     assert page.read_text() == pages()[page], "run `python -m scripts.generate_docs`"
 
