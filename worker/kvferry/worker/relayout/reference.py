@@ -1,14 +1,15 @@
 """The relayout in torch and numpy: what CPU engines use, and what every other implementation is compared with.
 
 One gather and one scatter per piece, over all its units at once. Works on any device that torch has; from host memory
-to host memory, bytes are copied by numpy.
+to host memory, bytes are copied by numpy, and elements of one or two bytes converted by looking them up.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -117,14 +118,14 @@ class _Side(NamedTuple):
         return flat.as_strided((int(places.max()) + 1, *counts), (step // size, *steps), first), indices
 
     def host_view(
-        self, run: int, counts: tuple[int, ...], strides: tuple[int, ...]
-    ) -> tuple[NDArray[np.void], NDArray[np.int64] | slice]:
-        """The same in host memory by numpy, as runs of bytes `[units or places, *counts]`, and what to index it by."""
-        step, places = self._places(run)
+        self, dtype: np.dtype[Any], counts: tuple[int, ...], strides: tuple[int, ...]
+    ) -> tuple[NDArray[Any], NDArray[np.int64] | slice]:
+        """The same in host memory, as numpy's `[units or places, *counts]`, and what to index its first axis by."""
+        step, places = self._places(dtype.itemsize)
         count = len(self.starts) if places is None else int(places.max()) + 1
-        whole: NDArray[np.void] = np.ndarray(
+        whole: NDArray[Any] = np.ndarray(
             (count, *counts),
-            dtype=f"V{run}",
+            dtype=dtype,
             buffer=self.memory.numpy(),
             offset=int(self.starts.min()),
             strides=(step, *strides),
@@ -169,22 +170,55 @@ def _copy(shape: Shape, source: _Side, destination: _Side) -> None:
 
 def _copy_on_host(shape: Shape, source: _Side, destination: _Side) -> None:
     """By numpy: one thread, beside an engine that computes on all cores, and whole runs instead of elements."""
-    counts = tuple(axis.steps for axis in shape.axes)
-    here, units = source.host_view(shape.run, counts, tuple(axis.source_stride for axis in shape.axes))
-    there, places = destination.host_view(shape.run, counts, tuple(axis.destination_stride for axis in shape.axes))
+    counts, run = tuple(axis.steps for axis in shape.axes), np.dtype(f"V{shape.run}")
+    here, units = source.host_view(run, counts, tuple(axis.source_stride for axis in shape.axes))
+    there, places = destination.host_view(run, counts, tuple(axis.destination_stride for axis in shape.axes))
     there[places] = here[units]
+
+
+def _convert_on_host(
+    shape: Shape, conversion: Conversion, source: _Side, destination: _Side, scales: NDArray[np.float32]
+) -> None:
+    """By looking every code up: for types of one or two bytes."""
+    counts = (*(axis.steps for axis in shape.axes), shape.run)
+    sizes = shape.element_bytes
+    read, write = (np.dtype(f"u{size}") for size in sizes)
+    here, units = source.host_view(read, counts, (*(axis.source_stride for axis in shape.axes), sizes[0]))
+    there, places = destination.host_view(write, counts, (*(axis.destination_stride for axis in shape.axes), sizes[1]))
+    codes = here[units]
+    if len(scales) > 1:
+        codes = codes + (_scale_rows(shape) << (8 * sizes[0]))
+    there[places] = _all_codes(conversion, scales.tobytes())[codes]
+
+
+@lru_cache(maxsize=1024)
+def _all_codes(conversion: Conversion, scales: bytes) -> NDArray[Any]:
+    """What every code of the source becomes, one scale row after the other: 64 KiB and more a row, made once."""
+    rows = torch.frombuffer(bytearray(scales), dtype=torch.float32).view(-1, 2, 1)
+    bits = 8 * conversion.source.num_bytes
+    codes = torch.arange(-(1 << (bits - 1)), 1 << (bits - 1)).roll(1 << (bits - 1)).to(_BY_BYTES[bits // 8])
+    converted = convert(codes.repeat(len(rows), 1), conversion, rows[:, 0], rows[:, 1])
+    return np.asarray(converted.view(-1).numpy().view(f"u{conversion.destination.num_bytes}"))
+
+
+def _scale_rows(shape: Shape) -> NDArray[np.int64]:
+    """The row of the scales of every combination of the axes, to be broadcast: `[1, *axes or 1, 1]`."""
+    rows = np.zeros(1, dtype=np.int64)
+    for axis in shape.axes:
+        rows = rows[..., None] + (np.arange(axis.steps) if axis.scaled else np.zeros(1, dtype=np.int64))
+    return rows[..., None]
 
 
 def _convert(
     shape: Shape, conversion: Conversion, source: _Side, destination: _Side, scales: NDArray[np.float32]
 ) -> None:
+    if source.memory.device.type == destination.memory.device.type == "cpu" and conversion.source.num_bytes <= 2:
+        _convert_on_host(shape, conversion, source, destination, scales)
+        return
     counts = (*(axis.steps for axis in shape.axes), shape.run)
     sizes = shape.element_bytes
     raw = source.read(_BY_BYTES[sizes[0]], counts, (*(axis.source_stride for axis in shape.axes), sizes[0]))
-    rows = np.zeros(1, dtype=np.int64)  # of the scales, per combination of the scaled axes
-    for axis in shape.axes:
-        rows = rows[..., None] + (np.arange(axis.steps) if axis.scaled else np.zeros(1, dtype=np.int64))
-    by_step = torch.from_numpy(scales[rows[..., None]]).to(raw.device)  # [1, *axes or 1, 1, 2]
+    by_step = torch.from_numpy(scales[_scale_rows(shape)]).to(raw.device)  # […, 2]
     encoded = convert(raw, conversion, by_step[..., 0], by_step[..., 1])
     destination.write(encoded, counts, (*(axis.destination_stride for axis in shape.axes), sizes[1]))
 
