@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.accuracy.variables import TINY_MODEL, TINY_MODELS
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "full-matrix.md"
 
@@ -51,10 +53,21 @@ CONFIGURATIONS = (
     Configuration("float32, blocks of 64", {"PREFILL_BLOCK_SIZE": "64", "DECODE_BLOCK_SIZE": "64"}),
     Configuration("float32, two prefill engines", {"NUM_PREFILL_INSTANCES": "2"}),
     Configuration("float32, two decode engines", {"NUM_DECODE_INSTANCES": "2"}),
+    *(
+        Configuration(
+            f"float32, TP {prefill} to TP {decode}, {heads} KV heads",
+            {"MODEL_NAMES": name, "PREFILLER_TP_SIZE": str(prefill), "DECODER_TP_SIZE": str(decode)},
+        )
+        for name, heads in TINY_MODELS.items()
+        for prefill, decode in ((1, 2), (2, 1))
+    ),
+    Configuration("float32, PP 2 to PP 1", {"MODEL_NAMES": TINY_MODEL, "PREFILLER_PP_SIZE": "2"}),
+    Configuration("float32, blocks of 32 to 64", {"PREFILL_BLOCK_SIZE": "32", "DECODE_BLOCK_SIZE": "64"}),
+    Configuration("float32, blocks of 128 to 32", {"PREFILL_BLOCK_SIZE": "128", "DECODE_BLOCK_SIZE": "32"}),
     # Four workers on two cores: vLLM's collectives spin on the CPU, and a token takes up to tens of seconds.
     Configuration(
         "float32, TP 2 to TP 2",
-        {"MODEL_NAMES": "tiny-llama", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"},
+        {"MODEL_NAMES": TINY_MODEL, "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"},
         cores=4,
     ),
     Configuration("float32, 16 at once", {"CONCURRENCY": "16"}),

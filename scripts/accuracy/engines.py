@@ -65,6 +65,7 @@ class EngineSpec:
         model: a folder or a name on a hub.
         device: `cpu` or `cuda`.
         devices: one core per worker on CPU (one worker each), GPUs on CUDA.
+        pp: pipeline stages; the workers of each are tensor parallel.
         cache_gib: KV cache on CPU.
         transfer: None for a plain engine.
         port: 0 for a free one.
@@ -74,6 +75,7 @@ class EngineSpec:
     model: str
     device: str = "cpu"
     devices: tuple[str, ...] = ("0",)
+    pp: int = 1
     dtype: str = "float32"
     block_size: int | None = None
     max_model_len: int = 2048
@@ -94,9 +96,13 @@ class EngineSpec:
         command += ["--model", self.model, "--served-model-name", self.served_name]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         command += ["--dtype", self.dtype, "--max-model-len", str(self.max_model_len)]
-        command += ["--max-num-seqs", str(self.max_num_seqs), "--enforce-eager"]
+        command += ["--max-num-seqs", str(self.max_num_seqs)]
+        # On CPU the first request ends an engine of several stages that runs eagerly; traced by Dynamo they work.
+        command += ["-cc", '{"mode":2,"backend":"eager"}'] if self._traced else ["--enforce-eager"]
         command += ["--enable-logging-iteration-details", "--disable-uvicorn-access-log"]
-        command += ["--tensor-parallel-size", str(len(self.devices))]
+        command += ["--tensor-parallel-size", str(len(self.devices) // self.pp)]
+        if self.pp > 1:
+            command += ["--pipeline-parallel-size", str(self.pp)]
         if self.block_size is not None:
             command += ["--block-size", str(self.block_size)]
         if self.device == "cuda":
@@ -107,13 +113,17 @@ class EngineSpec:
             command += ["--kv-transfer-config", self.transfer.config()]
         return [*command, *self.extra_args]
 
+    @property
+    def _traced(self) -> bool:
+        return self.device == "cpu" and self.pp > 1
+
     def environment(self, side_channel_port: int) -> dict[str, str]:
         """What is added to the environment.
 
         On CPU each worker has one core, or two engines on two cores fight for both; shared memory carries NIXL's
         control messages (`UCX_MM_ERROR_HANDLING`), which wakes a peer in microseconds instead of through loopback.
         torch.compile is off there: vLLM's sampler would compile with g++, which a user's machine may not have, and
-        the first request would wait half a minute for it.
+        the first request would wait half a minute for it. Not so with several stages, which need it.
         """
         added = {"VLLM_NO_USAGE_STATS": "1"}
         if Path(self.model).is_dir():
@@ -122,7 +132,8 @@ class EngineSpec:
             added["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(self.devices)
             added["VLLM_CPU_KVCACHE_SPACE"] = f"{self.cache_gib:g}"
             added["UCX_MM_ERROR_HANDLING"] = "y"
-            added["TORCH_COMPILE_DISABLE"] = "1"
+            if not self._traced:
+                added["TORCH_COMPILE_DISABLE"] = "1"
         else:
             added["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
         if self.layout:

@@ -40,7 +40,8 @@ class Fleet:
 
 def plan_fleet(settings: Settings, model: str, environment: Mapping[str, str]) -> Fleet:
     """Hand out devices: decoders first, so that the baseline has a place while the prefill engines start."""
-    needs = [settings.decode_tp] * settings.decode_instances + [settings.prefill_tp] * settings.prefill_instances
+    needs = [settings.decode_workers] * settings.decode_instances
+    needs += [settings.prefill_workers] * settings.prefill_instances
     shares = hand_out_gpus(needs, environment) if settings.device == "cuda" else hand_out_cores(needs)
     common = EngineSpec(
         name="",
@@ -65,6 +66,7 @@ def plan_fleet(settings: Settings, model: str, environment: Mapping[str, str]) -
             common,
             name=f"decode-{index}",
             devices=shares[index].ids,
+            pp=settings.decode_pp,
             block_size=settings.decode_block_size,
             layout=settings.decode_layout,
             transfer=transfer,
@@ -76,6 +78,7 @@ def plan_fleet(settings: Settings, model: str, environment: Mapping[str, str]) -
             common,
             name=f"prefill-{index}",
             devices=shares[settings.decode_instances + index].ids,
+            pp=settings.prefill_pp,
             block_size=settings.prefill_block_size,
             transfer=replace(transfer, role="kv_producer"),
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scripts.accuracy import checks
 from scripts.accuracy.checks import Check, Comparison, Formula
@@ -22,13 +23,16 @@ class Expected:
 
     Attributes:
         itself: one at a time against many at once; None where answers must be equal.
-        block: tokens in a block.
+        block: tokens in a block; prefill_block: of the prefill engines.
+        staged: whether decoders read anything into a staging pool.
     """
 
     answers: dict[str, Answer] = field(default_factory=dict)
     itself: Comparison | None = None
     gsm8k: float | None = None
     block: int = 0
+    prefill_block: int = 0
+    staged: bool = False
 
     def of(self, cases: Sequence[Case]) -> list[Answer]:
         """Its answers to these cases."""
@@ -71,7 +75,15 @@ def formula_of(expected: Expected, settings: Settings, shape: CacheShape | None)
     """The formula for the model's cache, where there is one."""
     if shape is None:
         return None
-    return Formula(expected.block, shape.token_bytes(settings.dtype), shape.formula(settings.dtype))
+    unit = math.gcd(expected.block, expected.prefill_block or expected.block)
+    more = None
+    if expected.staged:
+        # Every decode worker may read whole blocks of its producers.
+        most = replace(shape, kv_heads=max(shape.kv_heads, settings.prefill_tp) * settings.decode_tp)
+        more = Formula(
+            max(unit, expected.prefill_block), most.token_bytes(settings.dtype), most.formula(settings.dtype)
+        )
+    return Formula(unit, shape.token_bytes(settings.dtype), shape.formula(settings.dtype), more)
 
 
 def judge_counters(
@@ -89,6 +101,11 @@ def judge_counters(
     return [*found, checks.judge_computed(prompts, computed.requests, computed.tokens)]
 
 
+def _blocks(expected: Expected) -> str:
+    same = expected.prefill_block in (0, expected.block)
+    return str(expected.block) if same else f"{expected.prefill_block} → {expected.block}"
+
+
 def quantiles(values: Iterable[float]) -> str:
     """p50 and p99 of times in seconds."""
     times = list(values)
@@ -103,7 +120,7 @@ def figures(
     lengths = [one.prompt_tokens for one in seen.one_by_one.seen.values()]
     found = {
         "prompts · tokens compared": f"{comparison.prompts} · {comparison.tokens}",
-        "prompt lengths": f"{min(lengths)} … {max(lengths)} tokens, blocks of {expected.block}",
+        "prompt lengths": f"{min(lengths)} … {max(lengths)} tokens, blocks of {_blocks(expected)}",
         "formula": str(formula_of(expected, settings, shape) or "none for this model"),
     }
     streamed = [case for case in seen.cases.sequence if case.stream]

@@ -77,6 +77,12 @@ def seen_in(difference: Scrape, prompt_tokens: int) -> Seen:
     )
 
 
+def anything_staged(decoders: Sequence[Engine]) -> bool:
+    """Whether any decoder's plan, as it is logged, has reads that go through the staging pool."""
+    lines = (line for engine in decoders for line in engine.log_path.read_text(errors="replace").splitlines())
+    return any(" plan producer=" in line and "staged" in line for line in lines)
+
+
 def tokenize(engine: Engine, sentences: int) -> list[int]:
     """The running text as the engine's own token ids."""
     tokens: list[int] = []

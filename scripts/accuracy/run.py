@@ -20,7 +20,7 @@ from scripts.accuracy.processes import Server, ServerFailed, tail
 from scripts.accuracy.prompts import Case, CaseSet, make_cases
 from scripts.accuracy.report import Report, milliseconds
 from scripts.accuracy.router import Router
-from scripts.accuracy.settings import Settings
+from scripts.accuracy.settings import Settings, parallel
 
 _SENTENCES = 2000
 _LEASE_WAIT_S = 45.0
@@ -48,8 +48,9 @@ class Run:
             )
         what = "kvferry" if settings.ferry else "vLLM's own NixlConnector"
         self.report = Report(
-            f"{name} · {settings.dtype} on {settings.device} · {settings.prefill_instances} × TP {settings.prefill_tp} "
-            f"prefill → {settings.decode_instances} × TP {settings.decode_tp} decode · {what}"
+            f"{name} · {settings.dtype} on {settings.device} · {settings.prefill_instances} × "
+            f"{parallel(settings.prefill_tp, settings.prefill_pp)} prefill → {settings.decode_instances} × "
+            f"{parallel(settings.decode_tp, settings.decode_pp)} decode · {what}"
         )
 
     def say(self, text: str) -> None:
@@ -77,7 +78,7 @@ class Run:
             block = _block_of(baseline)
             cases = self._cases(baseline, block)
             expected = await self._baseline(client, baseline, cases)
-            expected.block = block
+            expected.block, expected.prefill_block = block, _block_of(prefill[0])
             self._stop(baseline)
             decode = [self._start(spec) for spec in self._fleet.decode]
             self._await(decode)
@@ -147,6 +148,7 @@ class Run:
         again, came = await phases.leave_and_return(client, url, cases.aborted)
         self._check_alive()
 
+        expected.staged = phases.anything_staged(decode)
         seen = judging.ThroughTheRouter(cases, one_by_one, crowd, again, tuple(came))
         self.report.checks += judging.judge_answers(seen, expected)
         shape = self._shape()

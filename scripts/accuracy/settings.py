@@ -24,6 +24,8 @@ class Settings:
     decode_instances: int
     prefill_tp: int
     decode_tp: int
+    prefill_pp: int
+    decode_pp: int
     prefill_block_size: int | None
     decode_block_size: int | None
     gpu_memory_utilization: float
@@ -43,6 +45,16 @@ class Settings:
     log_dir: Path
     cache_dir: Path
     connector_module: str
+
+    @property
+    def prefill_workers(self) -> int:
+        """Of each prefill engine."""
+        return self.prefill_tp * self.prefill_pp
+
+    @property
+    def decode_workers(self) -> int:
+        """Of each decode engine."""
+        return self.decode_tp * self.decode_pp
 
     @property
     def exact(self) -> bool:
@@ -79,6 +91,8 @@ def read_settings(environment: Mapping[str, str], gpus: int | None = None) -> Se
         decode_instances=value["NUM_DECODE_INSTANCES"],
         prefill_tp=value["PREFILLER_TP_SIZE"],
         decode_tp=value["DECODER_TP_SIZE"],
+        prefill_pp=value["PREFILLER_PP_SIZE"],
+        decode_pp=value["DECODER_PP_SIZE"],
         prefill_block_size=value["PREFILL_BLOCK_SIZE"],
         decode_block_size=value["DECODE_BLOCK_SIZE"],
         gpu_memory_utilization=value["GPU_MEMORY_UTILIZATION"],
@@ -104,6 +118,11 @@ def read_settings(environment: Mapping[str, str], gpus: int | None = None) -> Se
     return settings
 
 
+def parallel(tp: int, pp: int) -> str:
+    """An engine's parallel sizes in words."""
+    return f"TP {tp} × PP {pp}" if pp > 1 else f"TP {tp}"
+
+
 def check_gpus(settings: Settings, found: int) -> None:
     """Every engine needs GPUs of its own.
 
@@ -112,14 +131,15 @@ def check_gpus(settings: Settings, found: int) -> None:
     """
     if settings.device != "cuda":
         return
-    prefill = settings.prefill_instances * settings.prefill_tp
-    decode = settings.decode_instances * settings.decode_tp
+    prefill = settings.prefill_instances * settings.prefill_workers
+    decode = settings.decode_instances * settings.decode_workers
     if prefill + decode > found:
         need = (
-            f"needs {prefill + decode} GPUs: {settings.prefill_instances} prefill × TP {settings.prefill_tp} + "
-            f"{settings.decode_instances} decode × TP {settings.decode_tp}; found {found}"
+            f"needs {prefill + decode} GPUs: {settings.prefill_instances} prefill × "
+            f"{parallel(settings.prefill_tp, settings.prefill_pp)} + {settings.decode_instances} decode × "
+            f"{parallel(settings.decode_tp, settings.decode_pp)}; found {found}"
         )
-        lower = "NUM_PREFILL_INSTANCES, NUM_DECODE_INSTANCES, PREFILLER_TP_SIZE or DECODER_TP_SIZE"
+        lower = "NUM_PREFILL_INSTANCES, NUM_DECODE_INSTANCES, PREFILLER_TP_SIZE, DECODER_TP_SIZE or the stages"
         raise TooFewGpus(f"{need}; lower {lower}, or set KVFERRY_DEVICE=cpu")
 
 

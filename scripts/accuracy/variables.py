@@ -168,6 +168,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "DP_EP", "", "must be unset: not supported here", absent("decoding data-parallel is not tried here"), True
     ),
+    Variable("PREFILLER_PP_SIZE", "1", "pipeline stages of each prefill engine", whole(1, 64)),
+    Variable("DECODER_PP_SIZE", "1", "pipeline stages of each decode engine", whole(1, 64)),
     Variable("KVFERRY_DEVICE", "auto", "auto: CUDA when there are GPUs, else CPU", one_of("auto", "cpu", "cuda")),
     Variable(
         "DTYPE",

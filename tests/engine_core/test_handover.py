@@ -6,9 +6,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from kvferry.protocol.errors import InvalidMessage
 from kvferry.worker.load import Load
 from tests.engine_core.driver import BLOCK_TOKENS, tokens
 from tests.engine_core.node import Node, stop_parallel_state
@@ -250,3 +252,21 @@ def test_a_read_that_overlaps_the_end_of_its_lease_is_not_believed(make: Any, mo
     freed.set()
     assert consumer.answer("d").tokens == expected_tokens(prompt, COUNT)
     assert consumer.engine.counted("failed_loads", "fence") == 1
+
+
+def test_a_worker_that_does_not_find_itself_among_its_engines_workers_stops_the_start() -> None:
+    """What the process groups tell is what the worker plans with."""
+    nobody = mock.patch("kvferry.connector.worker_side.gather_workers", return_value=())
+    with nobody, pytest.raises(InvalidMessage, match="0 workers"):
+        Node("kv_producer")
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1)])
+def test_another_number_of_ranks_decodes_from_the_other_cache(make: Any, theirs: int, ours: int) -> None:
+    producer, consumer = make("kv_producer", tp=theirs), make("kv_consumer", tp=ours)
+    for number, length in enumerate((5, 16, 17, 70)):
+        prompt, name = tokens(length, seed=number), f"request-{number}"
+        consumer.engine.add(name, prompt, producer.prefill(name, prompt), max_tokens=COUNT)
+        assert consumer.answer(name).tokens == expected_tokens(prompt, COUNT)
+    assert consumer.engine.counted("local_recomputes") == 0
+    producer.until(lambda: producer.engine.is_whole)

@@ -78,6 +78,30 @@ def test_the_formula_counts_whole_blocks_beyond_the_hit(prompt: int, hit: int, b
     assert FORMULA.bytes_of(prompt, hit) == blocks * 128 * 100
 
 
+@pytest.mark.parametrize(
+    ("found", "prompt", "hit", "allowed"),
+    [
+        (3200, 5, 0, True),
+        (12800, 5, 0, True),
+        (3199, 5, 0, False),
+        (12801, 5, 0, False),
+        (3200, 129, 96, False),
+        (6400, 129, 96, True),
+        (25600, 129, 96, True),
+        (25601, 129, 96, False),
+    ],
+)
+def test_what_is_staged_is_between_what_is_needed_and_the_producers_whole_blocks(
+    found: int, prompt: int, hit: int, allowed: bool
+) -> None:
+    formula = Formula(32, 100, "s", more=Formula(128, 100, "s"))
+    assert formula.allows(found, prompt, hit) is allowed
+
+
+def test_bytes_that_are_no_more_than_needed_are_exactly_those() -> None:
+    assert [FORMULA.allows(n, 100, 0) for n in (12799, 12800, 12801)] == [False, True, False]
+
+
 def seen(nixl: int = 12800, planned: int = 12800, local: int = 0) -> Seen:
     return Seen(100, local, 100, 1, nixl, planned)
 

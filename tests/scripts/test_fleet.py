@@ -38,6 +38,19 @@ def test_prefill_and_decode_have_their_roles_block_sizes_and_cores() -> None:
     assert [spec.devices for spec in planned.prefill] == [("1",), ("0",)]
 
 
+def test_stages_and_ranks_have_a_core_each_and_a_pipeline_is_traced() -> None:
+    settings = read_settings({"PREFILLER_PP_SIZE": "2", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}, gpus=0)
+    planned = plan_fleet(settings, "m", {})
+    assert (len(planned.prefill[0].devices), len(planned.decode[0].devices)) == (4, 2)
+    commands = [" ".join(spec.arguments(1)) for spec in (planned.prefill[0], planned.decode[0])]
+    assert all("--tensor-parallel-size 2" in command for command in commands)
+    assert ["--pipeline-parallel-size 2" in command for command in commands] == [True, False]
+    assert ["--enforce-eager" in command for command in commands] == [False, True]
+    assert ['-cc {"mode":2,"backend":"eager"}' in command for command in commands] == [True, False]
+    off = ["TORCH_COMPILE_DISABLE" in spec.environment(1) for spec in (planned.prefill[0], planned.decode[0])]
+    assert off == [False, True]
+
+
 def test_no_two_engines_share_a_gpu() -> None:
     settings = read_settings({"PREFILLER_TP_SIZE": "2", "NUM_DECODE_INSTANCES": "2"}, gpus=4)
     planned = plan_fleet(settings, "m", {})

@@ -58,6 +58,8 @@ def test_too_few_gpus_are_counted_out() -> None:
     wanted = {"NUM_PREFILL_INSTANCES": "2", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}
     with pytest.raises(TooFewGpus, match=r"needs 6 GPUs: 2 prefill × TP 2 \+ 1 decode × TP 2; found 4; lower NUM_"):
         read_settings(wanted, gpus=4)
+    with pytest.raises(TooFewGpus, match=r"needs 10 GPUs: 2 prefill × TP 2 × PP 2 \+ 1 decode × TP 2; found 6"):
+        read_settings({**wanted, "PREFILLER_PP_SIZE": "2"}, gpus=6)
     assert read_settings(wanted, gpus=6).device == "cuda"
     assert read_settings({**wanted, "KVFERRY_DEVICE": "cpu"}, gpus=4).device == "cpu"
 
