@@ -341,3 +341,33 @@ def test_many_ranks_are_planned_in_seconds() -> None:
     assert np.isclose(
         sum(flow.bytes_per_token for one in summary.workers for flow in one.flows), summary.bytes_per_token
     )
+
+
+FORM_OF_DUMP = "layers=3,heads=4,dim=8,tp=2,blocks=8,window=40@1,state_layers=2,ssm=4x2,conv=x4+B2*"
+NUMBERS = st.sampled_from([0, 1, 2, 3, 5, 7, 15, 16, 17, 2**20, 2**31 - 1, 2**31, 2**40, 2**48 - 1, 2**62, 2**63 - 1])
+
+
+def fields_of(plain: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """The paths of all numbers in plain objects."""
+    if isinstance(plain, dict):
+        return [found for key, value in plain.items() for found in fields_of(value, (*path, key))]
+    if isinstance(plain, list):
+        return [found for index, value in enumerate(plain) for found in fields_of(value, (*path, index))]
+    return [path] if isinstance(plain, (int, float)) else []
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_no_dump_with_changed_numbers_ends_in_anything_but_an_exit_code(data: st.DataObject) -> None:
+    producer, _ = sides(FORM_OF_DUMP, FORM_OF_DUMP)
+    plain = json.loads(encode_dump(dump_of(producer)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        *holders, last = data.draw(st.sampled_from(fields_of(plain)))
+        holder = plain
+        for key in holders:
+            holder = holder[key]
+        holder[last] = data.draw(NUMBERS)
+    arguments = ["-", FORM_OF_DUMP] if data.draw(st.booleans()) else [FORM_OF_DUMP, "-"]
+    ran = run("plan", *arguments, stdin=json.dumps(plain).encode())
+    assert ran.code in (0, 2)
+    assert bool(ran.out) != bool(ran.err)
