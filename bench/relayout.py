@@ -7,6 +7,7 @@
 GB/s are bytes read and written, over time. On a GPU there are two figures of the relayout: `kernel`, all waves of a
 request in one CUDA graph, which is the time that the device takes, and `driven`, the waves started one by one as a
 worker does, tables and uploads included. Whoever waits for a link sees neither as long as `driven` is above the link.
+On a CPU, times are processor time of the one thread that works, as the neighbours' work is not of interest.
 Everything touches at least four times the second-level cache on both sides before it touches anything again, the pool
 apart where that is smaller (the table says when).
 """
@@ -77,15 +78,16 @@ class Timer:
         self._repeats = repeats
 
     def seconds(self, work: Callable[[], None]) -> float:
-        """Wall time of `work` until the device has done it."""
+        """Time of `work` until the device has done it: on the wall, or on a CPU that of this thread alone."""
+        now = time.perf_counter if self.device.type == "cuda" else time.thread_time
         taken = []
         for number in range(self._repeats + 1):
             self.wait()
-            start = time.perf_counter()
+            start = now()
             work()
             self.wait()
             if number:
-                taken.append(time.perf_counter() - start)
+                taken.append(now() - start)
         return sorted(taken)[len(taken) // 2]
 
     def wait(self) -> None:
@@ -231,7 +233,7 @@ def main() -> None:
     tokens = chosen.tokens or ([512, 2048, 8192, 32768] if on_gpu else [256, 1024])
     layers = chosen.layers or (80 if on_gpu else 4)
     pools = chosen.pool_mib or ([256, 2048] if on_gpu else [32])
-    timer = Timer(device, chosen.repeats or (20 if on_gpu else 3))
+    timer = Timer(device, chosen.repeats or (20 if on_gpu else 5))
     tiles: list[int | None] = list(chosen.tile) if on_gpu else [None]
     name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}; {layers} layers, {HEADS} KV heads; second-level cache {l2_bytes(device) >> 20} MiB")
