@@ -204,13 +204,16 @@ def test_the_layers_of_a_blocks_first_cache_are_one_run() -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 8])
-def test_a_joined_run_never_crosses_into_another_allocation(blocks: int) -> None:
+@pytest.mark.parametrize("apart", ["here", "there", "on both sides"])
+def test_a_joined_run_never_crosses_into_another_allocation(blocks: int, apart: str) -> None:
     """Two layers of one block each may lie next to each other by chance: no region holds a run across both."""
-    one = tensor(blocks=blocks)
-    behind = tensor(layer="layers.1", base=one.base + blocks * one.block_stride, blocks=blocks)
-    (found,) = bundle([part(one, one), part(behind, behind)])
+    alone = tensor(blocks=blocks)
+    chance = alone, tensor(layer="layers.1", base=alone.base + blocks * alone.block_stride, blocks=blocks)
+    inside = other(alone, block_stride=192), other(alone, layer="layers.1", block_stride=192, base=alone.base + 64)
+    here, there = (chance if apart in (side, "on both sides") else inside for side in ("here", "there"))
+    (found,) = bundle([part(local, remote) for local, remote in zip(here, there, strict=True)])
     assert found.run_bytes == 64
-    assert found.bases == ((one.base, one.base), (behind.base, behind.base))
+    assert found.bases == tuple((local.base, remote.base) for local, remote in zip(here, there, strict=True))
 
 
 def test_keys_as_dim_by_tokens_meet_tokens_by_dim_in_elements() -> None:
