@@ -70,15 +70,15 @@ def test_arrays_of_another_type_or_size_are_refused(changed: dict[str, Any]) -> 
 
 def test_extents_are_those_of_the_units_that_a_piece_has() -> None:
     table = WaveTable.of(
-        [SHAPE], [(1000, 5000, 0, 0, 2, 0), (0, 0, 0, 0, 0, 0), (2000, 6000, 0, 2, 3, 0)],
-        [(4, 0, 1, 0), (2, 0, 7, 0), (0, 0, 0, 0)],
+        [SHAPE], [(1000, 5000, 0, 0, 3, 0), (0, 0, 0, 0, 0, 0), (2000, 6000, 0, 3, 4, 0)],
+        [(2, 0, 1, 0), (4, 0, 7, 0), (3, 0, 0, 0), (0, 0, 0, 0)],
     )  # fmt: skip
     extents = table.extents()
     assert extents.source_start.tolist() == [1000 + 2 * 128, 2000]
     assert extents.source_stop.tolist() == [1000 + 4 * 128 + 2 * 32 + 16, 2000 + 2 * 32 + 16]
-    assert extents.destination_start.tolist() == [5000 + 256, 6000]
+    assert extents.destination_start.tolist() == [5000, 6000]
     assert extents.destination_stop.tolist() == [5000 + 7 * 256 + 2 * 64 + 16, 6000 + 2 * 64 + 16]
-    assert table.num_bytes == (3 * 3 * 16, 3 * 3 * 16)
+    assert table.num_bytes == (4 * 3 * 16, 4 * 3 * 16)
 
 
 @given(d=st.integers(1, 2**31 - 1), n=st.integers(0, 2**31 - 1), by=st.integers(-1, 1))
