@@ -124,6 +124,15 @@ def test_the_packing_names_the_backend_and_on_the_cpu_its_instruction_set() -> N
     assert packing_of(SimpleNamespace(), "layers.0") == "simplenamespace"
 
 
+def test_the_packing_tells_the_kinds_of_float8_apart_which_vllm_keeps_in_one_dtype_and_mode() -> None:
+    def packing(cache_dtype: str) -> str:
+        return packing_of(layer_of(CPUAttentionBackend, isa="vec", kv_cache_dtype=cache_dtype), "layers.0")
+
+    assert packing("fp8") == packing("fp8_e4m3") == "cpu_attn/vec/fp8_e4m3"
+    assert packing("fp8_e5m2") == "cpu_attn/vec/fp8_e5m2"
+    assert packing("auto") == packing("bfloat16") == "cpu_attn/vec"
+
+
 @pytest.mark.parametrize("head_size", [64, 80])
 def test_before_vllm_has_chosen_an_instruction_set_the_packing_asks_as_vllm_does(head_size: int) -> None:
     config = vllm_config("NixlConnector", module="kvferry.connector")

@@ -46,11 +46,15 @@ class Part:
 
 
 def packing_of(layer: Any, layer_name: str) -> str:
-    """How a layer's backend arranges the bytes of a block: its name and everything the arrangement depends on."""
+    """How a layer's backend arranges the bytes of a block: its name and everything the arrangement depends on.
+
+    For float8 that includes which one it is: vLLM keeps every kind in a cache of bytes, under one quantisation mode.
+    """
     backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
     name = str(backend.get_name()) if backend is not None else type(layer).__name__
+    stored = _float8_of(layer)
     if name != "CPU_ATTN":
-        return name.lower()
+        return name.lower() + stored
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     isa = getattr(layer, "isa", None)
@@ -64,7 +68,15 @@ def packing_of(layer: Any, layer_name: str) -> str:
             layer.head_size,
             getattr(layer, "kv_cache_dtype", None),
         )
-    return f"cpu_attn/{isa}"
+    return f"cpu_attn/{isa}{stored}"
+
+
+def _float8_of(layer: Any) -> str:
+    """What a layer's cache holds, where its dtype does not tell; vLLM's `fp8` is its `fp8_e4m3`."""
+    cache_dtype = str(getattr(layer, "kv_cache_dtype", None))
+    if not cache_dtype.startswith("fp8"):
+        return ""
+    return "/fp8_e4m3" if cache_dtype == "fp8" else f"/{cache_dtype}"
 
 
 def parts_of(layer: str, view: torch.Tensor, spec: Any, packing: str, sharding: Sharding) -> tuple[Part, ...]:
