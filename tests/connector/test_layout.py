@@ -264,6 +264,15 @@ def test_layers_of_other_pipeline_stages_are_left_out_and_none_at_all_is_refused
         discover({}, config, {}, Sharding(2, 0, 1))
 
 
+def test_a_group_whose_layers_are_all_on_other_pipeline_stages_keeps_its_place() -> None:
+    window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=9)
+    config = config_of(group(window, "window.0"), group(full(), "full.0"))
+    views = {"full.0": views_of(config)["full.0"]}
+    config.kv_cache_groups[0] = replace(config.kv_cache_groups[0], layer_names=[])
+    assert [group_.policy for group_ in groups_of(config)] == ["window", "full"]
+    assert {(tensor.layer, tensor.group) for tensor in described(config, views).tensors} == {("full.0", 1)}
+
+
 def test_groups_that_are_not_transferred_do_not_count() -> None:
     window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=9)
     config = config_of(group(full(), "kept.0", enable_kv_transfer=False), group(window, "window.0"))

@@ -31,7 +31,11 @@ def groups_of(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
     Raises:
         InvalidConfig: a group holds what kvferry cannot describe; the text names its first layer and why.
     """
-    return tuple(_group(group.layer_names[0], group.kv_cache_spec) for group in kv_cache_config.transfer_groups)
+    # A pipeline stage may have none of a group's layers; the group's spec is the whole model's.
+    return tuple(
+        _group(next(iter(group.layer_names), "of another stage"), group.kv_cache_spec)
+        for group in kv_cache_config.transfer_groups
+    )
 
 
 def discover(
