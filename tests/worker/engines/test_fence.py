@@ -9,6 +9,7 @@ import pytest
 from kvferry.protocol.ids import epoch_from_text
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.slots import EMPTY, SlotState, slot_word
+from kvferry.worker.eraser import TailEraser
 from kvferry.worker.load import Load
 from kvferry.worker.peer import Peer
 from tests.waiting import wait_until
@@ -75,6 +76,30 @@ def test_without_the_second_look_they_would_be_believed(any_rig: Rig, monkeypatc
     assert reason is None
     assert len(consumer.seen.loaded) == 1
     assert not has_bytes
+
+
+class Finished:
+    """A device that has finished when it is told so."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def reached(self) -> bool:
+        return self.event.is_set()
+
+
+def test_blocks_that_are_still_being_zeroed_when_the_fence_fails_are_named_until_that_is_over(
+    any_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU zeroing is launched, not done: it could otherwise reach the blocks' next owner."""
+    zeroed = Finished()
+    monkeypatch.setattr(TailEraser, "erase", lambda *_: zeroed)
+    _, consumer, _, reason, _ = lease_ends_during_the_read(any_rig)
+    (request_id,) = consumer.seen.failed
+    assert reason is FailureReason.FENCE
+    assert consumer.seen.alive == {request_id}
+    zeroed.event.set()
+    any_rig.step_until(lambda: not consumer.seen.alive, "nothing is written any more")
 
 
 def test_a_lease_that_computes_again_after_the_read_is_no_good_either(rig: Rig) -> None:

@@ -1,8 +1,8 @@
 """One load, from its order to its last byte, told as the steps that it takes.
 
 The steps are generators: a `yield` says that there is nothing to do at present. Nothing waits, nothing sleeps; the
-transfer thread resumes every load in turn. What may still write into the request's blocks is in `Load.in_flight` at
-every moment, whatever happens to the generator.
+transfer thread resumes every load in turn. What may still write into the request's blocks is in `in_flight`, `staged`
+and `erased` of the `Load` at every moment, whatever happens to the generator.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ class Load:
         peer: whom it reads from, once that has been met.
         in_flight: transfers that may still write: into the request's blocks, or into `cells`.
         staged: what goes through the staging pool, and may still write too.
+        erased: when the device has zeroed what was not loaded; until then it may still write as well.
         figures: set when the load is good.
         undelivered: producer workers that could not be told.
     """
@@ -112,6 +113,7 @@ class Load:
     peer: Peer | None = None
     in_flight: list[Transfer] = field(default_factory=list)
     staged: StagedReads | None = None
+    erased: DeviceMark | None = None
     cells: tuple[int, ...] = ()
     figures: LoadFigures | None = None
     undelivered: int = 0
@@ -135,15 +137,15 @@ class Load:
         planned, handles = self._post_reads(peer, units)
         yield from self._read_staged(peer, units)
         yield from self._finish(handles)
-        tail = self.context.eraser.erase(units, self.context.groups, self._blocks)
+        self.erased = self.context.eraser.erase(units, self.context.groups, self._blocks)
         yield from self._check_fence(peer, wait_until_ready=False)
-        while tail is not None and not tail.reached():
+        while self.erased is not None and not self.erased.reached():
             yield
         self.figures = self._figures(planned, handles)
         self._tell(peer)
 
     def settle(self) -> bool:
-        """Release what can write no more; raises nothing.
+        """Release what can write no more; raises nothing, unless the device itself has failed.
 
         Returns:
             Whether nothing is in flight: the blocks are safe to use again.
@@ -157,7 +159,8 @@ class Load:
             self.context.landing.give_back(self.cells)
             self.cells = ()
         staged_is_safe = self.staged is None or self.staged.settle()
-        return not self.in_flight and staged_is_safe
+        is_erased = self.erased is None or self.erased.reached()
+        return not self.in_flight and staged_is_safe and is_erased
 
     def _meet_peer(self) -> Generator[None, None, Peer]:
         while True:
