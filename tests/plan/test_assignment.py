@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.plan.assignment import Assignment, Lack, Source, assign
+from kvferry.plan.assignment import MAX_LACKS, Assignment, Lack, Source, assign
 from kvferry.plan.tokens import share_of
 from kvferry.protocol.geometry import Interleave, PagedTensor, Place, Range
 from kvferry.protocol.handshake import EngineDescription, WorkerDescription
@@ -204,6 +204,17 @@ def test_a_share_of_the_tokens_that_nobody_holds_is_named() -> None:
     half = Interleave(ranks=2, rank=0, run_tokens=4)
     assignment = assign([worker()], [worker([tensor(interleave=half)])])
     assert assignment.lacks == (Lack(("layers.0", "kv"), Range(0, 2), Interleave(ranks=2, rank=1, run_tokens=4)),)
+
+
+def test_a_description_that_claims_very_many_ranks_costs_no_more_than_its_first_lacks() -> None:
+    claim = Interleave(ranks=65536, rank=0, run_tokens=1)
+    layers = [f"layers.{index}" for index in range(64)]
+    assignment = assign(
+        [worker([tensor(layer=layer) for layer in layers])],
+        [worker([tensor(layer=layer, interleave=claim) for layer in layers])],
+    )
+    assert len(assignment.lacks) == MAX_LACKS
+    assert assignment.lacks[0] == Lack(("layers.0", "kv"), Range(0, 2), Interleave(ranks=65536, rank=1, run_tokens=1))
 
 
 def test_a_worker_that_holds_no_head_reads_nothing_and_is_read_by_nobody() -> None:

@@ -16,6 +16,12 @@ from kvferry.protocol.handshake import WorkerDescription
 
 Name = tuple[str, str]
 
+MAX_LACKS = 1024
+"""Lacks after which the search for more of them ends: the pair is refused all the same. A description may claim that
+tens of thousands of ranks share the tokens out, and every one of them that nobody describes would be a lack of every
+tensor.
+"""
+
 
 class Holding(NamedTuple):
     """What one worker holds of a tensor."""
@@ -47,7 +53,7 @@ class Assignment:
     Attributes:
         sources: per consumer worker what it reads, by producer worker.
         released: per consumer worker the producer workers that it only tells.
-        lacks: what nobody holds; the pair cannot work unless this is empty.
+        lacks: what nobody holds; the pair cannot work unless this is empty. Not all of it where it is `MAX_LACKS`.
     """
 
     sources: tuple[Mapping[int, tuple[Source, ...]], ...]
@@ -83,6 +89,7 @@ def assign(consumers: Sequence[WorkerDescription], producers: Sequence[WorkerDes
     ledger = _Ledger([0] * len(producers), [{} for _ in consumers])
     for (readers, holders), names in patterns.items():
         _share_out(readers, holders, names, sum(cells[name] for name in names), ledger)
+    del ledger.lacks[MAX_LACKS:]
     sources = tuple({worker: tuple(given) for worker, given in sorted(of.items())} for of in ledger.sources)
     return Assignment(sources, _release_rest(sources, len(producers)), tuple(ledger.lacks))
 
@@ -100,14 +107,23 @@ def _share_out(
     wants: Sequence[Holding], holds: Sequence[Holding], names: Sequence[Name], head_bytes: int, ledger: _Ledger
 ) -> None:
     """Give out the sources of one pattern; `head_bytes` weighs a head of all its tensors."""
+    if len(ledger.lacks) >= MAX_LACKS:
+        return
     edges = sorted({edge for one in (*wants, *holds) for edge in (one.heads.start, one.heads.stop)})
     segments = [Range(start, stop) for start, stop in itertools.pairwise(edges)]
     shares = _complete_shares(holds)
     for segment in segments:
         readers = [one for one in wants if one.heads.start <= segment.start and segment.stop <= one.heads.stop]
-        owners = [one for one in holds if one.heads.start <= segment.start and segment.stop <= one.heads.stop]
+        if not readers:
+            continue
+        owners: dict[Interleave, list[int]] = {}
+        for one in holds:
+            if one.heads.start <= segment.start and segment.stop <= one.heads.stop:
+                owners.setdefault(one.share, []).append(one.worker)
         for share in shares:
-            times = {one.worker: 0 for one in owners if one.share == share}
+            if len(ledger.lacks) >= MAX_LACKS:
+                return
+            times = dict.fromkeys(owners.get(share, ()), 0)
             for reader in readers:
                 if not shares_meet(reader.share, share):
                     continue
@@ -119,7 +135,7 @@ def _share_out(
                 ledger.load[chosen] += len(segment) * head_bytes // share.ranks
                 _add(ledger.sources[reader.worker].setdefault(chosen, []), names, segment)
         if not shares:
-            ledger.lacks += [Lack(name, segment, Interleave()) for name in names if readers]
+            ledger.lacks += [Lack(name, segment, Interleave()) for name in names]
 
 
 def _complete_shares(holds: Sequence[Holding]) -> list[Interleave]:
