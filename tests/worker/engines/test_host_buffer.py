@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import pytest
 
 from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.params import Blocks
 from kvferry.protocol.slots import SlotState
+from kvferry.worker import host_mirror
+from kvferry.worker.device import DeviceMark, HostClock
+from kvferry.worker.relayout.device_table import DeviceTable
+from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.wave_table import WaveTable
 from tests.worker.engine import Engine
 from tests.worker.engine_rig import SETTINGS, Rig
 from tests.worker.toy_caches import CacheShape
@@ -58,3 +65,56 @@ def test_a_host_buffer_without_a_pool_is_refused_by_name(rig: Rig) -> None:
     with pytest.raises(InvalidConfig) as refused:
         rig.engine("P", settings=replace(ON_HOST, staging_pool_bytes=0))
     assert refused.value.field == "staging_pool_bytes"
+
+
+def test_a_request_that_is_larger_than_one_copy_is_ready_when_the_last_part_has_arrived(
+    any_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_mirror, "WAVE_BYTES", 1)
+    producer, consumer = any_rig.pair(settings=ON_HOST)
+    any_rig.transfer(producer, consumer, tokens=26, seed=4)
+    mirror = producer.worker._mirror
+    assert mirror is not None
+    assert mirror._relayout.launches == len(producer.offers.popitem()[1].blocks) > 1
+
+
+class BusyRelayout:
+    """Has room for every second wave that it is asked to begin."""
+
+    mark = HostClock().mark()
+
+    def __init__(self) -> None:
+        self.launches = 0
+        self.asked = 0
+        self.copied: list[int] = []
+
+    def try_start(self, table: WaveTable) -> DeviceMark | None:
+        self.asked += 1
+        if self.asked % 2:
+            return None
+        self.copied += sorted(set(table.units[:, 0].tolist()))
+        return self.mark
+
+
+def test_parts_that_find_no_room_are_copied_later_each_once_and_in_order(any_rig: Rig) -> None:
+    producer = any_rig.engine("P", settings=ON_HOST)
+    mirror = producer.worker._mirror
+    assert mirror is not None
+    relayout = BusyRelayout()
+    mirror._relayout = relayout
+    waves: deque[Blocks] = deque([((1,),), ((2,),), ((3,),)])
+    assert [mirror.try_copy(waves) for _ in range(4)] == [None, None, None, relayout.mark]
+    assert relayout.copied == [1, 2, 3]
+
+
+def test_one_copy_fits_into_the_kernels_table_however_narrow_its_accesses_are() -> None:
+    pytest.importorskip("triton")
+    from kvferry.worker.relayout.kernel import TILE
+    from kvferry.worker.relayout.triton_relayout import TABLE_BYTES
+
+    tensors, block_bytes = 1024, 4096
+    count = host_mirror.WAVE_BYTES // (tensors * block_bytes)
+    byte_by_byte = Shape.of([Axis(block_bytes, 3, 3)], 1, source_pace=(3 * block_bytes, 0))
+    table = WaveTable.of([byte_by_byte], [(0, 0, 0, 0, count, 0)] * tensors, [(0, 0, 0, 0)] * count)
+    assert table.num_bytes[0] == host_mirror.WAVE_BYTES
+    assert DeviceTable.of(table, TILE).num_bytes <= TABLE_BYTES

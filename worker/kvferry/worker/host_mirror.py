@@ -1,13 +1,14 @@
 """A copy of the caches in host memory, for fabrics that do not reach the device.
 
 The copy has the layout of the caches, so it is described by the same numbers at other addresses. A request's blocks
-are copied when it is held, by one relayout; its lease says READY only when that has finished. So peers never read from
-the device. The copy is as large as the caches.
+are copied when it is held, by relayouts of bounded size; its lease says READY only when the last has finished. So peers
+never read from the device. The copy is as large as the caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -22,6 +23,10 @@ from kvferry.worker.device import DeviceMark
 from kvferry.worker.relayout.shape import Axis, Shape
 from kvferry.worker.relayout.wave_table import WaveTable
 from kvferry.worker.staging import relayout_for
+
+WAVE_BYTES = 128 << 20
+"""Most bytes of one relayout, unless one block has more: a wave's table has a row for every so many bytes, and bounded
+room."""
 
 
 class HostMirror:
@@ -48,13 +53,37 @@ class HostMirror:
         self.caches = KvCaches(tuple(storages), tuple(copy for _, copy in self._pairs), torch.device("cpu"))
         self._relayout = relayout_for(caches.storages, storages, caches.device)
 
-    def try_copy(self, blocks: Blocks) -> DeviceMark | None:
-        """Begin to copy a request's scheduler blocks, per cache group; never waits.
+    def waves(self, blocks: Blocks) -> deque[Blocks]:
+        """A request's scheduler blocks, per cache group, in portions that are copied one by one; at least one."""
+        sizes = [self._block_bytes(group) for group in range(len(self._groups))]
+        if sum(len(ids) * size for ids, size in zip(blocks, sizes, strict=True)) <= WAVE_BYTES:
+            return deque([blocks])
+        return deque(self._portions(blocks, sizes))
+
+    def try_copy(self, waves: deque[Blocks]) -> DeviceMark | None:
+        """Begin to copy what is left of a request's waves, and take away what has begun; never waits.
 
         Returns:
             When the copy is complete; None while too many copies are on their way: ask again.
         """
-        return self._relayout.try_start(self._table(blocks))
+        mark = None
+        while waves:
+            mark = self._relayout.try_start(self._table(waves[0]))
+            if mark is None:
+                return None
+            waves.popleft()
+        return mark  # of the last one: they are carried out in order
+
+    def _block_bytes(self, group: int) -> int:
+        """Bytes of one scheduler block of a group, in all of its tensors."""
+        return sum(tensor.block_bytes * self._ratio(tensor) for tensor, _ in self._pairs if tensor.group == group)
+
+    @staticmethod
+    def _portions(blocks: Blocks, sizes: Sequence[int]) -> Iterator[Blocks]:
+        for group, (ids, size) in enumerate(zip(blocks, sizes, strict=True)):
+            count = max(1, WAVE_BYTES // max(1, size))
+            for first in range(0, len(ids), count):
+                yield tuple(ids[first : first + count] if other == group else () for other in range(len(blocks)))
 
     def _table(self, blocks: Blocks) -> WaveTable:
         shapes: dict[Shape, int] = {}
@@ -74,10 +103,14 @@ class HostMirror:
         return WaveTable(tuple(shapes), table, np.concatenate(units))
 
     def _kernel_blocks(self, tensor: PagedTensor, blocks: Blocks) -> np.ndarray:
-        group = self._groups[tensor.group]
-        ratio = 1 if group.policy == "state" else group.block_tokens // tensor.block_tokens
+        ratio = self._ratio(tensor)
         ids = np.array([block for block in blocks[tensor.group] if block != NULL_BLOCK], dtype=np.int64)
         return np.asarray((ids[:, None] * ratio + np.arange(ratio)).ravel().astype(np.int32))
+
+    def _ratio(self, tensor: PagedTensor) -> int:
+        """Kernel blocks of a scheduler block."""
+        group = self._groups[tensor.group]
+        return 1 if group.policy == "state" else group.block_tokens // tensor.block_tokens
 
 
 def _moved(tensor: PagedTensor, moved: dict[int, tuple[int, int]]) -> PagedTensor:

@@ -19,6 +19,7 @@ from typing import ParamSpec
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.notifications import decode_notification
 from kvferry.protocol.orders import FailureReason, LeaseHold, StepOrders
+from kvferry.protocol.params import Blocks
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric import Fabric, FabricError, PeerLost
 from kvferry.worker.host_mirror import HostMirror
@@ -46,11 +47,12 @@ class _Unready:
 
     Attributes:
         mark: reached when everything that may write the blocks has finished; then, when they have been copied.
+        waves: what has yet to be copied before anybody may read.
     """
 
     hold: LeaseHold
     mark: DeviceMark
-    copied: bool
+    waves: deque[Blocks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,8 @@ class TransferThread:
         sent = [self._table.end(end) for end in orders.ends]
         for hold in orders.holds:
             sent.append(self._table.hold(hold))
-            self._unready.append(_Unready(hold, item.mark, copied=self._mirror is None))
+            waves = self._mirror.waves(hold.blocks) if self._mirror is not None else deque()
+            self._unready.append(_Unready(hold, item.mark, waves))
         with self.results as results:
             results.sent.update(request_id for request_id in sent if request_id is not None)
         for order in orders.loads:
@@ -211,12 +214,10 @@ class TransferThread:
         reached = [one for one in self._unready if one.mark.reached()]
         for one in reached:
             self._unready.remove(one)
-            if one.copied or self._mirror is None:
+            if not one.waves or self._mirror is None:
                 self._table.ready(one.hold)
                 continue
-            mark = self._mirror.try_copy(one.hold.blocks)
-            one.copied = mark is not None
-            one.mark = mark or one.mark
+            one.mark = self._mirror.try_copy(one.waves) or one.mark
             self._unready.append(one)
         return bool(reached)
 
