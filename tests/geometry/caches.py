@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.protocol.geometry import PagedTensor, Place, Range
-from tests.geometry.models import Group, Kind, Model
+from tests.geometry.models import ITEM_BYTES, Group, Kind, Model
 from tests.geometry.orders import Extent, Order, Strides, lay_out
 from tests.geometry.shards import Shards
 
@@ -47,6 +47,8 @@ class Side:
         one_storage: all groups lie in one allocation; otherwise each in its own, or each layer where layers are
             outermost.
         names_empty: a worker that holds no head of a tensor names it all the same.
+        cache_dtype: what 16-bit attention caches are kept in instead; "" for what the model says.
+        scales: of caches that are kept in 8 bits: one for all heads, or more, one for each head in turn.
     """
 
     shards: Shards
@@ -56,6 +58,8 @@ class Side:
     blocks_first: bool = False
     one_storage: bool = False
     names_empty: bool = False
+    cache_dtype: str = ""
+    scales: tuple[float, ...] = (1.0,)
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ def _extents(side: Side, place: Place, group: Group, layers: int, blocks: Blocks
     for kind in group.kinds:
         heads = side.shards.heads(place, kind.heads, group.policy)
         own: Mapping[str, int] = {**sizes, "H": len(heads), "E": kind.elements * group.tile_tokens}
-        found[kind.name] = Extent(own, kind.element_bytes)
+        found[kind.name] = Extent(own, ITEM_BYTES[group.format(kind, side.cache_dtype).dtype])
     return found
 
 
@@ -176,6 +180,11 @@ def _tensor(
     blocks = side.blocks[index]
     heads: Range = side.shards.heads(place, kind.heads, group.policy)
     apart = at.steps["E"] != at.element_bytes
+    format_ = group.format(kind, side.cache_dtype)
+    scales: tuple[float, ...] = ()
+    if format_.quantization != "none":
+        by_head = tuple(side.scales[head % len(side.scales)] for head in range(heads.start, heads.stop))
+        scales = by_head if len(side.scales) > 1 else side.scales
     return PagedTensor(
         layer=layer,
         kind=kind.name,
@@ -188,9 +197,10 @@ def _tensor(
         head_stride=at.steps["H"],
         tile_tokens=blocks.kernel_tokens if group.policy == "state" else group.tile_tokens,
         tile_stride=at.steps["N"],
-        cell_bytes=kind.elements * kind.element_bytes * group.tile_tokens,
+        cell_bytes=kind.elements * ITEM_BYTES[format_.dtype] * group.tile_tokens,
         element_bytes=at.element_bytes if apart else 0,
         element_stride=at.steps["E"] if apart else 0,
         interleave=side.shards.interleave(place, group.policy, blocks.block_tokens),
-        format=group.format(kind),
+        scales=scales,
+        format=format_,
     )

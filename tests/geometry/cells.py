@@ -103,6 +103,21 @@ def byte_names(tensor: PagedTensor, cells: Cells, numbers: Mapping[tuple[str, st
     return np.asarray((name[:, :, None] << _BYTE_BITS) + np.arange(tensor.cell_bytes), dtype=np.int64)
 
 
+def number_of(names: Ints) -> Ints:
+    """The numbers of the (layer, kind) of named bytes; negative where bytes have no name."""
+    return names >> (_BYTE_BITS + 2 * _TOKEN_BITS + _HEAD_BITS)
+
+
+def head_of(names: Ints) -> Ints:
+    """The global heads of named bytes."""
+    return (names >> (_BYTE_BITS + 2 * _TOKEN_BITS)) & ((1 << _HEAD_BITS) - 1)
+
+
+def byte_of(names: Ints) -> Ints:
+    """The indices of named bytes in their cells."""
+    return names & ((1 << _BYTE_BITS) - 1)
+
+
 def spell(name: int, numbers: Mapping[tuple[str, str], int]) -> str:
     """A name in words."""
     if name == UNNAMED:

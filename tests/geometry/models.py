@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvferry.protocol.geometry import Format
 
 MAX_LAYERS = 4
+ITEM_BYTES = {"float8_e4m3": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 _DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}
 
 _POLICIES = (
@@ -66,9 +67,13 @@ class Group:
     kinds: tuple[Kind, ...]
     tile_tokens: int
 
-    def format(self, kind: Kind) -> Format:
-        packing = "plain" if self.tile_tokens == 1 else f"{self.tile_tokens} tokens a cell"
-        return Format(dtype=_DTYPES[kind.element_bytes], packing=packing)
+    def format(self, kind: Kind, cache_dtype: str = "") -> Format:
+        """The format of a kind; 16-bit attention caches may be kept in another dtype, cells of several tokens not."""
+        if self.tile_tokens > 1:
+            return Format(dtype=_DTYPES[kind.element_bytes], packing=f"{self.tile_tokens} tokens a cell")
+        if not cache_dtype or self.policy == "state" or kind.element_bytes != 2:
+            return Format(dtype=_DTYPES[kind.element_bytes])
+        return Format(dtype=cache_dtype, quantization="fp8_per_tensor" if ITEM_BYTES[cache_dtype] == 1 else "none")
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from tests.rig.memory import Numbers, Snapshot, WorkerMemory
 from tests.worker.engine import free_port
 
 HOST = "127.0.0.1"
-LEASE_S = 30.0
+LEASE_S = 120.0
 SETTINGS = WorkerSettings(
-    lease_slots=8, handshake_timeout_s=10.0, load_timeout_s=30.0, max_loads=8, staging_pool_bytes=1 << 16
+    lease_slots=8, handshake_timeout_s=60.0, load_timeout_s=120.0, max_loads=8, staging_pool_bytes=1 << 16
 )
 
 
@@ -56,6 +56,7 @@ class RigEngine:
         make_fabric: Callable[[str], Fabric],
         settings: WorkerSettings,
         seed: int,
+        floats: bool,
     ) -> None:
         self.name, self.side = name, side
         self.groups = cache_groups(model, side)
@@ -72,7 +73,7 @@ class RigEngine:
         self.workers: list[FerryWorker] = []
         self._seal_key = new_seal_key()
         for index, place in enumerate(side.shards.places()):
-            memory = WorkerMemory(carve(model, side, place), seed * 1000 + index)
+            memory = WorkerMemory(carve(model, side, place), seed * 1000 + index, floats=floats)
             self.memories.append(memory)
             self.workers.append(
                 FerryWorker(

@@ -38,10 +38,11 @@ class Moved:
 def rig_of(pair: Pair, settings: WorkerSettings = SETTINGS) -> Iterator[tuple[RigEngine, RigEngine]]:
     """Producer and consumer of a pair, on NIXL; no thread of theirs is left behind."""
     number = next(_numbers)
+    floats = pair.producer.cache_dtype != pair.consumer.cache_dtype
     with contextlib.ExitStack() as stack:
-        producer = RigEngine(f"P{number}", pair.model, pair.producer, NixlFabric, settings, seed=2 * number)
+        producer = RigEngine(f"P{number}", pair.model, pair.producer, NixlFabric, settings, 2 * number, floats)
         stack.callback(producer.close)
-        consumer = RigEngine(f"C{number}", pair.model, pair.consumer, NixlFabric, settings, seed=2 * number + 1)
+        consumer = RigEngine(f"C{number}", pair.model, pair.consumer, NixlFabric, settings, 2 * number + 1, floats)
         stack.callback(consumer.close)
         yield producer, consumer
     wait_until(lambda: not _transfer_threads(), "the transfer threads have ended")
@@ -80,7 +81,7 @@ def hand_over(pair: Pair, producer: RigEngine, consumer: RigEngine, request_id: 
     )
 
 
-def step_until(happened: Callable[[], bool], what: str, *engines: RigEngine, timeout_s: float = 30.0) -> None:
+def step_until(happened: Callable[[], bool], what: str, *engines: RigEngine, timeout_s: float = 150.0) -> None:
     """Step the engines until it has happened."""
     deadline_s = time.monotonic() + timeout_s
     while not happened():

@@ -11,16 +11,17 @@ import torch
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
 from tests.geometry.caches import Caches
-from tests.geometry.cells import Ints, Memory, spell
+from tests.geometry.cells import UNNAMED, Ints, Memory, number_of, spell
 from tests.geometry.effects import Wanted, produced, wanted
 from tests.geometry.requests import Request
+from tests.rig.floats import element_names, has_floats, stored_bytes
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = dict[tuple[str, str], int]
 
 
-def values_of(names: Ints) -> Bytes:
-    """The value of every named byte: it follows from layer, kind, head, tokens and index, and neighbours differ."""
+def _noise(names: Ints) -> Bytes:
+    """A byte for every name: it follows from layer, kind, head, tokens and index, and neighbours differ."""
     word = names.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     word ^= word >> np.uint64(29)
     word *= np.uint64(0xBF58476D1CE4E5B9)
@@ -37,16 +38,20 @@ class Snapshot:
 class WorkerMemory:
     """Real memory for the caches of one worker, full of noise.
 
+    Args:
+        floats: whether tensors of floats hold values that every format has; otherwise a byte is a byte.
+
     Attributes:
         kv: the same as kvferry gets it.
     """
 
-    def __init__(self, caches: Caches, seed: int) -> None:
+    def __init__(self, caches: Caches, seed: int, *, floats: bool = False) -> None:
         draw = np.random.default_rng(seed)
         storages = [torch.from_numpy(draw.integers(0, 256, size, np.uint8)) for size in caches.sizes]
         addresses = [storage.data_ptr() for storage in storages]
         self.kv = KvCaches(tuple(storages), caches.at(addresses), torch.device("cpu"))
         self._memory = Memory(addresses, caches.sizes)
+        self._floats = [x for x in self.kv.tensors if floats and has_floats(x.format)]
         self._parts = [storage.numpy() for storage in sorted(storages, key=lambda storage: storage.data_ptr())]
 
     def snapshot(self) -> Snapshot:
@@ -55,11 +60,21 @@ class WorkerMemory:
     def fill(self, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers) -> None:
         """What a prefill leaves: the values of the request's tokens; everything else stays noise."""
         names = produced(self.kv.tensors, groups, self._memory, request, numbers)
-        content = np.where(names >= 0, values_of(names), self.snapshot().content)
+        content = np.where(names >= 0, self._values(names, numbers), self.snapshot().content)
         at = 0
         for part in self._parts:
             part[:] = content[at : at + len(part)]
             at += len(part)
+
+    def _values(self, names: Ints, numbers: Numbers) -> Bytes:
+        """What named bytes hold."""
+        found = _noise(names)
+        number = number_of(names)
+        for tensor in self._floats:
+            own = (names >= 0) & (number == numbers.get(tensor.name, UNNAMED))
+            patterns = _noise(element_names(tensor, names[own]))
+            found[own] = stored_bytes(tensor, names[own], patterns)
+        return found
 
     def check_loaded(
         self, before: Snapshot, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers
@@ -70,7 +85,7 @@ class WorkerMemory:
             AssertionError: saying which byte is wrong.
         """
         target = wanted(self.kv.tensors, groups, self._memory, request, numbers)
-        now, right = self.snapshot().content, values_of(target.names)
+        now, right = self.snapshot().content, self._values(target.names, numbers)
         _expect(target.required & (now != right), target, "is wrong", numbers)
         _expect(target.tail & (now != 0), target, "is behind the request and not zero", numbers)
         neither = target.optional & (now != right) & (now != 0)

@@ -133,6 +133,8 @@ def test_every_byte_arrives(name: str, pool: str) -> None:
         assert not moved.staged_bytes
     else:
         assert moved.num_bytes >= scene.num_bytes, "what is staged may bring more of a block than is needed"
+        in_place = moved.num_bytes - moved.staged_bytes
+        assert not moved.staged_bytes or in_place < scene.num_bytes, "what is staged is not read in place as well"
 
 
 def test_one_request_after_the_other_between_the_same_engines() -> None:

@@ -10,30 +10,52 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, event, given, note, seed, settings
 from hypothesis import strategies as st
 
+from tests.geometry.caches import Side
+from tests.geometry.drawn import Drawn
 from tests.geometry.feasibility import feasible
 from tests.geometry.pairs import Pair, pairs
 from tests.rig.engine import SETTINGS
 from tests.rig.handover import hand_over, rig_of
 
 DRAWS = 30
+CONVERTED_DRAWS = 15
 POOLS = st.sampled_from((0, 1 << 11, 1 << 16))
 """Bytes of the staging pool: none, the smallest there is, and one that holds everything."""
 
 
-def test_any_pair_that_can_work_is_byte_exact_through_nixl(
-    pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Thirty random pairs; a failure names the seed that draws them again: `--hypothesis-seed=N`."""
+CONVERSIONS = st.sampled_from(
+    (
+        ("bfloat16", "float8_e4m3"),
+        ("float8_e4m3", "bfloat16"),
+        ("float16", "float8_e4m3"),
+        ("float8_e4m3", "float16"),
+        ("float16", "bfloat16"),
+        ("bfloat16", "float32"),
+    )
+)
+SCALES = st.sampled_from(((1.0,), (0.5,), (0.5, 2.0, 1.0)))
+
+
+def run(
+    pytestconfig: pytest.Config,
+    capsys: pytest.CaptureFixture[str],
+    draws: int,
+    cases: st.SearchStrategy[tuple[Pair, int]],
+) -> Counter[str]:
+    """Hand over so many drawn requests; a failure names the seed that draws them again: `--hypothesis-seed=N`."""
     chosen = pytestconfig.getoption("--hypothesis-seed") or secrets.randbits(32)
     seen: Counter[str] = Counter()
 
     @seed(int(chosen))
-    @settings(max_examples=DRAWS, database=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
-    @given(pairs(), POOLS)
-    def hold(pair: Pair, pool: int) -> None:
+    @settings(max_examples=draws, database=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
+    @given(cases)
+    def hold(case: tuple[Pair, int]) -> None:
         note(f"--hypothesis-seed={chosen}")
+        pair, pool = case
+        # What cannot work does not become workable by a conversion.
+        plain = Drawn(replace(pair, producer=without_dtype(pair.producer), consumer=without_dtype(pair.consumer)))
+        assume(feasible(plain.consumer.description, plain.producer.description))
         with rig_of(pair, replace(SETTINGS, staging_pool_bytes=pool)) as (producer, consumer):
-            assume(feasible(consumer.description, producer.description))
             moved = hand_over(pair, producer, consumer)
         event("moved")
         seen["pairs"] += 1
@@ -45,5 +67,34 @@ def test_any_pair_that_can_work_is_byte_exact_through_nixl(
     hold()
     with capsys.disabled():
         print(f"\n{dict(seen)} (--hypothesis-seed={chosen})")
-    assert seen["pairs"] >= DRAWS
+    assert seen["pairs"] >= draws
+    return seen
+
+
+def without_dtype(side: Side) -> Side:
+    """The side with what its model says of its caches' dtype."""
+    return replace(side, cache_dtype="")
+
+
+@st.composite
+def converted(draw: st.DrawFn) -> tuple[Pair, int]:
+    """A pair whose 16-bit caches are kept in two dtypes; only elements of their own size can be converted."""
+    pair, (there, here) = draw(pairs()), draw(CONVERSIONS)
+    orders = [tuple(replace(order, wide=frozenset()) for order in x.orders) for x in (pair.producer, pair.consumer)]
+    producer = replace(pair.producer, cache_dtype=there, scales=draw(SCALES), orders=orders[0])
+    consumer = replace(pair.consumer, cache_dtype=here, scales=draw(SCALES), orders=orders[1])
+    return replace(pair, producer=producer, consumer=consumer), 1 << 16
+
+
+def test_any_pair_that_can_work_is_byte_exact_through_nixl(
+    pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = run(pytestconfig, capsys, DRAWS, st.tuples(pairs(), POOLS))
     assert 0 < seen["staged bytes"] < seen["bytes"], "some are staged, and some are not"
+
+
+def test_any_pair_of_two_cache_dtypes_arrives_converted(
+    pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = run(pytestconfig, capsys, CONVERTED_DRAWS, converted())
+    assert seen["staged bytes"], "what is converted goes through the pool"
