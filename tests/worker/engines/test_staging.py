@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.protocol.orders import FailureReason
+from kvferry.worker import staged_reads
 from kvferry.worker.settings import WorkerSettings
 from tests.worker.engine import Engine
 from tests.worker.engine_rig import SETTINGS, OrderedLoad, Rig
@@ -53,6 +54,18 @@ def test_what_is_staged_arrives_byte_by_byte(
         assert figures.staged_bytes == figures.planned_bytes > 0
     assert figures.waves > 1
     assert figures.transferred_bytes in (figures.planned_bytes, 0)  # the fake has no telemetry
+    assert_the_pool_is_whole(consumer)
+
+
+def test_a_larger_pool_has_more_waves_and_not_larger_ones_than_the_kernels_tables_are_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=1 << 20))
+    rig.transfer(producer, consumer, tokens=64)
+    assert consumer.seen.figures[-1].waves == 1
+    monkeypatch.setattr(staged_reads, "MAX_WAVE_BYTES", 4 * HEADS_OUTER.block_bytes)
+    rig.transfer(producer, consumer, tokens=64, seed=2)
+    assert consumer.seen.figures[-1].waves > 1
     assert_the_pool_is_whole(consumer)
 
 

@@ -19,6 +19,10 @@ from kvferry.worker.unforeseen import give_back, has_ended
 _MAX_UNITS = 32768
 """Units of one wave: its table has a row for each."""
 
+MAX_WAVE_BYTES = 32 << 20
+"""Bytes of one wave, however large the pool is, unless a single run has more: its table has a row for every tile, and
+the kernel's room for tables is bounded."""
+
 
 @dataclass(slots=True, eq=False)
 class _Flight:
@@ -145,7 +149,8 @@ class StagedReads:
         source, units = cursor.source
         size = source.table.run_bytes
         pool = self._staging.pool
-        wave = pool.try_take(self._load, self._peer, (cursor.chunks_left + 1) * size, at_least=2 * size)
+        wanted = min((cursor.chunks_left + 1) * size, max(2 * size, MAX_WAVE_BYTES))
+        wave = pool.try_take(self._load, self._peer, wanted, at_least=2 * size)
         if wave is None:
             return False
         try:
