@@ -144,8 +144,7 @@ def test_heads_that_no_producer_worker_describes_are_refused() -> None:
     partial = other(whole, workers=whole.workers[:2] + whole.workers[3:])
     found = reasons(partial, sharded("D", layers=1))
     assert [(reason.field, reason.producer) for reason in found] == [
-        ("tensor layers.0/k", "no worker holds heads 2…2"),
-        ("tensor layers.0/v", "no worker holds heads 2…2"),
+        ("tensor layers.0/k", "no worker holds head 2, nor those of 1 more tensors up to layers.0/v"),
     ]
     assert "let every producer worker describe itself" in found[0].change
 
@@ -153,7 +152,7 @@ def test_heads_that_no_producer_worker_describes_are_refused() -> None:
 def test_tokens_that_no_producer_worker_holds_are_refused_by_their_rank() -> None:
     whole = sharded(tp=2, dcp=2, model="mla", layers=1)
     (reason,) = reasons(other(whole, workers=whole.workers[:1]), sharded("D", model="mla", layers=1))
-    assert reason.producer == "no worker holds heads 0…0 of the tokens of context-parallel rank 1"
+    assert reason.producer == "no worker holds head 0 of the tokens of context-parallel rank 1"
 
 
 def test_all_reasons_come_at_once() -> None:

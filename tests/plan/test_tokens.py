@@ -15,6 +15,7 @@ from kvferry.plan.tokens import (
     in_share,
     map_tokens,
     share_of,
+    shared_part,
     shares_meet,
     slot_of,
     slots_before,
@@ -117,3 +118,13 @@ def test_a_state_is_one_unit_whatever_its_blocks_are() -> None:
     assert found.is_state
     assert (found.positions(found.local), found.positions(found.remote)) == (1, 1)
     assert found.remote == TokenSide(block_tokens=3, blocks=5, share=EVERYTHING)
+
+
+@given(one=shares(), other=shares())
+def test_the_shared_part_of_the_tokens_is_that_of_a_whole_period(one: Interleave, other: Interleave) -> None:
+    period = one.ranks * one.run_tokens * other.ranks * other.run_tokens
+    both = sum(
+        token // one.run_tokens % one.ranks == one.rank and token // other.run_tokens % other.ranks == other.rank
+        for token in range(period)
+    )
+    assert shared_part(one, other) == pytest.approx(both / period)

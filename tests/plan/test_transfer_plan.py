@@ -51,7 +51,7 @@ def test_mla_and_pipeline_stages_are_told_in_the_same_words() -> None:
 
 def test_recurrent_states_are_told_by_request_and_not_by_token() -> None:
     assert line(sharded("D", layers=1, model="state"), sharded(layers=1, model="state")) == (
-        "plan producer=P tp0 reads tp0: 4 tensors, heads 0…15, 0 B/token, 320 B/request, direct, runs of 320 B, "
+        "plan producer=P tp0 reads tp0: 4 tensors, 0 B/token, 320 B/request, direct, runs of 320 B, "
         "1 descriptors a unit"
     )
 

@@ -14,7 +14,7 @@ from kvferry.plan.refusal import PlanRefused, Reason
 from kvferry.plan.tokens import map_tokens
 from kvferry.plan.transfer_plan import Route, TransferPlan
 from kvferry.plan.validity import check_description
-from kvferry.protocol.geometry import PagedTensor
+from kvferry.protocol.geometry import Interleave, PagedTensor, Range
 from kvferry.protocol.handshake import EngineDescription
 
 _SAME_MODEL = {
@@ -130,12 +130,18 @@ def _group_reasons(consumer: EngineDescription, producer: EngineDescription) -> 
 
 
 def _lack_reasons(lacks: Sequence[Lack]) -> Iterator[Reason]:
-    for lack in dict.fromkeys(lacks):
-        heads = f"heads {lack.heads.start}…{lack.heads.stop - 1}"
-        if lack.share.ranks > 1:
-            heads += f" of the tokens of context-parallel rank {lack.share.rank}"
+    names: dict[tuple[Range, Interleave], dict[tuple[str, str], None]] = {}
+    for lack in lacks:
+        names.setdefault((lack.heads, lack.share), {})[lack.name] = None
+    for (heads, share), lacking in names.items():
+        first, *more = ("/".join(name) for name in lacking)
+        what = f"heads {heads.start}…{heads.stop - 1}" if len(heads) > 1 else f"head {heads.start}"
+        if share.ranks > 1:
+            what += f" of the tokens of context-parallel rank {share.rank}"
+        if more:
+            what += f", nor those of {len(more)} more tensors up to {more[-1]}"
         change = "serve the same layers and heads on both sides, and let every producer worker describe itself"
-        yield Reason(f"tensor {'/'.join(lack.name)}", f"no worker holds {heads}", "needs them", change)
+        yield Reason(f"tensor {first}", f"no worker holds {what}", "needs them", change)
 
 
 def _tensor_reasons(

@@ -79,6 +79,11 @@ class Source:
         """Bytes of the pool that one source unit takes."""
         return self.bundle.unit_bytes
 
+    @property
+    def unit_descriptors(self) -> float:
+        """Descriptors of one unit; where whole blocks are read, its part of a block's."""
+        return self.bundle.unit_runs / (self.tokens.positions(self.tokens.remote) if self.whole_blocks else 1)
+
 
 def differs(part: Part, reading: Reading) -> bool:
     """Whether a part's reading is another one than those before it in `Reading`."""

@@ -89,6 +89,18 @@ def shares_meet(one: Interleave, other: Interleave) -> bool:
     return gap < one.run_tokens or period - gap < other.run_tokens
 
 
+def shared_part(one: Interleave, other: Interleave) -> float:
+    """Which part of all tokens is in both shares; estimated where it repeats after more than 2**16 runs only."""
+    if one == other:
+        return 1.0 / one.ranks
+    period = math.lcm(one.ranks * one.run_tokens, other.ranks * other.run_tokens)
+    step = math.gcd(one.run_tokens, other.run_tokens)
+    if period // step > 1 << 16:
+        return 1.0 / (one.ranks * other.ranks)
+    tokens = np.arange(0, period, step, dtype=np.int64)
+    return float((in_share(one, tokens) & in_share(other, tokens)).mean())
+
+
 def slots_before(share: Interleave, token: int) -> int:
     """How many of the tokens `[0, token)` are in a share: the local slot of the next one."""
     whole, rest = divmod(token, share.ranks * share.run_tokens)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvferry.plan.bundles import Bundle
 from kvferry.plan.staging import Source
-from kvferry.plan.tokens import TokenMap
+from kvferry.plan.tokens import TokenMap, shared_part
 from kvferry.protocol.geometry import PagedTensor, Place, Range
 
 
@@ -54,8 +55,11 @@ class Slice:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes per token of the consumer worker; 0 for a recurrent state."""
-        return 0.0 if self.tokens.is_state else len(self.heads) * self.local.cell_bytes / self.local.tile_tokens
+        """Bytes in the consumer worker's cache per token of a prompt; 0 for a recurrent state."""
+        if self.tokens.is_state:
+            return 0.0
+        part = shared_part(self.tokens.local.share, self.tokens.remote.share)
+        return part * len(self.heads) * self.local.cell_bytes / self.local.tile_tokens
 
     @property
     def state_bytes(self) -> int:
@@ -87,23 +91,33 @@ class Route:
         """How a bundle of this route is placed."""
         return self.slices[bundle.members[0][0]].placing
 
+    @property
+    def unit_descriptors(self) -> float:
+        """Descriptors for one unit of every group: those of whole blocks are spread over their units."""
+        direct = sum(one.unit_runs for one in self.bundles if self.placing_of(one) is Placing.DIRECT)
+        return direct + sum(source.unit_descriptors for source in self.sources)
+
     def describe(self) -> str:
         """The route in one phrase: what, how many bytes, in what runs, how placed."""
         if not self.slices:
             return f"releases {self.place}"
-        starts, stops = {item.heads.start for item in self.slices}, {item.heads.stop for item in self.slices}
-        heads = f"heads {min(starts)}…{max(stops) - 1}" if max(stops) - min(starts) > 1 else f"head {min(starts)}"
-        lengths = sorted({bundle.run_bytes for bundle in self.bundles})
-        runs = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]}…{lengths[-1]}"
-        parts = [f"{len(self.slices)} tensors", heads, f"{sum(item.token_bytes for item in self.slices):g} B/token"]
+        parts = [f"{len(self.slices)} tensors"]
+        held = [item.heads for item in self.slices if not item.tokens.is_state]
+        if held:
+            first, last = min(heads.start for heads in held), max(heads.stop for heads in held) - 1
+            parts.append(f"heads {first}…{last}" if first < last else f"head {first}")
+        parts.append(f"{sum(item.token_bytes for item in self.slices):g} B/token")
         if state_bytes := sum(item.state_bytes for item in self.slices):
             parts.append(f"{state_bytes} B/request")
         units = sorted({bundle.tokens.unit_tokens for bundle in self.bundles if not bundle.tokens.is_state})
         parts.append("+".join(sorted({item.placing.value for item in self.slices})))
-        parts.append(f"runs of {runs} B")
+        runs = f"runs of {_lengths(bundle.run_bytes for bundle in self.bundles)} B"
+        if self.sources:
+            runs += f" read in runs of {_lengths(source.bundle.run_bytes for source in self.sources)} B"
+        parts.append(runs)
         if units:
             parts.append(f"units of {'/'.join(str(unit) for unit in units)} tokens")
-        parts.append(f"{sum(bundle.unit_runs for bundle in self.bundles)} descriptors a unit")
+        parts.append(f"{self.unit_descriptors:g} descriptors a unit")
         return f"reads {self.place}: " + ", ".join(parts)
 
 
@@ -127,3 +141,9 @@ class TransferPlan:
         """The plan in one line, for the log: who reads from whom, how much and in what runs."""
         routes = "; ".join(route.describe() for route in self.routes) or "needs nothing"
         return f"plan producer={self.producer} {self.place} {routes}"
+
+
+def _lengths(found: Iterable[int]) -> str:
+    """The shortest and the longest."""
+    lengths = sorted(found)
+    return f"{lengths[0]}" if lengths[0] == lengths[-1] else f"{lengths[0]}…{lengths[-1]}"
