@@ -25,8 +25,9 @@ from scripts.accuracy.metrics import Scrape, parse_metrics
 from scripts.accuracy.ports import free_ports
 from tests.forkserver import forkserver
 
-START_S = 180.0
-ANSWER_S = 60.0
+START_S = 300.0
+ANSWER_S = 180.0
+_CACHE_TOKENS = 4096
 
 _SETTINGS = {
     "HF_HUB_OFFLINE": "1",
@@ -164,7 +165,8 @@ class _Engine:
                 kv_connector_module_path=spec.module,
                 kv_role=spec.role,
                 kv_load_failure_policy="recompute",
-                kv_connector_extra_config=dict(spec.extra_config),
+                # A machine with other things to do must not decide: no test here is about time.
+                kv_connector_extra_config={"kv_lease_duration": 120, "handshake_timeout_s": 60, **spec.extra_config},
             )
         pipelined: dict[str, Any] = {"compilation_config": {"mode": 2, "backend": "eager"}}
         self._engine = LLMEngine.from_engine_args(
@@ -174,6 +176,7 @@ class _Engine:
                 max_model_len=1024,
                 max_num_seqs=4,
                 block_size=spec.block_size,
+                num_gpu_blocks_override=_CACHE_TOKENS // spec.block_size,  # a GiB would take a second to fill
                 tensor_parallel_size=spec.tp,
                 pipeline_parallel_size=spec.pp,
                 kv_transfer_config=transfer,
