@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -96,7 +96,7 @@ class Interpreter:
 
     def __call__(self, case: Case) -> Outcome:
         self._pipe.send((case, 512 if len(case.source) < LARGE_BYTES else 32768))
-        if not self._pipe.poll(120):
+        if not self._pipe.poll(300):
             raise TimeoutError("the interpreter says nothing")
         answer = self._pipe.recv()
         if isinstance(answer, BaseException):
@@ -124,7 +124,8 @@ def interpreter() -> Iterator[Interpreter]:
     try:
         yield Interpreter(ours)
     finally:
-        ours.send(None)
+        with suppress(OSError):  # a process that died reads nothing
+            ours.send(None)
         process.join(20)
         if process.is_alive():
             process.kill()
