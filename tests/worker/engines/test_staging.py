@@ -9,6 +9,7 @@ import pytest
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker import staged_reads
 from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.staging_pool import StagingPool, Wave
 from tests.worker.engine import Engine
 from tests.worker.engine_rig import SETTINGS, OrderedLoad, Rig
 from tests.worker.toy_caches import CacheShape
@@ -67,6 +68,26 @@ def test_a_larger_pool_has_more_waves_and_not_larger_ones_than_the_kernels_table
     rig.transfer(producer, consumer, tokens=64, seed=2)
     assert consumer.seen.figures[-1].waves > 1
     assert_the_pool_is_whole(consumer)
+
+
+def test_a_wave_is_asked_for_what_is_left_and_no_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[int] = []
+    try_take = StagingPool.try_take
+
+    def asked(pool: StagingPool, load: str, peer: str, size: int, **options: int) -> Wave | None:
+        wave = try_take(pool, load, peer, size, **options)
+        if wave is not None:
+            wanted.append(size)
+        return wave
+
+    monkeypatch.setattr(StagingPool, "try_take", asked)
+    producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=1 << 20))
+    monkeypatch.setattr(staged_reads, "MAX_WAVE_BYTES", 8 * HEADS_OUTER.block_bytes)
+    rig.transfer(producer, consumer, tokens=36)
+    figures = consumer.seen.figures[-1]
+    assert len(wanted) == figures.waves > 1
+    assert wanted[-1] < wanted[0]
+    assert sum(wanted) < figures.staged_bytes + figures.waves * HEADS_OUTER.block_bytes
 
 
 def test_without_a_pool_the_same_pair_is_read_in_place(any_rig: Rig) -> None:

@@ -64,8 +64,11 @@ class _Cursor:
     @property
     def chunks_left(self) -> int:
         """Chunks of the first source that have not been read, rounded up to whole units."""
-        source, units = self.source
-        return source.table.runs * (len(units) - (self._last.first_unit if self._last is not None else 0))
+        (source, units), last = self.source, self._last
+        if last is None:
+            return source.table.runs * len(units)
+        begun = last.stop_unit if last.stop_run == source.table.runs else last.first_unit
+        return source.table.runs * (len(units) - begun)
 
     def go_on(self, chunks: int) -> Window:
         """The next window of at most `chunks` chunks."""
