@@ -77,7 +77,6 @@ class TransferThread:
     """Carries out orders until `close`.
 
     Args:
-        context: what loads work with; its fabric belongs to this thread from now on.
         table: this worker's lease table.
         mirror: where blocks are copied to before anybody may read them; None where peers read the caches.
         load_timeout_s: after which a load has failed.
@@ -100,7 +99,7 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
 
     def start(self, context: LoadContext) -> None:
-        """Begin. The context comes late because its peer book wakes this thread."""
+        """Begin; the context's fabric is this thread's from now on. It comes late: its peer book wakes the thread."""
         self._context = context
         self._fabric: Fabric = context.fabric
         self._book: PeerBook = context.book
