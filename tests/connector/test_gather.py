@@ -11,7 +11,7 @@ from tests.connector.gather_rank import Axes, gathered_by_all
 
 @pytest.mark.parametrize(
     "axes",
-    [Axes(tp=2), Axes(pp=2), Axes(pp=2, tp=2), Axes(data=2, tp=2), Axes(pcp=2, tp=2)],
+    [Axes(tp=2), Axes(pp=2), Axes(pp=2, tp=2), Axes(data=2, tp=2), Axes(pcp=2, tp=2), Axes(pp=2, pcp=2)],
     ids=lambda axes: f"{axes.data} engines, pp {axes.pp}, pcp {axes.pcp}, tp {axes.tp}",
 )
 def test_every_worker_learns_of_all_workers_of_its_own_engine_in_their_order(axes: Axes, tmp_path: Path) -> None:

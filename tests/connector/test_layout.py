@@ -325,7 +325,7 @@ def test_a_single_head_that_may_be_any_is_paired_with_equal_ranks_only(packing: 
 def test_layers_that_show_other_head_counts_make_single_heads_uncertain() -> None:
     specs = {"many": full(num_kv_heads=4), "one": full(num_kv_heads=1)}
     config = config_of(group(UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs), *specs))
-    caches = described(config, views_of(config), "cpu_attn/vec", Sharding(total_heads=8, rank=1, size=2))
+    caches = described(config, views_of(config), "cpu_attn/vec", Sharding(total_heads=2, rank=1, size=2))
     packings = {tensor.layer: (tensor.heads, tensor.format.packing) for tensor in caches.tensors}
     assert packings == {"many": (Range(4, 8), "plain"), "one": (Range(1, 2), "plain/tp2")}
 

@@ -110,7 +110,7 @@ def _of_cpu_attention(view: torch.Tensor, spec: Any, packing: str, sharding: Sha
     held, suffix = _heads(sharding, heads)
     isa = packing.removeprefix("cpu_attn/")
     known = platform.machine() == "x86_64" and (isa, view.dtype) in _PLAIN_ON_CPU and spec.kv_quant_mode.name == "NONE"
-    if not known or (heads, content) != (spec.num_kv_heads, 2 * spec.head_size) or spec.head_size_v != spec.head_size:
+    if not known or (heads, content) != (spec.num_kv_heads, 2 * spec.head_size):
         return (Part("kv", held, stride, tokens * content * item, packing + suffix, tokens),)
     width = spec.head_size * item
     apart = {"tile_stride": item, "element_bytes": item, "element_stride": tokens * item}
