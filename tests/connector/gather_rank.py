@@ -17,12 +17,13 @@ PATIENCE_S = 40.0
 
 @dataclass(frozen=True)
 class Axes:
-    """Parallel sizes of a deployment."""
+    """Parallel sizes of a deployment. The rank `failing` has no caches to describe."""
 
     data: int = 1
     pp: int = 1
     pcp: int = 1
     tp: int = 1
+    failing: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -53,7 +54,7 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
     from vllm.distributed import parallel_state
 
     from kvferry.connector.facts import place_of_this_worker, worker_index
-    from kvferry.connector.gather import engine_groups, gather_workers
+    from kvferry.connector.gather import SiblingFailed, engine_groups, gather_workers
     from kvferry.protocol.geometry import Topology
     from kvferry.protocol.handshake import LeaseTable, WorkerDescription
     from tests.vllm_preload import CONFIG
@@ -73,8 +74,12 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
         lease_table=LeaseTable(address=4096 * (rank + 1), slots=16),
         tensors=(),
     )
-    told = gather_workers(mine, engine_groups())
     index = worker_index(Topology(pp=axes.pp, pcp=axes.pcp, tp=axes.tp), place)
-    answers.put((rank, (index, [one.agent for one in told])))
+    try:
+        told = gather_workers(ValueError("no caches") if rank == axes.failing else mine, engine_groups())
+    except (SiblingFailed, ValueError) as error:
+        answers.put((rank, (index, [f"{type(error).__name__}: {error}"])))
+    else:
+        answers.put((rank, (index, [one.agent for one in told])))
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()

@@ -24,3 +24,9 @@ def test_every_worker_learns_of_all_workers_of_its_own_engine_in_their_order(axe
 
 def test_a_lone_worker_asks_nobody(tmp_path: Path) -> None:
     assert gathered_by_all(Axes(), f"file://{tmp_path / 'rendezvous'}") == [(0, ["rank 0"])]
+
+
+def test_a_worker_that_fails_keeps_nobody_waiting(tmp_path: Path) -> None:
+    found = gathered_by_all(Axes(pp=2, tp=2, failing=1), f"file://{tmp_path / 'rendezvous'}")
+    told = ["SiblingFailed: worker 1: ValueError: no caches"]
+    assert [said for _, said in found] == [told, ["ValueError: no caches"], told, told]

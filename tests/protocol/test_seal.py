@@ -20,7 +20,6 @@ NOT_COVERED = {
     "do_remote_decode": "its type allows one value",
     "transfer_mode": "its type allows one value",
     "kvferry.mac": "it is the seal",
-    "kvferry.held_from": "a hint: what the blocks hold is worked out from the blocks",
 }
 
 OTHERS: dict[str, list[Any]] = {
@@ -52,6 +51,7 @@ OTHERS: dict[str, list[Any]] = {
         ("a1" * 16, "b3" * 16),
         ("a1" * 16, "b2" * 16, "c3" * 16),
     ],
+    "kvferry.held_from": [(0,), (16, 0), (1 << 40,)],
 }
 
 
@@ -85,7 +85,7 @@ def test_a_change_of_any_covered_field_breaks_the_seal(path: str) -> None:
 
 def test_fields_that_are_not_covered_have_one_value_only() -> None:
     for path in NOT_COVERED:
-        if path.startswith("kvferry."):
+        if path == "kvferry.mac":
             continue
         raw = seal(make_params(), KEY).to_json()
         for other in (not raw[path], "push", 1, None):
@@ -163,7 +163,7 @@ def test_sealing_again_changes_nothing() -> None:
 
 def test_the_seal_is_this_one() -> None:
     """A change of what is covered, or of its order, must be noticed: other versions in a fleet check these bytes."""
-    assert seal(make_params(), KEY).kvferry.mac == "76a30bca9ec7e20b3d5a1236b73780ef7b4071385f9954e3ad0eef99e67c635d"
+    assert seal(make_params(), KEY).kvferry.mac == "e00a0aa5ede3f08d0935faab9e95dccb03c27b02a11972cafc6daa4c0a0446cb"
 
 
 def test_every_boot_draws_its_own_key() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
+from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.handshake import WorkerDescription, decode_worker, encode
 
 if TYPE_CHECKING:
@@ -24,20 +25,34 @@ def engine_groups() -> list[ProcessGroup]:
     return [axis.cpu_group for axis in axes if axis.world_size > 1]
 
 
-def gather_workers(mine: WorkerDescription, groups: Sequence[ProcessGroup]) -> tuple[WorkerDescription, ...]:
+class SiblingFailed(KvferryError):
+    """Another worker of this engine could not describe itself, so none of them can start."""
+
+
+def gather_workers(
+    mine: WorkerDescription | Exception, groups: Sequence[ProcessGroup]
+) -> tuple[WorkerDescription, ...]:
     """What every worker of the engine says of itself, in the order of `worker_index`.
 
-    All workers must call it, with equal axes in equal order; it waits for them. Without groups nobody is asked.
+    All workers must call it, with equal axes in equal order; it waits for them. So one that has failed calls it too,
+    with its error: it would keep the others waiting otherwise. Without groups nobody is asked.
 
     Args:
         groups: one process group per axis, the innermost first; see `engine_groups`.
 
     Raises:
+        SiblingFailed: another worker has failed.
         InvalidMessage: a worker's description cannot be read.
+        Exception: `mine`, when it is one.
     """
-    known: list[bytes] = [encode(mine)]
+    known: list[bytes | str] = [f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else encode(mine)]
     for group in groups:
         told: list[Any] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(told, known, group=group)
         known = [description for rank in told for description in rank]
-    return tuple(decode_worker(description) for description in known)
+    if isinstance(mine, Exception):
+        raise mine
+    failed = [f"worker {index}: {error}" for index, error in enumerate(known) if isinstance(error, str)]
+    if failed:
+        raise SiblingFailed("; ".join(failed))
+    return tuple(decode_worker(description) for description in known if isinstance(description, bytes))

@@ -54,41 +54,21 @@ class WorkerSide:
 
         Raises:
             InvalidConfig: a cache cannot be described.
+            SiblingFailed: another worker of this engine has failed.
             FabricError: NIXL cannot be used, or refuses the memory.
         """
         started_s = time.monotonic()
-        vllm_config, config = self._vllm_config, self._config
-        topology, place = topology_of(vllm_config), place_of_this_worker()
-        layers = vllm_config.compilation_config.static_forward_context
-        packings = {name: packing_of(layers[name], name) for name in kv_caches if name in layers}
-        caches = discover(kv_caches, self._kv_cache_config, packings, sharding_of(vllm_config, place))
-        self._index = worker_index(topology, place)
-        agent = AgentConfig(backends=config.backends, num_threads=config.num_threads)
-        self._worker = FerryWorker(
-            engine_id=vllm_config.kv_transfer_config.engine_id,
-            place=place,
-            index=self._index,
-            topology=topology,
-            facts=facts_of(vllm_config, config),
-            groups=groups_of(self._kv_cache_config),
-            caches=caches,
-            settings=WorkerSettings(
-                lease_slots=lease_slots(config, vllm_config),
-                handshake_timeout_s=config.handshake_timeout_s,
-                load_timeout_s=config.load_timeout_s,
-                max_loads=config.max_loads,
-                staging_pool_bytes=config.staging_pool_bytes,
-                direct_min_bytes=config.direct_min_bytes,
-                host_buffer=uses_host_buffer(vllm_config),
-            ),
-            make_fabric=lambda name: NixlFabric(name, agent),
-        )
-        self._worker.meet_siblings(gather_workers(self._worker.description, engine_groups()))
+        groups = engine_groups()
+        try:
+            self._worker = self._make_worker(kv_caches)
+        except Exception as error:
+            gather_workers(error, groups)  # raises it, once the others know
+            raise
+        self._worker.meet_siblings(gather_workers(self._worker.description, groups))
         logger.info(
-            "worker %s registered %d paged tensors in %d allocations in %.2f s",
-            place,
-            len(caches.tensors),
-            len(caches.storages),
+            "worker %s registered %d paged tensors in %.2f s",
+            self._worker.description.place,
+            len(self._worker.description.tensors),
             time.monotonic() - started_s,
         )
 
@@ -126,3 +106,38 @@ class WorkerSide:
         """Stop the thread and give the memory back. Idempotent."""
         if self._worker is not None:
             self._worker.close()
+
+    def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> FerryWorker:
+        vllm_config, config = self._vllm_config, self._config
+        topology, place = topology_of(vllm_config), place_of_this_worker()
+        layers = vllm_config.compilation_config.static_forward_context
+        packings = {name: packing_of(layers[name], name) for name in kv_caches if name in layers}
+        caches = discover(kv_caches, self._kv_cache_config, packings, sharding_of(vllm_config, place))
+        self._index = worker_index(topology, place)
+        agent = AgentConfig(backends=config.backends, num_threads=config.num_threads)
+        return FerryWorker(
+            engine_id=vllm_config.kv_transfer_config.engine_id,
+            place=place,
+            index=self._index,
+            topology=topology,
+            facts=facts_of(vllm_config, config),
+            groups=groups_of(self._kv_cache_config),
+            caches=caches,
+            settings=WorkerSettings(
+                lease_slots=lease_slots(config, vllm_config),
+                handshake_timeout_s=config.handshake_timeout_s,
+                load_timeout_s=config.load_timeout_s,
+                max_loads=config.max_loads,
+                staging_pool_bytes=self._pool_bytes(),
+                direct_min_bytes=config.direct_min_bytes,
+                host_buffer=uses_host_buffer(vllm_config),
+            ),
+            make_fabric=lambda name: NixlFabric(name, agent),
+        )
+
+    def _pool_bytes(self) -> int | None:
+        """The pool's size; an engine that never reads needs none."""
+        transfer = self._vllm_config.kv_transfer_config
+        if not transfer.is_kv_consumer and not uses_host_buffer(self._vllm_config):
+            return 0
+        return self._config.staging_pool_bytes

@@ -112,12 +112,15 @@ def _sources(
 ) -> tuple[Source, ...]:
     """The sources of what was chosen. Runs may be shorter when not everything is staged: what no longer fits whole
     blocks is read by units, which always does."""
-    for reading in (Reading.BLOCKS, Reading.ALL_HEADS):
-        members = [index for index in chosen if chosen[index] is reading]
-        still = _offers_of([parts[index] for index in members], members, reading, costs) if members else {}
-        lost = {index for index in members if index not in still}
-        for one in bundles:
-            own = [member for of_place in one.members for member in of_place]
-            if lost & set(own):
-                chosen.update(dict.fromkeys(own, Reading.UNITS))
+    lost = True
+    while lost:
+        lost = False
+        for reading in (Reading.BLOCKS, Reading.ALL_HEADS):
+            members = [index for index in chosen if chosen[index] is reading]
+            still = _offers_of([parts[index] for index in members], members, reading, costs) if members else {}
+            for one in bundles:
+                own = [member for of_place in one.members for member in of_place]
+                if chosen.get(own[0]) is reading and not still.keys() >= set(own):
+                    chosen.update(dict.fromkeys(own, Reading.UNITS))
+                    lost = True
     return sources(parts, bundles, chosen)

@@ -32,7 +32,7 @@ _SAME_TENSOR = {
 }
 _MAX_TENSOR_REASONS = 8
 MAX_ROWS = 1 << 22
-"""Most rows of descriptors of one route: 160 MiB a side."""
+"""Most rows of descriptors of one plan: 160 MiB a side."""
 
 
 def plan_transfer(
@@ -75,7 +75,7 @@ def _plan(
 ) -> TransferPlan:
     here = consumer.workers[worker]
     local = {tensor.name: tensor for tensor in here.tensors}
-    routes = []
+    routes: list[Route] = []
     maps = TokenMaps(consumer)
     for index, wanted in assignment.sources[worker].items():
         there = producer.workers[index]
@@ -85,7 +85,7 @@ def _plan(
             ours, theirs = local[name], remote[name]
             parts += parts_of(ours, theirs, heads, maps.of(ours, theirs))
         bundles = bundle(parts)
-        _check_rows(bundles)
+        _check_rows([one for route in routes for one in route.bundles] + list(bundles))
         slices, staged = place(parts, bundles, costs)
         routes.append(Route(index, there.place, slices, bundles, staged, assignment.expected(index)))
     routes += [

@@ -173,8 +173,10 @@ def _placements(
     combinations = grid([axis.steps for axis in source.axes]).T
     found = []
     for one in bundles:
+        if not any(members[0] in places for members in one.members):
+            continue
         across = {(axis.steps, axis.remote_stride): axis.local_stride for axis in one.axes}
-        steps = np.array([across.get((axis.steps, axis.remote_stride), 0) for axis in source.axes], dtype=np.int64)
+        steps = np.array([across[axis.steps, axis.remote_stride] for axis in source.axes], dtype=np.int64)
         pieces = []
         for index, ((local_base, remote_base), members) in enumerate(zip(one.bases, one.members, strict=True)):
             if members[0] not in places:

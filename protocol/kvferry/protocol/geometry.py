@@ -26,7 +26,8 @@ MAX_TENSORS = 16384
 MAX_SCALES = 1024
 """Most heads of a worker that have scales of their own."""
 
-Scale = Annotated[float, Meta(gt=0, lt=1e30)]
+Scale = Annotated[float, Meta(ge=1e-30, le=1e30)]
+"""Within what float32 holds as a normal number, with room for the product of two."""
 Stride = Annotated[int, Meta(ge=0, lt=2**48)]
 
 

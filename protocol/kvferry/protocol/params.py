@@ -41,9 +41,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         lease_epoch: what the slot must hold, with READY, before and after the read.
         lease_s: the producer frees the blocks when it hears nothing for this long.
         digests: `kvferry.protocol.digests.digest_chain` of the tokens in the blocks.
-        mac: `kvferry.protocol.seal.seal` over everything but `held_from`.
-        held_from: per cache group the first token that its blocks hold; empty from producers that do not tell. It only
-            saves a consumer the trouble of asking for a window that has gone: the blocks are what is believed.
+        mac: `kvferry.protocol.seal.seal` over all of this.
+        held_from: per cache group the first token that its blocks hold; empty from producers that do not tell.
     """
 
     version: Annotated[int, Meta(ge=1, le=2**31)]

@@ -60,6 +60,7 @@ def _mac(params: RemotePrefill, key: bytes) -> str:
         ticket.lease_epoch,
         ticket.lease_ms,
         ticket.digests,
+        ticket.held_from,
     )
     return hmac.new(key, msgspec.msgpack.encode(covered), hashlib.sha256).hexdigest()
 

@@ -202,7 +202,7 @@ class TransferThread:
             load = self._waiting.popleft()
             self._running[load.order.request_id] = (load, load.steps())
         for load, steps in list(self._running.values()):
-            progress |= self._advance(load, steps, now_s)
+            progress |= self._survive(self._advance, load, steps, now_s)
         progress |= self._look_into_quarantine()
         self._pause_s = _SHORTEST_PAUSE_S if progress else min(self._pause_s * 2, _LONGEST_PAUSE_S)
 
