@@ -143,8 +143,6 @@ def test_a_model_with_other_heads_in_some_layers_is_not_uniform(name: str) -> No
 @pytest.mark.parametrize(("draft_heads", "uniform"), [(2, True), (1, False)])
 def test_a_drafter_with_other_heads_makes_them_uncertain(draft_heads: int, uniform: bool) -> None:
     config = engine_config()
-    draft = SimpleNamespace(
-        get_total_num_kv_heads=lambda: draft_heads, hf_text_config=SimpleNamespace(to_dict=dict)
-    )
+    draft = SimpleNamespace(get_total_num_kv_heads=lambda: draft_heads, hf_text_config=SimpleNamespace(to_dict=dict))
     config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=draft)
     assert sharding_of(config, Place()).uniform is uniform

@@ -65,7 +65,7 @@ def place(
             Offer(sum(of[m].read_bytes for m in members), sum(of[m].descriptors for m in members)) for of, _ in usable
         ]
         if one.conversions or not costs.reaches_caches:
-            choice = _must_stage(parts[members[0]], costs, offers)
+            choice = _must_stage(parts[min(members)], costs, offers)
         else:
             choice = choose(costs, one.unit_bytes, one.unit_runs, offers)
         if choice.offer is not None:

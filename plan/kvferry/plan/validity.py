@@ -89,8 +89,8 @@ def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) ->
         divisor = f"0, or a power of two that divides {tensor.cell_bytes}"
         raise InvalidMessage(f"{where}.element_bytes", element, divisor)
     pieces = tensor.cell_bytes // element if element else 1
-    if len(tensor.heads) * tensor.tiles * pieces > 1 << 20:
-        raise InvalidMessage(f"{where}.heads", tensor.heads, "at most 2**20 pieces of cells in a block")
+    if len(tensor.heads) * tensor.tiles * pieces > 1 << 24:
+        raise InvalidMessage(f"{where}.heads", tensor.heads, "at most 2**24 pieces of cells in a block")
     if len(tensor.scales) not in (0, 1, len(tensor.heads)):
         expected = f"none, one, or one for each of {len(tensor.heads)} heads"
         raise InvalidMessage(f"{where}.scales", f"{len(tensor.scales)} scales", expected)
