@@ -63,9 +63,13 @@ def ask(port: int, engine_id: str = "prefill-0", version: int = 1, host: str = H
         return decode_reply(sock.recv())
 
 
+BEFORE: set[threading.Thread] = set()
+"""Threads that other tests of this process have left; set before every test."""
+
+
 def threads_named(name: str) -> list[threading.Thread]:
-    """Living threads of kvferry by their name."""
-    return [thread for thread in threading.enumerate() if thread.name == name]
+    """Living threads of kvferry by their name, those apart that were there before the test."""
+    return [thread for thread in threading.enumerate() if thread.name == name and thread not in BEFORE]
 
 
 def cpu_share(seconds: float) -> float:

@@ -52,7 +52,7 @@ def test_the_plan_is_logged_once_and_the_requests_life_with_its_ids(pair: Pair) 
     for name in ("first", "second"):
         assert pair.hand_over(long_prompt(f"The {name} of two")).status_code == 200
     log = pair.consumer.log_path.read_text()
-    assert len(re.findall(r"INFO .*kvferry: .*plan producer=\S+ tp0 reads tp0: 30 tensors", log)) == 1
+    assert len(re.findall(r"INFO .*kvferry: .*plan producer=\S+ tp0 reads tp0: 60 tensors", log)) == 1
     loaded = re.findall(r"DEBUG .*kvferry: req=(\S+) peer=\S+ loaded tokens 0…\d+: \d+ B", log)
     offered = re.findall(r"DEBUG .*kvferry: req=(\S+): \d+ of \d+ tokens are held by engine", log)
     assert len(loaded) >= 2

@@ -56,20 +56,39 @@ def place(
     ]
     readings = [reading for reading in Reading if any(differs(parts[index], reading) for index in short)]
     possible = [_offers_of([parts[i] for i in short], short, reading, costs) for reading in readings]
+    banned: set[tuple[int, Reading]] = set()
+    while True:
+        choices: list[Choice] = []
+        chosen: dict[int, Reading] = {}
+        for index, one in enumerate(bundles):
+            members = _members(one)
+            usable = [
+                (of, reading)
+                for of, reading in zip(possible, readings, strict=True)
+                if of.keys() >= set(members) and (index, reading) not in banned
+            ]
+            offers = [
+                Offer(sum(of[m].read_bytes for m in members), sum(of[m].descriptors for m in members))
+                for of, _ in usable
+            ]
+            if one.conversions or not costs.reaches_caches:
+                choices.append(_must_stage(parts[min(members)], costs, offers))
+            else:
+                choices.append(choose(costs, one.unit_bytes, one.unit_runs, offers))
+            offer = choices[-1].offer
+            if offer is not None:
+                chosen.update(dict.fromkeys(members, usable[offer][1]))
+        lost = _lost(parts, bundles, chosen, costs)
+        if not lost:
+            break
+        banned |= lost
+    slices = _slices(parts, bundles, choices)
+    return slices, sources(parts, bundles, chosen)
+
+
+def _slices(parts: Sequence[Part], bundles: Sequence[Bundle], choices: Sequence[Choice]) -> tuple[Slice, ...]:
     slices: dict[int, Slice] = {}
-    chosen: dict[int, Reading] = {}
-    for one in bundles:
-        members = [member for of_place in one.members for member in of_place]
-        usable = [(of, reading) for of, reading in zip(possible, readings, strict=True) if of.keys() >= set(members)]
-        offers = [
-            Offer(sum(of[m].read_bytes for m in members), sum(of[m].descriptors for m in members)) for of, _ in usable
-        ]
-        if one.conversions or not costs.reaches_caches:
-            choice = _must_stage(parts[min(members)], costs, offers)
-        else:
-            choice = choose(costs, one.unit_bytes, one.unit_runs, offers)
-        if choice.offer is not None:
-            chosen.update(dict.fromkeys(members, usable[choice.offer][1]))
+    for one, choice in zip(bundles, choices, strict=True):
         for of_place in one.members:
             for member in of_place:
                 part = parts[member]
@@ -83,7 +102,26 @@ def place(
                     run_bytes=one.run_bytes,
                     unit_runs=one.runs_per_place / len(of_place),
                 )
-    return tuple(slices[index] for index in range(len(parts))), _sources(parts, bundles, chosen, costs)
+    return tuple(slices[index] for index in range(len(parts)))
+
+
+def _members(one: Bundle) -> list[int]:
+    return [member for of_place in one.members for member in of_place]
+
+
+def _lost(
+    parts: Sequence[Part], bundles: Sequence[Bundle], chosen: dict[int, Reading], costs: Costs
+) -> set[tuple[int, Reading]]:
+    """The bundles that can no longer be read as chosen: runs may be shorter when not everything is read alike."""
+    lost: set[tuple[int, Reading]] = set()
+    for reading in set(chosen.values()):
+        members = [index for index in chosen if chosen[index] is reading]
+        still = _offers_of([parts[index] for index in members], members, reading, costs)
+        for index, one in enumerate(bundles):
+            own = _members(one)
+            if chosen.get(own[0]) is reading and not still.keys() >= set(own):
+                lost.add((index, reading))
+    return lost
 
 
 def _must_stage(part: Part, costs: Costs, offers: Sequence[Offer]) -> Choice:
@@ -105,22 +143,3 @@ def _must_stage(part: Part, costs: Costs, offers: Sequence[Offer]) -> Choice:
 
 def _offers_of(short: Sequence[Part], indices: Sequence[int], reading: Reading, costs: Costs) -> dict[int, Offer]:
     return {indices[index]: offer for index, offer in offers(short, reading, costs.staged_run_bytes).items()}
-
-
-def _sources(
-    parts: Sequence[Part], bundles: Sequence[Bundle], chosen: dict[int, Reading], costs: Costs
-) -> tuple[Source, ...]:
-    """The sources of what was chosen. Runs may be shorter when not everything is staged: what no longer fits whole
-    blocks is read by units, which always does."""
-    lost = True
-    while lost:
-        lost = False
-        for reading in (Reading.BLOCKS, Reading.ALL_HEADS):
-            members = [index for index in chosen if chosen[index] is reading]
-            still = _offers_of([parts[index] for index in members], members, reading, costs) if members else {}
-            for one in bundles:
-                own = [member for of_place in one.members for member in of_place]
-                if chosen.get(own[0]) is reading and not still.keys() >= set(own):
-                    chosen.update(dict.fromkeys(own, Reading.UNITS))
-                    lost = True
-    return sources(parts, bundles, chosen)
