@@ -319,11 +319,7 @@ def test_an_out_of_range_id_that_nobody_needs_is_not_read() -> None:
 
 def test_a_request_is_paired_once_per_token_map_of_a_plan() -> None:
     groups = (CacheGroup(policy="full", block_tokens=4), CacheGroup(policy="full", block_tokens=8))
-    tensors = [
-        tensor(),
-        tensor(layer="layers.1"),
-        tensor(layer="layers.2", group=1, block_tokens=8, head_stride=64, block_stride=128),
-    ]
+    tensors = [tensor(), tensor(layer="layers.1"), tensor(layer="layers.2", group=1, block_tokens=8)]
     plan = plan_transfer(engine(*tensors, groups=groups), 0, engine(*tensors, groups=groups))
     request = RequestBlocks([[5, 6], [7]], [[1, 2], [3]], 0, 8, 8)
     pairs = pair_request(plan, groups, groups, request)

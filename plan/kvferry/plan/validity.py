@@ -75,23 +75,6 @@ def _check_base(where: str, tensor: PagedTensor) -> None:
         raise InvalidMessage(f"{where}.base", tensor.base, "an address whose last cell ends below 2**63")
 
 
-def _check_overlap(where: str, tensor: PagedTensor) -> None:
-    """Every stride must step over all that lies inside of it: cells that overlap cannot be told apart."""
-    element = tensor.element_bytes or tensor.cell_bytes
-    axes = [
-        (tensor.block_stride, tensor.blocks, "block_stride"),
-        (tensor.head_stride, len(tensor.heads), "head_stride"),
-        (tensor.tile_stride, tensor.tiles, "tile_stride"),
-        (tensor.element_stride, tensor.cell_bytes // element, "element_stride"),
-    ]
-    extent = element
-    for stride, steps, name in sorted(axes):
-        if steps > 1:
-            if stride < extent:
-                raise InvalidMessage(f"{where}.{name}", stride, f"at least the {extent} bytes that lie inside of it")
-            extent += (steps - 1) * stride
-
-
 def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) -> None:
     if tensor.group >= len(engine.groups):
         raise InvalidMessage(f"{where}.group", tensor.group, f"below {len(engine.groups)}")
@@ -118,4 +101,3 @@ def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) ->
     if group.policy != "state" and share.ranks > 1 and group.block_tokens % share.run_tokens:
         # Otherwise the number of blocks would not say how many of its slots a rank has filled.
         raise InvalidMessage(f"{where}.interleave.run_tokens", share.run_tokens, f"a divisor of {group.block_tokens}")
-    _check_overlap(where, tensor)
