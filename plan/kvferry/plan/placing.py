@@ -8,7 +8,7 @@ from kvferry.plan.bundles import Bundle, Part, Reading
 from kvferry.plan.conversion import conversion_of, has_scales_by_head, needs_conversion
 from kvferry.plan.cost import Choice, Costs, Offer, cheapest, choose
 from kvferry.plan.refusal import PlanRefused, Reason
-from kvferry.plan.staging import Source, differs, offers, sources
+from kvferry.plan.staging import Source, Unplaceable, differs, offers, sources
 from kvferry.plan.tokens import TokenMap, map_tokens
 from kvferry.plan.transfer_plan import Placing, Slice
 from kvferry.protocol.geometry import PagedTensor, Range
@@ -80,10 +80,11 @@ def place(
                 chosen.update(dict.fromkeys(members, usable[offer][1]))
         lost = _lost(parts, bundles, chosen, costs)
         if not lost:
-            break
+            try:
+                return _slices(parts, bundles, choices), sources(parts, bundles, chosen)
+            except Unplaceable:
+                lost = {(index, reading) for index in range(len(bundles)) for reading in Reading}
         banned |= lost
-    slices = _slices(parts, bundles, choices)
-    return slices, sources(parts, bundles, chosen)
 
 
 def _slices(parts: Sequence[Part], bundles: Sequence[Bundle], choices: Sequence[Choice]) -> tuple[Slice, ...]:

@@ -20,6 +20,10 @@ from kvferry.plan.merging import producer_runs
 from kvferry.plan.tokens import TokenMap
 
 
+class Unplaceable(Exception):
+    """The producer's runs have an axis that the places do not have: its cells overlap."""
+
+
 class Piece(NamedTuple):
     """One piece: in the chunk of run `run`, `offset` bytes from its start; it belongs to `local_base`.
 
@@ -176,6 +180,8 @@ def _placements(
         if not any(members[0] in places for members in one.members):
             continue
         across = {(axis.steps, axis.remote_stride): axis.local_stride for axis in one.axes}
+        if any((axis.steps, axis.remote_stride) not in across for axis in source.axes):
+            raise Unplaceable
         steps = np.array([across[axis.steps, axis.remote_stride] for axis in source.axes], dtype=np.int64)
         pieces = []
         for index, ((local_base, remote_base), members) in enumerate(zip(one.bases, one.members, strict=True)):
