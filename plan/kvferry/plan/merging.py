@@ -63,7 +63,7 @@ class _Loom:
     def nest(self, index: int, part: Part) -> _Nest:
         """The nest of one part."""
         local, remote, heads, tokens, conversion = part
-        shape = (_shape(local), _shape(remote), len(heads), id(tokens), conversion and conversion[:2])
+        shape = (local.shape, remote.shape, len(heads), id(tokens), conversion and conversion[:2])
         found = self._by_shape.get(shape)
         if found is None:
             found = self._by_shape[shape] = self._loops(part)
@@ -102,21 +102,6 @@ class _Loom:
 
     def _one(self, loops: _Loops) -> _Loops:
         return self._equal.setdefault(loops, loops)
-
-
-def _shape(tensor: PagedTensor) -> tuple[int, ...]:
-    """Everything that a nest depends on, where it is apart."""
-    return (
-        tensor.blocks,
-        tensor.block_tokens,
-        tensor.block_stride,
-        tensor.head_stride,
-        tensor.tile_tokens,
-        tensor.tile_stride,
-        tensor.cell_bytes,
-        tensor.element_bytes,
-        tensor.element_stride,
-    )
 
 
 def _elements(local: PagedTensor, remote: PagedTensor) -> tuple[list[Axis], int]:

@@ -26,7 +26,7 @@ def check_description(engine: EngineDescription) -> None:
         for tensor in worker.tensors:
             where = f"workers[{index}].{tensor.layer}/{tensor.kind}"
             _check_base(where, tensor)
-            shape = _shape(tensor)
+            shape = (*tensor.shape, tensor.group, tensor.heads, tensor.interleave, len(tensor.scales))
             if shape in shapes:
                 continue  # like another layer, which has been checked
             shapes.add(shape)
@@ -45,25 +45,6 @@ def _blocks(found: tuple[int, int, Interleave]) -> str:
     blocks, tokens, share = found
     rank = f" on rank {share.rank} of {share.ranks}, runs of {share.run_tokens}" if share.ranks > 1 else ""
     return f"{blocks} blocks of {tokens} tokens{rank}"
-
-
-def _shape(tensor: PagedTensor) -> tuple[object, ...]:
-    """Everything about a tensor that can contradict itself, its address apart."""
-    return (
-        tensor.group,
-        tensor.blocks,
-        tensor.block_tokens,
-        tensor.block_stride,
-        tensor.heads,
-        tensor.head_stride,
-        tensor.tile_tokens,
-        tensor.tile_stride,
-        tensor.cell_bytes,
-        tensor.element_bytes,
-        tensor.element_stride,
-        tensor.interleave,
-        len(tensor.scales),
-    )
 
 
 def _check_base(where: str, tensor: PagedTensor) -> None:

@@ -117,6 +117,21 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return (self.layer, self.kind)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """How a block is laid out and how many there are: what layers that differ only in where they are share."""
+        return (
+            self.blocks,
+            self.block_tokens,
+            self.block_stride,
+            self.head_stride,
+            self.tile_tokens,
+            self.tile_stride,
+            self.cell_bytes,
+            self.element_bytes,
+            self.element_stride,
+        )
+
+    @property
     def tiles(self) -> int:
         """Tiles per block."""
         return self.block_tokens // self.tile_tokens
