@@ -6,13 +6,12 @@ its own for every rank. The test is the step loop of both engines.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 
-from kvferry.protocol.handshake import EngineDescription, Release
+from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.ids import epoch_to_text, new_boot_id
-from kvferry.protocol.orders import FailureReason, StepOrders, decode_orders, encode_orders
+from kvferry.protocol.orders import FailureReason, decode_orders, encode_orders
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.seal import new_seal_key, seal
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
@@ -29,7 +28,7 @@ from tests.geometry.models import Model
 from tests.geometry.pairs import FACTS, cache_groups
 from tests.geometry.requests import Request
 from tests.rig.memory import Numbers, Snapshot, WorkerMemory
-from tests.worker.engine import free_port
+from tests.worker.engine import free_port, scheduled_step
 
 HOST = "127.0.0.1"
 LEASE_S = 120.0
@@ -157,17 +156,7 @@ class RigEngine:
 
     def step(self) -> None:
         """One step: what the scheduler decides goes to all workers, what they report comes back."""
-        while not self.listener.inbox.empty():
-            message = self.listener.inbox.get_nowait()
-            for name in message.leases if message.boot == self.boot else ():
-                if isinstance(message, Release):
-                    self.leases.release(name)
-                else:
-                    self.leases.renew(name)
-        leases = self.leases.take_orders(time.monotonic())
-        orders = StepOrders(
-            boot=self.boot, ends=leases.ends, opens=leases.opens, holds=leases.holds, loads=self.loads.take_orders()
-        )
+        orders = scheduled_step(self.listener, self.leases, self.loads, self.boot)
         frame = encode_orders(orders)
         for worker in self.workers:
             worker.carry_out(decode_orders(frame))

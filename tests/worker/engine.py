@@ -195,23 +195,7 @@ class Engine:
 
     def step(self) -> None:
         """One step of the engine: what the scheduler decides goes to the worker, what the worker reports comes back."""
-        while not self.listener.inbox.empty():
-            message = self.listener.inbox.get_nowait()
-            for name in message.leases if message.boot == self.boot else ():
-                if isinstance(message, Release):
-                    self.leases.release(name)
-                else:
-                    self.leases.renew(name)
-        leases = self.leases.take_orders(time.monotonic())
-        self.order(
-            StepOrders(
-                boot=self.boot,
-                ends=leases.ends,
-                opens=leases.opens,
-                holds=leases.holds,
-                loads=self.loads.take_orders(),
-            )
-        )
+        self.order(scheduled_step(self.listener, self.leases, self.loads, self.boot))
         self.collect()
         self.renewer.submit(self.loads.take_commands())
 
@@ -261,6 +245,21 @@ class Engine:
         self._draw.shuffle(self._free)
         assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
         return tuple(self._free.pop() for _ in range(count))
+
+
+def scheduled_step(
+    listener: SideChannelListener, leases: ProducerLedger, loads: ConsumerLedger, boot: str
+) -> StepOrders:
+    """The scheduler's half of a step: what the side channel received is brought in, then the ledgers give orders."""
+    while not listener.inbox.empty():
+        message = listener.inbox.get_nowait()
+        for name in message.leases if message.boot == boot else ():
+            if isinstance(message, Release):
+                leases.release(name)
+            else:
+                leases.renew(name)
+    due = leases.take_orders(time.monotonic())
+    return StepOrders(boot=boot, ends=due.ends, opens=due.opens, holds=due.holds, loads=loads.take_orders())
 
 
 def free_port() -> int:
