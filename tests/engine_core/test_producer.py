@@ -61,7 +61,7 @@ def say(engine: Engine, message: Renew | Release) -> None:
     inbox = side._listener.inbox
     before = inbox.qsize()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.connect(f"tcp://127.0.0.1:{side._port}")
+        socket.connect(f"tcp://127.0.0.1:{side._own.port}")
         socket.send_multipart([b"", encode(message)])
         deadline = time.monotonic() + 5.0
         while inbox.qsize() == before and time.monotonic() < deadline:

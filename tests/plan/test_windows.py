@@ -23,7 +23,7 @@ def test_a_window_suffices_when_every_token_that_is_attended_to_is_held(
     held = set(range(dropped * block, num_tokens))
     computed_next = num_tokens if more else num_tokens - 1
     attended = {token for token in range(computed_next) if computed_next - token < window}
-    first_held = held_from(group, total - dropped, num_tokens)
+    first_held = held_from(block, total - dropped, num_tokens)
     assert first_held == min(dropped * block, total * block)
     got = reaches_back(group, first_held, num_tokens, num_tokens + more)
     # With a window of one token nothing is attended to, and nothing can be missing.
@@ -32,3 +32,9 @@ def test_a_window_suffices_when_every_token_that_is_attended_to_is_held(
 
 def test_a_full_group_is_not_judged_by_its_window() -> None:
     assert reaches_back(CacheGroup(policy="full", block_tokens=16), 0, 100, 100)
+
+
+def test_ranks_that_share_tokens_out_hold_more_of_them_in_a_block() -> None:
+    """Two ranks, 16 slots a block: 100 tokens are 4 blocks of 32, and the last two begin with token 64."""
+    assert held_from(2 * 16, 2, 100) == 64
+    assert held_from(2 * 16, 4, 100) == 0

@@ -6,6 +6,7 @@ its own for every rank. The test is the step loop of both engines.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.renewer import LeaseRenewer
+from kvferry.scheduler.step import next_orders
 from kvferry.scheduler.tally import Tally
 from kvferry.worker.fabric import Fabric
 from kvferry.worker.load import LoadFigures
@@ -28,7 +30,7 @@ from tests.geometry.models import Model
 from tests.geometry.pairs import FACTS, cache_groups
 from tests.geometry.requests import Request
 from tests.rig.memory import Numbers, Snapshot, WorkerMemory
-from tests.worker.engine import free_port, scheduled_step
+from tests.worker.engine import free_port
 
 HOST = "127.0.0.1"
 LEASE_S = 120.0
@@ -156,7 +158,7 @@ class RigEngine:
 
     def step(self) -> None:
         """One step: what the scheduler decides goes to all workers, what they report comes back."""
-        orders = scheduled_step(self.listener, self.leases, self.loads, self.boot)
+        orders = next_orders(self.listener, self.leases, self.loads, self.boot, self.tally, time.monotonic())
         frame = encode_orders(orders)
         for worker in self.workers:
             worker.carry_out(decode_orders(frame))

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvferry.protocol.geometry import Place, Topology
-from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts, Release
+from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
 from kvferry.protocol.ids import epoch_to_text, new_boot_id
 from kvferry.protocol.orders import StepOrders, decode_orders, encode_orders
 from kvferry.protocol.params import RemotePrefill, Ticket
@@ -24,6 +24,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.renewer import LeaseRenewer
+from kvferry.scheduler.step import next_orders
 from kvferry.scheduler.tally import Tally
 from kvferry.worker.fabric import Fabric
 from kvferry.worker.results import StepResults
@@ -195,7 +196,7 @@ class Engine:
 
     def step(self) -> None:
         """One step of the engine: what the scheduler decides goes to the worker, what the worker reports comes back."""
-        self.order(scheduled_step(self.listener, self.leases, self.loads, self.boot))
+        self.order(next_orders(self.listener, self.leases, self.loads, self.boot, self.tally, time.monotonic()))
         self.collect()
         self.renewer.submit(self.loads.take_commands())
 
@@ -245,21 +246,6 @@ class Engine:
         self._draw.shuffle(self._free)
         assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
         return tuple(self._free.pop() for _ in range(count))
-
-
-def scheduled_step(
-    listener: SideChannelListener, leases: ProducerLedger, loads: ConsumerLedger, boot: str
-) -> StepOrders:
-    """The scheduler's half of a step: what the side channel received is brought in, then the ledgers give orders."""
-    while not listener.inbox.empty():
-        message = listener.inbox.get_nowait()
-        for name in message.leases if message.boot == boot else ():
-            if isinstance(message, Release):
-                leases.release(name)
-            else:
-                leases.renew(name)
-    due = leases.take_orders(time.monotonic())
-    return StepOrders(boot=boot, ends=due.ends, opens=due.opens, holds=due.holds, loads=loads.take_orders())
 
 
 def free_port() -> int:

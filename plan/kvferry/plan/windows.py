@@ -5,9 +5,14 @@ from __future__ import annotations
 from kvferry.protocol.handshake import CacheGroup
 
 
-def held_from(group: CacheGroup, num_blocks: int, num_tokens: int) -> int:
-    """The first token of a sequence of `num_tokens` that its last `num_blocks` scheduler blocks hold."""
-    return (-(-num_tokens // group.block_tokens) - num_blocks) * group.block_tokens
+def held_from(block_span: int, num_blocks: int, num_tokens: int) -> int:
+    """The first token of a sequence of `num_tokens` that its last `num_blocks` scheduler blocks hold.
+
+    Args:
+        block_span: tokens that one block covers on all ranks together: its local slots × the ranks that share the
+            tokens out.
+    """
+    return max(0, -(-num_tokens // block_span) - num_blocks) * block_span
 
 
 def reaches_back(group: CacheGroup, first_held: int, num_tokens: int, prompt_tokens: int) -> bool:

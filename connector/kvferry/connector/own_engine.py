@@ -1,0 +1,74 @@
+"""This engine as the params that it writes name it, and what it may do with those that it gets."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm import envs
+
+from kvferry.connector.facts import topology_of
+from kvferry.connector.layout import groups_of
+from kvferry.protocol.geometry import Topology
+from kvferry.protocol.handshake import CacheGroup
+from kvferry.protocol.ids import BootId, new_boot_id
+from kvferry.protocol.seal import new_seal_key
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnEngine:
+    """One life of this engine.
+
+    Attributes:
+        host, port: of its side channel.
+        block_spans: per cache group the tokens that one scheduler block covers on all ranks together.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+    topology: Topology
+    groups: tuple[CacheGroup, ...]
+    block_spans: tuple[int, ...]
+    is_producer: bool
+    is_consumer: bool
+    boot: BootId = field(default_factory=new_boot_id)
+    seal_key: bytes = field(default_factory=new_seal_key, repr=False)
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> OwnEngine:
+        """A new life.
+
+        Raises:
+            InvalidConfig: a cache cannot be described.
+        """
+        transfer, topology = vllm_config.kv_transfer_config, topology_of(vllm_config)
+        return cls(
+            engine_id=transfer.engine_id,
+            host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
+            port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT + vllm_config.parallel_config.data_parallel_index,
+            topology=topology,
+            groups=groups_of(kv_cache_config),
+            block_spans=block_spans(kv_cache_config, topology.dcp),
+            is_producer=transfer.is_kv_producer,
+            is_consumer=transfer.is_kv_consumer,
+        )
+
+    @property
+    def is_all_or_nothing(self) -> bool:
+        """Whether a part of a sequence's cache is of no use: a window or a state belongs to its end."""
+        return any(group.policy != "full" for group in self.groups)
+
+
+def block_spans(kv_cache_config: KVCacheConfig, dcp: int) -> tuple[int, ...]:
+    """Per transferred cache group the tokens that a scheduler block covers: with `dcp` ranks that share tokens out, a
+    block of `n` local slots covers `n · dcp` tokens of the groups that vLLM shards."""
+    specs = (group.kv_cache_spec for group in kv_cache_config.transfer_groups)
+    return tuple(spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in specs)

@@ -1,0 +1,110 @@
+"""What the params of a new request ask for, and what becomes of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from kvferry.connector.own_engine import OwnEngine
+from kvferry.connector.prompts import prompt_of
+from kvferry.plan.windows import held_from, reaches_back
+from kvferry.protocol.digests import shared_tokens
+from kvferry.protocol.errors import ForeignParams, InvalidParams
+from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.tally import Tally
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Reception:
+    """Decides about every request once, when it arrives.
+
+    Attributes:
+        prefills: requests whose blocks are for another engine, until they are scheduled or have ended.
+    """
+
+    def __init__(self, own: OwnEngine, loads: ConsumerLedger, tally: Tally) -> None:
+        self.prefills: set[str] = set()
+        self._own = own
+        self._loads = loads
+        self._tally = tally
+
+    def receive(self, request: Request) -> None:
+        """Understand the request's params before vLLM looks at them; what cannot be used is taken away."""
+        try:
+            params = read_params(request.kv_transfer_params)
+            if isinstance(params, RemoteDecode):
+                self._accept_prefill(request)
+            elif params is not None:
+                self._accept_remote_prompt(request, params)
+        except ForeignParams as foreign:
+            self._compute_here(request, "foreign_params", str(foreign))
+        except InvalidParams as invalid:
+            self._compute_here(request, "invalid_params", str(invalid))
+        except Exception as error:
+            # An exception here would end the engine's input loop. The request is served without a transfer.
+            logger.exception("req=%s: an unforeseen error in its params", request.request_id)
+            self._compute_here(request, "invalid_params", repr(error))
+
+    def _accept_prefill(self, request: Request) -> None:
+        if not self._own.is_producer:
+            self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
+        elif not request.resumable and prompt_of(request) is not None:
+            self.prefills.add(request.request_id)
+            logger.debug("req=%s is to be decoded elsewhere", request.request_id)
+
+    def _accept_remote_prompt(self, request: Request, source: RemotePrefill) -> None:
+        prompt = prompt_of(request)
+        if not self._own.is_consumer:
+            self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
+        elif source.remote_engine_id == self._own.engine_id:
+            self._compute_here(request, "own_engine", "the params name this very engine")
+        elif prompt is None:
+            self._compute_here(request, "prompt_embeds", "a prompt of embeddings has no tokens to compare")
+        elif request.abort_immediately:
+            # The front end rejected this request; it is here only so that the remote blocks are given back.
+            self._loads.decline(source)
+            request.kv_transfer_params = None
+        else:
+            self._offer(request, source, shared_tokens(prompt, source.kvferry.digests, source.remote_num_tokens))
+
+    def _offer(self, request: Request, source: RemotePrefill, shared: int) -> None:
+        if self._own.is_all_or_nothing and shared < source.remote_num_tokens:
+            shared = 0
+        elif not self._windows_reach(source, request.num_prompt_tokens):
+            self._compute_here(request, "window_edge", "its last token needs a block that the producer has given back")
+            return
+        shared = min(shared, request.num_prompt_tokens)
+        refused = self._loads.offer(request.request_id, source, shared, time.monotonic())
+        if refused is not None:
+            self._compute_here(request, refused, f"{source.remote_num_tokens} tokens of req={source.remote_request_id}")
+            return
+        logger.debug(
+            "req=%s: %d of %d tokens are held by engine %s as req=%s slot=%d",
+            request.request_id,
+            shared,
+            request.num_prompt_tokens,
+            source.remote_engine_id,
+            source.remote_request_id,
+            source.kvferry.lease_slot,
+        )
+
+    def _windows_reach(self, source: RemotePrefill, prompt_tokens: int) -> bool:
+        num_tokens, told = source.remote_num_tokens, source.kvferry.held_from
+        if len(told) != len(self._own.groups):
+            sides = zip(self._own.block_spans, source.remote_block_ids, strict=False)
+            told = tuple(held_from(span, len(ids), num_tokens) for span, ids in sides)
+        return all(
+            reaches_back(group, first, num_tokens, prompt_tokens)
+            for group, first in zip(self._own.groups, told, strict=False)
+        )
+
+    def _compute_here(self, request: Request, reason: str, detail: str) -> None:
+        self._tally.add("local_recomputes", reason)
+        request.kv_transfer_params = None
+        logger.warning("req=%s is computed here (%s): %s", request.request_id, reason, detail)
