@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 import queue
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.forkserver import forkserver
+
+if TYPE_CHECKING:
+    from kvferry.connector.messages import FerryHandshake
+    from kvferry.protocol.geometry import Place
 
 PATIENCE_S = 40.0
 
@@ -23,6 +27,7 @@ class Axes:
     pp: int = 1
     pcp: int = 1
     tp: int = 1
+    dcp: int = 1
     failing: int | None = None
 
     @property
@@ -30,12 +35,29 @@ class Axes:
         return self.data * self.pp * self.pcp * self.tp
 
 
-def gathered_by_all(axes: Axes, rendezvous: str) -> list[tuple[int, list[str]]]:
-    """By rank of the world: the index among its engine's workers, and the agents that it learns of, in order."""
+@dataclass(frozen=True)
+class Rank:
+    """What a rank of the world says.
+
+    Attributes:
+        index: among its engine's workers.
+        agents: that it learns of, in order.
+        handshake: what it gives its scheduler, and the key under which vLLM keeps that.
+    """
+
+    index: int
+    agents: list[str]
+    place: Place | None = None
+    key: tuple[int, int] = (0, 0)
+    handshake: FerryHandshake | None = None
+
+
+def gathered_by_all(axes: Axes, rendezvous: str) -> list[Rank]:
+    """What each rank of the world says, in their order."""
     context = forkserver()
     answers: Any = context.Queue()
     processes = [context.Process(target=_one, args=(axes, rank, rendezvous, answers)) for rank in range(axes.ranks)]
-    found: dict[int, tuple[int, list[str]]] = {}
+    found: dict[int, Rank] = {}
     for process in processes:
         process.start()
     try:
@@ -55,6 +77,7 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
 
     from kvferry.connector.facts import place_of_this_worker, worker_index
     from kvferry.connector.gather import SiblingFailed, engine_groups, gather_workers
+    from kvferry.connector.messages import FerryHandshake
     from kvferry.protocol.geometry import Topology
     from kvferry.protocol.handshake import LeaseTable, WorkerDescription
     from tests.vllm_preload import CONFIG
@@ -63,7 +86,7 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
     with set_current_vllm_config(CONFIG):
         parallel_state.init_distributed_environment(axes.ranks, rank, rendezvous, rank, "gloo")
         CONFIG.parallel_config.data_parallel_size = axes.data  # not before: vLLM would look for a rendezvous of its own
-        parallel_state.initialize_model_parallel(axes.tp, axes.pp, axes.pcp, backend="gloo")
+        parallel_state.initialize_model_parallel(axes.tp, axes.pp, axes.pcp, axes.dcp, backend="gloo")
     place = place_of_this_worker()
     mine = WorkerDescription(
         place=place,
@@ -78,8 +101,11 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
     try:
         told = gather_workers(ValueError("no caches") if rank == axes.failing else mine, engine_groups())
     except (SiblingFailed, ValueError) as error:
-        answers.put((rank, (index, [f"{type(error).__name__}: {error}"])))
+        answers.put((rank, Rank(index, [f"{type(error).__name__}: {error}"])))
     else:
-        answers.put((rank, (index, [one.agent for one in told])))
+        # As vLLM keys it: with both kinds of context parallelism the replicas have keys of their own.
+        apart = axes.pcp > 1 and axes.dcp > 1
+        key = (place.pp, place.tp + (place.pcp * axes.tp if apart else 0))
+        answers.put((rank, Rank(index, [one.agent for one in told], place, key, FerryHandshake.of(place, told))))
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()

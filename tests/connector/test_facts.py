@@ -15,6 +15,7 @@ from kvferry.connector.config import FerryConfig
 from kvferry.connector.facts import (
     check_supported,
     facts_of,
+    interleave_of,
     place_of_this_worker,
     sharding_of,
     topology_of,
@@ -22,7 +23,7 @@ from kvferry.connector.facts import (
 )
 from kvferry.connector.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.geometry import Place, Topology
+from kvferry.protocol.geometry import Interleave, Place, Topology
 from tests.connector.test_fingerprint import safetensors
 from tests.engine_core.configs import vllm_config
 
@@ -92,8 +93,6 @@ def test_random_weights_are_those_of_their_seed_whatever_lies_on_disk(tmp_path: 
     ("changed", "field"),
     [
         ({"model_config__enable_sleep_mode": True}, "enable_sleep_mode"),
-        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
-        ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size"),
     ],
 )
 def test_what_would_corrupt_caches_stops_the_start_by_name(changed: dict[str, Any], field: str) -> None:
@@ -123,7 +122,14 @@ def test_a_workers_place_is_that_of_its_process_in_vllms_groups(monkeypatch: pyt
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(rank_in_group=1))
     monkeypatch.setattr(parallel_state, "get_pcp_group", lambda: SimpleNamespace(rank_in_group=2))
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 3)
-    assert place_of_this_worker() == Place(pp=1, pcp=2, tp=3)
+    monkeypatch.setattr(parallel_state, "get_dcp_group", lambda: SimpleNamespace(rank_in_group=4))
+    assert place_of_this_worker() == Place(pp=1, pcp=2, tp=3, dcp=4)
+
+
+def test_tokens_are_shared_out_in_runs_of_vllms_length() -> None:
+    assert interleave_of(engine_config(), Place(tp=1)) == Interleave()
+    sizes = {"parallel_config__decode_context_parallel_size": 4, "parallel_config__cp_kv_cache_interleave_size": 16}
+    assert interleave_of(engine_config(**sizes), Place(tp=3, dcp=2)) == Interleave(ranks=4, rank=2, run_tokens=16)
 
 
 def test_heads_are_shared_out_as_the_model_says() -> None:

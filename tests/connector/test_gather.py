@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.connector.messages import workers_of
 from tests.connector.gather_rank import Axes, gathered_by_all
 
 
@@ -16,17 +17,39 @@ from tests.connector.gather_rank import Axes, gathered_by_all
 )
 def test_every_worker_learns_of_all_workers_of_its_own_engine_in_their_order(axes: Axes, tmp_path: Path) -> None:
     each = axes.ranks // axes.data
-    for rank, (index, agents) in enumerate(gathered_by_all(axes, f"file://{tmp_path / 'rendezvous'}")):
+    for rank, found in enumerate(gathered_by_all(axes, f"file://{tmp_path / 'rendezvous'}")):
         first = rank // each * each
-        assert agents == [f"rank {first + n}" for n in range(each)]
-        assert agents[index] == f"rank {rank}"
+        assert found.agents == [f"rank {first + n}" for n in range(each)]
+        assert found.agents[found.index] == f"rank {rank}"
+
+
+@pytest.mark.parametrize("axes", [Axes(pcp=2, tp=2), Axes(pcp=2, dcp=2), Axes(tp=4, dcp=2)], ids=str)
+def test_a_scheduler_hears_of_every_worker_although_replicas_share_vllms_key(axes: Axes, tmp_path: Path) -> None:
+    ranks = gathered_by_all(axes, f"file://{tmp_path / 'rendezvous'}")
+    kept = {rank.key: rank.handshake for rank in ranks}
+    assert len(kept) == (axes.ranks if axes.dcp > 1 else axes.tp)
+    assert [worker.agent for worker in workers_of(kept.values())] == [f"rank {n}" for n in range(axes.ranks)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "shares"),
+    [(Axes(tp=4, dcp=2), [0, 1, 0, 1]), (Axes(tp=2, dcp=2), [0, 1]), (Axes(pcp=2, tp=2, dcp=4), [0, 2, 1, 3])],
+    ids=str,
+)
+def test_a_workers_share_of_the_tokens_is_its_place_in_vllms_own_group(
+    axes: Axes, shares: list[int], tmp_path: Path
+) -> None:
+    """Which runs over the replicas of prefill context parallelism first."""
+    ranks = gathered_by_all(axes, f"file://{tmp_path / 'rendezvous'}")
+    assert [rank.place.dcp for rank in ranks if rank.place is not None] == shares
 
 
 def test_a_lone_worker_asks_nobody(tmp_path: Path) -> None:
-    assert gathered_by_all(Axes(), f"file://{tmp_path / 'rendezvous'}") == [(0, ["rank 0"])]
+    (alone,) = gathered_by_all(Axes(), f"file://{tmp_path / 'rendezvous'}")
+    assert (alone.index, alone.agents) == (0, ["rank 0"])
 
 
 def test_a_worker_that_fails_keeps_nobody_waiting(tmp_path: Path) -> None:
     found = gathered_by_all(Axes(pp=2, tp=2, failing=1), f"file://{tmp_path / 'rendezvous'}")
     told = ["SiblingFailed: worker 1: ValueError: no caches"]
-    assert [said for _, said in found] == [told, ["ValueError: no caches"], told, told]
+    assert [rank.agents for rank in found] == [told, ["ValueError: no caches"], told, told]

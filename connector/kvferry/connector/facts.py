@@ -9,7 +9,7 @@ from kvferry.connector.config import FerryConfig
 from kvferry.connector.fingerprint import fingerprint, local_model_dir
 from kvferry.connector.sharding import Sharding, same_in_all_layers
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.geometry import Place, Topology
+from kvferry.protocol.geometry import Interleave, Place, Topology
 from kvferry.protocol.handshake import ModelFacts
 
 if TYPE_CHECKING:
@@ -26,10 +26,6 @@ def check_supported(vllm_config: VllmConfig) -> None:
     """
     if vllm_config.model_config.enable_sleep_mode:
         raise InvalidConfig("enable_sleep_mode", True, "false: waking up remaps cache pages under registered memory")
-    parallel = vllm_config.parallel_config
-    for key in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, key) != 1:
-            raise InvalidConfig(key, getattr(parallel, key), "1: context parallelism is not described yet")
 
 
 def uses_host_buffer(vllm_config: VllmConfig) -> bool:
@@ -57,6 +53,22 @@ def place_of_this_worker() -> Place:
         pp=parallel_state.get_pp_group().rank_in_group,
         pcp=parallel_state.get_pcp_group().rank_in_group,
         tp=parallel_state.get_tensor_model_parallel_rank(),
+        dcp=parallel_state.get_dcp_group().rank_in_group,
+    )
+
+
+def interleave_of(vllm_config: VllmConfig, place: Place) -> Interleave:
+    """Which tokens this worker holds of the caches that decode context parallelism shares out (`spec.dcp_sharded`).
+
+    vLLM decides the length of the runs when it knows its block sizes, before workers register their caches.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size == 1:
+        return Interleave()
+    return Interleave(
+        ranks=parallel.decode_context_parallel_size,
+        rank=place.dcp,
+        run_tokens=parallel.cp_kv_cache_interleave_size,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -10,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvferry.protocol.geometry import Place
+from kvferry.protocol.handshake import WorkerDescription, decode_worker, encode
 from kvferry.protocol.orders import LeaseHold, StepOrders, decode_orders
 
 
@@ -32,9 +35,30 @@ class FerryMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class FerryHandshake(KVConnectorHandshakeMetadata):
-    """One worker's description, encoded."""
+    """Workers' descriptions, encoded.
 
-    frame: bytes
+    vLLM keeps one of these per pipeline stage and tensor-parallel rank, whichever replica of prefill context
+    parallelism sent it: so each carries all of them.
+    """
+
+    frames: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, place: Place, workers: Iterable[WorkerDescription]) -> FerryHandshake:
+        """What the worker at a place hands over: itself and its replicas, out of all workers of the engine."""
+        return cls(tuple(encode(one) for one in workers if (one.place.pp, one.place.tp) == (place.pp, place.tp)))
+
+
+def workers_of(handshakes: Iterable[object]) -> tuple[WorkerDescription, ...]:
+    """The workers that described themselves, each once, in the order of `worker_index`.
+
+    Raises:
+        InvalidMessage: a description cannot be read.
+    """
+    frames = [frame for one in handshakes if isinstance(one, FerryHandshake) for frame in one.frames]
+    by_place = {worker.place: worker for worker in map(decode_worker, frames)}
+    places = sorted(by_place, key=lambda place: (place.pp, place.pcp, place.tp))
+    return tuple(by_place[place] for place in places)
 
 
 @dataclass

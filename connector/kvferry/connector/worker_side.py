@@ -24,7 +24,6 @@ from kvferry.connector.layout import discover, groups_of
 from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry.connector.metrics import FerryStats
 from kvferry.connector.scheduler_side import lease_slots
-from kvferry.protocol.handshake import encode
 from kvferry.worker.nixl_agent import AgentConfig
 from kvferry.worker.nixl_fabric import NixlFabric
 from kvferry.worker.results import StepResults
@@ -47,6 +46,7 @@ class WorkerSide:
         self._config = config
         self._worker: FerryWorker | None = None
         self._index = 0
+        self._handshake: FerryHandshake | None = None
         self._step = StepResults()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -64,17 +64,20 @@ class WorkerSide:
         except Exception as error:
             gather_workers(error, groups)  # raises it, once the others know
             raise
-        self._worker.meet_siblings(gather_workers(self._worker.description, groups))
+        siblings = gather_workers(self._worker.description, groups)
+        self._worker.meet_siblings(siblings)
+        place = self._worker.description.place
+        self._handshake = FerryHandshake.of(place, siblings)
         logger.info(
             "worker %s registered %d paged tensors in %.2f s",
-            self._worker.description.place,
+            place,
             len(self._worker.description.tensors),
             time.monotonic() - started_s,
         )
 
     def describe(self) -> FerryHandshake | None:
-        """This worker as peers need it; None before the caches exist."""
-        return FerryHandshake(encode(self._worker.description)) if self._worker is not None else None
+        """This worker as peers need it, with its replicas; None before the caches exist."""
+        return self._handshake
 
     def bind(self, metadata: FerryMetadata) -> None:
         """Start what the scheduler ordered; it runs beside the forward pass."""
