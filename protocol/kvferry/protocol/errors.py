@@ -6,10 +6,12 @@
     │   │   └── ForeignParams … which another connector wrote (there is no `kvferry` object in them)
     │   ├── InvalidMessage    … in a frame of the side channel or a notification
     │   ├── InvalidDump       … in the JSON of an engine's description
-    │   └── InvalidConfig     … in the configuration of this engine
+    │   ├── InvalidConfig     … in the configuration of this engine
+    │   └── InvalidBatch      … in a step whose tokens ranks share out (`kvferry.worker.context_parallel`)
     ├── PeerRefused           the other engine answered, and said no
     ├── HandshakeFailed       no usable answer came from the other engine in time
     ├── PlanRefused           the two engines cannot be paired (`kvferry.plan`)
+    ├── AttentionRefused      attention backends cannot be context parallel (`kvferry.worker.context_parallel`)
     ├── FabricError           NIXL (`kvferry.worker.fabric`)
     └── LocalProtocolError    this process did something that its own state machine forbids: a bug in kvferry
 

@@ -1,0 +1,147 @@
+"""The collectives of prefill context parallelism, on real process groups: whatever the step, everything is in order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.worker.context_parallel_model import PADDING, Batch, batches
+from tests.worker.context_parallel_ranks import RankPool, rank_pool
+from tests.worker.context_parallel_steps import POISON, Rows, StepResult, refusals, run_steps
+
+GROUPS = (2, 4)
+ROWS = st.builds(
+    Rows,
+    st.sampled_from((torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn)),
+    st.sampled_from(((1,), (3,), (2, 3), (8,), ())),
+    st.integers(0, 2**32 - 1),
+)
+
+
+@pytest.fixture(scope="module")
+def gloo() -> Iterator[RankPool]:
+    with rank_pool(max(GROUPS)) as pool:
+        yield pool
+
+
+@pytest.fixture
+def nccl(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    ranks, found = request.param, torch.cuda.device_count()
+    if found < ranks:
+        pytest.skip(f"NCCL needs a CUDA device for each of {ranks} ranks; PyTorch {torch.__version__} sees {found}")
+    with rank_pool(ranks, "nccl") as pool:
+        yield pool
+
+
+@st.composite
+def steps_of(draw: st.DrawFn, ranks: int) -> list[Batch]:
+    """One to three steps of one engine."""
+    first, *more = draw(st.lists(batches(st.just(ranks)), min_size=1, max_size=3))
+    return [first, *(Batch(ranks, first.reorder_threshold, x.scheduled, x.computed) for x in more)]
+
+
+def check(pool: RankPool, steps: list[Batch], rows: Rows, seed: int) -> None:
+    """Run the steps on all ranks and look at every byte that each has afterwards."""
+    draw = np.random.default_rng(seed)
+    mappings = [draw.permutation(3 * sum(step.scheduled))[: sum(step.scheduled)] for step in steps]
+    answers = pool.run(steps[0].ranks, run_steps, steps, rows, [mapping.tolist() for mapping in mappings])
+    assert len({results[0].process for results in answers}) == steps[0].ranks
+    for rank, results in enumerate(answers):
+        for step, mapping, result in zip(steps, mappings, results, strict=True):
+            _check_step(rank, step, mapping, rows, result)
+
+
+def _check_step(
+    rank: int, step: Batch, mapping: np.ndarray[tuple[int], np.dtype[np.int64]], rows: Rows, got: StepResult
+) -> None:
+    content = rows.content(sum(step.scheduled))
+    assert (got.hidden == content).all()
+    assert got.hidden_shape == (len(content), *rows.shape)
+    positions = step.positions()
+    own = step.rank_tokens(rank)
+    assert [at for at, token in zip(got.positions, own, strict=True) if token != PADDING] == [
+        positions[token] for token in own if token != PADDING
+    ]
+    padded = np.array(step.padded_tokens(), np.int64)
+    assert (got.slots == np.where(padded == PADDING, -1, mapping[padded] if len(mapping) else -1)).all()
+    cache = np.full((3 * len(content), rows.row_bytes), 0x11, np.uint8)
+    wanted = cache.copy()
+    cache[got.slots[got.slots >= 0]] = got.padded[got.slots >= 0]
+    wanted[mapping] = content
+    assert (cache == wanted).all(), "what a replica writes to its cache is every token, in its slot"
+
+
+@pytest.mark.parametrize("ranks", GROUPS)
+def test_what_ranks_computed_comes_back_in_order_whatever_the_step(gloo: RankPool, ranks: int) -> None:
+    @settings(max_examples=40)
+    @given(steps_of(ranks), ROWS, st.integers(0, 2**32 - 1))
+    def hold(steps: list[Batch], rows: Rows, seed: int) -> None:
+        check(gloo, steps, rows, seed)
+
+    hold()
+
+
+def test_padding_is_gathered_and_written_nowhere(gloo: RankPool) -> None:
+    """5 tokens in 8 rows: the three of padding are there as other ranks computed them, and have no slot."""
+    step, rows = Batch(2, 1, (5,), (0,)), Rows(torch.uint8, (4,), 7)
+    result = gloo.run(2, run_steps, [step], rows, [[9, 8, 7, 6, 5]])[1][0]
+    assert result.slots.tolist() == [9, 8, 7, 6, 5, -1, -1, -1]
+    assert (result.padded[5:] == POISON).all()
+
+
+def test_a_decode_is_computed_by_all_ranks_and_written_once(gloo: RankPool) -> None:
+    step, rows = Batch(4, 2, (2,), (30,)), Rows(torch.uint8, (4,), 7)
+    for answer in gloo.run(4, run_steps, [step], rows, [[5, 6]]):
+        assert answer[0].positions == [30, 31]
+        assert answer[0].slots.tolist() == [5, 6, -1, -1, -1, -1, -1, -1]
+
+
+def test_one_rank_alone_is_the_identity(gloo: RankPool) -> None:
+    check(gloo, [Batch(1, 1, (1, 5, 0, 8), (3, 0, 0, 16))], Rows(torch.float32, (3,), 7), 7)
+
+
+@pytest.mark.parametrize("nccl", [1, *GROUPS], indirect=True)
+def test_the_same_over_nccl(nccl: RankPool) -> None:
+    rows = Rows(torch.bfloat16, (64,), 7)
+    for scheduled in ((1, 5, 0, 8), (64,), (1, 1, 1), (), (333, 1, 7)):
+        check(nccl, [Batch(nccl.size, 1, scheduled, (3,) * len(scheduled))], rows, len(scheduled))
+
+
+@functools.cache
+def said(pool: RankPool) -> dict[str, str]:
+    found: dict[str, str] = pool.run(2, refusals)[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("no step", "LocalProtocolError: no step has been partitioned yet"),
+        ("too many tokens", "InvalidBatch: batch: num_scheduled_tokens is 9; expected at most 8 tokens in all"),
+        ("too many requests", "num_scheduled_tokens is 4; expected at most 3 requests with tokens"),
+        ("computed of others", "num_computed_tokens is 1; expected one for each of 2 requests"),
+        ("too few rows", "rows is ((4, 2), 'cpu'); expected 5 rows on cpu"),
+        ("no dimension", "rows is ((), 'cpu'); expected 5 rows on cpu"),
+        ("long rows", "bytes of a row is 20; expected at most 16"),
+        ("too few slots", "slot_mapping is (torch.int64, (6,)); expected int64 or int32 of shape (7,)"),
+        ("slots in fractions", "slot_mapping is (torch.float32, (7,)); expected int64 or int32 of shape (7,)"),
+        ("no such cache group", "cache_group is 1; expected an integer from 0 to 0"),
+        ("no tokens at all", "max_tokens is 0"),
+        ("fractions of a request", "max_requests is 1.5"),
+        ("rows of no bytes", "max_row_bytes is 0"),
+        ("a negative threshold", "reorder_threshold is -1"),
+        ("no cache groups", "cache_groups is 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name_before_any_collective(gloo: RankPool, what: str, words: str) -> None:
+    assert words in said(gloo)[what]
+
+
+def test_a_refused_step_leaves_the_one_before(gloo: RankPool) -> None:
+    assert said(gloo)["the step before"] == "[0, 1, 2, 3, 4, 5, 6]"

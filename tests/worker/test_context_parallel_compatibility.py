@@ -1,0 +1,118 @@
+"""Attention that cannot be context parallel is refused by the names of its backends and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.protocol.errors import KvferryError
+from kvferry.worker.context_parallel.compatibility import AttentionRefused, check_attention_cp_compatibility
+
+
+class LatentBackend:
+    @staticmethod
+    def get_name() -> str:
+        return "LATENT"
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        return True
+
+
+class DenseBackend(LatentBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "DENSE"
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        return False
+
+
+class StateBackend(LatentBackend):
+    """Of a recurrent state: it has no implementation to ask, and some have no name either."""
+
+    @staticmethod
+    def get_name() -> str:
+        raise NotImplementedError
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        raise NotImplementedError
+
+
+def layer(backend: object = LatentBackend, **impl: Any) -> SimpleNamespace:
+    said = {"need_to_return_lse_for_decode": True, "dcp_world_size": 2, **impl}
+    return SimpleNamespace(get_attn_backend=lambda: backend, impl=SimpleNamespace(**said))
+
+
+def reasons(layers: Mapping[str, object], **sizes: Any) -> list[str]:
+    with pytest.raises(AttentionRefused) as caught:
+        check_attention_cp_compatibility(layers, **sizes)
+    assert isinstance(caught.value, KvferryError)
+    found = [str(reason) for reason in caught.value.reasons]
+    assert all(reason in str(caught.value) for reason in found)
+    return found
+
+
+def test_attention_that_can_is_accepted() -> None:
+    layers = {"layers.0": layer(), "layers.1": layer()}
+    check_attention_cp_compatibility(layers, pcp=4, dcp=2)
+
+
+def test_nothing_is_asked_without_context_parallelism() -> None:
+    check_attention_cp_compatibility({"layers.0": layer(DenseBackend, need_to_return_lse_for_decode=False)})
+
+
+def test_a_backend_that_cannot_partition_prefills_is_named_once_with_its_layers() -> None:
+    layers = {f"layers.{index}": layer(DenseBackend if index else LatentBackend) for index in range(6)}
+    assert reasons(layers, pcp=2) == [
+        "DENSE of layers.1, layers.2, layers.3 and 2 more cannot do prefill context parallelism (supports_pcp is False)"
+    ]
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    layers = {"a": layer(DenseBackend), "b": layer(need_to_return_lse_for_decode=False), "c": layer(StateBackend)}
+    found = reasons(layers, pcp=2, dcp=2)
+    assert found == [
+        "DENSE of a cannot do prefill context parallelism (supports_pcp is False)",
+        "LATENT of b cannot do decode context parallelism (need_to_return_lse_for_decode is False)",
+        "StateBackend of c cannot do prefill context parallelism (it does not say supports_pcp)",
+    ]
+
+
+def test_an_implementation_is_asked_where_the_backend_says_nothing() -> None:
+    layers = {"a": SimpleNamespace(impl=SimpleNamespace(supports_pcp=True))}
+    check_attention_cp_compatibility(layers, pcp=2)
+    assert reasons({"a": SimpleNamespace(impl=SimpleNamespace())}, pcp=2) == [
+        "SimpleNamespace of a cannot do prefill context parallelism (it does not say supports_pcp)"
+    ]
+
+
+@pytest.mark.parametrize("answer", [1, "yes", None, 0])
+def test_only_a_yes_is_a_yes(answer: object) -> None:
+    layers = {"a": SimpleNamespace(impl=SimpleNamespace(supports_pcp=answer))}
+    assert len(reasons(layers, pcp=2)) == 1
+
+
+def test_what_has_no_attention_is_passed_over() -> None:
+    check_attention_cp_compatibility({"mlp": SimpleNamespace(), "none": SimpleNamespace(impl=None)}, pcp=2, dcp=2)
+
+
+def test_a_drafter_that_every_rank_runs_whole_need_not_be_able() -> None:
+    layers = {"model.0": layer(), "draft.0": layer(DenseBackend, dcp_world_size=1, need_to_return_lse_for_decode=False)}
+    check_attention_cp_compatibility(layers, pcp=2, dcp=2, pcp_layers={"model.0"})
+    assert len(reasons(layers, pcp=2, dcp=2)) == 2
+
+
+def test_drafts_under_an_interleave_of_several_tokens_need_a_backend_that_can() -> None:
+    layers = {"a": layer()}
+    check_attention_cp_compatibility(layers, dcp=2, interleave=16)
+    check_attention_cp_compatibility(layers, dcp=2, speculative=True)
+    assert reasons(layers, dcp=2, interleave=16, speculative=True) == [
+        "LATENT of a cannot check drafts under an interleave of several tokens "
+        "(it does not say supports_mtp_with_cp_non_trivial_interleave_size)"
+    ]

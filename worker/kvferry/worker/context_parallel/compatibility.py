@@ -1,0 +1,131 @@
+"""Which attention backends cannot do context parallelism, by name.
+
+Layers, backends and implementations are asked for the attributes by which vLLM 0.32 says so; nothing is imported:
+
+- `layer.get_attn_backend().supports_pcp()`, and where a backend has no such method, `layer.impl.supports_pcp`;
+- `layer.impl.need_to_return_lse_for_decode`: with decode context parallelism every rank attends to its own tokens, and
+  partial results can only be merged with their log-sum-exp;
+- `layer.impl.supports_mtp_with_cp_non_trivial_interleave_size`, where a drafter checks several tokens at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+
+from kvferry.protocol.errors import KvferryError
+
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Incapable:
+    """One thing that a backend cannot do.
+
+    Attributes:
+        backend: its name.
+        lacks: what it cannot do, and which attribute says so.
+        layers: the layers that use it.
+    """
+
+    backend: str
+    lacks: str
+    layers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        named = ", ".join(self.layers[:_MAX_NAMED])
+        more = f" and {len(self.layers) - _MAX_NAMED} more" if len(self.layers) > _MAX_NAMED else ""
+        return f"{self.backend} of {named}{more} {self.lacks}"
+
+
+class AttentionRefused(KvferryError):
+    """Attention backends of this engine cannot do the context parallelism that it is configured for.
+
+    Attributes:
+        reasons: all of them.
+    """
+
+    def __init__(self, reasons: tuple[Incapable, ...]) -> None:
+        self.reasons = reasons
+        listed = "; ".join(str(reason) for reason in reasons)
+        super().__init__(f"context parallelism: {listed}; choose another attention backend, or a size of 1")
+
+
+def check_attention_cp_compatibility(
+    layers: Mapping[str, object],
+    *,
+    pcp: int = 1,
+    dcp: int = 1,
+    interleave: int = 1,
+    speculative: bool = False,
+    pcp_layers: Container[str] | None = None,
+) -> None:
+    """Refuse a model whose attention cannot be context parallel.
+
+    Args:
+        layers: by name, everything that has an attention backend; what has neither backend nor implementation is
+            passed over.
+        pcp, dcp: ranks of prefill and of decode context parallelism.
+        interleave: tokens of a run of the decode context parallel interleave.
+        speculative: whether several tokens of a request are decoded at once.
+        pcp_layers: the layers that prefill context parallelism is about; None for all. A drafter's, which every rank
+            computes whole, are not.
+
+    Raises:
+        AttentionRefused: naming every backend, what it lacks and its layers.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, layer in layers.items():
+        is_target = pcp_layers is None or name in pcp_layers
+        impl = getattr(layer, "impl", None)
+        # A drafter that every rank runs on its own has nothing to merge.
+        alone = dcp == 1 or (not is_target and getattr(impl, "dcp_world_size", dcp) == 1)
+        for backend, lacks in _lacks(layer, pcp > 1 and is_target, not alone, speculative and interleave > 1):
+            found.setdefault((backend, lacks), []).append(name)
+    if found:
+        raise AttentionRefused(
+            tuple(Incapable(backend, lacks, tuple(names)) for (backend, lacks), names in found.items())
+        )
+
+
+def _lacks(layer: object, partitioned: bool, merged: bool, interleaved_drafts: bool) -> Iterator[tuple[str, str]]:
+    """What one layer's backend cannot do, as (backend, lack)."""
+    make_backend = getattr(layer, "get_attn_backend", None)
+    backend = make_backend() if callable(make_backend) else None
+    impl = getattr(layer, "impl", None)
+    if backend is None and impl is None:
+        return
+    if partitioned:
+        asked = backend if backend is not None and hasattr(backend, "supports_pcp") else impl
+        if problem := _problem(asked, "supports_pcp"):
+            yield _name_of(backend, impl), f"cannot do prefill context parallelism ({problem})"
+    if impl is None or not merged:
+        return
+    if problem := _problem(impl, "need_to_return_lse_for_decode"):
+        yield _name_of(backend, impl), f"cannot do decode context parallelism ({problem})"
+    if interleaved_drafts and (problem := _problem(impl, "supports_mtp_with_cp_non_trivial_interleave_size")):
+        yield _name_of(backend, impl), f"cannot check drafts under an interleave of several tokens ({problem})"
+
+
+def _problem(asked: object, attribute: str) -> str:
+    """Why the answer is not yes; empty when it is."""
+    answer = getattr(asked, attribute, None)
+    if callable(answer):
+        try:
+            answer = answer()
+        except NotImplementedError:
+            return f"it does not say {attribute}"
+    if answer is True:
+        return ""
+    return f"it does not say {attribute}" if answer is None else f"{attribute} is {answer}"
+
+
+def _name_of(backend: object, impl: object) -> str:
+    named = getattr(backend, "get_name", None)
+    if callable(named):
+        try:
+            return str(named())
+        except NotImplementedError:
+            pass
+    one = backend if backend is not None else impl
+    return one.__name__ if isinstance(one, type) else type(one).__name__

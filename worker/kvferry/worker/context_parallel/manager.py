@@ -1,0 +1,234 @@
+"""The executor of prefill context parallelism: what all ranks computed comes back into order, over torch.distributed.
+
+All ranks of a group are given the same steps; every method that says so is a collective and is called by all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.worker.context_parallel.invalid_batch import Counts, InvalidBatch, check_integer
+from kvferry.worker.context_parallel.partition import (
+    MAX_RANKS,
+    MAX_ROWS,
+    Partition,
+    most_rank_rows,
+    partition_step,
+    rank_inputs,
+)
+
+PAD_SLOT = -1
+"""The slot of a row that is not written to the cache."""
+
+MAX_CACHE_GROUPS = 1024
+MAX_ROW_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankRows:
+    """What this rank computes; see `partition.RankInputs`. On the device, valid until the next step."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    is_padding: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Buffers:
+    """Everything that lives on the device, allocated once. Rows are those of one rank, or of all (`[R·rows]`)."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    is_padding: torch.Tensor
+    restore_index: torch.Tensor
+    gathered_rows: torch.Tensor
+    padded_rows: torch.Tensor
+    slots: torch.Tensor
+    gathered: torch.Tensor
+
+
+class PCPManager:
+    """One rank's part in its group. Called on one thread.
+
+    Args:
+        group: the ranks that share the tokens out, this process among them.
+        device: where rows and indices are.
+        max_tokens, max_requests: of a step.
+        max_row_bytes: of one row that is gathered: a token's hidden state, or what it leaves in a layer's cache.
+        reorder_threshold: up to how many scheduled tokens a request is a decode, which every rank computes.
+        cache_groups: block tables, each with a slot mapping of its own.
+
+    Raises:
+        InvalidBatch: a size is not an integer within its bounds, or this process is not in the group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device,
+        max_tokens: int,
+        max_requests: int,
+        max_row_bytes: int,
+        reorder_threshold: int = 1,
+        cache_groups: int = 1,
+    ) -> None:
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        check_integer("ranks of the group", self.ranks, 1, MAX_RANKS)
+        check_integer("rank in the group", self.rank, 0, self.ranks - 1)
+        check_integer("max_tokens", max_tokens, 1, MAX_ROWS)
+        check_integer("max_requests", max_requests, 1, MAX_ROWS)
+        check_integer("max_row_bytes", max_row_bytes, 1, MAX_ROW_BYTES)
+        check_integer("reorder_threshold", reorder_threshold, 0, MAX_ROWS)
+        check_integer("cache_groups", cache_groups, 1, MAX_CACHE_GROUPS)
+        self._group, self._device = group, torch.device(device)
+        self._max_tokens, self._max_requests = max_tokens, max_requests
+        self._max_row_bytes = max_row_bytes
+        self._reorder_threshold = reorder_threshold
+        rows = most_rank_rows(max_tokens, max_requests, ranks=self.ranks, reorder_threshold=reorder_threshold)
+        everywhere = rows * self.ranks
+        self._buffers = _Buffers(
+            tokens=self._integers(rows),
+            positions=self._integers(rows),
+            is_padding=torch.empty(rows, dtype=torch.bool, device=device),
+            restore_index=self._integers(everywhere),
+            gathered_rows=self._integers(max_tokens),
+            padded_rows=self._integers(max_tokens),
+            slots=self._integers(cache_groups, everywhere),
+            gathered=torch.empty(everywhere * max_row_bytes, dtype=torch.uint8, device=device),
+        )
+        self._partition: Partition | None = None
+
+    @property
+    def partition(self) -> Partition:
+        """The step's. Raises LocalProtocolError before the first."""
+        if self._partition is None:
+            raise LocalProtocolError("no step has been partitioned yet")
+        return self._partition
+
+    def partition_inputs(self, num_scheduled_tokens: Counts, num_computed_tokens: Counts) -> RankRows:
+        """Begin a step: share its tokens out. No collective: every rank comes to the same result.
+
+        Args:
+            num_scheduled_tokens: `[N]`, per request, new tokens only.
+            num_computed_tokens: `[N]`, per request, those of earlier steps.
+
+        Raises:
+            InvalidBatch: the numbers cannot be, or are more than the buffers were made for. The step before stays.
+        """
+        made = partition_step(num_scheduled_tokens, ranks=self.ranks, reorder_threshold=self._reorder_threshold)
+        requests = int(np.count_nonzero(made.scheduled_tokens))
+        if made.num_tokens > self._max_tokens:
+            raise InvalidBatch("num_scheduled_tokens", made.num_tokens, f"at most {self._max_tokens} tokens in all")
+        if requests > self._max_requests:
+            raise InvalidBatch("num_scheduled_tokens", requests, f"at most {self._max_requests} requests with tokens")
+        own = rank_inputs(made, self.rank, num_computed_tokens)
+        padded_rows = np.flatnonzero(made.unpad_mask)
+        at = self._buffers
+        _put(at.restore_index, made.restore_index)
+        _put(at.gathered_rows, made.restore_index[padded_rows])
+        _put(at.padded_rows, padded_rows)
+        self._partition = made
+        return RankRows(
+            tokens=_put(at.tokens, own.tokens),
+            positions=_put(at.positions, own.positions),
+            is_padding=_put(at.is_padding, own.is_padding),
+        )
+
+    def pad_slot_mapping(self, slot_mapping: torch.Tensor, cache_group: int = 0) -> torch.Tensor:
+        """The cache slot of every row that `gather_padded` returns, int64 `[P]`; `PAD_SLOT` where nothing is written.
+
+        Padding is not written, and of a decode only the first rank's copy.
+
+        Args:
+            slot_mapping: integers `[T]`, the slot of every scheduled token; `PAD_SLOT` for one that this engine
+                worker does not keep.
+
+        Returns:
+            A view of a buffer, valid until the next step or the next call for the same cache group.
+
+        Raises:
+            InvalidBatch: there is not one slot for every scheduled token, or no such cache group.
+        """
+        step, at = self.partition, self._buffers
+        check_integer("cache_group", cache_group, 0, len(at.slots) - 1)
+        if slot_mapping.shape != (step.num_tokens,) or slot_mapping.dtype not in (torch.int64, torch.int32):
+            expected = f"int64 or int32 of shape ({step.num_tokens},)"
+            raise InvalidBatch("slot_mapping", (slot_mapping.dtype, tuple(slot_mapping.shape)), expected)
+        slots = at.slots[cache_group, : step.num_rows].fill_(PAD_SLOT)
+        return slots.index_copy_(0, at.padded_rows[: step.num_tokens], slot_mapping.to(self._device, torch.int64))
+
+    def gather_padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks in the padded order: K and V before they are written. A collective.
+
+        Args:
+            rows: `[L, …]`.
+
+        Returns:
+            `[P, …]`, a new tensor.
+
+        Raises:
+            InvalidBatch: the rows are not this step's, or too long.
+        """
+        return self._gather(rows, self._buffers.restore_index[: self.partition.num_rows])
+
+    def restore_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks in the scheduled order, without padding. A collective.
+
+        Args:
+            hidden_states: `[L, …]`.
+
+        Returns:
+            `[T, …]`, a new tensor.
+
+        Raises:
+            InvalidBatch: the rows are not this step's, or too long.
+        """
+        return self._gather(hidden_states, self._buffers.gathered_rows[: self.partition.num_tokens])
+
+    def _gather(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """All-gather into the buffer, then a copy of the rows that `index` names. Bytes are sent, so any dtype is."""
+        step = self.partition
+        if not rows.dim() or len(rows) != step.rank_rows or rows.device.type != self._device.type:
+            expected = f"{step.rank_rows} rows on {self._device}"
+            raise InvalidBatch("rows", (tuple(rows.shape), str(rows.device)), expected)
+        shape = (-1, *rows.shape[1:])
+        if not rows.numel():
+            return rows.new_empty((len(index), *rows.shape[1:]))
+        sent = rows.detach().contiguous().view(len(rows), -1).view(torch.uint8)
+        row_bytes = sent.shape[1]
+        if row_bytes > self._max_row_bytes:
+            raise InvalidBatch("bytes of a row", row_bytes, f"at most {self._max_row_bytes}")
+        gathered = self._buffers.gathered[: self.ranks * sent.numel()].view(-1, row_bytes)
+        _all_gather(gathered, sent, self._group)
+        return gathered.view(_word(row_bytes)).index_select(0, index).view(rows.dtype).view(shape)
+
+    def _integers(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=self._device)
+
+
+def _word(row_bytes: int) -> torch.dtype:
+    """The widest integers that a row is a whole number of: bytes would be picked up one by one."""
+    return next(
+        dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if not row_bytes % dtype.itemsize
+    )
+
+
+def _put(buffer: torch.Tensor, values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
+    """Copy the values to the front of the buffer. From memory that is not pinned, so that it may be reused at once."""
+    return buffer[: len(values)].copy_(torch.tensor(values))
+
+
+def _named_gather() -> Callable[..., object]:
+    """PyTorch 2.13 gave the collective a new name and warns of the old one, which is the only one before."""
+    newer: Callable[..., object] | None = getattr(dist, "all_gather_single", None)
+    return newer or dist.all_gather_into_tensor
+
+
+_all_gather = _named_gather()

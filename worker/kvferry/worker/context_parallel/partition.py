@@ -1,0 +1,197 @@
+"""Who computes which tokens of a step: DualChunkSwap, a frozen value made by a pure function.
+
+Shapes: `N` requests, `T` scheduled tokens, `L` rows on each rank, `R` ranks, `P = R·L`.
+
+A prefill is padded to `2R` chunks of `c` tokens; rank `r` computes chunk `r` (its head) and chunk `2R-1-r` (its tail).
+A token attends to all tokens before it, so a cheap and a dear chunk together cost every rank the same. A decode (at
+most `reorder_threshold` scheduled tokens) is computed by every rank. So each rank has the same number of rows, and
+their all-gather needs no lengths.
+
+The same rows appear in three orders:
+
+- *scheduled*: the `T` tokens as the scheduler has them, request by request;
+- *padded*: the `P` rows, request by request: a prefill's chunks from the first to the last, a decode `R` times;
+- *gathered*: the `P` rows as an all-gather delivers them, rank by rank.
+
+Example: 2 ranks, a decode of one token (A) and a prefill of 6 tokens (B … G) in 4 chunks of 2:
+
+    scheduled       A B C D E F G
+    padded          A A B C D E F G · ·
+    rank 0          A B C · ·                   chunks 0 and 3
+    rank 1          A D E F G                   chunks 1 and 2
+    gathered        A B C · · A D E F G
+    restore_index   0 5 1 2 6 7 8 9 3 4         padded = gathered[restore_index]
+    unpad_mask      1 0 1 1 1 1 1 1 0 0         scheduled = padded[unpad_mask]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.worker.context_parallel.invalid_batch import Counts, Ints, InvalidBatch, as_counts, check_integer
+
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+MAX_ROWS = 1 << 24
+"""Most rows of a step, all ranks together: what a wrong number of tokens may make a worker allocate."""
+
+MAX_RANKS = 1024
+MAX_POSITION = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """One step's tokens, shared out over the ranks. Arrays are read-only.
+
+    Attributes:
+        ranks: `R`.
+        scheduled_tokens: int64 `[N]`.
+        chunk_tokens: int64 `[N]`, the `c` of every prefill; of a decode its tokens.
+        is_decode: bool `[N]`.
+        restore_index: int64 `[P]`, `padded = gathered[restore_index]`.
+        unpad_mask: bool `[P]`, `scheduled = padded[unpad_mask]`.
+    """
+
+    ranks: int
+    scheduled_tokens: Ints
+    chunk_tokens: Ints
+    is_decode: Bools
+    restore_index: Ints
+    unpad_mask: Bools
+
+    @property
+    def num_tokens(self) -> int:
+        """`T`."""
+        return int(self.scheduled_tokens.sum())
+
+    @property
+    def num_rows(self) -> int:
+        """`P`."""
+        return len(self.restore_index)
+
+    @property
+    def rank_rows(self) -> int:
+        """`L`."""
+        return self.num_rows // self.ranks
+
+    @property
+    def rank_tokens(self) -> Ints:
+        """Rows of every request on each rank, padding included: int64 `[N]`."""
+        return _rank_tokens(self.chunk_tokens, self.is_decode)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankInputs:
+    """What one rank computes: rows request by request, of a prefill the head chunk and then the tail chunk.
+
+    Padding repeats its request's last token, so that every index and every position is one of a real token.
+
+    Attributes:
+        tokens: int64 `[L]`, which tokens of the scheduled order.
+        positions: int64 `[L]`, where they are in their sequences.
+        is_padding: bool `[L]`.
+    """
+
+    tokens: Ints
+    positions: Ints
+    is_padding: Bools
+
+
+def partition_step(num_scheduled_tokens: Counts, *, ranks: int, reorder_threshold: int = 1) -> Partition:
+    """Share a step's tokens out.
+
+    Args:
+        num_scheduled_tokens: `[N]`, per request, new tokens only; a request of none takes no part.
+        reorder_threshold: up to how many scheduled tokens a request is a decode; 0: all are prefills.
+
+    Raises:
+        InvalidBatch: a number is not an integer, out of bounds, or there would be more than `MAX_ROWS` rows.
+    """
+    check_integer("ranks", ranks, 1, MAX_RANKS)
+    check_integer("reorder_threshold", reorder_threshold, 0, MAX_ROWS)
+    scheduled = as_counts("num_scheduled_tokens", num_scheduled_tokens, MAX_ROWS)
+    is_decode = scheduled <= reorder_threshold
+    chunk = np.where(is_decode, scheduled, -(-scheduled // (2 * ranks)))
+    own = _rank_tokens(chunk, is_decode)
+    rank_rows = int(own.sum())
+    if rank_rows * ranks > MAX_ROWS:
+        raise InvalidBatch("num_scheduled_tokens", rank_rows * ranks, f"at most {MAX_ROWS} rows on all ranks together")
+    # Where every padded row is gathered. A request has R times as many of them as rows on one rank.
+    row, request = _ranges(own * ranks)
+    size = chunk[request]
+    number, inside = row // size, row % size
+    prefill = ~is_decode[request]
+    is_tail = prefill & (number >= ranks)
+    rank = np.where(is_tail, 2 * ranks - 1 - number, number)
+    first = _starts(own)[request] + np.where(is_tail, size, 0)
+    return Partition(
+        ranks=ranks,
+        scheduled_tokens=_frozen(scheduled),
+        chunk_tokens=_frozen(chunk),
+        is_decode=_frozen(is_decode),
+        restore_index=_frozen(rank * rank_rows + first + inside),
+        unpad_mask=_frozen(row < scheduled[request]),
+    )
+
+
+def rank_inputs(partition: Partition, rank: int, num_computed_tokens: Counts) -> RankInputs:
+    """What `rank` computes of a step.
+
+    Args:
+        num_computed_tokens: `[N]`, the tokens of each request that earlier steps have computed.
+
+    Raises:
+        InvalidBatch: there is no such rank, or the numbers are not of as many requests as the partition's.
+    """
+    check_integer("rank", rank, 0, partition.ranks - 1)
+    scheduled, chunk = partition.scheduled_tokens, partition.chunk_tokens
+    computed = as_counts("num_computed_tokens", num_computed_tokens, MAX_POSITION)
+    if len(computed) != len(scheduled):
+        raise InvalidBatch("num_computed_tokens", len(computed), f"one for each of {len(scheduled)} requests")
+    row, request = _ranges(partition.rank_tokens)
+    size = chunk[request]
+    # The tail chunk begins 2R-1-r chunks into the request and one chunk into this rank's rows.
+    skipped = np.where(row < size, rank, 2 * partition.ranks - 2 - rank) * size
+    token = row + np.where(partition.is_decode[request], 0, skipped)
+    is_padding = token >= scheduled[request]
+    token = np.minimum(token, scheduled[request] - 1)
+    return RankInputs(
+        tokens=_frozen(_starts(scheduled)[request] + token),
+        positions=_frozen(computed[request] + token),
+        is_padding=_frozen(is_padding),
+    )
+
+
+def most_rank_rows(max_tokens: int, max_requests: int, *, ranks: int, reorder_threshold: int = 1) -> int:
+    """The most rows that a step of so many tokens and requests can give a rank: what buffers have to hold.
+
+    A prefill of `n` tokens gives at most `(n + 2R-1) / R` rows, a decode `n ≤ reorder_threshold`. So a request gives at
+    most `n / R` and either `(2R-1) / R` or `reorder_threshold·(R-1) / R`.
+    """
+    excess = max(2 * ranks - 1, min(reorder_threshold, max_tokens) * (ranks - 1))
+    # Nor are there ever more than two rows for a token, its own and one of padding.
+    return min((max_tokens + max_requests * excess) // ranks, 2 * max_tokens)
+
+
+def _rank_tokens(chunk: Ints, is_decode: Bools) -> Ints:
+    return np.where(is_decode, chunk, 2 * chunk)
+
+
+def _starts(lengths: Ints) -> Ints:
+    """Where runs of these lengths begin when they follow one another."""
+    return np.cumsum(lengths) - lengths
+
+
+def _ranges(lengths: Ints) -> tuple[Ints, Ints]:
+    """Of all elements of runs that follow one another: each one's index in its run, and its run."""
+    run = np.repeat(np.arange(len(lengths)), lengths)
+    return np.arange(len(run)) - _starts(lengths)[run], run
+
+
+def _frozen(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
