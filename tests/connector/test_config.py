@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.config import FerryConfig, known_keys, read_config
+from kvferry.connector.config import FerryConfig, check_role, known_keys, read_config
 from kvferry.protocol.errors import InvalidConfig
 
 PEER_DEFAULTS: dict[str, Any] = {
@@ -22,7 +22,7 @@ PEER_DEFAULTS: dict[str, Any] = {
     "enforce_handshake_compat": True,
     "push_registration_timeout": 480,
 }
-WITHOUT_MEANING = set(PEER_DEFAULTS) - {"backends", "num_threads", "kv_lease_duration"}
+WITHOUT_MEANING = {"engine_ttl", "enforce_handshake_compat", "push_registration_timeout"}
 
 
 def test_nothing_at_all_is_a_configuration() -> None:
@@ -36,7 +36,10 @@ def test_every_key_of_the_peer_is_accepted_with_its_default(ferry_log: pytest.Lo
 def test_the_peers_values_mean_the_same_here() -> None:
     config = read_config({"backends": ["UCX", "LIBFABRIC"], "num_threads": 7, "kv_lease_duration": 12.5})
     assert (config.backends, config.num_threads, config.kv_lease_duration) == (("UCX", "LIBFABRIC"), 7, 12.5)
-    assert read_config({"kv_lease_duration": 30}) == FerryConfig()
+    turns = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 60, "kv_recompute_threshold": 0}
+    assert {key: getattr(read_config(turns), key) for key in turns} == turns
+    defaults = {key: value for key, value in PEER_DEFAULTS.items() if key != "num_threads"}
+    assert read_config(defaults) == FerryConfig()
     assert FerryConfig().backends == tuple(PEER_DEFAULTS["backends"])
 
 
@@ -94,6 +97,9 @@ WRONG: dict[str, list[Any]] = {
     "backends": ["UCX", [], [1], [""], {}, 5, True],
     "num_threads": [-1, 65, 1.0, True, "4", [4]],
     "kv_lease_duration": [0, -1, 0.01, 86401, NAN, INF, True, "30", [30]],
+    "bidirectional_kv_xfer": ["true", 1, 0, [], {}],
+    "decoder_kv_blocks_ttl": [0, 0.01, 86400 * 7 + 1, NAN, "480", True],
+    "kv_recompute_threshold": [-1, (1 << 30) + 1, 64.0, "64", False],
     "lease_slots": [-1, (1 << 20) + 1, 1.5, "8", False],
     "handshake_timeout_s": [0, 601, NAN, "5", True],
     "load_timeout_s": [0, 3601, INF, "60", {}],
@@ -123,6 +129,14 @@ def test_every_option_says_what_it_is_for_and_has_a_default_that_passes_its_own_
         if option.default is not None:
             assert option.metadata["check"](option.name, option.default) == option.default
         assert option.metadata["peer"] == (option.name in PEER_DEFAULTS)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", None])
+def test_turns_in_both_directions_need_both_roles(role: str | None) -> None:
+    with pytest.raises(InvalidConfig, match=f"bidirectional_kv_xfer is True; expected .*kv_both.*not {role}"):
+        check_role(read_config({"bidirectional_kv_xfer": True}), role)
+    check_role(read_config({"bidirectional_kv_xfer": True}), "kv_both")
+    check_role(read_config({}), role)
 
 
 def test_the_configuration_cannot_be_changed() -> None:

@@ -51,6 +51,12 @@ def _pool_size(key: str, value: Any) -> int:
     return int(size)
 
 
+def _yes_or_no(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidConfig(key, value, "a choice: true or false")
+    return value
+
+
 def _name(key: str, value: Any) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= 256 or not value.isprintable():
         raise InvalidConfig(key, value, "a text of 1 to 256 printable characters")
@@ -81,6 +87,25 @@ class FerryConfig:
         "seconds that a producer holds a finished prompt's blocks without hearing of a consumer",
         peer=True,
     )
+    bidirectional_kv_xfer: bool = _option(
+        False,
+        _yes_or_no,
+        "whether decoders offer their answers' blocks to the prefill of the conversation's next turn; on both engines, "
+        "with kv_role kv_both",
+        peer=True,
+    )
+    decoder_kv_blocks_ttl: float = _option(
+        480.0,
+        _number(SHORTEST_LEASE_S, 86400 * 7),
+        "seconds that a decoder holds an answer's blocks for the next turn",
+        peer=True,
+    )
+    kv_recompute_threshold: int = _option(
+        64,
+        _whole(0, 1 << 30),
+        "tokens of the last turn that the prefiller must lack to read them from the decoder; fewer are computed",
+        peer=True,
+    )
     lease_slots: int = _option(
         0, _whole(0, 1 << 20), "leases that can be open at once; 0 for 4 × max_num_seqs, at least 1024"
     )
@@ -108,9 +133,6 @@ class FerryConfig:
 
 
 WITHOUT_MEANING = {
-    "kv_recompute_threshold": "turns are not transferred back yet",
-    "bidirectional_kv_xfer": "turns are not transferred back yet: the next turn's prompt is computed by the prefiller",
-    "decoder_kv_blocks_ttl": "turns are not transferred back yet",
     "engine_ttl": "peers are forgotten when they are lost or restart",
     "enforce_handshake_compat": "every fact is compared by itself; name the weights with model_fingerprint instead",
     "push_registration_timeout": "transfers are pulled, never pushed",
@@ -141,3 +163,13 @@ def read_config(extra: Mapping[str, Any]) -> FerryConfig:
             hint = f"did you mean {near[0]}? " if near else ""
             raise InvalidConfig(str(key), value, f"{hint}one of {', '.join(known_keys())}")
     return FerryConfig(**values)
+
+
+def check_role(config: FerryConfig, kv_role: str | None) -> None:
+    """Turns go in both directions: an engine that is only one end could offer answers, or read them, but not both.
+
+    Raises:
+        InvalidConfig: `bidirectional_kv_xfer` with another role than `kv_both`.
+    """
+    if config.bidirectional_kv_xfer and kv_role != "kv_both":
+        raise InvalidConfig("bidirectional_kv_xfer", True, f"false, or kv_role kv_both on both engines, not {kv_role}")

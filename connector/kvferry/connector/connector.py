@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvferry.connector.config import read_config
+from kvferry.connector.config import check_role, read_config
 from kvferry.connector.facts import check_supported
 from kvferry.connector.logs import join_vllm_log
 from kvferry.connector.messages import FerryMetadata
@@ -51,6 +51,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         join_vllm_log()
         check_supported(vllm_config)
         config = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        check_role(config, vllm_config.kv_transfer_config.kv_role)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:

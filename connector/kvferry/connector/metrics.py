@@ -29,6 +29,8 @@ RECOMPUTE_REASONS = (
     "prompt_embeds",
     "window_edge",
     "wrong_role",
+    "turns_off",
+    "below_threshold",
     "not_wanted",
     "load_failed",
 )
@@ -56,10 +58,11 @@ class HistogramSpec:
 
 COUNTERS: Mapping[str, CounterSpec] = {
     "loads": CounterSpec("kvferry_loads", "Prompts ordered to be loaded from another engine."),
+    "turn_loads": CounterSpec("kvferry_turn_loads", "Those of them that read a last turn from its decoder."),
     "planned_bytes": CounterSpec("kvferry_planned_bytes", "Bytes of good loads by the transfer plan."),
     "local_recomputes": CounterSpec(
         "kvferry_local_recomputes",
-        "Prompts that came with params of a remote prefill and were computed here instead.",
+        "Prompts that came with params of a remote prefill or of a last turn and were computed here instead.",
         "reason",
         RECOMPUTE_REASONS,
     ),
@@ -82,6 +85,15 @@ COUNTERS: Mapping[str, CounterSpec] = {
     "leases_opened": CounterSpec("kvferry_leases_opened", "Leases opened for prompts to be decoded elsewhere."),
     "leases_refused": CounterSpec("kvferry_leases_refused", "Prompts served without a lease: no slot was free."),
     "leases_released": CounterSpec("kvferry_leases_released", "Leases that are over, and how.", "how", RELEASE_WAYS),
+    "turns_opened": CounterSpec("kvferry_turns_opened", "Leases opened for answers that may be offered."),
+    "turns_refused": CounterSpec("kvferry_turns_refused", "Answers that will not be offered: no slot was free."),
+    "turns_offered": CounterSpec("kvferry_turns_offered", "Answers offered to the next turn."),
+    "turns_released": CounterSpec(
+        "kvferry_turns_released",
+        "Turns that are held no more, and how; `abandoned` ones were never offered.",
+        "how",
+        RELEASE_WAYS,
+    ),
     "leases_given_back": CounterSpec("kvferry_leases_given_back", "Leases of other engines given back unread."),
     "heartbeats": CounterSpec("kvferry_heartbeats", "Renewals of other engines' leases."),
     "renewals_unknown": CounterSpec("kvferry_unknown_renewals", "Renewals of leases that are over or never were."),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm import envs
 
+from kvferry.connector.config import FerryConfig
 from kvferry.connector.facts import topology_of
 from kvferry.connector.layout import groups_of
 from kvferry.protocol.geometry import Topology
@@ -29,6 +30,8 @@ class OwnEngine:
     Attributes:
         host, port: of its side channel.
         block_spans: per cache group the tokens that one scheduler block covers on all ranks together.
+        takes_turns: whether it reads what decoders hold of a conversation's last turn.
+        offers_turns: whether it offers its own answers.
     """
 
     engine_id: str
@@ -39,32 +42,50 @@ class OwnEngine:
     block_spans: tuple[int, ...]
     is_producer: bool
     is_consumer: bool
+    takes_turns: bool
+    offers_turns: bool
     boot: BootId = field(default_factory=new_boot_id)
     seal_key: bytes = field(default_factory=new_seal_key, repr=False)
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> OwnEngine:
+    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> OwnEngine:
         """A new life.
 
         Raises:
             InvalidConfig: a cache cannot be described.
         """
         transfer, topology = vllm_config.kv_transfer_config, topology_of(vllm_config)
+        groups = groups_of(kv_cache_config)
         return cls(
             engine_id=transfer.engine_id,
             host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
             port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT + vllm_config.parallel_config.data_parallel_index,
             topology=topology,
-            groups=groups_of(kv_cache_config),
+            groups=groups,
             block_spans=block_spans(kv_cache_config, topology.dcp),
             is_producer=transfer.is_kv_producer,
             is_consumer=transfer.is_kv_consumer,
+            takes_turns=config.bidirectional_kv_xfer,
+            offers_turns=config.bidirectional_kv_xfer and _can_offer_turns(groups, transfer.kv_load_failure_policy),
         )
 
     @property
     def is_all_or_nothing(self) -> bool:
         """Whether a part of a sequence's cache is of no use: a window or a state belongs to its end."""
         return any(group.policy != "full" for group in self.groups)
+
+
+def _can_offer_turns(groups: tuple[CacheGroup, ...], failure_policy: str) -> bool:
+    if failure_policy != "recompute":
+        logger.warning(
+            "kv_load_failure_policy=%s: a turn whose offer has run out will end with an error; use recompute",
+            failure_policy,
+        )
+    if not any(group.policy == "state" for group in groups):
+        return True
+    # A step in flight when a request stops has put one token more into the state, in place.
+    logger.warning("bidirectional_kv_xfer: answers are not offered, since this model keeps a recurrent state")
+    return False
 
 
 def block_spans(kv_cache_config: KVCacheConfig, dcp: int) -> tuple[int, ...]:

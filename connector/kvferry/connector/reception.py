@@ -11,8 +11,9 @@ from kvferry.connector.prompts import prompt_of
 from kvferry.plan.windows import held_from, reaches_back
 from kvferry.protocol.digests import shared_tokens
 from kvferry.protocol.errors import ForeignParams, InvalidParams
-from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
+from kvferry.scheduler.consumer.ledger import ConsumerLedger, RemoteLease
+from kvferry.scheduler.producer.ledger import LeaseUse, ProducerLedger
 from kvferry.scheduler.tally import Tally
 
 if TYPE_CHECKING:
@@ -25,12 +26,13 @@ class Reception:
     """Decides about every request once, when it arrives.
 
     Attributes:
-        prefills: requests whose blocks are for another engine, until they are scheduled or have ended.
+        wanted: requests whose blocks are for another engine when they end, and what for.
     """
 
-    def __init__(self, own: OwnEngine, loads: ConsumerLedger, tally: Tally) -> None:
-        self.prefills: set[str] = set()
+    def __init__(self, own: OwnEngine, leases: ProducerLedger, loads: ConsumerLedger, tally: Tally) -> None:
+        self.wanted: dict[str, LeaseUse] = {}
         self._own = own
+        self._leases = leases
         self._loads = loads
         self._tally = tally
 
@@ -55,10 +57,29 @@ class Reception:
         if not self._own.is_producer:
             self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
         elif not request.resumable and prompt_of(request) is not None:
-            self.prefills.add(request.request_id)
+            self.wanted[request.request_id] = LeaseUse.PROMPT
             logger.debug("req=%s is to be decoded elsewhere", request.request_id)
+            turn = read_turn(request.kv_transfer_params or {})
+            if turn is not None:
+                self._accept_turn(request, turn)
 
-    def _accept_remote_prompt(self, request: Request, source: RemotePrefill) -> None:
+    def _accept_turn(self, request: Request, turn: RemotePrefill) -> None:
+        """The router knows of a decoder that holds the last turn: this prefill may begin with that."""
+        if turn.remote_engine_id == self._own.engine_id:
+            self._release_own(turn)
+        elif self._own.takes_turns:
+            self._accept_remote_prompt(request, turn, is_turn=True)
+        else:
+            if self._own.is_consumer:
+                self._loads.decline(turn)
+            self._compute_here(request, "turns_off", "bidirectional_kv_xfer is not set on this engine")
+
+    def _release_own(self, turn: RemotePrefill) -> None:
+        """The conversation stays on this engine: what its blocks hold is in the local prefix cache."""
+        if turn.kvferry.boot == self._own.boot:
+            self._leases.release(RemoteLease.of(turn).name)
+
+    def _accept_remote_prompt(self, request: Request, source: RemotePrefill, *, is_turn: bool = False) -> None:
         prompt = prompt_of(request)
         if not self._own.is_consumer:
             self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
@@ -71,16 +92,24 @@ class Reception:
             self._loads.decline(source)
             request.kv_transfer_params = None
         else:
-            self._offer(request, source, shared_tokens(prompt, source.kvferry.digests, source.remote_num_tokens))
+            shared = shared_tokens(prompt, source.kvferry.digests, source.remote_num_tokens)
+            self._offer(request, source, shared, is_turn=is_turn)
+            if self._own.offers_turns and not is_turn and not request.resumable:
+                self._expect_another_turn(request)
 
-    def _offer(self, request: Request, source: RemotePrefill, shared: int) -> None:
+    def _expect_another_turn(self, request: Request) -> None:
+        """Its answer is offered, if it came with a lease of its own: siblings have one response among them."""
+        if self._loads.state(request.request_id) is not None:
+            self.wanted[request.request_id] = LeaseUse.TURN
+
+    def _offer(self, request: Request, source: RemotePrefill, shared: int, *, is_turn: bool) -> None:
         if self._own.is_all_or_nothing and shared < source.remote_num_tokens:
             shared = 0
         elif not self._windows_reach(source, request.num_prompt_tokens):
             self._compute_here(request, "window_edge", "its last token needs a block that the producer has given back")
             return
         shared = min(shared, request.num_prompt_tokens)
-        refused = self._loads.offer(request.request_id, source, shared, time.monotonic())
+        refused = self._loads.offer(request.request_id, source, shared, time.monotonic(), is_turn=is_turn)
         if refused is not None:
             self._compute_here(request, refused, f"{source.remote_num_tokens} tokens of req={source.remote_request_id}")
             return

@@ -20,7 +20,7 @@ from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import encode_orders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.listener import SideChannelListener
-from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.producer.ledger import LeaseUse, ProducerLedger
 from kvferry.scheduler.renewer import LeaseRenewer
 from kvferry.scheduler.step import next_orders
 from kvferry.scheduler.tally import Tally
@@ -52,11 +52,16 @@ class SchedulerSide:
         self._recomputes: bool = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
         self._copies_blocks = uses_host_buffer(vllm_config)
         self._facts = facts_of(vllm_config, config)
-        self._own = OwnEngine.of(vllm_config, kv_cache_config)
+        self._own = OwnEngine.of(vllm_config, kv_cache_config, config)
         self.tally = Tally()
-        self.leases = ProducerLedger(lease_slots(config, vllm_config), config.kv_lease_duration, self.tally)
-        self.loads = ConsumerLedger(self.tally)
-        self._reception = Reception(self._own, self.loads, self.tally)
+        self.leases = ProducerLedger(
+            lease_slots(config, vllm_config),
+            config.kv_lease_duration,
+            self.tally,
+            turn_s=config.decoder_kv_blocks_ttl,
+        )
+        self.loads = ConsumerLedger(self.tally, config.kv_recompute_threshold)
+        self._reception = Reception(self._own, self.leases, self.loads, self.tally)
         self._offering = Offering(self._own, kv_cache_config)
         self._samples: dict[str, list[float]] = {}
         self._quarantine = Quarantine()
@@ -76,10 +81,10 @@ class SchedulerSide:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has given the request blocks."""
-        prefills = self._reception.prefills
-        if request.request_id in prefills and not self.leases.open(request.request_id):
+        use = self._reception.wanted.get(request.request_id)
+        if use is not None and not self.leases.open(request.request_id, use):
             logger.warning("req=%s is served without a lease: all %d are taken", request.request_id, self.leases.slots)
-            prefills.discard(request.request_id)
+            del self._reception.wanted[request.request_id]
         if self.loads.state(request.request_id) is not None:
             local = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
             self.loads.allocated(request.request_id, num_external_tokens, local)
@@ -93,9 +98,9 @@ class SchedulerSide:
         """
         self.loads.finished(request.request_id)
         self._say()
-        if request.request_id not in self._reception.prefills:
+        use = self._reception.wanted.pop(request.request_id, None)
+        if use is None:
             return False, None
-        self._reception.prefills.discard(request.request_id)
         held = self._offering.held(request, block_ids)
         if held is None:
             self.leases.abandon(request.request_id)
@@ -104,7 +109,8 @@ class SchedulerSide:
         if lease is None:
             return False, None
         logger.debug("req=%s slot=%d holds %d tokens", request.request_id, lease.slot, held.num_tokens)
-        return True, self._offering.params(held, lease, self.leases.lease_s).to_json()
+        params = self._offering.params(held, lease, self.leases.lease_s)
+        return True, params.to_json(is_turn=use is LeaseUse.TURN)
 
     # What vLLM calls once a step.
 

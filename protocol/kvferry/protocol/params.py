@@ -81,9 +81,15 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     transfer_mode: Literal["pull"] = "pull"
     kvferry: Ticket
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain objects (dict, list, int, float, str) for the HTTP answer."""
+    def to_json(self, *, is_turn: bool = False) -> dict[str, Any]:
+        """Plain objects (dict, list, int, float, str) for the HTTP answer.
+
+        Args:
+            is_turn: for the prefill of the conversation's next turn instead of the decoder: the flags that routers
+                send with a prompt to be prefilled. The mac covers neither flag.
+        """
         plain: dict[str, Any] = msgspec.to_builtins(self)
+        plain |= {"do_remote_prefill": not is_turn, "do_remote_decode": is_turn}
         plain["remote_block_ids"] = [list(group) for group in self.remote_block_ids]
         for key in ("digests", "held_from"):
             plain["kvferry"][key] = list(plain["kvferry"][key])
@@ -91,7 +97,10 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteDecode(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to be prefilled here and decoded elsewhere: what a router sends to the producer."""
+    """A prompt to be prefilled here and decoded elsewhere: what a router sends to the producer.
+
+    It may come with the offer of a turn, see `read_turn`.
+    """
 
 
 def read_params(raw: object) -> RemotePrefill | RemoteDecode | None:
@@ -119,6 +128,23 @@ def read_params(raw: object) -> RemotePrefill | RemoteDecode | None:
     if decode:
         return RemoteDecode()
     return _read_remote_prefill(raw) if prefill else None
+
+
+def read_turn(raw: Mapping[str, Any]) -> RemotePrefill | None:
+    """The offer of the conversation's last turn among the params of a prompt to be prefilled here.
+
+    Args:
+        raw: params that `read_params` took for a `RemoteDecode`.
+
+    Returns:
+        Where prompt and answer of the last turn are, or None when nothing is offered: routers send null for each key
+        then.
+
+    Raises:
+        ForeignParams: the offer is of an engine that does not run kvferry.
+        InvalidParams: it is not usable; the error names the field.
+    """
+    return _read_remote_prefill(raw) if raw.get("remote_block_ids") else None
 
 
 def _read_remote_prefill(raw: Mapping[str, Any]) -> RemotePrefill:

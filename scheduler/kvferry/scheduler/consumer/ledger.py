@@ -67,9 +67,10 @@ LeaseCommand = Keep | Drop | GiveBack
 
 @dataclass(slots=True)
 class RemotePrompt:
-    """One request whose prompt was prefilled elsewhere.
+    """One request whose prompt, or the beginning of it, is in the cache of another engine.
 
     Attributes:
+        is_turn: the source is the answer to the conversation's last turn, and the rest is computed here.
         shared_tokens: leading tokens that the producer's blocks certainly hold for this prompt.
         local_tokens: the local prefix hit that `matched_tokens` was last asked with.
     """
@@ -79,6 +80,7 @@ class RemotePrompt:
     lease: RemoteLease
     shared_tokens: int
     offered_s: float
+    is_turn: bool = False
     state: LoadState = LoadState.OFFERED
     local_tokens: int = 0
 
@@ -87,11 +89,13 @@ class ConsumerLedger:
     """All remote prompts of one engine.
 
     Args:
-        tally: counts `loads` and, by reason, `local_recomputes`.
+        tally: counts `loads`, those of them that are of turns as `turn_loads`, and by reason `local_recomputes`.
+        recompute_threshold: of a turn, fewer tokens than this are not worth a load.
     """
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: Tally, recompute_threshold: int = 0) -> None:
         self._tally = tally
+        self._recompute_threshold = recompute_threshold
         self._by_request: dict[str, RemotePrompt] = {}
         self._claims: dict[LeaseKey, str] = {}
         self._orders: list[LoadOrder] = []
@@ -106,7 +110,9 @@ class ConsumerLedger:
         prompt = self._by_request.get(request_id)
         return prompt.state if prompt else None
 
-    def offer(self, request_id: str, source: RemotePrefill, shared_tokens: int, now_s: float) -> str | None:
+    def offer(
+        self, request_id: str, source: RemotePrefill, shared_tokens: int, now_s: float, *, is_turn: bool = False
+    ) -> str | None:
         """A request has arrived with usable params.
 
         A lease serves one request: whoever comes second (a sibling of `n > 1`, another prompt of the same batch, a
@@ -122,7 +128,7 @@ class ConsumerLedger:
             return "lease_in_use"
         if shared_tokens <= 0:
             return "other_prompt"
-        self._by_request[request_id] = RemotePrompt(request_id, source, lease, shared_tokens, now_s)
+        self._by_request[request_id] = RemotePrompt(request_id, source, lease, shared_tokens, now_s, is_turn)
         self._claims[lease.key] = request_id
         self._commands.append(Keep(lease))
         return None
@@ -139,7 +145,7 @@ class ConsumerLedger:
         if prompt is None or prompt.state is not LoadState.OFFERED:
             return 0
         prompt.local_tokens = local_tokens
-        return max(0, prompt.shared_tokens - local_tokens)
+        return 0 if self._is_too_short(prompt) else max(0, prompt.shared_tokens - local_tokens)
 
     def allocated(self, request_id: str, count: int, local_blocks: Sequence[Sequence[int]]) -> None:
         """vLLM has allocated blocks; `count` tokens after the local hit are to be loaded into them.
@@ -160,7 +166,8 @@ class ConsumerLedger:
             self._advance(prompt, LoadEvent.DECLINE)
             if was_offered:
                 if prompt.local_tokens < prompt.shared_tokens:
-                    self._tally.add("local_recomputes", "not_wanted")
+                    reason = "below_threshold" if self._is_too_short(prompt) else "not_wanted"
+                    self._tally.add("local_recomputes", reason)
                 self._give_back(prompt)
             return
         stop = prompt.local_tokens + count
@@ -168,6 +175,8 @@ class ConsumerLedger:
             raise LocalProtocolError(f"req={request_id}: load up to token {stop}, matched {prompt.shared_tokens}")
         self._advance(prompt, LoadEvent.LOAD)
         self._tally.add("loads")
+        if prompt.is_turn:
+            self._tally.add("turn_loads")
         self._orders.append(
             LoadOrder(
                 request_id=request_id,
@@ -235,6 +244,9 @@ class ConsumerLedger:
             del self._by_request[prompt.request_id]
         else:
             prompt.state = after
+
+    def _is_too_short(self, prompt: RemotePrompt) -> bool:
+        return prompt.is_turn and prompt.shared_tokens - prompt.local_tokens < self._recompute_threshold
 
     def _end_claim(self, prompt: RemotePrompt) -> None:
         self._claims.pop(prompt.lease.key, None)

@@ -5,6 +5,7 @@ No I/O, no clock: the caller brings the time. A slot is free, or belongs to exac
 
 from __future__ import annotations
 
+import enum
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,15 @@ from kvferry.scheduler.tally import Tally
 HEARTBEATS_PER_LEASE = 6
 
 
+class LeaseUse(enum.Enum):
+    """What a lease is for; the value begins the names of its counters."""
+
+    PROMPT = "leases"
+    """A prompt that was prefilled here, for the engine that decodes it: soon, or never."""
+    TURN = "turns"
+    """A prompt and the answer that was decoded here, for the prefill of the conversation's next turn: some time."""
+
+
 @dataclass(slots=True)
 class Lease:
     """One request's claim on a slot.
@@ -33,6 +43,7 @@ class Lease:
     request_id: str
     slot: int
     epoch: Epoch
+    use: LeaseUse = LeaseUse.PROMPT
     state: LeaseState = LeaseState.COMPUTING
     deadline_s: float = 0.0
     blocks: Blocks = ()
@@ -65,12 +76,23 @@ class ProducerLedger:
     Args:
         slots: size of every worker's lease table.
         lease_s: how long a held lease lives without a renewal.
-        tally: counts `leases_opened`, `leases_refused` and, by how they ended, `leases_released`.
+        turn_s: how long a turn's lives without one; a renewal never shortens it.
+        tally: counts `leases_opened`, `leases_refused` and, by how they ended, `leases_released`; for turns
+            `turns_opened`, `turns_refused`, `turns_released`, and `turns_offered` when they are held.
     """
 
-    def __init__(self, slots: int, lease_s: float, tally: Tally, draw_epoch: Callable[[], Epoch] = new_epoch) -> None:
+    def __init__(
+        self,
+        slots: int,
+        lease_s: float,
+        tally: Tally,
+        draw_epoch: Callable[[], Epoch] = new_epoch,
+        *,
+        turn_s: float | None = None,
+    ) -> None:
         self.slots = slots
         self.lease_s = lease_s
+        self._first_s = {LeaseUse.PROMPT: lease_s, LeaseUse.TURN: lease_s if turn_s is None else turn_s}
         self._tally = tally
         self._draw_epoch = draw_epoch
         self._free = list(range(slots - 1, -1, -1))
@@ -94,7 +116,7 @@ class ProducerLedger:
         """Leases whose blocks are kept after the end of their request."""
         return sum(lease.state is not LeaseState.COMPUTING for lease in self._by_request.values())
 
-    def open(self, request_id: str) -> bool:
+    def open(self, request_id: str, use: LeaseUse = LeaseUse.PROMPT) -> bool:
         """Open a lease when a request is scheduled for the first time; again is no change.
 
         Returns:
@@ -103,12 +125,12 @@ class ProducerLedger:
         if request_id in self._by_request:
             return True
         if not self._free:
-            self._tally.add("leases_refused")
+            self._tally.add(f"{use.value}_refused")
             return False
-        lease = Lease(request_id, self._free.pop(), self._draw_epoch())
+        lease = Lease(request_id, self._free.pop(), self._draw_epoch(), use)
         self._by_request[request_id] = self._by_slot[lease.slot] = lease
         self._pending.opens.append(LeaseOpen(slot=lease.slot, epoch=epoch_to_text(lease.epoch)))
-        self._tally.add("leases_opened")
+        self._tally.add(f"{use.value}_opened")
         return True
 
     def finish(self, request_id: str, blocks: Blocks = ()) -> Lease | None:
@@ -123,6 +145,8 @@ class ProducerLedger:
         self._advance(lease, LeaseEvent.FINISH)
         lease.blocks = blocks
         self._pending.finished.append(lease)
+        if lease.use is LeaseUse.TURN:
+            self._tally.add("turns_offered")
         return lease
 
     def abandon(self, request_id: str) -> None:
@@ -136,15 +160,15 @@ class ProducerLedger:
             self._pending.opens.remove(untold[0])
         else:
             self._pending.ends.append(self._end_order(lease))
-        self._tally.add("leases_released", "abandoned")
+        self._tally.add(f"{lease.use.value}_released", "abandoned")
 
     def renew(self, name: LeaseName) -> bool:
-        """A consumer still waits: the lease starts its full time anew. False when there is no such lease."""
+        """A consumer still waits: the lease lives `lease_s` from now at least. False when there is no such lease."""
         lease = self._find(name)
         if lease is None or lease.state is LeaseState.ENDING:
             self._tally.add("renewals_unknown")
             return False
-        lease.deadline_s = self._clock_s + self.lease_s
+        lease.deadline_s = max(lease.deadline_s, self._clock_s + self.lease_s)
         return True
 
     def release(self, name: LeaseName, how: str = "release") -> bool:
@@ -180,7 +204,7 @@ class ProducerLedger:
         pending, self._pending = self._pending, _Pending()
         for lease in pending.finished:
             self._advance(lease, LeaseEvent.ANNOUNCE)
-            lease.deadline_s = self._clock_s + self.lease_s
+            lease.deadline_s = self._clock_s + self._first_s[lease.use]
             self._watch(lease)
             name = lease.name
             holds.append(LeaseHold(request_id=lease.request_id, slot=name.slot, epoch=name.epoch, blocks=lease.blocks))
@@ -200,7 +224,7 @@ class ProducerLedger:
         if lease is None:
             raise LocalProtocolError(f"req={request_id}: reported sent without a lease")
         self._advance(lease, LeaseEvent.SENT)
-        self._tally.add("leases_released", lease.ended_by or "done")
+        self._tally.add(f"{lease.use.value}_released", lease.ended_by or "done")
 
     def check_integrity(self) -> None:
         """Check that every slot is free or leased, once.
