@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -17,6 +17,7 @@ from kvferry.connector.layout import discover
 from kvferry.connector.sharding import Sharding
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.worker.caches import KvCaches
+from tests.engine_core.configs import vllm_config
 
 ALONE = Sharding(total_heads=2, rank=0, size=1)
 
@@ -66,6 +67,15 @@ def described(
     config: Any, views: Any, packing: str = "cpu_attn/vec", sharding: Sharding = ALONE, **packings: str
 ) -> KvCaches:
     return discover(views, config, {layer: packings.get(layer, packing) for layer in views}, sharding)
+
+
+def config_for(specs: dict[str, Any], layout: str = "LBHNC", num_blocks: int = 5) -> Any:
+    """The configuration that vLLM makes of a model's cache specs: groups, pages of one size, the allocation."""
+    vllm = vllm_config("NixlConnector", module="kvferry.connector")
+    vllm.cache_config.kv_cache_layout = layout
+    vllm.cache_config.num_gpu_blocks_override = num_blocks
+    (config,) = get_kv_cache_configs(vllm, [specs], [1 << 30])
+    return config
 
 
 def bytes_of(tensor: PagedTensor, block: int, head: int, token: int) -> Any:

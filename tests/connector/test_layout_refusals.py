@@ -11,11 +11,18 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
+    HiSparseHotSpec,
+    HiSparseResidentSpec,
+    KVCacheGroupRole,
+    KVCacheSpec,
     KVQuantMode,
-    MambaSpec,
-    SinkFullAttentionSpec,
+    MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -25,30 +32,50 @@ from kvferry.connector.arrangement import packing_of
 from kvferry.connector.layout import discover, groups_of
 from kvferry.connector.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
-from tests.connector.caches import config_of, described, full, group, views_of
+from tests.connector.caches import ALONE, config_of, described, full, group, views_of
 from tests.engine_core.configs import vllm_config
 
 ATTENTION: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
-UNKNOWN: dict[str, Any] = {
-    "MambaSpec": MambaSpec(block_size=32, shapes=((4, 8),), dtypes=(torch.float32,)),
-    "ChunkedLocalAttentionSpec": ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64),
-    "CrossAttentionSpec": CrossAttentionSpec(**ATTENTION),
-    "SinkFullAttentionSpec": SinkFullAttentionSpec(**ATTENTION, sink_len=4),
-    "SlidingWindowMLASpec": SlidingWindowMLASpec(
-        block_size=32, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=64
+LATENT: dict[str, Any] = {**ATTENTION, "num_kv_heads": 1}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "ring": (CircularBufferSpec(**ATTENTION), "CircularBufferSpec: a ring buffer of keys"),
+    "answers": (RSWASpec(**ATTENTION, rswa_window=64), "RSWASpec: a window over answers only"),
+    "hidden": (HiddenStateCacheSpec(**LATENT), "HiddenStateCacheSpec: hidden states"),
+    "cross": (CrossAttentionSpec(**ATTENTION), "CrossAttentionSpec: keys of an encoder"),
+    "encoder": (EncoderOnlyAttentionSpec(**ATTENTION), "EncoderOnlyAttentionSpec: an encoder's layer"),
+    "hot": (HiSparseHotSpec(block_size=1, page_size=64, blocks_per_request=2), "HiSparseHotSpec: a replica"),
+    "resident": (HiSparseResidentSpec(block_size=32, page_size=64), "HiSparseResidentSpec: a replica"),
+    "replayed": (
+        SlidingWindowMLASpec(**LATENT, sliding_window=64, bounded_replay=True),
+        "SlidingWindowMLASpec: a window that is computed once more",
     ),
+    "compressed": (MLAAttentionSpec(**LATENT, tokens_per_state=4), "4 tokens a state"),
+    "compressed window": (SlidingWindowMLASpec(**LATENT, sliding_window=64, tokens_per_state=8), "8 tokens a state"),
+    "chunked, scales": (
+        ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64, kv_quant_mode=KVQuantMode.NVFP4),
+        "quantisation NVFP4",
+    ),
+    "not of vLLM": (KVCacheSpec(block_size=32), "KVCacheSpec"),
 }
 
 
-@pytest.mark.parametrize("kind", UNKNOWN)
-def test_a_kind_of_state_that_is_not_known_is_refused_by_layer_and_kind(kind: str) -> None:
-    config = config_of(group(full(), "plain.0"), group(UNKNOWN[kind], "odd.7"), layout="BLHNC")
-    says = rf"cache of layer odd\.7 is '{kind}'; expected full attention, MLA or sliding-window attention"
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_carried_is_refused_by_layer_and_reason_in_scheduler_and_worker(kind: str) -> None:
+    spec, reason = REFUSED[kind]
+    config = SimpleNamespace(transfer_groups=[group(full(), "plain.0"), group(spec, "odd.7")], num_blocks=5)
+    says = rf"cache of layer odd\.7 is [\"']{reason}"
     with pytest.raises(InvalidConfig, match=says):
         groups_of(config)
-    config = config_of(group(UNKNOWN[kind], "odd.7"))
+    config.transfer_groups = [group(spec, "odd.7")]
     with pytest.raises(InvalidConfig, match=says):
-        described(config, views_of(config))
+        discover({"odd.7": torch.zeros(5, 2, 32, 16)}, config, {"odd.7": "flash_attn"}, ALONE)
+
+
+@pytest.mark.parametrize("changed", [{"host_resident": True}, {"role": KVCacheGroupRole.HISPARSE_INDEXER}])
+def test_caches_that_vllm_keeps_in_host_memory_are_refused(changed: dict[str, Any]) -> None:
+    config = SimpleNamespace(transfer_groups=[group(full(), "layers.3", **changed)])
+    with pytest.raises(InvalidConfig, match=r"layers\.3 .*expected caches in the device's memory"):
+        groups_of(config)
 
 
 @pytest.mark.parametrize("mode", sorted(set(KVQuantMode) - {KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR}))
@@ -65,12 +92,6 @@ def test_static_scales_are_accepted_and_named_in_the_format(mode: KVQuantMode) -
     config = config_of(group(full(kv_quant_mode=mode)))
     found = described(config, views_of(config)).tensors
     assert {tensor.format.quantization for tensor in found} == {mode.name.lower()}
-
-
-def test_a_state_of_several_tokens_is_refused() -> None:
-    config = config_of(group(full(tokens_per_state=4), "layers.2"))
-    with pytest.raises(InvalidConfig, match=r"layers\.2 is '4 tokens a state'"):
-        described(config, views_of(config))
 
 
 def test_a_view_of_another_shape_is_refused() -> None:

@@ -35,6 +35,7 @@ HALF = Interleave(ranks=2, rank=1, run_tokens=2)
         engine(tensor(scales=(0.5,))),
         engine(tensor(), tensor(layer="layers.1", interleave=Interleave(run_tokens=7))),
         engine(tensor(block_tokens=7, tile_tokens=7), groups=(CacheGroup(policy="state", block_tokens=4),)),
+        engine(tensor(block_tokens=1), groups=(CacheGroup(policy="state", block_tokens=1 << 20),)),
     ],
     ids=[
         "two ranks",
@@ -47,6 +48,7 @@ HALF = Interleave(ranks=2, rank=1, run_tokens=2)
         "one scale",
         "one rank's runs have no meaning",
         "a state's block has no tokens",
+        "a state's table has one block for the longest sequence",
     ],
 )
 def test_an_honest_description_passes(honest: EngineDescription) -> None:
@@ -71,6 +73,7 @@ def test_an_honest_description_passes(honest: EngineDescription) -> None:
         (engine(tensor(heads=Range(0, 1 << 23))), f"{LAYER}.heads"),
         (engine(tensor(cell_bytes=1 << 24, element_bytes=1, element_stride=1)), f"{LAYER}.heads"),
         (engine(tensor(block_tokens=3)), f"{LAYER}.block_tokens"),
+        (engine(tensor(), groups=(CacheGroup(policy="full", block_tokens=65540),)), "groups[0].block_tokens"),
         (engine(tensor(block_tokens=8)), f"{LAYER}.block_tokens"),
         (engine(tensor(blocks=1 << 29)), f"{LAYER}.blocks"),
         (engine(tensor(base=2**63 - 64)), f"{LAYER}.base"),

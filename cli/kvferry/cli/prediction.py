@@ -17,6 +17,7 @@ from kvferry.plan.cost import Costs
 from kvferry.plan.staging import Source
 from kvferry.plan.tokens import TokenMap, TokenSide
 from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
+from kvferry.plan.windows import first_needed
 from kvferry.protocol.handshake import CacheGroup
 
 DEFAULT_TOKENS = 8192
@@ -83,10 +84,9 @@ def count_units(tokens: TokenMap, here: Groups, there: Groups, num_tokens: int) 
         return Units(1, 1)
     group = tokens.group
     local = _ids(tokens.local, here[group], num_tokens)
-    if here[group].policy == "window":  # what no later token attends to has no block
-        span = here[group].block_tokens * tokens.local.share.ranks
-        left = max(0, num_tokens - here[group].window_tokens + 1) // span
-        local[:left] = [NULL_BLOCK] * left
+    span = here[group].block_tokens * tokens.local.share.ranks
+    left = first_needed(here[group], num_tokens) // span
+    local[:left] = [NULL_BLOCK] * left  # what no later token attends to has no block
     others: list[list[int]] = [[]] * group
     request = RequestBlocks(
         local=[*others, local],

@@ -58,7 +58,7 @@ def group_words(group: CacheGroup) -> str:
     """`full, blocks of 16 tokens`."""
     if group.policy == "state":
         return "state"
-    window = f" of {group.window_tokens}" if group.policy == "window" else ""
+    window = f" of {group.window_tokens}" if group.window_tokens else ""
     return f"{group.policy}{window}, blocks of {counted(group.block_tokens, 'token')}"
 
 

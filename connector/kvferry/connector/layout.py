@@ -1,7 +1,7 @@
 """Layout discovery: from vLLM's cache tensors to paged tensors.
 
-Strides come from the registered tensors; what their bytes mean comes from the cache spec and the attention backend, see
-`arrangement`.
+Strides come from the registered tensors; what their bytes mean comes from the cache spec, and for attention from the
+backend: see `policies`, `arrangement` and `states`.
 """
 
 from __future__ import annotations
@@ -12,30 +12,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvferry.connector.arrangement import parts_of
+from kvferry.connector.policies import policy_of
 from kvferry.connector.sharding import Sharding
+from kvferry.connector.states import describe_state
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.geometry import Format, PagedTensor
+from kvferry.protocol.geometry import Format, Interleave, PagedTensor
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
-_STATIC_SCALES = ("NONE", "FP8_PER_TENSOR")
-"""Quantisation modes whose scales belong to the weights; others keep scales beside the cache, or change them."""
+_EVERY_TOKEN = Interleave()
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
     """The cache groups that take part in transfers.
 
     Raises:
-        InvalidConfig: a group holds what kvferry cannot describe; the text names its first layer and why.
+        InvalidConfig: a group holds what kvferry cannot describe; the text names a layer and why.
     """
-    # A pipeline stage may have none of a group's layers; the group's spec is the whole model's.
-    return tuple(
-        _group(next(iter(group.layer_names), "of another stage"), group.kv_cache_spec)
-        for group in kv_cache_config.transfer_groups
-    )
+    return tuple(_group(group) for group in kv_cache_config.transfer_groups)
 
 
 def discover(
@@ -43,12 +40,17 @@ def discover(
     kv_cache_config: KVCacheConfig,
     packings: Mapping[str, str],
     sharding: Sharding,
+    *,
+    interleave: Interleave = _EVERY_TOKEN,
+    head_groups: int | None = None,
 ) -> KvCaches:
     """Describe the registered caches.
 
     Args:
-        kv_caches: by layer the view `[B, H, N, C]` in elements of the cache's dtype.
+        kv_caches: by layer the view `[B, H, N, C]`: of attention in elements of the cache's dtype, of a state in bytes.
         packings: by layer how its attention backend arranges a block, see `packing_of`.
+        interleave: which tokens this worker holds of the caches that ranks share out (decode context parallelism).
+        head_groups: how many groups share B and C of a Mamba-2 model, see `groups_of_heads`.
 
     Raises:
         InvalidConfig: naming the layer and why it cannot be described.
@@ -57,46 +59,45 @@ def discover(
     tensors: list[PagedTensor] = []
     storages: dict[int, torch.Tensor] = {}
     for index, group in enumerate(kv_cache_config.transfer_groups):
-        seen: set[tuple[int, tuple[int, ...]]] = set()  # not across groups: vLLM lays all of them over the same bytes
+        seen: set[tuple[int, ...]] = set()  # not across groups: vLLM lays all of them over the same bytes
         for layer in group.layer_names:
             view = kv_caches.get(layer)
             if view is None:
                 continue  # a layer of another pipeline stage
             spec = _layer_spec(group.kv_cache_spec, layer)
-            identity = (view.data_ptr(), tuple(view.stride()))
+            policy, _ = policy_of(layer, spec)
+            identity = (view.data_ptr(), *view.shape, *view.stride())
             if identity in seen:
                 continue  # a layer that shares another's cache
             seen.add(identity)
             storages.setdefault(view.untyped_storage().data_ptr(), view)
-            tensors += _describe(layer, index, spec, view, kv_cache_config.num_blocks, packings, sharding)
+            if policy == "state":
+                blocks = kv_cache_config.num_blocks
+                tensors += describe_state(layer, index, spec, view, blocks, sharding, head_groups)
+                continue
+            share = interleave if spec.dcp_sharded else _EVERY_TOKEN
+            tensors += _describe(layer, index, spec, view, kv_cache_config.num_blocks, packings, sharding, share)
     if not tensors:
         raise InvalidConfig("kv_caches", sorted(kv_caches)[:4], "at least one layer with a transferable cache")
     return KvCaches(tuple(storages.values()), tuple(tensors), next(iter(storages.values())).device)
 
 
-def _group(first_layer: str, spec: KVCacheSpec) -> CacheGroup:
+def _group(group: KVCacheGroupSpec) -> CacheGroup:
     from vllm.v1 import kv_cache_interface as specs
 
+    # A pipeline stage may have none of a group's layers; the group's spec is the whole model's.
+    spec, layer = group.kv_cache_spec, next(iter(group.layer_names), "of another stage")
+    if group.host_resident or group.role is not specs.KVCacheGroupRole.DEFAULT:
+        expected = "caches in the device's memory (no hisparse_config)"
+        raise InvalidConfig(f"cache of layer {layer}", f"in a group of {group.role.value} in host memory", expected)
     if isinstance(spec, specs.UniformTypeKVCacheSpecs):
-        policies = {_policy(layer, inner) for layer, inner in spec.kv_cache_specs.items()}
+        policies = {policy_of(name, inner) for name, inner in spec.kv_cache_specs.items()}
         if len(policies) != 1:
-            raise InvalidConfig(f"cache of layer {first_layer}", sorted(policies), "one policy for the whole group")
+            raise InvalidConfig(f"cache of layer {layer}", sorted(policies), "one policy for the whole group")
         (policy, window) = policies.pop()
     else:
-        policy, window = _policy(first_layer, spec)
+        policy, window = policy_of(layer, spec)
     return CacheGroup(policy=policy, block_tokens=spec.block_size, window_tokens=window)
-
-
-def _policy(layer: str, spec: KVCacheSpec) -> tuple[str, int]:
-    from vllm.v1 import kv_cache_interface as specs
-
-    if type(spec) in (specs.FullAttentionSpec, specs.MLAAttentionSpec):
-        return ("full", 0)
-    if type(spec) is specs.SlidingWindowSpec:
-        return ("window", spec.sliding_window)
-    raise InvalidConfig(
-        f"cache of layer {layer}", type(spec).__name__, "full attention, MLA or sliding-window attention"
-    )
 
 
 def _layer_spec(spec: KVCacheSpec, layer: str) -> Any:
@@ -109,10 +110,11 @@ def _local_heads(kv_cache_config: KVCacheConfig) -> Iterator[int]:
     """KV heads on this worker, of every layer whose heads are shared out."""
     from vllm.v1 import kv_cache_interface as specs
 
+    everywhere = (specs.MLAAttentionSpec, specs.SlidingWindowMLASpec)
     for group in kv_cache_config.transfer_groups:
         for layer in group.layer_names:
             spec = _layer_spec(group.kv_cache_spec, layer)
-            if type(spec) in (specs.FullAttentionSpec, specs.SlidingWindowSpec):
+            if isinstance(spec, specs.AttentionSpec) and not isinstance(spec, everywhere):
                 yield spec.num_kv_heads
 
 
@@ -124,24 +126,20 @@ def _describe(
     num_blocks: int,
     packings: Mapping[str, str],
     sharding: Sharding,
+    interleave: Interleave,
 ) -> list[PagedTensor]:
-    _policy(layer, spec)
+    """The paged tensors of a layer of attention."""
     where = f"cache of layer {layer}"
     if view.dim() != 4:
         raise InvalidConfig(where, f"shape {list(view.shape)}", "a view [blocks, heads, tokens, content]")
     if layer not in packings:
         raise InvalidConfig(where, "without a layer", "a cache whose attention backend is known")
-    mode = spec.kv_quant_mode.name
-    if mode not in _STATIC_SCALES:
-        raise InvalidConfig(where, f"quantisation {mode}", f"one of {', '.join(_STATIC_SCALES)}")
-    if spec.tokens_per_state != 1:
-        raise InvalidConfig(where, f"{spec.tokens_per_state} tokens a state", "one token a state")
     blocks = view.shape[0]
     if not num_blocks or blocks % num_blocks or spec.block_size % (blocks // num_blocks):
         raise InvalidConfig(where, f"{blocks} kernel blocks", f"a multiple of {num_blocks} blocks")
     if view.stride(3) != 1:
         raise InvalidConfig(where, f"strides {list(view.stride())}", "contiguous content")
-    dtype = str(view.dtype).removeprefix("torch.")
+    dtype, quantization = str(view.dtype).removeprefix("torch."), spec.kv_quant_mode.name.lower()
     return [
         PagedTensor(
             layer=layer,
@@ -158,7 +156,8 @@ def _describe(
             cell_bytes=part.cell_bytes,
             element_bytes=part.element_bytes,
             element_stride=part.element_stride,
-            format=Format(dtype=dtype, quantization=mode.lower(), packing=part.packing),
+            interleave=interleave,
+            format=Format(dtype=dtype, quantization=quantization, packing=part.packing),
         )
         for part in parts_of(layer, view, spec, packings[layer], sharding)
     ]

@@ -11,6 +11,7 @@ from vllm import envs
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.facts import topology_of
 from kvferry.connector.layout import groups_of
+from kvferry.connector.prefill_prompt import tokens_left_out
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.ids import BootId, new_boot_id
@@ -30,6 +31,7 @@ class OwnEngine:
     Attributes:
         host, port: of its side channel.
         block_spans: per cache group the tokens that one scheduler block covers on all ranks together.
+        left_out: how many of a prompt's last tokens are not computed where it is prefilled.
         takes_turns: whether it reads what decoders hold of a conversation's last turn.
         offers_turns: whether it offers its own answers.
     """
@@ -40,6 +42,7 @@ class OwnEngine:
     topology: Topology
     groups: tuple[CacheGroup, ...]
     block_spans: tuple[int, ...]
+    left_out: int
     is_producer: bool
     is_consumer: bool
     takes_turns: bool
@@ -63,6 +66,7 @@ class OwnEngine:
             topology=topology,
             groups=groups,
             block_spans=block_spans(kv_cache_config, topology.dcp),
+            left_out=tokens_left_out(vllm_config, groups),
             is_producer=transfer.is_kv_producer,
             is_consumer=transfer.is_kv_consumer,
             takes_turns=config.bidirectional_kv_xfer,

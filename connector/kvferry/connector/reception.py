@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvferry.connector.own_engine import OwnEngine
+from kvferry.connector.prefill_prompt import leave_out
 from kvferry.connector.prompts import prompt_of
 from kvferry.plan.windows import held_from, reaches_back
 from kvferry.protocol.digests import shared_tokens
@@ -56,7 +57,7 @@ class Reception:
     def _accept_prefill(self, request: Request) -> None:
         if not self._own.is_producer:
             self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
-        elif not request.resumable and prompt_of(request) is not None:
+        elif not request.resumable and prompt_of(request) is not None and leave_out(request, self._own.left_out):
             self.wanted[request.request_id] = LeaseUse.PROMPT
             logger.debug("req=%s is to be decoded elsewhere", request.request_id)
             turn = read_turn(request.kv_transfer_params or {})
@@ -106,7 +107,7 @@ class Reception:
         if self._own.is_all_or_nothing and shared < source.remote_num_tokens:
             shared = 0
         elif not self._windows_reach(source, request.num_prompt_tokens):
-            self._compute_here(request, "window_edge", "its last token needs a block that the producer has given back")
+            self._compute_here(request, "window_edge", "its last token needs what the producer has given back")
             return
         shared = min(shared, request.num_prompt_tokens)
         refused = self._loads.offer(request.request_id, source, shared, time.monotonic(), is_turn=is_turn)

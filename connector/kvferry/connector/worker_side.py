@@ -13,6 +13,7 @@ from kvferry.connector.arrangement import packing_of
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.facts import (
     facts_of,
+    interleave_of,
     place_of_this_worker,
     sharding_of,
     topology_of,
@@ -24,6 +25,7 @@ from kvferry.connector.layout import discover, groups_of
 from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry.connector.metrics import FerryStats
 from kvferry.connector.scheduler_side import lease_slots
+from kvferry.connector.states import groups_of_heads
 from kvferry.worker.nixl_agent import AgentConfig
 from kvferry.worker.nixl_fabric import NixlFabric
 from kvferry.worker.results import StepResults
@@ -115,7 +117,14 @@ class WorkerSide:
         topology, place = topology_of(vllm_config), place_of_this_worker()
         layers = vllm_config.compilation_config.static_forward_context
         packings = {name: packing_of(layers[name], name) for name in kv_caches if name in layers}
-        caches = discover(kv_caches, self._kv_cache_config, packings, sharding_of(vllm_config, place))
+        caches = discover(
+            kv_caches,
+            self._kv_cache_config,
+            packings,
+            sharding_of(vllm_config, place),
+            interleave=interleave_of(vllm_config, place),
+            head_groups=groups_of_heads(vllm_config.model_config.hf_text_config.to_dict()),
+        )
         self._index = worker_index(topology, place)
         agent = AgentConfig(backends=config.backends, num_threads=config.num_threads)
         return FerryWorker(

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvferry.plan.tokens import TokenMap, TokenSide, in_share, slot_of, slots_before, token_of
 from kvferry.plan.transfer_plan import TransferPlan
+from kvferry.plan.windows import first_needed
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.handshake import CacheGroup
 
@@ -77,7 +78,7 @@ def pair_request(
 def pair_units(tokens: TokenMap, here: CacheGroup, there: CacheGroup, request: RequestBlocks) -> UnitPairs:
     """Pair the units that hold the wanted tokens; see `RequestBlocks` for what the ids mean.
 
-    Units of a window that nothing attends to any more may be absent on the remote side: they are left out.
+    Units of a window or a chunk that nothing attends to any more may be absent on the remote side: they are left out.
 
     Raises:
         InvalidParams: the ids do not cover what is needed, or leave a cache.
@@ -90,6 +91,7 @@ def pair_units(tokens: TokenMap, here: CacheGroup, there: CacheGroup, request: R
         text = f"at most the {request.num_tokens} tokens that are held"
         raise InvalidParams(field, f"tokens up to {request.stop_token}", text)
     if tokens.is_state:
+        local_ids = local_ids[: -(-request.stop_token // here.block_tokens)]  # without scratch blocks of drafts
         return _pair_states(tokens, field, local_ids, remote_ids, request)
     slots_here, slots_there = _wanted_slots(tokens, request.first_token, request.stop_token)
     block, inside = np.divmod(slots_here, here.block_tokens)
@@ -164,9 +166,9 @@ def _pair_states(
 def _check_left_out(
     field: str, tokens: TokenMap, here: CacheGroup, slots: np.ndarray, request: RequestBlocks, told: int
 ) -> None:
-    """Only what no later token attends to may be absent: in a window, what lies before it."""
+    """Only what no later token attends to may be absent: what lies before a window, or before a chunk."""
     last = token_of(tokens.local.share, slots + tokens.unit_tokens - 1)
-    needed_from = request.stop_token - here.window_tokens + 1 if here.policy == "window" else 0
+    needed_from = first_needed(here, request.stop_token)
     if int(last.max()) >= needed_from:
         text = f"blocks for all tokens from {max(request.first_token, needed_from)} to {request.stop_token}"
         raise InvalidParams(field, f"{told} blocks", text)

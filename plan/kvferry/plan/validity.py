@@ -7,6 +7,9 @@ from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import Interleave, PagedTensor
 from kvferry.protocol.handshake import EngineDescription
 
+MAX_BLOCK_TOKENS = 65536
+"""Most tokens of a block that is divided into kernel blocks."""
+
 
 def check_description(engine: EngineDescription) -> None:
     """Check that a description does not contradict itself.
@@ -17,6 +20,9 @@ def check_description(engine: EngineDescription) -> None:
     places = [worker.place for worker in engine.workers]
     if len(set(places)) != len(places):
         raise InvalidMessage("workers", f"{len(places)} workers", "a place of its own for every worker")
+    for index, group in enumerate(engine.groups):
+        if group.policy != "state" and group.block_tokens > MAX_BLOCK_TOKENS:
+            raise InvalidMessage(f"groups[{index}].block_tokens", group.block_tokens, f"at most {MAX_BLOCK_TOKENS}")
     for index, worker in enumerate(engine.workers):
         names = [tensor.name for tensor in worker.tensors]
         if len(set(names)) != len(names):

@@ -1,4 +1,4 @@
-"""Whether a sliding window's blocks reach back far enough to go on from."""
+"""Whether what a producer holds of a sequence reaches far enough to go on from."""
 
 from __future__ import annotations
 
@@ -15,16 +15,31 @@ def held_from(block_span: int, num_blocks: int, num_tokens: int) -> int:
     return max(0, -(-num_tokens // block_span) - num_blocks) * block_span
 
 
+def first_needed(group: CacheGroup, next_token: int) -> int:
+    """The first token whose cache is needed to compute `next_token`.
+
+    In a window those are the `window_tokens − 1` before it. In chunked attention it is those of its own chunk, so the
+    first token of a chunk needs none.
+    """
+    if group.policy == "window":
+        return max(0, next_token - group.window_tokens + 1)
+    if group.policy == "chunk":
+        return next_token // group.window_tokens * group.window_tokens
+    return 0
+
+
 def reaches_back(group: CacheGroup, first_held: int, num_tokens: int, prompt_tokens: int) -> bool:
     """Whether the tokens `[first_held, num_tokens)` suffice to compute what comes next.
 
-    The next token attends to the `window_tokens − 1` before it. When the sequence is the whole prompt, vLLM computes
-    the prompt's last token once more for its logits, and that one's window begins one token earlier: it may lie in a
-    block that the producer has given back.
+    When the sequence is the whole prompt, vLLM computes the prompt's last token once more for its logits: its window
+    begins one token earlier, perhaps in a block that the producer has given back, and a recurrent state has seen it
+    already.
 
     Example: window 32, blocks of 16, 47 tokens, blocks of the tokens 16 … 47. To go on with token 47 the tokens from 16
     on are needed: enough. To compute token 46 again, those from 15 on: not enough.
     """
-    next_token = num_tokens if prompt_tokens > num_tokens else num_tokens - 1
-    first_needed = max(0, next_token - group.window_tokens + 1)
-    return group.policy != "window" or first_held <= first_needed
+    if group.policy == "full":
+        return True
+    if group.policy == "state":
+        return prompt_tokens > num_tokens
+    return first_held <= first_needed(group, num_tokens if prompt_tokens > num_tokens else num_tokens - 1)

@@ -23,7 +23,7 @@ from msgspec import Meta
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
-from kvferry.protocol.ids import Address, Hex128, HexEpoch, Positive, Size, SlotIndex, Text
+from kvferry.protocol.ids import Address, Hex128, HexEpoch, Positive, SlotIndex, Text
 from kvferry.protocol.seal import SEAL_KEY_BYTES
 
 CHANNEL_VERSION = 1
@@ -121,14 +121,15 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A cache group: layers that share one block table.
 
     Attributes:
-        policy: `full` when it holds every token, `window` when only the last ones, `state` when its last block is a
-            recurrent state of the whole sequence.
-        block_tokens: local slots per scheduler block (the unit of `remote_block_ids`); without meaning for `state`.
-        window_tokens: length of the window, 0 without one.
+        policy: `full` when it holds every token, `window` when only the last ones, `chunk` when only those of the last
+            chunk, `state` when its last block is a recurrent state of the whole sequence.
+        block_tokens: local slots per scheduler block (the unit of `remote_block_ids`); for `state` the tokens
+            from one block of its table to the next, which may be those of the longest sequence.
+        window_tokens: length of the window or of a chunk, 0 without one.
     """
 
     policy: Text
-    block_tokens: Size
+    block_tokens: Positive
     window_tokens: Annotated[int, Meta(ge=0, lt=2**40)] = 0
 
 
