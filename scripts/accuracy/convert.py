@@ -5,12 +5,8 @@ python -m scripts.accuracy.convert GGUF MAKER FOLDER [MAKER FOLDER …]
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,25 +14,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from scripts.small_models import whole
+
 _NOT_KEPT = {"architectures", "model_type", "_name_or_path", "quantization_config", "transformers_version"}
 _llama: Any = LlamaForCausalLM
-
-
-@contextmanager
-def whole(target: Path) -> Iterator[Path]:
-    """A folder that appears under its name when it is complete, so that a half-made one is never used."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        try:
-            os.rename(partial, target)
-        except OSError:
-            if not (target / "config.json").exists():
-                raise  # not that another run was quicker
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def smollm2(gguf: Path, target: Path) -> None:

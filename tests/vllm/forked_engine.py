@@ -46,7 +46,9 @@ class EngineSpec:
 
     Attributes:
         role: of the connector; empty for an engine without one.
+        block_size: tokens; None for the engine's own choice.
         cores: of the workers, in their order.
+        engine_args: more of vLLM's `EngineArgs`, or others in place of those chosen here.
     """
 
     name: str
@@ -54,10 +56,20 @@ class EngineSpec:
     role: str = ""
     tp: int = 1
     pp: int = 1
-    block_size: int = 128
+    block_size: int | None = 128
     module: str = "kvferry.connector"
     cores: str = "0"
     extra_config: Mapping[str, Any] = field(default_factory=dict)
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens, their log-probabilities, and the params that came with them."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    params: dict[str, Any] | None
 
 
 class EngineFailed(Exception):
@@ -89,15 +101,25 @@ class ForkedEngine:
         self._process.kill()
         self._process.join()
 
-    def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
+    def prefill(self, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
         """Prefill for another engine; the params of the answer."""
-        params = self._call("ask", list(prompt), 1, dict(ASK_FOR_PREFILL))[1]
+        params = self.answer(prompt, ASK_FOR_PREFILL, 1, **more).params
         assert params, "no params came back"
-        return dict(params)
+        return params
 
-    def ask(self, prompt: Sequence[int], params: Mapping[str, Any] | None = None, tokens: int = 8) -> list[int]:
+    def ask(
+        self, prompt: Sequence[int], params: Mapping[str, Any] | None = None, tokens: int = 8, **more: Any
+    ) -> list[int]:
         """The tokens of a greedy answer."""
-        return list(self._call("ask", list(prompt), tokens, dict(params) if params else None)[0])
+        return self.answer(prompt, params, tokens, **more).tokens
+
+    def answer(
+        self, prompt: Sequence[int], params: Mapping[str, Any] | None = None, tokens: int = 8, **more: Any
+    ) -> Answer:
+        """A greedy answer. `more`: see `_Engine.ask`."""
+        answer = self._call("ask", list(prompt), tokens, dict(params) if params else None, more)
+        assert isinstance(answer, Answer)
+        return answer
 
     def metrics(self) -> Scrape:
         """What `/metrics` of a server would say."""
@@ -169,23 +191,22 @@ class _Engine:
                 kv_connector_extra_config={"kv_lease_duration": 120, "handshake_timeout_s": 60, **spec.extra_config},
             )
         pipelined: dict[str, Any] = {"compilation_config": {"mode": 2, "backend": "eager"}}
-        self._engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=spec.model,
-                dtype="float32",
-                max_model_len=1024,
-                max_num_seqs=4,
-                block_size=spec.block_size,
-                num_gpu_blocks_override=_CACHE_TOKENS // spec.block_size,  # a GiB would take a second to fill
-                tensor_parallel_size=spec.tp,
-                pipeline_parallel_size=spec.pp,
-                kv_transfer_config=transfer,
-                skip_tokenizer_init=True,
-                enable_prefix_caching=False,
-                disable_log_stats=False,
-                **({"enforce_eager": True} if spec.pp == 1 else pipelined),
-            )
-        )
+        arguments: dict[str, Any] = {
+            "model": spec.model,
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "max_num_seqs": 4,
+            "block_size": spec.block_size,
+            "num_gpu_blocks_override": _CACHE_TOKENS // (spec.block_size or 16),  # a GiB would take a second to fill
+            "tensor_parallel_size": spec.tp,
+            "pipeline_parallel_size": spec.pp,
+            "kv_transfer_config": transfer,
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,
+            "disable_log_stats": False,
+            **({"enforce_eager": True} if spec.pp == 1 else pipelined),
+        }
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | dict(spec.engine_args)))
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         self._asked = 0
 
@@ -202,23 +223,34 @@ class _Engine:
                 self._engine.step()
         self._engine.engine_core.shutdown()
 
-    def ask(self, prompt: list[int], tokens: int, params: dict[str, Any] | None) -> tuple[list[int], Any]:
+    def ask(self, prompt: list[int], tokens: int, params: dict[str, Any] | None, more: dict[str, Any]) -> Answer:
+        """One request, alone.
+
+        Args:
+            more: `lora`: the folder of an adapter; `salt`: the request's `cache_salt`.
+        """
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         sampling = SamplingParams(
             max_tokens=tokens,
             temperature=0.0,
+            logprobs=0,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={"kv_transfer_params": params} if params else None,
         )
         self._asked += 1
-        self._engine.add_request(str(self._asked), {"prompt_token_ids": prompt}, sampling)
+        asked: dict[str, Any] = {"prompt_token_ids": prompt}
+        if "salt" in more:
+            asked["cache_salt"] = more["salt"]
+        self._engine.add_request(str(self._asked), asked, sampling, lora_request=_lora(more.get("lora")))
         while True:
             for output in self._engine.step():
                 if output.finished:
-                    return list(output.outputs[0].token_ids), output.kv_transfer_params
+                    (said,) = output.outputs
+                    logprobs = [each[token].logprob for token, each in zip(said.token_ids, said.logprobs, strict=True)]
+                    return Answer(list(said.token_ids), logprobs, output.kv_transfer_params)
 
     def metrics(self) -> str:
         from prometheus_client import generate_latest
@@ -227,3 +259,11 @@ class _Engine:
 
     def free_blocks(self) -> int:
         return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def _lora(folder: str | None) -> Any:
+    if folder is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=Path(folder).name, lora_int_id=1, lora_path=folder)

@@ -1,0 +1,256 @@
+"""Small models of every kind that engines serve, with random weights that are always the same.
+
+python -m scripts.small_models --list
+python -m scripts.small_models --all
+python -m scripts.small_models small-mla small-windowed --cache-dir ~/.cache/kvferry
+
+A few megabytes each, written in seconds into the cache directory when they are not there; no weights are kept in the
+repository. They have no tokenizer: whoever asks gives token ids below `VOCABULARY`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 1024
+FIRST_TOKEN = 3
+"""Smaller ids have a meaning to engines (padding, begin, end)."""
+
+_FORMAT = 1
+"""Counts changes of how they are made: another number, another folder."""
+
+# Untied embeddings and wide weights: otherwise all logits are nearly equal and rounding decides.
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SmallModel:
+    """What a model is made of.
+
+    Attributes:
+        family: the prefix of transformers' classes `…Config` and `…ForCausalLM`.
+        config: what differs from the settings that all have.
+        config_class: where its name does not follow from the family.
+        without: settings that the family does not know.
+    """
+
+    doc: str
+    family: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    config_class: str = ""
+    without: frozenset[str] = frozenset()
+
+
+def _llama(kv_heads: int, **more: Any) -> SmallModel:
+    return SmallModel(
+        f"Llama-like, {kv_heads} KV heads", "Llama", {"num_attention_heads": 8, "num_key_value_heads": kv_heads} | more
+    )
+
+
+SMALL_MODELS: Mapping[str, SmallModel] = {
+    "small-llama-2": _llama(2),
+    "small-llama-4": _llama(4),
+    "small-llama-8": _llama(8),
+    "small-draft": SmallModel(
+        "Llama-like, one layer: drafts for the others",
+        "Llama",
+        {"num_hidden_layers": 1},
+    ),
+    "small-mla": SmallModel(
+        "DeepSeek-V2-like, MLA with dense layers; vLLM's CPU kernel wants rows of 512 + 64",
+        "DeepseekV2",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 2,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        },
+    ),
+    "small-windowed": SmallModel(
+        "Gemma-3-like, a window of 128 tokens in three layers, full attention in the fourth",
+        "Gemma3",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "sliding_window": 128,
+            "query_pre_attn_scalar": 32,
+        },
+        config_class="Gemma3TextConfig",
+    ),
+    "small-mamba2-hybrid": SmallModel(
+        "GraniteMoeHybrid-like, attention between two Mamba-2 layers",
+        "GraniteMoeHybrid",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "shared_intermediate_size": 128,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_chunk_size": 64,
+            "position_embedding_type": "rope",
+        },
+        without=frozenset({"head_dim"}),
+    ),
+    "small-parallel-hybrid": SmallModel(
+        "Falcon-H1-like, attention and Mamba-2 side by side in every layer",
+        "FalconH1",
+        {
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_chunk_size": 64,
+        },
+    ),
+    "small-gdn-hybrid": SmallModel(
+        "Qwen3-Next-like, attention between two layers of gated delta net, with experts",
+        "Qwen3Next",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "small-mamba2": SmallModel(
+        "Mamba-2 alone",
+        "Mamba2",
+        {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 2, "expand": 2, "chunk_size": 64},
+        without=frozenset({"num_attention_heads", "num_key_value_heads", "intermediate_size"}),
+    ),
+    "small-mamba1-hybrid": SmallModel(
+        "Jamba-like, attention between two Mamba-1 layers",
+        "Jamba",
+        {
+            "num_hidden_layers": 3,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 100,
+            "expert_layer_offset": 50,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": 16,
+        },
+        without=frozenset({"head_dim"}),
+    ),
+}
+
+
+def small_model(name: str, cache_dir: Path) -> Path:
+    """The model's folder, made when it is not there. Runs beside others may make it at the same time.
+
+    Raises:
+        KeyError: there is none of that name.
+    """
+    made_of = SMALL_MODELS[name]
+    folder = cache_dir / "models" / f"{name}-{_FORMAT}"
+    if not (folder / "config.json").exists():
+        _make(made_of, folder)
+    return folder
+
+
+def default_cache_dir() -> Path:
+    """Where all models of this project are kept."""
+    return Path(os.environ.get("KVFERRY_CACHE_DIR") or "~/.cache/kvferry").expanduser()
+
+
+@contextmanager
+def whole(target: Path) -> Iterator[Path]:
+    """A folder that appears under its name when it is complete, so that a half-made one is never used."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        try:
+            os.rename(partial, target)
+        except OSError:
+            if not (target / "config.json").exists():
+                raise  # not that another run was quicker
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _make(made_of: SmallModel, folder: Path) -> None:
+    import torch
+    import transformers
+
+    logging: Any = transformers.logging
+    logging.disable_progress_bar()
+    of_family = getattr(transformers, made_of.config_class or f"{made_of.family}Config")
+    model_class = getattr(transformers, f"{made_of.family}ForCausalLM")
+    settings = {key: value for key, value in {**_COMMON, **made_of.config}.items() if key not in made_of.without}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(of_family(**settings)).to(torch.float32)
+    with whole(folder) as partial:
+        model.save_pretrained(partial)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write models, or list them."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.small_models", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", choices=[[], *SMALL_MODELS], metavar="NAME", help="models to write")
+    parser.add_argument("--all", action="store_true", help="write all of them")
+    parser.add_argument("--list", action="store_true", help="names and what they are")
+    parser.add_argument("--cache-dir", type=Path, default=default_cache_dir(), help="[%(default)s]")
+    chosen = parser.parse_args(arguments)
+    if chosen.list:
+        for name, model in SMALL_MODELS.items():
+            print(f"{name:24} {model.doc}")
+    for name in SMALL_MODELS if chosen.all else chosen.names:
+        print(small_model(name, chosen.cache_dir))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
