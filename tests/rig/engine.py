@@ -108,8 +108,7 @@ class RigEngine:
         """A prompt is computed: all workers hold their shares of it, and its blocks are leased."""
         assert self.leases.open(request_id)
         self.step()
-        for memory in self.memories:
-            memory.fill(self.groups, request, numbers)
+        self.compute(request, numbers)
         lease = self.leases.finish(request_id)
         assert lease is not None
         ticket = Ticket(
@@ -136,6 +135,11 @@ class RigEngine:
         )
         self.step()
         return seal(params, self._seal_key)
+
+    def compute(self, request: Request, numbers: Numbers) -> None:
+        """What the prefill itself leaves in the caches of all workers."""
+        for memory in self.memories:
+            memory.fill(self.groups, request, numbers)
 
     def load(self, request_id: str, request: Request, params: RemotePrefill) -> None:
         """All workers are told to load it."""

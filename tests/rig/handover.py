@@ -35,12 +35,14 @@ class Moved:
 
 
 @contextlib.contextmanager
-def rig_of(pair: Pair, settings: WorkerSettings = SETTINGS) -> Iterator[tuple[RigEngine, RigEngine]]:
+def rig_of(
+    pair: Pair, settings: WorkerSettings = SETTINGS, make_producer: Callable[..., RigEngine] = RigEngine
+) -> Iterator[tuple[RigEngine, RigEngine]]:
     """Producer and consumer of a pair, on NIXL; no thread of theirs is left behind."""
     number = next(_numbers)
     floats = pair.producer.cache_dtype != pair.consumer.cache_dtype
     with contextlib.ExitStack() as stack:
-        producer = RigEngine(f"P{number}", pair.model, pair.producer, NixlFabric, settings, 2 * number, floats)
+        producer = make_producer(f"P{number}", pair.model, pair.producer, NixlFabric, settings, 2 * number, floats)
         stack.callback(producer.close)
         consumer = RigEngine(f"C{number}", pair.model, pair.consumer, NixlFabric, settings, 2 * number + 1, floats)
         stack.callback(consumer.close)

@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 Numbers = dict[tuple[str, str], int]
 
 
-def _noise(names: Ints) -> Bytes:
+def noise(names: Ints) -> Bytes:
     """A byte for every name: it follows from layer, kind, head, tokens and index, and neighbours differ."""
     word = names.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     word ^= word >> np.uint64(29)
@@ -68,11 +68,11 @@ class WorkerMemory:
 
     def _values(self, names: Ints, numbers: Numbers) -> Bytes:
         """What named bytes hold."""
-        found = _noise(names)
+        found = noise(names)
         number = number_of(names)
         for tensor in self._floats:
             own = (names >= 0) & (number == numbers.get(tensor.name, UNNAMED))
-            patterns = _noise(element_names(tensor, names[own]))
+            patterns = noise(element_names(tensor, names[own]))
             found[own] = stored_bytes(tensor, names[own], patterns)
         return found
 

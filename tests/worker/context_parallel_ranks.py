@@ -33,11 +33,13 @@ class RankPool:
 
     Args:
         size: how many. There are groups of every power of two up to it.
+        module: what the ranks are asked for is in it; imported once, before they are forked.
         backend: `gloo` or `nccl`.
     """
 
-    def __init__(self, size: int, backend: str = "gloo") -> None:
+    def __init__(self, size: int, module: str, backend: str = "gloo") -> None:
         self.size, self.backend = size, backend
+        self._command = f"import {module}; from {__name__} import main; main()"
         self._process: subprocess.Popen[bytes] | None = None
         self._ends: list[Connection] = []
         self._directory = contextlib.ExitStack()
@@ -87,7 +89,7 @@ class RankPool:
         pairs = [Pipe() for _ in range(self.size)]
         theirs = [end.fileno() for _, end in pairs]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import main; main()", self.backend, directory, *map(str, theirs)],
+            [sys.executable, "-c", self._command, self.backend, directory, *map(str, theirs)],
             cwd=_ROOT,
             pass_fds=theirs,
             # Without a name for the interface, gloo looks this host's name up.
@@ -100,8 +102,8 @@ class RankPool:
 
 
 @contextlib.contextmanager
-def rank_pool(size: int, backend: str = "gloo") -> Iterator[RankPool]:
-    pool = RankPool(size, backend)
+def rank_pool(size: int, module: str, backend: str = "gloo") -> Iterator[RankPool]:
+    pool = RankPool(size, module, backend)
     try:
         yield pool
     finally:

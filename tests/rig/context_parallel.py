@@ -1,0 +1,125 @@
+"""A producer whose prefill context parallel ranks share out the tokens of a prompt; see `tests.rig.engine`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from kvferry.plan.transfer_plan import TransferPlan
+from kvferry.protocol.geometry import PagedTensor
+from kvferry.worker.caches import KvCaches
+from tests.geometry.requests import Request
+from tests.rig.context_parallel_rank import Step, Written, compute_steps
+from tests.rig.engine import RigEngine
+from tests.rig.memory import Numbers
+from tests.worker.context_parallel_ranks import RankPool
+
+Read = dict[int, set[tuple[tuple[str, str], int]]]
+"""What is read of each producer worker: heads of tensors by name."""
+
+
+class ContextParallelEngine(RigEngine):
+    """Its prefills are computed by ranks of a process group, each its part, in three steps beside two other requests.
+
+    Every replica writes the tokens of all ranks into its own cache, where the slot mapping says.
+
+    Attributes:
+        computed_rows: per step, the rows that each rank of one group has computed.
+        spoil: of every worker what becomes wrong after the prefill: heads of tensors by name.
+    """
+
+    def __init__(self, pool: RankPool, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._pool = pool
+        self.computed_rows: list[tuple[int, ...]] = []
+        self.spoil: Read = {}
+
+    def compute(self, request: Request, numbers: Numbers) -> None:
+        (group,) = self.groups
+        steps = _steps(request, group.block_tokens)
+        workers = sorted(enumerate(self.side.shards.places()), key=lambda at: (at[1].pp, at[1].tp, at[1].pcp))
+        for _, replicas in groupby(workers, key=lambda at: (at[1].pp, at[1].tp)):
+            own = [index for index, _ in replicas]
+            tensors = self.memories[own[0]].kv.tensors
+            answers: list[list[Written]] = self._pool.run(len(own), compute_steps, tensors, numbers, steps)
+            for index, written in zip(own, answers, strict=True):
+                for step in written:
+                    _write(self.memories[index].kv, step)
+            self.computed_rows = [tuple(x.computed for x in of_step) for of_step in zip(*answers, strict=True)]
+        for index, heads in self.spoil.items():
+            for tensor in self.memories[index].kv.tensors:
+                for head in range(tensor.heads.start, tensor.heads.stop):
+                    if (tensor.name, head) in heads:
+                        _cells(self.memories[index].kv, tensor)[:, :, head - tensor.heads.start] ^= 0xFF
+
+    def everything(self) -> Read:
+        """All heads of all tensors of all workers."""
+        return {
+            index: {(x.name, head) for x in memory.kv.tensors for head in range(x.heads.start, x.heads.stop)}
+            for index, memory in enumerate(self.memories)
+        }
+
+
+def read_by(plans: Sequence[TransferPlan]) -> Read:
+    """What the plans of all consumer workers read of each producer worker."""
+    found: Read = defaultdict(set)
+    for route in (route for plan in plans for route in plan.routes):
+        for one in route.slices:
+            found[route.worker] |= {(one.remote.name, head) for head in range(one.heads.start, one.heads.stop)}
+    return found
+
+
+def _steps(request: Request, block_tokens: int) -> list[Step]:
+    """The request in three chunks, the last of one token, which all ranks compute; and two others around it.
+
+    One of them decodes, the other one is prefilled in one step and waits in the next ones.
+    """
+    total = request.num_tokens
+    first = total * 4 // 9
+    blocks = request.remote[0]
+    others = [block for block in range(1, max(blocks)) if block not in blocks]
+    decode, prefill = others[:2], others[2:3]
+    assert prefill, "the cache has blocks for the other requests"
+
+    def slots(ids: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
+        return tuple(ids[at // block_tokens] * block_tokens + at % block_tokens for at in range(start, stop))
+
+    steps = []
+    for number, (start, stop) in enumerate(((0, first), (first, total - 1), (total - 1, total))):
+        at = block_tokens - 1 + number
+        beside = 7 if not number else 0
+        steps.append(
+            Step(
+                requests=(1, 0, 2),
+                scheduled=(1, stop - start, beside),
+                computed=(at, start, 7 - beside),
+                slots=slots(decode, at, at + 1) + slots(blocks, start, stop) + slots(prefill, 0, beside),
+            )
+        )
+    return steps
+
+
+def _write(caches: KvCaches, step: Written) -> None:
+    """Write the rows that have a slot, as an engine's cache kernel does."""
+    kept = step.slots >= 0
+    rows, slots = torch.from_numpy(step.rows[kept]), torch.from_numpy(step.slots[kept])
+    at = 0
+    for tensor in caches.tensors:
+        length = len(tensor.heads) * tensor.cell_bytes
+        part = rows[:, at : at + length].view(-1, len(tensor.heads), tensor.cell_bytes)
+        _cells(caches, tensor)[slots // tensor.block_tokens, slots % tensor.block_tokens] = part
+        at += length
+
+
+def _cells(caches: KvCaches, tensor: PagedTensor) -> torch.Tensor:
+    """A paged tensor's memory, uint8 `[blocks, block_tokens, heads, cell_bytes]`."""
+    assert tensor.tile_tokens == 1
+    assert not tensor.element_bytes
+    storage = next(x for x in caches.storages if 0 <= tensor.base - x.data_ptr() < x.nbytes)
+    shape = (tensor.blocks, tensor.block_tokens, len(tensor.heads), tensor.cell_bytes)
+    strides = (tensor.block_stride, tensor.tile_stride, tensor.head_stride, 1)
+    return storage.as_strided(shape, strides, tensor.base - storage.data_ptr())
