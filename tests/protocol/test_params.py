@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import ForeignParams, InvalidParams
-from kvferry.protocol.params import SHORTEST_LEASE_S, RemoteDecode, RemotePrefill, Ticket, read_params
+from kvferry.protocol.params import SHORTEST_LEASE_S, RemoteDecode, RemotePrefill, Ticket, read_params, read_turn
 from tests.protocol.samples import make_params, make_ticket, params_of_length
 
 NAMES = st.text(
@@ -170,6 +170,28 @@ def test_what_routers_send_to_the_producer_asks_for_a_remote_decode() -> None:
     }
     assert read_params(sent) == RemoteDecode()
     assert read_params({"do_remote_decode": True}) == RemoteDecode()
+
+
+def test_an_answers_params_say_the_opposite_of_a_prompts_and_hold_the_same() -> None:
+    prompt, answer = make_params().to_json(), make_params().to_json(is_turn=True)
+    assert {key for key in prompt if prompt[key] != answer[key]} == {"do_remote_prefill", "do_remote_decode"}
+    assert (answer["do_remote_prefill"], answer["do_remote_decode"]) == (False, True)
+    assert read_params(answer) == RemoteDecode()
+    assert read_turn(answer) == make_params()
+    assert read_turn(json.loads(json.dumps(answer), parse_int=float)) == make_params()
+
+
+@pytest.mark.parametrize("nothing", [{}, {"remote_block_ids": None}, {"remote_block_ids": []}])
+def test_a_prompt_to_be_prefilled_without_blocks_offers_no_turn(nothing: dict[str, Any]) -> None:
+    assert read_turn({"do_remote_decode": True, "kvferry": None, **nothing}) is None
+
+
+def test_a_turn_of_the_stock_connector_is_foreign_and_a_broken_one_names_its_field() -> None:
+    answer = make_params().to_json(is_turn=True)
+    with pytest.raises(ForeignParams):
+        read_turn({key: value for key, value in answer.items() if key != "kvferry"})
+    with pytest.raises(InvalidParams, match="remote_port"):
+        read_turn(answer | {"remote_port": 0})
 
 
 def test_asking_for_both_at_once_is_refused() -> None:

@@ -13,7 +13,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import InvalidParams
-from kvferry.protocol.params import MAX_BLOCKS, MAX_DIGESTS, MAX_GROUPS, MAX_KEYS, RemotePrefill, read_params
+from kvferry.protocol.params import (
+    MAX_BLOCKS,
+    MAX_DIGESTS,
+    MAX_GROUPS,
+    MAX_KEYS,
+    RemoteDecode,
+    RemotePrefill,
+    read_params,
+    read_turn,
+)
 from kvferry.protocol.seal import check_seal, seal
 from tests.protocol.samples import KEY, make_params
 
@@ -225,6 +234,8 @@ def only_invalid_params(raw: object) -> None:
     text = ""
     try:
         params = read_params(raw)
+        if isinstance(raw, dict) and isinstance(params, RemoteDecode):
+            params = read_turn(raw)
         if isinstance(params, RemotePrefill):
             json.dumps(params.to_json()).encode()
             check_seal(params, KEY)
@@ -257,4 +268,5 @@ def test_mutated_valid_params_raise_nothing_but_invalid_params(
         raw.pop(key, None)
     before = copy.deepcopy(raw)
     only_invalid_params(raw)
+    only_invalid_params(raw | {"do_remote_prefill": False, "do_remote_decode": True})
     assert repr(raw) == repr(before), "the caller's object was changed"

@@ -30,8 +30,18 @@ class Modelled:
 
     source: RemotePrefill
     shared: int
+    is_turn: bool
     state: str = "offered"
     asked_with: int = 0
+
+    @property
+    def matched(self) -> int:
+        """What may be loaded: of a turn only what is worth it."""
+        count = max(0, self.shared - self.asked_with)
+        return 0 if self.is_turn and count < THRESHOLD else count
+
+
+THRESHOLD = 50
 
 
 class ConsumerHistories(RuleBasedStateMachine):
@@ -40,7 +50,7 @@ class ConsumerHistories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tally = Tally()
-        self.ledger = ConsumerLedger(self.tally)
+        self.ledger = ConsumerLedger(self.tally, THRESHOLD)
         self.model: dict[str, Modelled] = {}
         self.requests = 0
         self.expected: list[tuple[type[LeaseCommand], LeaseKey]] = []
@@ -61,18 +71,18 @@ class ConsumerHistories(RuleBasedStateMachine):
     def expect(self, kind: type[LeaseCommand], source: RemotePrefill) -> None:
         self.expected.append((kind, RemoteLease.of(source).key))
 
-    @rule(lease=st.integers(0, 4), shared=st.sampled_from([0, 256, 300]))
-    def offer(self, lease: int, shared: int) -> None:
+    @rule(lease=st.integers(0, 4), shared=st.sampled_from([0, 256, 300]), is_turn=st.booleans())
+    def offer(self, lease: int, shared: int, is_turn: bool) -> None:
         self.requests += 1
         source, request_id = source_of(lease), f"r{self.requests}"
-        reason = self.ledger.offer(request_id, source, shared, 5.0)
+        reason = self.ledger.offer(request_id, source, shared, 5.0, is_turn=is_turn)
         if self.claimed(source):
             assert reason == "lease_in_use"
         elif not shared:
             assert reason == "other_prompt"
         else:
             assert reason is None
-            self.model[request_id] = Modelled(source, shared)
+            self.model[request_id] = Modelled(source, shared, is_turn)
             self.expect(Keep, source)
 
     @rule(lease=st.integers(0, 4))
@@ -90,7 +100,7 @@ class ConsumerHistories(RuleBasedStateMachine):
         matched = self.ledger.matched_tokens(request_id, local)
         if one.state == "offered":
             one.asked_with = local
-            assert matched == max(0, one.shared - local)
+            assert matched == one.matched
         else:
             assert matched == 0, "a request was matched twice"
 
@@ -99,12 +109,14 @@ class ConsumerHistories(RuleBasedStateMachine):
     def load(self, data: st.DataObject, less: int) -> None:
         request_id = self.some(data, "offered")
         one = self.model[request_id]
-        count = one.shared - one.asked_with - less
+        count = one.matched - less
         if count <= 0:
             return
+        loads = self.tally.total("turn_loads")
         with pytest.raises(LocalProtocolError, match="matched"):
             self.ledger.allocated(request_id, count + less + 1, ((1,),))
         self.ledger.allocated(request_id, count, [[9, 4], []])
+        assert self.tally.total("turn_loads") == loads + one.is_turn
         one.state = "loading"
         self.orders.add(request_id)
 
@@ -113,13 +125,13 @@ class ConsumerHistories(RuleBasedStateMachine):
     def allocate_without_loading(self, data: st.DataObject) -> None:
         request_id = self.some(data, "offered", "loaded", "failed", "declined")
         one = self.model[request_id]
-        wanted = self.tally.total("local_recomputes", "not_wanted")
+        reasons = {why: self.tally.total("local_recomputes", why) for why in ("not_wanted", "below_threshold")}
         self.ledger.allocated(request_id, 0, ((1,),))
         if one.state == "offered":
             one.state = "declined"
             self.expect(GiveBack, one.source)
-            wanted += one.asked_with < one.shared
-        assert self.tally.total("local_recomputes", "not_wanted") == wanted
+            reasons["not_wanted" if one.matched else "below_threshold"] += one.asked_with < one.shared
+        assert reasons == {why: self.tally.total("local_recomputes", why) for why in reasons}
 
     @precondition(lambda self: self.has("loading", "aborted"))
     @rule(data=st.data(), good=st.booleans())

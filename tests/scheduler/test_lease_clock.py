@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.protocol.handshake import LeaseName
-from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, Lease, ProducerLedger
+from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, Lease, LeaseUse, ProducerLedger
 from kvferry.scheduler.producer.states import LeaseState
 from kvferry.scheduler.tally import Tally
 
@@ -16,11 +16,11 @@ HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE
 class Clocked:
     """A ledger with one lease and a caller's clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, use: LeaseUse = LeaseUse.PROMPT, turn_s: float | None = None) -> None:
         self.now_s = 100.0
         self.tally = Tally()
-        self.ledger = ProducerLedger(4, LEASE_S, self.tally)
-        self.ledger.open("a")
+        self.ledger = ProducerLedger(4, LEASE_S, self.tally, turn_s=turn_s)
+        self.ledger.open("a", use)
         self.step()
 
     def step(self, passed_s: float = 0.0) -> None:
@@ -179,3 +179,31 @@ def test_the_deadline_of_a_lease_that_is_over_does_not_touch_the_next_one_in_its
     clocked.step()
     clocked.steps(LEASE_S - 0.5)
     assert clocked.ledger.state("b") is LeaseState.HELD
+
+
+@pytest.mark.parametrize("turn_s", [5.0, 480.0])
+def test_a_turn_lives_its_own_time_and_no_step_longer(turn_s: float) -> None:
+    clocked = Clocked(LeaseUse.TURN, turn_s)
+    clocked.finish()
+    clocked.step()
+    clocked.steps(turn_s - 0.5)
+    assert clocked.is_held
+    clocked.step(0.5)
+    assert clocked.ledger.state("a") is LeaseState.ENDING
+    clocked.ledger.sent("a")
+    assert clocked.tally.total("turns_released", "expired") == 1
+    assert clocked.tally.total("leases_released", "expired") == 0
+
+
+def test_a_renewal_of_a_turn_adds_a_lease_and_never_shortens_its_time() -> None:
+    clocked = Clocked(LeaseUse.TURN, 100.0)
+    lease = clocked.finish()
+    clocked.step()
+    assert clocked.ledger.renew(lease.name)
+    clocked.steps(99.5)
+    assert clocked.is_held
+    assert clocked.ledger.renew(lease.name)
+    clocked.steps(LEASE_S - 0.5)
+    assert clocked.is_held
+    clocked.step(0.5)
+    assert clocked.ledger.state("a") is LeaseState.ENDING

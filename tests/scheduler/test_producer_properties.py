@@ -13,13 +13,15 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch
 from kvferry.protocol.slots import EMPTY, SlotState, slot_word
-from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, ProducerLedger
+from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, LeaseUse, ProducerLedger
 from kvferry.scheduler.tally import Tally
 from tests.scheduler.tables import WorkerTable
 
 SLOTS = 3
 LEASE_S = 6.0
+TURN_S = 9.0
 HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE
+FIRST_S = {LeaseUse.PROMPT: LEASE_S, LeaseUse.TURN: TURN_S}
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Modelled:
     """What the rules say about one lease."""
 
     epoch: int
+    use: LeaseUse
     phase: str = "computing"
     told: bool = False
     doomed: bool = False
@@ -42,7 +45,7 @@ class ProducerHistories(RuleBasedStateMachine):
         self.epochs = 0
         self.requests = 0
         self.tally = Tally()
-        self.ledger = ProducerLedger(SLOTS, LEASE_S, self.tally, draw_epoch=self.draw_epoch)
+        self.ledger = ProducerLedger(SLOTS, LEASE_S, self.tally, draw_epoch=self.draw_epoch, turn_s=TURN_S)
         self.worker = WorkerTable(SLOTS)
         self.model: dict[str, Modelled] = {}
         self.must_end: set[int] = set()
@@ -64,14 +67,14 @@ class ProducerHistories(RuleBasedStateMachine):
         lease = self.model[request_id]
         return LeaseName(slot=lease.slot, epoch=f"{lease.epoch:015x}")
 
-    @rule()
-    def open(self) -> None:
+    @rule(use=st.sampled_from(LeaseUse))
+    def open(self, use: LeaseUse) -> None:
         self.requests += 1
         request_id = f"r{self.requests}"
         free = len(self.model) < SLOTS
-        assert self.ledger.open(request_id) == free
+        assert self.ledger.open(request_id, use) == free
         if free:
-            self.model[request_id] = Modelled(self.epochs)
+            self.model[request_id] = Modelled(self.epochs, use)
 
     @precondition(lambda self: self.has("computing"))
     @rule(data=st.data())
@@ -116,7 +119,8 @@ class ProducerHistories(RuleBasedStateMachine):
     def renew(self, data: st.DataObject) -> None:
         request_id = self.some(data, "finished", "held")
         assert self.ledger.renew(self.name_of(request_id))
-        self.model[request_id].deadline_s = self.clock_s + LEASE_S
+        lease = self.model[request_id]
+        lease.deadline_s = max(lease.deadline_s, self.clock_s + LEASE_S)
 
     @rule(slot=st.integers(0, SLOTS + 1), epoch=st.integers(1, 3), data=st.data())
     def strangers_are_told_no(self, slot: int, epoch: int, data: st.DataObject) -> None:
@@ -158,7 +162,7 @@ class ProducerHistories(RuleBasedStateMachine):
             lease.told = True
             lease.slot = slots.get(lease.epoch, lease.slot)
             if lease.phase == "finished":
-                lease.phase, lease.deadline_s = "held", self.clock_s + LEASE_S
+                lease.phase, lease.deadline_s = "held", self.clock_s + FIRST_S[lease.use]
                 if lease.doomed:
                     self.doom(lease)
         self.worker.carry_out(orders)
@@ -206,22 +210,26 @@ class ProducerHistories(RuleBasedStateMachine):
         assert self.ledger.held() == sum(lease.phase != "computing" for lease in self.model.values())
 
     def teardown(self) -> None:
-        """When nobody says anything any more, everything is free within a lease and one step."""
+        """When nobody says anything any more, everything is free within a lease, or a turn's time, and one step."""
         for name in [name for name, lease in self.model.items() if lease.phase == "computing"]:
             self.ledger.abandon(name)
             lease = self.model.pop(name)
             if lease.told:
                 self.must_end.add(lease.epoch)
-        for _ in range(HEARTBEATS_PER_LEASE + 2):
+        turns = any(lease.use is LeaseUse.TURN for lease in self.model.values())
+        for _ in range(round((TURN_S if turns else LEASE_S) / HEARTBEAT_S) + 2):
             self.step(HEARTBEAT_S)
         while self.worker.reported:
             self.report()
         assert len(self.ledger) == 0
         assert self.worker.words == [EMPTY] * SLOTS
         assert set(self.reports.values()) <= {1}
-        opened = self.tally.total("leases_opened")
-        ways = ("done", "release", "expired", "reset", "abandoned")
-        assert opened == sum(self.tally.total("leases_released", how) for how in ways)
+        ways = ("done", "release", "expired", "reset")
+        for use in LeaseUse:
+            ended = sum(self.tally.total(f"{use.value}_released", how) for how in ways)
+            abandoned = self.tally.total(f"{use.value}_released", "abandoned")
+            assert self.tally.total(f"{use.value}_opened") == ended + abandoned
+            assert self.tally.total(f"{use.value}_offered") == (ended if use is LeaseUse.TURN else 0)
 
 
 ProducerHistories.TestCase.settings = settings(max_examples=120, stateful_step_count=40)

@@ -1,0 +1,81 @@
+"""A step: who is heard before whose time is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.protocol.handshake import LeaseName, Release, Renew
+from kvferry.protocol.orders import StepOrders
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.listener import SideChannelListener
+from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, ProducerLedger
+from kvferry.scheduler.step import next_orders
+from kvferry.scheduler.tally import Tally
+from tests.protocol.samples import BOOT, make_params
+from tests.scheduler.channel import free_port
+
+LEASE_S = 6.0
+
+
+class Scheduler:
+    """Both ledgers, and a listener whose inbox the test fills."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.leases = ProducerLedger(4, LEASE_S, self.tally)
+        self.loads = ConsumerLedger(self.tally)
+        self.listener = SideChannelListener("127.0.0.1", free_port(), self.tally)
+        self.now_s = 50.0
+
+    def step(self, passed_s: float = 0.0) -> StepOrders:
+        self.now_s += passed_s
+        return next_orders(self.listener, self.leases, self.loads, BOOT, self.tally, self.now_s)
+
+    def hold(self) -> LeaseName:
+        self.leases.open("p")
+        self.step()
+        lease = self.leases.finish("p")
+        assert lease is not None
+        self.step()
+        return lease.name
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Scheduler]:
+    made = Scheduler()
+    yield made
+    made.listener.close()
+
+
+def test_a_renewal_that_has_arrived_is_heard_before_the_lease_is_judged(scheduler: Scheduler) -> None:
+    name = scheduler.hold()
+    for _ in range(HEARTBEATS_PER_LEASE - 1):
+        scheduler.step(LEASE_S / HEARTBEATS_PER_LEASE)
+    scheduler.listener.inbox.put(Renew(boot=BOOT, leases=(name,)))
+    assert scheduler.step(LEASE_S / HEARTBEATS_PER_LEASE).ends == ()
+
+
+def test_a_release_ends_its_lease_in_the_same_step(scheduler: Scheduler) -> None:
+    name = scheduler.hold()
+    scheduler.listener.inbox.put(Release(boot=BOOT, leases=(name,)))
+    assert [end.request_id for end in scheduler.step().ends] == ["p"]
+
+
+def test_what_was_said_to_another_life_is_counted_and_changes_nothing(scheduler: Scheduler) -> None:
+    name = scheduler.hold()
+    scheduler.listener.inbox.put(Release(boot="f" * 32, leases=(name,)))
+    scheduler.listener.inbox.put(Renew(boot="f" * 32, leases=(name,)))
+    assert not scheduler.step()
+    assert (scheduler.tally.total("releases_unknown"), scheduler.tally.total("renewals_unknown")) == (1, 1)
+
+
+def test_the_loads_of_both_ledgers_go_out_together_and_once(scheduler: Scheduler) -> None:
+    scheduler.leases.open("p")
+    assert scheduler.loads.offer("d", make_params(), 300, 0.0) is None
+    scheduler.loads.allocated("d", scheduler.loads.matched_tokens("d", 16), ((1, 2), (3,)))
+    orders = scheduler.step()
+    assert orders.boot == BOOT
+    assert ([load.request_id for load in orders.loads], len(orders.opens)) == (["d"], 1)
+    assert not scheduler.step()
