@@ -1,0 +1,108 @@
+"""What a producer leaves out of a prompt, against a request that never had it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from kvferry.connector.prefill_prompt import leave_out, tokens_left_out
+from kvferry.connector.prompts import prompt_of
+from kvferry.protocol.digests import digest_chain
+from kvferry.protocol.handshake import CacheGroup
+
+FULL, STATE = CacheGroup(policy="full", block_tokens=16), CacheGroup(policy="state", block_tokens=512)
+
+
+def request_of(num_tokens: int, *, images: tuple[tuple[int, int], ...] = (), **sampling: Any) -> Any:
+    init_none_hash(sha256)
+    return Request(
+        request_id="request",
+        prompt_token_ids=list(range(100, 100 + num_tokens)),
+        sampling_params=SamplingParams(**{"max_tokens": 20, **sampling}),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(4, sha256),
+        mm_features=[
+            MultiModalFeatureSpec(
+                data=None, modality="image", identifier=f"image-{start}", mm_position=PlaceholderRange(start, length)
+            )
+            for start, length in images
+        ],
+    )
+
+
+def digests_of(request: Any) -> tuple[str, ...]:
+    prompt = prompt_of(request)
+    assert prompt is not None
+    return digest_chain(prompt, request.num_prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    ("groups", "lookahead", "expected"),
+    [
+        ([FULL], 0, 0),
+        ([FULL], 1, 0),
+        ([FULL, STATE], 0, 1),
+        ([STATE], 1, 1),
+        ([FULL], 3, 2),
+        ([FULL, STATE], 3, 2),
+    ],
+)
+def test_a_model_with_states_or_several_predictors_leaves_tokens_to_the_consumer(
+    groups: list[CacheGroup], lookahead: int, expected: int
+) -> None:
+    config: Any = SimpleNamespace(num_prefill_lookahead_tokens=lookahead)
+    assert tokens_left_out(config, groups) == expected
+
+
+@pytest.mark.parametrize("images", [(), ((2, 3), (9, 2))], ids=["text", "images"])
+@pytest.mark.parametrize("num_tokens", [14, 15, 16, 17, 20])
+@pytest.mark.parametrize("left_out", [1, 2, 3])
+def test_the_request_is_like_one_that_never_had_the_last_tokens(
+    num_tokens: int, left_out: int, images: tuple[tuple[int, int], ...]
+) -> None:
+    request = request_of(num_tokens, images=images)
+    expected = request_of(num_tokens - left_out, images=images, max_tokens=1)
+    assert leave_out(request, left_out)
+    for name in ("num_prompt_tokens", "num_tokens", "prompt_token_ids", "block_hashes", "max_tokens"):
+        assert getattr(request, name) == getattr(expected, name), name
+    assert digests_of(request) == digests_of(expected)
+    request.append_output_token_ids(7)
+    expected.append_output_token_ids(7)
+    assert request.block_hashes == expected.block_hashes, "what follows is hashed behind the same blocks"
+
+
+def test_siblings_that_share_a_list_of_tokens_keep_theirs() -> None:
+    request = request_of(16)
+    shared = request.prompt_token_ids
+    assert leave_out(request, 1)
+    assert (len(shared), len(request.prompt_token_ids)) == (16, 15)
+
+
+def test_nothing_changes_where_nothing_is_left_out() -> None:
+    request = request_of(16)
+    assert leave_out(request, 0)
+    assert (request.num_prompt_tokens, request.max_tokens, len(request.block_hashes)) == (16, 20, 4)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        request_of(1),
+        request_of(16, min_tokens=2),
+        request_of(16, prompt_logprobs=1),
+        request_of(16, images=((12, 4),)),
+    ],
+    ids=["a single token", "more answers wanted", "log-probabilities of the prompt", "ends within an image"],
+)
+def test_what_could_not_be_used_is_served_as_it_is(request_: Any) -> None:
+    before = request_.num_prompt_tokens, list(request_.all_token_ids), request_.max_tokens, list(request_.block_hashes)
+    assert not leave_out(request_, 1)
+    after = request_.num_prompt_tokens, list(request_.all_token_ids), request_.max_tokens, list(request_.block_hashes)
+    assert before == after
