@@ -14,7 +14,7 @@ from kvferry.protocol.notifications import decode_notification
 from kvferry.protocol.orders import LeaseHold
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.slots import SlotState, slot_word
-from kvferry.scheduler.producer.ledger import LeaseOrders, ProducerLedger
+from kvferry.scheduler.producer.ledger import LeaseOrders, LeaseUse, ProducerLedger
 from kvferry.scheduler.tally import Tally
 from kvferry.worker.lease_table import LeaseTable
 from tests.protocol.samples import make_ticket, params_of_length
@@ -62,12 +62,13 @@ class ProducerWorker:
 
 
 class Producer:
-    """Blocks, requests and their leases. Two blocks a request."""
+    """Blocks, requests and their leases, some of them of turns. Two blocks a request."""
 
     def __init__(self, draw: random.Random, *, workers: int, slots: int, lease_s: float) -> None:
         self.draw = draw
         self.tally = Tally()
-        self.ledger = ProducerLedger(slots, lease_s, self.tally)
+        self.first_s = {LeaseUse.PROMPT: lease_s, LeaseUse.TURN: 2 * lease_s}
+        self.ledger = ProducerLedger(slots, lease_s, self.tally, turn_s=2 * lease_s)
         self.workers = [ProducerWorker(LeaseTable(slots), self._wrote) for _ in range(workers)]
         self.blocks = [FREE] * (slots * 3)
         self.owned: dict[str, tuple[int, int]] = {}
@@ -87,7 +88,7 @@ class Producer:
         self.owned[request_id] = (free[0], free[1])
         for block in free[:2]:
             self.blocks[block] = f"unfinished {request_id}"
-        if self.ledger.open(request_id):
+        if self.ledger.open(request_id, self.draw.choice(list(LeaseUse))):
             self.running.append(request_id)
         else:
             self._free(request_id)
@@ -133,7 +134,8 @@ class Producer:
         for end in orders.ends:
             self.overdue_after.pop(end.request_id, None)
         for hold in orders.holds:
-            self.overdue_after[hold.request_id] = now_s + self.ledger.lease_s
+            use = self.ledger._by_request[hold.request_id].use
+            self.overdue_after[hold.request_id] = now_s + self.first_s[use]
         for worker in self.workers:
             worker.orders.append(orders)
         for request_id, overdue_s in self.overdue_after.items():
@@ -142,7 +144,8 @@ class Producer:
     def _renewed(self, name: LeaseName, now_s: float) -> None:
         if self.ledger.renew(name):
             holder = [x for x in self.ledger._by_request.values() if x.slot == name.slot]
-            self.overdue_after[holder[0].request_id] = now_s + self.ledger.lease_s
+            before_s = self.overdue_after.get(holder[0].request_id, 0.0)
+            self.overdue_after[holder[0].request_id] = max(before_s, now_s + self.ledger.lease_s)
 
     def _collect(self) -> None:
         """What vLLM's aggregator does: a request is over when every worker has reported it, and none twice."""

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.protocol.slots import EMPTY
+from kvferry.scheduler.producer.ledger import LeaseUse
+from kvferry.scheduler.tally import Tally
 from tests.scheduler.fleet import Fleet
 from tests.scheduler.producer_end import FREE
 
@@ -25,6 +27,11 @@ def run_dry(fleet: Fleet) -> None:
             break
 
 
+def ended(tally: Tally, how: str) -> int:
+    """Leases of prompts and of turns that ended in one way."""
+    return sum(tally.total(f"{use.value}_released", how) for use in LeaseUse)
+
+
 def nothing_is_left(fleet: Fleet) -> None:
     """Every slot, block and claim is free, and every request was reported exactly once."""
     producer, consumer = fleet.producer, fleet.consumer
@@ -34,10 +41,10 @@ def nothing_is_left(fleet: Fleet) -> None:
         assert set(worker.table.words.tolist()) == {EMPTY}
         assert worker.table.held() == 0
     assert set(producer.sent.values()) <= {1}
-    released = Counter({how: producer.tally.total("leases_released", how) for how in ("done", "release", "expired")})
+    released = Counter({how: ended(producer.tally, how) for how in ("done", "release", "expired")})
     assert released.total() == producer.sent.total()
-    abandoned = producer.tally.total("leases_released", "abandoned")
-    assert producer.tally.total("leases_opened") == released.total() + abandoned
+    opened = producer.tally.total("leases_opened") + producer.tally.total("turns_opened")
+    assert opened == released.total() + ended(producer.tally, "abandoned")
     if fleet.consumer_lives:
         assert len(consumer.ledger) == 0
         assert not consumer.kept
@@ -73,19 +80,20 @@ def test_everything_is_free_within_a_lease_of_the_consumers_death(
 def test_such_histories_contain_every_way_in_which_a_lease_and_a_load_end() -> None:
     """Otherwise the tests above would prove little."""
     ends: Counter[str] = Counter()
-    for seed in range(8):
+    for seed in range(12):
         fleet = Fleet(seed, workers=(2, 2), loss=0.3)
         for _ in range(300):
             fleet.tick()
         run_dry(fleet)
         nothing_is_left(fleet)
         for how in ("done", "release", "expired", "abandoned"):
-            ends[how] += fleet.producer.tally.total("leases_released", how)
+            for use in LeaseUse:
+                ends[f"{use.value} {how}"] += fleet.producer.tally.total(f"{use.value}_released", how)
         ends["refused for want of a slot"] += fleet.producer.tally.total("leases_refused")
         ends["loaded"] += len(fleet.consumer.good)
         ends["failed"] += fleet.consumer.tally.total("loads") - len(fleet.consumer.good)
     assert min(ends.values()) >= 5, ends
-    assert len(ends) == 7, ends
+    assert len(ends) == 11, ends
 
 
 @given(seed=SEEDS, workers=WORKERS)
@@ -96,7 +104,7 @@ def test_on_a_good_network_every_load_is_good_and_no_lease_expires(seed: int, wo
         fleet.tick()
     run_dry(fleet)
     nothing_is_left(fleet)
-    assert fleet.producer.tally.total("leases_released", "expired") == 0
+    assert ended(fleet.producer.tally, "expired") == 0
     assert fleet.consumer.tally.total("loads") == len(fleet.consumer.good) > 0
 
 
