@@ -1,52 +1,27 @@
-"""Engines without a model, of any shards and layouts: all of kvferry is real, vLLM apart.
-
-One engine has one scheduler (both ledgers, a listener and a renewer on loopback) and a `FerryWorker` with an agent of
-its own for every rank. The test is the step loop of both engines.
-"""
+"""Engines of any shards and layouts, whose memory is looked at whole."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable
 
-from kvferry.protocol.handshake import EngineDescription
-from kvferry.protocol.ids import epoch_to_text, new_boot_id
-from kvferry.protocol.orders import FailureReason, decode_orders, encode_orders
-from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.seal import new_seal_key, seal
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.listener import SideChannelListener
-from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.renewer import LeaseRenewer
-from kvferry.scheduler.step import next_orders
-from kvferry.scheduler.tally import Tally
+from kvferry.protocol.params import RemotePrefill
 from kvferry.worker.fabric import Fabric
-from kvferry.worker.load import LoadFigures
 from kvferry.worker.settings import WorkerSettings
-from kvferry.worker.worker import FerryWorker
 from tests.geometry.caches import Side, carve
 from tests.geometry.models import Model
-from tests.geometry.pairs import FACTS, cache_groups
+from tests.geometry.pairs import cache_groups
 from tests.geometry.requests import Request
+from tests.rig.cache_engine import SETTINGS, CacheEngine
 from tests.rig.memory import Numbers, Snapshot, WorkerMemory
-from tests.worker.engine import free_port
 
-HOST = "127.0.0.1"
-LEASE_S = 120.0
-SETTINGS = WorkerSettings(
-    lease_slots=8, handshake_timeout_s=60.0, load_timeout_s=120.0, max_loads=8, staging_pool_bytes=1 << 16
-)
+__all__ = ["SETTINGS", "RigEngine"]
 
 
-class RigEngine:
-    """One engine. Its methods are called on one thread.
+class RigEngine(CacheEngine):
+    """One engine.
 
     Attributes:
-        sent, loaded: per request, how many workers have reported it.
-        failed: per request why the first worker that failed did.
-        figures: of every worker's good loads.
-        counts: what workers counted besides.
+        memories: of its workers.
     """
 
     def __init__(
@@ -59,138 +34,23 @@ class RigEngine:
         seed: int,
         floats: bool,
     ) -> None:
-        self.name, self.side = name, side
-        self.groups = cache_groups(model, side)
-        self.boot, self.port = new_boot_id(), free_port()
-        self.sent: Counter[str] = Counter()
-        self.loaded: Counter[str] = Counter()
-        self.failed: dict[str, FailureReason] = {}
-        self.figures: list[LoadFigures] = []
-        self.counts: Counter[str] = Counter()
-        self.tally = Tally()
-        self.leases = ProducerLedger(settings.lease_slots, LEASE_S, self.tally)
-        self.loads = ConsumerLedger(self.tally)
-        self.memories: list[WorkerMemory] = []
-        self.workers: list[FerryWorker] = []
-        self._seal_key = new_seal_key()
-        for index, place in enumerate(side.shards.places()):
-            memory = WorkerMemory(carve(model, side, place), seed * 1000 + index, floats=floats)
-            self.memories.append(memory)
-            self.workers.append(
-                FerryWorker(
-                    engine_id=name,
-                    place=place,
-                    index=index,
-                    topology=side.shards.topology,
-                    facts=FACTS,
-                    groups=self.groups,
-                    caches=memory.kv,
-                    settings=settings,
-                    make_fabric=make_fabric,
-                )
-            )
-        self.description = EngineDescription(
-            engine_id=name,
-            boot=self.boot,
-            seal_key=self._seal_key,
-            facts=FACTS,
-            topology=side.shards.topology,
-            groups=self.groups,
-            workers=tuple(worker.description for worker in self.workers),
-        )
-        for worker in self.workers:
-            worker.meet_siblings(self.description.workers)
-        self.listener = SideChannelListener(HOST, self.port, self.tally)
-        self.listener.publish(self.description)
-        self.renewer = LeaseRenewer(self.tally)
+        places = side.shards.places()
+        self.side = side
+        self.memories = [
+            WorkerMemory(carve(model, side, place), seed * 1000 + index, floats=floats)
+            for index, place in enumerate(places)
+        ]
+        caches = [(place, memory.kv) for place, memory in zip(places, self.memories, strict=True)]
+        super().__init__(name, cache_groups(model, side), side.shards.topology, caches, make_fabric, settings)
 
     def prefill(self, request_id: str, request: Request, numbers: Numbers) -> RemotePrefill:
         """A prompt is computed: all workers hold their shares of it, and its blocks are leased."""
-        assert self.leases.open(request_id)
-        self.step()
-        self.compute(request, numbers)
-        lease = self.leases.finish(request_id)
-        assert lease is not None
-        ticket = Ticket(
-            version=1,
-            boot=self.boot,
-            lease_slot=lease.slot,
-            lease_epoch=epoch_to_text(lease.epoch),
-            lease_s=LEASE_S,
-            digests=("0" * 32,),
-            mac="0" * 64,
-        )
-        sizes = self.side.shards.topology
-        params = RemotePrefill(
-            remote_engine_id=self.name,
-            remote_request_id=request_id,
-            remote_block_ids=request.remote,
-            remote_host=HOST,
-            remote_port=self.port,
-            tp_size=sizes.tp,
-            pp_size=sizes.pp,
-            dcp_size=sizes.dcp,
-            remote_num_tokens=request.num_tokens,
-            kvferry=ticket,
-        )
-        self.step()
-        return seal(params, self._seal_key)
+        return self.lease(request_id, request, lambda: self.compute(request, numbers))
 
     def compute(self, request: Request, numbers: Numbers) -> None:
         """What the prefill itself leaves in the caches of all workers."""
         for memory in self.memories:
             memory.fill(self.groups, request, numbers)
 
-    def load(self, request_id: str, request: Request, params: RemotePrefill) -> None:
-        """All workers are told to load it."""
-        assert self.loads.offer(request_id, params, request.stop_token, 0.0) is None
-        count = self.loads.matched_tokens(request_id, request.first_token)
-        self.loads.allocated(request_id, count, request.local)
-        self.step()
-
-    def is_over(self, request_id: str) -> bool:
-        """Whether every worker has reported the load."""
-        reported = self.loaded[request_id] + (len(self.workers) if request_id in self.failed else 0)
-        return reported >= len(self.workers)
-
-    def is_free(self, request_id: str) -> bool:
-        """Whether every worker has reported that nobody reads the request's blocks any more."""
-        return self.sent[request_id] >= len(self.workers)
-
     def snapshots(self) -> list[Snapshot]:
         return [memory.snapshot() for memory in self.memories]
-
-    def step(self) -> None:
-        """One step: what the scheduler decides goes to all workers, what they report comes back."""
-        orders = next_orders(self.listener, self.leases, self.loads, self.boot, self.tally, time.monotonic())
-        frame = encode_orders(orders)
-        for worker in self.workers:
-            worker.carry_out(decode_orders(frame))
-        for worker in self.workers:
-            self._collect(worker)
-        self.renewer.submit(self.loads.take_commands())
-
-    def close(self) -> None:
-        self.listener.close()
-        self.renewer.close()
-        for worker in self.workers:
-            worker.close()
-
-    def _collect(self, worker: FerryWorker) -> None:
-        results = worker.take_results()
-        self.figures += results.figures
-        self.counts["undelivered"] += results.undelivered
-        self.counts["bad_notifications"] += results.bad_notifications
-        self.counts["late_notifications"] += results.late_notifications
-        for request_id in results.sent:
-            self.sent[request_id] += 1
-            if self.sent[request_id] == len(self.workers):
-                self.leases.sent(request_id)
-        for request_id in results.loaded:
-            self.loaded[request_id] += 1
-            if self.loaded[request_id] == len(self.workers):
-                self.loads.loaded(request_id)
-        for request_id, reason in results.failed.items():
-            if request_id not in self.failed:
-                self.failed[request_id] = reason
-                self.loads.failed(request_id)

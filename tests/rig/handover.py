@@ -13,6 +13,7 @@ from kvferry.worker.nixl_fabric import NixlFabric
 from kvferry.worker.settings import WorkerSettings
 from tests.geometry.effects import number_names
 from tests.geometry.pairs import Pair
+from tests.rig.cache_engine import CacheEngine
 from tests.rig.engine import SETTINGS, RigEngine
 from tests.waiting import wait_until
 
@@ -70,7 +71,7 @@ def hand_over(pair: Pair, producer: RigEngine, consumer: RigEngine, request_id: 
         except AssertionError as wrong:
             raise AssertionError(f"consumer worker {index}: {wrong}") from None
     step_until(lambda: producer.is_free(request_id), "all workers' blocks are free", producer, consumer)
-    _check_end(producer, consumer, request_id)
+    check_end(producer, consumer, request_id)
     for snapshot, now in zip(held, producer.snapshots(), strict=True):
         assert (snapshot.content == now.content).all(), "the producer's memory has changed"
     moved = consumer.figures[figures:]
@@ -83,7 +84,7 @@ def hand_over(pair: Pair, producer: RigEngine, consumer: RigEngine, request_id: 
     )
 
 
-def step_until(happened: Callable[[], bool], what: str, *engines: RigEngine, timeout_s: float = 150.0) -> None:
+def step_until(happened: Callable[[], bool], what: str, *engines: CacheEngine, timeout_s: float = 150.0) -> None:
     """Step the engines until it has happened."""
     deadline_s = time.monotonic() + timeout_s
     while not happened():
@@ -93,7 +94,7 @@ def step_until(happened: Callable[[], bool], what: str, *engines: RigEngine, tim
         time.sleep(0.001)
 
 
-def _check_end(producer: RigEngine, consumer: RigEngine, request_id: str) -> None:
+def check_end(producer: CacheEngine, consumer: CacheEngine, request_id: str) -> None:
     """Each worker has reported once, nothing was told in vain, and no lease and no load is left."""
     for engine in (producer, consumer):
         for _ in range(3):

@@ -1,0 +1,182 @@
+"""Engines without a model, of any caches: all of kvferry is real, vLLM apart.
+
+One engine has one scheduler (both ledgers, a listener and a renewer on loopback) and a `FerryWorker` with an agent of
+its own for every rank. The test is the step loop of both engines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvferry.protocol.geometry import Place, Topology
+from kvferry.protocol.handshake import CacheGroup, EngineDescription
+from kvferry.protocol.ids import epoch_to_text, new_boot_id
+from kvferry.protocol.orders import FailureReason, decode_orders, encode_orders
+from kvferry.protocol.params import RemotePrefill, Ticket
+from kvferry.protocol.seal import new_seal_key, seal
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.listener import SideChannelListener
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.renewer import LeaseRenewer
+from kvferry.scheduler.step import next_orders
+from kvferry.scheduler.tally import Tally
+from kvferry.worker.caches import KvCaches
+from kvferry.worker.fabric import Fabric
+from kvferry.worker.load import LoadFigures
+from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.worker import FerryWorker
+from tests.geometry.pairs import FACTS
+from tests.geometry.requests import Request
+from tests.worker.engine import free_port
+
+HOST = "127.0.0.1"
+LEASE_S = 120.0
+SETTINGS = WorkerSettings(
+    lease_slots=8, handshake_timeout_s=60.0, load_timeout_s=120.0, max_loads=8, staging_pool_bytes=1 << 16
+)
+
+
+class CacheEngine:
+    """One engine. Its methods are called on one thread.
+
+    Attributes:
+        sent, loaded: per request, how many workers have reported it.
+        failed: per request why the first worker that failed did.
+        figures: of every worker's good loads.
+        counts: what workers counted besides.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        groups: tuple[CacheGroup, ...],
+        topology: Topology,
+        caches: Sequence[tuple[Place, KvCaches]],
+        make_fabric: Callable[[str], Fabric],
+        settings: WorkerSettings,
+    ) -> None:
+        """One worker for each of the `caches`."""
+        self.name, self.groups, self.topology = name, groups, topology
+        self.boot, self.port = new_boot_id(), free_port()
+        self.sent: Counter[str] = Counter()
+        self.loaded: Counter[str] = Counter()
+        self.failed: dict[str, FailureReason] = {}
+        self.figures: list[LoadFigures] = []
+        self.counts: Counter[str] = Counter()
+        self.tally = Tally()
+        self.leases = ProducerLedger(settings.lease_slots, LEASE_S, self.tally)
+        self.loads = ConsumerLedger(self.tally)
+        self._seal_key = new_seal_key()
+        self.workers = [
+            FerryWorker(
+                engine_id=name,
+                place=place,
+                index=index,
+                topology=topology,
+                facts=FACTS,
+                groups=groups,
+                caches=kv,
+                settings=settings,
+                make_fabric=make_fabric,
+            )
+            for index, (place, kv) in enumerate(caches)
+        ]
+        self.description = EngineDescription(
+            engine_id=name,
+            boot=self.boot,
+            seal_key=self._seal_key,
+            facts=FACTS,
+            topology=topology,
+            groups=groups,
+            workers=tuple(worker.description for worker in self.workers),
+        )
+        for worker in self.workers:
+            worker.meet_siblings(self.description.workers)
+        self.listener = SideChannelListener(HOST, self.port, self.tally)
+        self.listener.publish(self.description)
+        self.renewer = LeaseRenewer(self.tally)
+
+    def lease(self, request_id: str, request: Request, compute: Callable[[], None]) -> RemotePrefill:
+        """A prompt is computed, which leaves its caches with the workers, and its blocks are leased."""
+        assert self.leases.open(request_id)
+        self.step()
+        compute()
+        lease = self.leases.finish(request_id)
+        assert lease is not None
+        ticket = Ticket(
+            version=1,
+            boot=self.boot,
+            lease_slot=lease.slot,
+            lease_epoch=epoch_to_text(lease.epoch),
+            lease_s=LEASE_S,
+            digests=("0" * 32,),
+            mac="0" * 64,
+        )
+        sizes = self.topology
+        params = RemotePrefill(
+            remote_engine_id=self.name,
+            remote_request_id=request_id,
+            remote_block_ids=request.remote,
+            remote_host=HOST,
+            remote_port=self.port,
+            tp_size=sizes.tp,
+            pp_size=sizes.pp,
+            dcp_size=sizes.dcp,
+            remote_num_tokens=request.num_tokens,
+            kvferry=ticket,
+        )
+        self.step()
+        return seal(params, self._seal_key)
+
+    def load(self, request_id: str, request: Request, params: RemotePrefill) -> None:
+        """All workers are told to load it."""
+        assert self.loads.offer(request_id, params, request.stop_token, 0.0) is None
+        count = self.loads.matched_tokens(request_id, request.first_token)
+        self.loads.allocated(request_id, count, request.local)
+        self.step()
+
+    def is_over(self, request_id: str) -> bool:
+        """Whether every worker has reported the load."""
+        reported = self.loaded[request_id] + (len(self.workers) if request_id in self.failed else 0)
+        return reported >= len(self.workers)
+
+    def is_free(self, request_id: str) -> bool:
+        """Whether every worker has reported that nobody reads the request's blocks any more."""
+        return self.sent[request_id] >= len(self.workers)
+
+    def step(self) -> None:
+        """One step: what the scheduler decides goes to all workers, what they report comes back."""
+        orders = next_orders(self.listener, self.leases, self.loads, self.boot, self.tally, time.monotonic())
+        frame = encode_orders(orders)
+        for worker in self.workers:
+            worker.carry_out(decode_orders(frame))
+        for worker in self.workers:
+            self._collect(worker)
+        self.renewer.submit(self.loads.take_commands())
+
+    def close(self) -> None:
+        self.listener.close()
+        self.renewer.close()
+        for worker in self.workers:
+            worker.close()
+
+    def _collect(self, worker: FerryWorker) -> None:
+        results = worker.take_results()
+        self.figures += results.figures
+        self.counts["undelivered"] += results.undelivered
+        self.counts["bad_notifications"] += results.bad_notifications
+        self.counts["late_notifications"] += results.late_notifications
+        for request_id in results.sent:
+            self.sent[request_id] += 1
+            if self.sent[request_id] == len(self.workers):
+                self.leases.sent(request_id)
+        for request_id in results.loaded:
+            self.loaded[request_id] += 1
+            if self.loaded[request_id] == len(self.workers):
+                self.loads.loaded(request_id)
+        for request_id, reason in results.failed.items():
+            if request_id not in self.failed:
+                self.failed[request_id] = reason
+                self.loads.failed(request_id)
