@@ -13,11 +13,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvferry.connector.arrangement import BY_HEAD, OPAQUE, Arrangement
 from kvferry.connector.layout import discover
 from kvferry.connector.sharding import Sharding
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.worker.caches import KvCaches
 from tests.engine_core.configs import vllm_config
+
+PATTERNS = {"cpu_attn/vec": "columns", "cpu_attn/vec16": "columns", "cpu_mla": "latent", "gpu_rows": "rows"}
+"""What the probe finds of backends that it recognises (`test_cache_probe`); of CPU attention else `BY_HEAD`."""
 
 ALONE = Sharding(total_heads=2, rank=0, size=1)
 
@@ -64,9 +68,16 @@ def storage_of(view: Any) -> torch.Tensor:
 
 
 def described(
-    config: Any, views: Any, packing: str = "cpu_attn/vec", sharding: Sharding = ALONE, **packings: str
+    config: Any, views: Any, packing: str | Arrangement = "cpu_attn/vec", sharding: Sharding = ALONE
 ) -> KvCaches:
-    return discover(views, config, {layer: packings.get(layer, packing) for layer in views}, sharding)
+    arrangement = arranged(packing) if isinstance(packing, str) else packing
+    return discover(views, config, dict.fromkeys(views, arrangement), sharding)
+
+
+def arranged(packing: str) -> Arrangement:
+    """A backend as the probe finds it."""
+    unknown = BY_HEAD if packing.startswith("cpu_attn/") else OPAQUE
+    return Arrangement(packing, PATTERNS.get(packing, unknown))
 
 
 def config_for(specs: dict[str, Any], layout: str = "LBHNC", num_blocks: int = 5) -> Any:

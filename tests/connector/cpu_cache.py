@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
+from kvferry.connector.cache_probe import arrangements_of
+from kvferry.connector.layout import discover
 from kvferry.connector.sharding import Sharding
 from kvferry.protocol.geometry import PagedTensor
-from tests.connector.caches import bytes_of, config_of, described, full, group, storage_of, views_of
+from tests.connector.caches import bytes_of, config_of, full, group, storage_of, views_of
 
 LAYER = "layers.1"
 KV_HEADS, QUERIES_PER_HEAD = 3, 2
@@ -70,10 +73,13 @@ class Cache:
         dtype = kind.dtype if kind.cache_dtype == "auto" else torch.uint8
         self.kind, self.tokens, self.sharding = kind, tokens, sharding
         self.heads = sharding.total_heads // sharding.size
+        self.layer = layer_of(kind)
         shape: dict[str, Any] = {"num_kv_heads": self.heads, "head_size": kind.head_size, "dtype": dtype}
+        shape["kv_quant_mode"] = get_kv_quant_mode(kind.cache_dtype)
         self.config = config_of(group(full(**shape, block_size=block_size or tokens)), num_blocks=num_blocks)
         self.views = views_of(self.config, kernel_block_sizes=[tokens])
-        self.caches = described(self.config, self.views, f"cpu_attn/{kind.isa}", sharding)
+        arrangements = arrangements_of(dict.fromkeys(self.views, self.layer), self.views, self.config, kind.dtype)
+        self.caches = discover(self.views, self.config, arrangements, sharding)
         self.view = self.views[LAYER]
         self.bytes = storage_of(self.view)
 
@@ -98,9 +104,7 @@ class Cache:
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: list[int]) -> None:
         """vLLM's own write, K and V as `[tokens, heads, head_size]`."""
-        impl = SimpleNamespace(attn_type="decoder", kv_cache_dtype=self.kind.cache_dtype)
-        layer: Any = SimpleNamespace(isa=self.kind.isa, _k_scale_float=1.0, _v_scale_float=1.0)
-        CPUAttentionBackendImpl.do_kv_cache_update(impl, layer, key, value, self.view, torch.tensor(slots))
+        self.layer.impl.do_kv_cache_update(self.layer, key, value, self.view, torch.tensor(slots))
 
     def attend(self, query: torch.Tensor, blocks: list[int], tokens: int) -> torch.Tensor:
         """vLLM's own attention of the last `len(query)` tokens of a sequence that lies in these kernel blocks."""
@@ -136,6 +140,22 @@ class Cache:
             **common,
         )
         return output
+
+
+def layer_of(kind: Kind) -> Any:
+    """What kvferry and the cache write see of vLLM's attention layer."""
+    impl: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
+    impl.attn_type, impl.kv_cache_dtype = "decoder", kind.cache_dtype
+    return SimpleNamespace(
+        impl=impl,
+        isa=kind.isa,
+        kv_cache_dtype=kind.cache_dtype,
+        get_attn_backend=lambda: CPUAttentionBackend,
+        _k_scale=torch.tensor(1.0),
+        _v_scale=torch.tensor(1.0),
+        _k_scale_float=1.0,
+        _v_scale_float=1.0,
+    )
 
 
 def random(kind: Kind, tokens: int, heads: int = KV_HEADS, seed: int = 0) -> torch.Tensor:

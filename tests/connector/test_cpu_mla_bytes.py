@@ -12,8 +12,10 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from kvferry.connector.arrangement import packing_of
-from tests.connector.caches import bytes_of, config_of, described, group, storage_of, views_of
+from kvferry.connector.cache_probe import arrangements_of
+from kvferry.connector.layout import discover
+from kvferry.connector.sharding import Sharding
+from tests.connector.caches import bytes_of, config_of, group, storage_of, views_of
 
 LATENT, ROPE, BLOCK = 512, 64, 16
 LAYER = "layers.1"
@@ -24,8 +26,16 @@ def written(dtype: torch.dtype, slots: list[int]) -> tuple[Any, Any, torch.Tenso
     spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + ROPE, dtype=dtype)
     config = config_of(group(spec), layout="LBNHC")
     views = views_of(config, "LBNHC")
-    packing = packing_of(SimpleNamespace(get_attn_backend=lambda: CPUMLABackend), LAYER)
-    (tensor,) = (one for one in described(config, views, packing).tensors if one.layer == LAYER)
+    layer = SimpleNamespace(
+        impl=CPUMLAImpl.__new__(CPUMLAImpl),
+        get_attn_backend=lambda: CPUMLABackend,
+        kv_lora_rank=LATENT,
+        kv_cache_dtype="auto",
+        _k_scale=torch.ones(1),
+    )
+    arrangements = arrangements_of(dict.fromkeys(views, layer), views, config, dtype)
+    found = discover(views, config, arrangements, Sharding(total_heads=1, rank=0, size=1))
+    (tensor,) = (one for one in found.tensors if one.layer == LAYER)
     rows = torch.randn(len(slots), LATENT + ROPE, generator=torch.Generator().manual_seed(0)).to(dtype)
     # As vLLM's MLA layer does: the write sees the view without its axis of heads.
     CPUMLAImpl.do_kv_cache_update(

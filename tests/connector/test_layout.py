@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvferry.connector.layout import discover, groups_of
 from kvferry.connector.sharding import Sharding
@@ -98,31 +98,17 @@ def test_where_cpu_attention_is_known_k_and_v_are_apart_and_a_token_is_a_cell(
             assert bytes_of(v, block, head, token)[n * item] == start + ((kernel_tokens + token) * 8 + n) * item
 
 
-@pytest.mark.parametrize(
-    ("packing", "changed"),
-    [
-        ("cpu_attn/amx", {}),
-        ("cpu_attn/neon", {}),
-        ("cpu_attn/vec", {"dtype": torch.uint8}),
-        ("cpu_attn/vec", {"kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}),
-        ("cpu_attn/vec", {"head_size": 12, "head_size_v": 4}),
-    ],
-)
-def test_whatever_no_test_has_confirmed_of_cpu_attention_stays_a_whole_cell(
+@pytest.mark.parametrize("packing", ["cpu_attn/amx", "cpu_attn/neon"])
+@pytest.mark.parametrize("changed", [{}, {"dtype": torch.uint8}, {"head_size": 12, "head_size_v": 4}])
+def test_where_only_heads_are_known_to_be_apart_a_head_of_a_block_is_a_cell(
     packing: str, changed: dict[str, Any]
 ) -> None:
     config = config_of(group(full(**changed)))
     views = views_of(config)
     for tensor in described(config, views, packing).tensors:
         assert (tensor.kind, tensor.tiles, tensor.element_bytes) == ("kv", 1, 0)
-        assert tensor.format.packing == packing
+        assert (tensor.heads, tensor.format.packing) == (Range(0, 2), packing)
         assert covers_exactly([tensor], views[tensor.layer])
-
-
-def test_on_another_processor_nothing_is_known_of_cpu_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    config = config_of(group(full()))
-    assert {tensor.kind for tensor in described(config, views_of(config), "cpu_attn/vec").tensors} == {"kv"}
 
 
 @pytest.mark.parametrize("layout", WHOLE_BLOCKS)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvferry.connector.arrangement import parts_of
+from kvferry.connector.arrangement import Arrangement, parts_of
 from kvferry.connector.policies import policy_of
 from kvferry.connector.sharding import Sharding
 from kvferry.connector.states import describe_state
@@ -38,7 +38,7 @@ def groups_of(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
 def discover(
     kv_caches: Mapping[str, torch.Tensor],
     kv_cache_config: KVCacheConfig,
-    packings: Mapping[str, str],
+    arrangements: Mapping[str, Arrangement],
     sharding: Sharding,
     *,
     interleave: Interleave = _EVERY_TOKEN,
@@ -48,7 +48,7 @@ def discover(
 
     Args:
         kv_caches: by layer the view `[B, H, N, C]`: of attention in elements of the cache's dtype, of a state in bytes.
-        packings: by layer how its attention backend arranges a block, see `packing_of`.
+        arrangements: by layer how its attention backend arranges a block, see `cache_probe`.
         interleave: which tokens this worker holds of the caches that ranks share out (decode context parallelism).
         head_groups: how many groups share B and C of a Mamba-2 model, see `groups_of_heads`.
 
@@ -76,7 +76,7 @@ def discover(
                 tensors += describe_state(layer, index, spec, view, blocks, sharding, head_groups)
                 continue
             share = interleave if spec.dcp_sharded else _EVERY_TOKEN
-            tensors += _describe(layer, index, spec, view, kv_cache_config.num_blocks, packings, sharding, share)
+            tensors += _describe(layer, index, spec, view, kv_cache_config.num_blocks, arrangements, sharding, share)
     if not tensors:
         raise InvalidConfig("kv_caches", sorted(kv_caches)[:4], "at least one layer with a transferable cache")
     return KvCaches(tuple(storages.values()), tuple(tensors), next(iter(storages.values())).device)
@@ -124,7 +124,7 @@ def _describe(
     spec: Any,
     view: torch.Tensor,
     num_blocks: int,
-    packings: Mapping[str, str],
+    arrangements: Mapping[str, Arrangement],
     sharding: Sharding,
     interleave: Interleave,
 ) -> list[PagedTensor]:
@@ -132,7 +132,7 @@ def _describe(
     where = f"cache of layer {layer}"
     if view.dim() != 4:
         raise InvalidConfig(where, f"shape {list(view.shape)}", "a view [blocks, heads, tokens, content]")
-    if layer not in packings:
+    if layer not in arrangements:
         raise InvalidConfig(where, "without a layer", "a cache whose attention backend is known")
     blocks = view.shape[0]
     if not num_blocks or blocks % num_blocks or spec.block_size % (blocks // num_blocks):
@@ -157,7 +157,8 @@ def _describe(
             element_bytes=part.element_bytes,
             element_stride=part.element_stride,
             interleave=interleave,
-            format=Format(dtype=dtype, quantization=quantization, packing=part.packing),
+            scales=part.scales,
+            format=Format(dtype=part.dtype or dtype, quantization=quantization, packing=part.packing),
         )
-        for part in parts_of(layer, view, spec, packings[layer], sharding)
+        for part in parts_of(layer, view, spec, arrangements[layer], sharding)
     ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvferry.connector.arrangement import packing_of
+from kvferry.connector.cache_probe import arrangements_of
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.facts import (
     facts_of,
@@ -116,11 +116,11 @@ class WorkerSide:
         vllm_config, config = self._vllm_config, self._config
         topology, place = topology_of(vllm_config), place_of_this_worker()
         layers = vllm_config.compilation_config.static_forward_context
-        packings = {name: packing_of(layers[name], name) for name in kv_caches if name in layers}
+        arrangements = arrangements_of(layers, kv_caches, self._kv_cache_config, vllm_config.model_config.dtype)
         caches = discover(
             kv_caches,
             self._kv_cache_config,
-            packings,
+            arrangements,
             sharding_of(vllm_config, place),
             interleave=interleave_of(vllm_config, place),
             head_groups=groups_of_heads(vllm_config.model_config.hf_text_config.to_dict()),
