@@ -89,6 +89,22 @@ def test_random_weights_are_those_of_their_seed_whatever_lies_on_disk(tmp_path: 
     assert one.startswith("config:")
 
 
+def test_a_configuration_that_changes_while_a_model_is_loaded_does_not_change_the_fingerprint(tmp_path: Path) -> None:
+    """vLLM completes Falcon-H1's in the workers, so that an engine's scheduler and its workers would differ."""
+    safetensors(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    seen = []
+    for loaded, overrides in ((False, {}), (True, {}), (False, {"rope_theta": 5.0})):
+        config = engine_config(model_config__model=str(tmp_path), model_config__hf_overrides=overrides)
+        if loaded:
+            config.model_config.hf_config = copy.deepcopy(config.model_config.hf_config)
+            config.model_config.hf_config.partial_rotary_factor = 1.0
+        seen.append(facts_of(config, FerryConfig()).fingerprint)
+    assert seen[0] == seen[1] != seen[2]
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 65}')
+    assert facts(model_config__model=str(tmp_path)).fingerprint not in seen
+
+
 @pytest.mark.parametrize(
     ("changed", "field"),
     [

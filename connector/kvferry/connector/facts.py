@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.fingerprint import fingerprint, local_model_dir
+from kvferry.connector.fingerprint import fingerprint, local_model_dir, read_model_config
 from kvferry.connector.sharding import Sharding, same_in_all_layers
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Interleave, Place, Topology
 from kvferry.protocol.handshake import ModelFacts
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def _fingerprint(vllm_config: VllmConfig) -> str:
     model, load = vllm_config.model_config, vllm_config.load_config
     is_dummy = str(load.load_format) == "dummy"
     directory = None if is_dummy else local_model_dir(model.model, model.revision, load.download_dir)
-    found = fingerprint(model.hf_config.to_dict(), directory, f"dummy:{model.seed}" if is_dummy else "")
+    found = fingerprint(_config_of(model, directory), directory, f"dummy:{model.seed}" if is_dummy else "")
     if found.startswith("config:") and not is_dummy:
         logger.warning(
             "no weight files of %s are on this machine: engines with other weights of this configuration would be "
@@ -123,6 +124,14 @@ def _fingerprint(vllm_config: VllmConfig) -> str:
             model.model,
         )
     return found
+
+
+def _config_of(model: ModelConfig, directory: Path | None) -> dict[str, Any]:
+    """The model's configuration as its folder has it: vLLM and some models change theirs, and not in every process
+    alike (Falcon-H1 in its workers only)."""
+    overrides = getattr(model, "hf_overrides", None) or {}
+    kept = read_model_config(directory) if directory is not None and isinstance(overrides, dict) else None
+    return model.hf_config.to_dict() if kept is None else {"kept": kept, "overrides": overrides}
 
 
 def _speculative(vllm_config: VllmConfig) -> str:

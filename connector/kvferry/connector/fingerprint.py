@@ -56,6 +56,16 @@ def local_model_dir(model: str, revision: str | None, download_dir: str | None) 
     return Path(found).parent if isinstance(found, str) else None
 
 
+def read_model_config(directory: Path) -> dict[str, Any] | None:
+    """The `config.json` beside the weights; None when there is none that can be read."""
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        logger.debug("no config.json in %s: %s", directory, error)
+        return None
+    return config if isinstance(config, dict) else None
+
+
 def _of_the_model(config: Any) -> Any:
     """A configuration without what depends on this engine; multimodal models have configurations in theirs."""
     if not isinstance(config, dict):
