@@ -19,7 +19,8 @@ from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -30,8 +31,12 @@ from tests.engine_core.driver import Answer, Engine, Scheduled
 from tests.engine_core.second_runner import FirstRunner, SecondRunner, no_forward
 from tests.engine_core.toy_model import ToyModel
 
-_LAYER_MODULE = SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend, isa="vec")
-"""What stands for the attention layer where vLLM looks layers up by name."""
+_IMPL: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
+_IMPL.attn_type, _IMPL.kv_cache_dtype = "decoder", "auto"
+_LAYER_MODULE = SimpleNamespace(
+    get_attn_backend=lambda: CPUAttentionBackend, impl=_IMPL, isa="vec", _k_scale_float=1.0, _v_scale_float=1.0
+)
+"""What stands for the attention layer where vLLM looks layers up by name: it can write a cache."""
 _PATIENCE_S = 20.0
 
 RunnerType = type[FirstRunner] | type[SecondRunner]
@@ -95,6 +100,7 @@ class Node:
             self.engine = Engine(
                 "NixlConnector", module="kvferry.connector", role=role, tp=tp, pp=pp, window=window, **config
             )
+        current_platform.import_kernels()
         start_parallel_state(self.engine.config)
         layers = [*map(layer_of, range(pp)), WINDOW_LAYER]
         self.engine.config.compilation_config.static_forward_context.update(dict.fromkeys(layers, _LAYER_MODULE))

@@ -268,5 +268,6 @@ def test_another_number_of_ranks_decodes_from_the_other_cache(make: Any, theirs:
         prompt, name = tokens(length, seed=number), f"request-{number}"
         consumer.engine.add(name, prompt, producer.prefill(name, prompt), max_tokens=COUNT)
         assert consumer.answer(name).tokens == expected_tokens(prompt, COUNT)
+    assert consumer.engine.counted("failed_loads", "plan") == 0
     assert consumer.engine.counted("local_recomputes") == 0
     producer.until(lambda: producer.engine.is_whole)
