@@ -25,10 +25,12 @@ from kvferry.connector.metrics import (
     HISTOGRAMS,
     RECOMPUTE_REASONS,
     RELEASE_WAYS,
+    TURN_RELEASE_WAYS,
     FerryPromMetrics,
     FerryStats,
 )
 from kvferry.protocol.orders import FailureReason
+from kvferry.scheduler.producer.ledger import LeaseUse
 from kvferry.scheduler.tally import CounterKey
 from kvferry.worker.load import LoadFigures
 from kvferry.worker.results import StepResults
@@ -203,7 +205,15 @@ def calls(name: str, where: str = "") -> Iterator[ast.Call]:
 
 
 def texts(node: ast.expr | None) -> set[str]:
-    """The texts that an expression can be, as far as it says so itself; names of variables in angle brackets."""
+    """The texts that an expression can be, as far as it says so itself; names of variables in angle brackets.
+
+    Counters of leases begin with what a lease is for: `f"{use.value}_opened"` is one text for each use.
+    """
+    if isinstance(node, ast.JoinedStr):
+        formatted, rest = node.values
+        assert isinstance(formatted, ast.FormattedValue)
+        assert ast.unparse(formatted.value).split(".")[-2:] == ["use", "value"]
+        return {f"{use.value}{name}" for use in LeaseUse for name in texts(rest)}
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return {node.value}
     if isinstance(node, ast.IfExp):
@@ -238,6 +248,7 @@ def test_everything_that_is_counted_is_exported_and_the_other_way_round() -> Non
 VARIABLE = {
     "local_recomputes": {"<reason>"},
     "leases_released": {"<lease.ended_by>"},
+    "turns_released": {"<lease.ended_by>"},
 }
 """Labels that are not written where they are counted; the tests below find where they are written."""
 
@@ -268,6 +279,8 @@ def test_every_way_in_which_a_lease_ends_has_its_label() -> None:
     written |= set().union(*(texts(argument(call, 0, "how")) for call in calls("release_all")))
     written |= {"release"} | counted()["leases_released"]
     assert written - {"<how>", "<lease.ended_by>"} == set(RELEASE_WAYS)
+    written |= set().union(*(texts(argument(call, 0, "how")) for call in calls("release_first_turn")))
+    assert written - {"<how>", "<lease.ended_by>"} == set(TURN_RELEASE_WAYS)
 
 
 def test_every_reason_of_a_failed_load_is_given_somewhere() -> None:

@@ -281,6 +281,41 @@ def test_a_reader_that_waits_keeps_the_offer_alive_beyond_its_time(make: Any) ->
     assert prefiller.engine.counted("local_recomputes") == 0
 
 
+def test_offers_give_way_to_requests_that_need_their_blocks(make: Any) -> None:
+    prefiller, decoder = make(), make(num_blocks=33)
+    talks = [Conversation(prefiller, decoder) for _ in range(5)]
+    for seed, talk in enumerate(talks, 20):
+        talk.turns = 10 * seed
+        talk.say(tokens(100, seed=seed))  # nine blocks of 32
+    decoder.step()
+    assert decoder.engine.counted("turns_offered") == 5
+    assert decoder.engine.counted("turns_released", "room") == 2, "three are held, and a block in eight is free"
+    talks[-1].say(MORE)
+    assert prefiller.engine.counted("turn_loads") == 1
+    talks[0].say(MORE)
+    assert prefiller.engine.counted("local_recomputes", "load_failed") == 1, "the oldest went first"
+
+
+def test_offers_give_way_to_a_request_that_needs_all_of_their_blocks(make: Any) -> None:
+    decoder = make(num_blocks=33)
+    talk = Conversation(make(), decoder)
+    talk.say(FIRST)
+    decoder.engine.add("long", tokens(480, seed=9), max_tokens=2)
+    assert decoder.answer("long").tokens == expected_tokens(tokens(480, seed=9), 2)
+    assert decoder.engine.counted("turns_released", "room") == 1
+
+
+def test_offers_give_way_when_slots_run_out(make: Any) -> None:
+    prefiller, decoder = make(), make(extra={"lease_slots": 8})
+    for seed in range(20, 30):
+        talk = Conversation(prefiller, decoder)
+        talk.turns = 10 * seed
+        talk.say(tokens(20, seed=seed), 3)
+    assert decoder.engine.counted("turns_offered") == 10
+    assert decoder.engine.counted("turns_refused") == 0
+    assert decoder.engine.counted("turns_released", "room") >= 2
+
+
 def test_siblings_and_replays_of_a_turn_are_prefilled_all_the_same(make: Any) -> None:
     prefiller, decoder = make(), make()
     talk = Conversation(prefiller, decoder)

@@ -195,6 +195,20 @@ def test_a_turn_lives_its_own_time_and_no_step_longer(turn_s: float) -> None:
     assert clocked.tally.total("leases_released", "expired") == 0
 
 
+def test_the_turn_that_would_run_out_first_makes_room_and_prompts_never_do() -> None:
+    ledger = ProducerLedger(4, LEASE_S, tally := Tally(), turn_s=60.0)
+    for name, use in (("p", LeaseUse.PROMPT), ("old", LeaseUse.TURN), ("new", LeaseUse.TURN), ("c", LeaseUse.TURN)):
+        ledger.open(name, use)
+    for name in ("p", "old", "new"):
+        ledger.finish(name)
+        ledger.take_orders(float(len(name)))
+    assert ledger.free_slots == 0
+    assert [ledger.release_first_turn("room") for _ in range(3)] == ["old", "new", None]
+    assert [end.request_id for end in ledger.take_orders(4.0).ends] == ["old", "new"]
+    ledger.sent("old")
+    assert (tally.total("turns_released", "room"), ledger.free_slots) == (1, 1)
+
+
 def test_a_renewal_of_a_turn_adds_a_lease_and_never_shortens_its_time() -> None:
     clocked = Clocked(LeaseUse.TURN, 100.0)
     lease = clocked.finish()

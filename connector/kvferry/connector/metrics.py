@@ -35,6 +35,7 @@ RECOMPUTE_REASONS = (
     "load_failed",
 )
 RELEASE_WAYS = ("done", "release", "expired", "abandoned", "reset")
+TURN_RELEASE_WAYS = (*RELEASE_WAYS, "room")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,9 @@ COUNTERS: Mapping[str, CounterSpec] = {
     "turns_offered": CounterSpec("kvferry_turns_offered", "Answers offered to the next turn."),
     "turns_released": CounterSpec(
         "kvferry_turns_released",
-        "Turns that are held no more, and how; `abandoned` ones were never offered.",
+        "Turns that are held no more, and how; `abandoned` ones were never offered, `room` was needed by others.",
         "how",
-        RELEASE_WAYS,
+        TURN_RELEASE_WAYS,
     ),
     "leases_given_back": CounterSpec("kvferry_leases_given_back", "Leases of other engines given back unread."),
     "heartbeats": CounterSpec("kvferry_heartbeats", "Renewals of other engines' leases."),

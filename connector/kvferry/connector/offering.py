@@ -14,7 +14,7 @@ from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.ids import epoch_to_text
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
 from kvferry.protocol.seal import seal
-from kvferry.scheduler.producer.ledger import Lease
+from kvferry.scheduler.producer.ledger import Lease, LeaseUse
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -45,16 +45,18 @@ class Offering:
         self._own = own
         self._kv_cache_config = kv_cache_config
 
-    def held(self, request: Request, block_ids: tuple[list[int], ...]) -> HeldTokens | None:
+    def held(self, request: Request, block_ids: tuple[list[int], ...], use: LeaseUse) -> HeldTokens | None:
         """What can be offered of a request that has ended; None when it ended badly or has nothing.
 
-        A token that was sampled last has no cache, nor has one certainly whose step is still in flight.
+        A token that was sampled last has no cache, nor has one certainly whose step is still in flight. What the
+        modules of a multi-token predictor wrote for an answer's last tokens came from drafts: those are left out.
         """
         prompt = prompt_of(request)
         if request.status not in _ENDED_WELL or prompt is None:
             return None
         computed = request.num_computed_tokens - request.num_in_flight_tokens
-        num_tokens = max(0, min(computed, len(request.all_token_ids) - 1))
+        left_out = self._own.left_out if use is LeaseUse.TURN else 0  # of a prompt, before it was computed
+        num_tokens = max(0, min(computed, len(request.all_token_ids) - 1) - left_out)
         blocks = self._transferable(block_ids, num_tokens)
         if not any(blocks):
             return None

@@ -16,6 +16,7 @@ from kvferry.connector.offering import Offering
 from kvferry.connector.own_engine import OwnEngine
 from kvferry.connector.quarantine import Quarantine
 from kvferry.connector.reception import Reception
+from kvferry.connector.room import Room
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import encode_orders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
@@ -65,6 +66,7 @@ class SchedulerSide:
         self._offering = Offering(self._own, kv_cache_config)
         self._samples: dict[str, list[float]] = {}
         self._quarantine = Quarantine()
+        self._room = Room(self._own, self.leases)
         self._renewer = LeaseRenewer(self.tally) if self._own.is_consumer else None
         self._listener = self._listen()
 
@@ -73,6 +75,7 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """Understand the request's params before vLLM looks at them."""
         self._reception.receive(request)
+        self._room.arrived(request)
         self._say()
 
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int:
@@ -81,6 +84,7 @@ class SchedulerSide:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has given the request blocks."""
+        self._room.settled(request.request_id)
         use = self._reception.wanted.get(request.request_id)
         if use is not None and not self.leases.open(request.request_id, use):
             logger.warning("req=%s is served without a lease: all %d are taken", request.request_id, self.leases.slots)
@@ -97,11 +101,12 @@ class SchedulerSide:
             Whether its blocks are held, and what its answer carries.
         """
         self.loads.finished(request.request_id)
+        self._room.settled(request.request_id)
         self._say()
         use = self._reception.wanted.pop(request.request_id, None)
         if use is None:
             return False, None
-        held = self._offering.held(request, block_ids)
+        held = self._offering.held(request, block_ids, use)
         if held is None:
             self.leases.abandon(request.request_id)
             return False, None
@@ -116,6 +121,7 @@ class SchedulerSide:
 
     def build_metadata(self) -> FerryMetadata:
         """Everything that changed since the last step, for the workers."""
+        self._room.make()
         orders = next_orders(self._listener, self.leases, self.loads, self._own.boot, self.tally, time.monotonic())
         return FerryMetadata(encode_orders(orders)) if orders else _NOTHING
 
@@ -138,6 +144,7 @@ class SchedulerSide:
                 self._samples.setdefault("handover_s", []).append(time.monotonic() - prompt.offered_s)
         for request_id in output.finished_sending or ():
             self.leases.sent(request_id)
+            self._room.freed(request_id)
             logger.debug("req=%s: its blocks are free", request_id)
         self._say()
 
@@ -151,6 +158,7 @@ class SchedulerSide:
     def bind(self, manager: KVCacheManager) -> None:
         """The engine's block pool, for blocks that must not be reused yet."""
         self._quarantine.bind(manager)
+        self._room.bind(manager)
 
     def publish(self, workers: Mapping[tuple[int, int], object]) -> None:
         """The workers have described themselves: answer handshakes from now on.

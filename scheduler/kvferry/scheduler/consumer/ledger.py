@@ -166,8 +166,8 @@ class ConsumerLedger:
             self._advance(prompt, LoadEvent.DECLINE)
             if was_offered:
                 if prompt.local_tokens < prompt.shared_tokens:
-                    reason = "below_threshold" if self._is_too_short(prompt) else "not_wanted"
-                    self._tally.add("local_recomputes", reason)
+                    too_short = self._is_too_short(prompt)
+                    self._tally.add("local_recomputes", "below_threshold" if too_short else "not_wanted")
                 self._give_back(prompt)
             return
         stop = prompt.local_tokens + count

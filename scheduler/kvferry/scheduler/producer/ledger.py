@@ -112,6 +112,11 @@ class ProducerLedger:
         lease = self._by_request.get(request_id)
         return lease.state if lease else None
 
+    @property
+    def free_slots(self) -> int:
+        """Slots that no lease has."""
+        return len(self._free)
+
     def held(self) -> int:
         """Leases whose blocks are kept after the end of their request."""
         return sum(lease.state is not LeaseState.COMPUTING for lease in self._by_request.values())
@@ -182,6 +187,19 @@ class ProducerLedger:
             return False
         self._end(lease, how)
         return True
+
+    def release_first_turn(self, how: str) -> str | None:
+        """End the held turn that would run out first. Returns its request; None when no turn is held."""
+        held = [
+            x
+            for x in self._by_request.values()
+            if x.use is LeaseUse.TURN and x.state is LeaseState.HELD and not x.ended_by
+        ]
+        if not held:
+            return None
+        first = min(held, key=lambda lease: lease.deadline_s)
+        self._end(first, how)
+        return first.request_id
 
     def release_all(self, how: str) -> int:
         """End every held lease, e.g. because the caches are about to change. Returns how many."""
