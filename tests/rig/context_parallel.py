@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.worker.caches import KvCaches
 from tests.geometry.requests import Request
-from tests.rig.context_parallel_rank import Step, Written, compute_steps
+from tests.rig.context_parallel_rank import Step, Written, compute_steps, token_rows
 from tests.rig.engine import RigEngine
 from tests.rig.memory import Numbers
 from tests.worker.context_parallel_ranks import RankPool
@@ -29,6 +30,7 @@ class ContextParallelEngine(RigEngine):
 
     Attributes:
         computed_rows: per step, the rows that each rank of one group has computed.
+        unequal: the workers whose caches were not what one rank that computes everything would have left.
         spoil: of every worker what becomes wrong after the prefill: heads of tensors by name.
     """
 
@@ -36,6 +38,7 @@ class ContextParallelEngine(RigEngine):
         super().__init__(*arguments)
         self._pool = pool
         self.computed_rows: list[tuple[int, ...]] = []
+        self.unequal: list[int] = []
         self.spoil: Read = {}
 
     def compute(self, request: Request, numbers: Numbers) -> None:
@@ -46,9 +49,13 @@ class ContextParallelEngine(RigEngine):
             own = [index for index, _ in replicas]
             tensors = self.memories[own[0]].kv.tensors
             answers: list[list[Written]] = self._pool.run(len(own), compute_steps, tensors, numbers, steps)
+            whole = [_computed_by_one(step, tensors, numbers) for step in steps]
             for index, written in zip(own, answers, strict=True):
-                for step in written:
-                    _write(self.memories[index].kv, step)
+                caches = self.memories[index].kv
+                wanted = _contents_after(caches, whole)
+                _restore(caches, _contents_after(caches, written))
+                if not all(map(torch.equal, caches.storages, wanted)):
+                    self.unequal.append(index)
             self.computed_rows = [tuple(x.computed for x in of_step) for of_step in zip(*answers, strict=True)]
         for index, heads in self.spoil.items():
             for tensor in self.memories[index].kv.tensors:
@@ -101,6 +108,28 @@ def _steps(request: Request, block_tokens: int) -> list[Step]:
             )
         )
     return steps
+
+
+def _computed_by_one(step: Step, tensors: tuple[PagedTensor, ...], numbers: Numbers) -> Written:
+    positions = [done + at for count, done in zip(step.scheduled, step.computed, strict=True) for at in range(count)]
+    requests = np.repeat(np.array(step.requests, np.int64), step.scheduled)
+    rows = token_rows(tensors, numbers, np.array(positions, np.int64), requests)
+    return Written(rows, np.array(step.slots, np.int64), len(rows))
+
+
+def _contents_after(caches: KvCaches, steps: Sequence[Written]) -> list[torch.Tensor]:
+    """What every allocation holds when the steps have been written; the caches themselves stay as they are."""
+    before = [storage.clone() for storage in caches.storages]
+    for step in steps:
+        _write(caches, step)
+    after = [storage.clone() for storage in caches.storages]
+    _restore(caches, before)
+    return after
+
+
+def _restore(caches: KvCaches, contents: Sequence[torch.Tensor]) -> None:
+    for storage, content in zip(caches.storages, contents, strict=True):
+        storage.copy_(content)
 
 
 def _write(caches: KvCaches, step: Written) -> None:

@@ -78,6 +78,7 @@ def test_every_byte_comes_from_the_replicas_that_the_plan_spreads_readers_over(p
         plans = plan_engine(consumer.description, producer.description)
     readers = tuple(tuple((route.place.pcp, route.place.tp) for route in plan.routes if route.slices) for plan in plans)
     assert readers == SCENES[name].readers
+    assert not producer.unequal, "every replica holds all tokens of all requests, and nothing else has changed"
     ranks = made.producer.shards.topology.pcp
     assert producer.computed_rows == [(rows,) * ranks for rows in ROWS[ranks]]
 

@@ -51,7 +51,7 @@ class RankPool:
             What each rank has returned.
 
         Raises:
-            AssertionError: a rank has failed or does not answer. The next call starts new processes.
+            AssertionError: a rank has failed, or does not answer; then the next call starts new processes.
         """
         if self._process is None:
             self._start()
@@ -62,13 +62,13 @@ class RankPool:
                 end.send((ranks, function, arguments))
             for rank, end in enumerate(self._ends[:ranks]):
                 assert end.poll(max(0.0, deadline_s - time.monotonic())), f"rank {rank} does not answer"
-                answer, problem = end.recv()
-                assert not problem, f"rank {rank}: {problem}"
-                answers.append(answer)
+                answers.append(end.recv())
         except (AssertionError, EOFError, OSError):
             self.close()
             raise
-        return answers
+        for rank, (_, problem) in enumerate(answers):
+            assert not problem, f"rank {rank}: {problem}"
+        return [answer for answer, _ in answers]
 
     def close(self) -> None:
         """End the processes: the ranks when nobody can ask them any more, the one that forked them with the last."""

@@ -38,12 +38,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one rank has after one step: bytes `[T, row_bytes]` and `[P, row_bytes]`, the shapes, the slots `[P]`."""
+    """What one rank has after one step: bytes `[T, row_bytes]` and `[P, row_bytes]`, the shapes, the slots `[P]`.
+
+    Those of the second cache group are 5 slots further on.
+    """
 
     hidden: npt.NDArray[np.uint8]
     padded: npt.NDArray[np.uint8]
     hidden_shape: tuple[int, ...]
-    slots: npt.NDArray[np.int64]
+    slots: list[npt.NDArray[np.int64]]
     positions: list[int]
     process: int
 
@@ -68,14 +71,18 @@ def run_steps(
         computed[own.is_padding] = POISON
         typed = computed.view(rows.dtype).view(-1, *rows.shape) if len(computed) else _no_rows(rows, device)
         hidden, padded = manager.restore_hidden_states(typed), manager.gather_padded(typed)
-        manager.pad_slot_mapping(torch.full((len(mapping),), 77, dtype=torch.int64), 1)
-        padded_slots = manager.pad_slot_mapping(torch.tensor(mapping, dtype=torch.int64, device=device))
+        slots_of_both = [
+            manager.pad_slot_mapping(
+                torch.tensor(mapping, dtype=torch.int64, device=device) + 5 * cache_group, cache_group
+            )
+            for cache_group in range(2)
+        ]
         results.append(
             StepResult(
                 hidden=_bytes(hidden, rows),
                 padded=_bytes(padded, rows),
                 hidden_shape=tuple(hidden.shape),
-                slots=padded_slots.cpu().numpy().copy(),
+                slots=[slots.cpu().numpy().copy() for slots in slots_of_both],
                 positions=own.positions.tolist(),
                 process=os.getpid(),
             )
@@ -96,7 +103,7 @@ def refusals(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
     found |= {
         "too many tokens": _refusal(lambda: manager.partition_inputs([1, 8], [0, 0])),
         "too many requests": _refusal(lambda: manager.partition_inputs([1] * 4, [0] * 4)),
-        "computed of others": _refusal(lambda: manager.partition_inputs([1, 6], [0])),
+        "computed of others": _refusal(lambda: manager.partition_inputs([2, 3], [0])),
         "too few rows": _refusal(lambda: manager.restore_hidden_states(torch.zeros(count - 1, 2))),
         "no dimension": _refusal(lambda: manager.gather_padded(torch.zeros(()))),
         "long rows": _refusal(lambda: manager.restore_hidden_states(torch.zeros(count, 5))),

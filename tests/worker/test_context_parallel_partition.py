@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import InputError
+from kvferry.worker.context_parallel import partition as partition_module
 from kvferry.worker.context_parallel.invalid_batch import InvalidBatch
 from kvferry.worker.context_parallel.partition import (
     MAX_ROWS,
@@ -102,6 +105,20 @@ def test_the_example_of_the_documents() -> None:
     assert made.unpad_mask.astype(int).tolist() == [1, 0, 1, 1, 1, 1, 1, 1, 0, 0]
     assert "".join(np.concatenate(rows)[made.restore_index]) == "AABCDEFG··"
     assert "".join(np.concatenate(rows)[made.restore_index][made.unpad_mask]) == "ABCDEFG"
+    lines = [
+        ("scheduled", letters),
+        ("padded", np.concatenate(rows)[made.restore_index]),
+        *((f"rank {rank}", row) for rank, row in enumerate(rows)),
+        ("gathered", np.concatenate(rows)),
+        ("restore_index", made.restore_index),
+        ("unpad_mask", made.unpad_mask.astype(int)),
+    ]
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for text in (page, partition_module.__doc__ or ""):
+        for name, values in lines:
+            found = re.search(rf"^ *{name}  +((?:\S ?)+)", text, re.MULTILINE)
+            assert found, name
+            assert found[1].split() == [str(value) for value in values]
 
 
 BAD_COUNTS: dict[str, Any] = {
