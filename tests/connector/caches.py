@@ -80,13 +80,17 @@ def arranged(packing: str) -> Arrangement:
     return Arrangement(packing, PATTERNS.get(packing, unknown))
 
 
-def config_for(specs: dict[str, Any], layout: str = "LBHNC", num_blocks: int = 5) -> Any:
-    """The configuration that vLLM makes of a model's cache specs: groups, pages of one size, the allocation."""
+def configs_for(stages: Sequence[dict[str, Any]], layout: str = "LBHNC", num_blocks: int = 40) -> Any:
+    """The configurations that vLLM makes of a model's cache specs: groups, pages of one size, the allocation.
+
+    Args:
+        stages: the specs of the layers of every pipeline stage.
+        num_blocks: enough for the longest sequence, 512 tokens.
+    """
     vllm = vllm_config("NixlConnector", module="kvferry.connector")
     vllm.cache_config.kv_cache_layout = layout
     vllm.cache_config.num_gpu_blocks_override = num_blocks
-    (config,) = get_kv_cache_configs(vllm, [specs], [1 << 30])
-    return config
+    return get_kv_cache_configs(vllm, [dict(specs) for specs in stages], [1 << 30] * len(stages))
 
 
 def bytes_of(tensor: PagedTensor, block: int, head: int, token: int) -> Any:

@@ -1,0 +1,257 @@
+"""Models of all kinds: what kvferry says about their caches, against vLLM's configuration, views and managers."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+
+from kvferry.connector.layout import discover, groups_of
+from kvferry.connector.sharding import Sharding
+from kvferry.plan.blocks import RequestBlocks, pair_request
+from kvferry.plan.copies import route_copies
+from kvferry.plan.planner import plan_engine
+from kvferry.plan.windows import first_needed
+from kvferry.protocol.geometry import Interleave, Range
+from kvferry.protocol.handshake import CacheGroup
+from tests.connector.caches import (
+    ALONE,
+    all_bytes_of,
+    arranged,
+    config_of,
+    described,
+    full,
+    group,
+    storage_of,
+    views_of,
+)
+from tests.connector.recorded import RECORDED, attention, latent
+from tests.connector.recorded_engine import RecordedEngine, skipped_tokens
+from tests.plan.samples import engine, worker
+
+every_model = pytest.mark.parametrize("name", RECORDED)
+POLICIES = {
+    "Llama": ["full"],
+    "DeepSeek-V3.2": ["full"],
+    "Gemma-3": ["window", "window", "full"],
+    "Llama-4": ["chunk", "chunk", "chunk", "full"],
+    "Nemotron-H": ["state", "state", "full"],
+    "Llama with a drafter": ["full"],
+}
+KINDS = {
+    "mla": {"mla"},
+    "k_cache": {"indexer"},
+    "attn": {"k", "v"},
+}
+
+
+def described_engine(recorded: RecordedEngine, name: str) -> Any:
+    workers = [worker(one.caches.tensors, one.place) for one in recorded.workers]
+    return engine(workers=workers, topology=recorded.topology, groups=recorded.groups, engine_id=name)
+
+
+def hand_over(source: RecordedEngine, target: RecordedEngine, num_tokens: int, seed: int = 1) -> int:
+    """A sequence is computed here and loaded there, with memmove for NIXL. Returns the bytes that moved."""
+    theirs = source.place_sequence(num_tokens, range(1, 40))
+    ours = target.place_sequence(num_tokens, range(39, 0, -1))
+    source.write(theirs, seed)
+    before = [storage_of(next(iter(one.views.values()))).clone() for one in target.workers]
+    consumer, producer = described_engine(target, "C"), described_engine(source, "P")
+    held = tuple(
+        ids[: -(-num_tokens // told.block_tokens)] for ids, told in zip(theirs.blocks, source.groups, strict=True)
+    )
+    request = RequestBlocks(ours.blocks, held, first_token=0, stop_token=num_tokens, num_tokens=num_tokens)
+    total = 0
+    for plan in plan_engine(consumer, producer):
+        units = pair_request(plan, consumer.groups, producer.groups, request)
+        for route in plan.routes:
+            for copies in route_copies(route, units):
+                for src, dst, num_bytes in zip(copies.src, copies.dst, copies.num_bytes, strict=True):
+                    ctypes.memmove(int(dst), int(src), int(num_bytes))
+                total += int(copies.num_bytes.sum())
+    target.check(ours, seed)
+    for (one, loaded), old in zip(target.loaded_bytes(ours), before, strict=True):
+        now = storage_of(next(iter(one.views.values())))
+        assert torch.equal(now[~loaded], old[~loaded]), f"{one.place}: bytes of other blocks have changed"
+    return total
+
+
+@every_model
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_groups_layers_and_kinds_are_those_of_the_model(name: str, layout: str) -> None:
+    found = RecordedEngine(RECORDED[name], tp=2, layout=layout)
+    policies = [told.policy for told in found.groups]
+    assert policies == POLICIES.get(name, ["state", "state", "state", "full"])
+    for one in found.workers:
+        told: dict[str, set[str]] = {}
+        for tensor in one.caches.tensors:
+            told.setdefault(tensor.layer, set()).add(tensor.kind)
+            assert tensor.layer in one.config.kv_cache_groups[tensor.group].layer_names
+        states = {
+            layer: {*model.projections, *(["ssm"] if model.temporal else [])}
+            for layer, model in RECORDED[name].states.items()
+        }
+        assert told == {
+            layer: states.get(layer) or KINDS[layer.rsplit(".", 1)[-1]] for layer in RECORDED[name].specs(2)
+        }
+
+
+@every_model
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_one_allocation_is_registered_once_and_the_cells_of_a_group_overlap_nowhere(name: str, layout: str) -> None:
+    """Groups overlay one another: a block belongs to one of them at a time."""
+    (one,) = RecordedEngine(RECORDED[name], layout=layout).workers
+    (region,) = one.caches.regions()
+    assert region.length == len(storage_of(next(iter(one.views.values()))))
+    for index in range(len(one.config.kv_cache_groups)):
+        mine = np.concatenate([all_bytes_of(tensor) for tensor in one.caches.tensors if tensor.group == index])
+        assert len(np.unique(mine)) == len(mine)
+        assert region.address <= mine.min()
+        assert mine.max() < region.address + region.length
+
+
+@every_model
+@pytest.mark.parametrize(("producer", "consumer"), [(1, 2), (2, 1), (4, 2)])
+def test_a_sequence_arrives_where_the_layers_read_it(name: str, producer: int, consumer: int) -> None:
+    source, target = RecordedEngine(RECORDED[name], producer), RecordedEngine(RECORDED[name], consumer)
+    hand_over(source, target, num_tokens=150)
+
+
+@pytest.mark.parametrize("name", ["Llama", "DeepSeek-V3.2", "Gemma-3", "Nemotron-H", "Llama with a drafter"])
+@pytest.mark.parametrize("layouts", [("BLHNC", "LBHNC"), ("LBHNC", "BLHNC")])
+def test_layers_that_lie_in_one_block_are_paired_with_those_that_lie_apart(name: str, layouts: tuple[str, str]) -> None:
+    source, target = (RecordedEngine(RECORDED[name], layout=layout) for layout in layouts)
+    hand_over(source, target, num_tokens=100)
+
+
+@pytest.mark.parametrize("name", ["Gemma-3", "Nemotron-H"])
+@pytest.mark.parametrize(("producer", "consumer"), [(3, 1), (1, 3), (3, 2)])
+def test_stages_that_lack_all_layers_of_a_group_keep_its_place(name: str, producer: int, consumer: int) -> None:
+    source, target = RecordedEngine(RECORDED[name], pp=producer), RecordedEngine(RECORDED[name], pp=consumer)
+    assert any(not told.layer_names for config in source.configs + target.configs for told in config.kv_cache_groups)
+    hand_over(source, target, num_tokens=100)
+
+
+@pytest.mark.parametrize("kernels", [(32, None), (None, 32), (32, 32)])
+def test_kernel_blocks_are_smaller_than_the_blocks_of_a_hybrid(kernels: tuple[int | None, int | None]) -> None:
+    source, target = (RecordedEngine(RECORDED["Nemotron-H"], kernel_tokens=tokens) for tokens in kernels)
+    for one, tokens in ((source, kernels[0]), (target, kernels[1])):
+        sizes = {x.block_tokens for x in one.workers[0].caches.tensors if x.kind == "k"}
+        assert sizes == {tokens or 64}
+    hand_over(source, target, num_tokens=150)
+
+
+@pytest.mark.parametrize("num_tokens", [63, 64, 65, 127, 128, 129])
+def test_of_chunked_attention_only_the_last_chunk_is_moved(num_tokens: int) -> None:
+    """Chunks of 64 tokens in blocks of 32, on one layer of each of three groups; one layer holds everything."""
+    source, target = RecordedEngine(RECORDED["Llama-4"]), RecordedEngine(RECORDED["Llama-4"])
+    moved = hand_over(source, target, num_tokens)
+    tokens = -(-num_tokens // 32) * 32
+    skipped = num_tokens // 64 * 64
+    assert moved == (tokens + 3 * (tokens - skipped)) * 4 * 2 * 8 * 2
+
+
+@pytest.mark.parametrize("num_tokens", [40, 71, 72, 73, 150])
+def test_of_a_sliding_window_only_its_blocks_are_moved(num_tokens: int) -> None:
+    source, target = RecordedEngine(RECORDED["Gemma-3"]), RecordedEngine(RECORDED["Gemma-3"])
+    moved = hand_over(source, target, num_tokens)
+    tokens = -(-num_tokens // 32) * 32
+    skipped = max(0, num_tokens - 39) // 32 * 32
+    assert moved == (2 * tokens + 4 * (tokens - skipped)) * 4 * 2 * 8 * 2
+
+
+def test_of_a_state_only_the_block_after_the_last_token_is_moved_whatever_the_drafts() -> None:
+    model = RECORDED["Qwen3-Next, prefix caching and drafts"]
+    source, target = RecordedEngine(model), RecordedEngine(model)
+    ids = source.place_sequence(100, range(1, 40)).blocks[0]
+    assert [block != 0 for block in ids] == [False, False, False, True, True, True]
+    moved = hand_over(source, target, num_tokens=100)
+    assert moved == 3 * model.specs(1)["layers.0.mixer"].state_content_size_bytes + 128 * 4 * 2 * 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        (attention(1, SinkFullAttentionSpec, sink_len=32), CacheGroup(policy="full", block_tokens=32)),
+        (attention(1, sliding_window=64), CacheGroup(policy="full", block_tokens=32)),
+        (attention(1, attention_chunk_size=64), CacheGroup(policy="full", block_tokens=32)),
+        (
+            attention(1, SlidingWindowSpec, sliding_window=64, extra_retained_tokens=2),
+            CacheGroup(policy="window", block_tokens=32, window_tokens=66),
+        ),
+        (latent(), CacheGroup(policy="full", block_tokens=16)),
+        (
+            SlidingWindowMLASpec(block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16, sliding_window=32),
+            CacheGroup(policy="window", block_tokens=16, window_tokens=32),
+        ),
+        (
+            attention(1, ChunkedLocalAttentionSpec, attention_chunk_size=64),
+            CacheGroup(policy="chunk", block_tokens=32, window_tokens=64),
+        ),
+    ],
+    ids=["sinks", "a window kept whole", "chunks kept whole", "retained tokens", "MLA", "a window of MLA", "chunks"],
+)
+def test_a_group_says_which_tokens_it_holds(spec: Any, told: CacheGroup) -> None:
+    assert groups_of(config_of(group(spec))) == (told,)
+    if told.policy in ("window", "chunk"):
+        assert [first_needed(told, token) for token in range(300)] == [skipped_tokens(spec, n) for n in range(300)]
+
+
+def test_a_window_of_latents_is_held_by_every_rank() -> None:
+    spec = SlidingWindowMLASpec(block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16, sliding_window=32)
+    config = config_of(group(spec))
+    found = discover(
+        views_of(config), config, dict.fromkeys(("layers.0", "layers.1"), arranged("cpu_mla")), Sharding(8, 3, 4)
+    )
+    assert {(tensor.kind, tensor.heads) for tensor in found.tensors} == {("mla", Range(0, 1))}
+
+
+def test_ranks_that_share_tokens_out_say_so_of_the_caches_that_vllm_shards() -> None:
+    """Decode context parallelism: of the drafter's cache every rank holds all tokens."""
+    share = Interleave(ranks=2, rank=1, run_tokens=4)
+    config = config_of(group(full(), "layers.0"), group(full(dcp_sharded=False), "draft.0"))
+    views = views_of(config)
+    found = discover(views, config, dict.fromkeys(views, arranged("gpu_rows")), ALONE, interleave=share)
+    told = {(tensor.layer, tensor.interleave) for tensor in found.tensors}
+    assert told == {("layers.0", share), ("draft.0", Interleave())}
+    assert {tensor.block_tokens for tensor in found.tensors} == {32}
+
+
+@pytest.mark.parametrize(("total", "tp", "dcp"), [(2, 4, 2), (1, 4, 4), (2, 8, 4)])
+def test_ranks_that_share_the_tokens_of_a_head_hold_the_same_head(total: int, tp: int, dcp: int) -> None:
+    """vLLM lets ranks share tokens out that would otherwise hold copies of a head."""
+    config = config_of(group(full(num_kv_heads=1), "layers.0"))
+    views = views_of(config)
+    held: dict[Range, set[int]] = {}
+    for rank in range(tp):
+        share = Interleave(ranks=dcp, rank=rank % dcp, run_tokens=4)
+        one = discover(views, config, {"layers.0": arranged("gpu_rows")}, Sharding(total, rank, tp), interleave=share)
+        (k, _) = one.tensors
+        held.setdefault(k.heads, set()).add(k.interleave.rank)
+    assert held == {Range(head, head + 1): set(range(dcp)) for head in range(total)}
+
+
+def test_states_are_never_shared_out_by_tokens() -> None:
+    engine_ = RecordedEngine(RECORDED["Nemotron-H"])
+    (one,) = engine_.workers
+    share = Interleave(ranks=2, rank=1, run_tokens=4)
+    arrangements = dict.fromkeys(one.views, arranged("gpu_rows"))
+    found = discover(one.views, one.config, arrangements, ALONE, interleave=share, head_groups=4)
+    assert {x.interleave for x in found.tensors if "mixer" in x.layer} == {Interleave()}
+    assert {x.interleave for x in found.tensors if "attn" in x.layer} == {share}
+
+
+def test_layers_that_share_a_base_address_in_different_shapes_are_both_described() -> None:
+    config = config_of(group(full(), "layers.0", "layers.1"))
+    views = views_of(config)
+    views["layers.1"] = views["layers.0"][:, :, :, :].as_strided((5, 2, 32, 16), (1024, 16, 32, 1))
+    assert len(described(config, views, "gpu_rows").tensors) == 4
