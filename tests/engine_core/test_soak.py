@@ -29,8 +29,12 @@ LIVES: dict[str, dict[str, Any]] = {
     "two stages": {"pp": 2},
     "both roles": {"role": "kv_both", "overlap": True},
     "sliding window": {"window": 48},
+    "turns": {"role": "kv_both", "overlap": True, "turns": True},
+    "turns with a window": {"role": "kv_both", "window": 48, "turns": True},
 }
 _SECONDS = float(os.environ.get("KVFERRY_SOAK_S", "1.5"))
+_LONGEST_S = _SECONDS + 20.0
+"""For machines with other things to do."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,11 +48,16 @@ class Life:
 
     def __init__(self, seed: int, **config: Any) -> None:
         self.random = random.Random(seed)
-        role = config.pop("role", None)
-        self.producer = Node(role or "kv_producer", num_blocks=60, extra={"kv_lease_duration": 0.15}, **config)
-        self.consumer = Node(role or "kv_consumer", num_blocks=40, **config)
+        role, self.turns = config.pop("role", None), config.pop("turns", False)
+        both: dict[str, Any] = {}
+        if self.turns:
+            both = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 20, "decoder_kv_blocks_ttl": 0.8}
+        short = {"kv_lease_duration": 0.15, **both}
+        self.producer = Node(role or "kv_producer", num_blocks=60, extra=short, **config)
+        self.consumer = Node(role or "kv_consumer", num_blocks=40, extra=both, **config)
         self.prompts: dict[str, tuple[list[int], int]] = {}
         self.offers: list[tuple[list[int], dict[str, Any]]] = []
+        self.answered: list[tuple[list[int], dict[str, Any]]] = []
         self.wanted: set[str] = set()
         self.aborted: set[str] = set()
 
@@ -64,8 +73,16 @@ class Life:
         self.collect()
 
     def prefill(self) -> None:
-        if len(self.producer.engine.scheduler.requests) < 8:
-            self.add(self.producer, self.prompt(), {"do_remote_decode": True}, self.random.choice((1, 1, 1, 5)))
+        """Of a new prompt, or of a next turn with an offer that is as good as those of `decode`."""
+        if len(self.producer.engine.scheduler.requests) >= 8:
+            return
+        prompt, params = self.prompt(), {"do_remote_decode": True}
+        if self.answered and self.random.random() < 0.7:
+            text, params = self.random.choice(self.answered[-3:])
+            if self.random.random() < 0.9:
+                prompt = [*text, *tokens(self.random.randrange(1, 40), seed=self.random.randrange(99))]
+        if len(prompt) < 450:
+            self.add(self.producer, prompt, params, self.random.choice((1, 1, 1, 5)))
 
     def decode(self) -> None:
         """With an offer that may be fresh, expired, used, in use, or for another prompt."""
@@ -116,7 +133,13 @@ class Life:
                 ), name
                 self.wanted.discard(name)
                 if answer.params is not None:
-                    self.offers.append(([*prompt, *answer.tokens[:-1]], answer.params))
+                    offers = self.answered if answer.params["do_remote_decode"] else self.offers
+                    offers.append(([*prompt, *answer.tokens[:-1]], answer.params))
+
+    def has_loaded(self) -> bool:
+        """Whether there was anything to see: a handover, and a turn's where there are any."""
+        turns = self.producer.engine.counted("turn_loads") > 0
+        return self.consumer.engine.counted("loads") > 0 and (turns or not self.turns)
 
     def end(self) -> None:
         """Let everything end: requests, loads, leases."""
@@ -143,11 +166,11 @@ def test_whatever_happens_answers_are_right_and_every_block_comes_back(kind: str
     print(f"KVFERRY_SEED={seed}")
     life = Life(seed, **LIVES[kind])
     try:
-        until = time.monotonic() + _SECONDS
-        while time.monotonic() < until:
+        start_s = time.monotonic()
+        while time.monotonic() < start_s + (_SECONDS if life.has_loaded() else _LONGEST_S):
             life.turn()
         life.end()
         print(life.consumer.engine.total_counts())
-        assert life.consumer.engine.counted("loads") > 0
+        assert life.has_loaded()
     finally:
         life.close()

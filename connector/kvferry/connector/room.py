@@ -65,7 +65,7 @@ class Room:
         pool = manager.block_pool
         free = pool.get_num_free_blocks() + sum(self._coming.values())
         slots = self._leases.free_slots + len(self._coming)
-        return free < max(pool.num_gpu_blocks // _RESERVED, self._next_need()) or slots < self._leases.slots / _RESERVED
+        return free < pool.num_gpu_blocks // _RESERVED + self._next_need() or slots < self._leases.slots / _RESERVED
 
     def _next_need(self) -> int:
         """Blocks, at most, of the request that waits longest."""

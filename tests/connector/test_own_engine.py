@@ -1,0 +1,130 @@
+"""How many tokens a scheduler block covers, and which blocks are therefore offered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.request import Request, RequestStatus
+
+from kvferry.connector.config import FerryConfig
+from kvferry.connector.offering import Offering
+from kvferry.connector.own_engine import OwnEngine, block_spans
+from kvferry.protocol.geometry import Topology
+from kvferry.protocol.handshake import CacheGroup
+from kvferry.protocol.ids import Epoch
+from kvferry.scheduler.producer.ledger import Lease, LeaseUse
+from tests.connector.caches import config_of, full, group
+from tests.engine_core.configs import vllm_config
+
+LATENT = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+
+
+def latent(**changed: Any) -> Any:
+    return group(MLAAttentionSpec(**{**LATENT, **changed}), "layers.0")
+
+
+def window() -> Any:
+    spec = SlidingWindowSpec(**LATENT, sliding_window=40)
+    return group(replace(spec, dcp_sharded=False), "layers.1")
+
+
+def cache(*groups: Any) -> KVCacheConfig:
+    return KVCacheConfig(num_blocks=50, kv_cache_tensors=[], kv_cache_groups=list(groups), kv_cache_layout="LBHNC")
+
+
+def own(**changed: Any) -> OwnEngine:
+    usual: dict[str, Any] = {
+        "engine_id": "e",
+        "host": "127.0.0.1",
+        "port": 5600,
+        "topology": Topology(tp=2, dcp=2),
+        "groups": (CacheGroup(policy="full", block_tokens=16),),
+        "block_spans": (32,),
+        "left_out": 0,
+        "is_producer": True,
+        "is_consumer": True,
+        "takes_turns": True,
+        "offers_turns": True,
+    }
+    return OwnEngine(**{**usual, **changed})
+
+
+def finished(tokens: int) -> Request:
+    """A request that has sampled one token after `tokens` computed ones."""
+    request = Request("r", list(range(tokens)), SamplingParams(max_tokens=1), None)
+    request.append_output_token_ids(7)
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    request.num_computed_tokens = tokens
+    return request
+
+
+@pytest.mark.parametrize(("dcp", "spans"), [(1, (16, 16)), (2, (32, 16)), (4, (64, 16))])
+def test_ranks_that_share_tokens_out_widen_the_blocks_of_sharded_groups_only(dcp: int, spans: tuple[int, int]) -> None:
+    assert block_spans(cache(latent(), window()), dcp) == spans
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (32, 1), (33, 2), (100, 4), (128, 4), (129, 5)])
+def test_the_blocks_of_shared_out_tokens_are_clipped_by_what_they_cover(tokens: int, blocks: int) -> None:
+    """vLLM clips by the local size, so the step in flight's block is still in its list."""
+    offering = Offering(own(), cache(latent()))
+    ids = list(range(10, 20))
+    held = offering.held(finished(tokens), (ids,), LeaseUse.PROMPT)
+    assert held is not None
+    assert held.blocks == (tuple(ids[:blocks]),)
+    params = offering.params(held, Lease("r", 3, Epoch(5)), 30.0)
+    assert (params.kvferry.held_from, params.dcp_size) == ((0,), 2)
+
+
+def test_a_window_of_whole_tokens_beside_shared_out_ones_keeps_its_own_count() -> None:
+    groups = (
+        CacheGroup(policy="full", block_tokens=16),
+        CacheGroup(policy="window", block_tokens=16, window_tokens=40),
+    )
+    offering = Offering(own(groups=groups, block_spans=(32, 16)), cache(latent(), window()))
+    held = offering.held(finished(100), ([1, 2, 3, 4, 5], [0, 0, 0, 8, 9, 10, 11, 12]), LeaseUse.PROMPT)
+    assert held is not None
+    assert held.blocks == ((1, 2, 3, 4), (8, 9, 10, 11))
+    assert offering.params(held, Lease("r", 3, Epoch(5)), 30.0).kvferry.held_from == (0, 48)
+
+
+@pytest.mark.parametrize(("use", "tokens"), [(LeaseUse.PROMPT, 100), (LeaseUse.TURN, 98)])
+def test_an_answer_is_offered_without_what_a_predictor_wrote_from_drafts(use: LeaseUse, tokens: int) -> None:
+    held = Offering(own(left_out=2), cache(latent())).held(finished(100), ([1, 2, 3, 4],), use)
+    assert held is not None
+    assert (held.num_tokens, len(held.digests)) == (tokens, 1)
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_a_request_that_ended_badly_has_nothing_to_offer(status: RequestStatus) -> None:
+    request = finished(100)
+    request.status = status
+    assert Offering(own(), cache(latent())).held(request, ([1, 2, 3, 4],), LeaseUse.TURN) is None
+
+
+def both_roles(**config: Any) -> OwnEngine:
+    made = vllm_config("NixlConnector", module="kvferry.connector", role="kv_both", **config)
+    return OwnEngine.of(made, config_of(group(full())), FerryConfig(bidirectional_kv_xfer=True))
+
+
+def test_turns_are_offered_and_taken_with_the_option_only(ferry_log: pytest.LogCaptureFixture) -> None:
+    made = both_roles()
+    assert (made.offers_turns, made.takes_turns) == (True, True)
+    assert not ferry_log.records
+    both_roles(policy="fail")
+    (warned,) = [record.getMessage() for record in ferry_log.records]
+    assert "kv_load_failure_policy=fail" in warned
+
+
+def test_a_model_with_a_recurrent_state_takes_turns_and_offers_none(
+    monkeypatch: pytest.MonkeyPatch, ferry_log: pytest.LogCaptureFixture
+) -> None:
+    groups = (CacheGroup(policy="full", block_tokens=16), CacheGroup(policy="state", block_tokens=16))
+    monkeypatch.setattr("kvferry.connector.own_engine.groups_of", lambda config: groups)
+    made = both_roles()
+    assert (made.offers_turns, made.takes_turns) == (False, True)
+    assert "recurrent state" in ferry_log.records[-1].getMessage()
