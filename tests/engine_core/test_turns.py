@@ -343,7 +343,6 @@ def test_the_turns_of_one_engine_are_in_its_own_cache_and_free_at_once(make: Any
 
 BAD: dict[str, Any] = {
     "of another connector": (lambda offer: offer.pop("kvferry"), "foreign_params"),
-    "without a host": (lambda offer: offer.pop("remote_host"), "invalid_params"),
     "with a block that is none": (lambda offer: offer["remote_block_ids"][0].append("x"), "invalid_params"),
     "with other blocks": (lambda offer: offer["remote_block_ids"][0].reverse(), "load_failed"),
     "from another host": (lambda offer: offer.update(remote_host="localhost"), "load_failed"),
@@ -390,7 +389,7 @@ def test_without_the_option_no_answer_is_offered(make: Any) -> None:
     assert decoder.engine.is_whole
 
 
-@pytest.mark.parametrize("count", [1, 2, 12, 13, 30])
+@pytest.mark.parametrize("count", [1, 12, 13])
 def test_an_answer_never_offers_a_token_of_a_step_in_flight(make: Any, count: int) -> None:
     prefiller, decoder = make(overlap=True), make(overlap=True)
     talk = Conversation(prefiller, decoder)
