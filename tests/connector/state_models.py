@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
@@ -81,6 +83,11 @@ class Whole:
         if self.model.temporal:
             found.append(self.temporal.chunk(tp)[rank])
         return tuple(found)
+
+
+def orient(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """Keep convolution states by channel (`DS`) or by column (`SD`), as `VLLM_SSM_CONV_STATE_LAYOUT` says."""
+    monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: layout)
 
 
 def bound(spec: Any, view: torch.Tensor) -> tuple[torch.Tensor, ...]:

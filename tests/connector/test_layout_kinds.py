@@ -36,6 +36,7 @@ from tests.connector.caches import (
 )
 from tests.connector.recorded import RECORDED, attention, latent
 from tests.connector.recorded_engine import RecordedEngine, skipped_tokens
+from tests.connector.state_models import orient
 from tests.plan.samples import engine, worker
 
 every_model = pytest.mark.parametrize("name", RECORDED)
@@ -52,6 +53,11 @@ KINDS = {
     "k_cache": {"indexer"},
     "attn": {"k", "v"},
 }
+
+
+@pytest.fixture(autouse=True)
+def channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    orient(monkeypatch, "DS")
 
 
 def described_engine(recorded: RecordedEngine, name: str) -> Any:

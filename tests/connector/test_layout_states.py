@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from kvferry.connector.layout import discover, groups_of
@@ -22,7 +21,7 @@ from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Place, Range, Topology
 from kvferry.protocol.handshake import CacheGroup
 from tests.connector.caches import all_bytes_of, config_of, group, storage_of, views_of
-from tests.connector.state_models import STATE_MODELS, StateModel, read, write
+from tests.connector.state_models import STATE_MODELS, StateModel, orient, read, write
 from tests.plan.samples import engine, worker
 
 every_model = pytest.mark.parametrize("model", STATE_MODELS.values(), ids=STATE_MODELS.keys())
@@ -32,12 +31,8 @@ LAYERS = ("mixer.0", "mixer.1")
 @pytest.fixture(params=["DS", "SD"])
 def orientation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether a channel's columns, or a column's channels, lie together."""
-    monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: request.param)
+    orient(monkeypatch, request.param)
     return str(request.param)
-
-
-def orient(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: layout)
 
 
 class Engine:

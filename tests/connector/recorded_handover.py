@@ -1,0 +1,63 @@
+"""A handover between two engines of a recorded model, on NIXL."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from dataclasses import replace
+
+import torch
+
+from kvferry.worker.nixl_fabric import NixlFabric
+from tests.connector.caches import storage_of
+from tests.connector.recorded_engine import RecordedEngine
+from tests.geometry.requests import Request
+from tests.rig.cache_engine import SETTINGS, CacheEngine
+from tests.rig.handover import check_end, step_until
+
+_numbers = itertools.count(1)
+
+
+def hand_over_recorded(
+    source: RecordedEngine, target: RecordedEngine, num_tokens: int, seed: int, staging_pool_bytes: int
+) -> int:
+    """A sequence is computed here and loaded there.
+
+    Returns:
+        The bytes that NIXL has moved.
+
+    Raises:
+        AssertionError: the load is not good, the consumer's layers read something else, or a byte beside the request's
+            blocks has changed on either side.
+    """
+    theirs = source.place_sequence(num_tokens, range(1, 40))
+    ours = target.place_sequence(num_tokens, range(39, 0, -1))
+    remote = tuple(
+        ids[: -(-num_tokens // told.block_tokens)] for ids, told in zip(theirs.blocks, source.groups, strict=True)
+    )
+    request = Request(ours.blocks, remote, 0, num_tokens, num_tokens)
+    settings = replace(SETTINGS, staging_pool_bytes=staging_pool_bytes)
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for letter, recorded in (("P", source), ("C", target)):
+            caches = [(one.place, one.caches) for one in recorded.workers]
+            name = f"{letter}recorded{next(_numbers)}"
+            engines.append(CacheEngine(name, recorded.groups, recorded.topology, caches, NixlFabric, settings))
+            stack.callback(engines[-1].close)
+        producer, consumer = engines
+        params = producer.lease("request", request, lambda: source.write(theirs, seed))
+        held, before = _contents(source), _contents(target)
+        consumer.load("request", request, params)
+        step_until(lambda: consumer.is_over("request"), "the load is over", producer, consumer)
+        assert "request" not in consumer.failed, f"the load has failed: {consumer.failed['request'].value}"
+        target.check(ours, seed)
+        step_until(lambda: producer.is_free("request"), "all workers' blocks are free", producer, consumer)
+        check_end(producer, consumer, "request")
+        assert all(torch.equal(*pair) for pair in zip(held, _contents(source), strict=True))
+        for (one, loaded), old, now in zip(target.loaded_bytes(ours), before, _contents(target), strict=True):
+            assert torch.equal(now[~loaded], old[~loaded]), f"{one.place}: bytes of other blocks have changed"
+        return sum(figures.transferred_bytes for figures in consumer.figures)
+
+
+def _contents(engine: RecordedEngine) -> list[torch.Tensor]:
+    return [storage_of(next(iter(one.views.values()))).clone() for one in engine.workers]
