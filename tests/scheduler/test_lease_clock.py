@@ -199,10 +199,12 @@ def test_the_turn_that_would_run_out_first_makes_room_and_prompts_never_do() -> 
     ledger = ProducerLedger(4, LEASE_S, tally := Tally(), turn_s=60.0)
     for name, use in (("p", LeaseUse.PROMPT), ("old", LeaseUse.TURN), ("new", LeaseUse.TURN), ("c", LeaseUse.TURN)):
         ledger.open(name, use)
-    for name in ("p", "old", "new"):
-        ledger.finish(name)
-        ledger.take_orders(float(len(name)))
+    for now_s, name in enumerate(("p", "old", "new")):
+        finished = ledger.finish(name)
+        ledger.take_orders(float(now_s))
     assert ledger.free_slots == 0
+    assert finished is not None
+    assert ledger.renew(finished.name), "a renewal of a turn that has more time than that changes nothing"
     assert [ledger.release_first_turn("room") for _ in range(3)] == ["old", "new", None]
     assert [end.request_id for end in ledger.take_orders(4.0).ends] == ["old", "new"]
     ledger.sent("old")
