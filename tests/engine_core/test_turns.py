@@ -331,6 +331,20 @@ def test_siblings_and_replays_of_a_turn_are_prefilled_all_the_same(make: Any) ->
     assert prefiller.engine.counted("local_recomputes", "lease_in_use") == 1
 
 
+def test_siblings_of_an_answer_make_one_offer_since_they_have_one_response(make: Any) -> None:
+    prefiller, decoder = make(), make()
+    talk = Conversation(prefiller, decoder)
+    talk.text = FIRST
+    params = talk.prefill("p")
+    names = ("0_n", "1_n", "2_n")
+    for name in names:
+        decoder.engine.add(name, FIRST, params, max_tokens=COUNT)
+    answers = [decoder.answer(name) for name in names]
+    assert [answer.params is not None for answer in answers] == [True, False, False]
+    decoder.step()
+    assert decoder.engine.counted("turns_offered") == 1
+
+
 def test_the_turns_of_one_engine_are_in_its_own_cache_and_free_at_once(make: Any) -> None:
     prefiller, both = make(), make()
     talk = Conversation(prefiller, both)
