@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsKVCacheMethod
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
 from kvferry.connector.arrangement import BY_HEAD, OPAQUE
 from kvferry.connector.cache_probe import arrangements_of
@@ -74,6 +75,18 @@ def test_scales_by_head_are_told_where_the_backend_uses_them_and_their_largest_w
     assert [k.scales, v.scales] == [pytest.approx(scales) for scales in expected]
 
 
+def test_scales_of_heads_that_are_equal_leave_no_doubt() -> None:
+    """Whichever the backend uses, it is the same number, in this layer."""
+    layers = {"layers.0": float8_layer(Float8(torch.float8_e4m3fn), [0.5, 0.5], [0.25, 0.25])}
+    layers["layers.1"] = float8_layer(Float8(torch.float8_e4m3fn), [0.5, 0.3], [0.25, 0.25])
+    cache = Written(layers["layers.0"], spec_of("fp8"))
+    found = arrangements_of(layers, cache.views, cache.config, cache.dtype)
+    assert [(one.pattern, one.scales["k"]) for one in found.values()] == [
+        ("rows", (0.5, 0.5)),
+        ("rows", pytest.approx((0.5, 0.3))),
+    ]
+
+
 def test_what_is_described_gives_back_the_values_that_were_written() -> None:
     """value = stored · scale, by the description alone."""
     cache = float8_cache(Float8(torch.float8_e4m3fn), [0.5, 0.3], [1.0, 4.0])
@@ -120,6 +133,28 @@ def test_a_layer_without_scales_is_opaque() -> None:
 def test_what_is_no_scale_is_refused_at_the_start_by_layer(scale: float) -> None:
     with pytest.raises(InvalidConfig, match=r"cache of layer layers\.0 is .*v scales .*; expected static scales"):
         float8_cache(Float8(torch.float8_e4m3fn), 1.0, scale).arrangement()
+
+
+def test_mla_in_float8_has_the_one_scale_of_its_rows() -> None:
+    class Latent:
+        def do_kv_cache_update(self, latent: Any, rope: Any, cache: Any, slots: Any, dtype: str, scale: Any) -> None:
+            assert dtype == "fp8"
+            rows = torch.cat([latent, rope[:, 0]], dim=1).float() / scale
+            cache[slots // cache.shape[1], slots % cache.shape[1]] = rows.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    layer = layer_of(Latent(), kv_lora_rank=16, kv_cache_dtype="fp8", _k_scale=torch.tensor(0.3), _k_scale_float=0.3)
+    spec = MLAAttentionSpec(
+        block_size=TOKENS,
+        num_kv_heads=1,
+        head_size=24,
+        dtype=torch.uint8,
+        kv_quant_mode=KVQuantMode.FP8_PER_TENSOR,
+        cache_dtype_str="fp8",
+    )
+    for tensor in tensors_of(Written(layer, spec)):
+        assert (tensor.kind, tensor.cell_bytes) == ("mla", 24)
+        assert tensor.scales == pytest.approx((0.3,))
+        assert tensor.format == Format(dtype="float8_e4m3", quantization="fp8_per_tensor", packing="plain")
 
 
 def test_scales_that_a_running_engine_calculates_are_refused_at_the_start_by_layer() -> None:

@@ -9,7 +9,6 @@ cannot be tried, or writes in no known way, is opaque, and a log line says so. T
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,17 +21,25 @@ from kvferry.connector.arrangement import (
     OPAQUE,
     PATTERNS,
     Arrangement,
+    Cells,
     heads_lie_together,
-    is_mla,
     packing_of,
 )
+from kvferry.connector.cache_probe_backend import Backend, CannotBeTried, Write
 from kvferry.connector.cache_probe_scratch import Scratch
-from kvferry.connector.cache_probe_values import Scales, codes_of, encodings_of, scales_of, values_of
+from kvferry.connector.cache_probe_values import (
+    VALUES,
+    Encoding,
+    Scales,
+    codes_of,
+    encodings_of,
+    integers_of,
+    scales_of,
+)
 
 logger = logging.getLogger(__name__)
 
 _FILLS = (0x55, 0xAA)
-_MODES = ("NONE", "FP8_PER_TENSOR")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +57,6 @@ class Finding:
     dtype: str = ""
     scales_in: str = ""
     reason: str = ""
-
-
-class _Unknown(Exception):
-    """A backend that cannot be tried; the text says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Write:
-    """What is written in one round: the blocks' tokens, and codes `[T, heads, elements]` of every kind."""
-
-    blocks: torch.Tensor
-    tokens: torch.Tensor
-    codes: dict[str, torch.Tensor]
 
 
 def arrangements_of(
@@ -97,7 +91,7 @@ def arrangements_of(
             found[name] = Arrangement(packing)  # a state of another kind; layout knows it, or refuses it
             continue
         known = scales_of(layer, name, spec)
-        kind = _kind_of(layer, packing, view, spec)
+        kind = (_kind_of(layer, packing, view, spec), *known)
         if kind not in findings:
             findings[kind] = probe(layer, view, spec, known, dtype)
             _report(name, packing, findings[kind])
@@ -117,15 +111,15 @@ def probe(layer: Any, view: torch.Tensor, spec: Any, scales: Mapping[str, Scales
     """
     try:
         with torch.inference_mode():
-            return _probe(_Backend(layer, spec, dtype), view, spec, scales or {"": {}})
-    except _Unknown as error:
+            return _probe(Backend(layer, spec, dtype), view, spec, scales or {"": {}})
+    except CannotBeTried as error:
         return Finding(OPAQUE, reason=str(error))
     except Exception as error:  # noqa: BLE001 - whatever a backend does: it is opaque then, and the engine starts
         text = str(error).partition("\n")[0][:200]
         return Finding(OPAQUE, reason=f"its cache write cannot be tried: {type(error).__name__}: {text}")
 
 
-def _probe(backend: _Backend, view: torch.Tensor, spec: Any, scales: Mapping[str, Scales]) -> Finding:
+def _probe(backend: Backend, view: torch.Tensor, spec: Any, scales: Mapping[str, Scales]) -> Finding:
     scratch = Scratch(view)
     patterns = {name: cells for name, of in PATTERNS.items() if (cells := of(scratch.view, spec))}
     writes = [_plan_write(scratch, backend, whole, seed) for seed, whole in ((1, 2), (2, 1))]
@@ -136,14 +130,10 @@ def _probe(backend: _Backend, view: torch.Tensor, spec: Any, scales: Mapping[str
         images = [backend.write(scratch, one, fill, values).clone() for one, fill in zip(writes, _FILLS, strict=True)]
         for encoding in encodings_of(view, spec):
             for name, cells in patterns.items():
-                for write, fill, image in zip(writes, _FILLS, images, strict=True):
-                    expected = scratch.image(fill)
-                    for one in cells:
-                        stored = encoding.stored(write.codes[one.kind], scratch.view)
-                        one.of(scratch.as_view(expected))[write.blocks, :, write.tokens] = stored
-                    if not torch.equal(expected, image):
-                        break
-                else:
+                if all(
+                    torch.equal(_expected(scratch, write, fill, cells, encoding), image)
+                    for write, fill, image in zip(writes, _FILLS, images, strict=True)
+                ):
                     right.append(Finding(name, encoding.dtype, place))
     if len(right) == 1:
         return right[0]
@@ -154,39 +144,53 @@ def _probe(backend: _Backend, view: torch.Tensor, spec: Any, scales: Mapping[str
     return Finding(OPAQUE, reason="no arrangement that kvferry knows explains what it writes")
 
 
-def _keeps_heads_apart(backend: _Backend, scratch: Scratch, scales: Scales) -> bool:
+def _expected(scratch: Scratch, write: Write, fill: int, cells: tuple[Cells, ...], encoding: Encoding) -> torch.Tensor:
+    """All of the memory after a write, if these are the cells and this is how values are kept in them."""
+    image = scratch.image(fill)
+    view = scratch.as_view(image, encoding.bits.dtype)
+    for one in cells:
+        one.of(view)[write.blocks, :, write.tokens] = encoding.stored(write.codes[one.kind])
+    return image
+
+
+def _keeps_heads_apart(backend: Backend, scratch: Scratch, scales: Scales) -> bool:
     """Whether a (block, head) holds all of its own K and V and nothing else, the same wherever it is."""
     if any(len(set(values)) > 1 for values in scales.values()):
         return False  # equal values are not stored alike
-    tokens = scratch.view.shape[2]
-    one = {kind: codes_of((tokens, 1, size), 3, scratch.raw.device) for kind, size in backend.elements.items()}
-    heads = scratch.view.shape[1]
+    _, heads, tokens, _ = scratch.view.shape
+    device, bits = scratch.raw.device, integers_of(scratch.view)
+
+    def cells_of(image: torch.Tensor) -> torch.Tensor:
+        return scratch.as_view(image, bits).view(torch.uint8)[1:]
+
+    # The same K and V for every head of two blocks: every cell is the same, to the last byte, and nothing else changes.
+    one = {kind: codes_of((tokens, 1, size), 3, device) for kind, size in backend.elements.items()}
     alike = {kind: codes.expand(-1, heads, -1).repeat(2, 1, 1) for kind, codes in one.items()}
-    blocks = torch.tensor([2, 1], device=scratch.raw.device).repeat_interleave(tokens)
-    write = _Write(blocks, torch.arange(tokens, device=scratch.raw.device).repeat(2), alike)
-    cells = []
-    for fill in _FILLS:
-        image = backend.write(scratch, write, fill, scales).clone()
-        written = scratch.as_view(image).view(torch.uint8)[1:]
-        cells.append(written[0, 0].clone())
-        if not torch.equal(written, cells[0].expand_as(written)):
+    blocks = torch.tensor([2, 1], device=device).repeat_interleave(tokens)
+    write = Write(blocks, torch.arange(tokens, device=device).repeat(2), alike)
+    images = [backend.write(scratch, write, fill, scales).clone() for fill in _FILLS]
+    cell = cells_of(images[0])[0, 0].clone()
+    for image, fill in zip(images, _FILLS, strict=True):
+        cells = cells_of(image)
+        if not torch.equal(cells, cell.expand_as(cells)):
             return False
-        written.fill_(fill)
+        cells.fill_(fill)
         if not torch.equal(image, scratch.image(fill)):
             return False
-    before = backend.write(scratch, write, _FILLS[0], scales).clone()
+    # Other K and V for one head: its cells change, and nothing else.
     for codes in alike.values():
-        codes[:, heads - 1] = (codes[:, heads - 1] + 1) % 7
-    after = backend.write(scratch, write, _FILLS[0], scales).clone()
-    changed = scratch.as_view(before).view(torch.uint8)[1:, heads - 1]
-    new = scratch.as_view(after).view(torch.uint8)[1:, heads - 1]
-    if torch.equal(changed, new):
-        return False
-    changed.copy_(new)
-    return torch.equal(before, after)
+        codes[:, heads - 1] = (codes[:, heads - 1] + 1) % len(VALUES)
+    image = backend.write(scratch, write, _FILLS[0], scales).clone()
+    own = cells_of(image)[:, heads - 1]
+    changed = not torch.equal(own, cell.expand_as(own))
+    own.copy_(cell.expand_as(own))
+    rest = cells_of(image)
+    unchanged = torch.equal(rest, cell.expand_as(rest))
+    rest.fill_(_FILLS[0])
+    return changed and unchanged and torch.equal(image, scratch.image(_FILLS[0]))
 
 
-def _plan_write(scratch: Scratch, backend: _Backend, whole: int, seed: int) -> _Write:
+def _plan_write(scratch: Scratch, backend: Backend, whole: int, seed: int) -> Write:
     """All tokens of one block, in no order, and every third token of the block before it."""
     count, device = scratch.view.shape[2], scratch.raw.device
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(device)
@@ -197,68 +201,7 @@ def _plan_write(scratch: Scratch, backend: _Backend, whole: int, seed: int) -> _
         kind: codes_of((len(tokens), backend.heads, size), 10 * seed + index, device)
         for index, (kind, size) in enumerate(backend.elements.items())
     }
-    return _Write(blocks, tokens, codes)
-
-
-class _Backend:
-    """A layer's own cache write.
-
-    Attributes:
-        elements: by kind how many elements a token of a head has.
-        heads: heads that are written.
-
-    Raises:
-        _Unknown: it has none that can be called.
-    """
-
-    def __init__(self, layer: Any, spec: Any, dtype: torch.dtype) -> None:
-        impl: Any = getattr(layer, "impl", None)
-        if spec.kv_quant_mode.name not in _MODES:
-            raise _Unknown(f"quantisation {spec.kv_quant_mode.name} is not tried")
-        if not hasattr(impl, "do_kv_cache_update"):
-            raise _Unknown("it has no cache write of its own")
-        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
-            raise _Unknown("another layer writes its cache")
-        # Writing must leave nothing behind: attributes that it sets go to copies, tensors that it fills as well.
-        self._impl = copy.copy(impl)
-        self._layer = _Borrowed(layer)
-        self._dtype = dtype
-        self._is_mla = is_mla(spec)
-        self._latent = int(layer.kv_lora_rank) if self._is_mla else 0
-        self.heads = int(spec.num_kv_heads)
-        self.elements = (
-            {"mla": int(spec.head_size)} if self._is_mla else {"k": int(spec.head_size), "v": int(spec.head_size_v)}
-        )
-
-    def write(self, scratch: Scratch, what: _Write, fill: int, scales: Scales) -> torch.Tensor:
-        """Fill the memory with a byte, write, and return all of it."""
-        scratch.raw.fill_(fill)
-        slots = what.blocks * scratch.view.shape[2] + what.tokens
-        given = {kind: values_of(codes, scales.get(kind, ()), self._dtype) for kind, codes in what.codes.items()}
-        if self._is_mla:
-            rows = given["mla"]
-            self._impl.do_kv_cache_update(
-                rows[:, 0, : self._latent].contiguous(),
-                rows[:, :, self._latent :].contiguous(),
-                scratch.view.squeeze(1),
-                slots,
-                self._layer.kv_cache_dtype,
-                self._layer._k_scale,
-            )
-        else:
-            self._impl.do_kv_cache_update(self._layer, given["k"], given["v"], scratch.view, slots)
-        return scratch.raw
-
-
-class _Borrowed:
-    """A layer to read from. What is set stays here, and tensors are copies."""
-
-    def __init__(self, layer: Any) -> None:
-        self.__dict__["_kvferry_layer"] = layer
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.__dict__["_kvferry_layer"], name)
-        return value.clone() if isinstance(value, torch.Tensor) else value
+    return Write(blocks, tokens, codes)
 
 
 def _kind_of(layer: Any, packing: str, view: torch.Tensor, spec: Any) -> object:

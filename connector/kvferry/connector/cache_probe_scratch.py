@@ -25,23 +25,17 @@ class Scratch:
         strides = _strides(view, shape)
         size = _extent(shape, strides) * item + 2 * _GUARD_BYTES
         self.raw = torch.empty(size, dtype=torch.uint8, device=view.device)
-        self.view = self.view_of(self.raw, view.dtype, shape, strides)
+        self._shape, self._strides = shape, strides
+        self.view = self.as_view(self.raw, view.dtype)
 
     def image(self, fill: int) -> torch.Tensor:
         """What all of the memory would hold, filled with one byte."""
         return torch.full_like(self.raw, fill)
 
-    def as_view(self, raw: torch.Tensor) -> torch.Tensor:
-        """An image of this memory as the cache that is in it."""
-        return self.view_of(raw, self.view.dtype, tuple(self.view.shape), self.view.stride())
-
-    @staticmethod
-    def view_of(
-        raw: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
-    ) -> torch.Tensor:
-        """The cache in an image, behind the first guard."""
+    def as_view(self, raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The cache in an image of this memory, in elements of a type of the same size."""
         elements = raw.view(dtype)
-        return elements.as_strided(shape, strides, _GUARD_BYTES // elements.element_size())
+        return elements.as_strided(self._shape, self._strides, _GUARD_BYTES // elements.element_size())
 
 
 def _strides(view: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:

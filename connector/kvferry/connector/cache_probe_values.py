@@ -51,21 +51,28 @@ def scales_of(layer: Any, layer_name: str, spec: Any) -> dict[str, Scales]:
         for kind, values in scales.items():
             if not values or not all(1e-30 <= value <= 1e30 for value in values):
                 raise InvalidConfig(where, f"{kind} scales {list(values)[:4]}", "static scales between 1e-30 and 1e30")
-        if scales not in found.values():
+        if not any(_are_equal(scales, others) for others in found.values()):
             found[place] = scales
     return found
 
 
+def _are_equal(one: Scales, other: Scales) -> bool:
+    return all({*values, *other[kind]} == {values[0]} for kind, values in one.items())
+
+
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How a value is supposed to be kept. `dtype` is empty where the view's own says it."""
+    """How a value is supposed to be kept. `dtype` is empty where the view's own says it.
+
+    `bits` are those of every one of `VALUES`, as integers of their size.
+    """
 
     dtype: str
-    table: torch.Tensor
+    bits: torch.Tensor
 
-    def stored(self, codes: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-        """What elements of a view hold for the `VALUES` of these codes."""
-        return self.table.to(view.device)[codes].view(view.dtype)
+    def stored(self, codes: torch.Tensor) -> torch.Tensor:
+        """What elements hold for the `VALUES` of these codes, as integers."""
+        return self.bits.to(codes.device)[codes]
 
 
 def encodings_of(view: torch.Tensor, spec: Any) -> Iterator[Encoding]:
@@ -75,7 +82,12 @@ def encodings_of(view: torch.Tensor, spec: Any) -> Iterator[Encoding]:
             for name, dtype in _FLOAT8.items():
                 yield Encoding(name, VALUES.to(dtype).view(torch.uint8))
     elif view.is_floating_point() and view.element_size() > 1:
-        yield Encoding("", VALUES.to(view.dtype))
+        yield Encoding("", VALUES.to(view.dtype).view(integers_of(view)))
+
+
+def integers_of(view: torch.Tensor) -> torch.dtype:
+    """Integers of the size of a view's elements: every device can move and compare them."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]
 
 
 def codes_of(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
