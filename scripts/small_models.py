@@ -11,6 +11,7 @@ repository. They have no tokenizer: whoever asks gives token ids below `VOCABULA
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -185,6 +186,19 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
 }
 
 
+ADAPTER = "small-adapter"
+ADAPTER_RANK = 8
+_ADAPTED = "small-llama-4"
+
+
+def small_adapter(cache_dir: Path) -> Path:
+    """The folder of a LoRA adapter of random weights for `small-llama-4`, made when it is not there."""
+    folder = cache_dir / "models" / f"{ADAPTER}-{_FORMAT}"
+    if not folder.exists():
+        _make_adapter(SMALL_MODELS[_ADAPTED], folder)
+    return folder
+
+
 def small_model(name: str, cache_dir: Path) -> Path:
     """The model's folder, made when it is not there. Runs beside others may make it at the same time.
 
@@ -193,7 +207,7 @@ def small_model(name: str, cache_dir: Path) -> Path:
     """
     made_of = SMALL_MODELS[name]
     folder = cache_dir / "models" / f"{name}-{_FORMAT}"
-    if not (folder / "config.json").exists():
+    if not folder.exists():
         _make(made_of, folder)
     return folder
 
@@ -214,7 +228,7 @@ def whole(target: Path) -> Iterator[Path]:
         try:
             os.rename(partial, target)
         except OSError:
-            if not (target / "config.json").exists():
+            if not target.exists():
                 raise  # not that another run was quicker
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -236,10 +250,32 @@ def _make(made_of: SmallModel, folder: Path) -> None:
         model.save_pretrained(partial)
 
 
+def _make_adapter(adapted: SmallModel, folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    settings = {**_COMMON, **adapted.config}
+    hidden, head_dim = settings["hidden_size"], settings["head_dim"]
+    heads = {"q_proj": settings["num_attention_heads"], "v_proj": settings["num_key_value_heads"]}
+    numbers = torch.Generator().manual_seed(0)
+    weights = {}
+    for layer in range(settings["num_hidden_layers"]):
+        for projection, count in heads.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
+            weights[f"{at}.lora_A.weight"] = 0.2 * torch.randn(ADAPTER_RANK, hidden, generator=numbers)
+            weights[f"{at}.lora_B.weight"] = 0.2 * torch.randn(count * head_dim, ADAPTER_RANK, generator=numbers)
+    config = {"peft_type": "LORA", "r": ADAPTER_RANK, "lora_alpha": ADAPTER_RANK, "target_modules": list(heads)}
+    with whole(folder) as partial:
+        save_file(weights, partial / "adapter_model.safetensors")
+        (partial / "adapter_config.json").write_text(json.dumps(config))
+
+
 def main(arguments: Sequence[str]) -> int:
     """Write models, or list them."""
     parser = argparse.ArgumentParser(prog="python -m scripts.small_models", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[[], *SMALL_MODELS], metavar="NAME", help="models to write")
+    parser.add_argument(
+        "names", nargs="*", choices=[[], *SMALL_MODELS, ADAPTER], metavar="NAME", help="models to write"
+    )
     parser.add_argument("--all", action="store_true", help="write all of them")
     parser.add_argument("--list", action="store_true", help="names and what they are")
     parser.add_argument("--cache-dir", type=Path, default=default_cache_dir(), help="[%(default)s]")
@@ -247,8 +283,9 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.list:
         for name, model in SMALL_MODELS.items():
             print(f"{name:24} {model.doc}")
-    for name in SMALL_MODELS if chosen.all else chosen.names:
-        print(small_model(name, chosen.cache_dir))
+        print(f"{ADAPTER:24} LoRA adapter of rank {ADAPTER_RANK} for {_ADAPTED}")
+    for name in (*SMALL_MODELS, ADAPTER) if chosen.all else chosen.names:
+        print(small_adapter(chosen.cache_dir) if name == ADAPTER else small_model(name, chosen.cache_dir))
     return 0
 
 

@@ -15,9 +15,11 @@ logging.disable(logging.WARNING)
 CONFIG = VllmConfig()
 """Making it imports the greater part of vLLM."""
 
+MODELS = ("deepseek_v2", "falcon_h1", "gemma3", "granitemoehybrid", "llama", "mamba2", "qwen3_next")
+
 for _module in (
     "vllm.distributed.parallel_state",
-    "vllm.model_executor.models.llama",
+    *(f"vllm.model_executor.models.{name}" for name in MODELS),
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.engine.core",
     "vllm.v1.engine.llm_engine",

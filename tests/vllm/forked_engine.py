@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -129,6 +130,18 @@ class ForkedEngine:
         """Blocks that the scheduler can give away."""
         return int(self._call("free_blocks"))
 
+    def flip_a_byte(self, layer: str, block: int, state: int = 0) -> None:
+        """Invert the sign of a number in a block, on every worker: one bit of one byte.
+
+        Args:
+            state: which one, of a layer that has several.
+        """
+        self._call("on_workers", _flip_a_byte, (layer, block, state))
+
+    def groups(self) -> list[list[str]]:
+        """The layers of every cache group that is transferred, in the order of `remote_block_ids`."""
+        return [list(layers) for layers in self._call("groups")]
+
     def _call(self, *command: Any) -> Any:
         self._pipe.send(command)
         return self._receive(ANSWER_S)
@@ -143,6 +156,16 @@ class ForkedEngine:
         if error:
             raise EngineFailed(f"{self.spec.name}: {error}\nsee {self.log_path}")
         return answer
+
+
+def start(running: ExitStack, logs: Path, specs: Iterable[EngineSpec]) -> list[ForkedEngine]:
+    """Engines that start side by side and end with `running`."""
+    engines = [ForkedEngine(spec, logs) for spec in specs]
+    for engine in engines:
+        running.push(engine)
+    for engine in engines:
+        engine.__enter__()
+    return engines
 
 
 def _main(spec: EngineSpec, port: int, pipe: Connection, log_path: str) -> None:
@@ -257,8 +280,33 @@ class _Engine:
 
         return str(generate_latest(), "utf-8")
 
+    def on_workers(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+        return list(self._engine.collective_rpc(function, args=arguments))
+
+    def groups(self) -> list[list[str]]:
+        return [group.layer_names for group in self._scheduler.kv_cache_config.transfer_groups]
+
     def free_blocks(self) -> int:
         return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def _caches(worker: Any) -> dict[str, Any]:
+    """By layer its tensor, or those of its states; block by block."""
+    # The executor wraps the CPU worker where it is in the engine's own process.
+    runner = getattr(worker, "worker", worker).model_runner
+    context = runner.compilation_config.static_forward_context
+    return {name: layer.kv_cache for name, layer in context.items() if hasattr(layer, "kv_cache")}
+
+
+def _flip_a_byte(worker: Any, layer: str, block: int, which: int) -> None:
+    import torch
+
+    cache = _caches(worker)[layer]
+    if hasattr(cache, "shape"):
+        cache[block][(0,) * (cache.dim() - 1)].neg_()  # of the first token: what lies behind the last one is not read
+    else:
+        state = cache[which][block]
+        state[torch.unravel_index(state.abs().argmax(), state.shape)] *= -1
 
 
 def _lora(folder: str | None) -> Any:

@@ -1,0 +1,302 @@
+"""Every kind of model that vLLM's CPU engine serves: what one engine prefilled, another decodes as it would alone.
+
+Models of random weights (`scripts.small_models`) on real engines (`forked_engine`). The control is the decoder itself,
+asked without params before anything was handed over. `docs/compatibility.md` names these tests.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.accuracy.metrics import Scrape
+from scripts.small_models import FIRST_TOKEN, VOCABULARY, default_cache_dir, small_adapter, small_model
+from tests.vllm.forked_engine import Answer, EngineFailed, EngineSpec, ForkedEngine, start
+
+_rng = random.Random(5)
+LENGTHS = (4, 31, 127, 128, 129, 200, 300, 420)
+PROMPTS = [[_rng.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(n)] for n in LENGTHS]
+SOME = PROMPTS[1::2]
+"""For pairs of two ranks, which take longer."""
+
+CORES = {1: "0", 2: "0|1"}
+NOISE = 1e-3
+"""Log-probabilities in float32 differ by less when the same is computed in another order; 6e-5 was seen."""
+BFLOAT16_NOISE = 0.25
+NO_FP8 = "FP8 KV cache on CPU requires x86 with AVX-512 or AMX"
+
+NO_MAMBA_1 = "'_OpNamespace' '_C' object has no attribute 'selective_scan_fwd'"
+
+K_AND_V = 2 * 2 * 32 * 4
+"""Bytes of a token in one attention layer: K and V of 2 heads of 32 numbers in float32."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, how its engines are started, and what one of its prompts takes in their caches.
+
+    Attributes:
+        block_size: None for the engine's own choice.
+        block_tokens, block_bytes: of an attention block, all layers that keep every token.
+        windowed_bytes: of an attention block, all layers that keep 128 tokens.
+        state_bytes: of a prompt's states. They have seen all tokens but the last; so have the attention layers then.
+        copied: every rank holds all of it.
+        whole_bytes: of small states two ranks read all of this each, which is cheaper than their many pieces.
+    """
+
+    model: str
+    block_size: int | None = None
+    block_tokens: int = 128
+    block_bytes: int = 0
+    windowed_bytes: int = 0
+    state_bytes: int = 0
+    copied: bool = False
+    whole_bytes: int = 0
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def spec(self, name: str, tp: int = 1, cores: str = "", **engine_args: Any) -> EngineSpec:
+        return EngineSpec(
+            f"{self.model}-{name}",
+            str(small_model(self.model, default_cache_dir())),
+            "kv_both",
+            tp=tp,
+            block_size=self.block_size,
+            cores=cores or CORES[tp],
+            engine_args={"max_model_len": 512, **self.engine_args, **engine_args},
+        )
+
+    def needed(self, prompt: Sequence[int], ranks: int = 1) -> int:
+        """Bytes that a decoder reads of a prompt."""
+        blocks = math.ceil((len(prompt) - (self.state_bytes > 0)) / self.block_tokens)
+        left = max(0, len(prompt) - 128 + 1) // self.block_tokens
+        bytes_of_tokens = blocks * self.block_bytes + (blocks - left) * self.windowed_bytes
+        if self.copied:
+            return ranks * bytes_of_tokens
+        return bytes_of_tokens + self.state_bytes + (ranks - 1) * self.whole_bytes
+
+
+MAMBA2 = 4 * (8 * 32 * 16 + 3 * (256 + 2 * 2 * 16))
+"""Bytes of one layer's states: 8 heads of 32 × 16 numbers, and 3 columns of x, B and C."""
+
+PARALLEL_MAMBA2 = 4 * (8 * 16 * 16 + 3 * (128 + 2 * 2 * 16))
+GDN_COLUMNS = 3 * (2 * 2 * 64 + 4 * 64)
+
+PLAIN_ROTATION = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+"""vLLM's rotation on CPU takes keys for contiguous that are not, those of MLA's prefill: it answers otherwise on two
+ranks than on one, and otherwise than transformers. Its plain PyTorch rotation is right."""
+
+LLAMA = Kind("small-llama-4", 128, block_bytes=128 * 2 * 2 * K_AND_V)
+DRAFTED = Kind("small-llama-4", 128, block_bytes=128 * (2 * 2 + 1) * K_AND_V)
+EXACT = (
+    Kind("small-llama-8", 128, block_bytes=128 * 2 * 4 * K_AND_V),
+    Kind("small-windowed", 128, block_bytes=128 * K_AND_V, windowed_bytes=128 * 3 * K_AND_V),
+    Kind("small-mla", block_tokens=16, block_bytes=16 * 2 * (512 + 64) * 4, copied=True, engine_args=PLAIN_ROTATION),
+    Kind("small-mamba2", state_bytes=2 * MAMBA2, whole_bytes=2 * MAMBA2),
+    Kind("small-mamba2-hybrid", block_bytes=128 * K_AND_V, state_bytes=2 * MAMBA2, whole_bytes=2 * MAMBA2),
+    Kind(
+        "small-parallel-hybrid",
+        block_bytes=128 * 2 * K_AND_V,
+        state_bytes=2 * PARALLEL_MAMBA2,
+        whole_bytes=2 * PARALLEL_MAMBA2,
+    ),
+)
+GDN = Kind(
+    "small-gdn-hybrid",
+    block_tokens=256,
+    block_bytes=256 * K_AND_V // 2,
+    state_bytes=2 * 2 * (4 * 64 * 64 + GDN_COLUMNS),
+    whole_bytes=2 * 2 * GDN_COLUMNS,
+    engine_args={"dtype": "bfloat16"},
+)
+"""vLLM's kernels for it on CPU know no other type."""
+
+
+def hand_over(producer: ForkedEngine, consumer: ForkedEngine, prompt: Sequence[int], **more: Any) -> tuple[Answer, int]:
+    """A prompt prefilled by one and decoded by the other: the answer, and the bytes that were moved for it."""
+    free, before = producer.free_blocks(), consumer.metrics()
+    answer = consumer.answer(prompt, producer.prefill(prompt, **more), **more)
+    read = moved(consumer.metrics() - before)
+    wait_for_blocks(producer, free)
+    return answer, read
+
+
+def wait_for_blocks(producer: ForkedEngine, free: int) -> None:
+    end_s = time.monotonic() + 60.0
+    while producer.free_blocks() != free:
+        assert time.monotonic() < end_s, "the producer still holds blocks"
+        time.sleep(0.02)
+
+
+def moved(counted: Scrape) -> int:
+    """Bytes of one handover: those that NIXL counted and those of the plan are the same, and nothing was computed."""
+    reasons = counted.by_label("vllm:kvferry_local_recomputes_total", "reason")
+    assert (reasons, counted.total("vllm:kvferry_loads_total")) == ({}, 1)
+    read = counted.total("vllm:nixl_bytes_transferred_sum")
+    assert read == counted.total("vllm:kvferry_planned_bytes_total")
+    return int(read)
+
+
+def difference(one: Answer, other: Answer) -> float:
+    """The largest of their log-probabilities; infinite when the tokens differ."""
+    if one.tokens != other.tokens:
+        return math.inf
+    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+
+
+def answers(engine: ForkedEngine) -> list[Answer]:
+    """What it answers to every prompt by itself."""
+    found = [engine.answer(prompt) for prompt in PROMPTS]
+    assert len({tuple(answer.tokens) for answer in found}) == len(PROMPTS)
+    return found
+
+
+def continuations(engine: ForkedEngine, prompts: Sequence[list[int]]) -> list[tuple[list[int], Answer]]:
+    """Prompts that end with a token of the engine's own, and what it says next: it has decoded that token, like any
+    decoder, and not prefilled it."""
+    found = []
+    for prompt in prompts:
+        said = engine.answer(prompt, tokens=9)
+        found.append(([*prompt, said.tokens[0]], Answer(said.tokens[1:], said.logprobs[1:], None)))
+    assert len({tuple(answer.tokens) for _, answer in found}) == len(prompts)
+    return found
+
+
+def assert_handed_over(
+    producer: ForkedEngine,
+    consumer: ForkedEngine,
+    prompts: Sequence[list[int]],
+    expected: Sequence[Answer],
+    kind: Kind,
+) -> None:
+    """The prompts are answered as expected, and move what they need."""
+    for prompt, answer in zip(prompts, expected, strict=True):
+        found, read = hand_over(producer, consumer, prompt)
+        at = f"{producer.spec.name} to {consumer.spec.name}, {len(prompt)} tokens"
+        assert difference(found, answer) < NOISE, at
+        assert read == kind.needed(prompt, consumer.spec.tp), at
+
+
+def assert_every_byte_counts(producer: ForkedEngine, consumer: ForkedEngine, states: Sequence[int] = (0, 1)) -> None:
+    """One byte that is not the producer's, in any cache group and state, is seen in the answer."""
+    prompt = PROMPTS[0]
+    right, again = (hand_over(producer, consumer, prompt)[0] for _ in range(2))
+    assert right == again, "control: the decoder gives the same numbers every time"
+    for index, layers in enumerate(producer.groups()):
+        for state in states:
+            params = producer.prefill(prompt)
+            producer.flip_a_byte(layers[0], params["remote_block_ids"][index][0], state)
+            assert consumer.answer(prompt, params).logprobs != right.logprobs, (layers, state)
+
+
+@pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.model)
+def test_a_model_is_handed_over_alone_and_between_one_rank_and_two(kind: Kind, logs: Path) -> None:
+    with ExitStack() as running:
+        one, twin, two = start(running, logs, [kind.spec("one"), kind.spec("twin", cores="1"), kind.spec("two", 2)])
+        alone = answers(one)
+        assert_handed_over(one, twin, PROMPTS, alone, kind)
+        assert_handed_over(one, two, SOME, [two.answer(prompt) for prompt in SOME], kind)
+        assert_handed_over(two, one, SOME, alone[1::2], kind)
+        assert_every_byte_counts(one, twin)
+
+
+def test_a_gated_delta_net_is_handed_over_exactly_between_equals_and_else_within_its_rounding(logs: Path) -> None:
+    """In bfloat16 a token is another when it is one of many or when ranks add up: equal numbers can be asked for only
+    where every token is computed as in the control. Between one rank and two it is the next token."""
+    with ExitStack() as running:
+        specs = [GDN.spec("one"), GDN.spec("twin", cores="1"), GDN.spec("two", 2)]
+        one, twin, two = start(running, logs, specs)
+        for prompt, expected in continuations(one, PROMPTS):
+            found, read = hand_over(one, twin, prompt)
+            assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs), len(prompt)
+            assert read == GDN.needed(prompt)
+        for producer, consumer in ((one, two), (two, one)):
+            for prompt, expected in continuations(consumer, SOME):
+                found, read = hand_over(producer, consumer, prompt)
+                assert found.tokens[0] == expected.tokens[0], (producer.spec.name, len(prompt))
+                assert abs(found.logprobs[0] - expected.logprobs[0]) < BFLOAT16_NOISE, (producer.spec.name, len(prompt))
+                assert read == GDN.needed(prompt, consumer.spec.tp)
+        # A byte of the temporal state is lost in rounding: it decays with every token.
+        assert_every_byte_counts(one, twin, states=(0,))
+
+
+def test_adapters_and_salts_belong_to_what_is_handed_over(logs: Path) -> None:
+    """A request is served from another's blocks only with the same adapter and the same salt."""
+    adapter = str(small_adapter(default_cache_dir()))
+    settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    prompt = PROMPTS[6]
+    with ExitStack() as running:
+        specs = [LLAMA.spec("adapted", **settings), LLAMA.spec("adapted-too", cores="1", **settings)]
+        producer, consumer = start(running, logs, specs)
+        plain, adapted = consumer.answer(prompt), consumer.answer(prompt, lora=adapter)
+        assert plain.tokens != adapted.tokens
+        for more, expected in (
+            ({}, plain),
+            ({"lora": adapter}, adapted),
+            ({"salt": "pepper"}, plain),
+            ({"lora": adapter, "salt": "pepper"}, adapted),
+        ):
+            found, read = hand_over(producer, consumer, prompt, **more)
+            assert (difference(found, expected) < NOISE, read) == (True, LLAMA.needed(prompt)), more
+        others: list[tuple[dict[str, Any], dict[str, Any], Answer]] = [
+            ({"lora": adapter}, {}, plain),
+            ({}, {"lora": adapter}, adapted),
+            ({"salt": "pepper"}, {"salt": "salt"}, plain),
+            ({"salt": "pepper"}, {}, plain),
+        ]
+        for asked, given, expected in others:
+            before = consumer.metrics()
+            found = consumer.answer(prompt, producer.prefill(prompt, **asked), **given)
+            counted = consumer.metrics() - before
+            assert difference(found, expected) < NOISE, (asked, given)
+            assert counted.by_label("vllm:kvferry_local_recomputes_total", "reason") == {"other_prompt": 1}
+            assert counted.total("vllm:nixl_bytes_transferred_sum") == 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_a_decoder_that_drafts_is_given_the_prompt_and_its_drafters_cache(method: str, logs: Path) -> None:
+    settings: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
+    if method == "ngram":
+        settings |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    else:
+        settings["model"] = str(small_model("small-draft", default_cache_dir()))
+    kind = LLAMA if method == "ngram" else DRAFTED
+    with ExitStack() as running:
+        specs = [
+            kind.spec(f"{method}-{name}", cores=cores, speculative_config=settings)
+            for name, cores in (("one", "0"), ("twin", "1"))
+        ]
+        one, twin = start(running, logs, specs)
+        assert_handed_over(one, twin, PROMPTS, answers(twin), kind)
+
+
+def test_a_cache_of_fp8_is_handed_over_where_the_processor_can_attend_to_one(logs: Path) -> None:
+    with ExitStack() as running:
+        specs = [
+            LLAMA.spec(f"fp8-{name}", cores=cores, kv_cache_dtype="fp8")
+            for name, cores in (("one", "0"), ("twin", "1"))
+        ]
+        try:
+            one, twin = start(running, logs, specs)
+        except EngineFailed as failed:
+            if NO_FP8 not in str(failed):
+                raise
+            pytest.skip(f"vLLM: {NO_FP8}")
+        for prompt, expected in continuations(twin, PROMPTS):
+            found, read = hand_over(one, twin, prompt)
+            assert (found.tokens, read) == (expected.tokens, LLAMA.needed(prompt) // 4)
+
+
+def test_mamba_1_is_not_served_by_vllm_on_a_cpu(logs: Path) -> None:
+    """It starts, and ends with its first request. When this fails, the model belongs to those above."""
+    spec = replace(Kind("small-mamba1-hybrid").spec("plain"), role="")
+    with ForkedEngine(spec, logs) as engine, pytest.raises(EngineFailed, match="has ended"):
+        engine.ask(PROMPTS[0])
+    assert NO_MAMBA_1 in engine.log_path.read_text()
