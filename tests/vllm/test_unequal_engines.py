@@ -23,7 +23,7 @@ from scripts.accuracy.metrics import Scrape
 from scripts.accuracy.model import cache_shape, config_of
 from scripts.accuracy.variables import TINY_MODEL, TINY_MODELS
 from tests.vllm.conftest import model_folder
-from tests.vllm.forked_engine import EngineSpec, ForkedEngine
+from tests.vllm.forked_engine import EngineSpec, ForkedEngine, start
 
 Tokens = list[int]
 
@@ -117,14 +117,18 @@ def test_a_producer_whose_cache_was_overwritten_gives_other_answers(answers: Ans
     assert all(got != want for got, want in zip(found, answers.of(model), strict=True))
 
 
-def test_two_pipeline_stages_hand_over_to_one(answers: Answers, logs: Path) -> None:
+def test_pipeline_stages_hand_over_to_one_and_take_over_from_others(answers: Answers, logs: Path) -> None:
+    """One stage and two in both directions, and two ranks to two stages."""
     model = model_folder(TINY_MODEL)
-    stages = EngineSpec("stages", model, "kv_producer", pp=2, cores="0|1")
-    consumer = EngineSpec("one-stage", model, "kv_consumer", cores="1")
-    with ForkedEngine(stages, logs) as source, ForkedEngine(consumer, logs) as target:
-        found, counted = hand_over(source, target)
-    assert found == answers.of(model)
-    assert [moved(each) for each in counted] == [needed(model, prompt, 128) for prompt in PROMPTS]
+    stages = EngineSpec("stages", model, "kv_both", pp=2, cores="0|1")
+    one = EngineSpec("one-stage", model, "kv_both", cores="1")
+    ranks = EngineSpec("ranks", model, "kv_producer", tp=2, cores="0|1")
+    with ExitStack() as running:
+        source, target, sharded = start(running, logs, [stages, one, ranks])
+        for producer, consumer in ((source, target), (target, source), (sharded, source)):
+            found, counted = hand_over(producer, consumer)
+            assert found == answers.of(model), f"{producer.spec.name} to {consumer.spec.name}"
+            assert [moved(each) for each in counted] == [needed(model, prompt, 128) for prompt in PROMPTS]
     (plan,) = set(re.findall(r"plan producer=\S+ (tp0 reads .*)", target.log_path.read_text()))
     assert [part.split()[:2] for part in plan.split("; ")] == [["tp0", "reads"], ["reads", "tp0/pp1:"]]
 
