@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvferry.connector.layout import discover, groups_of
+from kvferry.connector.own_engine import OwnEngine
 from kvferry.connector.sharding import Sharding
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.worker.caches import KvCaches
@@ -101,6 +102,11 @@ class RecordedEngine:
             scratch = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
             found.append((NULL_BLOCK,) * skipped + tuple(next(ids) for _ in range(count - skipped + scratch)))
         return Tokens(num_tokens, tuple(found))
+
+    def told(self, tokens: Tokens) -> tuple[tuple[int, ...], ...]:
+        """Its blocks as the scheduler's side hands them on."""
+        own: Any = SimpleNamespace(groups=self.groups, block_spans=[group.block_tokens for group in self.groups])
+        return tuple(map(tuple, OwnEngine.without_scratch(own, tokens.blocks, tokens.num_tokens)))
 
     def write(self, tokens: Tokens, seed: int) -> None:
         """What the model's layers leave: keys and values of all tokens that have a block, and the last state."""

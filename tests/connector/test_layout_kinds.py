@@ -72,10 +72,9 @@ def hand_over(source: RecordedEngine, target: RecordedEngine, num_tokens: int, s
     source.write(theirs, seed)
     before = [storage_of(next(iter(one.views.values()))).clone() for one in target.workers]
     consumer, producer = described_engine(target, "C"), described_engine(source, "P")
-    held = tuple(
-        ids[: -(-num_tokens // told.block_tokens)] for ids, told in zip(theirs.blocks, source.groups, strict=True)
+    request = RequestBlocks(
+        target.told(ours), source.told(theirs), first_token=0, stop_token=num_tokens, num_tokens=num_tokens
     )
-    request = RequestBlocks(ours.blocks, held, first_token=0, stop_token=num_tokens, num_tokens=num_tokens)
     total = 0
     for plan in plan_engine(consumer, producer):
         units = pair_request(plan, consumer.groups, producer.groups, request)

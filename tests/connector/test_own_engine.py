@@ -99,6 +99,14 @@ def test_an_answer_is_offered_without_what_a_predictor_wrote_from_drafts(use: Le
     assert (held.num_tokens, len(held.digests)) == (tokens, 1)
 
 
+@pytest.mark.parametrize(("span", "blocks"), [(512, (3,)), (20, (3, 5)), (16, (3, 5, 7))])
+def test_scratch_blocks_behind_a_state_are_not_loaded_into(span: int, blocks: tuple[int, ...]) -> None:
+    """For drafts vLLM gives a request more blocks than its tokens have, and the last of them are not the state's."""
+    groups = (CacheGroup(policy="state", block_tokens=span), CacheGroup(policy="full", block_tokens=16))
+    engine = own(groups=groups, block_spans=(span, 16))
+    assert engine.without_scratch(((3, 5, 7, 8), (1, 2, 4, 6)), 40) == (blocks, (1, 2, 4, 6))
+
+
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
 def test_a_request_that_ended_badly_has_nothing_to_offer(status: RequestStatus) -> None:
     request = finished(100)

@@ -1,8 +1,9 @@
 """Whether two engines can be paired at all, by brute force from the definitions.
 
-They can when every cell that a consumer worker holds is a cell of some producer worker: same layer and kind, same
-format, same head, same tokens. A cell of several tokens is one thing: it is neither divided nor put together. (Formats
-that can be converted into one another are not drawn, and so unequal formats are an obstacle here.)
+They can when every cell that a consumer worker holds is a cell of some producer worker (same layer and kind, same
+format, same head, same tokens), and the producer has no layers besides. A cell of several tokens is one thing: it is
+neither divided nor put together. (Formats that can be converted into one another are not drawn, and so unequal formats
+are an obstacle here.)
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def feasible(consumer: EngineDescription, producer: EngineDescription) -> bool:
     ours, theirs = ([(group.policy, group.window_tokens) for group in x.groups] for x in (consumer, producer))
     if ours != theirs:
         return False
+    if not _layers(producer) <= _layers(consumer):
+        return False
     holders: dict[tuple[str, str], list[PagedTensor]] = {}
     for worker in producer.workers:
         for tensor in worker.tensors:
@@ -37,6 +40,10 @@ def feasible(consumer: EngineDescription, producer: EngineDescription) -> bool:
         for tensor in worker.tensors
         for head in range(tensor.heads.start, tensor.heads.stop)
     )
+
+
+def _layers(engine: EngineDescription) -> set[str]:
+    return {tensor.layer for worker in engine.workers for tensor in worker.tensors}
 
 
 def _found(tensor: PagedTensor, head: int, holders: list[PagedTensor], is_state: bool) -> bool:

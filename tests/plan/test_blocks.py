@@ -268,15 +268,6 @@ def test_a_state_is_the_last_block_that_either_side_holds() -> None:
     assert (pairs.local_position.tolist(), pairs.remote_position.tolist()) == ([0], [0])
 
 
-@pytest.mark.parametrize(("block_tokens", "expected"), [(512, 3), (20, 5), (16, 7)])
-def test_scratch_blocks_behind_a_state_do_not_hold_it(block_tokens: int, expected: int) -> None:
-    """For drafts vLLM gives a request more blocks than its tokens have, and the last of them are not the state's."""
-    state = CacheGroup(policy="state", block_tokens=block_tokens)
-    tokens = map_tokens(0, "state", tensor(block_tokens=1, blocks=9), tensor(block_tokens=1, blocks=5))
-    pairs = pair_units(tokens, state, state, RequestBlocks([[3, 5, 7, 8]], [[4]], 0, 40, 40))
-    assert pairs.local_block.tolist() == [expected]
-
-
 @pytest.mark.parametrize(
     ("local", "remote", "stop", "says"),
     [

@@ -62,11 +62,11 @@ def test_each_worker_reads_the_stages_that_have_its_layers() -> None:
 
 
 def test_names_are_matched_and_never_positions() -> None:
-    """The producer lists its layers backwards, and has one more."""
+    """The producer lists its layers backwards."""
     layers = [tensor(layer=f"layers.{n}", base=4096 * (n + 1)) for n in range(3)]
-    (route,) = plan_transfer(engine(*layers[1:]), 0, engine(*reversed(layers))).routes
+    (route,) = plan_transfer(engine(*layers), 0, engine(*reversed(layers))).routes
     found = [(item.local.name, item.local.base, item.remote.name, item.remote.base) for item in route.slices]
-    assert sorted(found) == [(one.name, one.base, one.name, one.base) for one in layers[1:]]
+    assert sorted(found) == [(one.name, one.base, one.name, one.base) for one in layers]
 
 
 def test_strides_bases_and_block_counts_may_differ() -> None:

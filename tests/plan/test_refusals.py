@@ -138,6 +138,17 @@ def test_a_layer_that_only_the_consumer_has_is_refused_by_name() -> None:
     assert (missing.producer, missing.consumer) == ("no worker holds heads 0…1", "needs them")
 
 
+def test_layers_that_only_the_producer_has_are_refused_by_name() -> None:
+    (more,) = reasons(engine(tensor(), tensor(layer="draft.1"), tensor(layer="draft.2")), OURS)
+    assert (more.field, more.producer) == ("layer draft.1", "has it, and 1 more up to draft.2")
+    assert more.consumer == "has no such layer"
+
+
+def test_layers_of_the_consumers_other_stages_are_no_surplus() -> None:
+    stages = [worker([tensor(layer=f"layers.{pp}")], Place(pp=pp)) for pp in (0, 1)]
+    assert plan_transfer(engine(workers=stages), 0, engine(tensor(), tensor(layer="layers.1"))).routes
+
+
 def test_heads_that_no_producer_worker_describes_are_refused() -> None:
     """One rank of four has not described itself."""
     whole = sharded(tp=4, layers=1)

@@ -38,3 +38,26 @@ def test_ranks_that_share_tokens_out_hold_more_of_them_in_a_block() -> None:
     """Two ranks, 16 slots a block: 100 tokens are 4 blocks of 32, and the last two begin with token 64."""
     assert held_from(2 * 16, 2, 100) == 64
     assert held_from(2 * 16, 4, 100) == 0
+
+
+@given(chunk=small, block=small, num_tokens=st.integers(1, 80), more=st.integers(0, 3), dropped=st.integers(0, 80))
+@example(chunk=16, block=16, num_tokens=48, more=0, dropped=3)
+@example(chunk=16, block=16, num_tokens=48, more=1, dropped=3)
+@example(chunk=20, block=16, num_tokens=47, more=1, dropped=2)
+def test_a_chunk_suffices_when_every_token_of_the_next_ones_chunk_is_held(
+    chunk: int, block: int, num_tokens: int, more: int, dropped: int
+) -> None:
+    dropped = min(dropped, -(-num_tokens // block))
+    group = CacheGroup(policy="chunk", block_tokens=block, window_tokens=chunk)
+    computed_next = num_tokens if more else num_tokens - 1
+    attended = {token for token in range(computed_next) if token // chunk == computed_next // chunk}
+    first_held = dropped * block
+    got = reaches_back(group, first_held, num_tokens, num_tokens + more)
+    assert got == (attended <= set(range(first_held, num_tokens))) or not attended
+
+
+def test_a_state_that_has_seen_the_last_token_is_of_no_use() -> None:
+    state = CacheGroup(policy="state", block_tokens=512)
+    assert reaches_back(state, 0, 99, 100)
+    assert reaches_back(state, 0, 60, 100)
+    assert not reaches_back(state, 0, 100, 100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,14 @@ class OwnEngine:
     def is_all_or_nothing(self) -> bool:
         """Whether a part of a sequence's cache is of no use: a window or a state belongs to its end."""
         return any(group.policy != "full" for group in self.groups)
+
+    def without_scratch(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[Sequence[int], ...]:
+        """The blocks of a request per cache group, those of a state up to the one after `num_tokens` tokens: behind
+        them vLLM has blocks for the states of drafts."""
+        return tuple(
+            ids[: -(-num_tokens // span)] if group.policy == "state" else ids
+            for ids, group, span in zip(block_ids, self.groups, self.block_spans, strict=True)
+        )
 
 
 def _can_offer_turns(groups: tuple[CacheGroup, ...], failure_policy: str) -> bool:

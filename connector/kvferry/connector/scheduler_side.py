@@ -90,7 +90,8 @@ class SchedulerSide:
             logger.warning("req=%s is served without a lease: all %d are taken", request.request_id, self.leases.slots)
             del self._reception.wanted[request.request_id]
         if self.loads.state(request.request_id) is not None:
-            local = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
+            chosen = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
+            local = self._own.without_scratch(chosen, self.loads.shared_tokens(request.request_id))
             self.loads.allocated(request.request_id, num_external_tokens, local)
             self._say()
 

@@ -91,7 +91,6 @@ def pair_units(tokens: TokenMap, here: CacheGroup, there: CacheGroup, request: R
         text = f"at most the {request.num_tokens} tokens that are held"
         raise InvalidParams(field, f"tokens up to {request.stop_token}", text)
     if tokens.is_state:
-        local_ids = local_ids[: -(-request.stop_token // here.block_tokens)]  # without scratch blocks of drafts
         return _pair_states(tokens, field, local_ids, remote_ids, request)
     slots_here, slots_there = _wanted_slots(tokens, request.first_token, request.stop_token)
     block, inside = np.divmod(slots_here, here.block_tokens)

@@ -64,7 +64,8 @@ def _assignment(consumer: EngineDescription, producer: EngineDescription) -> Ass
     check_description(producer)
     reasons = [*_model_reasons(consumer, producer), *_group_reasons(consumer, producer)]
     assignment = assign(consumer.workers, producer.workers)
-    reasons += _shortened([*_lack_reasons(assignment.lacks), *_tensor_reasons(consumer, producer, assignment)])
+    lacks = [*_lack_reasons(assignment.lacks), *_surplus_reasons(consumer, producer)]
+    reasons += _shortened([*lacks, *_tensor_reasons(consumer, producer, assignment)])
     if reasons:
         raise PlanRefused(reasons)
     return assignment
@@ -142,6 +143,16 @@ def _lack_reasons(lacks: Sequence[Lack]) -> Iterator[Reason]:
             what += f", nor those of {len(more)} more tensors up to {more[-1]}"
         change = "serve the same layers and heads on both sides, and let every producer worker describe itself"
         yield Reason(f"tensor {first}", f"no worker holds {what}", "needs them", change)
+
+
+def _surplus_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
+    """Layers that only the producer has: nobody needs them, but it serves another model, or drafts where we do not."""
+    known = {tensor.layer for worker in consumer.workers for tensor in worker.tensors}
+    surplus = dict.fromkeys(x.layer for worker in producer.workers for x in worker.tensors if x.layer not in known)
+    if surplus:
+        first, *more = surplus
+        what = f"has it, and {len(more)} more up to {more[-1]}" if more else "has it"
+        yield Reason(f"layer {first}", what, "has no such layer", "serve the same layers on both sides")
 
 
 def _tensor_reasons(

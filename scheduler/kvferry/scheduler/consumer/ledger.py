@@ -110,6 +110,11 @@ class ConsumerLedger:
         prompt = self._by_request.get(request_id)
         return prompt.state if prompt else None
 
+    def shared_tokens(self, request_id: str) -> int:
+        """How many leading tokens of a request the producer holds; 0 when it is not a remote prompt."""
+        prompt = self._by_request.get(request_id)
+        return prompt.shared_tokens if prompt else 0
+
     def offer(
         self, request_id: str, source: RemotePrefill, shared_tokens: int, now_s: float, *, is_turn: bool = False
     ) -> str | None:
