@@ -12,10 +12,17 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from kvferry.connector.own_engine import OwnEngine
 from kvferry.connector.prefill_prompt import leave_out, tokens_left_out
 from kvferry.connector.prompts import prompt_of
+from kvferry.connector.reception import Reception
 from kvferry.protocol.digests import digest_chain
+from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
+from kvferry.protocol.params import RemotePrefill, Ticket
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.tally import Tally
 
 FULL, STATE = CacheGroup(policy="full", block_tokens=16), CacheGroup(policy="state", block_tokens=512)
 
@@ -106,3 +113,68 @@ def test_what_could_not_be_used_is_served_as_it_is(request_: Any) -> None:
     assert not leave_out(request_, 1)
     after = request_.num_prompt_tokens, list(request_.all_token_ids), request_.max_tokens, list(request_.block_hashes)
     assert before == after
+
+
+def reception_of(*groups: CacheGroup, **changed: Any) -> tuple[Reception, ConsumerLedger, Tally]:
+    """Of an engine whose cache has these groups, in both roles."""
+    tally = Tally()
+    loads = ConsumerLedger(tally)
+    own = OwnEngine(
+        engine_id="here",
+        host="127.0.0.1",
+        port=5600,
+        topology=Topology(),
+        groups=groups,
+        block_spans=tuple(group.block_tokens for group in groups),
+        left_out=tokens_left_out(SimpleNamespace(num_prefill_lookahead_tokens=0), groups),  # type: ignore[arg-type]
+        is_producer=True,
+        is_consumer=True,
+        takes_turns=False,
+        offers_turns=False,
+        **changed,
+    )
+    return Reception(own, ProducerLedger(4, 30.0, tally), loads, tally), loads, tally
+
+
+def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing_that_cannot_be_used() -> None:
+    reception, _, _ = reception_of(STATE, FULL)
+    for tokens, taken, left in ((16, True, 15), (1, False, 1)):
+        request = request_of(tokens)
+        request.request_id = f"of {tokens}"
+        request.kv_transfer_params = {"do_remote_decode": True}
+        reception.receive(request)
+        assert (request.request_id in reception.wanted, request.num_prompt_tokens) == (taken, left)
+
+
+@pytest.mark.parametrize(("held", "loads_from_there"), [(15, True), (16, False)])
+def test_a_consumer_of_states_goes_on_after_the_last_but_one_token_only(held: int, loads_from_there: bool) -> None:
+    """A state that has seen the whole prompt would see its last token twice."""
+    reception, loads, tally = reception_of(STATE, FULL)
+    request = request_of(16)
+    prompt = prompt_of(request)
+    assert prompt is not None
+    ticket = Ticket(
+        version=1,
+        boot="1" * 32,
+        lease_slot=1,
+        lease_epoch="0" * 14 + "5",
+        lease_s=30.0,
+        digests=digest_chain(prompt, held),
+        mac="0" * 64,
+    )
+    source = RemotePrefill(
+        remote_engine_id="there",
+        remote_request_id="request",
+        remote_block_ids=((3,), (7,)),
+        remote_host="127.0.0.1",
+        remote_port=5601,
+        tp_size=1,
+        pp_size=1,
+        dcp_size=1,
+        remote_num_tokens=held,
+        kvferry=ticket,
+    )
+    request.kv_transfer_params = source.to_json()
+    reception.receive(request)
+    assert (loads.matched_tokens("request", 0) == held) is loads_from_there
+    assert dict(tally.take()) == ({} if loads_from_there else {("local_recomputes", "window_edge"): 1})
