@@ -126,7 +126,7 @@ def reception_of(*groups: CacheGroup, **changed: Any) -> tuple[Reception, Consum
         topology=Topology(),
         groups=groups,
         block_spans=tuple(group.block_tokens for group in groups),
-        left_out=tokens_left_out(SimpleNamespace(num_prefill_lookahead_tokens=0), groups),  # type: ignore[arg-type]
+        left_out=tokens_left_out(SimpleNamespace(num_prefill_lookahead_tokens=0), groups),
         is_producer=True,
         is_consumer=True,
         takes_turns=False,
