@@ -11,27 +11,39 @@ from kvferry.protocol.handshake import CacheGroup
 small = st.integers(1, 24)
 
 
-@given(window=small, block=small, num_tokens=st.integers(1, 80), more=st.integers(0, 3), dropped=st.integers(0, 80))
-@example(window=32, block=16, num_tokens=47, more=0, dropped=1)
-@example(window=32, block=16, num_tokens=47, more=1, dropped=1)
-def test_a_window_suffices_when_every_token_that_is_attended_to_is_held(
-    window: int, block: int, num_tokens: int, more: int, dropped: int
+@given(
+    window=small,
+    block=small,
+    own_block=small,
+    num_tokens=st.integers(1, 80),
+    more=st.integers(0, 3),
+    dropped=st.integers(0, 80),
+)
+@example(window=32, block=16, own_block=16, num_tokens=47, more=0, dropped=1)
+@example(window=32, block=16, own_block=16, num_tokens=47, more=1, dropped=1)
+@example(window=48, block=16, own_block=32, num_tokens=70, more=0, dropped=1)
+@example(window=48, block=32, own_block=16, num_tokens=63, more=0, dropped=0)
+def test_a_window_suffices_when_all_that_is_attended_to_is_kept_and_all_that_is_kept_is_held(
+    window: int, block: int, own_block: int, num_tokens: int, more: int, dropped: int
 ) -> None:
     total = -(-num_tokens // block)
     dropped = min(dropped, total)
     group = CacheGroup(policy="window", block_tokens=block, window_tokens=window)
-    held = set(range(dropped * block, num_tokens))
-    computed_next = num_tokens if more else num_tokens - 1
-    attended = {token for token in range(computed_next) if computed_next - token < window}
     first_held = held_from(block, total - dropped, num_tokens)
     assert first_held == min(dropped * block, total * block)
-    got = reaches_back(group, first_held, num_tokens, num_tokens + more)
+    held = set(range(first_held, num_tokens))
+    in_window = {token for token in range(num_tokens) if num_tokens - token < window}
+    kept_blocks = {token // own_block for token in in_window | {num_tokens}}
+    kept = {token for token in range(num_tokens) if token // own_block in kept_blocks}
+    computed_next = num_tokens if more else num_tokens - 1
+    attended = {token for token in range(computed_next) if computed_next - token < window}
+    got = reaches_back(group, own_block, first_held, num_tokens, num_tokens + more)
     # With a window of one token nothing is attended to, and nothing can be missing.
-    assert got == (attended <= held) or (got is False and not attended)
+    assert got == (attended <= kept <= held) or (got is False and not attended)
 
 
 def test_a_full_group_is_not_judged_by_its_window() -> None:
-    assert reaches_back(CacheGroup(policy="full", block_tokens=16), 0, 100, 100)
+    assert reaches_back(CacheGroup(policy="full", block_tokens=16), 16, 0, 100, 100)
 
 
 def test_ranks_that_share_tokens_out_hold_more_of_them_in_a_block() -> None:
@@ -40,24 +52,34 @@ def test_ranks_that_share_tokens_out_hold_more_of_them_in_a_block() -> None:
     assert held_from(2 * 16, 4, 100) == 0
 
 
-@given(chunk=small, block=small, num_tokens=st.integers(1, 80), more=st.integers(0, 3), dropped=st.integers(0, 80))
-@example(chunk=16, block=16, num_tokens=48, more=0, dropped=3)
-@example(chunk=16, block=16, num_tokens=48, more=1, dropped=3)
-@example(chunk=20, block=16, num_tokens=47, more=1, dropped=2)
+@given(
+    chunk=small,
+    block=small,
+    own_block=small,
+    num_tokens=st.integers(1, 80),
+    more=st.integers(0, 3),
+    dropped=st.integers(0, 80),
+)
+@example(chunk=16, block=16, own_block=16, num_tokens=48, more=0, dropped=3)
+@example(chunk=16, block=16, own_block=16, num_tokens=48, more=1, dropped=3)
+@example(chunk=20, block=16, own_block=16, num_tokens=47, more=1, dropped=2)
 def test_a_chunk_suffices_when_every_token_of_the_next_ones_chunk_is_held(
-    chunk: int, block: int, num_tokens: int, more: int, dropped: int
+    chunk: int, block: int, own_block: int, num_tokens: int, more: int, dropped: int
 ) -> None:
     dropped = min(dropped, -(-num_tokens // block))
     group = CacheGroup(policy="chunk", block_tokens=block, window_tokens=chunk)
     computed_next = num_tokens if more else num_tokens - 1
     attended = {token for token in range(computed_next) if token // chunk == computed_next // chunk}
     first_held = dropped * block
-    got = reaches_back(group, first_held, num_tokens, num_tokens + more)
-    assert got == (attended <= set(range(first_held, num_tokens))) or not attended
+    in_chunk = {token for token in range(num_tokens) if token // chunk == num_tokens // chunk}
+    kept_blocks = {token // own_block for token in in_chunk | {num_tokens}}
+    kept = {token for token in range(num_tokens) if token // own_block in kept_blocks}
+    got = reaches_back(group, own_block, first_held, num_tokens, num_tokens + more)
+    assert got == (attended <= kept <= set(range(first_held, num_tokens))) or (got is False and not attended)
 
 
 def test_a_state_that_has_seen_the_last_token_is_of_no_use() -> None:
     state = CacheGroup(policy="state", block_tokens=512)
-    assert reaches_back(state, 0, 99, 100)
-    assert reaches_back(state, 0, 60, 100)
-    assert not reaches_back(state, 0, 100, 100)
+    assert reaches_back(state, 512, 0, 99, 100)
+    assert reaches_back(state, 512, 0, 60, 100)
+    assert not reaches_back(state, 512, 0, 100, 100)

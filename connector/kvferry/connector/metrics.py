@@ -85,6 +85,10 @@ COUNTERS: Mapping[str, CounterSpec] = {
     "bad_notifications": CounterSpec("kvferry_bad_notifications", "Notifications that were not kvferry's."),
     "leases_opened": CounterSpec("kvferry_leases_opened", "Leases opened for prompts to be decoded elsewhere."),
     "leases_refused": CounterSpec("kvferry_leases_refused", "Prompts served without a lease: no slot was free."),
+    "prefills_kept": CounterSpec(
+        "kvferry_prefills_kept",
+        "Prompts to be decoded elsewhere that cannot be: streamed, of embeddings, or without the tokens to leave out.",
+    ),
     "leases_released": CounterSpec("kvferry_leases_released", "Leases that are over, and how.", "how", RELEASE_WAYS),
     "turns_opened": CounterSpec("kvferry_turns_opened", "Leases opened for answers that may be offered."),
     "turns_refused": CounterSpec("kvferry_turns_refused", "Answers that will not be offered: no slot was free."),

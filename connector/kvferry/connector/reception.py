@@ -57,7 +57,10 @@ class Reception:
     def _accept_prefill(self, request: Request) -> None:
         if not self._own.is_producer:
             self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
-        elif not request.resumable and prompt_of(request) is not None and leave_out(request, self._own.left_out):
+        elif request.resumable or prompt_of(request) is None or not leave_out(request, self._own.left_out):
+            self._tally.add("prefills_kept")
+            logger.info("req=%s cannot be decoded elsewhere, and is served without params", request.request_id)
+        else:
             self.wanted[request.request_id] = LeaseUse.PROMPT
             logger.debug("req=%s is to be decoded elsewhere", request.request_id)
             turn = read_turn(request.kv_transfer_params or {})
@@ -107,7 +110,8 @@ class Reception:
         if self._own.is_all_or_nothing and shared < source.remote_num_tokens:
             shared = 0
         elif not self._windows_reach(source, request.num_prompt_tokens):
-            self._compute_here(request, "window_edge", "its last token needs what the producer has given back")
+            self._loads.decline(source)
+            self._compute_here(request, "window_edge", "it needs tokens that the producer, or vLLM here, gives back")
             return
         shared = min(shared, request.num_prompt_tokens)
         refused = self._loads.offer(request.request_id, source, shared, time.monotonic(), is_turn=is_turn)
@@ -130,8 +134,8 @@ class Reception:
             sides = zip(self._own.block_spans, source.remote_block_ids, strict=False)
             told = tuple(held_from(span, len(ids), num_tokens) for span, ids in sides)
         return all(
-            reaches_back(group, first, num_tokens, prompt_tokens)
-            for group, first in zip(self._own.groups, told, strict=False)
+            reaches_back(group, span, first, num_tokens, prompt_tokens)
+            for group, span, first in zip(self._own.groups, self._own.block_spans, told, strict=False)
         )
 
     def _compute_here(self, request: Request, reason: str, detail: str) -> None:

@@ -28,18 +28,25 @@ def first_needed(group: CacheGroup, next_token: int) -> int:
     return 0
 
 
-def reaches_back(group: CacheGroup, first_held: int, num_tokens: int, prompt_tokens: int) -> bool:
-    """Whether the tokens `[first_held, num_tokens)` suffice to compute what comes next.
+def reaches_back(group: CacheGroup, block_span: int, first_held: int, num_tokens: int, prompt_tokens: int) -> bool:
+    """Whether an engine can go on from the tokens `[first_held, num_tokens)` that a producer holds.
 
-    When the sequence is the whole prompt, vLLM computes the prompt's last token once more for its logits: its window
-    begins one token earlier, perhaps in a block that the producer has given back, and a recurrent state has seen it
-    already.
+    Two things can be missing. When the sequence is the whole prompt, vLLM computes the prompt's last token once more
+    for its logits: its window begins one token earlier, perhaps in a block that one of the two engines has given back,
+    and a recurrent state has seen it already. And the first block that vLLM keeps of the sequence must be whole: vLLM
+    takes it for the cache of all of its tokens, also for other prompts that begin alike.
+
+    Args:
+        block_span: tokens of a scheduler block of the engine that goes on, see `held_from`.
 
     Example: window 32, blocks of 16, 47 tokens, blocks of the tokens 16 … 47. To go on with token 47 the tokens from 16
-    on are needed: enough. To compute token 46 again, those from 15 on: not enough.
+    on are needed: enough. To compute token 46 again, those from 15 on: not enough. Into blocks of 32 neither: the first
+    one would be kept from token 0 on.
     """
     if group.policy == "full":
         return True
     if group.policy == "state":
         return prompt_tokens > num_tokens
-    return first_held <= first_needed(group, num_tokens if prompt_tokens > num_tokens else num_tokens - 1)
+    first_kept = first_needed(group, num_tokens) // block_span * block_span
+    next_token = num_tokens if prompt_tokens > num_tokens else num_tokens - 1
+    return first_held <= first_kept <= first_needed(group, next_token)
