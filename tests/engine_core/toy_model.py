@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.engine_core.driver import BLOCK_TOKENS, Engine
+from tests.engine_core.driver import Engine
 
 _MODULUS = 65521
 _BROKEN = 1
@@ -99,18 +99,21 @@ class ToyModel:
     def _read(self, layer: int, blocks: list[int], start: int, stop: int) -> list[int]:
         if start == stop:
             return []
-        where = _cells(blocks, start, stop)
+        where = _cells(blocks, start, stop, self._block_tokens(layer))
         halves = [half for shard in self._layers[layer] for half in _k_and_v(shard)]
         cells = torch.cat([half[where].flatten(1) for half in halves], dim=1)
         even = (cells == cells[:, :1]).all(dim=1)
         return [int(x) for x in torch.where(even, cells[:, 0], torch.full_like(cells[:, 0], _BROKEN))]
 
     def _write(self, layer: int, blocks: list[int], start: int, states: list[int]) -> None:
-        where = _cells(blocks, start, start + len(states))
+        where = _cells(blocks, start, start + len(states), self._block_tokens(layer))
         values = torch.tensor(states, dtype=torch.float32).reshape(-1, 1, 1)
         for shard in self._layers[layer]:
             for half in _k_and_v(shard):
                 half[where] = values
+
+    def _block_tokens(self, layer: int) -> int:
+        return int(self._layers[layer][0].shape[2])
 
 
 def _k_and_v(shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,6 +126,6 @@ def _k_and_v(shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ).transpose(1, 2)
 
 
-def _cells(blocks: list[int], start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _cells(blocks: list[int], start: int, stop: int, block_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     positions = torch.arange(start, stop)
-    return torch.tensor(blocks)[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
+    return torch.tensor(blocks)[positions // block_tokens], positions % block_tokens
