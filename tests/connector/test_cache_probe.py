@@ -24,8 +24,11 @@ from tests.connector.written_caches import (
     LAYER,
     TOKENS,
     WIDTH,
+    Constant,
     HeadsExchanged,
     Interleaved,
+    InterleavedOutside,
+    NotedInAll,
     NotedInAnother,
     OneElementRounded,
     OneTokenElsewhere,
@@ -36,6 +39,7 @@ from tests.connector.written_caches import (
     TurnedByHead,
     WritesNothing,
     WritesOutside,
+    WritesWhatWasThere,
     Written,
     layer_of,
     spec_of,
@@ -91,7 +95,8 @@ def test_planes_of_k_and_v_are_found_and_are_where_the_description_says(layout: 
 
 
 @pytest.mark.parametrize(
-    "backend", [Swapped, OneTokenElsewhere, HeadsExchanged, OneElementRounded, WritesOutside, WritesNothing]
+    "backend",
+    [Swapped, OneTokenElsewhere, HeadsExchanged, OneElementRounded, WritesOutside, WritesWhatWasThere, WritesNothing],
 )
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
 def test_a_backend_of_which_one_byte_is_not_explained_is_not_believed(
@@ -121,7 +126,15 @@ def test_every_backend_that_lies_writes_something_else_than_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "pattern"), [(Interleaved, BY_HEAD), (TurnedByHead, OPAQUE), (NotedInAnother, OPAQUE)]
+    ("backend", "pattern"),
+    [
+        (Interleaved, BY_HEAD),
+        (TurnedByHead, OPAQUE),
+        (NotedInAnother, OPAQUE),
+        (NotedInAll, OPAQUE),
+        (Constant, OPAQUE),
+        (InterleavedOutside, OPAQUE),
+    ],
 )
 def test_heads_are_apart_where_each_has_all_of_its_own_and_nothing_of_another_wherever_it_is(
     backend: type[Rows], pattern: str
@@ -131,6 +144,12 @@ def test_heads_are_apart_where_each_has_all_of_its_own_and_nothing_of_another_wh
     (tensor,) = tensors_of(cache)
     assert tensor.format.packing == ("some_backend" if pattern else "some_backend/heads2.tokens16.content16")
     assert len(tensor.heads) == (HEADS if pattern else 1)
+
+
+def test_what_several_patterns_explain_is_not_believed(ferry_log: pytest.LogCaptureFixture) -> None:
+    """With one token a block, rows and columns are the same bytes: nothing tells which of them it is."""
+    assert Written(layer_of(Rows()), spec_of(block_size=1)).arrangement().pattern == OPAQUE
+    assert "2 arrangements explain what it writes" in ferry_log.text
 
 
 def test_heads_that_a_token_has_side_by_side_are_not_cells() -> None:

@@ -70,6 +70,15 @@ class WritesOutside(Rows):
         cache[0, 0, 0, 0] = 0
 
 
+class WritesWhatWasThere(Rows):
+    """Sets what no slot is in to a byte that the probe may have put there itself."""
+
+    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+        super().put(layer, cache, blocks, tokens, key, value)
+        cache.view(torch.uint8)[:, -1, -1, -1] = 0x55
+        super().put(layer, cache, blocks, tokens, key, value)
+
+
 class WritesNothing(Rows):
     def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
         pass
@@ -86,6 +95,27 @@ class Interleaved(Rows):
     def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
         cache[blocks, :, tokens, 0::2] = key
         cache[blocks, :, tokens, 1::2] = value
+
+
+class InterleavedOutside(Interleaved):
+    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+        super().put(layer, cache, blocks, tokens, key, value)
+        cache[0, 0, 0, 0] = 0
+
+
+class Constant(Rows):
+    """Every head keeps the same, whatever it was given."""
+
+    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+        cache[blocks, :, tokens] = 1
+
+
+class NotedInAll(Interleaved):
+    """Every head keeps a sum of all heads' keys in place of its first value."""
+
+    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+        super().put(layer, cache, blocks, tokens, key, value)
+        cache[blocks, :, tokens, 1] = key.sum(dim=(1, 2)).to(cache.dtype)[:, None]
 
 
 class TurnedByHead(Interleaved):

@@ -194,7 +194,7 @@ def _plan_write(scratch: Scratch, backend: Backend, whole: int, seed: int) -> Wr
     """All tokens of one block, in no order, and every third token of the block before it."""
     count, device = scratch.view.shape[2], scratch.raw.device
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(device)
-    some = torch.arange(seed, count, 3, device=device)
+    some = torch.arange(min(seed, count), count, 3, device=device)
     tokens = torch.cat([order, some])
     blocks = torch.cat([torch.full_like(order, whole), torch.full_like(some, whole - 1)])
     codes = {
