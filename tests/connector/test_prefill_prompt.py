@@ -137,13 +137,14 @@ def reception_of(*groups: CacheGroup, **changed: Any) -> tuple[Reception, Consum
 
 
 def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing_that_cannot_be_used() -> None:
-    reception, _, _ = reception_of(STATE, FULL)
+    reception, _, tally = reception_of(STATE, FULL)
     for tokens, taken, left in ((16, True, 15), (1, False, 1)):
         request = request_of(tokens)
         request.request_id = f"of {tokens}"
         request.kv_transfer_params = {"do_remote_decode": True}
         reception.receive(request)
         assert (request.request_id in reception.wanted, request.num_prompt_tokens) == (taken, left)
+        assert dict(tally.take()) == ({} if taken else {("prefills_kept", ""): 1})
 
 
 @pytest.mark.parametrize(("held", "loads_from_there"), [(15, True), (16, False)])
