@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from tests.engine_core.driver import BLOCK_TOKENS, tokens
 from tests.engine_core.node import Node, stop_parallel_state
 from tests.engine_core.toy_model import expected_tokens
+from tests.waiting import wait_until
 
 TURNS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
 FIRST = tokens(100)
@@ -303,6 +305,99 @@ def test_offers_give_way_to_a_request_that_needs_all_of_their_blocks(make: Any) 
     decoder.engine.add("long", tokens(480, seed=9), max_tokens=2)
     assert decoder.answer("long").tokens == expected_tokens(tokens(480, seed=9), 2)
     assert decoder.engine.counted("turns_released", "room") == 1
+
+
+def test_an_offer_gives_way_to_a_request_that_was_preempted(make: Any) -> None:
+    prefiller, decoder = make(), make(num_blocks=17)
+    texts = {"d1": tokens(40, seed=20), "d2": tokens(40, seed=21)}
+    params = {name: prefiller.prefill(f"p{name}", text) for name, text in texts.items()}
+    first = decoder.engine.add("d1", texts["d1"], params["d1"], max_tokens=100)
+    second = decoder.engine.add("d2", texts["d2"], params["d2"], max_tokens=110)
+    decoder.answer("d1")
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+    assert decoder.engine.status("d2") == "PREEMPTED"
+    assert decoder.answer("d2").tokens == expected_tokens(texts["d2"], 110)
+    assert decoder.engine.counted("turns_released", "room") == 1
+
+
+def test_offers_give_way_to_a_large_request_behind_a_small_one_that_is_passed_over(make: Any) -> None:
+    decoder = make(num_blocks=33)
+    talk = Conversation(make(), decoder)
+    talk.say(FIRST)
+    small = decoder.engine.add("small", tokens(20, seed=8), max_tokens=2)
+    small.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    decoder.engine.add("long", tokens(480, seed=9), max_tokens=2)
+    assert decoder.answer("long").tokens == expected_tokens(tokens(480, seed=9), 2)
+    assert decoder.engine.counted("turns_released", "room") == 1
+    decoder.engine.abort("small")
+
+
+def claim(talk: Conversation) -> None:
+    """The next turn's prefill arrives at a prefiller that has no room for it yet; its decoder has been told."""
+    talk.prefiller.until(lambda: talk.prefiller.engine.is_whole)
+    talk.prefiller.engine.add("busy", tokens(150, seed=6), max_tokens=60)
+    talk.prefiller.step()
+    talk.prefiller.engine.add("next", [*talk.text, *MORE], talk.offer, max_tokens=1)
+    listener = talk.decoder.engine.connector.scheduler_side._listener
+    wait_until(lambda: not listener.inbox.empty(), "the claim is heard")
+
+
+def test_an_offer_that_a_prefill_waits_with_outlives_a_younger_one_that_nobody_has_come_for(make: Any) -> None:
+    prefiller, decoder = make(num_blocks=16), make(num_blocks=33)
+    talks = [Conversation(prefiller, decoder) for _ in range(2)]
+    for seed, talk in enumerate(talks, 20):
+        talk.turns = 10 * seed
+        talk.say(tokens(100, seed=seed))  # nine blocks of 32
+    claim(talks[0])
+    decoder.engine.add("big", tokens(300, seed=9), max_tokens=2)
+    decoder.answer("big")
+    assert decoder.engine.counted("turns_released", "room") == 1
+    assert prefiller.answer("next").tokens == expected_tokens([*talks[0].text, *MORE], 1)
+    assert prefiller.engine.counted("turn_loads") == 1
+    assert prefiller.engine.counted("local_recomputes") == 0
+
+
+def test_an_offer_that_a_prefill_waits_with_gives_way_only_when_nothing_else_helps(make: Any) -> None:
+    prefiller, decoder = make(num_blocks=16), make(num_blocks=33)
+    talk = Conversation(prefiller, decoder)
+    talk.say(FIRST)
+    claim(talk)
+    decoder.engine.add("fits", tokens(350, seed=9), max_tokens=2)
+    decoder.answer("fits")
+    decoder.step()
+    assert decoder.engine.counted("turns_released", "room") == 0, "a block in eight need not be free for that"
+    decoder.engine.add("long", tokens(480, seed=10), max_tokens=2)
+    decoder.answer("long")
+    assert decoder.engine.counted("turns_released", "room") == 1
+    assert prefiller.answer("next").tokens == expected_tokens([*talk.text, *MORE], 1)
+    assert prefiller.engine.counted("local_recomputes", "load_failed") == 1
+
+
+def test_a_running_request_waits_for_the_blocks_of_an_offer_and_is_not_preempted(make: Any) -> None:
+    """One of two takes the last free block; the other needs one before the workers have reported the offer's end."""
+    prefiller, decoder = make(overlap=True), make(num_blocks=11, overlap=True)
+    talk = Conversation(prefiller, decoder)
+    talk.say(tokens(30), 6)  # three blocks of ten
+    prompts = {"a": tokens(32, seed=8), "b": tokens(31, seed=9)}
+    requests = [decoder.engine.add(name, prompt, max_tokens=24) for name, prompt in prompts.items()]
+    for name, prompt in prompts.items():
+        assert decoder.answer(name).tokens == expected_tokens(prompt, 24)
+    assert decoder.engine.counted("turns_released", "room") == 1
+    assert [request.num_preemptions for request in requests] == [0, 0]
+    assert not decoder.engine.connector.has_pending_block_frees()
+
+
+def test_a_request_that_waits_is_not_taken_to_need_more_of_a_window_than_it_can_hold(make: Any) -> None:
+    decoder = make(num_blocks=100, window=48)
+    talk = Conversation(make(window=48), decoder)
+    talk.say(FIRST)
+    for name, length in (("first", 140), ("waits", 480)):
+        decoder.engine.add(name, tokens(length, seed=length), max_tokens=2)
+    decoder.step()
+    assert decoder.engine.status("waits") == "WAITING"
+    decoder.answer("waits")
+    decoder.step()
+    assert decoder.engine.counted("turns_released") == decoder.engine.counted("turns_released", "room") == 0
 
 
 def test_offers_give_way_when_slots_run_out(make: Any) -> None:

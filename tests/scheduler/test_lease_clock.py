@@ -200,15 +200,40 @@ def test_the_turn_that_would_run_out_first_makes_room_and_prompts_never_do() -> 
     for name, use in (("p", LeaseUse.PROMPT), ("old", LeaseUse.TURN), ("new", LeaseUse.TURN), ("c", LeaseUse.TURN)):
         ledger.open(name, use)
     for now_s, name in enumerate(("p", "old", "new")):
-        finished = ledger.finish(name)
+        ledger.finish(name)
         ledger.take_orders(float(now_s))
     assert ledger.free_slots == 0
-    assert finished is not None
-    assert ledger.renew(finished.name), "a renewal of a turn that has more time than that changes nothing"
     assert [ledger.release_first_turn("room") for _ in range(3)] == ["old", "new", None]
     assert [end.request_id for end in ledger.take_orders(4.0).ends] == ["old", "new"]
     ledger.sent("old")
     assert (tally.total("turns_released", "room"), ledger.free_slots) == (1, 1)
+
+
+def test_a_turn_that_a_consumer_waits_with_makes_room_last_and_only_if_asked() -> None:
+    ledger = ProducerLedger(3, LEASE_S, Tally(), turn_s=480.0)
+    finished = {}
+    for now_s, name in enumerate(("old", "middle", "new")):
+        ledger.open(name, LeaseUse.TURN)
+        finished[name] = ledger.finish(name)
+        ledger.take_orders(float(now_s))
+    for name in ("old", "middle"):
+        lease = finished[name]
+        assert lease is not None
+        assert ledger.renew(lease.name)
+    assert [ledger.release_first_turn("room") for _ in range(2)] == ["new", None]
+    assert [ledger.release_first_turn("room", claimed=True) for _ in range(3)] == ["old", "middle", None]
+
+
+def test_a_claim_of_a_turn_lasts_for_a_lease_after_the_last_renewal() -> None:
+    clocked = Clocked(LeaseUse.TURN, 480.0)
+    lease = clocked.finish()
+    clocked.step()
+    for _ in range(2):
+        assert clocked.ledger.renew(lease.name)
+        clocked.steps(LEASE_S - 0.5)
+        assert clocked.ledger.release_first_turn("room") is None
+    clocked.step(0.5)
+    assert clocked.ledger.release_first_turn("room") == "a"
 
 
 def test_a_renewal_of_a_turn_adds_a_lease_and_never_shortens_its_time() -> None:

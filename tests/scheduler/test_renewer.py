@@ -67,6 +67,12 @@ def test_a_kept_lease_is_renewed_about_six_times_in_its_life_until_it_is_dropped
         assert received(listener) == [], "a dropped lease is still renewed"
 
 
+def test_a_lease_that_is_to_be_claimed_is_renewed_at_once(renewer: LeaseRenewer) -> None:
+    with listening() as (listener, port):
+        renewer.submit([Keep(lease(port, lease_s=LONG_S), at_once=True)])
+        assert listener.inbox.get(timeout=10) == Renew(boot=BOOT, leases=(lease(port).name,))
+
+
 def _release(port: int, slot: int) -> Release:
     return Release(boot=BOOT, leases=(lease(port, slot).name,))
 

@@ -139,6 +139,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         self.scheduler_side.publish(metadata)
 
+    def has_pending_block_frees(self) -> bool:
+        """Whether vLLM should let a running request wait for a step rather than preempt one."""
+        return self.scheduler_side.has_coming_blocks()
+
     def has_pending_push_work(self) -> bool:
         """Whether the engine must step although it has no requests."""
         return self._scheduler_side is not None and self._scheduler_side.has_pinned_blocks()

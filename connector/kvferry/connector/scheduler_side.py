@@ -23,7 +23,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.producer.ledger import LeaseUse, ProducerLedger
 from kvferry.scheduler.renewer import LeaseRenewer
-from kvferry.scheduler.step import next_orders
+from kvferry.scheduler.step import hear, next_orders
 from kvferry.scheduler.tally import Tally
 
 if TYPE_CHECKING:
@@ -84,7 +84,6 @@ class SchedulerSide:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has given the request blocks."""
-        self._room.settled(request.request_id)
         use = self._reception.wanted.get(request.request_id)
         if use is not None and not self.leases.open(request.request_id, use):
             logger.warning("req=%s is served without a lease: all %d are taken", request.request_id, self.leases.slots)
@@ -102,7 +101,7 @@ class SchedulerSide:
             Whether its blocks are held, and what its answer carries.
         """
         self.loads.finished(request.request_id)
-        self._room.settled(request.request_id)
+        self._room.finished(request.request_id)
         self._say()
         use = self._reception.wanted.pop(request.request_id, None)
         if use is None:
@@ -122,6 +121,9 @@ class SchedulerSide:
 
     def build_metadata(self) -> FerryMetadata:
         """Everything that changed since the last step, for the workers."""
+        if self._listener is not None:
+            # Before room is made: an engine that was idle has not heard yet which turns are claimed.
+            hear(self._listener, self.leases, self._own.boot, self.tally)
         self._room.make()
         orders = next_orders(self._listener, self.leases, self.loads, self._own.boot, self.tally, time.monotonic())
         return FerryMetadata(encode_orders(orders)) if orders else _NOTHING
@@ -187,6 +189,10 @@ class SchedulerSide:
     def has_pinned_blocks(self) -> bool:
         """Whether the engine must keep stepping so that blocks in quarantine come back."""
         return len(self._quarantine) > 0
+
+    def has_coming_blocks(self) -> bool:
+        """Whether a running request need not be preempted, since blocks are coming in a step or two."""
+        return self._room.is_coming
 
     def reset(self) -> bool:
         """The caches are about to be invalid: nobody may read under a lease that is open now."""

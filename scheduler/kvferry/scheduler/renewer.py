@@ -30,7 +30,8 @@ _JOIN_S = 5.0
 class LeaseRenewer:
     """Carries out `Keep`, `Drop` and `GiveBack` until `close`.
 
-    A kept lease is renewed when a sixth of its time is over, together with all others of its producer.
+    A kept lease is renewed when a sixth of its time is over, or at once if so told, together with all others of its
+    producer.
 
     Args:
         tally: counts `heartbeats`, `leases_given_back` and `side_channel_errors`.
@@ -91,7 +92,7 @@ class LeaseRenewer:
         endpoint = (lease.host, lease.port, lease.boot)
         if isinstance(item, Keep):
             self._kept.setdefault(endpoint, {})[lease.key] = lease
-            first_s = now_s + lease.lease_s / HEARTBEATS_PER_LEASE
+            first_s = now_s if item.at_once else now_s + lease.lease_s / HEARTBEATS_PER_LEASE
             self._due[endpoint] = min(self._due.get(endpoint, first_s), first_s)
             return
         self._forget(endpoint, lease.key)

@@ -31,12 +31,13 @@ def next_orders(
         now_s: any clock that only goes forward.
     """
     if listener is not None:
-        _hear(listener, leases, boot, tally)
+        hear(listener, leases, boot, tally)
     due = leases.take_orders(now_s)
     return StepOrders(boot=boot, ends=due.ends, opens=due.opens, holds=due.holds, loads=loads.take_orders())
 
 
-def _hear(listener: SideChannelListener, leases: ProducerLedger, boot: str, tally: Tally) -> None:
+def hear(listener: SideChannelListener, leases: ProducerLedger, boot: str, tally: Tally) -> None:
+    """Bring in the renewals and releases that came over the side channel so far."""
     while True:
         try:
             message: LeaseMessage = listener.inbox.get_nowait()

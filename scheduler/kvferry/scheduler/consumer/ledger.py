@@ -43,9 +43,15 @@ class RemoteLease:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Renew this lease from now on."""
+    """Renew this lease from now on.
+
+    Attributes:
+        at_once: not only after a first part of its time: until it is renewed, a turn's producer knows of no reader and
+            ends it when it needs the blocks.
+    """
 
     lease: RemoteLease
+    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +141,7 @@ class ConsumerLedger:
             return "other_prompt"
         self._by_request[request_id] = RemotePrompt(request_id, source, lease, shared_tokens, now_s, is_turn)
         self._claims[lease.key] = request_id
-        self._commands.append(Keep(lease))
+        self._commands.append(Keep(lease, at_once=is_turn))
         return None
 
     def decline(self, source: RemotePrefill) -> None:

@@ -36,6 +36,7 @@ class Lease:
 
     Attributes:
         deadline_s: on the ledger's own clock; meaningful while HELD.
+        claimed_until_s: on the same clock; until then a consumer certainly waits, since it has renewed the lease.
         blocks: for the workers, if they want to know them.
         ended_by: why nobody reads any more (`release`, `expired`, …), set when that is decided.
     """
@@ -46,6 +47,7 @@ class Lease:
     use: LeaseUse = LeaseUse.PROMPT
     state: LeaseState = LeaseState.COMPUTING
     deadline_s: float = 0.0
+    claimed_until_s: float = 0.0
     blocks: Blocks = ()
     ended_by: str = ""
 
@@ -173,7 +175,8 @@ class ProducerLedger:
         if lease is None or lease.state is LeaseState.ENDING:
             self._tally.add("renewals_unknown")
             return False
-        lease.deadline_s = max(lease.deadline_s, self._clock_s + self.lease_s)
+        lease.claimed_until_s = self._clock_s + self.lease_s
+        lease.deadline_s = max(lease.deadline_s, lease.claimed_until_s)
         return True
 
     def release(self, name: LeaseName, how: str = "release") -> bool:
@@ -188,16 +191,23 @@ class ProducerLedger:
         self._end(lease, how)
         return True
 
-    def release_first_turn(self, how: str) -> str | None:
-        """End the held turn that would run out first. Returns its request; None when no turn is held."""
+    def release_first_turn(self, how: str, *, claimed: bool = False) -> str | None:
+        """End the held turn that would run out first, of those that nobody waits with.
+
+        Args:
+            claimed: when there is no other, end one that a consumer waits with: renewed in the last `lease_s`.
+
+        Returns:
+            Its request; None when there is no such turn.
+        """
         held = [
             x
             for x in self._by_request.values()
             if x.use is LeaseUse.TURN and x.state is LeaseState.HELD and not x.ended_by
         ]
-        if not held:
+        first = min(held, key=lambda lease: (self._is_claimed(lease), lease.deadline_s), default=None)
+        if first is None or (self._is_claimed(first) and not claimed):
             return None
-        first = min(held, key=lambda lease: lease.deadline_s)
         self._end(first, how)
         return first.request_id
 
@@ -268,6 +278,9 @@ class ProducerLedger:
             return
         del self._by_request[lease.request_id], self._by_slot[lease.slot]
         self._free.append(lease.slot)
+
+    def _is_claimed(self, lease: Lease) -> bool:
+        return lease.claimed_until_s > self._clock_s
 
     def _end(self, lease: Lease, how: str) -> None:
         if lease.state is LeaseState.HELD:
