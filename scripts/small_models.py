@@ -186,9 +186,24 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
 }
 
 
+MULTIMODAL = "small-multimodal"
+IMAGE_PIXELS = 28
 ADAPTER = "small-adapter"
 ADAPTER_RANK = 8
 _ADAPTED = "small-llama-4"
+
+
+def small_multimodal(cache_dir: Path) -> Path:
+    """The folder of a BLIP-2-like model, whose prompts begin with 8 tokens of an image; made when it is not there.
+
+    Its processor works without torchvision. The tokenizer has words `w4` to `w1023`, each its own id.
+    """
+    folder = cache_dir / "models" / f"{MULTIMODAL}-{_FORMAT}"
+    if not folder.exists():
+        from scripts.small_multimodal import make_multimodal
+
+        make_multimodal(folder)
+    return folder
 
 
 def small_adapter(cache_dir: Path) -> Path:
@@ -274,7 +289,7 @@ def main(arguments: Sequence[str]) -> int:
     """Write models, or list them."""
     parser = argparse.ArgumentParser(prog="python -m scripts.small_models", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "names", nargs="*", choices=[[], *SMALL_MODELS, ADAPTER], metavar="NAME", help="models to write"
+        "names", nargs="*", choices=[[], *SMALL_MODELS, MULTIMODAL, ADAPTER], metavar="NAME", help="models to write"
     )
     parser.add_argument("--all", action="store_true", help="write all of them")
     parser.add_argument("--list", action="store_true", help="names and what they are")
@@ -283,9 +298,11 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.list:
         for name, model in SMALL_MODELS.items():
             print(f"{name:24} {model.doc}")
+        print(f"{MULTIMODAL:24} BLIP-2-like: images of {IMAGE_PIXELS} × {IMAGE_PIXELS} pixels, no torchvision")
         print(f"{ADAPTER:24} LoRA adapter of rank {ADAPTER_RANK} for {_ADAPTED}")
-    for name in (*SMALL_MODELS, ADAPTER) if chosen.all else chosen.names:
-        print(small_adapter(chosen.cache_dir) if name == ADAPTER else small_model(name, chosen.cache_dir))
+    others = {MULTIMODAL: small_multimodal, ADAPTER: small_adapter}
+    for name in (*SMALL_MODELS, *others) if chosen.all else chosen.names:
+        print(others[name](chosen.cache_dir) if name in others else small_model(name, chosen.cache_dir))
     return 0
 
 

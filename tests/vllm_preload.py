@@ -15,7 +15,7 @@ logging.disable(logging.WARNING)
 CONFIG = VllmConfig()
 """Making it imports the greater part of vLLM."""
 
-MODELS = ("deepseek_v2", "falcon_h1", "gemma3", "granitemoehybrid", "llama", "mamba2", "qwen3_next")
+MODELS = ("blip2", "deepseek_v2", "falcon_h1", "gemma3", "granitemoehybrid", "llama", "mamba2", "opt", "qwen3_next")
 
 for _module in (
     "vllm.distributed.parallel_state",

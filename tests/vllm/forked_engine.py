@@ -195,6 +195,7 @@ class _Engine:
         import torch._dynamo
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.model_executor.models import registry
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import multiproc_executor
 
@@ -203,6 +204,8 @@ class _Engine:
         torch._dynamo.config.disable = spec.pp == 1
         # vLLM would spawn its workers, each of which would import all of it anew.
         multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+        # vLLM would look at a model's class in an interpreter of its own, so as not to touch CUDA.
+        registry._run_in_subprocess = lambda look: look()
         transfer = None
         if spec.role:
             transfer = KVTransferConfig(
@@ -250,7 +253,7 @@ class _Engine:
         """One request, alone.
 
         Args:
-            more: `lora`: the folder of an adapter; `salt`: the request's `cache_salt`.
+            more: `lora`: the folder of an adapter; `salt`: the request's `cache_salt`; `image`: of PIL.
         """
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -267,6 +270,8 @@ class _Engine:
         asked: dict[str, Any] = {"prompt_token_ids": prompt}
         if "salt" in more:
             asked["cache_salt"] = more["salt"]
+        if "image" in more:
+            asked["multi_modal_data"] = {"image": more["image"]}
         self._engine.add_request(str(self._asked), asked, sampling, lora_request=_lora(more.get("lora")))
         while True:
             for output in self._engine.step():

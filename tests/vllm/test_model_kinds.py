@@ -15,10 +15,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from scripts.accuracy.metrics import Scrape
-from scripts.small_models import FIRST_TOKEN, VOCABULARY, default_cache_dir, small_adapter, small_model
+from scripts.small_models import (
+    FIRST_TOKEN,
+    IMAGE_PIXELS,
+    VOCABULARY,
+    default_cache_dir,
+    small_adapter,
+    small_model,
+    small_multimodal,
+)
 from tests.vllm.forked_engine import Answer, EngineFailed, EngineSpec, ForkedEngine, start
 
 _rng = random.Random(5)
@@ -258,6 +267,34 @@ def test_adapters_and_salts_belong_to_what_is_handed_over(logs: Path) -> None:
             assert difference(found, expected) < NOISE, (asked, given)
             assert counted.by_label("vllm:kvferry_local_recomputes_total", "reason") == {"other_prompt": 1}
             assert counted.total("vllm:nixl_bytes_transferred_sum") == 0
+
+
+def test_images_belong_to_what_is_handed_over(logs: Path) -> None:
+    """Tokens of an image are equal for all images: what tells them apart is the digest of what is in them."""
+    from PIL import Image
+
+    numbers = np.random.default_rng(5)
+    pixels = numbers.integers(0, 256, (2, IMAGE_PIXELS, IMAGE_PIXELS, 3), dtype=np.uint8)
+    first, second = (Image.fromarray(each) for each in pixels)
+    prompt = PROMPTS[1]
+    model = str(small_multimodal(default_cache_dir()))
+    settings: dict[str, Any] = {"max_model_len": 512, "skip_tokenizer_init": False}
+    with ExitStack() as running:
+        specs = [
+            EngineSpec(f"images-{name}", model, "kv_both", cores=cores, engine_args=settings)
+            for name, cores in (("one", "0"), ("twin", "1"))
+        ]
+        one, twin = start(running, logs, specs)
+        alone, of_second = (twin.answer(prompt, image=image) for image in (first, second))
+        assert alone.tokens != of_second.tokens
+        found, read = hand_over(one, twin, prompt, image=first)
+        assert (difference(found, alone) < NOISE, read) == (True, 128 * 2 * 2 * K_AND_V)
+        before = twin.metrics()
+        found = twin.answer(prompt, one.prefill(prompt, image=first), image=second)
+        counted = twin.metrics() - before
+        assert difference(found, of_second) < NOISE
+        assert counted.by_label("vllm:kvferry_local_recomputes_total", "reason") == {"other_prompt": 1}
+        assert counted.total("vllm:nixl_bytes_transferred_sum") == 0
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
