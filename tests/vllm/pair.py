@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,11 @@ def long_prompt(name: str, sentences: int = 25) -> str:
     return f"{name}: once upon a time in a land of rivers " + "and mountains and quiet valleys, " * sentences
 
 
-def post(base_url: str, body: Params, path: str = "/v1/completions") -> httpx.Response:
+def post(
+    base_url: str, body: Params, path: str = "/v1/completions", headers: Mapping[str, str] | None = None
+) -> httpx.Response:
     """One request; any status is an answer."""
-    return httpx.post(base_url + path, json=body, timeout=TIMEOUT_S, trust_env=False)
+    return httpx.post(base_url + path, json=body, headers=headers, timeout=TIMEOUT_S, trust_env=False)
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,10 @@ class Pair:
     producer: Engine
     consumer: Engine
 
-    def prefill(self, prompt: str, **more: Any) -> Params:
+    def prefill(self, prompt: str, headers: Mapping[str, str] | None = None, **more: Any) -> Params:
         """Prefill as a router does and return the params of the answer."""
-        answer = post(self.producer.base_url, self._body(prompt, 1) | {"kv_transfer_params": ASK_FOR_PREFILL} | more)
+        body = self._body(prompt, 1) | {"kv_transfer_params": ASK_FOR_PREFILL} | more
+        answer = post(self.producer.base_url, body, headers=headers)
         assert answer.status_code == 200, answer.text
         params = answer.json()["kv_transfer_params"]
         assert params, answer.text

@@ -1,0 +1,42 @@
+"""A producer whose ranks are engines of their own behind one front end: data parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from scripts.accuracy.engines import Engine, Transfer
+from tests.vllm.conftest import START_S
+from tests.vllm.pair import Pair, long_prompt, text_of
+
+RANKS = 2
+
+
+def test_every_rank_of_a_data_parallel_engine_is_a_peer_of_its_own(pair: Pair, logs: Path) -> None:
+    spec = replace(
+        pair.producer.spec,
+        name="data-parallel",
+        transfer=Transfer("kv_producer"),
+        extra_args=("--data-parallel-size", str(RANKS)),
+        extra_env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+    prompts = [long_prompt(f"Rank {rank}") for rank in range(RANKS)]
+    want = [pair.plain(pair.producer, prompt) for prompt in prompts]
+    assert len(set(want)) == RANKS
+    with Engine(spec, logs) as source:
+        source.wait_ready(START_S)
+        ranked = Pair(source, pair.consumer)
+        before = pair.consumer.metrics()
+        params, answers = [], []
+        # One after the other: engines that hold a lease step without end, and two of them leave two cores little.
+        for rank, prompt in enumerate(prompts):
+            params.append(ranked.prefill(prompt, headers={"X-data-parallel-rank": str(rank)}))
+            answers.append(text_of(ranked.decode(prompt, params[-1])))
+        counted = pair.consumer.metrics() - before
+    # A prompt of another rank is not in a rank's cache: what is right was read from the rank that had it.
+    assert answers == want
+    engine = params[0]["remote_engine_id"].removesuffix("_dp0")
+    assert [one["remote_engine_id"] for one in params] == [f"{engine}_dp{rank}" for rank in range(RANKS)]
+    assert params[1]["remote_port"] == params[0]["remote_port"] + 1
+    assert counted.total("vllm:kvferry_loads_total") == RANKS
+    assert counted.total("vllm:kvferry_local_recomputes_total") == 0
