@@ -100,9 +100,10 @@ class Engine:
         """Every block is back in the pool and no request is left."""
         return self.free_blocks == self.blocks_at_start and not self.scheduler.requests
 
-    def counted(self, name: str, label: str = "") -> int:
-        """What kvferry's counters have come to, as vLLM's front end adds them up."""
-        return sum(stats.get("counters", {}).get(name, {}).get(label, 0) for stats in self.stats)
+    def counted(self, name: str, label: str | None = None) -> int:
+        """What kvferry's counters have come to, as vLLM's front end adds them up; of all labels when none is given."""
+        found = [stats.get("counters", {}).get(name, {}) for stats in self.stats]
+        return sum(sum(by_label.values()) if label is None else by_label.get(label, 0) for by_label in found)
 
     def is_idle(self) -> bool:
         """No request is running or waiting; some may still be held."""
