@@ -16,4 +16,4 @@ step ruff check .
 step ruff format --check .
 step mypy
 step lint-imports
-step python -m pytest -q "$@"
+step python -m pytest -q --durations=15 "$@"
