@@ -20,7 +20,7 @@ from kvferry.protocol.geometry import PagedTensor
 from kvferry.worker.caches import KvCaches
 from tests.engine_core.configs import vllm_config
 
-PATTERNS = {"cpu_attn/vec": "columns", "cpu_attn/vec16": "columns", "cpu_mla": "latent"}
+PATTERNS = {"cpu_attn/vec": "columns", "cpu_attn/vec16": "columns", "cpu_mla": "latent", "gpu_rows": "rows"}
 """What the probe finds of backends that it recognises (`test_cache_probe`); of CPU attention else `BY_HEAD`."""
 
 ALONE = Sharding(total_heads=2, rank=0, size=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -12,6 +13,7 @@ from kvferry.connector.sharding import Sharding
 from kvferry.plan.planner import plan_engine
 from kvferry.protocol.geometry import Interleave, Place, Topology
 from tests.connector.caches import arranged, config_of, full, group, views_of
+from tests.connector.state_models import orient
 from tests.plan.samples import engine, worker
 
 RANKS = 2
@@ -25,10 +27,11 @@ def sharing(config: Any, views: Any, rank: int) -> Any:
     return discover(views, config, arrangements, sharding, interleave=share).tensors
 
 
-def test_attention_is_shared_out_and_states_are_not() -> None:
+def test_attention_is_shared_out_and_states_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    orient(monkeypatch, "DS")
     config = config_of(group(full(num_kv_heads=1), "attention"))
     views = views_of(config)
-    shapes: Any = ((3, 16), (2, 4, 4))
+    shapes: Any = ((16, 3), (2, 4, 4))
     state = MambaSpec(block_size=32, shapes=shapes, dtypes=(torch.float32, torch.float32))
     config.kv_cache_groups.append(group(state, "state"))
     views["state"] = torch.zeros(config.num_blocks, 1, 1, state.page_size_bytes, dtype=torch.int8)
