@@ -57,7 +57,8 @@ def pair(model: Path, logs: Path) -> Iterator[Pair]:
         "decode",
         str(model),
         devices=("1",),
-        transfer=Transfer("kv_consumer"),
+        # A machine that is busy with other engines must not decide.
+        transfer=Transfer("kv_consumer", extra_config={"handshake_timeout_s": 15}),
         extra_env={"VLLM_LOGGING_LEVEL": "DEBUG"},
     )
     with ExitStack() as running:

@@ -49,10 +49,14 @@ def test_the_decoder_answers_from_the_producers_cache_and_computes_one_token(pai
 
 
 def test_the_plan_is_logged_once_and_the_requests_life_with_its_ids(pair: Pair) -> None:
-    for name in ("first", "second"):
-        assert pair.hand_over(long_prompt(f"The {name} of two")).status_code == 200
+    producers = set()
+    for prompt in (long_prompt("The first of two"), long_prompt("The second of two")):
+        params = pair.prefill(prompt)
+        producers.add(params["remote_engine_id"])
+        assert pair.decode(prompt, params).status_code == 200
     log = pair.consumer.log_path.read_text()
-    assert len(re.findall(r"INFO .*kvferry: .*plan producer=\S+ tp0 reads tp0: 60 tensors", log)) == 1
+    (producer,) = producers
+    assert len(re.findall(rf"INFO .*kvferry: .*plan producer={producer} tp0 reads tp0: 60 tensors", log)) == 1
     loaded = re.findall(r"DEBUG .*kvferry: req=(\S+) peer=\S+ loaded tokens 0…\d+: \d+ B", log)
     offered = re.findall(r"DEBUG .*kvferry: req=(\S+): \d+ of \d+ tokens are held by engine", log)
     assert len(loaded) >= 2
