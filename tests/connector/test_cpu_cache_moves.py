@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,9 +10,7 @@ import pytest
 import torch
 
 from kvferry.connector.layout import groups_of
-from kvferry.plan.blocks import RequestBlocks, pair_request
-from kvferry.plan.copies import route_copies
-from kvferry.plan.planner import plan_engine
+from kvferry.plan.blocks import RequestBlocks
 from kvferry.protocol.geometry import Place, Topology
 from tests.connector.cpu_cache import (
     ALONE,
@@ -26,6 +23,7 @@ from tests.connector.cpu_cache import (
     random,
     slots_of,
 )
+from tests.connector.moves import move_by_plan
 from tests.plan.samples import engine, worker
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -41,15 +39,7 @@ def move(sources: list[Cache], targets: list[Cache], theirs: list[int], ours: li
     """What the workers do, with memmove for NIXL: plan, copies. Returns the bytes that moved."""
     consumer, producer = engine_of(targets), engine_of(sources)
     request = RequestBlocks(local=[ours], remote=[theirs], first_token=0, stop_token=tokens, num_tokens=tokens)
-    total = 0
-    for plan in plan_engine(consumer, producer):
-        units = pair_request(plan, consumer.groups, producer.groups, request)
-        for route in plan.routes:
-            for copies in route_copies(route, units):
-                for src, dst, num_bytes in zip(copies.src, copies.dst, copies.num_bytes, strict=True):
-                    ctypes.memmove(int(dst), int(src), int(num_bytes))
-                total += int(copies.num_bytes.sum())
-    return total
+    return move_by_plan(consumer, producer, request)
 
 
 @every_kind

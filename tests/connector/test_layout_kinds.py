@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry.connector.layout import discover, groups_of
 from kvferry.connector.sharding import Sharding
-from kvferry.plan.blocks import RequestBlocks, pair_request
-from kvferry.plan.copies import route_copies
-from kvferry.plan.planner import plan_engine
+from kvferry.plan.blocks import RequestBlocks
 from kvferry.plan.windows import first_needed
 from kvferry.protocol.geometry import Interleave, Range
 from kvferry.protocol.handshake import CacheGroup
@@ -34,6 +31,7 @@ from tests.connector.caches import (
     storage_of,
     views_of,
 )
+from tests.connector.moves import move_by_plan
 from tests.connector.recorded import RECORDED, attention, latent
 from tests.connector.recorded_engine import RecordedEngine, skipped_tokens
 from tests.connector.state_models import orient
@@ -75,14 +73,7 @@ def hand_over(source: RecordedEngine, target: RecordedEngine, num_tokens: int, s
     request = RequestBlocks(
         target.told(ours), source.told(theirs), first_token=0, stop_token=num_tokens, num_tokens=num_tokens
     )
-    total = 0
-    for plan in plan_engine(consumer, producer):
-        units = pair_request(plan, consumer.groups, producer.groups, request)
-        for route in plan.routes:
-            for copies in route_copies(route, units):
-                for src, dst, num_bytes in zip(copies.src, copies.dst, copies.num_bytes, strict=True):
-                    ctypes.memmove(int(dst), int(src), int(num_bytes))
-                total += int(copies.num_bytes.sum())
+    total = move_by_plan(consumer, producer, request)
     target.check(ours, seed)
     for (one, loaded), old in zip(target.loaded_bytes(ours), before, strict=True):
         now = storage_of(next(iter(one.views.values())))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +12,14 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from kvferry.connector.layout import discover, groups_of
 from kvferry.connector.sharding import Sharding
 from kvferry.connector.states import groups_of_heads
-from kvferry.plan.blocks import RequestBlocks, pair_request
-from kvferry.plan.copies import route_copies
+from kvferry.plan.blocks import RequestBlocks
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusal import PlanRefused
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Place, Range, Topology
 from kvferry.protocol.handshake import CacheGroup
 from tests.connector.caches import all_bytes_of, config_of, group, storage_of, views_of
+from tests.connector.moves import move_by_plan
 from tests.connector.state_models import STATE_MODELS, StateModel, orient, read, write
 from tests.plan.samples import engine, worker
 
@@ -68,15 +67,7 @@ def move(source: Engine, target: Engine, theirs: int, ours: int) -> int:
     """What the workers do, with memmove for NIXL. Returns the bytes that moved."""
     consumer, producer = target.description, source.description
     request = RequestBlocks([[ours]], [[theirs]], first_token=0, stop_token=40, num_tokens=40)
-    total = 0
-    for plan in plan_engine(consumer, producer):
-        units = pair_request(plan, consumer.groups, producer.groups, request)
-        for route in plan.routes:
-            for copies in route_copies(route, units):
-                for src, dst, num_bytes in zip(copies.src, copies.dst, copies.num_bytes, strict=True):
-                    ctypes.memmove(int(dst), int(src), int(num_bytes))
-                total += int(copies.num_bytes.sum())
-    return total
+    return move_by_plan(consumer, producer, request)
 
 
 @every_model
