@@ -11,6 +11,12 @@ from kvferry.protocol.handshake import CacheGroup
 small = st.integers(1, 24)
 
 
+def in_blocks_of(wanted: set[int], block: int, num_tokens: int) -> set[int]:
+    """The tokens of a sequence that lie in a block with one of these."""
+    blocks = {token // block for token in wanted}
+    return {token for token in range(num_tokens) if token // block in blocks}
+
+
 @given(
     window=small,
     block=small,
@@ -33,8 +39,7 @@ def test_a_window_suffices_when_all_that_is_attended_to_is_kept_and_all_that_is_
     assert first_held == min(dropped * block, total * block)
     held = set(range(first_held, num_tokens))
     in_window = {token for token in range(num_tokens) if num_tokens - token < window}
-    kept_blocks = {token // own_block for token in in_window | {num_tokens}}
-    kept = {token for token in range(num_tokens) if token // own_block in kept_blocks}
+    kept = in_blocks_of(in_window | {num_tokens}, own_block, num_tokens)
     computed_next = num_tokens if more else num_tokens - 1
     attended = {token for token in range(computed_next) if computed_next - token < window}
     got = reaches_back(group, own_block, first_held, num_tokens, num_tokens + more)
@@ -72,8 +77,7 @@ def test_a_chunk_suffices_when_every_token_of_the_next_ones_chunk_is_held(
     attended = {token for token in range(computed_next) if token // chunk == computed_next // chunk}
     first_held = dropped * block
     in_chunk = {token for token in range(num_tokens) if token // chunk == num_tokens // chunk}
-    kept_blocks = {token // own_block for token in in_chunk | {num_tokens}}
-    kept = {token for token in range(num_tokens) if token // own_block in kept_blocks}
+    kept = in_blocks_of(in_chunk | {num_tokens}, own_block, num_tokens)
     got = reaches_back(group, own_block, first_held, num_tokens, num_tokens + more)
     assert got == (attended <= kept <= set(range(first_held, num_tokens))) or (got is False and not attended)
 
