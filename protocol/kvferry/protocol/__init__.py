@@ -1,1 +1,4 @@
-"""What crosses a process border: wire messages, step metadata, errors. Needs msgspec and numpy only."""
+"""What crosses a process border: wire messages, step metadata, errors.
+
+Needs msgspec and numpy only; `channel_socket` and `secret_trials` need pyzmq as well.
+"""

@@ -29,32 +29,40 @@ def as_type(value: object, type_: type[T], error: type[InputError]) -> T:
         raise _named(refused, value, error) from None
 
 
-def decode(payload: bytes, decoder: msgspec.msgpack.Decoder[T], max_bytes: int, error: type[InputError]) -> T:
+def decode(
+    payload: bytes, decoder: msgspec.msgpack.Decoder[T], max_bytes: int, error: type[InputError], *, where: str = ""
+) -> T:
     """Decode a msgpack message.
+
+    Args:
+        where: path of what is decoded, where it is a part of a message.
 
     Raises:
         error: when the message is longer than `max_bytes`, is not msgpack, or does not fit the decoder's type.
     """
     if len(payload) > max_bytes:
-        raise error("message", f"{len(payload)} bytes", f"at most {max_bytes} bytes")
+        raise error(where or "message", f"{len(payload)} bytes", f"at most {max_bytes} bytes")
     try:
         return decoder.decode(payload)
     except msgspec.ValidationError as refused:
-        raise _named(refused, None, error) from None
+        raise _named(refused, None, error, where) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
-        raise error("message", payload[:16], cut(f"well-formed msgpack ({refused})")) from None
+        raise error(where or "message", payload[:16], cut(f"well-formed msgpack ({refused})")) from None
 
 
-def _named(refused: msgspec.ValidationError, root: object, error: type[InputError]) -> InputError:
+def _named(refused: msgspec.ValidationError, root: object, error: type[InputError], where: str = "") -> InputError:
     match = _AT.fullmatch(str(refused))
     path = (match.group("path") if match else None) or ""
     expected = match.group("expected") if match else str(refused)
     missing = _MISSING.fullmatch(expected)
     if missing:
-        field = f"{path}.{missing.group(1)}" if path else missing.group(1)
-        return error(field, "missing", "a value")
+        return error(_joined(where, path, missing.group(1)), "missing", "a value")
     expected = _UNKNOWN.sub("a value that this version knows, not ", expected.removeprefix("Expected "))
-    return error(path or "message", _at_path(root, path), cut(expected))
+    return error(_joined(where, path) or "message", _at_path(root, path), cut(expected))
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
 
 
 def _at_path(root: object, path: str) -> object:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 CHUNK_TOKENS = 256
 DIGEST_BYTES = 16
+TOKEN_BYTES = 4
 
 _PERSON = b"kvferry-digest-1"
 
@@ -62,11 +63,11 @@ def digest_chain(prompt: Prompt, num_tokens: int | None = None) -> tuple[str, ..
     count = len(prompt.tokens) if num_tokens is None else num_tokens
     if not 0 <= count <= len(prompt.tokens):
         raise ValueError(f"num_tokens is {count}; expected 0 to {len(prompt.tokens)}")
-    tokens = _as_uint32(prompt.tokens[:count])
-    previous = _identity(prompt)
+    tokens = _as_uint32(prompt.tokens, count)
+    previous = _identity(prompt.lora, prompt.salt)
     chain = []
     for start in range(0, count, CHUNK_TOKENS):
-        previous = _chunk(previous, prompt.media, start, tokens[start : start + CHUNK_TOKENS])
+        previous = _chunk(previous, prompt.media, start, tokens)
         chain.append(previous.hex())
     return tuple(chain)
 
@@ -79,26 +80,37 @@ def shared_tokens(prompt: Prompt, chain: Sequence[str], num_tokens: int) -> int:
 
     Example: 300 equal tokens, then a difference; `num_tokens` 700: boundaries 256, 512, 700; the answer is 256.
     """
-    tokens = _as_uint32(prompt.tokens[:num_tokens])
-    previous = _identity(prompt)
+    tokens = _as_uint32(prompt.tokens, num_tokens)
+    previous = _identity(prompt.lora, prompt.salt)
     shared = 0
     for index, expected in enumerate(chain):
         start = index * CHUNK_TOKENS
         stop = min(start + CHUNK_TOKENS, num_tokens)
-        if stop > len(tokens) or stop <= start:
+        if stop * TOKEN_BYTES > len(tokens) or stop <= start:
             break
-        previous = _chunk(previous, prompt.media, start, tokens[start:stop])
+        previous = _chunk(previous, prompt.media, start, tokens)
         if previous.hex() != expected:
             break
         shared = stop
     return shared
 
 
-def _hash(*parts: bytes) -> bytes:
-    state = hashlib.blake2b(digest_size=DIGEST_BYTES, person=_PERSON)
-    for part in parts:
-        state.update(struct.pack("<Q", len(part)))
-        state.update(part)
+_EMPTY = hashlib.blake2b(digest_size=DIGEST_BYTES, person=_PERSON)
+_LENGTH = struct.Struct("<Q")
+_MEDIA = struct.Struct("<QQQ")
+
+
+def _counted(part: bytes) -> bytes:
+    return _LENGTH.pack(len(part)) + part
+
+
+_CHUNK_HEAD = _counted(b"chunk") + _LENGTH.pack(DIGEST_BYTES)
+_NO_MEDIA = _counted(b"")
+
+
+def _hash(message: bytes) -> bytes:
+    state = _EMPTY.copy()  # half the price of a new one
+    state.update(message)
     return state.digest()
 
 
@@ -106,26 +118,44 @@ def _optional(text: str | None) -> bytes:
     return b"" if text is None else b"=" + text.encode("utf-8", "surrogatepass")
 
 
-def _identity(prompt: Prompt) -> bytes:
-    return _hash(b"identity", _optional(prompt.lora), _optional(prompt.salt))
+def _identity(lora: str | None, salt: str | None) -> bytes:
+    if lora is None and salt is None:
+        return _PLAIN_IDENTITY
+    return _hash(b"".join(map(_counted, (b"identity", _optional(lora), _optional(salt)))))
 
 
-def _chunk(previous: bytes, media: tuple[Media, ...], start: int, tokens: np.ndarray) -> bytes:
-    stop = start + len(tokens)
+_PLAIN_IDENTITY = _hash(b"".join(map(_counted, (b"identity", b"", b""))))
+
+
+def _chunk(previous: bytes, media: tuple[Media, ...], start: int, tokens: memoryview) -> bytes:
+    """The digest of the chunk that begins with token `start`.
+
+    Args:
+        tokens: bytes of all tokens; a chunk is `CHUNK_TOKENS` of them, or what is left.
+    """
+    part = tokens[start * TOKEN_BYTES : (start + CHUNK_TOKENS) * TOKEN_BYTES]
+    described = _described(media, start, start + len(part) // TOKEN_BYTES) if media else _NO_MEDIA
+    return _hash(b"".join((_CHUNK_HEAD, previous, described, _LENGTH.pack(len(part)), part)))
+
+
+def _described(media: tuple[Media, ...], start: int, stop: int) -> bytes:
     seen = [item for item in media if item.offset < stop and start < item.offset + item.length]
-    described = b"".join(
-        struct.pack("<QQQ", item.offset, item.length, len(content)) + content
-        for item in seen
-        for content in (item.content.encode("utf-8", "surrogatepass"),)
+    return _counted(
+        b"".join(
+            _MEDIA.pack(item.offset, item.length, len(content)) + content
+            for item in seen
+            for content in (item.content.encode("utf-8", "surrogatepass"),)
+        )
     )
-    return _hash(b"chunk", previous, described, tokens.tobytes())
 
 
-def _as_uint32(tokens: Sequence[int]) -> np.ndarray:
+def _as_uint32(tokens: Sequence[int], count: int) -> memoryview:
+    """The first `count` tokens as bytes, little-endian. An array is three times as fast here as numpy, and refuses by
+    itself what does not fit."""
     try:
-        ids = np.asarray(tokens, dtype=np.int64)
+        ids = array("I", tokens[:count])
     except OverflowError:
         raise ValueError("a token id is outside [0, 2**32)") from None
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 2**32):
-        raise ValueError("a token id is outside [0, 2**32)")
-    return ids.astype("<u4")
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return memoryview(ids).cast("B")

@@ -18,14 +18,13 @@ from kvferry.protocol.convert import as_type
 from kvferry.protocol.errors import InvalidDump, cut
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
 from kvferry.protocol.handshake import (
-    MAX_WORKERS,
     CacheGroup,
     EngineDescription,
     LeaseTable,
     ModelFacts,
     WorkerDescription,
 )
-from kvferry.protocol.ids import Hex128, Positive, Text
+from kvferry.protocol.ids import MAX_WORKERS, Hex128, Positive, Text
 from kvferry.protocol.seal import SEAL_KEY_BYTES
 
 DUMP_VERSION = 1
@@ -35,7 +34,14 @@ _NO_BOOT = "0" * 32
 
 
 class WorkerDump(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker: its place among the ranks, where its memory is, and its paged tensors."""
+    """One worker.
+
+    Attributes:
+        place: among the ranks of its engine.
+        memory: `DRAM` or `VRAM`, where the caches are.
+        device: the device's index, 0 for DRAM.
+        tensors: all that its caches hold.
+    """
 
     place: Place
     memory: Text
@@ -48,7 +54,12 @@ class EngineDump(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kvferry_dump: version of this schema.
+        engine_id: whose it is.
         boot: the life of the engine that the addresses are of; absent when they are of none.
+        facts: what must be equal on both sides.
+        topology: its parallel sizes.
+        groups: its cache groups.
+        workers: all of them.
     """
 
     kvferry_dump: Positive = DUMP_VERSION
@@ -124,7 +135,7 @@ def decode_dump(text: bytes) -> EngineDump:
     for path, names in _unknown(plain, dump, ""):
         near = difflib.get_close_matches(path.rpartition(".")[2], names, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise InvalidDump(cut(path), "unknown", f"{hint}one of {', '.join(names)}")
+        raise InvalidDump(cut(path) or repr(path), "unknown", f"{hint}one of {', '.join(names)}")
     return dump
 
 

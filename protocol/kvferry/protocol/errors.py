@@ -6,7 +6,9 @@
     │   │   └── ForeignParams … which another connector wrote (there is no `kvferry` object in them)
     │   ├── InvalidMessage    … in a frame of the side channel or a notification
     │   ├── InvalidDump       … in the JSON of an engine's description
+    │   ├── InvalidCorrelation … in what a client calls its request, or in where that is to be found
     │   ├── InvalidConfig     … in the configuration of this engine
+    │   │   └── InvalidSecretFile … in the file of the side channel's secrets, or in who may read it
     │   └── InvalidBatch      … in a step whose tokens ranks share out (`kvferry.worker.context_parallel`)
     ├── PeerRefused           the other engine answered, and said no
     ├── HandshakeFailed       no usable answer came from the other engine in time
@@ -71,10 +73,22 @@ class InvalidDump(InputError):
     what = "dump"
 
 
+class InvalidCorrelation(InputError):
+    """A correlation value that cannot be used, or a source of them that cannot be."""
+
+    what = "correlation"
+
+
 class InvalidConfig(InputError):
     """A configuration key or value that cannot be used; stops the start."""
 
     what = "kv_connector_extra_config"
+
+
+class InvalidSecretFile(InvalidConfig):
+    """A file of secrets that cannot be used; stops the start. Never shows what is written in it."""
+
+    what = "secret file"
 
 
 class PeerRefused(KvferryError):

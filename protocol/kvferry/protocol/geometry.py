@@ -20,8 +20,8 @@ from msgspec import Meta
 
 from kvferry.protocol.ids import Address, Count, Positive, Rank, Size, Text
 
-MAX_TENSORS = 16384
-"""Most paged tensors of one worker."""
+MAX_TENSORS = 4096
+"""Most paged tensors of one worker: 1,000 layers of four kinds."""
 
 MAX_SCALES = 1024
 """Most heads of a worker that have scales of their own."""
@@ -32,7 +32,12 @@ Stride = Annotated[int, Meta(ge=0, lt=2**48)]
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
-    """`[start, stop)` on the sharded axis, counted over the whole model."""
+    """`[start, stop)` on the sharded axis, counted over the whole model.
+
+    Attributes:
+        start: the first one.
+        stop: behind the last one.
+    """
 
     start: Count
     stop: Count
@@ -48,6 +53,11 @@ class Interleave(msgspec.Struct, frozen=True, kw_only=True):
     `(t div (run_tokens·ranks))·run_tokens + t mod run_tokens`. Blocks count local slots.
 
     Example: 2 ranks, runs of 4: rank 1 holds the tokens 4 … 7 in its slots 0 … 3, and 12 … 15 in its slots 4 … 7.
+
+    Attributes:
+        ranks: that share the tokens out.
+        rank: this worker's among them.
+        run_tokens: tokens in a row on one rank.
     """
 
     ranks: Size = 1
@@ -156,7 +166,14 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's place among the ranks of its engine."""
+    """A worker's place among the ranks of its engine.
+
+    Attributes:
+        pp: pipeline stage.
+        pcp: prefill context parallel rank.
+        tp: tensor-parallel rank.
+        dcp: decode context parallel rank.
+    """
 
     pp: Rank = 0
     pcp: Rank = 0
@@ -170,7 +187,14 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's parallel sizes."""
+    """An engine's parallel sizes.
+
+    Attributes:
+        pp: pipeline stages.
+        pcp: prefill context parallel ranks.
+        tp: tensor-parallel ranks.
+        dcp: decode context parallel ranks, which lie within the others.
+    """
 
     pp: Size = 1
     pcp: Size = 1

@@ -23,20 +23,27 @@ from msgspec import Meta
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
-from kvferry.protocol.ids import Address, Hex128, HexEpoch, Positive, SlotIndex, Text
+from kvferry.protocol.ids import MAX_WORKERS, Address, Hex128, HexEpoch, Positive, SlotIndex, Text
 from kvferry.protocol.seal import SEAL_KEY_BYTES
 
 CHANNEL_VERSION = 1
 MAX_REQUEST_BYTES = 256 << 10
-MAX_REPLY_BYTES = 256 << 20
+MAX_REPLY_BYTES = 64 << 20
 MAX_RENEWALS = 4096
-MAX_WORKERS = 4096
+MAX_ENGINE_TENSORS = 1 << 16
+"""Most paged tensors of all workers of an engine together: clients choose whose description is read, and reading takes
+some 40 µs each."""
+
+
+UNKNOWN_ENGINE = "?"
+"""What who does not know an engine's id asks for: the answer is a refusal of `engine_id`, which tells it."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Asks for the engine's description.
 
     Attributes:
+        version: of the side channel.
         engine_id: whom the asker believes to be talking to.
         asker: the asking engine, for the answerer's log.
     """
@@ -47,21 +54,36 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class LeaseName(msgspec.Struct, frozen=True, kw_only=True):
-    """Which lease is meant. The epoch is the proof: it was random, and only the ticket told it."""
+    """Which lease is meant.
+
+    Attributes:
+        slot: index into the lease table.
+        epoch: the proof: it was random, and only the ticket told it.
+    """
 
     slot: SlotIndex
     epoch: HexEpoch
 
 
 class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
-    """These leases are still waited for: each starts its full time anew."""
+    """These leases are still waited for: each starts its full time anew.
+
+    Attributes:
+        boot: the producer's, from the ticket.
+        leases: all of this boot that the sender waits for.
+    """
 
     boot: Hex128
     leases: Annotated[tuple[LeaseName, ...], Meta(min_length=1, max_length=MAX_RENEWALS)]
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
-    """These leases are not needed any more; nobody reads under them."""
+    """These leases are not needed any more; nobody reads under them.
+
+    Attributes:
+        boot: the producer's, from the ticket.
+        leases: those that end.
+    """
 
     boot: Hex128
     leases: Annotated[tuple[LeaseName, ...], Meta(min_length=1, max_length=MAX_RENEWALS)]
@@ -74,6 +96,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What must be equal for the bytes to mean the same, each under its own name.
 
     Attributes:
+        model: its name as served.
         fingerprint: digest of the weights' headers and samples, or the name an operator gave in its place.
         dtype: of the activations.
         cache_dtype: of the cache, as configured.
@@ -92,7 +115,12 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseTable(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker's lease slots are: host memory, `slots` words of 8 bytes."""
+    """Where a worker's lease slots are: host memory, `slots` words of 8 bytes.
+
+    Attributes:
+        address: of the first slot.
+        slots: how many there are.
+    """
 
     address: Address
     slots: Annotated[int, Meta(ge=1, lt=2**24)]
@@ -102,10 +130,13 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """One worker of an engine: its place, its memory and how NIXL reaches it.
 
     Attributes:
+        place: among the ranks of its engine.
         agent: name of its NIXL agent.
         agent_metadata: NIXL's serialised metadata of that agent.
         memory: `DRAM` or `VRAM`, where the caches are.
         device: the device's index in NIXL's counting, 0 for DRAM.
+        lease_table: its lease slots.
+        tensors: all that its caches hold.
     """
 
     place: Place
@@ -137,6 +168,16 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="engine")
     """The answer to `Hello`: everything that a consumer needs to plan and to read.
 
     Its size grows with workers × paged tensors, never with blocks.
+
+    Attributes:
+        version: of the side channel.
+        engine_id: who answers, which may be another engine than was asked for.
+        boot: this life of the engine.
+        seal_key: checks the mac of this boot's tickets.
+        facts: what must be equal on both sides.
+        topology: its parallel sizes.
+        groups: its cache groups, in the order of `remote_block_ids`.
+        workers: all of them.
     """
 
     version: Positive = CHANNEL_VERSION
@@ -150,7 +191,14 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="engine")
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """The answer to a request that cannot be answered: which field, what it was, what it must be."""
+    """The answer to a request that cannot be answered.
+
+    Attributes:
+        version: of the side channel.
+        field: which one.
+        value: what it was.
+        expected: what it must be.
+    """
 
     version: Positive = CHANNEL_VERSION
     field: Text
@@ -160,8 +208,28 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 Reply = EngineDescription | Refused
 
+
+class _UnreadWorkers(EngineDescription, frozen=True, kw_only=True, tag="engine"):
+    """A description whose workers are still to be decoded, one by one."""
+
+    workers: Annotated[tuple[msgspec.Raw, ...], Meta(min_length=1, max_length=MAX_WORKERS)]  # type: ignore[assignment]
+
+
+class Answerer(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
+    """Of an `EngineDescription`, which life of which engine it is.
+
+    Attributes:
+        engine_id: who answers.
+        boot: this life of the engine.
+    """
+
+    engine_id: Text
+    boot: Hex128
+
+
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_replies: msgspec.msgpack.Decoder[_UnreadWorkers | Refused] = msgspec.msgpack.Decoder(_UnreadWorkers | Refused)
+_answerers: msgspec.msgpack.Decoder[Answerer | Refused] = msgspec.msgpack.Decoder(Answerer | Refused)
 _workers: msgspec.msgpack.Decoder[WorkerDescription] = msgspec.msgpack.Decoder(WorkerDescription)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -182,13 +250,33 @@ def decode_request(frame: bytes) -> Request:
 
 
 def decode_reply(frame: bytes) -> Reply:
-    """A frame that a listener answered. Raises `InvalidMessage`."""
+    """A frame that a listener answered. Raises `InvalidMessage`.
+
+    Workers are decoded one by one: a decoder holds the interpreter for as long as it runs, and with it the engine.
+    """
     reply = decode(frame, _replies, MAX_REPLY_BYTES, InvalidMessage)
     if reply.version != CHANNEL_VERSION:
         raise InvalidMessage("version", reply.version, str(CHANNEL_VERSION))
-    return reply
+    return reply if isinstance(reply, Refused) else _with_workers(reply)
+
+
+def decode_answerer(frame: bytes) -> Answerer | Refused:
+    """Who answered a `Hello`; what the engine's workers are is not read. Raises `InvalidMessage`."""
+    return decode(frame, _answerers, MAX_REPLY_BYTES, InvalidMessage)
 
 
 def decode_worker(frame: bytes) -> WorkerDescription:
     """What a worker handed to its own scheduler. Raises `InvalidMessage`."""
     return decode(frame, _workers, MAX_REPLY_BYTES, InvalidMessage)
+
+
+def _with_workers(unread: _UnreadWorkers) -> EngineDescription:
+    workers: list[WorkerDescription] = []
+    tensors = 0
+    for index, raw in enumerate(unread.workers):
+        workers.append(decode(bytes(raw), _workers, MAX_REPLY_BYTES, InvalidMessage, where=f"workers[{index}]"))
+        tensors += len(workers[-1].tensors)
+        if tensors > MAX_ENGINE_TENSORS:
+            raise InvalidMessage("workers.tensors", f"more than {tensors - 1}", f"at most {MAX_ENGINE_TENSORS} in all")
+    fields = {name: getattr(unread, name) for name in EngineDescription.__struct_fields__}
+    return EngineDescription(**{**fields, "workers": tuple(workers)})

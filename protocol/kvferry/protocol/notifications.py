@@ -10,7 +10,7 @@ import msgspec
 
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.ids import Hex128, HexEpoch, Rank, Size, SlotIndex
+from kvferry.protocol.ids import Hex128, HexEpoch, SlotIndex, WorkerCount, WorkerIndex
 
 MAGIC = b"KVF1"
 MAX_NOTIFICATION_BYTES = 4096
@@ -29,8 +29,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     slot: SlotIndex
     epoch: HexEpoch
     consumer: Hex128
-    worker: Rank
-    expected: Size
+    worker: WorkerIndex
+    expected: WorkerCount
 
 
 _decoder: msgspec.msgpack.Decoder[Done] = msgspec.msgpack.Decoder(Done)

@@ -3,6 +3,9 @@
 A worker opens leases as soon as it has the orders, and carries the rest out in the order of the fields. Whatever is
 said of a lease names its epoch, so a slot that changes hands within one step ends up with its new lease.
 
+What must be done before the step goes on travels by itself, as the `OrdersHead`: it does not grow with the blocks that
+are to be loaded. All the rest is read by the thread that carries it out.
+
 Request ids have no bound here: a client may choose one of any length, vLLM lets it pass, and orders that a worker
 refused would stop its engine.
 """
@@ -17,7 +20,7 @@ from msgspec import Meta
 
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.ids import Address, Hex128, HexEpoch, SlotIndex
+from kvferry.protocol.ids import Address, Hex128, HexEpoch, Port, SlotIndex, Text
 from kvferry.protocol.params import Blocks, RemotePrefill
 
 ORDERS_VERSION = 1
@@ -67,6 +70,30 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
     stop_token: Address
 
 
+class Meet(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that wait name this producer, or the configuration does: meet it before a load from it is ordered.
+
+    Attributes:
+        is_lasting: the configuration names it: keep it, and try again when it cannot be met.
+    """
+
+    host: Text
+    port: Port
+    engine_id: Text
+    boot: Hex128
+    is_lasting: bool = False
+
+    @classmethod
+    def of(cls, source: RemotePrefill) -> Meet:
+        """Whom params speak of."""
+        return cls(
+            host=source.remote_host,
+            port=source.remote_port,
+            engine_id=source.remote_engine_id,
+            boot=source.kvferry.boot,
+        )
+
+
 class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that changed since the last step."""
 
@@ -76,10 +103,31 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
     opens: tuple[LeaseOpen, ...] = ()
     holds: tuple[LeaseHold, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
+    meets: tuple[Meet, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.ends or self.opens or self.holds or self.loads)
+        return bool(self.ends or self.opens or self.holds or self.loads or self.meets)
+
+
+class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker needs of a step's orders at once.
+
+    Attributes:
+        opens: as in `StepOrders`.
+        loads: the requests that are to be loaded.
+    """
+
+    version: Annotated[int, Meta(ge=1)] = ORDERS_VERSION
+    boot: Hex128
+    opens: tuple[LeaseOpen, ...] = ()
+    loads: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, orders: StepOrders) -> OrdersHead:
+        """The head of these orders."""
+        loads = tuple(load.request_id for load in orders.loads)
+        return cls(version=orders.version, boot=orders.boot, opens=orders.opens, loads=loads)
 
 
 class FailureReason(str, enum.Enum):
@@ -93,9 +141,11 @@ class FailureReason(str, enum.Enum):
     FENCE = "fence"
     TRANSFER = "transfer"
     DEADLINE = "deadline"
+    ORDERS = "orders"
 
 
 _decoder: msgspec.msgpack.Decoder[StepOrders] = msgspec.msgpack.Decoder(StepOrders)
+_head_decoder: msgspec.msgpack.Decoder[OrdersHead] = msgspec.msgpack.Decoder(OrdersHead)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -107,6 +157,22 @@ def encode_orders(orders: StepOrders) -> bytes:
 def decode_orders(frame: bytes) -> StepOrders:
     """Inverse of `encode_orders`. Raises `InvalidMessage`."""
     orders = decode(frame, _decoder, _MAX_BYTES, InvalidMessage)
-    if orders.version != ORDERS_VERSION:
-        raise InvalidMessage("version", orders.version, str(ORDERS_VERSION))
+    _check_version(orders.version)
     return orders
+
+
+def encode_head(orders: StepOrders) -> bytes:
+    """The head of the orders, as it is handed to the workers."""
+    return _encoder.encode(OrdersHead.of(orders))
+
+
+def decode_head(frame: bytes) -> OrdersHead:
+    """What `encode_head` has encoded. Raises `InvalidMessage`."""
+    head = decode(frame, _head_decoder, _MAX_BYTES, InvalidMessage)
+    _check_version(head.version)
+    return head
+
+
+def _check_version(version: int) -> None:
+    if version != ORDERS_VERSION:
+        raise InvalidMessage("version", version, str(ORDERS_VERSION))

@@ -9,7 +9,7 @@ old reader would misunderstand raises `PARAMS_VERSION`, and a reader refuses ver
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,10 +23,13 @@ PARAMS_VERSION = 1
 MAX_BLOCKS = 1 << 20
 """Most block ids in one object, all groups together: 16 M tokens at 16 tokens a block."""
 MAX_GROUPS = 64
-MAX_DIGESTS = MAX_BLOCKS
+MAX_DIGESTS = 1 << 16
+"""Most digests: of as many tokens, at 256 a digest."""
 MAX_KEYS = 64
 SHORTEST_LEASE_S = 0.05
 """A lease is renewed six times while it lives; a shorter one would make its consumer do nothing else."""
+
+_OBJECTS = (dict, Mapping)  # an abstract class by itself takes Python's own functions to ask
 
 Blocks = tuple[tuple[BlockId, ...], ...]
 """One list of block ids per cache group: scheduler blocks, in the order of the tokens that they hold."""
@@ -36,6 +39,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """What lets a consumer read one request's blocks: the object under the key `kvferry`.
 
     Attributes:
+        version: of this object; a reader refuses those that it does not know.
         boot: the producer's boot.
         lease_slot: index into the lease table of every producer worker.
         lease_epoch: what the slot must hold, with READY, before and after the read.
@@ -63,8 +67,15 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt whose KV cache lies on another engine: the whole object as the consumer receives it.
 
     Attributes:
-        remote_num_tokens: tokens whose KV the blocks hold.
+        do_remote_prefill, do_remote_decode: what the request asks for; the other way round for a turn's offer.
+        remote_engine_id: the producer.
+        remote_request_id: the producer's id of the request, not the client's.
+        remote_block_ids: one list per cache group: scheduler blocks, in the order of the tokens that they hold.
         remote_host, remote_port: the producer's side channel.
+        tp_size, pp_size, dcp_size: the producer's parallel sizes, for routers; the plan uses the description's.
+        remote_num_tokens: tokens whose KV the blocks hold.
+        transfer_mode: the consumer reads.
+        kvferry: the ticket.
     """
 
     do_remote_prefill: Literal[True] = True
@@ -88,11 +99,15 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
             is_turn: for the prefill of the conversation's next turn instead of the decoder: the flags that routers
                 send with a prompt to be prefilled. The mac covers neither flag.
         """
-        plain: dict[str, Any] = msgspec.to_builtins(self)
-        plain |= {"do_remote_prefill": not is_turn, "do_remote_decode": is_turn}
-        plain["remote_block_ids"] = [list(group) for group in self.remote_block_ids]
-        for key in ("digests", "held_from"):
-            plain["kvferry"][key] = list(plain["kvferry"][key])
+        ticket = msgspec.structs.asdict(self.kvferry)
+        ticket |= {"digests": list(self.kvferry.digests), "held_from": list(self.kvferry.held_from)}
+        plain = msgspec.structs.asdict(self)
+        plain |= {
+            "do_remote_prefill": not is_turn,
+            "do_remote_decode": is_turn,
+            "remote_block_ids": list(map(list, self.remote_block_ids)),
+            "kvferry": ticket,
+        }
         return plain
 
 
@@ -101,6 +116,9 @@ class RemoteDecode(msgspec.Struct, frozen=True, kw_only=True):
 
     It may come with the offer of a turn, see `read_turn`.
     """
+
+
+_FIELDS, _TICKET_FIELDS = (frozenset(of.__struct_fields__) for of in (RemotePrefill, Ticket))
 
 
 def read_params(raw: object) -> RemotePrefill | RemoteDecode | None:
@@ -118,7 +136,7 @@ def read_params(raw: object) -> RemotePrefill | RemoteDecode | None:
     """
     if raw is None:
         return None
-    if not isinstance(raw, Mapping):
+    if not isinstance(raw, _OBJECTS):
         raise InvalidParams("kv_transfer_params", raw, "an object")
     if len(raw) > MAX_KEYS:
         raise InvalidParams("kv_transfer_params", f"{len(raw)} keys", f"at most {MAX_KEYS} keys")
@@ -151,25 +169,50 @@ def _read_remote_prefill(raw: Mapping[str, Any]) -> RemotePrefill:
     ticket = raw.get("kvferry")
     if ticket is None:
         raise ForeignParams("kvferry", "missing", "the object that a kvferry producer adds")
-    if not isinstance(ticket, Mapping):
+    if not isinstance(ticket, _OBJECTS):
         raise InvalidParams("kvferry", ticket, "an object")
     if len(ticket) > MAX_KEYS:
         raise InvalidParams("kvferry", f"{len(ticket)} keys", f"at most {MAX_KEYS} keys")
+    return _read_at_once(raw) or _read_part_by_part(raw, ticket)
+
+
+def _read_at_once(raw: Mapping[str, Any]) -> RemotePrefill | None:
+    """What reading part by part would find, for the params that a producer wrote and nobody changed; None for all
+    others, that may be readable nevertheless."""
+    groups = raw.get("remote_block_ids")
+    if not isinstance(groups, list) or len(groups) > MAX_GROUPS:
+        return None
+    if not all(isinstance(group, list) for group in groups) or sum(map(len, groups)) > MAX_BLOCKS:
+        return None
+    try:
+        params = msgspec.convert(raw, RemotePrefill)
+    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter of a key that is half a surrogate pair
+        return None
+    is_known = params.kvferry.version == PARAMS_VERSION
+    return params if is_known and len(params.kvferry.digests) == _num_digests(params) else None
+
+
+def _read_part_by_part(raw: Mapping[str, Any], ticket: Mapping[str, Any]) -> RemotePrefill:
+    """Made of what a router may have changed, or an error that names the field."""
     version = _integral(ticket.get("version"))
     if version != PARAMS_VERSION:
         raise InvalidParams("kvferry.version", version, f"{PARAMS_VERSION}")
-    plain = {key: _integral(value) for key, value in raw.items() if isinstance(key, str)}
+    plain = {key: _integral(value) for key, value in raw.items() if key in _FIELDS}
     plain |= {"do_remote_prefill": True, "do_remote_decode": False}
     plain["remote_block_ids"] = _read_blocks(raw.get("remote_block_ids"))
-    plain["kvferry"] = {key: _integral(value) for key, value in ticket.items() if isinstance(key, str)}
+    plain["kvferry"] = {key: _integral(value) for key, value in ticket.items() if key in _TICKET_FIELDS}
     held_from = ticket.get("held_from")
     if isinstance(held_from, (list, tuple)):
         plain["kvferry"]["held_from"] = [_integral(first) for first in held_from[: MAX_GROUPS + 1]]
     params = as_type(plain, RemotePrefill, InvalidParams)
-    expected = -(-params.remote_num_tokens // 256)
+    expected = _num_digests(params)
     if len(params.kvferry.digests) != expected:
         raise InvalidParams("kvferry.digests", f"{len(params.kvferry.digests)} digests", f"{expected} of them")
     return params
+
+
+def _num_digests(params: RemotePrefill) -> int:
+    return -(-params.remote_num_tokens // 256)
 
 
 def _flag(raw: Mapping[str, Any], key: str) -> bool:
@@ -192,7 +235,13 @@ def _read_blocks(value: object) -> object:
         total += len(group)
     if total > MAX_BLOCKS:
         raise InvalidParams("remote_block_ids", f"{total} block ids", f"at most {MAX_BLOCKS}")
-    return [[_integral(block) for block in group] for group in value]
+    return [_integrals(group) for group in value]
+
+
+def _integrals(values: Sequence[Any]) -> Sequence[Any]:
+    """Each of many values made whole. Few routers need it, so the rest pays for a look at the types only."""
+    has_floats = any(issubclass(kind, float) for kind in set(map(type, values)))
+    return [_integral(value) for value in values] if has_floats else values
 
 
 def _integral(value: Any) -> Any:

@@ -18,6 +18,7 @@ from kvferry.protocol.params import RemotePrefill, Ticket
 SEAL_KEY_BYTES = 32
 
 _DOMAIN = "kvferry-ticket-1"
+_encoder = msgspec.msgpack.Encoder()
 
 
 def new_seal_key() -> bytes:
@@ -25,9 +26,27 @@ def new_seal_key() -> bytes:
     return secrets.token_bytes(SEAL_KEY_BYTES)
 
 
+class Sealer:
+    """Seals params under one key, which is prepared once."""
+
+    def __init__(self, key: bytes) -> None:
+        self._keyed = hmac.new(key, digestmod=hashlib.sha256)
+
+    def seal(self, params: RemotePrefill) -> RemotePrefill:
+        """The same params with their mac set."""
+        return msgspec.structs.replace(params, kvferry=_with_mac(params.kvferry, self.mac(params)))
+
+    def mac(self, params: RemotePrefill) -> str:
+        """HMAC-SHA256 over the msgpack of a fixed tuple of integers and text: no float, no key order takes part."""
+        # Not hmac.digest: that gives the interpreter's lock away for a microsecond, and the caller may be a step.
+        mac = self._keyed.copy()
+        mac.update(_covered(params))
+        return mac.hexdigest()
+
+
 def seal(params: RemotePrefill, key: bytes) -> RemotePrefill:
     """The same params with their mac set."""
-    return msgspec.structs.replace(params, kvferry=_with_mac(params.kvferry, _mac(params, key)))
+    return Sealer(key).seal(params)
 
 
 def check_seal(params: RemotePrefill, key: bytes) -> None:
@@ -36,12 +55,11 @@ def check_seal(params: RemotePrefill, key: bytes) -> None:
     Raises:
         InvalidParams: the mac is not the producer's.
     """
-    if not hmac.compare_digest(_mac(params, key), params.kvferry.mac):
+    if not hmac.compare_digest(Sealer(key).mac(params), params.kvferry.mac):
         raise InvalidParams("kvferry.mac", params.kvferry.mac, "the mac of exactly these params by their producer")
 
 
-def _mac(params: RemotePrefill, key: bytes) -> str:
-    """HMAC-SHA256 over the msgpack of a fixed tuple of integers and text: no float, no key order takes part."""
+def _covered(params: RemotePrefill) -> bytes:
     ticket = params.kvferry
     covered = (
         _DOMAIN,
@@ -62,7 +80,7 @@ def _mac(params: RemotePrefill, key: bytes) -> str:
         ticket.digests,
         ticket.held_from,
     )
-    return hmac.new(key, msgspec.msgpack.encode(covered), hashlib.sha256).hexdigest()
+    return _encoder.encode(covered)
 
 
 def _with_mac(ticket: Ticket, mac: str) -> Ticket:

@@ -1,0 +1,169 @@
+"""What both ends do to a ZMQ socket of the side channel: keep-alive, CURVE, and what its monitor says.
+
+With a secret, both ends know each other by it: the listener's key pair and the asker's are derived from it, under
+labels of their own. Who has not the secret knows neither the public key that the listener has, and so cannot even
+begin, nor has a key pair that the listener admits; and who only pretends to be the listener cannot answer.
+
+The one module of this package that needs pyzmq.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import struct
+import uuid
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils import z85
+
+from kvferry.protocol.errors import InvalidSecretFile
+from kvferry.protocol.secret_file import VARIABLE, Secret, Secrets
+
+ZAP_DOMAIN = b"kvferry"
+CURVE_OVERHEAD_BYTES = 64
+"""More than encryption adds to a message, for limits on sizes."""
+
+_QUEUE = 8
+"""Messages of one connection that wait on either side of a listener."""
+_GREETING_MS = 10_000
+"""How long a connection may take to say who it is."""
+_MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+_HANDSHAKE_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_EVENT = struct.Struct("=HI")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """Keys of Curve25519, 32 bytes each."""
+
+    public: bytes
+    private: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, private: bytes) -> KeyPair:
+        """The pair whose private key is given. Raises `InvalidSecretFile` where ZMQ was built without CURVE."""
+        try:
+            return cls(z85.decode(zmq.curve_public(z85.encode(private))), private)
+        except zmq.ZMQError as refused:
+            raise InvalidSecretFile(VARIABLE, "set", f"a pyzmq with CURVE, as that of PyPI is ({refused})") from None
+
+
+@functools.lru_cache(64)
+def listener_keys(secret: Secret) -> KeyPair:
+    """What a listener proves itself with."""
+    return KeyPair.of(secret.key(b"listener"))
+
+
+@functools.lru_cache(64)
+def asker_keys(secret: Secret) -> KeyPair:
+    """What whoever asks proves itself with."""
+    return KeyPair.of(secret.key(b"asker"))
+
+
+def derive_keys(secrets: Secrets) -> None:
+    """At the start, where it is to stop: raises `InvalidSecretFile` where ZMQ was built without CURVE."""
+    for secret in secrets:
+        listener_keys(secret)
+        asker_keys(secret)
+
+
+def keep_alive(socket: zmq.Socket[bytes]) -> None:
+    """Let the kernel find out within about a minute that the other machine is gone."""
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+
+
+def protect_listener(socket: zmq.Socket[bytes], secrets: Secrets) -> None:
+    """Before `bind`: the listener has the first secret's keys. Whom it admits is ZAP's to say."""
+    if secrets:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, listener_keys(secrets[0]).private)
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+
+
+def listening_socket(
+    context: zmq.Context[zmq.Socket[bytes]], host: str, max_bytes: int, secrets: Secrets
+) -> zmq.Socket[bytes]:
+    """A ROUTER that is ready to be bound: what it keeps for those who send too much, or take nothing, is bounded.
+
+    Args:
+        max_bytes: of a frame, what CURVE adds apart.
+    """
+    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.IPV6, int(":" in host))
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + (CURVE_OVERHEAD_BYTES if secrets else 0))
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _GREETING_MS)
+    socket.setsockopt(zmq.RCVHWM, _QUEUE)
+    socket.setsockopt(zmq.SNDHWM, _QUEUE)
+    socket.setsockopt(zmq.LINGER, 0)
+    keep_alive(socket)
+    protect_listener(socket, secrets)
+    return socket
+
+
+def protect_asker(socket: zmq.Socket[bytes], secret: Secret | None) -> None:
+    """Before `connect`: speak only to a listener that has this secret, or in plain text to one that has none."""
+    if secret is not None:
+        keys = asker_keys(secret)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, listener_keys(secret).public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
+
+
+class Greeting(enum.Enum):
+    """How a connection's first bytes went, before any message."""
+
+    THROUGH = enum.auto()
+    ONE_SIDED = enum.auto()
+    """One end has a secret and the other has none."""
+    DENIED = enum.auto()
+    """The listener has the same secret first, and does not admit it."""
+    CUT = enum.auto()
+    """The other end closed the connection: another secret, a secret at one end only, or no listener of this kind."""
+    ENDED = enum.auto()
+    """A connection that stood is over; told only where it was asked for."""
+
+
+def watch_greetings(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Before `connect`: a socket on which `heard` tells how each attempt goes. Close it after `disable_monitor`."""
+    return _watch(socket, _HANDSHAKE_EVENTS)
+
+
+def watch_connection(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """As `watch_greetings`; and when a connection ends, that is told as well."""
+    return _watch(socket, _HANDSHAKE_EVENTS | zmq.EVENT_DISCONNECTED)
+
+
+def _watch(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    address = f"inproc://greetings-{uuid.uuid4().hex}"
+    socket.monitor(address, events)
+    monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.LINGER, 0)
+    monitor.connect(address)
+    return monitor
+
+
+def heard(monitor: zmq.Socket[bytes]) -> Greeting | None:
+    """What the monitor says next; None when it has nothing to say."""
+    try:
+        event, value = _EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
+    except (zmq.Again, struct.error):
+        return None
+    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        return Greeting.THROUGH
+    if event == zmq.EVENT_DISCONNECTED:
+        return Greeting.ENDED
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return Greeting.DENIED
+    if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MISMATCH:
+        return Greeting.ONE_SIDED
+    return Greeting.CUT

@@ -1,0 +1,172 @@
+"""The side channel's shared secrets: a file that the operator writes and every engine of a fleet reads at its start.
+
+One secret a line, as hexadecimal digits or base64 of at least 32 random bytes; blank lines and lines that begin with
+`#` are skipped. A listener uses the first, whoever asks tries each: that is how secrets are rotated.
+
+Nothing here, and no error of it, ever shows what a line says.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import shlex
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvferry.protocol.errors import InvalidSecretFile
+from kvferry.protocol.hkdf import derive_key
+
+VARIABLE = "KVFERRY_SECRET_FILE"
+MAKE_ONE = "openssl rand -hex 32"
+
+MIN_SECRET_BYTES = 32
+MAX_SECRET_BYTES = 512
+MAX_SECRETS = 8
+MAX_FILE_BYTES = 16 << 10
+
+_SALT = b"kvferry side channel 1"
+_FEWEST_VALUES = 12
+"""32 random bytes have fewer different values than this once in 10²⁰ files: it was typed, or is a placeholder."""
+
+_HEX = re.compile(r"[0-9A-Fa-f]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """One shared secret. Its repr, and so every log and error, has the fingerprint only."""
+
+    material: bytes = field(repr=False)
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight digits by which operators see whether two engines have the same secret. Says nothing about it."""
+        return self.key(b"fingerprint")[:4].hex()
+
+    def key(self, label: bytes) -> bytes:
+        """32 bytes for one purpose; those for another say nothing about them."""
+        return derive_key(self.material, salt=_SALT, label=label)
+
+    def __repr__(self) -> str:
+        return f"Secret({self.fingerprint})"
+
+
+Secrets = tuple[Secret, ...]
+"""All that are listed, in their order; empty without a file."""
+
+
+def secrets_from_environment(environment: Mapping[str, str] = os.environ) -> Secrets:
+    """The secrets of the file that the environment names; none when it names no file.
+
+    Raises:
+        InvalidSecretFile: as `read_secrets`, or the variable is set to nothing.
+    """
+    path = environment.get(VARIABLE)
+    if path is None:
+        return ()
+    if not path:
+        # Most likely a template without its value: to go on without protection would be the wrong guess.
+        raise InvalidSecretFile(VARIABLE, "", "the path of a file of secrets; unset it to run without")
+    return read_secrets(path)
+
+
+def read_secrets(path: str) -> Secrets:
+    """The secrets of a file, without repetitions.
+
+    Raises:
+        InvalidSecretFile: there is no such file, others could read or change it, or a line is no secret. The text names
+            the path, what was found and what to type, and nothing that is written in the file.
+    """
+    if not path.isprintable():
+        raise InvalidSecretFile(VARIABLE, path, "a path of printable characters")
+    try:
+        # A named pipe must not hold up the start. Links are followed: Kubernetes mounts secrets as links.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as refused:
+        raise _unreadable(path, refused) from None
+    try:
+        _check_owner_and_mode(path, os.fstat(descriptor))
+        written = _read_bounded(descriptor)
+    except OSError as refused:
+        raise _unreadable(path, refused) from None
+    finally:
+        os.close(descriptor)
+    if len(written) > MAX_FILE_BYTES:
+        raise _invalid(path, f"more than {MAX_FILE_BYTES} bytes", "one secret a line")
+    return _parse(path, written)
+
+
+def _check_owner_and_mode(path: str, status: os.stat_result) -> None:
+    quoted, mode = shlex.quote(path), stat.S_IMODE(status.st_mode)
+    if not stat.S_ISREG(status.st_mode):
+        raise _invalid(path, f"a {_kind(status.st_mode)}", f"a regular file: {MAKE_ONE} > {quoted}")
+    if status.st_uid not in (0, os.geteuid()):
+        found = f"a file of user {status.st_uid}"
+        raise _invalid(path, found, f"one of this user or of root: chown {os.geteuid()} {quoted}")
+    if mode & (stat.S_IWGRP | stat.S_IRWXO):
+        # A group may read: a mounted secret belongs to root and to a group that the process is in.
+        found = f"a file of mode {mode:04o}"
+        raise _invalid(path, found, f"no access for others and no writing by the group: chmod g-w,o= {quoted}")
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "directory"
+    return "named pipe" if stat.S_ISFIFO(mode) else "device or socket"
+
+
+def _read_bounded(descriptor: int) -> bytes:
+    parts = []
+    left = MAX_FILE_BYTES + 1
+    while left and (part := os.read(descriptor, left)):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def _parse(path: str, written: bytes) -> Secrets:
+    found: dict[Secret, None] = {}
+    for number, line in enumerate(written.split(b"\n"), start=1):
+        text = line.strip()
+        if text and not text.startswith(b"#"):
+            found[_secret(path, number, text)] = None
+            if len(found) > MAX_SECRETS:
+                raise _invalid(path, f"more than {MAX_SECRETS} secrets", "one, or two while they are rotated")
+    if not found:
+        raise _invalid(path, "no secret", f"a line with one: {MAKE_ONE} > {shlex.quote(path)}")
+    return tuple(found)
+
+
+def _secret(path: str, number: int, text: bytes) -> Secret:
+    material = _decoded(text)
+    if material is None:
+        raise _invalid(path, f"line {number}, which is neither", f"hexadecimal digits or base64, as of {MAKE_ONE}")
+    if not MIN_SECRET_BYTES <= len(material) <= MAX_SECRET_BYTES:
+        found = f"{len(material)} bytes in line {number}"
+        raise _invalid(path, found, f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} random bytes a line, as of {MAKE_ONE}")
+    if len(set(material)) < _FEWEST_VALUES:
+        raise _invalid(path, f"line {number}, which is not random", f"random bytes, as of {MAKE_ONE}")
+    return Secret(material)
+
+
+def _decoded(text: bytes) -> bytes | None:
+    """What hexadecimal digits or base64 stand for; digits alone are never taken for base64."""
+    try:
+        plain = text.decode("ascii")
+        if _HEX.fullmatch(plain):
+            return bytes.fromhex(plain)
+        return base64.b64decode(plain.replace("-", "+").replace("_", "/"), validate=True)
+    except (ValueError, binascii.Error):
+        return None
+
+
+def _unreadable(path: str, refused: OSError) -> InvalidSecretFile:
+    found = refused.strerror or type(refused).__name__
+    return _invalid(path, found, "a file that this process can read; mount it, or give this process access to it")
+
+
+def _invalid(path: str, found: str, expected: str) -> InvalidSecretFile:
+    return InvalidSecretFile(f"{VARIABLE}={path}", found, expected)

@@ -1,0 +1,92 @@
+"""Which secret to greet a listener with, and what it means that none is accepted. No I/O.
+
+    secrets listed here      tried                                     then
+    none                     plain                                     refused when the listener has one
+    A, B                     A, then B; whichever it has first         refused when it has none, or others
+
+The listener shows by CURVE that it has the secret, so whichever gets through is the right one. When none does, one more
+connection in plain, over which nothing is ever said, tells a listener without a secret from one with another.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from kvferry.protocol.channel_socket import Greeting
+from kvferry.protocol.secret_file import VARIABLE, Secret, Secrets
+
+_CUTS_IN_PLAIN = 3
+"""A listener that is about to restart cuts a connection once; one that has a secret does it every time."""
+
+
+class Verdict(enum.Enum):
+    """What to do after a greeting."""
+
+    SPEAK = enum.auto()
+    """The connection is the right one: send."""
+    WAIT = enum.auto()
+    """ZMQ connects again by itself."""
+    AGAIN = enum.auto()
+    """Connect anew, with what `secret` is now."""
+    REFUSED = enum.auto()
+    """There is no use in going on; `why` says why."""
+
+
+class SecretTrials:
+    """The attempts at one listener.
+
+    Attributes:
+        secret: what to connect with; None for a plain connection.
+        why: once refused, the reason and what to do about it.
+    """
+
+    def __init__(self, secrets: Secrets) -> None:
+        self.why = ""
+        self._secrets = secrets
+        self._left = list(secrets[1:])
+        self.secret: Secret | None = secrets[0] if secrets else None
+        self._cuts = 0
+
+    @property
+    def may_speak(self) -> bool:
+        """Whether something may be said over a connection with `secret`, once it stands."""
+        return self.secret is not None or not self._secrets
+
+    def heard(self, greeting: Greeting) -> Verdict:
+        """A connection with `secret` was greeted like this."""
+        if not self._secrets:
+            return self._heard_in_plain(greeting)
+        if self.secret is None:
+            return self._refused(
+                self._listener_has_none() if greeting is Greeting.THROUGH else self._listener_differs()
+            )
+        if greeting is Greeting.THROUGH:
+            return Verdict.SPEAK
+        if greeting is Greeting.ONE_SIDED:
+            return self._refused(self._listener_has_none())
+        self.secret = self._left.pop(0) if self._left else None
+        return Verdict.AGAIN
+
+    def _heard_in_plain(self, greeting: Greeting) -> Verdict:
+        if greeting is Greeting.THROUGH:
+            return Verdict.SPEAK
+        self._cuts += 1
+        if greeting is Greeting.CUT and self._cuts < _CUTS_IN_PLAIN:
+            return Verdict.WAIT
+        sure = (
+            "has a secret"
+            if greeting is Greeting.ONE_SIDED
+            else "cuts every connection, most likely because it has a secret"
+        )
+        return self._refused(f"it {sure}, and there is none here: set {VARIABLE} here to a file with the same secret")
+
+    def _listener_has_none(self) -> str:
+        return f"it has no secret, and there is one here: set {VARIABLE} there to a file with the same secret"
+
+    def _listener_differs(self) -> str:
+        listed = ", ".join(secret.fingerprint for secret in self._secrets)
+        return f"it has none of the secrets listed here ({listed}): let the files that {VARIABLE} names share one"
+
+    def _refused(self, why: str) -> Verdict:
+        self.why = why
+        return Verdict.REFUSED
