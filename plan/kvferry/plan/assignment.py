@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvferry.plan.refusal import PlanRefused, Reason
 from kvferry.plan.tokens import share_of, shares_meet
 from kvferry.protocol.geometry import Interleave, Range
 from kvferry.protocol.handshake import WorkerDescription
@@ -20,6 +21,11 @@ MAX_LACKS = 1024
 """Lacks after which the search for more of them ends: the pair is refused all the same. A description may claim that
 tens of thousands of ranks share the tokens out, and every one of them that nobody describes would be a lack of every
 tensor.
+"""
+
+MAX_STEPS = 1 << 23
+"""Steps after which a pair is refused: some seconds. Engines of 512 ranks take a quarter of them; a description may
+claim thousands of workers whose heads all overlap differently.
 """
 
 
@@ -67,11 +73,23 @@ class Assignment:
 
 @dataclass(slots=True)
 class _Ledger:
-    """What has been given out: bytes per producer worker, and each consumer worker's sources."""
+    """What has been given out: bytes per producer worker, and each consumer worker's sources; and what that took."""
 
     load: list[int]
     sources: list[dict[int, list[Source]]]
     lacks: list[Lack] = field(default_factory=list)
+    steps: int = 0
+
+    def take(self, steps: int) -> None:
+        """Count what a part of the search takes.
+
+        Raises:
+            PlanRefused: it takes too long.
+        """
+        self.steps += steps
+        if self.steps > MAX_STEPS:
+            change = "shard the cache in fewer different ways"
+            raise PlanRefused([Reason("workers", "too many overlapping head ranges", f"{MAX_STEPS} steps", change)])
 
 
 def assign(consumers: Sequence[WorkerDescription], producers: Sequence[WorkerDescription]) -> Assignment:
@@ -80,14 +98,18 @@ def assign(consumers: Sequence[WorkerDescription], producers: Sequence[WorkerDes
     Where several hold it, the one that the fewest consumers read this from is taken, then the one with the fewest
     bytes to send so far, then the first. A producer worker that nobody reads from is told by the consumer with the
     fewest routes.
+
+    Raises:
+        PlanRefused: the search takes more than `MAX_STEPS`.
     """
     wanted, held = _holdings(consumers), _holdings(producers)
-    patterns: dict[tuple[tuple[Holding, ...], tuple[Holding, ...]], list[Name]] = {}
+    patterns: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Name]] = {}  # equal holdings are one object
     for name, wants in wanted.items():
-        patterns.setdefault((tuple(wants), tuple(held.get(name, ()))), []).append(name)
+        patterns.setdefault((tuple(map(id, wants)), tuple(map(id, held.get(name, ())))), []).append(name)
     cells = {tensor.name: tensor.cell_bytes for worker in consumers for tensor in worker.tensors}
     ledger = _Ledger([0] * len(producers), [{} for _ in consumers])
-    for (readers, holders), names in patterns.items():
+    for names in patterns.values():
+        readers, holders = wanted[names[0]], held.get(names[0], ())
         _share_out(readers, holders, names, sum(cells[name] for name in names), ledger)
     del ledger.lacks[MAX_LACKS:]
     sources = tuple({worker: tuple(given) for worker, given in sorted(of.items())} for of in ledger.sources)
@@ -95,11 +117,20 @@ def assign(consumers: Sequence[WorkerDescription], producers: Sequence[WorkerDes
 
 
 def _holdings(workers: Iterable[WorkerDescription]) -> dict[Name, list[Holding]]:
+    """Who holds what of each tensor; equal holdings are one object."""
     found: dict[Name, list[Holding]] = {}
     for index, worker in enumerate(workers):
+        known: dict[tuple[Range, Interleave], Holding] = {}
+        equal: dict[Holding, Holding] = {}
         for tensor in worker.tensors:
-            if len(tensor.heads):
-                found.setdefault(tensor.name, []).append(Holding(index, tensor.heads, share_of(tensor)))
+            heads = tensor.heads
+            if heads.stop <= heads.start:
+                continue
+            held = known.get((heads, tensor.interleave))
+            if held is None:
+                made = Holding(index, heads, share_of(tensor))
+                held = known[heads, tensor.interleave] = equal.setdefault(made, made)
+            found.setdefault((tensor.layer, tensor.kind), []).append(held)
     return found
 
 
@@ -113,9 +144,11 @@ def _share_out(
     segments = [Range(start, stop) for start, stop in itertools.pairwise(edges)]
     shares = _complete_shares(holds)
     for segment in segments:
+        ledger.take(len(wants))
         readers = [one for one in wants if one.heads.start <= segment.start and segment.stop <= one.heads.stop]
         if not readers:
             continue
+        ledger.take(len(holds))
         owners: dict[Interleave, list[int]] = {}
         for one in holds:
             if one.heads.start <= segment.start and segment.stop <= one.heads.stop:
@@ -123,6 +156,7 @@ def _share_out(
         for share in shares:
             if len(ledger.lacks) >= MAX_LACKS:
                 return
+            ledger.take(len(readers))
             times = dict.fromkeys(owners.get(share, ()), 0)
             for reader in readers:
                 if not shares_meet(reader.share, share):
@@ -130,6 +164,7 @@ def _share_out(
                 if not times:
                     ledger.lacks += [Lack(name, segment, share) for name in names]
                     continue
+                ledger.take(len(times) + len(names))
                 chosen = min(times, key=lambda worker: (times[worker], ledger.load[worker], worker))
                 times[chosen] += 1
                 ledger.load[chosen] += len(segment) * head_bytes // share.ranks

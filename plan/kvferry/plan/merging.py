@@ -95,13 +95,18 @@ class _Loom:
             *elements,
         ]
         merged, run = _absorb(axes, contiguous, items)
-        steps = (0, 0) if tokens.is_state else (tiles * local.tile_stride, tiles * remote.tile_stride)
-        local_pace = Pace(local.block_stride, steps[0], local.blocks)
-        remote_pace = Pace(remote.block_stride, steps[1], remote.blocks)
+        local_pace = _pace(local, tiles, tokens.positions(tokens.local))
+        remote_pace = _pace(remote, tiles, tokens.positions(tokens.remote))
         return self._one(_Loops(tokens, merged, local_pace, remote_pace, items)), run
 
     def _one(self, loops: _Loops) -> _Loops:
         return self._equal.setdefault(loops, loops)
+
+
+def _pace(tensor: PagedTensor, tiles: int, positions: int) -> Pace:
+    """How one side goes on; a block that is one unit has no step inside it, so that tensors whose tokens lie otherwise
+    (K as [D, N] beside V as [N, D]) can merge."""
+    return Pace(tensor.block_stride, tiles * tensor.tile_stride if positions > 1 else 0, tensor.blocks)
 
 
 def _elements(local: PagedTensor, remote: PagedTensor) -> tuple[list[Axis], int]:

@@ -132,12 +132,14 @@ def _must_stage(part: Part, costs: Costs, offers: Sequence[Offer]) -> Choice:
         PlanRefused: there is no pool, or it is too small.
     """
     if not offers:
-        change = "raise staging_pool_bytes on the consumer"
+        change, where = "raise staging_pool_bytes on the consumer", f"{part.local.layer}/{part.local.kind}"
+        pool = f"a staging pool for runs of up to {costs.staged_run_bytes} B"
         if part.conversion is not None:
             change += ", or use the same --kv-cache-dtype on both sides"
-        name = f"{part.local.layer}/{part.local.kind}.format"
-        pool = f"{part.local.format.dtype} and a staging pool for runs of up to {costs.staged_run_bytes} B"
-        raise PlanRefused([Reason(name, part.remote.format.dtype, pool, change)])
+            expected = f"{part.local.format.dtype} and {pool}"
+            raise PlanRefused([Reason(f"{where}.format", part.remote.format.dtype, expected, change)])
+        change += ", or use no kv_buffer_device: cpu there"
+        raise PlanRefused([Reason(where, f"cells of {part.remote.cell_bytes} B", f"no host buffer, or {pool}", change)])
     why = str(part.conversion) if part.conversion is not None else "the fabric does not reach the device"
     return Choice(cheapest(costs, offers), why)
 

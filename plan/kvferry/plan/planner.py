@@ -77,7 +77,7 @@ def _plan(
     here = consumer.workers[worker]
     local = {tensor.name: tensor for tensor in here.tensors}
     routes: list[Route] = []
-    maps = TokenMaps(consumer)
+    maps, rows = TokenMaps(consumer), 0
     for index, wanted in assignment.sources[worker].items():
         there = producer.workers[index]
         remote = {tensor.name: tensor for tensor in there.tensors}
@@ -86,7 +86,7 @@ def _plan(
             ours, theirs = local[name], remote[name]
             parts += parts_of(ours, theirs, heads, maps.of(ours, theirs))
         bundles = bundle(parts)
-        _check_rows([one for route in routes for one in route.bundles] + list(bundles))
+        rows = _check_rows(rows, bundles)
         slices, staged = place(parts, bundles, costs)
         routes.append(Route(index, there.place, slices, bundles, staged, assignment.expected(index)))
     routes += [
@@ -96,19 +96,23 @@ def _plan(
     return TransferPlan(producer.engine_id, here.place, worker, tuple(routes))
 
 
-def _check_rows(bundles: Sequence[Bundle]) -> None:
+def _check_rows(before: int, bundles: Sequence[Bundle]) -> int:
     """Refuse what would take more memory than it is worth: rows are prepared for every run and position.
+
+    Returns:
+        The rows of these bundles and those `before`.
 
     Raises:
         PlanRefused: there are too many.
     """
-    rows = sum(
+    rows = before + sum(
         one.unit_runs * max(one.tokens.positions(side) for side in (one.tokens.local, one.tokens.remote))
         for one in bundles
     )
     if rows > MAX_ROWS:
         change = "use block sizes and cache layouts that share longer runs"
         raise PlanRefused([Reason("descriptors", f"{rows} rows", f"at most {MAX_ROWS}", change)])
+    return rows
 
 
 def _model_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
@@ -164,11 +168,25 @@ def _tensor_reasons(
         local = {tensor.name: tensor for tensor in here.tensors}
         for index, wanted in read.items():
             for source in wanted:
-                for reason in _differences(consumer, local[source.name], remote[index][source.name]):
+                ours, theirs = local[source.name], remote[index][source.name]
+                if _is_alike(ours, theirs):
+                    continue
+                for reason in _differences(consumer, ours, theirs):
                     key = (reason.field, reason.producer, reason.consumer)
                     if key not in told:
                         told.add(key)
                         yield reason
+
+
+def _is_alike(local: PagedTensor, remote: PagedTensor) -> bool:
+    """Whether there is nothing to find between them: of thousands of tensors nearly all are so."""
+    return (
+        local.tile_tokens == remote.tile_tokens == 1
+        and local.group == remote.group
+        and local.cell_bytes == remote.cell_bytes
+        and local.format == remote.format
+        and local.scales == remote.scales
+    )
 
 
 def _differences(consumer: EngineDescription, local: PagedTensor, remote: PagedTensor) -> Iterator[Reason]:

@@ -27,15 +27,15 @@ def check_description(engine: EngineDescription) -> None:
         names = [tensor.name for tensor in worker.tensors]
         if len(set(names)) != len(names):
             raise InvalidMessage(f"workers[{index}].tensors", f"{len(names)} tensors", "distinct names")
-        shapes: set[tuple[object, ...]] = set()
+        reaches: dict[tuple[object, ...], int] = {}
         blocks_of: dict[int, tuple[int, int, Interleave]] = {}
         for tensor in worker.tensors:
-            where = f"workers[{index}].{tensor.layer}/{tensor.kind}"
-            _check_base(where, tensor)
             shape = (*tensor.shape, tensor.group, tensor.heads, tensor.interleave, len(tensor.scales))
-            if shape in shapes:
+            reach = reaches.get(shape)
+            if reach is not None and tensor.base + reach <= 1 << 63:
                 continue  # like another layer, which has been checked
-            shapes.add(shape)
+            where = f"workers[{index}].{tensor.layer}/{tensor.kind}"
+            reaches[shape] = _check_base(where, tensor)
             _check_tensor(engine, where, tensor)
             # One list of blocks addresses every tensor of a group.
             found = (tensor.blocks, tensor.block_tokens, share_of(tensor))
@@ -53,13 +53,16 @@ def _blocks(found: tuple[int, int, Interleave]) -> str:
     return f"{blocks} blocks of {tokens} tokens{rank}"
 
 
-def _check_base(where: str, tensor: PagedTensor) -> None:
+def _check_base(where: str, tensor: PagedTensor) -> int:
+    """Returns how far behind its base a tensor ends."""
     if tensor.blocks * tensor.tiles >= 1 << 31:  # NIXL counts the descriptors of a run in int32
         raise InvalidMessage(
             f"{where}.blocks", tensor.blocks, f"fewer than 2**31 cells of a head, {tensor.tiles} a block"
         )
-    if tensor.base + (tensor.blocks - 1) * tensor.block_stride + tensor.block_extent > 1 << 63:
+    reach = (tensor.blocks - 1) * tensor.block_stride + tensor.block_extent
+    if tensor.base + reach > 1 << 63:
         raise InvalidMessage(f"{where}.base", tensor.base, "an address whose last cell ends below 2**63")
+    return reach
 
 
 def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) -> None:
