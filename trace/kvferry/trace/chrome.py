@@ -1,0 +1,166 @@
+"""The Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+
+A process is an engine, a thread one lane of its scheduler or of a worker: slices of a thread must nest, so handovers
+that overlap have lanes of their own. Arrows go from the producer's prompt to the consumer's, and from the order to load
+to every worker. Times are microseconds from the first moment on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from kvferry.trace.events import ProcessStarted
+from kvferry.trace.lanes import lanes
+from kvferry.trace.phases import Phase
+from kvferry.trace.timeline import Span, Timeline
+
+_Json = dict[str, Any]
+_encode = msgspec.json.Encoder().encode
+_NOT_THE_CONSUMERS = frozenset({Phase.ROUTER.value, Phase.ORDER.value})
+"""The router's, and what is within the load that the scheduler sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """One slice with those inside it.
+
+    Attributes:
+        arrows: `s` for the begin of one and `f` for its end, its number and when.
+    """
+
+    name: str
+    begun_ns: int
+    ended_ns: int
+    args: _Json
+    inside: tuple[Span, ...]
+    arrows: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(slots=True)
+class _Tracks:
+    """All bars, by engine and by thread."""
+
+    by_engine: dict[str, dict[str, list[_Bar]]] = field(default_factory=dict)
+
+    def add(self, process: ProcessStarted, thread: str, bar: _Bar) -> None:
+        engine = self.by_engine.setdefault(process.engine_id, {})
+        engine.setdefault(thread, []).append(bar)
+
+
+def chrome_trace(timelines: Sequence[Timeline]) -> Iterator[str]:
+    """The JSON document in pieces."""
+    tracks = _Tracks()
+    numbers = count(1)
+    for one in timelines:
+        _add(tracks, one, numbers)
+    yield '{"displayTimeUnit":"ms","traceEvents":[\n'
+    separator = ""
+    for event in _events(tracks):
+        yield separator + _encode(event).decode()
+        separator = ",\n"
+    yield "\n]}\n"
+
+
+def _add(tracks: _Tracks, one: Timeline, numbers: Iterator[int]) -> None:
+    handover, args = one.handover, _args(one)
+    arrow = next(numbers) if handover.prefill and handover.decode else 0
+    if handover.prefill is not None:
+        spans = (*one.before, *((one.held,) if one.held else ()))
+        bar = _bar(f"prefill {handover.producer_request}", spans, one.zero_ns, args)
+        leaving = (("s", arrow, min(max(one.zero_ns, bar.begun_ns), bar.ended_ns)),) if arrow else ()
+        tracks.add(handover.prefill.process, "prefills", replace(bar, arrows=leaving))
+    if handover.decode is None:
+        return
+    load = _loading(one)
+    orders = [next(numbers) for _ in one.workers] if load else []
+    own = (span for span in (*one.to_load, *one.from_load) if span.phase not in _NOT_THE_CONSUMERS)
+    bar = _bar(f"handover {handover.consumer_request}", (*own, *load), one.zero_ns, args)
+    begins = [span.begun_ns for span in bar.inside if span.phase == Phase.LOAD.value]
+    arrows = ((("f", arrow, bar.begun_ns),) if arrow else ()) + tuple(("s", number, begins[0]) for number in orders)
+    tracks.add(handover.decode.process, "handovers", replace(bar, arrows=arrows))
+    for index, worker in enumerate(one.workers):
+        told = worker.load.ended
+        details = {
+            "bytes": told.bytes,
+            "staged_bytes": told.staged_bytes,
+            "descriptors": told.descriptors,
+            "relayout_ms": told.relayout_ns / 1e6,
+            "reason": told.reason,
+        }
+        bar = _bar(f"load {handover.consumer_request}", worker.spans, one.zero_ns, args | details)
+        coming = (("f", orders[index], bar.begun_ns),) if orders else ()
+        place = worker.load.process.place or f"pid {worker.load.process.pid}"
+        tracks.add(worker.load.process, f"worker {place}", replace(bar, arrows=coming))
+
+
+def _loading(one: Timeline) -> tuple[Span, ...]:
+    """The load as the scheduler sees it: from its order to the end of the last worker's."""
+    ordered = next((span.begun_ns for span in one.to_load if span.phase == Phase.ORDER.value), None)
+    if ordered is None or one.last is None:
+        return ()
+    return (Span(Phase.LOAD.value, ordered, max(ordered, one.last.ended_ns)),)
+
+
+def _bar(name: str, spans: Iterable[Span], otherwise_ns: int, args: _Json) -> _Bar:
+    """A slice around these; slices of a thread follow one another: none begins before the one before it ends."""
+    inside: list[Span] = []
+    for span in sorted(spans, key=lambda one: one.begun_ns):
+        begun_ns = max(span.begun_ns, inside[-1].ended_ns) if inside else span.begun_ns
+        inside.append(Span(span.phase, begun_ns, max(begun_ns, span.ended_ns)))
+    begun_ns, ended_ns = (inside[0].begun_ns, inside[-1].ended_ns) if inside else (otherwise_ns, otherwise_ns)
+    return _Bar(name, begun_ns, ended_ns, args, tuple(inside))
+
+
+def _args(one: Timeline) -> _Json:
+    handover = one.handover
+    known = {
+        "producer": handover.producer,
+        "producer_request": handover.producer_request,
+        "consumer": handover.consumer,
+        "consumer_request": handover.consumer_request,
+        "correlation": handover.correlation,
+        "lease": f"{handover.lease.boot}/{handover.lease.epoch}" if handover.lease else "",
+        "tokens": handover.tokens,
+        "outcome": one.outcome,
+        "total_bytes": one.bytes,
+        "missing": ", ".join(one.missing),
+    }
+    return {name: value for name, value in known.items() if value}
+
+
+def _events(tracks: _Tracks) -> Iterator[_Json]:
+    bars = [bar for engine in tracks.by_engine.values() for thread in engine.values() for bar in thread]
+    zero_ns = min((bar.begun_ns for bar in bars), default=0)
+    for pid, (engine_id, threads) in enumerate(sorted(tracks.by_engine.items()), 1):
+        yield _meta("process_name", pid, 0, engine_id)
+        tids = count(1)
+        for name, thread in sorted(threads.items()):
+            chosen = lanes([(bar.begun_ns, bar.ended_ns) for bar in thread])
+            numbers = [next(tids) for _ in range(max(chosen) + 1)]
+            for lane, tid in enumerate(numbers):
+                yield _meta("thread_name", pid, tid, name if len(numbers) == 1 else f"{name} {lane + 1}")
+            for bar, lane in zip(thread, chosen, strict=True):
+                yield from _slices(bar, pid, numbers[lane], zero_ns)
+
+
+def _slices(bar: _Bar, pid: int, tid: int, zero_ns: int) -> Iterator[_Json]:
+    where = {"cat": "kvferry", "pid": pid, "tid": tid}
+    yield {"ph": "X", "name": bar.name, **_when(bar.begun_ns, bar.ended_ns, zero_ns), **where, "args": bar.args}
+    for span in bar.inside:
+        yield {"ph": "X", "name": span.phase, **_when(span.begun_ns, span.ended_ns, zero_ns), **where}
+    for kind, number, at_ns in bar.arrows:
+        bound = {"bp": "e"} if kind == "f" else {}
+        yield {"ph": kind, "name": "handed over", "id": number, "ts": (at_ns - zero_ns) / 1000, **bound, **where}
+
+
+def _when(begun_ns: int, ended_ns: int, zero_ns: int) -> _Json:
+    return {"ts": (begun_ns - zero_ns) / 1000, "dur": (ended_ns - begun_ns) / 1000}
+
+
+def _meta(kind: str, pid: int, tid: int, name: str) -> _Json:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,0 +1,122 @@
+"""The clocks of different hosts, brought together by what must have happened before what.
+
+A clock is that of a host as the processes of one engine see it, so engines with hosts of the same name are told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvferry.trace.events import ProcessStarted
+from kvferry.trace.handover import Handover
+from kvferry.trace.offsets import offsets
+
+READ_BY_ALL = "done"
+"""How a lease is over when every worker of the consumer has said that it is done."""
+
+
+class Clock(NamedTuple):
+    """The clock of a host, as the processes of an engine have it."""
+
+    engine_id: str
+    host: str
+
+    def __str__(self) -> str:
+        return f"{self.engine_id} on {self.host}"
+
+
+class Moment(NamedTuple):
+    """A time as a clock has it."""
+
+    clock: Clock
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Two clocks that cannot both be right.
+
+    Attributes:
+        at_least_ns, at_most_ns: by how much `ahead` is ahead; None where nothing says how far.
+        unevenly_ns: more than 0 where no constant difference explains what was recorded.
+    """
+
+    ahead: Clock
+    behind: Clock
+    at_least_ns: int
+    at_most_ns: int | None
+    unevenly_ns: int = 0
+
+    def __str__(self) -> str:
+        if self.unevenly_ns:
+            return (
+                f"clocks of {self.ahead} and {self.behind} contradict themselves: one was set while it was recorded; "
+                f"times between them may be wrong by {self.unevenly_ns / 1e6:.3f} ms"
+            )
+        most = "" if self.at_most_ns is None else f" and at most {self.at_most_ns / 1e6:.3f} ms"
+        least = f"at least {self.at_least_ns / 1e6:.3f} ms"
+        return f"clocks of {self.ahead} and {self.behind} differ by {least}{most}: shifted"
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """What to add to the times of each clock, and what is said about it."""
+
+    shift_ns: dict[Clock, int] = field(default_factory=dict)
+    differences: tuple[Difference, ...] = ()
+
+    def shift(self, process: ProcessStarted) -> int:
+        """What to add to the times of a process."""
+        return self.shift_ns.get(clock_of(process), 0)
+
+
+def clock_of(process: ProcessStarted) -> Clock:
+    """The clock that a process reads."""
+    return Clock(process.engine_id, process.host)
+
+
+def compare(handovers: Iterable[Handover]) -> Clocks:
+    """Bring the clocks together, as far as they contradict one another."""
+    bounds: dict[tuple[Clock, Clock], int] = {}
+    clocks: dict[Clock, None] = {}
+    for handover in handovers:
+        for before, after in causes(handover):
+            clocks[before.clock] = clocks[after.clock] = None
+            pair = (before.clock, after.clock)
+            gap_ns = after.at_ns - before.at_ns
+            if before.clock != after.clock and gap_ns < bounds.get(pair, 1 << 64):
+                bounds[pair] = gap_ns
+    found = offsets(bounds, tuple(clocks))
+    differences = []
+    for (ahead, behind), gap_ns in bounds.items():
+        unevenly_ns = found.impossible.get((ahead, behind), 0)
+        if gap_ns < 0 or unevenly_ns:
+            differences.append(Difference(ahead, behind, -gap_ns, bounds.get((behind, ahead)), unevenly_ns))
+    return Clocks({clock: shift for clock, shift in found.by_clock.items() if shift}, tuple(differences))
+
+
+def causes(handover: Handover) -> Iterator[tuple[Moment, Moment]]:
+    """Pairs of moments of which the first happened before the second, whatever the clocks say."""
+    prefill, decode = handover.prefill, handover.decode
+    here = clock_of(decode.process) if decode is not None else None
+    there = clock_of(prefill.process) if prefill is not None else None
+    arrived = Moment(here, decode.arrived.at_ns) if here and decode and decode.arrived else None
+    ordered = Moment(here, decode.ordered.at_ns) if here and decode and decode.ordered else None
+    reported = Moment(here, decode.reported.at_ns) if here and decode and decode.reported else None
+    over = Moment(there, prefill.over.at_ns) if there and prefill and prefill.over else None
+    read_by_all = over if prefill and prefill.over and prefill.over.how == READ_BY_ALL else None
+    if there and prefill and prefill.given and arrived:
+        yield Moment(there, prefill.given.at_ns), arrived
+    if ordered and read_by_all:
+        yield ordered, read_by_all
+    is_good = decode is not None and decode.reported is not None and decode.reported.good  # else some were given up
+    for load in handover.loads:
+        clock = clock_of(load.process)
+        if ordered:
+            yield ordered, Moment(clock, load.begun_ns)
+        if reported and is_good:
+            yield Moment(clock, load.ended_ns), reported
+        if read_by_all:
+            yield Moment(clock, load.ended_ns), read_by_all

@@ -1,0 +1,131 @@
+"""One handover: what all processes recorded of it. Times are as each process has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.trace.events import (
+    DecodeArrived,
+    DecodeScheduled,
+    Finished,
+    LeaseName,
+    LeaseOver,
+    LoadEnded,
+    LoadOrdered,
+    LoadReported,
+    ParamsGiven,
+    PrefillArrived,
+    PrefillScheduled,
+    ProcessStarted,
+    Recomputed,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """The producer's half; what it did not record is None.
+
+    Attributes:
+        process: its scheduler.
+        request: its id in the producer.
+    """
+
+    process: ProcessStarted
+    request: str
+    arrived: PrefillArrived | None = None
+    scheduled: PrefillScheduled | None = None
+    given: ParamsGiven | None = None
+    over: LeaseOver | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker of the consumer did."""
+
+    process: ProcessStarted
+    ended: LoadEnded
+
+    @property
+    def begun_ns(self) -> int:
+        """When the worker had the order."""
+        return self.ended.stages[0].begun_ns if self.ended.stages else self.ended.at_ns
+
+    @property
+    def ended_ns(self) -> int:
+        """When it was over."""
+        return self.ended.stages[-1].ended_ns if self.ended.stages else self.ended.at_ns
+
+
+@dataclass(slots=True, eq=False)
+class Decode:
+    """The consumer's half; what it did not record is None.
+
+    Attributes:
+        process: its scheduler.
+        request: its id in the consumer.
+    """
+
+    process: ProcessStarted
+    request: str
+    arrived: DecodeArrived | None = None
+    ordered: LoadOrdered | None = None
+    reported: LoadReported | None = None
+    recomputed: Recomputed | None = None
+    scheduled: DecodeScheduled | None = None
+    finished: Finished | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Both halves; one of them may not have been recorded, or may never have been.
+
+    Attributes:
+        lease: what joins them; None where neither half had one.
+        loads: of all workers of the consumer.
+    """
+
+    lease: LeaseName | None
+    prefill: Prefill | None = None
+    decode: Decode | None = None
+    loads: tuple[Load, ...] = ()
+
+    @property
+    def producer_request(self) -> str:
+        """Its id in the producer; empty where nobody said."""
+        if self.prefill is not None:
+            return self.prefill.request
+        arrived = self.decode.arrived if self.decode else None
+        return arrived.remote_request if arrived else ""
+
+    @property
+    def producer(self) -> str:
+        """The producer's engine id; empty where nobody said."""
+        if self.prefill is not None:
+            return self.prefill.process.engine_id
+        arrived = self.decode.arrived if self.decode else None
+        return arrived.producer if arrived else ""
+
+    @property
+    def consumer_request(self) -> str:
+        """Its id in the consumer; empty where the consumer's half is missing."""
+        return self.decode.request if self.decode else ""
+
+    @property
+    def consumer(self) -> str:
+        """The consumer's engine id; empty where its half is missing."""
+        return self.decode.process.engine_id if self.decode else ""
+
+    @property
+    def correlation(self) -> str:
+        """What the client calls it; empty where no engine was told."""
+        arrivals = (self.decode.arrived if self.decode else None, self.prefill.arrived if self.prefill else None)
+        return next((one.correlation for one in arrivals if one is not None and one.correlation), "")
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt, 0 where nobody said."""
+        known = (
+            *((self.prefill.given, self.prefill.arrived) if self.prefill else ()),
+            *((self.decode.arrived,) if self.decode else ()),
+        )
+        return next((one.tokens for one in known if one is not None), 0)

@@ -1,0 +1,43 @@
+"""What a handover consists of, in its order."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Phase(enum.Enum):
+    """A part of a handover; those of a load are called as `LoadEnded` calls its stages.
+
+    Attributes:
+        PREFILL_QUEUE: the prompt waits in the producer for blocks, a slot or a step.
+        PREFILL: the producer computes the prompt.
+        ROUTER: its answer goes to the router, and the request from there to the consumer.
+        DECODE_QUEUE: the prompt waits in the consumer for blocks or a step.
+        ORDER: the order to load is on its way to the worker.
+        LOAD: the workers load, and did not say more.
+        QUEUED: the load waits for its turn.
+        MEETING: it waits until the producer has been met, and the device is done with the blocks' last owner.
+        FENCE: it waits until the producer's worker says that the blocks are ready.
+        POSTING: its reads are prepared and posted.
+        READING: bytes are under way, and staged ones are put in place.
+        FENCE_AGAIN: it makes sure that the lease was good all the time.
+        REPORT: the worker's report is on its way to the scheduler, which waits for all workers and for its next step.
+        FIRST_STEP: the request waits for the first step that computes it.
+        HELD: the producer keeps the blocks, from the end of the prompt on.
+    """
+
+    PREFILL_QUEUE = "prefill_queue"
+    PREFILL = "prefill"
+    ROUTER = "router"
+    DECODE_QUEUE = "decode_queue"
+    ORDER = "order"
+    LOAD = "load"
+    QUEUED = "queued"
+    MEETING = "meeting"
+    FENCE = "fence"
+    POSTING = "posting"
+    READING = "reading"
+    FENCE_AGAIN = "fence_again"
+    REPORT = "report"
+    FIRST_STEP = "first_step"
+    HELD = "held"

@@ -1,0 +1,149 @@
+"""Reads what the processes of some engines recorded.
+
+A process may have been killed while it wrote, and files may have come to here by any road: what cannot be read is left
+out, counted and named. Lines are read one by one; what is kept is the events.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvferry.trace.damage import Damage, DamageReport
+from kvferry.trace.errors import InvalidTrace
+from kvferry.trace.events import TRACE_VERSION, AnyEvent, Dropped, ProcessStarted
+
+SUFFIX = ".jsonl"
+MAX_LINE_BYTES = 1 << 20
+"""No event is longer: the line is somebody else's."""
+
+_decode = msgspec.json.Decoder(AnyEvent).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What one process recorded, in its order."""
+
+    path: str
+    started: ProcessStarted
+    events: list[AnyEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Everything that could be read."""
+
+    processes: tuple[Process, ...]
+    damage: tuple[Damage, ...]
+
+
+def read_recording(paths: Iterable[str | Path]) -> Recording:
+    """Read files, and all `*.jsonl` in and below folders.
+
+    Raises:
+        InvalidTrace: a path does not exist, or there is nothing in all of them.
+    """
+    names, report = [str(path) for path in paths], DamageReport()
+    parts: dict[ProcessStarted, list[Process]] = {}
+    for file in dict.fromkeys(os.path.realpath(file) for name in names for file in _files_of(name, report)):
+        for part in _read_file(file, report):
+            _keep(parts.setdefault(part.started, []), part, report)
+    if not parts:
+        why = "; ".join(str(one) for one in report.as_tuple()[:3])
+        raise InvalidTrace("DIR", ", ".join(names), f"files *{SUFFIX} with traces{f' ({why})' if why else ''}")
+    return Recording(tuple(_joined(several) for several in parts.values()), report.as_tuple())
+
+
+def _keep(parts: list[Process], part: Process, report: DamageReport) -> None:
+    """A process whose file was full has a second one; of copies of one file the longer is kept."""
+    for index, known in enumerate(parts):
+        if known.events[:1] == part.events[:1]:
+            shorter, longer = sorted((part, known), key=lambda one: len(one.events))
+            report.add(shorter.path, f"left out: a copy of {longer.path}")
+            parts[index] = longer
+            return
+    parts.append(part)
+
+
+def _joined(parts: list[Process]) -> Process:
+    if len(parts) == 1:
+        return parts[0]
+    parts.sort(key=lambda one: one.events[0].at_ns if one.events else 0)
+    return Process(parts[0].path, parts[0].started, [event for part in parts for event in part.events])
+
+
+def _files_of(path: str, report: DamageReport) -> Iterator[str]:
+    """Raises `InvalidTrace`."""
+    try:
+        if os.path.isfile(path):
+            yield path
+            return
+        if not os.path.isdir(path):
+            raise InvalidTrace("DIR", path, "a folder or a file that exists")
+    except ValueError as refused:  # a NUL in a name
+        raise InvalidTrace("DIR", path, f"a path ({refused})") from None
+    for folder, inner, names in os.walk(path, onerror=lambda refused: report.add(str(refused.filename), _why(refused))):
+        inner.sort()
+        yield from (
+            file for name in sorted(names) if name.endswith(SUFFIX) and os.path.isfile(file := f"{folder}/{name}")
+        )
+
+
+def _read_file(path: str, report: DamageReport) -> Iterator[Process]:
+    """The processes of a file: a second one follows where a path was used again."""
+    process: Process | None = None
+    skipping = False
+    for number, line in _lines(path, report):
+        try:
+            event = _decode(line)
+        except (ValueError, RecursionError) as refused:
+            if not line.isspace():
+                report.add(path, _problem(line, refused), number)
+            continue
+        if isinstance(event, ProcessStarted):
+            if process is not None:
+                yield process
+            skipping = event.trace_version != TRACE_VERSION
+            process = None if skipping else Process(path, event, [])
+            if skipping:
+                report.add(path, f"trace_version {event.trace_version}, and this command reads {TRACE_VERSION}", number)
+        elif isinstance(event, Dropped):
+            report.add(path, f"{event.count} events were lost before it", number)
+        elif process is not None:
+            process.events.append(event)
+        elif not skipping:
+            report.add(path, "an event before any line that says which process it is of", number)
+    if process is not None:
+        yield process
+
+
+def _lines(path: str, report: DamageReport) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    try:
+        with open(path, "rb") as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                number += 1
+                if len(line) < MAX_LINE_BYTES or line.endswith(b"\n"):
+                    yield number, line
+                    continue
+                report.add(path, f"longer than {MAX_LINE_BYTES} B", number)
+                while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+    except OSError as refused:
+        report.add(path, _why(refused))
+
+
+def _problem(line: bytes, refused: Exception) -> str:
+    if not line.endswith(b"\n"):
+        return "cut off in the middle"
+    if isinstance(refused, msgspec.ValidationError):
+        return f"no event that this command knows ({refused})"[:160]
+    return "no JSON"
+
+
+def _why(refused: OSError) -> str:
+    return f"cannot be read ({refused.strerror or refused})"

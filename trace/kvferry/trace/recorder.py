@@ -1,0 +1,156 @@
+"""What a busy thread records is handed to a thread of its own, which writes it somewhere.
+
+`record` costs the busy thread an append. Whoever writes may be slow, or fail: what does not fit into the queue
+meanwhile is dropped and counted, and nothing is stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Taken = TypeVar("Taken", contravariant=True)
+
+GATHER_S = 0.2
+"""So long after the first item of a batch it is written: at most that much is lost when the process is killed."""
+CLOSE_S = 5.0
+"""So long the end of a process waits for the writer."""
+MOST_WAITING = 1 << 16
+_BATCH = 256
+"""Items that are written without a pause: encoding them keeps the interpreter for a fraction of a millisecond."""
+
+
+class Sink(Protocol[Taken]):
+    """Where a recorder's items go. Only the writer's thread calls it, and whoever closes a recorder without one."""
+
+    def take(self, items: Sequence[Taken], lost: int) -> None:
+        """Write them, in their order. Raises whatever it likes: the items are lost then.
+
+        Args:
+            lost: items that were lost since the last call that did not raise.
+        """
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+
+
+class Recorder(Generic[Item]):
+    """One queue, one writer. The thread begins with the first item.
+
+    Args:
+        name: of the thread.
+        most_waiting: items; more are dropped.
+
+    A process that is forked off inherits a recorder that records nothing: only who has opened one writes to it.
+    """
+
+    def __init__(self, sink: Sink[Item], name: str = "kvferry-trace", *, most_waiting: int = MOST_WAITING) -> None:
+        self._sink = sink
+        self._name = name
+        self._most_waiting = most_waiting
+        self._waiting: deque[Item] = deque()
+        self._num_refused = 0
+        self._num_failed = 0
+        self._told_lost = 0
+        self._is_awake = False
+        self._is_open = True
+        self._wake = threading.Event()
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        _OPEN.add(self)
+
+    @property
+    def num_lost(self) -> int:
+        """Items that were not written and will not be."""
+        return self._num_refused + self._num_failed
+
+    def record(self, item: Item) -> None:
+        """Have it written soon. One thread calls this; never raises, never waits."""
+        if len(self._waiting) >= self._most_waiting:
+            self._num_refused += 1
+            return
+        self._waiting.append(item)
+        if not self._is_awake:
+            self._wake_up()
+
+    def close(self) -> None:
+        """Write what waits, as far as that takes no longer than `CLOSE_S`. Idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._most_waiting = 0
+        thread = self._thread
+        if thread is None:
+            self._sink.close()
+            return
+        self._ending.set()
+        self._wake.set()
+        thread.join(CLOSE_S)
+        if thread.is_alive():
+            logger.warning("%s: what was recorded last is not written after %g s", self._name, CLOSE_S)
+
+    def _wake_up(self) -> None:
+        self._is_awake = True
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as refused:
+                self._give_up(refused)
+                return
+            self._thread = thread
+        self._wake.set()
+
+    def _give_up(self, refused: RuntimeError) -> None:
+        """The system has no thread to give: nothing is recorded from now on."""
+        self._most_waiting = 0
+        self._num_refused += len(self._waiting)
+        self._waiting.clear()
+        logger.warning("%s: nothing is recorded: %s", self._name, refused)
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            self._wake.wait()
+            self._ending.wait(GATHER_S)
+            self._wake.clear()
+            self._is_awake = False  # before the queue is emptied: whatever comes later wakes this thread again
+            self._write_all()
+        self._write_all()
+        self._sink.close()
+
+    def _write_all(self) -> None:
+        while self._waiting:
+            batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
+            lost = self.num_lost
+            try:
+                self._sink.take(batch, lost - self._told_lost)
+            except Exception as error:  # noqa: BLE001 - whatever a sink cannot do, the next batch is written
+                if not self._num_failed:
+                    logger.warning("%s: cannot be written, now and maybe later: %r", self._name, error)
+                self._num_failed += len(batch)
+            else:
+                self._told_lost = lost
+
+    def _fall_silent(self) -> None:
+        self._is_open = False
+        self._most_waiting = 0
+        self._waiting.clear()
+
+
+_OPEN: weakref.WeakSet[Recorder[Any]] = weakref.WeakSet()
+
+
+def _silence_all() -> None:
+    for recorder in list(_OPEN):
+        recorder._fall_silent()
+
+
+os.register_at_fork(after_in_child=_silence_all)

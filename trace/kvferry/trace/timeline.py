@@ -1,0 +1,225 @@
+"""A handover as phases on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvferry.trace.clocks import Clocks
+from kvferry.trace.events import Event, ProcessStarted
+from kvferry.trace.handover import Decode, Handover, Load, Prefill
+from kvferry.trace.phases import Phase
+
+LOADED, NOTHING_TO_LOAD = "loaded", "nothing to load"
+_FETCHED = frozenset({"done", "release"})
+"""How a lease is over of which a consumer said so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From when to when, in nanoseconds on the common clock.
+
+    Attributes:
+        phase: the value of a `Phase`, or a stage that only a later worker has.
+    """
+
+    phase: str
+    begun_ns: int
+    ended_ns: int
+
+    @property
+    def lasted_ns(self) -> int:
+        """Its length."""
+        return self.ended_ns - self.begun_ns
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpans:
+    """The stages of one worker's load."""
+
+    load: Load
+    spans: tuple[Span, ...]
+
+    @property
+    def ended_ns(self) -> int:
+        """When its load was over."""
+        return self.spans[-1].ended_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One handover, phase by phase. Phases that nobody recorded are not there.
+
+    Attributes:
+        before: until the prompt was computed.
+        to_load: from then until the last worker had the order to load, or until the consumer went on without a load.
+        workers: every worker's load, in the order of their places.
+        from_load: from the end of the last worker's load on.
+        held: from the prompt's end until the producer had its blocks back.
+        zero_ns: when the prompt was computed; where the producer did not say, when the consumer had the request.
+        ended_ns: when the consumer could go on, well or not; None where it never did.
+        outcome: `loaded`, `recomputed: …`, or what else became of it.
+        missing: whose half was not recorded.
+    """
+
+    handover: Handover
+    before: tuple[Span, ...]
+    to_load: tuple[Span, ...]
+    workers: tuple[WorkerSpans, ...]
+    from_load: tuple[Span, ...]
+    held: Span | None
+    zero_ns: int
+    ended_ns: int | None
+    outcome: str
+    missing: tuple[str, ...]
+
+    @property
+    def last(self) -> WorkerSpans | None:
+        """The worker that all others were ready before; None where no load was recorded."""
+        return last_of(self.workers)
+
+    @property
+    def path(self) -> tuple[Span, ...]:
+        """The handover on its longest way: while workers load, the stages of the last one."""
+        return (*self.to_load, *(self.last.spans if self.last else ()), *self.from_load)
+
+    @property
+    def lasted_ns(self) -> int | None:
+        """The handover: from the prompt's end until the consumer could go on."""
+        return None if self.ended_ns is None else max(0, self.ended_ns - self.zero_ns)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the consumer had the prompt without computing it."""
+        return self.outcome in (LOADED, NOTHING_TO_LOAD)
+
+    @property
+    def bytes(self) -> int:
+        """That all workers loaded."""
+        return sum(load.ended.bytes for load in self.handover.loads)
+
+    @property
+    def gb_s(self) -> float | None:
+        """Bytes over the time in which any worker read; None where nothing was loaded."""
+        reads = [span for worker in self.workers for span in worker.spans if span.phase in _READS]
+        if not self.bytes or not reads:
+            return None
+        seconds = (max(span.ended_ns for span in reads) - min(span.begun_ns for span in reads)) / 1e9
+        return self.bytes / seconds / 1e9 if seconds else None
+
+
+_READS = (Phase.POSTING.value, Phase.READING.value)
+
+
+def timeline(handover: Handover, clocks: Clocks) -> Timeline:
+    """Lay the phases out."""
+    queued, scheduled, given, over = _prefill_times(handover.prefill, clocks)
+    arrived, ordered, reported, recomputed, stepped = _decode_times(handover.decode, clocks)
+    workers = _workers(handover.loads, clocks)
+    if arrived is None and ordered is None:
+        arrived = recomputed  # that its params are of no use is found when it arrives
+    last = last_of(workers)
+    ended = recomputed if reported is None else reported
+    if ended is None and ordered is None:
+        ended, stepped = stepped, None  # the consumer has it all
+    known = (given, arrived, ordered, recomputed, workers[0].spans[0].begun_ns if workers else None, reported)
+    zero = next((at for at in (*known, queued, scheduled, over) if at is not None), 0)
+    read_until = last.ended_ns if last else None
+    held_from = given if given is not None else read_until
+    return Timeline(
+        handover=handover,
+        before=_spans((Phase.PREFILL_QUEUE, queued, scheduled), (Phase.PREFILL, scheduled, given)),
+        to_load=_spans(
+            (Phase.ROUTER, given, arrived),
+            (Phase.DECODE_QUEUE, arrived, ended if ordered is None else ordered),
+            (Phase.ORDER, ordered, last.spans[0].begun_ns if last else None),
+            (Phase.LOAD, None if last else ordered, ended),
+        ),
+        workers=workers,
+        from_load=_spans((Phase.REPORT, read_until, ended), (Phase.FIRST_STEP, ended, stepped)),
+        held=next(iter(_spans((Phase.HELD, held_from, over))), None),
+        zero_ns=zero,
+        ended_ns=ended,
+        outcome=_outcome(handover),
+        missing=_missing(handover),
+    )
+
+
+def last_of(workers: Iterable[WorkerSpans]) -> WorkerSpans | None:
+    """The one whose load was over last."""
+    return max(workers, key=lambda one: one.ended_ns, default=None)
+
+
+def _prefill_times(prefill: Prefill | None, clocks: Clocks) -> tuple[int | None, ...]:
+    if prefill is None:
+        return (None,) * 4
+    return _times((prefill.arrived, prefill.scheduled, prefill.given, prefill.over), clocks.shift(prefill.process))
+
+
+def _decode_times(decode: Decode | None, clocks: Clocks) -> tuple[int | None, ...]:
+    if decode is None:
+        return (None,) * 5
+    events = (decode.arrived, decode.ordered, decode.reported, decode.recomputed, decode.scheduled)
+    return _times(events, clocks.shift(decode.process))
+
+
+def _times(events: Iterable[Event | None], shift_ns: int) -> tuple[int | None, ...]:
+    return tuple(None if event is None else event.at_ns + shift_ns for event in events)
+
+
+def _spans(*phases: tuple[Phase, int | None, int | None]) -> tuple[Span, ...]:
+    """Those whose both ends are known; none ends before it begins."""
+    return tuple(
+        Span(phase.value, begun, max(begun, ended))
+        for phase, begun, ended in phases
+        if begun is not None and ended is not None
+    )
+
+
+def _workers(loads: Iterable[Load], clocks: Clocks) -> tuple[WorkerSpans, ...]:
+    found = []
+    for load in sorted(loads, key=lambda one: _by_number(one.process)):
+        shift_ns = clocks.shift(load.process)
+        spans = tuple(
+            Span(stage.stage, stage.begun_ns + shift_ns, max(stage.begun_ns, stage.ended_ns) + shift_ns)
+            for stage in load.ended.stages
+        )
+        whole = Span(Phase.LOAD.value, load.begun_ns + shift_ns, load.ended_ns + shift_ns)
+        found.append(WorkerSpans(load, spans or (whole,)))
+    return tuple(found)
+
+
+def _by_number(process: ProcessStarted) -> tuple[object, ...]:
+    return (len(process.place), process.place, process.host, process.pid)
+
+
+def _outcome(handover: Handover) -> str:
+    decode, prefill = handover.decode, handover.prefill
+    failed = sorted({load.ended.reason for load in handover.loads if load.ended.reason})
+    why = f" ({', '.join(failed)})" if failed else ""
+    if decode is not None:
+        if decode.recomputed is not None:
+            reason = decode.recomputed.reason
+            return f"recomputed: {reason}{'' if failed == [reason] else why}"
+        if decode.reported is not None:
+            return LOADED if decode.reported.good else f"load failed{why}"
+        if decode.scheduled is not None and decode.ordered is None:
+            return NOTHING_TO_LOAD
+        return f"ended before it was loaded{why}" if decode.finished is not None else f"under way{why}"
+    if prefill is None or prefill.given is None:
+        return "not prefilled"
+    if prefill.over is None:
+        return "not fetched so far"
+    return f"{'fetched' if prefill.over.how in _FETCHED else 'not fetched'}: {prefill.over.how}"
+
+
+def _missing(handover: Handover) -> tuple[str, ...]:
+    prefill, decode = handover.prefill, handover.decode
+    over = prefill.over if prefill else None
+    halves = (
+        ("producer", prefill is None),
+        ("consumer", decode is None and over is not None and over.how in _FETCHED),
+        ("consumer's scheduler", decode is not None and not (decode.arrived or decode.ordered or decode.recomputed)),
+        ("consumer's workers", decode is not None and decode.reported is not None and not handover.loads),
+    )
+    return tuple(name for name, is_missing in halves if is_missing)
