@@ -66,7 +66,12 @@ class HostNames:
         if full:
             self._tell(Found(host, None))
             return
-        threading.Thread(target=self._find, args=(host,), name="kvferry-host-name", daemon=True).start()
+        try:
+            threading.Thread(target=self._find, args=(host,), name="kvferry-host-name", daemon=True).start()
+        except RuntimeError:  # the system gives no more threads
+            with self._lock:
+                self._asking.discard(host)
+            self._tell(Found(host, None))
 
     def _find(self, host: str) -> None:
         try:

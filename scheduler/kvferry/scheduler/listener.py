@@ -1,45 +1,49 @@
 """The side channel's listener: one ZMQ ROUTER socket, one thread, in the scheduler's process.
 
-It answers `Hello` with this engine's description and puts renewals and releases into an inbox. Whatever arrives, it
-lives on: what it cannot use is counted, answered with `Refused` where there is somebody to answer, and dropped. What
-it keeps for somebody who does not take it is bounded: requests, answers, and lines in the log.
+It answers `Hello` with this engine's description and puts renewals and releases into an inbox; and it winds the clock
+of leases, since an engine that rests takes no steps that could. With secrets it speaks only to those who have one of
+them. Whatever arrives, it lives on: what it cannot use is counted, answered with `Refused` where there is somebody to
+answer, and dropped. What it keeps for somebody who does not take it is bounded: leases, answers, and lines in the log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import queue
+import math
 import threading
 import time
+from collections.abc import Callable
 
+import msgspec
 import zmq
 
+from kvferry.protocol.channel_socket import derive_keys, listening_socket
 from kvferry.protocol.errors import InvalidConfig, InvalidMessage
 from kvferry.protocol.handshake import (
     CHANNEL_VERSION,
     MAX_REQUEST_BYTES,
     EngineDescription,
     Hello,
+    LeaseName,
     Refused,
-    Release,
     Renew,
     channel_address,
     decode_request,
     encode,
 )
+from kvferry.protocol.secret_file import Secrets
+from kvferry.scheduler.awake_clock import AwakeClock
+from kvferry.scheduler.lease_inbox import LeaseInbox, LeaseMessage
+from kvferry.scheduler.refusals import Refusals
 from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.unfinished import LOOK_MS, UnfinishedMessages
+from kvferry.scheduler.zap import ZapHandler
 
 logger = logging.getLogger(__name__)
 
-LeaseMessage = Renew | Release
-
-MAX_WAITING_MESSAGES = 1024
-"""Most renewals and releases that wait for the next step; an idle engine takes none, so more are dropped."""
-
 _STOP = b"stop"
 _JOIN_S = 5.0
-_SEND_QUEUE = 8
-_RECEIVE_QUEUE = 64
 _QUIET_S = 1.0
 
 
@@ -48,23 +52,46 @@ class SideChannelListener:
 
     Args:
         host, port: where to listen.
-        tally: counts `handshakes_served`, `bad_frames` and `dropped_messages`.
+        tally: counts `handshakes_served`, `bad_frames`, `dropped_messages`, `side_channel_refusals`, and what is not
+            known as `renewals_unknown` and `releases_unknown`.
+        secrets: the first is this listener's own; those who ask may have any of them. Without one anybody may ask.
+        clock: wound here as often as it asks for; renewals are stamped with it.
+        tick: called on the listener's thread after every winding; it must not wait.
+        knows: asked on the listener's thread, by boot and lease: whether there is such a lease. What is said of others
+            is counted and dropped here, so that a step hears no more than there are leases, whoever floods the channel.
 
     Raises:
-        InvalidConfig: the address cannot be bound; the text says what to change.
+        InvalidConfig: the address cannot be bound, or ZMQ has no CURVE; the text says what to change.
     """
 
-    def __init__(self, host: str, port: int, tally: Tally) -> None:
-        self.inbox: queue.SimpleQueue[LeaseMessage] = queue.SimpleQueue()
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        tally: Tally,
+        secrets: Secrets = (),
+        clock: AwakeClock | None = None,
+        tick: Callable[[], None] = lambda: None,
+        knows: Callable[[str, LeaseName], bool] = lambda boot, name: True,
+    ) -> None:
+        derive_keys(secrets)
+        self.inbox = LeaseInbox()
+        self._clock = clock
+        self._tick = tick
+        self._knows = knows
         self._tally = tally
         self._published: tuple[EngineDescription, bytes] | None = None
-        self._quiet_until_s = 0.0
+        self._quiet_until_s = self._look_again_s = 0.0
         self._context = zmq.Context(io_threads=1)
-        self._socket = self._bind(host, port)
+        self._unfinished = UnfinishedMessages()
+        self._refusals = Refusals(tally, self._unfinished)
+        self._zap = ZapHandler(self._context, secrets, self._refusals) if secrets else None
+        self._socket = self._bind(host, port, secrets)
         self._control, self._controlled = self._pair()
         self._thread = threading.Thread(target=self._serve, name="kvferry-listener", daemon=True)
         self._thread.start()
-        logger.info("side channel listens on %s", channel_address(host, port))
+        secured = f"for those who have secret {secrets[0].fingerprint}" if secrets else "for anybody"
+        logger.info("side channel listens on %s %s", channel_address(host, port), secured)
 
     def publish(self, description: EngineDescription) -> None:
         """Answer with this description from now on. Until then askers are told to come back."""
@@ -79,13 +106,9 @@ class SideChannelListener:
         self._control.close(linger=0)
         self._context.destroy(linger=0)
 
-    def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.IPV6, int(":" in host))
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-        socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
-        socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
-        socket.setsockopt(zmq.LINGER, 0)
+    def _bind(self, host: str, port: int, secrets: Secrets) -> zmq.Socket[bytes]:
+        socket = listening_socket(self._context, host, MAX_REQUEST_BYTES, secrets)
+        self._refusals.watch(socket)
         try:
             socket.bind(channel_address(host, port))
         except zmq.ZMQError as refused:
@@ -105,21 +128,53 @@ class SideChannelListener:
         return ours, theirs
 
     def _serve(self) -> None:
+        served: dict[zmq.Socket[bytes], Callable[[], None]] = {self._socket: self._take_one}
+        if self._refusals.monitor is not None:
+            served[self._refusals.monitor] = self._refusals.hear
+        if self._zap is not None:
+            served[self._zap.socket] = self._zap.answer
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._controlled, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if self._controlled in ready:
-                break
-            try:
-                self._answer_one(self._socket.recv_multipart())
-            except Exception:
-                # Nothing that somebody sent may end this thread; what got here is a bug, and is shown as one.
-                self._tally.add("bad_frames")
-                logger.exception("side channel: a frame could not be served")
-        self._socket.close()
-        self._controlled.close()
+        for socket in (self._controlled, *served):
+            poller.register(socket, zmq.POLLIN)
+        while self._controlled not in (ready := dict(poller.poll(self._look_after_ms()))):
+            self._wind()
+            self._guarded(self._tick)
+            for socket, serve in served.items():
+                if socket in ready:
+                    self._guarded(serve)
+            self._guarded(self._end_endless)
+        self._refusals.close(self._socket)
+        for socket in (self._controlled, *served):
+            socket.close()
+
+    def _look_after_ms(self) -> int | None:
+        """How long the thread may sleep; None for as long as nobody says anything."""
+        clock_ms = [math.ceil(self._clock.period_s * 1000)] if self._clock is not None else []
+        return min([LOOK_MS, *clock_ms] if self._unfinished else clock_ms, default=None)
+
+    def _wind(self) -> float | None:
+        return self._clock.wind(time.monotonic()) if self._clock is not None else None
+
+    def _guarded(self, serve: Callable[[], None]) -> None:
+        try:
+            serve()
+        except Exception:
+            # Nothing that somebody sent may end this thread; what got here is a bug, and is shown as one.
+            self._tally.add("bad_frames")
+            logger.exception("side channel: a frame could not be served")
+
+    def _take_one(self) -> None:
+        frames = self._socket.recv_multipart(copy=False)
+        with contextlib.suppress(zmq.ZMQError):  # ZMQ does not know the connection of every message
+            self._unfinished.delivered(int(frames[0].get(zmq.SRCFD)))
+        self._answer_one([frame.bytes for frame in frames])
+
+    def _end_endless(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._look_again_s:
+            self._look_again_s = now_s + LOOK_MS / 1000
+            for _ in range(self._unfinished.end_endless()):
+                self._bad_frame("a message without an end, and its connection")
 
     def _answer_one(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or frames[1]:
@@ -137,9 +192,16 @@ class SideChannelListener:
             return
         if isinstance(request, Hello):
             self._send(asker, self._answer_hello(request))
-        elif self.inbox.qsize() < MAX_WAITING_MESSAGES:
-            self.inbox.put(request)
         else:
+            self._keep(request)
+
+    def _keep(self, message: LeaseMessage) -> None:
+        known = tuple(name for name in message.leases if self._knows(message.boot, name))
+        if len(known) < len(message.leases):
+            unknown = len(message.leases) - len(known)
+            self._tally.add("renewals_unknown" if isinstance(message, Renew) else "releases_unknown", amount=unknown)
+            message = msgspec.structs.replace(message, leases=known)
+        if known and not self.inbox.put(message, self._wind()):
             self._tally.add("dropped_messages")
 
     def _answer_hello(self, hello: Hello) -> bytes:

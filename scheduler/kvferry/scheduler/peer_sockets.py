@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import zmq
 
-from kvferry.protocol.handshake import channel_address
+from kvferry.protocol.errors import HandshakeFailed, PeerRefused
+from kvferry.protocol.secret_file import Secrets
 from kvferry.scheduler.host_names import Found, HostNames, address_of
+from kvferry.scheduler.peer_channel import PeerChannel
 from kvferry.scheduler.tally import Tally
 
 logger = logging.getLogger(__name__)
@@ -19,25 +22,14 @@ MAX_SOCKETS = 256
 """Clients choose hosts and ports, and a process has only so many files: beyond this the longest unused is closed."""
 
 IDLE_S = 60.0
-_QUEUED_MESSAGES = 64
+REFUSED_S = 2.0
+"""How long an engine that was not to be spoken to is left alone; what is meant for it meanwhile is dropped."""
+
+_QUIET_S = 1.0
 
 Endpoint = tuple[str, int, str]
-"""Host, port and boot: an engine that comes back is a new endpoint, whose name is looked up anew."""
-
-
-@dataclass(slots=True)
-class _Channel:
-    """A way to one endpoint.
-
-    Attributes:
-        used_s: when something was last sent.
-        socket: None until the host's address is known.
-        waiting: frames that wait for it.
-    """
-
-    used_s: float = 0.0
-    socket: zmq.Socket[bytes] | None = None
-    waiting: list[bytes] = field(default_factory=list)
+"""Host, port and boot: an engine that comes back is a new endpoint, whose name is looked up anew, and whose secret may
+be another one."""
 
 
 class PeerSockets:
@@ -46,50 +38,78 @@ class PeerSockets:
     Args:
         tell: takes what look-ups find, from any thread; to be handed to `found` on this one.
         tally: counts `side_channel_errors`.
+        secrets: of the side channel; the one that an endpoint has is found out when it is connected to.
     """
 
-    def __init__(self, tell: Callable[[Found], None], tally: Tally, names: HostNames | None = None) -> None:
+    def __init__(
+        self,
+        tell: Callable[[Found], None],
+        tally: Tally,
+        names: HostNames | None = None,
+        secrets: Secrets = (),
+    ) -> None:
         self._names = names or HostNames(tell)
         self._tally = tally
+        self._secrets = secrets
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._channels: OrderedDict[Endpoint, _Channel] = OrderedDict()
+        self._channels: OrderedDict[Endpoint, PeerChannel] = OrderedDict()
+        self._refused: dict[Endpoint, float] = {}
+        self._quiet_until_s = 0.0
 
     def __len__(self) -> int:
         return len(self._channels)
 
     def send(self, endpoint: Endpoint, frame: bytes, now_s: float) -> None:
-        """Send, or queue until the host's name is known. What cannot be sent is counted and dropped."""
+        """Send, or queue until the connection stands. What cannot be sent is counted and dropped."""
+        if self._refused.get(endpoint, 0.0) > now_s:
+            self._tally.add("side_channel_errors")
+            return
         channel = self._channels.get(endpoint) or self._open(endpoint)
         if channel is None:
             return
         channel.used_s = now_s
         self._channels.move_to_end(endpoint)
-        if channel.socket is not None:
-            self._send(endpoint, channel.socket, frame)
-        elif len(channel.waiting) < _QUEUED_MESSAGES:
-            channel.waiting.append(frame)
-        else:
-            self._failed(endpoint, "too much waits for its name")
+        try:
+            channel.send(frame)
+        except (zmq.ZMQError, HandshakeFailed) as refused:
+            self._failed(endpoint, str(refused))
 
     def found(self, found: Found) -> None:
-        """A look-up has ended: send what waited for it."""
+        """A look-up has ended: connect to whoever it was for."""
         for endpoint, channel in list(self._channels.items()):
-            if endpoint[0] != found.host or channel.socket is not None:
+            if endpoint[0] != found.host or channel.is_connecting:
                 continue
             if found.address is None:
-                self._failed(endpoint, "its name cannot be looked up")
-            else:
-                channel.socket = self._connect(endpoint, found.address)
-            if channel.socket is None:
-                del self._channels[endpoint]
+                self._give_up(endpoint, "its name cannot be looked up")
                 continue
-            waiting, channel.waiting = channel.waiting, []
-            for frame in waiting:
-                self._send(endpoint, channel.socket, frame)
+            try:
+                channel.connect(found.address)
+            except zmq.ZMQError as refused:
+                self._give_up(endpoint, str(refused))
 
-    def waits_for_names(self) -> bool:
+    def poll(self, wake: int, timeout_s: float | None) -> None:
+        """Wait until the file `wake` is readable or the time is over, and bring connections on; None: for ever."""
+        poller = zmq.Poller()
+        poller.register(wake, zmq.POLLIN)
+        opening = {x.monitor: endpoint for endpoint, x in self._channels.items() if x.monitor is not None}
+        for monitor in opening:
+            poller.register(monitor, zmq.POLLIN)
+        # Rounded up: a wait of less than a millisecond would not wait at all, and spin.
+        for ready, _ in poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)):
+            endpoint = opening.get(ready)
+            if endpoint is None:
+                continue
+            try:
+                self._channels[endpoint].hear()
+            except zmq.ZMQError as refused:
+                self._give_up(endpoint, str(refused))
+            except PeerRefused as refused:
+                self._give_up(endpoint, str(refused))
+                self._leave_alone(endpoint, time.monotonic())
+
+    def has_waiting(self) -> bool:
         """Whether something cannot be sent yet."""
-        return any(channel.waiting for channel in self._channels.values())
+        return any(channel.has_waiting for channel in self._channels.values())
 
     def next_idle_s(self) -> float | None:
         """When the first socket will have been idle for too long; None without sockets."""
@@ -104,17 +124,20 @@ class PeerSockets:
     def close(self, linger_ms: int) -> None:
         """Close all, and give what is queued this long to be sent."""
         for channel in self._channels.values():
-            if channel.socket is not None:
-                channel.socket.close(linger=linger_ms)
+            channel.close(linger_ms)
         self._channels.clear()
         self._context.term()
 
-    def _open(self, endpoint: Endpoint) -> _Channel | None:
-        channel = _Channel()
+    def _open(self, endpoint: Endpoint) -> PeerChannel | None:
+        """A way to an endpoint, or None when there cannot be one, which is counted."""
+        channel = PeerChannel(self._context, endpoint[1], self._secrets)
         address = address_of(endpoint[0])
         if address is not None:
-            channel.socket = self._connect(endpoint, address)
-            if channel.socket is None:
+            try:
+                channel.connect(address)
+            except zmq.ZMQError as refused:
+                channel.close(linger_ms=0)
+                self._failed(endpoint, str(refused))
                 return None
         if len(self._channels) >= MAX_SOCKETS:
             self._close(next(iter(self._channels)))
@@ -123,33 +146,23 @@ class PeerSockets:
             self._names.find(endpoint[0])
         return channel
 
-    def _connect(self, endpoint: Endpoint, address: str) -> zmq.Socket[bytes] | None:
-        """A socket, or None when there cannot be one, which is counted."""
-        socket: zmq.Socket[bytes] | None = None
-        try:
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.IPV6, int(":" in address))
-            socket.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(channel_address(address, endpoint[1]))
-        except zmq.ZMQError as refused:
-            if socket is not None:
-                socket.close()
-            self._failed(endpoint, str(refused))
-            return None
-        return socket
+    def _give_up(self, endpoint: Endpoint, why: str) -> None:
+        """What waited is lost; the next message tries anew."""
+        self._failed(endpoint, why)
+        self._close(endpoint)
 
-    def _send(self, endpoint: Endpoint, socket: zmq.Socket[bytes], frame: bytes) -> None:
-        try:
-            socket.send_multipart([b"", frame], flags=zmq.NOBLOCK)
-        except zmq.ZMQError as refused:
-            self._failed(endpoint, str(refused))
+    def _leave_alone(self, endpoint: Endpoint, now_s: float) -> None:
+        self._refused = {x: until_s for x, until_s in self._refused.items() if until_s > now_s}
+        if len(self._refused) < MAX_SOCKETS:
+            self._refused[endpoint] = now_s + REFUSED_S
 
     def _close(self, endpoint: Endpoint) -> None:
-        channel = self._channels.pop(endpoint)
-        if channel.socket is not None:
-            channel.socket.close(linger=0)
+        self._channels.pop(endpoint).close(linger_ms=0)
 
     def _failed(self, endpoint: Endpoint, why: str) -> None:
+        """Count it; say so at most once a second, since clients choose whom this engine speaks to."""
         self._tally.add("side_channel_errors")
-        logger.warning("side channel of %s:%d: %s", endpoint[0], endpoint[1], why)
+        now_s = time.monotonic()
+        if now_s >= self._quiet_until_s:
+            self._quiet_until_s = now_s + _QUIET_S
+            logger.warning("side channel of %s:%d, and others within %g s: %s", endpoint[0], endpoint[1], _QUIET_S, why)

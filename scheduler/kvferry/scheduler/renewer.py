@@ -8,49 +8,92 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import ParamSpec
 
+from kvferry.protocol.channel_socket import derive_keys
 from kvferry.protocol.handshake import MAX_RENEWALS, Release, Renew, encode
-from kvferry.scheduler.consumer.ledger import GiveBack, Keep, LeaseCommand, LeaseKey, RemoteLease
+from kvferry.protocol.secret_file import Secrets
+from kvferry.scheduler.consumer.ended_leases import LeaseKey
+from kvferry.scheduler.consumer.ledger import Drop, GiveBack, Keep, LeaseCommand, RemoteLease
 from kvferry.scheduler.host_names import Found
 from kvferry.scheduler.peer_sockets import Endpoint, PeerSockets
 from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.waking_queue import WakingQueue
 
 logger = logging.getLogger(__name__)
 
 _LINGER_MS = 500
-_NAMES_S = 1.0
+_LAST_WAIT_S = 1.0
 _JOIN_S = 5.0
+_MOST_WAITING = 4096
+"""Submissions that may wait until the thread is up anyway."""
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    submitted_s: float
+    commands: tuple[LeaseCommand, ...]
+
+    @property
+    def needed_s(self) -> float:
+        """When the first of the commands must be carried out."""
+        return min((_needed_s(command, self.submitted_s) for command in self.commands), default=math.inf)
+
+
+def _needed_s(command: LeaseCommand, submitted_s: float) -> float:
+    if isinstance(command, Drop):
+        return math.inf
+    if isinstance(command, GiveBack) or command.at_once:
+        return submitted_s
+    return submitted_s + command.lease.lease_s / HEARTBEATS_PER_LEASE
 
 
 class LeaseRenewer:
     """Carries out `Keep`, `Drop` and `GiveBack` until `close`.
+
+    What has time waits until the thread is up anyway: most leases are dropped before they need to be renewed at all.
 
     A kept lease is renewed when a sixth of its time is over, or at once if so told, together with all others of its
     producer.
 
     Args:
         tally: counts `heartbeats`, `leases_given_back` and `side_channel_errors`.
+        secrets: of the side channel; whichever a producer has is used with it.
+
+    Raises:
+        InvalidConfig: there are secrets, and ZMQ has no CURVE.
     """
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: Tally, secrets: Secrets = ()) -> None:
+        derive_keys(secrets)
         self._tally = tally
-        self._inbox: queue.SimpleQueue[LeaseCommand | Found | None] = queue.SimpleQueue()
+        self._inbox: WakingQueue[_Submitted | Found | None] = WakingQueue()
+        self._sleeps_until_s = 0.0
         self._kept: dict[Endpoint, dict[LeaseKey, RemoteLease]] = {}
         self._due: dict[Endpoint, float] = {}
-        self._sockets = PeerSockets(self._inbox.put, tally)
+        self._sockets = PeerSockets(self._inbox.put, tally, secrets=secrets)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvferry-renewer", daemon=True)
         self._thread.start()
 
     def submit(self, commands: Iterable[LeaseCommand]) -> None:
         """Hand over commands; returns at once."""
-        for command in commands:
-            self._inbox.put(command)
+        submitted = _Submitted(time.monotonic(), tuple(commands))
+        if not submitted.commands:
+            return
+        self._inbox.put_quietly(submitted)
+        # After that: the thread says how long it sleeps, and then looks whether anything has come.
+        if self._sleeps_until_s > submitted.needed_s or len(self._inbox) >= _MOST_WAITING:
+            self._inbox.wake()
 
     def close(self) -> None:
         """Stop the thread after everything submitted has been sent. Idempotent."""
@@ -60,44 +103,56 @@ class LeaseRenewer:
 
     def _run(self) -> None:
         while not self._stopping:
-            try:
-                self._turn()
-            except Exception:
-                # A bug; whatever it was about, all other leases are still to be renewed.
-                self._tally.add("side_channel_errors")
-                logger.exception("a lease command could not be carried out")
-        self._hear_of_names()
-        self._sockets.close(_LINGER_MS)
+            self._survive(self._turn)
+        try:
+            self._send_the_rest()
+        finally:
+            self._sockets.close(_LINGER_MS)
+            self._inbox.close()
+
+    def _survive(self, part: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """An error here is a bug; whatever it was about, all other leases are still to be renewed."""
+        try:
+            part(*args, **kwargs)
+        except Exception:
+            self._tally.add("side_channel_errors")
+            logger.exception("a lease command could not be carried out")
 
     def _turn(self) -> None:
+        self._sleep()
         with contextlib.suppress(queue.Empty):
-            item = self._inbox.get(timeout=self._wait_s())
-            if item is None:
-                self._stopping = True
-                return
-            self._take(item)
-        self._renew_due(time.monotonic())
+            while not self._stopping:
+                self._take(self._inbox.get())
+        if not self._stopping:
+            self._renew_due(time.monotonic())
 
-    def _wait_s(self) -> float | None:
-        """Until the next renewal or the next socket to close; None (for ever) when there is neither."""
+    def _sleep(self) -> None:
+        """Until the next renewal or the next socket to close, or for ever when there is neither; or until woken."""
         idle_s = self._sockets.next_idle_s()
-        times = [*self._due.values(), *(() if idle_s is None else (idle_s,))]
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        self._sleeps_until_s = min((*self._due.values(), math.inf if idle_s is None else idle_s))
+        wait_s = 0.0 if not self._inbox.empty() else max(0.0, self._sleeps_until_s - time.monotonic())
+        self._sockets.poll(self._inbox.fileno(), wait_s if math.isfinite(wait_s) else None)
 
-    def _take(self, item: LeaseCommand | Found) -> None:
-        if isinstance(item, Found):
+    def _take(self, item: _Submitted | Found | None) -> None:
+        if item is None:
+            self._stopping = True
+        elif isinstance(item, Found):
             self._sockets.found(item)
-            return
-        lease, now_s = item.lease, time.monotonic()
+        else:
+            for command in item.commands:
+                self._survive(self._carry_out, command, item.submitted_s)
+
+    def _carry_out(self, command: LeaseCommand, submitted_s: float) -> None:
+        lease = command.lease
         endpoint = (lease.host, lease.port, lease.boot)
-        if isinstance(item, Keep):
+        if isinstance(command, Keep):
             self._kept.setdefault(endpoint, {})[lease.key] = lease
-            first_s = now_s if item.at_once else now_s + lease.lease_s / HEARTBEATS_PER_LEASE
+            first_s = _needed_s(command, submitted_s)
             self._due[endpoint] = min(self._due.get(endpoint, first_s), first_s)
             return
         self._forget(endpoint, lease.key)
-        if isinstance(item, GiveBack):
-            self._sockets.send(endpoint, encode(Release(boot=lease.boot, leases=(lease.name,))), now_s)
+        if isinstance(command, GiveBack):
+            self._sockets.send(endpoint, encode(Release(boot=lease.boot, leases=(lease.name,))), time.monotonic())
             self._tally.add("leases_given_back")
 
     def _forget(self, endpoint: Endpoint, key: LeaseKey) -> None:
@@ -118,13 +173,13 @@ class LeaseRenewer:
             self._tally.add("heartbeats", amount=len(names))
         self._sockets.close_idle(now_s)
 
-    def _hear_of_names(self) -> None:
-        """Before the end: give look-ups that are under way a moment, so that what waits for them is sent."""
-        deadline_s = time.monotonic() + _NAMES_S
-        while self._sockets.waits_for_names():
-            try:
-                item = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
-            except queue.Empty:
-                return
-            if isinstance(item, Found):
-                self._sockets.found(item)
+    def _send_the_rest(self) -> None:
+        """Before the end: give look-ups and connections that are under way a moment, so that what waits is sent."""
+        deadline_s = time.monotonic() + _LAST_WAIT_S
+        while self._sockets.has_waiting() and (left_s := deadline_s - time.monotonic()) > 0:
+            self._sockets.poll(self._inbox.fileno(), left_s)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    item = self._inbox.get()
+                    if isinstance(item, Found):
+                        self._sockets.found(item)

@@ -1,38 +1,54 @@
-"""Counters that threads add to and the engine's metrics drain."""
+"""Counters and samples that threads add to and the engine's metrics drain."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 
 CounterKey = tuple[str, str]
 """Metric and label value; the label is empty where the metric has none."""
 
 
 class Tally:
-    """A thread-safe bag of counters.
+    """A thread-safe bag of counters and samples.
 
     Each addition is kept until `take` drains it; `total` keeps everything for ever, for tests and debug output.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._since_taken: Counter[CounterKey] = Counter()
-        self._total: Counter[CounterKey] = Counter()
+        self._since_taken: dict[CounterKey, int] = {}
+        self._total: dict[CounterKey, int] = {}
+        self._samples: dict[str, list[float]] = {}
 
     def add(self, metric: str, label: str = "", amount: int = 1) -> None:
         """Count `amount` more of `metric`."""
+        key = (metric, label)
         with self._lock:
-            self._since_taken[metric, label] += amount
-            self._total[metric, label] += amount
+            for counts in (self._since_taken, self._total):
+                counts[key] = counts.get(key, 0) + amount
 
     def total(self, metric: str, label: str = "") -> int:
         """Everything counted so far."""
         with self._lock:
-            return self._total[metric, label]
+            return self._total.get((metric, label), 0)
 
     def take(self) -> dict[CounterKey, int]:
         """What was counted since the last call."""
+        if not self._since_taken:
+            return {}
         with self._lock:
-            taken, self._since_taken = self._since_taken, Counter()
-        return dict(taken)
+            taken, self._since_taken = self._since_taken, {}
+        return taken
+
+    def sample(self, metric: str, value: float) -> None:
+        """One more measurement of `metric`."""
+        with self._lock:
+            self._samples.setdefault(metric, []).append(value)
+
+    def take_samples(self) -> dict[str, list[float]]:
+        """What was measured since the last call."""
+        if not self._samples:
+            return {}
+        with self._lock:
+            taken, self._samples = self._samples, {}
+        return taken

@@ -5,18 +5,23 @@ No I/O, no clock. What has to be said on the side channel comes back as `Keep`, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.orders import LoadOrder
+from kvferry.protocol.orders import LoadOrder, Meet
 from kvferry.protocol.params import RemotePrefill
+from kvferry.scheduler.consumer.ended_leases import MAX_ENDED_LEASES, EndedLeases, LeaseKey
+from kvferry.scheduler.consumer.meetings import Meetings
 from kvferry.scheduler.consumer.states import LOAD_TRANSITIONS, LoadEvent, LoadState
 from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.watcher import Watcher
 
-LeaseKey = tuple[str, int, str]
-"""Boot, slot and epoch: a lease among all leases of all engines."""
+_CLAIMING = (LoadState.OFFERED, LoadState.LOADING, LoadState.ABORTED)
+"""Where a request has a claim on its lease."""
+_IN_FLIGHT = (LoadState.LOADING, LoadState.ABORTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,9 @@ class RemotePrompt:
     state: LoadState = LoadState.OFFERED
     local_tokens: int = 0
 
+    def __str__(self) -> str:
+        return f"req={self.request_id}"
+
 
 class ConsumerLedger:
     """All remote prompts of one engine.
@@ -97,24 +105,49 @@ class ConsumerLedger:
     Args:
         tally: counts `loads`, those of them that are of turns as `turn_loads`, and by reason `local_recomputes`.
         recompute_threshold: of a turn, fewer tokens than this are not worth a load.
+        max_ended: leases that are remembered after their end, see `EndedLeases`.
+
+    Attributes:
+        in_flight: loads that were decided and have not ended.
+
+    Attributes:
+        watcher: is told of offered prompts that are computed here.
     """
 
-    def __init__(self, tally: Tally, recompute_threshold: int = 0) -> None:
+    def __init__(self, tally: Tally, recompute_threshold: int = 0, *, max_ended: int = MAX_ENDED_LEASES) -> None:
         self._tally = tally
         self._recompute_threshold = recompute_threshold
         self._by_request: dict[str, RemotePrompt] = {}
         self._claims: dict[LeaseKey, str] = {}
+        self._ended = EndedLeases(max_ended)
+        self._meetings = Meetings()
         self._orders: list[LoadOrder] = []
         self._commands: list[LeaseCommand] = []
+        self.in_flight = 0
+        self.watcher = Watcher()
 
     def __len__(self) -> int:
         """Requests that are not over."""
         return len(self._by_request)
 
+    @property
+    def waiting(self) -> int:
+        """Requests whose load has not been decided."""
+        return len(self._claims) - self.in_flight
+
+    def waits_since_s(self, request_id: str) -> float | None:
+        """When a request came whose load has not been decided; None for every other one."""
+        prompt = self._by_request.get(request_id)
+        return prompt.offered_s if prompt is not None and prompt.state is LoadState.OFFERED else None
+
     def state(self, request_id: str) -> LoadState | None:
         """Where a request is; None when it is not a remote prompt."""
         prompt = self._by_request.get(request_id)
         return prompt.state if prompt else None
+
+    def requests(self, *states: LoadState) -> list[str]:
+        """Requests in one of these states."""
+        return [request_id for request_id, prompt in self._by_request.items() if prompt.state in states]
 
     def shared_tokens(self, request_id: str) -> int:
         """How many leading tokens of a request the producer holds; 0 when it is not a remote prompt."""
@@ -126,8 +159,9 @@ class ConsumerLedger:
     ) -> str | None:
         """A request has arrived with usable params.
 
-        A lease serves one request: whoever comes second (a sibling of `n > 1`, another prompt of the same batch, a
-        replay) is computed here, and must not touch the lease of the first.
+        A lease serves one request: whoever comes second (a sibling of `n > 1`, another prompt of the same batch) is
+        computed here, and must not touch the lease of the first. So is a replay of params whose lease this engine has
+        read, failed to read or given back.
 
         Returns:
             None when the request takes the lease; otherwise why it is computed here.
@@ -137,18 +171,25 @@ class ConsumerLedger:
         lease = RemoteLease.of(source)
         if lease.key in self._claims:
             return "lease_in_use"
+        if lease.key in self._ended:
+            return "lease_over"
         if shared_tokens <= 0:
             return "other_prompt"
         self._by_request[request_id] = RemotePrompt(request_id, source, lease, shared_tokens, now_s, is_turn)
         self._claims[lease.key] = request_id
         self._commands.append(Keep(lease, at_once=is_turn))
+        self._meetings.expect(Meet.of(source), now_s)
         return None
 
+    def introduce(self, producer: Meet, now_s: float) -> None:
+        """The configuration names this producer, and it is there: the workers are to meet it for good."""
+        self._meetings.introduce(producer, now_s)
+
     def decline(self, source: RemotePrefill) -> None:
-        """Whom these params were for never came to be: give the lease back, unless a request has it."""
+        """Whom these params were for never came to be: give the lease back, unless a request has it or had it."""
         lease = RemoteLease.of(source)
-        if lease.key not in self._claims:
-            self._commands.append(GiveBack(lease))
+        if lease.key not in self._claims and lease.key not in self._ended:
+            self._give_back(lease)
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int:
         """How many tokens beyond the local prefix hit can be loaded; 0 for everything that is not to be loaded."""
@@ -178,13 +219,14 @@ class ConsumerLedger:
             if was_offered:
                 if prompt.local_tokens < prompt.shared_tokens:
                     too_short = self._is_too_short(prompt)
-                    self._tally.add("local_recomputes", "below_threshold" if too_short else "not_wanted")
-                self._give_back(prompt)
+                    self._recompute(prompt, "below_threshold" if too_short else "not_wanted")
+                self._give_back(prompt.lease)
             return
         stop = prompt.local_tokens + count
         if stop > prompt.shared_tokens:
             raise LocalProtocolError(f"req={request_id}: load up to token {stop}, matched {prompt.shared_tokens}")
         self._advance(prompt, LoadEvent.LOAD)
+        self.in_flight += 1
         self._tally.add("loads")
         if prompt.is_turn:
             self._tally.add("turn_loads")
@@ -204,7 +246,8 @@ class ConsumerLedger:
         if prompt is None:
             return None
         self._advance(prompt, LoadEvent.LOADED)
-        self._end_claim(prompt)
+        self.in_flight -= 1
+        self._end_claim(prompt.lease)
         self._commands.append(Drop(prompt.lease))
         return prompt
 
@@ -214,7 +257,9 @@ class ConsumerLedger:
         if prompt is None:
             return None
         self._advance(prompt, LoadEvent.FAILED)
-        self._give_back(prompt)
+        self.in_flight -= 1
+        self._meetings.forget(Meet.of(prompt.source))
+        self._give_back(prompt.lease)
         return prompt
 
     def finished(self, request_id: str) -> None:
@@ -225,12 +270,37 @@ class ConsumerLedger:
         was_offered = prompt.state is LoadState.OFFERED
         self._advance(prompt, LoadEvent.FINISH)
         if was_offered:
-            self._give_back(prompt)
+            self._give_back(prompt.lease)
+
+    def decline_offered(self, reason: str) -> int:
+        """Load nothing that has not been begun: those prompts are computed here. Returns how many."""
+        offered = [prompt for prompt in self._by_request.values() if prompt.state is LoadState.OFFERED]
+        for prompt in offered:
+            self._advance(prompt, LoadEvent.DECLINE)
+            self._recompute(prompt, reason)
+            self._give_back(prompt.lease)
+        return len(offered)
+
+    def give_all_back(self) -> None:
+        """This engine ends: whatever was to be read or is being read, nobody wants it any more."""
+        for request_id in list(self._claims.values()):
+            self._give_back(self._by_request[request_id].lease)
+        self._by_request.clear()
+        self.in_flight = 0
 
     def take_orders(self) -> tuple[LoadOrder, ...]:
         """The loads that were decided since the last call."""
         orders, self._orders = self._orders, []
         return tuple(orders)
+
+    def take_meets(self) -> tuple[Meet, ...]:
+        """The producers that new requests name, for the workers to meet before a load is ordered."""
+        return self._meetings.take()
+
+    @property
+    def has_commands(self) -> bool:
+        """Whether anything has to be said on the side channel."""
+        return bool(self._commands)
 
     def take_commands(self) -> tuple[LeaseCommand, ...]:
         """What has to be said on the side channel since the last call, in order."""
@@ -243,25 +313,31 @@ class ConsumerLedger:
         Raises:
             LocalProtocolError: with the sums.
         """
-        claimants = set(self._claims.values())
-        waiting = {LoadState.OFFERED, LoadState.LOADING, LoadState.ABORTED}
-        claiming = {x.request_id for x in self._by_request.values() if x.state in waiting}
-        if claimants != claiming:
-            raise LocalProtocolError(f"loads: {len(claimants)} claims, {len(claiming)} requests that wait")
+        states = Counter(prompt.state.value for prompt in self._by_request.values())
+        claiming = {x.lease.key: x.request_id for x in self._by_request.values() if x.state in _CLAIMING}
+        if claiming != self._claims:
+            raise LocalProtocolError(f"loads: {len(self._claims)} claims, {len(claiming)} requests that wait; {states}")
+        if len(self.requests(*_IN_FLIGHT)) != self.in_flight:
+            raise LocalProtocolError(f"loads: {self.in_flight} are counted as in flight; {states}")
 
     def _advance(self, prompt: RemotePrompt, event: LoadEvent) -> None:
-        after = LOAD_TRANSITIONS.next(prompt.state, event, f"req={prompt.request_id}")
+        after = LOAD_TRANSITIONS.next(prompt.state, event, prompt)
         if after is None:
             del self._by_request[prompt.request_id]
         else:
             prompt.state = after
 
+    def _recompute(self, prompt: RemotePrompt, reason: str) -> None:
+        self._tally.add("local_recomputes", reason)
+        self.watcher.recomputed(prompt, reason)
+
     def _is_too_short(self, prompt: RemotePrompt) -> bool:
         return prompt.is_turn and prompt.shared_tokens - prompt.local_tokens < self._recompute_threshold
 
-    def _end_claim(self, prompt: RemotePrompt) -> None:
-        self._claims.pop(prompt.lease.key, None)
+    def _end_claim(self, lease: RemoteLease) -> None:
+        self._claims.pop(lease.key, None)
+        self._ended.add(lease.key)
 
-    def _give_back(self, prompt: RemotePrompt) -> None:
-        self._end_claim(prompt)
-        self._commands.append(GiveBack(prompt.lease))
+    def _give_back(self, lease: RemoteLease) -> None:
+        self._end_claim(lease)
+        self._commands.append(GiveBack(lease))

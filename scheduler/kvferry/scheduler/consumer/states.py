@@ -14,12 +14,10 @@ here.
 
 from __future__ import annotations
 
-import enum
-
-from kvferry.scheduler.transitions import TransitionTable
+from kvferry.scheduler.transitions import TableEnum, TransitionTable
 
 
-class LoadState(enum.Enum):
+class LoadState(TableEnum):
     """Where a remote prompt is on its way."""
 
     OFFERED = "offered"
@@ -34,7 +32,7 @@ class LoadState(enum.Enum):
     """The request is gone, the workers still read: the blocks stay until they report."""
 
 
-class LoadEvent(enum.Enum):
+class LoadEvent(TableEnum):
     """What can happen to a remote prompt."""
 
     LOAD = "load"

@@ -5,64 +5,42 @@ No I/O, no clock: the caller brings the time. A slot is free, or belongs to exac
 
 from __future__ import annotations
 
-import enum
-import heapq
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.ids import Epoch, epoch_from_text, epoch_to_text, new_epoch
+from kvferry.protocol.ids import Epoch, EpochDraw, epoch_from_text
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
+from kvferry.scheduler.awake_clock import AwakeClock
+from kvferry.scheduler.producer.deadlines import Deadlines
+from kvferry.scheduler.producer.eviction import Candidate, Rank, rank_of
+from kvferry.scheduler.producer.kept_blocks import KeptBlocks
+from kvferry.scheduler.producer.lease import Lease, LeaseUse
 from kvferry.scheduler.producer.states import LEASE_TRANSITIONS, LeaseEvent, LeaseState
 from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.watcher import Watcher
 
 HEARTBEATS_PER_LEASE = 6
 
-
-class LeaseUse(enum.Enum):
-    """What a lease is for; the value begins the names of its counters."""
-
-    PROMPT = "leases"
-    """A prompt that was prefilled here, for the engine that decodes it: soon, or never."""
-    TURN = "turns"
-    """A prompt and the answer that was decoded here, for the prefill of the conversation's next turn: some time."""
+_OPENED, _REFUSED, _RELEASED = (
+    {use: f"{use.value}_{what}" for use in LeaseUse} for what in ("opened", "refused", "released")
+)
+"""Names of counters."""
 
 
-@dataclass(slots=True)
-class Lease:
-    """One request's claim on a slot.
-
-    Attributes:
-        deadline_s: on the ledger's own clock; meaningful while HELD.
-        claimed_until_s: on the same clock; until then a consumer certainly waits, since it has renewed the lease.
-        blocks: for the workers, if they want to know them.
-        ended_by: why nobody reads any more (`release`, `expired`, …), set when that is decided.
-    """
-
-    request_id: str
-    slot: int
-    epoch: Epoch
-    use: LeaseUse = LeaseUse.PROMPT
-    state: LeaseState = LeaseState.COMPUTING
-    deadline_s: float = 0.0
-    claimed_until_s: float = 0.0
-    blocks: Blocks = ()
-    ended_by: str = ""
-
-    @property
-    def name(self) -> LeaseName:
-        return LeaseName(slot=self.slot, epoch=epoch_to_text(self.epoch))
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LeaseOrders:
     """What the workers must be told in this step."""
 
     ends: tuple[LeaseEnd, ...] = ()
     opens: tuple[LeaseOpen, ...] = ()
     holds: tuple[LeaseHold, ...] = ()
+
+
+_NO_ORDERS = LeaseOrders()
 
 
 @dataclass(slots=True)
@@ -79,8 +57,14 @@ class ProducerLedger:
         slots: size of every worker's lease table.
         lease_s: how long a held lease lives without a renewal.
         turn_s: how long a turn's lives without one; a renewal never shortens it.
+        draw_epoch: fresh epochs; random ones when None.
         tally: counts `leases_opened`, `leases_refused` and, by how they ended, `leases_released`; for turns
             `turns_opened`, `turns_refused`, `turns_released`, and `turns_offered` when they are held.
+
+    Attributes:
+        kept: the blocks of leases whose requests have ended.
+        clock: seconds that this process was awake, as far as anybody knows; every step winds it.
+        watcher: is told of every lease that is opened and of every one that is over.
     """
 
     def __init__(
@@ -88,22 +72,24 @@ class ProducerLedger:
         slots: int,
         lease_s: float,
         tally: Tally,
-        draw_epoch: Callable[[], Epoch] = new_epoch,
+        draw_epoch: Callable[[], Epoch] | None = None,
         *,
         turn_s: float | None = None,
+        clock: AwakeClock | None = None,
     ) -> None:
         self.slots = slots
         self.lease_s = lease_s
         self._first_s = {LeaseUse.PROMPT: lease_s, LeaseUse.TURN: lease_s if turn_s is None else turn_s}
         self._tally = tally
-        self._draw_epoch = draw_epoch
+        self._draw_epoch = draw_epoch or EpochDraw()
         self._free = list(range(slots - 1, -1, -1))
         self._by_request: dict[str, Lease] = {}
         self._by_slot: dict[int, Lease] = {}
-        self._deadlines: list[tuple[float, int, Epoch]] = []
+        self.kept = KeptBlocks()
+        self.clock = AwakeClock(self.heartbeat_s) if clock is None else clock
+        self._deadlines = Deadlines(self._by_slot.get)
         self._pending = _Pending()
-        self._clock_s = 0.0
-        self._last_now_s: float | None = None
+        self.watcher = Watcher()
 
     def __len__(self) -> int:
         """Leases that are not over."""
@@ -114,10 +100,38 @@ class ProducerLedger:
         lease = self._by_request.get(request_id)
         return lease.state if lease else None
 
+    def knows(self, name: LeaseName) -> bool:
+        """Whether there is such a lease. Any thread may ask."""
+        return self._find(name) is not None
+
+    @property
+    def clock_s(self) -> float:
+        """What the clock shows."""
+        return self.clock.awake_s
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether there is something that the workers must be told: until a hold is announced, nobody can read."""
+        return bool(self._pending.ends or self._pending.opens or self._pending.finished)
+
+    @property
+    def may_have_due(self) -> bool:
+        """Whether a held lease may have run out."""
+        return self._deadlines.may_be_due(self.clock_s)
+
     @property
     def free_slots(self) -> int:
         """Slots that no lease has."""
         return len(self._free)
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often consumers renew."""
+        return self.lease_s / HEARTBEATS_PER_LEASE
+
+    def requests(self, *states: LeaseState) -> list[str]:
+        """Requests whose leases are in one of these states."""
+        return [request_id for request_id, lease in self._by_request.items() if lease.state in states]
 
     def held(self) -> int:
         """Leases whose blocks are kept after the end of their request."""
@@ -127,37 +141,43 @@ class ProducerLedger:
         """Open a lease when a request is scheduled for the first time; again is no change.
 
         Returns:
-            False when no slot is free: the request is then served without a transfer.
+            False when no slot is free, or a request of this id has ended and its lease has not: the request is then
+            served without a transfer.
         """
-        if request_id in self._by_request:
+        known = self._by_request.get(request_id)
+        if known is not None and known.state is LeaseState.COMPUTING:
             return True
-        if not self._free:
-            self._tally.add(f"{use.value}_refused")
+        if known is not None or not self._free:
+            self._tally.add(_REFUSED[use])
             return False
         lease = Lease(request_id, self._free.pop(), self._draw_epoch(), use)
         self._by_request[request_id] = self._by_slot[lease.slot] = lease
-        self._pending.opens.append(LeaseOpen(slot=lease.slot, epoch=epoch_to_text(lease.epoch)))
-        self._tally.add(f"{use.value}_opened")
+        self._pending.opens.append(LeaseOpen(slot=lease.slot, epoch=lease.name.epoch))
+        self._tally.add(_OPENED[use])
+        self.watcher.lease_opened(lease)
         return True
 
-    def finish(self, request_id: str, blocks: Blocks = ()) -> Lease | None:
+    def finish(self, request_id: str, blocks: Blocks = (), kept: Iterable[int] = ()) -> Lease | None:
         """The request has ended well: keep its blocks. None when it has no lease.
 
         Args:
             blocks: what the workers are told of them.
+            kept: all that stay out of the pool.
         """
         lease = self._by_request.get(request_id)
         if lease is None:
             return None
         self._advance(lease, LeaseEvent.FINISH)
         lease.blocks = blocks
+        self.kept.keep(request_id, kept)
         self._pending.finished.append(lease)
         if lease.use is LeaseUse.TURN:
             self._tally.add("turns_offered")
         return lease
 
-    def abandon(self, request_id: str) -> None:
-        """The request has ended otherwise (aborted, failed): its blocks are not kept. No lease, no change."""
+    def abandon(self, request_id: str, how: str = "abandoned") -> None:
+        """The request has ended otherwise (aborted, failed), or must not be read: its blocks are not kept. No lease, no
+        change."""
         lease = self._by_request.get(request_id)
         if lease is None:
             return
@@ -167,15 +187,20 @@ class ProducerLedger:
             self._pending.opens.remove(untold[0])
         else:
             self._pending.ends.append(self._end_order(lease))
-        self._tally.add(f"{lease.use.value}_released", "abandoned")
+        self._tally.add(_RELEASED[lease.use], how)
+        self.watcher.lease_over(lease, how)
 
-    def renew(self, name: LeaseName) -> bool:
-        """A consumer still waits: the lease lives `lease_s` from now at least. False when there is no such lease."""
+    def renew(self, name: LeaseName, heard_s: float | None = None) -> bool:
+        """A consumer still waits: the lease lives `lease_s` from then at least. False when there is no such lease.
+
+        Args:
+            heard_s: when it said so, by the ledger's clock; now when None.
+        """
         lease = self._find(name)
         if lease is None or lease.state is LeaseState.ENDING:
             self._tally.add("renewals_unknown")
             return False
-        lease.claimed_until_s = self._clock_s + self.lease_s
+        lease.claimed_until_s = (self.clock_s if heard_s is None else heard_s) + self.lease_s
         lease.deadline_s = max(lease.deadline_s, lease.claimed_until_s)
         return True
 
@@ -191,25 +216,25 @@ class ProducerLedger:
         self._end(lease, how)
         return True
 
-    def release_first_turn(self, how: str, *, claimed: bool = False) -> str | None:
-        """End the held turn that would run out first, of those that nobody waits with.
-
-        Args:
-            claimed: when there is no other, end one that a consumer waits with: renewed in the last `lease_s`.
-
-        Returns:
-            Its request; None when there is no such turn.
-        """
-        held = [
-            x
-            for x in self._by_request.values()
-            if x.use is LeaseUse.TURN and x.state is LeaseState.HELD and not x.ended_by
+    def candidates(self) -> list[Candidate]:
+        """The leases that may be ended because others need their blocks, in the order in which they go."""
+        ranked = [
+            (rank, lease)
+            for lease in self._by_request.values()
+            if lease.state is LeaseState.HELD and (rank := rank_of(lease, self.clock_s, self.heartbeat_s)) is not None
         ]
-        first = min(held, key=lambda lease: (self._is_claimed(lease), lease.deadline_s), default=None)
-        if first is None or (self._is_claimed(first) and not claimed):
-            return None
-        self._end(first, how)
-        return first.request_id
+        return sorted(ranked, key=lambda candidate: (candidate[0], candidate[1].held_s))
+
+    def end_early(self, lease: Lease, how: str) -> None:
+        """End a held lease that somebody may still have wanted to read."""
+        self._end(lease, how)
+
+    def release_idle_turns(self, how: str) -> int:
+        """End the offers that no prefill waits with. Returns how many."""
+        idle = [lease for rank, lease in self.candidates() if rank is Rank.IDLE_TURN]
+        for lease in idle:
+            self._end(lease, how)
+        return len(idle)
 
     def release_all(self, how: str) -> int:
         """End every held lease, e.g. because the caches are about to change. Returns how many."""
@@ -218,22 +243,29 @@ class ProducerLedger:
             self._end(lease, how)
         return len(ending)
 
-    def take_orders(self, now_s: float) -> LeaseOrders:
+    def take_orders(self, now_s: float, *, may_expire: bool = True) -> LeaseOrders:
         """What changed since the last call, for the workers of this engine.
 
-        Time counts only while this process is awake: a pause of the producer itself is not the consumer's silence,
-        so a step adds at most one heartbeat to the clock. Call it after everything that arrived has been brought
-        in: renewals come before expiry is judged.
+        Args:
+            may_expire: whether everything that arrived has been brought in, so that silence can be judged.
+
+        Time counts only while this process is awake (`AwakeClock`): a pause of the producer itself is not the
+        consumer's silence. Leases that ran out while the engine rested end here. Call it after everything that arrived
+        has been brought in: renewals come before expiry is judged.
         """
-        self._wind(now_s)
-        for lease in self._due():
-            self._end(lease, "expired")
+        clock_s = self.clock.wind(now_s)
+        if may_expire and self.may_have_due:
+            for lease in self._deadlines.due(self.clock_s):
+                self._end(lease, "expired")
+        if not self.has_orders:
+            return _NO_ORDERS
         holds = []
         pending, self._pending = self._pending, _Pending()
         for lease in pending.finished:
             self._advance(lease, LeaseEvent.ANNOUNCE)
-            lease.deadline_s = self._clock_s + self._first_s[lease.use]
-            self._watch(lease)
+            lease.held_s = clock_s
+            lease.deadline_s = clock_s + self._first_s[lease.use]
+            self._deadlines.watch(lease)
             name = lease.name
             holds.append(LeaseHold(request_id=lease.request_id, slot=name.slot, epoch=name.epoch, blocks=lease.blocks))
             if lease.ended_by:
@@ -252,64 +284,57 @@ class ProducerLedger:
         if lease is None:
             raise LocalProtocolError(f"req={request_id}: reported sent without a lease")
         self._advance(lease, LeaseEvent.SENT)
-        self._tally.add(f"{lease.use.value}_released", lease.ended_by or "done")
+        self.kept.free(request_id)
+        how = lease.ended_by or "done"
+        self._tally.add(_RELEASED[lease.use], how)
+        if lease.use is LeaseUse.PROMPT and how in ("done", "release"):
+            self._tally.sample("lease_left_s", max(0.0, lease.deadline_s - self.clock_s))
+        self.watcher.lease_over(lease, how)
 
     def check_integrity(self) -> None:
-        """Check that every slot is free or leased, once.
+        """Check that every slot is free or leased once, that every held lease will run out, that every hold will be
+        announced, and that blocks are kept for those requests alone whose leases hold some.
 
         Raises:
             LocalProtocolError: with the sums.
         """
-        leased = sorted(lease.slot for lease in self._by_request.values())
+        leases = list(self._by_request.values())
+        leased = sorted(lease.slot for lease in leases)
+        states = Counter(lease.state.value for lease in leases)
+        sums = f"{dict(states)}, {len(self._free)} free of {self.slots} slots"
         if sorted(leased + self._free) != list(range(self.slots)) or leased != sorted(self._by_slot):
-            raise LocalProtocolError(
-                f"lease table: {len(leased)} leased + {len(self._free)} free of {self.slots}, "
-                f"{len(self._by_slot)} found by slot"
-            )
+            raise LocalProtocolError(f"lease table: {len(leased)} leased, {len(self._by_slot)} found by slot; {sums}")
+        watched = self._deadlines.watched()
+        timeless = [x.slot for x in leases if x.state is LeaseState.HELD and (x.slot, x.epoch) not in watched]
+        if timeless:
+            raise LocalProtocolError(f"lease table: {len(timeless)} held leases have no deadline; {sums}")
+        untold = sorted(lease.slot for lease in self._pending.finished)
+        if untold != sorted(x.slot for x in leases if x.state is LeaseState.FINISHED):
+            raise LocalProtocolError(f"lease table: {len(untold)} holds to be announced; {sums}")
+        held = {lease.request_id for lease in leases if lease.state is not LeaseState.COMPUTING}
+        if self.kept.requests() != held:
+            raise LocalProtocolError(f"lease table: {len(self.kept.requests())} requests keep blocks; {sums}")
+        self.kept.check_integrity()
 
     def _find(self, name: LeaseName) -> Lease | None:
         lease = self._by_slot.get(name.slot)
         return lease if lease is not None and lease.epoch == epoch_from_text(name.epoch) else None
 
     def _advance(self, lease: Lease, event: LeaseEvent) -> None:
-        after = LEASE_TRANSITIONS.next(lease.state, event, f"req={lease.request_id} slot={lease.slot}")
+        after = LEASE_TRANSITIONS.next(lease.state, event, lease)
         if after is not None:
             lease.state = after
             return
         del self._by_request[lease.request_id], self._by_slot[lease.slot]
         self._free.append(lease.slot)
 
-    def _is_claimed(self, lease: Lease) -> bool:
-        return lease.claimed_until_s > self._clock_s
-
     def _end(self, lease: Lease, how: str) -> None:
         if lease.state is LeaseState.HELD:
             self._advance(lease, LeaseEvent.END)
             self._pending.ends.append(self._end_order(lease))
         lease.ended_by = how
+        self.kept.end(lease.request_id)
 
     @staticmethod
     def _end_order(lease: Lease) -> LeaseEnd:
-        return LeaseEnd(request_id=lease.request_id, slot=lease.slot, epoch=epoch_to_text(lease.epoch))
-
-    def _wind(self, now_s: float) -> None:
-        if self._last_now_s is not None:
-            self._clock_s += min(max(0.0, now_s - self._last_now_s), self.lease_s / HEARTBEATS_PER_LEASE)
-        self._last_now_s = now_s
-
-    def _watch(self, lease: Lease) -> None:
-        heapq.heappush(self._deadlines, (lease.deadline_s, lease.slot, lease.epoch))
-
-    def _due(self) -> list[Lease]:
-        """Held leases whose time is over. A renewed one is watched again under its new deadline."""
-        due = []
-        while self._deadlines and self._deadlines[0][0] <= self._clock_s:
-            _, slot, epoch = heapq.heappop(self._deadlines)
-            lease = self._by_slot.get(slot)
-            if lease is None or lease.epoch != epoch or lease.state is not LeaseState.HELD:
-                continue
-            if lease.deadline_s > self._clock_s:
-                self._watch(lease)
-            else:
-                due.append(lease)
-        return due
+        return LeaseEnd(request_id=lease.request_id, slot=lease.slot, epoch=lease.name.epoch)

@@ -9,12 +9,10 @@
 
 from __future__ import annotations
 
-import enum
-
-from kvferry.scheduler.transitions import TransitionTable
+from kvferry.scheduler.transitions import TableEnum, TransitionTable
 
 
-class LeaseState(enum.Enum):
+class LeaseState(TableEnum):
     """Where a lease is in its life."""
 
     COMPUTING = "computing"
@@ -27,7 +25,7 @@ class LeaseState(enum.Enum):
     """Nobody may read any more; the workers clear their slots and report."""
 
 
-class LeaseEvent(enum.Enum):
+class LeaseEvent(TableEnum):
     """What can happen to a lease."""
 
     FINISH = "finish"

@@ -1,0 +1,197 @@
+"""One producer that this engine is configured to know: who answers at its address.
+
+    resting ──► looking up ──► asking ──► known
+       ▲             │            │          │
+       └─────────────┴────────────┴──────────┘   nobody there, not ready, or gone: after a pause
+
+A listener tells its engine's id to who does not know it, and its boot to who does: so it is asked twice. The connection
+then stands, with nothing said over it, until it ends, which is how a restart is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+
+import zmq
+
+from kvferry.protocol.channel_socket import (
+    CURVE_OVERHEAD_BYTES,
+    Greeting,
+    heard,
+    keep_alive,
+    protect_asker,
+    watch_connection,
+)
+from kvferry.protocol.errors import InputError
+from kvferry.protocol.handshake import (
+    MAX_REPLY_BYTES,
+    UNKNOWN_ENGINE,
+    Answerer,
+    Hello,
+    Refused,
+    channel_address,
+    decode_answerer,
+    encode,
+)
+from kvferry.protocol.orders import Meet
+from kvferry.protocol.pauses import pause_s
+from kvferry.protocol.secret_file import Secrets
+from kvferry.protocol.secret_trials import SecretTrials, Verdict
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 10.0
+"""Shorter than after a failed handshake: an operator has named this address, not a client."""
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+class _State(enum.Enum):
+    RESTING = enum.auto()
+    LOOKING_UP = enum.auto()
+    ASKING = enum.auto()
+    KNOWN = enum.auto()
+
+
+class Acquaintance:
+    """Belongs to one thread; waits for nothing.
+
+    Args:
+        host, port: its side channel, as requests will name it.
+        asker: this engine.
+        timeout_s: for connecting and both answers together.
+        secrets: of the side channel, tried in their order.
+
+    Attributes:
+        due_s: when `turn` is to be called at the latest.
+        sockets: when one of them is readable, call `hear`.
+        trouble: why it is not known; empty while nothing is wrong.
+    """
+
+    def __init__(self, host: str, port: int, asker: str, timeout_s: float, secrets: Secrets, context: Context) -> None:
+        self.host, self.port = host, port
+        self.due_s = 0.0
+        self.sockets: tuple[zmq.Socket[bytes], ...] = ()
+        self.trouble = ""
+        self._asker = asker
+        self._timeout_s = timeout_s
+        self._secrets = secrets
+        self._context = context
+        self._trials = SecretTrials(secrets)
+        self._address = ""
+        self._state = _State.RESTING
+        self._failures = 0
+
+    def turn(self, now_s: float) -> bool:
+        """Something is due. Returns whether the host is to be looked up now, for `found`."""
+        if self._state is _State.ASKING:
+            self.rest(f"no answer within {self._timeout_s:g} s", now_s)
+            return False
+        self._state, self.due_s = _State.LOOKING_UP, math.inf
+        return True
+
+    def found(self, address: str | None, now_s: float) -> None:
+        """The host's address is known, or there is none."""
+        if self._state is not _State.LOOKING_UP:
+            return
+        if address is None:
+            self.rest("its name cannot be looked up", now_s)
+            return
+        self._state, self._address, self.due_s = _State.ASKING, address, now_s + self._timeout_s
+        self._trials = SecretTrials(self._secrets)
+        self._open(now_s)
+
+    def hear(self, now_s: float) -> Meet | None:
+        """Bring it on by what can be read. Returns who has answered, once per connection."""
+        try:
+            met = self._hear_answer(now_s)
+            if self.sockets:
+                self._hear_greeting(now_s)
+        except (zmq.ZMQError, InputError) as bad:
+            self.rest(str(bad), now_s)
+            return None
+        return met
+
+    def rest(self, why: str, now_s: float) -> None:
+        """It cannot be known now: leave it alone for a while, longer each time."""
+        with contextlib.suppress(zmq.ZMQError):
+            self.close()
+        self._failures += 1
+        self._state, self.trouble = _State.RESTING, why
+        self.due_s = now_s + pause_s(self._failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
+
+    def close(self) -> None:
+        """Close its sockets. Idempotent."""
+        sockets, self.sockets = self.sockets, ()
+        if sockets:
+            socket, monitor = sockets
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
+
+    def _hear_answer(self, now_s: float) -> Meet | None:
+        try:
+            frames = self.sockets[0].recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        if self._state is not _State.ASKING or not self._trials.may_speak:
+            return None  # nobody has asked; and who has none of the secrets says nothing that counts
+        answer = decode_answerer(frames[-1])
+        if isinstance(answer, Answerer):
+            self._state, self.due_s, self.trouble, self._failures = _State.KNOWN, math.inf, "", 0
+            return Meet(host=self.host, port=self.port, engine_id=answer.engine_id, boot=answer.boot, is_lasting=True)
+        if answer.field == "engine_id" and answer.value == UNKNOWN_ENGINE:
+            self._ask(answer.expected)
+        else:
+            self.rest(_refusal(answer), now_s)
+        return None
+
+    def _hear_greeting(self, now_s: float) -> None:
+        greeting = heard(self.sockets[1])
+        if greeting is None:
+            return
+        if self._state is _State.KNOWN:
+            if greeting is Greeting.ENDED:
+                self.rest("its connection has ended", now_s)
+            return
+        if greeting is Greeting.ENDED:
+            return  # of an attempt; what came of it is told by itself
+        verdict = self._trials.heard(greeting)
+        if verdict is Verdict.AGAIN:
+            self.close()
+            self._open(now_s)
+        elif verdict is Verdict.REFUSED:
+            self.rest(self._trials.why, now_s)
+
+    def _open(self, now_s: float) -> None:
+        try:
+            self.sockets = self._prepared()
+            self.sockets[0].connect(channel_address(self._address, self.port))
+            if self._trials.may_speak:
+                self._ask(UNKNOWN_ENGINE)
+        except zmq.ZMQError as refused:  # of what cannot be connected to, or for want of sockets
+            self.rest(str(refused), now_s)
+
+    def _prepared(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """A socket, and the one on which it tells how it is greeted."""
+        socket = self._context.socket(zmq.DEALER)
+        secret = self._trials.secret
+        try:
+            socket.setsockopt(zmq.IPV6, int(":" in self._address))
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES + (CURVE_OVERHEAD_BYTES if secret is not None else 0))
+            socket.setsockopt(zmq.RCVHWM, 1)
+            keep_alive(socket)
+            protect_asker(socket, secret)
+            return socket, watch_connection(socket)
+        except BaseException:
+            socket.close(linger=0)
+            raise
+
+    def _ask(self, engine_id: str) -> None:
+        question = encode(Hello(engine_id=engine_id, asker=self._asker))
+        self.sockets[0].send_multipart([b"", question], flags=zmq.NOBLOCK)
+
+
+def _refusal(refused: Refused) -> str:
+    return f"refused: {refused.field!r} is {refused.value!r}; expected {refused.expected!r}"

@@ -1,0 +1,52 @@
+"""A lease: one request's claim on a slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.protocol.handshake import LeaseName
+from kvferry.protocol.ids import Epoch, epoch_to_text
+from kvferry.protocol.params import Blocks
+from kvferry.scheduler.producer.states import LeaseState
+from kvferry.scheduler.transitions import TableEnum
+
+
+class LeaseUse(TableEnum):
+    """What a lease is for; the value begins the names of its counters."""
+
+    PROMPT = "leases"
+    """A prompt that was prefilled here, for the engine that decodes it: soon, or never."""
+    TURN = "turns"
+    """A prompt and the answer that was decoded here, for the prefill of the conversation's next turn: some time."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """One request's claim on a slot.
+
+    Attributes:
+        held_s: on the ledger's own clock: since when the workers have known of the hold.
+        deadline_s: on the same clock; meaningful while HELD.
+        claimed_until_s: on the same clock; until then a consumer certainly waits, since it has renewed the lease.
+        blocks: for the workers, if they want to know them.
+        ended_by: why nobody reads any more (`release`, `expired`, …), set when that is decided.
+        name: what other engines and the workers call it.
+    """
+
+    request_id: str
+    slot: int
+    epoch: Epoch
+    use: LeaseUse = LeaseUse.PROMPT
+    state: LeaseState = LeaseState.COMPUTING
+    held_s: float = 0.0
+    deadline_s: float = 0.0
+    claimed_until_s: float = 0.0
+    blocks: Blocks = ()
+    ended_by: str = ""
+    name: LeaseName = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = LeaseName(slot=self.slot, epoch=epoch_to_text(self.epoch))
+
+    def __str__(self) -> str:
+        return f"req={self.request_id} slot={self.slot}"
