@@ -9,9 +9,9 @@ import torch
 
 from kvferry.plan.blocks import RequestBlocks, UnitPairs
 from kvferry.plan.tokens import TokenMap, TokenSide, slots_before
-from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
+from kvferry.worker.cell_stacks import CellStack, stack_cells
 from kvferry.worker.device import DeviceMark, clock_for
 
 
@@ -32,10 +32,16 @@ class TailEraser:
 
     def __init__(self, caches: KvCaches) -> None:
         self._clock = clock_for(caches.device)
-        self._views: dict[int, list[tuple[PagedTensor, torch.Tensor]]] = {}
-        for tensor in caches.tensors:
-            if tensor.tiles > 1 and len(tensor.heads):
-                self._views.setdefault(tensor.group, []).append((tensor, cells_of(tensor, caches.storages)))
+        self._stacks: dict[int, list[CellStack]] = {}
+        divisible = [tensor for tensor in caches.tensors if tensor.tiles > 1 and len(tensor.heads)]
+        for stack in stack_cells(divisible, caches.storages):
+            self._stacks.setdefault(stack.group, []).append(stack)
+        # torch would divide the work of a host's cores among threads of its own, which then wait by spinning.
+        self._fill = _fill_on_host if caches.device.type == "cpu" else _fill_on_device
+
+    def mark(self) -> DeviceMark:
+        """Reached when everything that was launched so far is done."""
+        return self._clock.mark()
 
     def erase(
         self, units: Mapping[TokenMap, UnitPairs], groups: Sequence[CacheGroup], request: RequestBlocks
@@ -51,12 +57,12 @@ class TailEraser:
         """
         erased = False
         for gap in gaps(units, groups, request):
-            for tensor, cells in self._views.get(gap.group, ()):
-                first, stop = -(-gap.first // tensor.tile_tokens), gap.stop // tensor.tile_tokens
+            for stack in self._stacks.get(gap.group, ()):
+                first, stop = -(-gap.first // stack.tile_tokens), gap.stop // stack.tile_tokens
                 if first < stop:
-                    cells[gap.block, :, first:stop] = 0
+                    self._fill(stack.cells, gap.block, first, stop)
                     erased = True
-        return self._clock.mark() if erased else None
+        return self.mark() if erased else None
 
 
 def gaps(units: Mapping[TokenMap, UnitPairs], groups: Sequence[CacheGroup], request: RequestBlocks) -> Iterator[Gap]:
@@ -87,19 +93,9 @@ def _block_of(slot: int, ids: Sequence[int], group: CacheGroup, side: TokenSide)
     return ids[scheduler_block] * (group.block_tokens // side.block_tokens) + inside // side.block_tokens
 
 
-def cells_of(tensor: PagedTensor, storages: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensor's bytes as uint8 `[blocks, heads, tiles, elements, element_bytes]`, sharing its memory.
+def _fill_on_device(cells: torch.Tensor, block: int, first: int, stop: int) -> None:
+    cells[:, block, :, first:stop] = 0
 
-    Raises:
-        ValueError: it lies in none of the storages.
-    """
-    element = tensor.element_bytes or tensor.cell_bytes
-    for storage in storages:
-        whole = storage.untyped_storage()
-        offset = tensor.base - whole.data_ptr()
-        if 0 <= offset < whole.nbytes():
-            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(whole)
-            shape = (tensor.blocks, len(tensor.heads), tensor.tiles, tensor.cell_bytes // element, element)
-            strides = (tensor.block_stride, tensor.head_stride, tensor.tile_stride, tensor.element_stride, 1)
-            return flat.as_strided(shape, strides, offset)
-    raise ValueError(f"{tensor.layer}/{tensor.kind} lies in none of the registered allocations")
+
+def _fill_on_host(cells: torch.Tensor, block: int, first: int, stop: int) -> None:
+    cells.numpy()[:, block, :, first:stop] = 0

@@ -154,6 +154,23 @@ class TransferState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class OpenHandles:
+    """What a fabric has handed out and not got back.
+
+    Attributes:
+        transfers: posted and not released.
+        prepared: prepared lists, local and remote, that were not released.
+        peers: added and not removed.
+        leaving: removed peers that are still connected because reads from them are in flight.
+    """
+
+    transfers: int = 0
+    prepared: int = 0
+    peers: int = 0
+    leaving: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TransferTelemetry:
     """What a finished transfer moved. `descriptors` counts what was posted, after merging of neighbours."""
 
@@ -164,7 +181,8 @@ class TransferTelemetry:
 
 
 class Fabric(Protocol):
-    """One agent on the fabric. Everything raises `FabricClosed` after `close`, `release` and `close` excepted."""
+    """One agent on the fabric. Everything raises `FabricClosed` after `close`, except `release`, `open_handles` and
+    `close`."""
 
     @property
     def agent_name(self) -> str:
@@ -223,15 +241,17 @@ class Fabric(Protocol):
         sides ascend and adjoin, so sort the pairs. Empty index arrays make a transfer that is DONE and contacts
         nobody. Raises `InvalidRequest` for arrays of another dtype, shape or unequal length, an index outside its
         list, a pair of descriptors of unequal length or a released handle: then nothing was posted. Raises
-        `PeerLost` if the peer is gone, and `TransferFailed` otherwise, as `poll` does.
+        `PeerLost` if the peer is gone, and `TransferFailed` otherwise, as `poll` does: parts may have been posted.
         """
         ...
 
     def poll(self, transfer: Transfer) -> TransferState:
         """Advance a transfer and tell its state; never waits. A transfer advances for certain only if polled.
 
-        Raises `PeerLost` or `TransferFailed`, again on every later call: the transfer has ended, and what its local
-        descriptors hold is undefined. A frozen peer raises nothing: deadlines are the caller's.
+        Raises `PeerLost` or `TransferFailed`, again on every later call, and what its local descriptors hold is
+        undefined. After `PeerLost` nothing more is written there; after `TransferFailed` something may be, see there,
+        and once the peer is known to be dead later calls raise `PeerLost` instead. A frozen peer raises nothing:
+        deadlines are the caller's.
         """
         ...
 
@@ -263,6 +283,10 @@ class Fabric(Protocol):
         In order for each sender. Anybody may have sent it, peer or not: nothing in it can be trusted, and nothing
         in it makes this raise.
         """
+        ...
+
+    def open_handles(self) -> OpenHandles:
+        """What has not been given back; in constant time. Raises nothing, not even after `close`."""
         ...
 
     def close(self) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import zmq
 
+from kvferry.protocol.channel_socket import CURVE_OVERHEAD_BYTES, heard, keep_alive, protect_asker, watch_greetings
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import (
     MAX_REPLY_BYTES,
@@ -15,51 +18,155 @@ from kvferry.protocol.handshake import (
     decode_reply,
     encode,
 )
+from kvferry.protocol.secret_file import Secret, Secrets
+from kvferry.protocol.secret_trials import SecretTrials, Verdict
+from kvferry.worker.asking_threads import AskingThreads, Context, own_threads
 
 _MS = 1000
 
 
-def fetch_description(host: str, port: int, engine_id: str, asker: str, timeout_s: float) -> EngineDescription:
+def fetch_description(
+    host: str,
+    port: int,
+    engine_id: str,
+    asker: str,
+    timeout_s: float,
+    secrets: Secrets = (),
+    threads: AskingThreads | None = None,
+) -> EngineDescription:
     """Fetch the description of the engine that answers at an address.
 
+    Args:
+        threads: see `exchange`.
+
     Raises:
-        PeerRefused: the answer was a refusal.
+        PeerRefused: the answer was a refusal, or as `ask`.
         HandshakeFailed, InvalidMessage: as `ask`.
     """
-    reply = ask(host, port, Hello(engine_id=engine_id, asker=asker), timeout_s)
+    reply = ask(host, port, Hello(engine_id=engine_id, asker=asker), timeout_s, secrets, threads)
     if isinstance(reply, Refused):
         where = f"{host}:{port}"
         raise PeerRefused(f"{where} refused: {reply.field!r} is {reply.value!r}; expected {reply.expected!r}")
     return reply
 
 
-def ask(host: str, port: int, hello: Hello, timeout_s: float) -> Reply:
+def ask(
+    host: str, port: int, hello: Hello, timeout_s: float, secrets: Secrets = (), threads: AskingThreads | None = None
+) -> Reply:
     """Ask the engine that answers at an address; a refusal is an answer as well.
 
     Waits, so it runs on a thread that may wait; everything it makes is gone when it returns.
 
+    Args:
+        secrets: of the side channel, tried in their order; nothing is said before one is accepted.
+        threads: see `exchange`.
+
     Raises:
         HandshakeFailed: nobody answered in time, or the address is none.
+        PeerRefused: the secrets of both ends do not go together; told as soon as that is known.
         InvalidMessage: the answer was none of the protocol's.
     """
+    return decode_reply(exchange(host, port, encode(hello), timeout_s, secrets, threads))
+
+
+def exchange(
+    host: str, port: int, request: bytes, timeout_s: float, secrets: Secrets = (), threads: AskingThreads | None = None
+) -> bytes:
+    """Send one frame to a listener and get the one frame of its answer, whatever they say.
+
+    Args:
+        threads: of ZMQ; without them some are started, and ended.
+
+    Raises:
+        HandshakeFailed, PeerRefused: as `ask`.
+    """
     where = f"{host}:{port}"
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    deadline_s = time.monotonic() + timeout_s
     try:
-        socket = context.socket(zmq.REQ)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, int(":" in host))
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
-        socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * _MS))
-        socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * _MS))
-        socket.connect(channel_address(host, port))
-        socket.send(encode(hello))
-        frames = socket.recv_multipart()
+        with threads.use(host) if threads is not None else own_threads() as context:
+            frames = _answer(context, host, port, request, SecretTrials(secrets), deadline_s)
     except zmq.Again:
         raise HandshakeFailed(f"{where} did not answer within {timeout_s:g} s") from None
     except (zmq.ZMQError, ValueError) as refused:
         raise HandshakeFailed(f"{where}: {refused}") from None
-    finally:
-        context.destroy(linger=0)
     if len(frames) != 1:
         raise HandshakeFailed(f"{where} answered in {len(frames)} frames; kvferry answers in one")
-    return decode_reply(frames[0])
+    return frames[0]
+
+
+def _answer(
+    context: Context, host: str, port: int, request: bytes, trials: SecretTrials, deadline_s: float
+) -> list[bytes]:
+    """The answer over a connection that was made with the secret that the listener has.
+
+    The request waits in the socket from the start: ZMQ sends nothing before the other end has shown by its greeting
+    that it has the socket's secret.
+
+    Raises:
+        zmq.Again: the deadline has passed.
+        PeerRefused: no secret will do.
+    """
+    while True:
+        socket, monitor = _connect(context, host, port, trials.secret)
+        try:
+            if trials.may_speak:
+                socket.send(request, zmq.NOBLOCK)
+            verdict = _heard(socket, monitor, trials, deadline_s)
+            if verdict is Verdict.SPEAK:
+                if not socket.poll(_left_ms(deadline_s)):
+                    raise zmq.Again
+                return socket.recv_multipart()
+        finally:
+            _close(socket, monitor)
+        if verdict is Verdict.REFUSED:
+            raise PeerRefused(f"{host}:{port} cannot be spoken to: {trials.why}")
+
+
+def _heard(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], trials: SecretTrials, deadline_s: float) -> Verdict:
+    """How the greeting went; an answer is there already where it was `SPEAK` and nobody said so yet.
+
+    Raises:
+        zmq.Again: the deadline has passed.
+    """
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    poller.register(monitor, zmq.POLLIN)
+    while True:
+        ready = dict(poller.poll(_left_ms(deadline_s)))
+        if socket in ready:
+            return Verdict.SPEAK
+        if monitor not in ready:
+            raise zmq.Again
+        greeting = heard(monitor)
+        verdict = Verdict.WAIT if greeting is None else trials.heard(greeting)
+        if verdict is not Verdict.WAIT:
+            return verdict
+
+
+def _connect(
+    context: Context, host: str, port: int, secret: Secret | None
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    socket = context.socket(zmq.REQ)
+    monitor: zmq.Socket[bytes] | None = None
+    try:
+        socket.setsockopt(zmq.IPV6, int(":" in host))
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES + (CURVE_OVERHEAD_BYTES if secret is not None else 0))
+        keep_alive(socket)
+        protect_asker(socket, secret)
+        monitor = watch_greetings(socket)
+        socket.connect(channel_address(host, port))
+    except Exception:
+        _close(socket, monitor)
+        raise
+    return socket, monitor
+
+
+def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes] | None) -> None:
+    if monitor is not None:
+        socket.disable_monitor()
+        monitor.close(linger=0)
+    socket.close(linger=0)
+
+
+def _left_ms(deadline_s: float) -> int:
+    return max(0, int((deadline_s - time.monotonic()) * _MS))

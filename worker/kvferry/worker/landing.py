@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import numpy as np
 
 from kvferry.protocol.slots import EMPTY, SLOT_BYTES
@@ -35,6 +37,11 @@ class Landing:
             raise RuntimeError("the landing has not been prepared")
         return self._descriptors
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the fabric has a list of the cells."""
+        return self._descriptors is not None
+
     def try_take(self, count: int) -> tuple[int, ...] | None:
         """`count` cells, or None when there are not as many free."""
         if len(self._free) < count:
@@ -48,3 +55,7 @@ class Landing:
     def free(self) -> int:
         """Cells that nobody has."""
         return len(self._free)
+
+    def free_cells(self) -> Set[int]:
+        """Which they are."""
+        return set(self._free)

@@ -12,23 +12,29 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import LeaseTable as LeaseTableAddress
 from kvferry.protocol.ids import Epoch, epoch_from_text
 from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.protocol.slots import EMPTY, SLOT_BYTES, SlotState, slot_word
 
+_LIVE = (SlotState.COMPUTING, SlotState.READY)
+
+MAX_CONSUMERS = 8
+"""Most consumers whose reports are kept under one lease: it is one's, and whoever knows it may name any number."""
+
 
 @dataclass(slots=True)
 class _Reports:
-    """Who of one consumer has reported, and how many it says there are."""
+    """Who of one consumer has reported, one bit each, and how many it says there are."""
 
-    workers: set[int] = field(default_factory=set)
+    workers: int = 0
     expected: int = 0
 
     @property
     def complete(self) -> bool:
-        return len(self.workers) >= self.expected
+        return self.workers.bit_count() >= self.expected
 
 
 @dataclass(slots=True)
@@ -63,6 +69,31 @@ class LeaseTable:
     def held(self) -> int:
         """Leases under which a `done` is awaited."""
         return len(self._held)
+
+    def is_open(self, slot: int, epoch: str) -> bool:
+        """Whether the lease has not ended."""
+        with self._lock:
+            return self._find(slot, epoch) is not None
+
+    def describe(self) -> str:
+        """How many leases there are, for an error."""
+        return f"{np.count_nonzero(self.words)} words, {len(self._leases)} leases, {len(self._held)} held"
+
+    def errors(self) -> list[str]:
+        """What does not add up: every lease has its word, every other word is empty, what is held was held once."""
+        with self._lock:
+            wrong = [
+                f"slot {slot} says {int(self.words[slot]):#x} under epoch {lease.epoch:#x}"
+                for slot, lease in self._leases.items()
+                if int(self.words[slot]) not in (slot_word(lease.epoch, state) for state in _LIVE)
+            ]
+            words = int(np.count_nonzero(self.words))
+            if words != len(self._leases):
+                wrong.append(f"{words} words are not empty, and there are {len(self._leases)} leases")
+            named = {slot for slot, lease in self._leases.items() if lease.request_id is not None}
+            if named != self._held:
+                wrong.append(f"slots {sorted(self._held ^ named)} are held by no request, or the other way round")
+        return wrong
 
     def open(self, order: LeaseOpen) -> None:
         """The request runs: the blocks are being written. A former lease of the slot that was never held is over."""
@@ -115,13 +146,16 @@ class LeaseTable:
 
         Raises:
             KeyError: there is no such lease.
+            InvalidMessage: too many others have reported under it.
         """
         with self._lock:
             lease = self._find(message.slot, message.epoch)
             if lease is None:
                 raise KeyError(message.slot)
+            if message.consumer not in lease.reports and len(lease.reports) >= MAX_CONSUMERS:
+                raise InvalidMessage("consumer", message.consumer, f"at most {MAX_CONSUMERS} consumers under one lease")
             reports = lease.reports.setdefault(message.consumer, _Reports())
-            reports.workers.add(message.worker)
+            reports.workers |= 1 << message.worker
             reports.expected = max(reports.expected, message.expected)
             return self._finish_if_complete(message.slot, lease)
 

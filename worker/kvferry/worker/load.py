@@ -1,7 +1,7 @@
 """One load, from its order to its last byte, told as the steps that it takes.
 
 The steps are generators: a `yield` says that there is nothing to do at present. Nothing waits, nothing sleeps; the
-transfer thread resumes every load in turn. What may still write into the request's blocks is in `in_flight`, `staged`
+transfer thread resumes every load in turn. What may still write into the request's blocks is in `reads`, `staged`
 and `erased` of the `Load` at every moment, whatever happens to the generator.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,15 +30,26 @@ from kvferry.worker.device import DeviceMark
 from kvferry.worker.eraser import TailEraser
 from kvferry.worker.fabric import Fabric, FabricError, Transfer, TransferState
 from kvferry.worker.landing import Landing
+from kvferry.worker.load_figures import LoadFigures
+from kvferry.worker.load_times import LoadTimes, Stage
 from kvferry.worker.peer import Peer, PeerKey
 from kvferry.worker.peer_book import PeerBook, Unavailable
+from kvferry.worker.reads import Reader, Reads
 from kvferry.worker.staged_reads import StagedFigures, StagedReads
 from kvferry.worker.staging import Staging
-from kvferry.worker.unforeseen import give_back, has_ended
+from kvferry.worker.staging_pool import Wave
+from kvferry.worker.unforeseen import unforeseen
 
 Steps = Generator[None, None, None]
 
 _ASK_AGAIN_S = 0.001
+
+
+class Planned(NamedTuple):
+    """What is read in place: descriptors before any are merged, and their bytes."""
+
+    num_bytes: int
+    descriptors: int
 
 
 class LoadFailed(KvferryError):
@@ -46,28 +58,6 @@ class LoadFailed(KvferryError):
     def __init__(self, reason: FailureReason, detail: str) -> None:
         self.reason = reason
         super().__init__(detail)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFigures:
-    """What a good load moved, and how long it took.
-
-    Attributes:
-        planned_bytes: by the plan: descriptors × their length.
-        transferred_bytes, descriptors: as NIXL counted them.
-        post_s, transfer_s: as NIXL measured them, summed over the routes.
-        load_s: from the order to the last byte.
-        staged_bytes, waves: of the planned bytes those that went through the staging pool, and in how many waves.
-    """
-
-    planned_bytes: int
-    transferred_bytes: int
-    descriptors: int
-    post_s: float
-    transfer_s: float
-    load_s: float
-    staged_bytes: int = 0
-    waves: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +70,7 @@ class LoadContext:
         worker: this worker's index in its engine.
     """
 
-    fabric: Fabric
+    reader: Reader
     book: PeerBook
     landing: Landing
     staging: Staging | None
@@ -90,16 +80,22 @@ class LoadContext:
     boot: str
     worker: int
 
+    @property
+    def fabric(self) -> Fabric:
+        return self.reader.fabric
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Load:
     """One load.
 
     Attributes:
+        key: whom it is to be read from.
+        times: when each of its stages ended.
         mark: when it is reached, the device has finished everything that was launched before the blocks were given
             to this request.
         peer: whom it reads from, once that has been met.
-        in_flight: transfers that may still write: into the request's blocks, or into `cells`.
+        reads: what may still be written: into the request's blocks, or into `cells`.
         staged: what goes through the staging pool, and may still write too.
         erased: when the device has zeroed what was not loaded; until then it may still write as well.
         figures: set when the load is good.
@@ -110,17 +106,33 @@ class Load:
     mark: DeviceMark
     context: LoadContext
     ordered_s: float
+    key: PeerKey = field(init=False)
+    times: LoadTimes = field(init=False)
     peer: Peer | None = None
-    in_flight: list[Transfer] = field(default_factory=list)
+    reads: Reads = field(init=False)
     staged: StagedReads | None = None
     erased: DeviceMark | None = None
     cells: tuple[int, ...] = ()
     figures: LoadFigures | None = None
     undelivered: int = 0
 
+    def __post_init__(self) -> None:
+        self.key = PeerKey.of(self.order.source)
+        self.times = LoadTimes(self.ordered_s)
+        self.reads = self.context.reader.reads()
+
     @property
-    def key(self) -> PeerKey:
-        return PeerKey.of(self.order.source)
+    def num_blocks(self) -> int:
+        """Blocks that it writes into, or might."""
+        return sum(len(blocks) for blocks in self.order.local_blocks)
+
+    def transfers(self) -> int:
+        """Transfers that have not been given back."""
+        return len(self.reads) + (self.staged.transfers() if self.staged is not None else 0)
+
+    def waves(self) -> list[Wave]:
+        """What it has of the staging pool."""
+        return self.staged.waves() if self.staged is not None else []
 
     def steps(self) -> Steps:
         """The load's life.
@@ -129,20 +141,30 @@ class Load:
             LoadFailed: the blocks are not to be used.
             FabricError: the fabric failed; the peer may be lost.
         """
+        times, now_s = self.times, time.monotonic
+        times.go_on(Stage.MEETING, now_s())
         peer = self.peer = yield from self._meet_peer()
         units = self._pair_units(peer)
         while not self.mark.reached():
             yield
+        times.go_on(Stage.FENCE, now_s())
         yield from self._check_fence(peer, wait_until_ready=True)
+        times.go_on(Stage.POSTING, now_s())
         planned, handles = self._post_reads(peer, units)
+        times.go_on(Stage.READING, now_s())
         yield from self._read_staged(peer, units)
         yield from self._finish(handles)
-        self.erased = self.context.eraser.erase(units, self.context.groups, self._blocks)
+        times.go_on(Stage.FENCE_AGAIN, now_s())
+        try:
+            self.erased = self.context.eraser.erase(units, self.context.groups, self._blocks)
+        except Exception:
+            self.erased = self.context.eraser.mark()  # what was launched before it still writes
+            raise
         yield from self._check_fence(peer, wait_until_ready=False)
         while self.erased is not None and not self.erased.reached():
             yield
         self.figures = self._figures(planned, handles)
-        self._tell(peer)
+        times.end(now_s())
 
     def settle(self) -> bool:
         """Release what can write no more; raises nothing, unless the device itself has failed.
@@ -150,17 +172,13 @@ class Load:
         Returns:
             Whether nothing is in flight: the blocks are safe to use again.
         """
-        fabric = self.context.fabric
-        ended = [transfer for transfer in self.in_flight if has_ended(fabric, transfer)]
-        for transfer in ended:
-            self.in_flight.remove(transfer)
-            give_back(fabric, transfer)
-        if not self.in_flight and self.cells:
+        none_is_read = self.reads.settle()
+        if none_is_read and self.cells:
             self.context.landing.give_back(self.cells)
             self.cells = ()
         staged_is_safe = self.staged is None or self.staged.settle()
         is_erased = self.erased is None or self.erased.reached()
-        return not self.in_flight and staged_is_safe and is_erased
+        return none_is_read and staged_is_safe and is_erased
 
     def _meet_peer(self) -> Generator[None, None, Peer]:
         while True:
@@ -210,14 +228,14 @@ class Load:
         if not peer.routes:
             return  # this worker holds nothing of the model's caches, and nobody has to be told
         yield from self._take_cells(len(peer.routes))
-        words = self.context.landing.words
+        words, descriptors = self.context.landing.words, self.context.landing.descriptors
         slot = np.array([ticket.lease_slot], dtype=np.int32)
+        cells = np.array(self.cells, dtype=np.int32)
         while True:
             handles = []
-            for cell, route in zip(self.cells, peer.routes, strict=True):
-                words[cell] = 0
-                where = np.array([cell], dtype=np.int32)
-                handles.append(self._post(self.context.landing.descriptors, where, route.slots, slot))
+            for index, route in enumerate(peer.routes):
+                words[self.cells[index]] = 0
+                handles.append(self.reads.post(descriptors, cells[index : index + 1], route.slots, slot))
             yield from self._finish(handles)
             self._release(handles)
             found = {int(words[cell]) for cell in self.cells}
@@ -240,15 +258,16 @@ class Load:
                 return
             yield
 
-    def _post_reads(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> tuple[int, list[Transfer]]:
-        planned = 0
+    def _post_reads(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> tuple[Planned, list[Transfer]]:
+        num_bytes = descriptors = 0
         handles = []
         for prepared in (prepared for route in peer.routes for prepared in route.tables):
             wanted = descriptor_pairs(prepared.table, units)
             if len(wanted.local):
-                handles.append(self._post(prepared.local, wanted.local, prepared.remote, wanted.remote))
-                planned += wanted.num_bytes
-        return planned, handles
+                handles.append(self.reads.post(prepared.local, wanted.local, prepared.remote, wanted.remote))
+                num_bytes += wanted.num_bytes
+                descriptors += len(wanted.local)
+        return Planned(num_bytes, descriptors), handles
 
     def _read_staged(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> Steps:
         sources = [
@@ -258,17 +277,12 @@ class Load:
         ]
         if sources and self.context.staging is not None:
             peer_name = f"{peer.key}/{peer.key.boot}"
-            reads = StagedReads(self.context.fabric, self.context.staging, self.order.request_id, peer_name)
+            reads = StagedReads(self.context.reader, self.context.staging, self.order.request_id, peer_name)
             self.staged = reads
             yield from reads.steps(sources)
 
-    def _post(self, *read: object) -> Transfer:
-        transfer = self.context.fabric.post_read(*read)  # type: ignore[arg-type]
-        self.in_flight.append(transfer)
-        return transfer
-
     def _finish(self, handles: list[Transfer]) -> Steps:
-        """Until all of them are done. A transfer that raises ends the load; its siblings stay in `in_flight`."""
+        """Until all of them are done. A transfer that raises ends the load; its siblings stay in `reads`."""
         waiting = list(handles)
         while True:
             waiting = [x for x in waiting if self.context.fabric.poll(x) is TransferState.IN_FLIGHT]
@@ -278,17 +292,18 @@ class Load:
 
     def _release(self, handles: list[Transfer]) -> None:
         for transfer in handles:
-            self.in_flight.remove(transfer)
-            self.context.fabric.release(transfer)
+            self.reads.finished(transfer)
 
-    def _figures(self, planned: int, handles: list[Transfer]) -> LoadFigures:
+    def _figures(self, planned: Planned, handles: list[Transfer]) -> LoadFigures:
         told = [self.context.fabric.telemetry(transfer) for transfer in handles]
         known = [one for one in told if one is not None]
         self._release(handles)
         staged = self.staged.figures if self.staged is not None else StagedFigures()
+        self.times.relayout_s = staged.relayout_s
         known += staged.telemetry
         return LoadFigures(
-            planned_bytes=planned + staged.planned_bytes,
+            planned_bytes=planned.num_bytes + staged.planned_bytes,
+            planned_descriptors=planned.descriptors + staged.planned_descriptors,
             transferred_bytes=sum(one.bytes for one in known),
             descriptors=sum(one.descriptors for one in known),
             post_s=sum(one.post_us for one in known) / 1e6,
@@ -298,10 +313,10 @@ class Load:
             waves=staged.waves,
         )
 
-    def _tell(self, peer: Peer) -> None:
-        """Tell every producer worker that this worker needs nothing more under the lease."""
+    def tell(self) -> None:
+        """Tell every producer worker that this worker needs nothing more under the lease; raises nothing."""
         ticket = self.order.source.kvferry
-        for route in peer.routes:
+        for route in self.peer.routes if self.peer is not None else ():
             message = Done(
                 slot=ticket.lease_slot,
                 epoch=ticket.lease_epoch,
@@ -313,3 +328,6 @@ class Load:
                 self.context.fabric.notify(route.agent, encode_notification(message))
             except FabricError:
                 self.undelivered += 1  # the producer will free the blocks when their lease runs out
+            except Exception:  # noqa: BLE001 - shown, with its traceback
+                unforeseen.show(f"req={self.order.request_id}: the load is good, and a producer was not told")
+                self.undelivered += 1

@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 PROGRESS_INTERVAL_US = 20_000
 """Default for the progress thread: event driven, woken at least this often; 0.2 % of a core."""
 
-_SHARED_MEMORY = {"all", "sm", "shm", "mm", "posix", "sysv", "xpmem"}
+_SHARED_MEMORY = frozenset({"sm", "shm", "mm", "posix", "sysv", "xpmem"})
+_ALL_SHARED_MEMORY = frozenset({"sm", "shm", "mm"})
+_TCP = frozenset({"tcp"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +46,43 @@ class AgentConfig:
 
 
 def ucx_defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """UCX settings that kvferry wants and that `environ` does not decide.
+    """UCX settings that kvferry wants and that `environ` does not decide, each by itself.
 
-    `UCX_MM_ERROR_HANDLING=y` lets peers on one host use shared memory as their control lane, 5 µs instead of 28 over
-    loopback TCP, with failures still detected; without it `UCX_TLS=sm,self` cannot make an agent at all. It is left
-    out where `UCX_TLS` excludes shared memory: UCX warns of settings that nothing uses.
+    Where shared memory may be used (peers on one host):
+
+    - `UCX_MM_ERROR_HANDLING=y` lets it be the control lane, 5 µs instead of 28 over loopback TCP, with failures still
+      detected; without it `UCX_TLS=sm,self` cannot make an agent at all.
+    - `UCX_KEEPALIVE_INTERVAL=300s` instead of 20 s. Signs of life to a peer that takes none (frozen, or an agent that
+      was closed in a process that lives) fill its queue of 256, and then NIXL's progress thread spins on a core and
+      an agent that is closed hangs: after 85 minutes with one peer, 11 with eight, and 21 hours with 300 s. A dead
+      peer is found by the next read as before, over TCP and process_vm_readv, whatever the interval. It is not
+      `inf`: over shared memory alone a read that is posted to a dead peer ends with the next sign of life, or never.
+
+    Where TCP may carry data:
+
+    - `UCX_TCP_TX_SEG_SIZE=256k` and `UCX_TCP_RX_SEG_SIZE=256k` instead of 8 KiB: reads of 1 MiB and more are two to
+      five times faster; memory per connection is the same within 0.05 MB.
+
+    What `UCX_TLS` excludes is left alone: UCX warns of settings that nothing uses.
     """
     transports = environ.get("UCX_TLS", "all")
+    chosen: dict[str, str] = {}
+    if _may_use(transports, _SHARED_MEMORY, _ALL_SHARED_MEMORY):
+        chosen |= {"UCX_MM_ERROR_HANDLING": "y", "UCX_KEEPALIVE_INTERVAL": "300s"}
+    if _may_use(transports, _TCP, _TCP):
+        chosen |= {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
+    return {name: value for name, value in chosen.items() if name not in environ}
+
+
+def _may_use(transports: str, some: frozenset[str], all_of_them: frozenset[str]) -> bool:
+    """Whether `UCX_TLS` admits a kind of transport.
+
+    Args:
+        some: names that admit it, as far as they go.
+        all_of_them: names that exclude it altogether.
+    """
     names = {name.strip() for name in transports.removeprefix("^").split(",")}
-    excluded = names & {"sm", "shm", "mm"} if transports.startswith("^") else not names & _SHARED_MEMORY
-    if excluded or "UCX_MM_ERROR_HANDLING" in environ:
-        return {}
-    return {"UCX_MM_ERROR_HANDLING": "y"}
+    return not names & all_of_them if transports.startswith("^") else bool(names & (some | {"all"}))
 
 
 def apply_ucx_defaults(environ: MutableMapping[str, str]) -> None:

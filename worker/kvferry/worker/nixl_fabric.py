@@ -21,6 +21,7 @@ from kvferry.worker.fabric import (
     InvalidRequest,
     LocalDescriptors,
     MemoryKind,
+    OpenHandles,
     PeerAgent,
     PeerLost,
     Region,
@@ -64,6 +65,8 @@ class NixlFabric:
         self._peers: dict[PeerAgent, NixlPeer] = {}
         self._registered: list[Any] = []
         self._handles: set[NixlLocal | NixlRemote | NixlTransfer] = set()
+        self._open_transfers = 0
+        self._leaving = 0
         self._undecodable = 0
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -107,8 +110,9 @@ class NixlFabric:
     def remove_peer(self, peer: PeerAgent) -> None:
         self._open("remove peer")
         entry = self._peers.get(peer)
-        if entry is not None:
+        if entry is not None and not entry.removed:
             entry.removed = True
+            self._leaving += 1
             self._forget_if_removed(entry)
 
     def prepare_local(self, rows: DescriptorRows) -> LocalDescriptors:
@@ -155,6 +159,8 @@ class NixlFabric:
         agent = self._open("poll")
         mine = self._own(transfer, NixlTransfer)
         if mine.failure is not None:
+            if isinstance(mine.failure, TransferFailed) and mine.entry.lost is not None:
+                mine.failure = PeerLost("poll", f"{mine.failure.reason}; and then: {mine.entry.lost}", mine.peer)
             raise mine.failure.with_traceback(None)
         if mine.state is TransferState.IN_FLIGHT:
             try:
@@ -187,6 +193,7 @@ class NixlFabric:
             return
         self._handles.remove(handle)
         if isinstance(handle, NixlTransfer):
+            self._open_transfers -= 1
             self._release_raw(handle.raw)
             self._end(handle)
         else:
@@ -216,6 +223,14 @@ class NixlFabric:
         except self._errors.every as error:
             raise FabricUnavailable("take notifications", self._errors.describe(error)) from error
         return [(sender, message) for sender, messages in arrived.items() for message in messages]
+
+    def open_handles(self) -> OpenHandles:
+        return OpenHandles(
+            transfers=self._open_transfers,
+            prepared=len(self._handles) - self._open_transfers,
+            peers=len(self._peers) - self._leaving,
+            leaving=self._leaving,
+        )
 
     def close(self) -> None:
         agent = self._agent
@@ -249,6 +264,7 @@ class NixlFabric:
 
     def _keep(self, handle: _Handle) -> _Handle:
         self._handles.add(handle)
+        self._open_transfers += isinstance(handle, NixlTransfer)
         return handle
 
     def _kind(self, kind: MemoryKind) -> Any:
@@ -291,6 +307,7 @@ class NixlFabric:
     def _forget_if_removed(self, entry: NixlPeer) -> None:
         if entry.removed and not entry.in_flight and self._peers.get(entry.name) is entry:
             del self._peers[entry.name]
+            self._leaving -= 1
             self._quietly(self._agent.invalidateRemoteMD, entry.name)
 
     def _release_raw(self, raw: int | None) -> None:

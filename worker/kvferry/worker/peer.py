@@ -11,6 +11,7 @@ from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
 from kvferry.plan.waves import source_table
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription
+from kvferry.protocol.orders import Meet
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.slots import SLOT_BYTES
 from kvferry.worker.caches import KvCaches
@@ -22,11 +23,8 @@ from kvferry.worker.fabric import (
     PeerAgent,
     RemoteDescriptors,
 )
+from kvferry.worker.reads import Handle, Reader
 from kvferry.worker.staging import PreparedSource, Staging
-from kvferry.worker.unforeseen import give_back
-
-Made = PeerAgent | LocalDescriptors | RemoteDescriptors
-"""What `connect` gets from the fabric and has to give back."""
 
 
 class PeerKey(NamedTuple):
@@ -41,6 +39,11 @@ class PeerKey(NamedTuple):
     def of(cls, source: RemotePrefill) -> PeerKey:
         """Whom params speak of."""
         return cls(source.remote_host, source.remote_port, source.remote_engine_id, source.kvferry.boot)
+
+    @classmethod
+    def of_meet(cls, meet: Meet) -> PeerKey:
+        """Whom an order to meet speaks of."""
+        return cls(meet.host, meet.port, meet.engine_id, meet.boot)
 
     def __str__(self) -> str:
         return f"{self.engine_id}@{self.host}:{self.port}"
@@ -81,11 +84,11 @@ class Peer:
     description: EngineDescription
     plan: TransferPlan
     routes: tuple[PeerRoute, ...]
-    made: tuple[Made, ...]
+    made: tuple[Handle, ...]
 
 
 def connect(
-    fabric: Fabric,
+    reader: Reader,
     caches: KvCaches,
     staging: Staging | None,
     key: PeerKey,
@@ -101,23 +104,25 @@ def connect(
         FabricError: the fabric refuses its metadata or its memory; nothing is left behind.
         InvalidMessage: the description names memory of no known kind.
     """
-    made: list[Made] = []
+    made: list[Handle] = []
     try:
-        routes = tuple(_connect_route(fabric, caches, staging, route, description, made) for route in plan.routes)
+        routes = tuple(
+            _connect_route(reader.fabric, caches, staging, route, description, made) for route in plan.routes
+        )
     except Exception:
-        _undo(fabric, made)
+        _undo(reader, made)
         raise
     return Peer(key, description, plan, routes, tuple(made))
 
 
-def disconnect(fabric: Fabric, peer: Peer) -> None:
+def disconnect(reader: Reader, peer: Peer) -> None:
     """Give back everything that `connect` made; raises nothing. What is in flight goes on, and is to be polled."""
-    _undo(fabric, peer.made)
+    _undo(reader, peer.made)
 
 
-def _undo(fabric: Fabric, made: Sequence[Made]) -> None:
+def _undo(reader: Reader, made: Sequence[Handle]) -> None:
     for one in reversed(made):
-        give_back(fabric, one)
+        reader.give_back(one)
 
 
 def _connect_route(
@@ -126,7 +131,7 @@ def _connect_route(
     staging: Staging | None,
     route: Route,
     description: EngineDescription,
-    made: list[Made],
+    made: list[Handle],
 ) -> PeerRoute:
     worker = description.workers[route.worker]
     agent = fabric.add_peer(worker.agent_metadata)

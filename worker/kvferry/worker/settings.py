@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.plan.cost import DIRECT_MIN_BYTES
+from kvferry.protocol.secret_file import Secrets
+from kvferry.worker.reads import FAILED_READ_GRACE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,12 @@ class WorkerSettings:
     staging_pool_bytes: what short runs are staged in; 0 for no pool, None for the default of the device.
     direct_min_bytes: run length from which nothing is staged.
     host_buffer: the fabric does not reach the caches' device: everything goes through host memory.
+    secrets: of the side channel.
+    peer_ttl_s: after which a producer that was not read from is forgotten; 0 or less for never.
+    max_peers: producers that are known at once, those apart that are being read from.
+    failed_read_grace_s: how long memory stays out of use after a read into it has failed (`kvferry.worker.reads`).
+    huge_pages_s: how long the start may take for moving host memory into huge pages (`kvferry.worker.huge_pages`).
+    check_integrity: add everything up whenever anything may have changed, not only when there is nothing to do.
     """
 
     lease_slots: int = 4096
@@ -26,3 +34,9 @@ class WorkerSettings:
     staging_pool_bytes: int | None = None
     direct_min_bytes: int = DIRECT_MIN_BYTES
     host_buffer: bool = False
+    secrets: Secrets = ()
+    peer_ttl_s: float = 3600.0
+    max_peers: int = 1024
+    failed_read_grace_s: float = FAILED_READ_GRACE_S
+    huge_pages_s: float = 0.0
+    check_integrity: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
@@ -10,11 +11,11 @@ import numpy as np
 
 from kvferry.plan.waves import SourceUnits, Window, next_window, window_reads
 from kvferry.worker.device import DeviceMark
-from kvferry.worker.fabric import Fabric, Transfer, TransferState, TransferTelemetry
+from kvferry.worker.fabric import Transfer, TransferState, TransferTelemetry
+from kvferry.worker.reads import Reader, Reads
 from kvferry.worker.relayout.wave_table import WaveTable
 from kvferry.worker.staging import PreparedSource, Staging, chunks_of
 from kvferry.worker.staging_pool import WAVES_PER_LOAD, Wave
-from kvferry.worker.unforeseen import give_back, has_ended
 
 _MAX_UNITS = 32768
 """Units of one wave: its table has a row for each."""
@@ -29,22 +30,27 @@ class _Flight:
     """A wave from its read to its last byte in place.
 
     Attributes:
+        reads: what may be written into the wave.
         transfer: its read; None once that has ended.
-        mark: reached when its bytes are in place; None before that has begun.
+        table: how its bytes are put in place.
+        mark: reached when they are; None before that has begun.
+        read_s: when it had been read.
     """
 
     wave: Wave
-    table: WaveTable
-    transfer: Transfer | None
+    reads: Reads
+    transfer: Transfer | None = None
+    table: WaveTable | None = None
     mark: DeviceMark | None = None
+    read_s: float = 0.0
     quarantined: bool = False
 
     def is_in_place(self) -> bool:
         return self.mark is not None and self.mark.reached()
 
-    def may_write(self) -> bool:
-        """Whether anything is still read into the wave, or written from it."""
-        return self.transfer is not None or (self.mark is not None and not self.mark.reached())
+    def is_safe(self) -> bool:
+        """Whether nothing is read into the wave any more, nor written from it."""
+        return self.reads.settle() and (self.mark is None or self.mark.reached())
 
 
 class _Cursor:
@@ -89,12 +95,16 @@ class StagedFigures:
 
     Attributes:
         planned_bytes: that were to be read; more than arrives in the caches where whole blocks are read.
+        planned_descriptors: for them, before any were merged.
         waves: how many.
+        relayout_s: from the end of each wave's read until it was found in place, summed.
         telemetry: of every read, as the fabric has it.
     """
 
     planned_bytes: int = 0
+    planned_descriptors: int = 0
     waves: int = 0
+    relayout_s: float = 0.0
     telemetry: list[TransferTelemetry] = field(default_factory=list)
 
 
@@ -105,9 +115,9 @@ class StagedReads:
         load, peer: for the pool's fairness.
     """
 
-    def __init__(self, fabric: Fabric, staging: Staging, load: str, peer: str) -> None:
+    def __init__(self, reader: Reader, staging: Staging, load: str, peer: str) -> None:
         self.figures = StagedFigures()
-        self._fabric = fabric
+        self._reader = reader
         self._staging = staging
         self._load = load
         self._peer = peer
@@ -125,7 +135,7 @@ class StagedReads:
                 pass
             for flight in self._flights:
                 self._advance(flight)
-            self._give_back([flight for flight in self._flights if flight.is_in_place()])
+            self._finish([flight for flight in self._flights if flight.is_in_place()])
             if cursor or self._flights:
                 yield
 
@@ -136,16 +146,20 @@ class StagedReads:
             Whether none is left: nothing writes into the request's blocks.
         """
         self._staging.pool.withdraw(self._load)
-        for flight in self._flights:
-            if flight.transfer is not None and has_ended(self._fabric, flight.transfer):
-                give_back(self._fabric, flight.transfer)
-                flight.transfer = None
-        self._give_back([flight for flight in self._flights if not flight.may_write()])
+        self._give_back([flight for flight in self._flights if flight.is_safe()])
         for flight in self._flights:
             if not flight.quarantined:
                 self._staging.pool.quarantine(flight.wave)
                 flight.quarantined = True
         return not self._flights
+
+    def waves(self) -> list[Wave]:
+        """What it has of the pool."""
+        return [flight.wave for flight in self._flights]
+
+    def transfers(self) -> int:
+        """Transfers that have not been given back."""
+        return sum(len(flight.reads) for flight in self._flights)
 
     def _try_begin(self, cursor: _Cursor) -> bool:
         """Post the read of the next window, unless the pool has no room now."""
@@ -156,30 +170,35 @@ class StagedReads:
         wave = pool.try_take(self._load, self._peer, wanted, at_least=2 * size)
         if wave is None:
             return False
-        try:
-            first, count = chunks_of(wave, size)
-            window = cursor.go_on(min(count, _most_chunks(source, units)))
-            table = source.wave_table(units, window, self._staging.address + first * size)
-            local = np.arange(first, first + window.chunks, dtype=np.int32)
-            remote = window_reads(source.table, units, window)
-            transfer = self._fabric.post_read(source.chunks, local, source.remote, remote)
-        except Exception:
-            pool.give_back(wave)
-            raise
-        self._flights.append(_Flight(wave, table, transfer))
+        flight = _Flight(wave, self._reader.reads())
+        self._flights.append(flight)  # first of all: whatever happens now, the wave is accounted for
+        first, count = chunks_of(wave, size)
+        window = cursor.go_on(min(count, _most_chunks(source, units)))
+        flight.table = source.wave_table(units, window, self._staging.address + first * size)
+        local = np.arange(first, first + window.chunks, dtype=np.int32)
+        remote = window_reads(source.table, units, window)
+        flight.transfer = flight.reads.post(source.chunks, local, source.remote, remote)
         self.figures.planned_bytes += window.chunks * size
+        self.figures.planned_descriptors += window.chunks
         self.figures.waves += 1
         return True
 
     def _advance(self, flight: _Flight) -> None:
-        if flight.transfer is not None and self._fabric.poll(flight.transfer) is TransferState.DONE:
-            told = self._fabric.telemetry(flight.transfer)
+        fabric = self._reader.fabric
+        if flight.transfer is not None and fabric.poll(flight.transfer) is TransferState.DONE:
+            told = fabric.telemetry(flight.transfer)
             if told is not None:
                 self.figures.telemetry.append(told)
             done, flight.transfer = flight.transfer, None
-            self._fabric.release(done)
-        if flight.transfer is None and flight.mark is None:
+            flight.read_s = time.monotonic()
+            flight.reads.finished(done)
+        if flight.transfer is None and flight.mark is None and flight.table is not None:
             flight.mark = self._staging.relayout.try_start(flight.table)
+
+    def _finish(self, flights: list[_Flight]) -> None:
+        now_s = time.monotonic() if flights else 0.0
+        self.figures.relayout_s += sum(now_s - flight.read_s for flight in flights)
+        self._give_back(flights)
 
     def _give_back(self, flights: list[_Flight]) -> None:
         for flight in flights:

@@ -67,6 +67,9 @@ class StagingPool:
         capacity: bytes of the buffer.
         alignment: of a wave's start and size; a power of two.
 
+    Attributes:
+        used_bytes: that are out, quarantined ones included.
+
     Raises:
         PoolTooSmall: an eighth of the capacity is less than `alignment`.
     """
@@ -76,6 +79,7 @@ class StagingPool:
         self.alignment = alignment
         if self.largest_wave == 0:
             raise PoolTooSmall("staging_pool_bytes", capacity, f"at least {WAVES_PER_POOL * alignment}")
+        self.used_bytes = 0
         self._out: dict[int, Wave] = {}
         self._quarantined: set[int] = set()
         self._waiting: dict[str, _Wish] = {}
@@ -92,7 +96,7 @@ class StagingPool:
 
     @property
     def free_bytes(self) -> int:
-        return self.capacity - sum(wave.num_bytes for wave in self._out.values())
+        return self.capacity - self.used_bytes
 
     @property
     def quarantined_bytes(self) -> int:
@@ -158,6 +162,7 @@ class StagingPool:
         """Nothing reads or writes `wave` any more; ends its quarantine too."""
         self._check_out(wave)
         del self._out[wave.start]
+        self.used_bytes -= wave.num_bytes
         self._quarantined.discard(wave.start)
 
     def held_by(self, peer: str) -> int:
@@ -174,6 +179,8 @@ class StagingPool:
         edges = [0, *(edge for wave in waves for edge in (wave.start, wave.stop)), self.capacity]
         wrong = [f"{wave} is not aligned" for wave in waves if (wave.start | wave.stop) % self.alignment]
         wrong += [f"{wave} is larger than {self.largest_wave}" for wave in waves if wave.num_bytes > self.largest_wave]
+        if self.used_bytes != sum(wave.num_bytes for wave in waves):
+            wrong.append(f"{self.used_bytes} bytes are counted as used")
         if edges != sorted(edges):
             wrong.append(f"waves overlap or leave the pool: {edges}")
         for peer in {wave.peer for wave in waves}:
@@ -200,6 +207,7 @@ class StagingPool:
             if stop - start >= size:
                 wave = Wave(start=start, stop=start + size, load=load, peer=wish.peer)
                 self._out[start] = wave
+                self.used_bytes += wave.num_bytes
                 return wave
         return None
 

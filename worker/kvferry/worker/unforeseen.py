@@ -8,16 +8,6 @@ from __future__ import annotations
 import logging
 import time
 
-from kvferry.worker.fabric import (
-    Fabric,
-    FabricError,
-    LocalDescriptors,
-    PeerAgent,
-    RemoteDescriptors,
-    Transfer,
-    TransferState,
-)
-
 logger = logging.getLogger(__name__)
 
 _QUIET_S = 1.0
@@ -46,25 +36,3 @@ class UnforeseenErrors:
 
 unforeseen = UnforeseenErrors()
 """The process's one: a broken library breaks everything at once."""
-
-
-def has_ended(fabric: Fabric, transfer: Transfer) -> bool:
-    """Whether a transfer can write no more; a transfer whose state cannot be told still may. Raises nothing."""
-    try:
-        return fabric.poll(transfer) is TransferState.DONE
-    except FabricError:
-        return True  # it has ended, and not well
-    except Exception:  # noqa: BLE001 - shown, with its traceback
-        unforeseen.show("a transfer's state cannot be told; its memory stays out of use")
-        return False
-
-
-def give_back(fabric: Fabric, made: Transfer | LocalDescriptors | RemoteDescriptors | PeerAgent) -> None:
-    """Release a handle, or remove a peer. Raises nothing."""
-    try:
-        if isinstance(made, str):
-            fabric.remove_peer(made)
-        else:
-            fabric.release(made)
-    except Exception:  # noqa: BLE001 - shown, with its traceback
-        unforeseen.show(f"{type(made).__name__} could not be given back")

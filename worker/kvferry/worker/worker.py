@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from kvferry.plan.cost import Costs
-from kvferry.plan.planner import plan_transfer
+from kvferry.plan.plan_cache import PlanCache
+from kvferry.plan.refusal import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed, InvalidConfig, InvalidMessage, PeerRefused
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts, WorkerDescription
-from kvferry.protocol.orders import StepOrders
+from kvferry.protocol.orders import decode_head
 from kvferry.protocol.seal import SEAL_KEY_BYTES
+from kvferry.worker.asking_threads import AskingThreads
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import clock_for
 from kvferry.worker.eraser import TailEraser
 from kvferry.worker.fabric import Fabric, MemoryKind, Region
 from kvferry.worker.handshake_client import fetch_description
 from kvferry.worker.host_mirror import HostMirror
+from kvferry.worker.huge_pages import use_huge_pages
 from kvferry.worker.landing import Landing
 from kvferry.worker.lease_table import LeaseTable
 from kvferry.worker.load import LoadContext
+from kvferry.worker.load_watch import LoadWatch
 from kvferry.worker.peer import PeerKey
 from kvferry.worker.peer_book import PeerBook
+from kvferry.worker.reads import Reader
 from kvferry.worker.results import StepResults
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging import Staging
 from kvferry.worker.transfer_thread import TransferThread
+from kvferry.worker.unforeseen import unforeseen
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +49,12 @@ _STAGING_BYTES_OF_OTHERS = 64 << 20
 _CELLS_PER_LOAD = 8
 _MORE_CELLS = 4096
 """Where lease slots land: one word per producer worker and load."""
+
+_PLANS_AT_ONCE = 4
+"""Planning holds the interpreter's lock, and strangers can describe engines that take seconds to plan."""
+
+_MOST_REHEARSED = 64
+"""Workers of an engine that is planned with itself at its start; more take seconds."""
 
 MakeFabric = Callable[[str], Fabric]
 """Makes a fabric whose agent has the given name."""
@@ -84,6 +98,7 @@ class FerryWorker:
         exported = self._mirror.caches if self._mirror is not None else caches
         table_region = Region(self._table.address.address, self._table.num_bytes, MemoryKind.DRAM)
         pool = [self._staging.region()] if self._staging is not None else []
+        use_huge_pages([*exported.regions(), *pool], settings.huge_pages_s)
         self._fabric.register([*exported.regions(), table_region, self._landing.region(), *pool])
         self._landing.prepare(self._fabric)
         self.description = WorkerDescription(
@@ -110,12 +125,16 @@ class FerryWorker:
             staged_run_bytes=self._staging.longest_run if self._staging is not None else 0,
             reaches_caches=not settings.host_buffer,
         )
-        self._number = 0  # this worker's among the workers it knows
+        self._planning = threading.Semaphore(_PLANS_AT_ONCE)
+        self._asking = AskingThreads()
+        self._plans = PlanCache(self._engine, 0, self._costs)
         self._caches = caches
         self._eraser = TailEraser(caches)
         self._clock = clock_for(caches.device)
         self._thread: TransferThread | None = None
         self._book: PeerBook | None = None
+        self._watch = LoadWatch(settings.load_timeout_s)
+        self._lost_orders = 0
 
     def meet_siblings(self, workers: Sequence[WorkerDescription]) -> None:
         """Learn of all workers of this engine, this one at its own index: reads are spread over all of them.
@@ -131,20 +150,57 @@ class FerryWorker:
         known = list(workers)
         known[self._index] = self._as_consumer(self._caches)
         self._engine = msgspec.structs.replace(self._engine, workers=tuple(known))
-        self._number = self._index
+        self._plans = PlanCache(self._engine, self._index, self._costs)
+        self._rehearse(workers)
 
-    def carry_out(self, orders: StepOrders) -> None:
-        """Take a step's orders; returns at once. Call it on the thread that launches the device's work."""
-        if not orders:
+    def carry_out(self, head: bytes, frame: bytes) -> None:
+        """Take a step's orders; returns at once, whatever they are and however many blocks they name. Call it on the
+        thread that launches the device's work.
+
+        Args:
+            head: of the orders, read here (`encode_head`).
+            frame: the orders, read by the transfer thread (`encode_orders`).
+        """
+        try:
+            first = decode_head(head)
+        except InvalidMessage:
+            self._lost_orders += 1
+            unforeseen.show("a step's orders are lost")
             return
-        self._started(orders.boot).submit(orders, self._clock.mark())
+        self._watch.ordered(first.loads)
+        self._started(first.boot).submit(first, frame, self._clock.mark())
 
-    def take_results(self) -> StepResults:
-        """What happened since the last call; returns at once."""
-        return self._thread.results.take() if self._thread is not None else StepResults()
+    def take_results(self, patience_s: float = 0.0) -> StepResults:
+        """What happened since the last call.
+
+        Args:
+            patience_s: while loads are under way wait so long for one of them to end; 0 returns at once.
+        """
+        if self._thread is not None and patience_s and self._watch:
+            self._thread.results.wait_for_load(patience_s)
+        results = self._thread.results.take() if self._thread is not None else StepResults()
+        self._watch.look(results)
+        results.lost_orders += self._lost_orders
+        self._lost_orders = 0
+        return results
+
+    def check_integrity(self, *, at_rest: bool = False) -> None:
+        """Whether everything that was taken belongs to somebody: cells, waves, handles, words of the lease table.
+
+        The transfer thread does it, between two steps. May wait for it, so it is nothing for an engine's step.
+
+        Args:
+            at_rest: nothing is to be under way either: no load, no first read, nothing in quarantine.
+
+        Raises:
+            LocalProtocolError: with all the sums, or the thread does not answer.
+        """
+        if self._thread is not None:
+            self._thread.check_integrity(at_rest=at_rest)
 
     def close(self) -> None:
         """Stop the thread and give the memory back to the engine. Idempotent."""
+        self._asking.close()
         if self._thread is not None and not self._thread.close():
             logger.error("the transfer thread is stuck in a call; what it uses is left alone")
             return
@@ -156,19 +212,22 @@ class FerryWorker:
         """The transfer thread; it starts with the first orders, because they bring this engine's boot."""
         if self._thread is None:
             settings = self._settings
-            thread = TransferThread(self._table, self._mirror, settings.load_timeout_s, settings.max_loads)
+            thread = TransferThread(self._table, self._mirror, settings)
+            reader = Reader(self._fabric, settings.failed_read_grace_s)
             self._book = PeerBook(
-                self._fabric,
+                reader,
                 self._caches,
                 self._staging,
                 self._landing,
                 self._introduce,
                 thread.wake,
                 settings.handshake_timeout_s,
+                ttl_s=settings.peer_ttl_s,
+                most_peers=settings.max_peers,
             )
             thread.start(
                 LoadContext(
-                    fabric=self._fabric,
+                    reader=reader,
                     book=self._book,
                     landing=self._landing,
                     staging=self._staging,
@@ -186,18 +245,33 @@ class FerryWorker:
         """This worker with the addresses at which it wants the bytes: those of the caches themselves."""
         return msgspec.structs.replace(self.description, tensors=caches.tensors)
 
+    def _rehearse(self, workers: Sequence[WorkerDescription]) -> None:
+        """What can be done of a first contact before there is one: producers often have this engine's own shape.
+
+        An engine that cannot do it starts all the same: the first contact does it, or says why not.
+        """
+        try:
+            self._asking.start()
+            if len(workers) <= _MOST_REHEARSED:
+                with contextlib.suppress(PlanRefused, InvalidMessage):
+                    self._plans.plan(msgspec.structs.replace(self._engine, workers=tuple(workers)))
+        except Exception:  # noqa: BLE001 - shown, with its traceback
+            unforeseen.show("a first contact could not be prepared; the engine starts without")
+
     def _introduce(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
         """Fetch a producer's description and plan it; on a thread that may wait."""
         if key.engine_id == self._engine_id:
             raise HandshakeFailed("the params name this very engine")
+        timeout_s, secrets = self._settings.handshake_timeout_s, self._settings.secrets
         description = fetch_description(
-            key.host, key.port, key.engine_id, self._engine_id, self._settings.handshake_timeout_s
+            key.host, key.port, key.engine_id, self._engine_id, timeout_s, secrets, self._asking
         )
         if description.engine_id != key.engine_id:
             raise PeerRefused(f"{key.host}:{key.port} is engine {description.engine_id}, not {key.engine_id}")
         if description.boot != key.boot:
             raise PeerRefused(f"engine {key.engine_id} has restarted since it wrote these params")
-        return description, plan_transfer(self._engine, self._number, description, self._costs)
+        with self._planning:
+            return description, self._plans.plan(description)
 
 
 def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:

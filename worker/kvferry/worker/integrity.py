@@ -1,0 +1,134 @@
+"""The arithmetic of a worker: whatever was taken belongs to somebody who is alive.
+
+| of | taken | by |
+| --- | --- | --- |
+| the landing's cells | all that are not free | loads that run or are quarantined, first reads |
+| the staging pool | waves that are out | staged reads of these loads, quarantined ones by quarantined loads |
+| the fabric's transfers | not released | these loads, first reads |
+| its prepared lists | not released | the landing, peers |
+| its peers | not removed | peers |
+| the lease table | words that are not empty | leases |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.worker.fabric import LocalDescriptors, RemoteDescriptors, Transfer
+from kvferry.worker.landing import Landing
+from kvferry.worker.lease_table import LeaseTable
+from kvferry.worker.load_runner import LoadRunner
+from kvferry.worker.peer_book import PeerBook
+from kvferry.worker.reads import Reader
+from kvferry.worker.staging import Staging
+from kvferry.worker.unready_holds import UnreadyHolds
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBooks:
+    """Everything of a worker that is counted. Belongs to the transfer thread."""
+
+    reader: Reader
+    landing: Landing
+    staging: Staging | None
+    table: LeaseTable
+    unready: UnreadyHolds
+    runner: LoadRunner
+    book: PeerBook
+
+    def check(self, *, at_rest: bool = False) -> None:
+        """Add everything up, in time that grows with what is alive.
+
+        Args:
+            at_rest: nothing is to be under way either: no load, no first read, nothing in quarantine. Peers may be
+                known and leases held.
+
+        Raises:
+            LocalProtocolError: with all the sums.
+        """
+        wrong = [*self._cells(), *self._handles(), *self._pool(), *self.table.errors()]
+        if at_rest:
+            wrong += self._unrest()
+        if wrong:
+            raise LocalProtocolError(f"{'; '.join(wrong)}. {self.describe()}")
+
+    def describe(self) -> str:
+        """All the sums in a line."""
+        runner, landing = self.runner, self.landing
+        first_reads, loads = self.book.first_reads(), list(runner.alive())
+        pool = self.staging.pool if self.staging is not None else None
+        return (
+            f"loads: {runner.waiting()} waiting, {len(loads) - len(runner.quarantine)} running, "
+            f"{len(runner.quarantine)} quarantined; peers: {self.book.describe()}; "
+            f"cells: {len(landing.words)} = {landing.free()} free + {sum(len(one.cells) for one in loads)} of loads + "
+            f"{sum(len(one.cells) for one in first_reads)} of first reads; "
+            f"transfers: {sum(one.transfers() for one in loads)} of loads, "
+            f"{sum(len(one.reads) for one in first_reads)} of first reads; "
+            f"not taken back: {len(self.reader.refused())}; the fabric has {self.reader.fabric.open_handles()}; "
+            f"pool: {f'{pool.capacity} = {pool.free_bytes} free + {pool.waves()}' if pool is not None else 'none'}; "
+            f"leases: {self.table.describe()}, {len(self.unready)} not ready"
+        )
+
+    def _cells(self) -> list[str]:
+        landing = self.landing
+        owners = [one.cells for one in self.runner.alive()] + [one.cells for one in self.book.first_reads()]
+        taken = Counter(cell for cells in owners for cell in cells)
+        wrong = [f"cell {cell} has {count} owners" for cell, count in taken.items() if count > 1]
+        if taken:  # a set of all free cells takes a while, and an idle worker has taken none
+            wrong += [f"cell {cell} is free and taken" for cell in landing.free_cells() & taken.keys()]
+        if landing.free() + sum(taken.values()) != len(landing.words):
+            wrong.append(f"{len(landing.words)} cells are not {landing.free()} free + {sum(taken.values())} taken")
+        return wrong
+
+    def _handles(self) -> list[str]:
+        has, refused = self.reader.fabric.open_handles(), self.reader.refused()
+        peers = list(self.book.peers())
+        agents = sum(len(peer.routes) for peer in peers)
+        lists = sum(isinstance(one, (LocalDescriptors, RemoteDescriptors)) for one in refused)
+        expected = {
+            "transfers": sum(one.transfers() for one in self.runner.alive())
+            + sum(len(one.reads) for one in self.book.first_reads())
+            + sum(isinstance(one, Transfer) for one in refused),
+            "prepared": self.landing.is_prepared + sum(len(peer.made) for peer in peers) - agents + lists,
+            "peers": agents + sum(isinstance(one, str) for one in refused),
+        }
+        found = {"transfers": has.transfers, "prepared": has.prepared, "peers": has.peers}
+        return [
+            f"the fabric has {found[name]} {name}, {count} are known"
+            for name, count in expected.items()
+            if found[name] != count
+        ]
+
+    def _pool(self) -> list[str]:
+        if self.staging is None:
+            return []
+        pool, wrong = self.staging.pool, []
+        try:
+            pool.check_integrity()
+        except LocalProtocolError as error:
+            wrong.append(str(error))
+        running = [one for one in self.runner.alive() if one.staged is not None]
+        owned = Counter(wave for one in running for wave in one.waves())
+        if owned != Counter(pool.waves()):
+            wrong.append(f"the pool gave out {pool.waves()}, loads have {list(owned)}")
+        aside = sum(wave.num_bytes for one in self.runner.quarantine for wave in one.waves())
+        if aside != pool.quarantined_bytes:
+            wrong.append(f"{pool.quarantined_bytes} B of the pool are quarantined, {aside} B of quarantined loads")
+        strangers = set(pool.waiting) - {one.order.request_id for one in running}
+        if strangers:
+            wrong.append(f"who waits for the pool does not run: {sorted(strangers)}")
+        return wrong
+
+    def _unrest(self) -> list[str]:
+        has = self.reader.fabric.open_handles()
+        left = {
+            "loads wait": self.runner.waiting(),
+            "loads run or are quarantined": len(list(self.runner.alive())),
+            "first reads have not ended": len(self.book.first_reads()),
+            "handles were not taken back": len(self.reader.refused()),
+            "transfers are open": has.transfers,
+            "peers are leaving": has.leaving,
+        }
+        return [f"{count} {what}" for what, count in left.items() if count]
