@@ -12,14 +12,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kvferry.connector.allowed_hosts import AllowedHosts
+from kvferry.connector.known_producers import address_of
+from kvferry.connector.peer_labels import MAX_PEER_LABELS
 from kvferry.plan.cost import DIRECT_MIN_BYTES
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.params import SHORTEST_LEASE_S
+from kvferry.trace.recorder_file import DEFAULT_BYTES, SMALLEST_BYTES
+from kvferry.worker.reads import FAILED_READ_GRACE_S
 
 logger = logging.getLogger(__name__)
 
 SMALLEST_POOL_BYTES = 1 << 20
 """Below that a wave would hold next to nothing."""
+MAX_ALLOWED_HOSTS = 1024
+MAX_MET_AT_START = 256
 
 
 def _option(default: object, check: Callable[[str, Any], object], doc: str, *, peer: bool = False) -> Any:
@@ -33,6 +40,12 @@ def _number(low: float, high: float) -> Callable[[str, Any], float]:
         return float(value)
 
     return check
+
+
+def _share(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise InvalidConfig(key, value, "a number above 0, up to 1")
+    return float(value)
 
 
 def _whole(low: int, high: int) -> Callable[[str, Any], int]:
@@ -67,6 +80,35 @@ def _path(key: str, value: Any) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= 4096 or not value.isprintable():
         raise InvalidConfig(key, value, "a path of printable characters")
     return value
+
+
+def _hosts(key: str, value: Any) -> tuple[str, ...]:
+    expected = (
+        'a list of hosts: names, "*." and a name, addresses, networks in CIDR notation; leave it out to allow any'
+    )
+    few = isinstance(value, (list, tuple)) and 1 <= len(value) <= MAX_ALLOWED_HOSTS
+    if not few or not all(isinstance(x, str) for x in value):
+        raise InvalidConfig(key, value, expected)
+    try:
+        AllowedHosts.of(value)
+    except ValueError as bad:
+        raise InvalidConfig(key, str(bad), expected) from None
+    return tuple(value)
+
+
+def _addresses(key: str, value: Any) -> tuple[str, ...]:
+    expected = (
+        f'a list of at most {MAX_MET_AT_START} side channels of producers, e.g. ["10.1.2.3:5600", "[fd00::1]:5600"]'
+    )
+    few = isinstance(value, (list, tuple)) and len(value) <= MAX_MET_AT_START
+    if not few or not all(isinstance(x, str) for x in value):
+        raise InvalidConfig(key, value, expected)
+    try:
+        for one in value:
+            address_of(one)
+    except ValueError as bad:
+        raise InvalidConfig(key, str(bad), expected) from None
+    return tuple(value)
 
 
 def _names(key: str, value: Any) -> tuple[str, ...]:
@@ -109,10 +151,35 @@ class FerryConfig:
     lease_slots: int = _option(
         0, _whole(0, 1 << 20), "leases that can be open at once; 0 for 4 × max_num_seqs, at least 1024"
     )
+    max_leased_fraction: float = _option(
+        0.875,
+        _share,
+        "of the cache's blocks, those that held leases alone may keep; beyond it the oldest end, those that nobody "
+        "has come for first; the default leaves an eighth in which prompts can be prefilled at once",
+    )
+    engine_ttl: float = _option(
+        3600.0,
+        _number(-86400 * 365, 86400 * 365),
+        "seconds after which a producer that nothing was read from is forgotten and its memory given back; 0 or less: "
+        "never",
+        peer=True,
+    )
+    max_peers: int = _option(
+        1024,
+        _whole(1, 1 << 20),
+        "producers known at once, per worker; beyond it the one unused longest is forgotten, never one that is being "
+        "read from",
+    )
     handshake_timeout_s: float = _option(
         5.0, _number(0.1, 600), "seconds that a producer may take to describe itself, and again for the first read"
     )
     load_timeout_s: float = _option(60.0, _number(0.1, 3600), "seconds after which a load has failed")
+    failed_read_grace_s: float = _option(
+        FAILED_READ_GRACE_S,
+        _number(0, 86400),
+        "seconds that blocks stay out of use after a read into them has failed and its producer lives: nobody can say "
+        "sooner that nothing arrives any more",
+    )
     max_loads: int = _option(1024, _whole(1, 1 << 16), "loads in flight at once, per worker")
     staging_pool_bytes: int | None = _option(
         None,
@@ -122,6 +189,33 @@ class FerryConfig:
     direct_min_bytes: int = _option(
         DIRECT_MIN_BYTES, _whole(1, 1 << 40), "run length in bytes from which reads go straight into the cache"
     )
+    huge_pages_s: float = _option(
+        10.0,
+        _number(0, 600),
+        "seconds at start, at most, for moving caches in host memory into huge pages, which makes reading them faster; "
+        "a gigabyte takes about two, and none with `THP_MEM_ALLOC_ENABLE=1`; 0: they stay as they are",
+    )
+    max_peer_labels: int = _option(
+        32,
+        _whole(0, MAX_PEER_LABELS),
+        "producers that metrics tell by name, in their label `peer`; all others are `other`",
+    )
+    debug_check_integrity: bool = _option(
+        False, _yes_or_no, "whether all sums are checked in every step and not only when the engine is idle; slow"
+    )
+    allowed_hosts: tuple[str, ...] | None = _option(
+        None,
+        _hosts,
+        "hosts that this engine connects to when params name them, as they name them; default any. "
+        '`["10.1.0.0/16", "*.prefill.example"]`; see docs/protocol.md',
+    )
+    meet_at_start: tuple[str, ...] = _option(
+        (),
+        _addresses,
+        "side channels of producers that a consumer gets to know as it starts, and again when they restart, so that no "
+        'request waits for it; `["10.1.2.3:5600"]`, as their `VLLM_NIXL_SIDE_CHANNEL_HOST` is written; see '
+        "docs/operations.md",
+    )
     model_fingerprint: str | None = _option(
         None, _name, "a name that stands for the weights; engines with equal names are taken to serve the same model"
     )
@@ -130,10 +224,18 @@ class FerryConfig:
         _path,
         "a file for this engine's description, written at start, for `kvferry plan`; `{engine_id}` in it is replaced",
     )
+    trace_dir: str | None = _option(
+        None,
+        _path,
+        "a folder in which each process of this engine records what happens to requests, for `kvferry trace`; default "
+        "nothing is recorded",
+    )
+    trace_max_bytes: int = _option(
+        DEFAULT_BYTES, _whole(SMALLEST_BYTES, 1 << 40), "bytes of a process in `trace_dir`; the newest are kept"
+    )
 
 
 WITHOUT_MEANING = {
-    "engine_ttl": "peers are forgotten when they are lost or restart",
     "enforce_handshake_compat": "every fact is compared by itself; name the weights with model_fingerprint instead",
     "push_registration_timeout": "transfers are pulled, never pushed",
 }
@@ -166,10 +268,19 @@ def read_config(extra: Mapping[str, Any]) -> FerryConfig:
 
 
 def check_role(config: FerryConfig, kv_role: str | None) -> None:
-    """Turns go in both directions: an engine that is only one end could offer answers, or read them, but not both.
+    """Turns go in both directions: an engine that is only one end could offer answers, or read them, but not both. And
+    whoever reads from nobody has nobody to meet.
 
     Raises:
-        InvalidConfig: `bidirectional_kv_xfer` with another role than `kv_both`.
+        InvalidConfig: `bidirectional_kv_xfer` with another role than `kv_both`; `meet_at_start` without a consumer's,
+            or with a host that `allowed_hosts` does not list.
     """
     if config.bidirectional_kv_xfer and kv_role != "kv_both":
         raise InvalidConfig("bidirectional_kv_xfer", True, f"false, or kv_role kv_both on both engines, not {kv_role}")
+    if config.meet_at_start and kv_role == "kv_producer":
+        raise InvalidConfig("meet_at_start", list(config.meet_at_start), "none: a kv_producer reads from nobody")
+    if config.allowed_hosts is not None:
+        allowed = AllowedHosts.of(config.allowed_hosts)
+        for one in config.meet_at_start:
+            if not allowed.allow(address_of(one)[0]):
+                raise InvalidConfig("meet_at_start", one, "hosts that allowed_hosts lists")

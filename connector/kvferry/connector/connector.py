@@ -22,9 +22,10 @@ from kvferry.connector.config import check_role, read_config
 from kvferry.connector.facts import check_supported
 from kvferry.connector.logs import join_vllm_log
 from kvferry.connector.messages import FerryMetadata
-from kvferry.connector.metrics import FerryPromMetrics, FerryStats
+from kvferry.connector.metrics import FerryPromMetrics
 from kvferry.connector.plugin import register
 from kvferry.connector.scheduler_side import SchedulerSide
+from kvferry.connector.stats import FerryStats
 from kvferry.connector.worker_side import WorkerSide
 from kvferry.protocol.errors import LocalProtocolError
 
@@ -111,7 +112,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         matched = self.scheduler_side.matched_tokens(request, num_computed_tokens)
-        return matched, matched > 0
+        return matched, bool(matched)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Every group that is transferred at all: a load writes the request's own blocks in each."""
@@ -121,7 +122,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self.scheduler_side.build_metadata()
+        self.scheduler_side.tracing.scheduled(scheduler_output)
+        return self.scheduler_side.build_metadata(is_idle=not scheduler_output.total_num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler_side.update(connector_output)
@@ -145,7 +147,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must step although it has no requests."""
-        return self._scheduler_side is not None and self._scheduler_side.has_pinned_blocks()
+        return self._scheduler_side is not None and self._scheduler_side.must_step()
 
     def reset_cache(self) -> bool | None:
         return self.scheduler_side.reset()

@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
+
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.fingerprint import fingerprint, local_model_dir, read_model_config
 from kvferry.connector.sharding import Sharding, same_in_all_layers
@@ -27,12 +29,29 @@ def check_supported(vllm_config: VllmConfig) -> None:
     """
     if vllm_config.model_config.enable_sleep_mode:
         raise InvalidConfig("enable_sleep_mode", True, "false: waking up remaps cache pages under registered memory")
+    parallel = vllm_config.parallel_config
+    uses_ray = parallel.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+    if uses_ray and parallel.pipeline_parallel_size > 1:
+        # This executor hands on what the last stage reports, so no lease would ever be over.
+        raise InvalidConfig("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0", "1 with several pipeline stages")
 
 
 def uses_host_buffer(vllm_config: VllmConfig) -> bool:
     """Whether transfers go through host memory although the caches are on a device (`kv_buffer_device`)."""
     transfer = vllm_config.kv_transfer_config
     return bool(transfer.kv_buffer_device == "cpu" and vllm_config.device_config.device_type != "cpu")
+
+
+def is_alone(vllm_config: VllmConfig) -> bool:
+    """Whether nobody minds if a step that computes nothing takes a moment: no other stage has a micro-batch for this
+    one, and no other data-parallel rank waits at the next collective operation."""
+    parallel = vllm_config.parallel_config
+    return bool(parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1)
+
+
+def lease_slots(config: FerryConfig, vllm_config: VllmConfig) -> int:
+    """Slots of the lease table; scheduler and workers of one engine must agree, so both ask here."""
+    return config.lease_slots or max(1024, 4 * vllm_config.scheduler_config.max_num_seqs)
 
 
 def topology_of(vllm_config: VllmConfig) -> Topology:
@@ -76,6 +95,11 @@ def interleave_of(vllm_config: VllmConfig, place: Place) -> Interleave:
 def worker_index(topology: Topology, place: Place) -> int:
     """A worker's index in its engine: stage by stage, within a stage rank by rank."""
     return (place.pp * topology.pcp + place.pcp) * topology.tp + place.tp
+
+
+def num_workers(topology: Topology) -> int:
+    """How many workers an engine has: those of `worker_index`."""
+    return topology.pp * topology.pcp * topology.tp
 
 
 def sharding_of(vllm_config: VllmConfig, place: Place) -> Sharding:

@@ -11,16 +11,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import WorkerDescription, decode_worker, encode
-from kvferry.protocol.orders import LeaseHold, StepOrders, decode_orders
+from kvferry.protocol.orders import LeaseHold, StepOrders, decode_orders, encode_head, encode_orders
+from kvferry.worker.levels import WorkerLevels
 
 
 @dataclass(frozen=True)
 class FerryMetadata(KVConnectorMetadata):
-    """One step's orders, encoded; empty when there are none."""
+    """One step's orders, encoded; empty when there are none.
 
+    Attributes:
+        head: what workers read before their step goes on (`encode_head`).
+        frame: everything (`encode_orders`).
+        asks: whether every worker is to say what it knows (`FerryWorkerMetadata.over`), be it nothing.
+        is_idle: whether the step computes nothing, so that nobody minds if it waits a moment for a load.
+    """
+
+    head: bytes = b""
     frame: bytes = b""
+    asks: bool = False
+    is_idle: bool = False
+
+    @classmethod
+    def of(cls, orders: StepOrders) -> FerryMetadata:
+        """Encoded once, however many workers there are."""
+        return cls(encode_head(orders), encode_orders(orders))
 
     def orders(self) -> StepOrders | None:
         """The orders, or None."""
@@ -54,8 +71,14 @@ def workers_of(handshakes: Iterable[object]) -> tuple[WorkerDescription, ...]:
 
     Raises:
         InvalidMessage: a description cannot be read.
+        InvalidConfig: it is of another connector: a MultiConnector passes on what one of its children says, and two
+            that hand prompts over cannot be children of one.
     """
-    frames = [frame for one in handshakes if isinstance(one, FerryHandshake) for frame in one.frames]
+    frames: list[bytes] = []
+    for one in handshakes:
+        if not isinstance(one, FerryHandshake):
+            raise InvalidConfig("connectors", type(one).__name__, "one child that hands prompts over: FerryConnector")
+        frames.extend(one.frames)
     by_place = {worker.place: worker for worker in map(decode_worker, frames)}
     places = sorted(by_place, key=lambda place: (place.pp, place.pcp, place.tp))
     return tuple(by_place[place] for place in places)
@@ -63,12 +86,25 @@ def workers_of(handshakes: Iterable[object]) -> tuple[WorkerDescription, ...]:
 
 @dataclass
 class FerryWorkerMetadata(KVConnectorWorkerMetadata):
-    """Requests whose blocks may still be written after their load failed, by worker; a worker that is not named has
-    nothing new to say."""
+    """What workers tell in one step, by worker; one that is not named has nothing new to say.
+
+    Attributes:
+        alive: requests whose blocks may still be written after their load failed.
+        over: held requests whose slots have been cleared, each named once. vLLM's own `finished_sending` is only for
+            requests that vLLM holds.
+        levels: what they have at present, for gauges.
+        loads: what has become of its loads (`told_loads`), where OpenTelemetry is on.
+    """
 
     alive: dict[int, frozenset[str]] = field(default_factory=dict)
+    over: dict[int, frozenset[str]] = field(default_factory=dict)
+    levels: dict[int, WorkerLevels] = field(default_factory=dict)
+    loads: dict[int, bytes] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FerryWorkerMetadata:
         if isinstance(other, FerryWorkerMetadata):
             self.alive.update(other.alive)
+            self.over.update(other.over)
+            self.levels.update(other.levels)
+            self.loads.update(other.loads)
         return self

@@ -13,8 +13,8 @@ from kvferry.plan.windows import held_from
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.ids import epoch_to_text
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
-from kvferry.protocol.seal import seal
-from kvferry.scheduler.producer.ledger import Lease, LeaseUse
+from kvferry.protocol.seal import Sealer
+from kvferry.scheduler.producer.lease import Lease, LeaseUse
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -44,6 +44,7 @@ class Offering:
     def __init__(self, own: OwnEngine, kv_cache_config: KVCacheConfig) -> None:
         self._own = own
         self._kv_cache_config = kv_cache_config
+        self._sealer = Sealer(own.seal_key)
 
     def held(self, request: Request, block_ids: tuple[list[int], ...], use: LeaseUse) -> HeldTokens | None:
         """What can be offered of a request that has ended; None when it ended badly or has nothing.
@@ -89,7 +90,7 @@ class Offering:
             remote_num_tokens=held.num_tokens,
             kvferry=ticket,
         )
-        return seal(unsealed, self._own.seal_key)
+        return self._sealer.seal(unsealed)
 
     def _transferable(self, block_ids: tuple[list[int], ...], num_tokens: int) -> Blocks:
         """The blocks of the first `num_tokens` tokens, without the null blocks of those that left their window.

@@ -10,16 +10,28 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+def has_tokens(request: Request) -> bool:
+    """Whether the prompt is one of tokens, not of embeddings."""
+    return request.prompt_token_ids is not None and request.prompt_embeds is None
+
+
 def prompt_of(request: Request) -> Prompt | None:
-    """Tokens and whatever else decides the request's KV cache; None when embeddings take the place of tokens."""
-    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+    """Tokens and whatever else decides the request's KV cache; None when embeddings take the place of tokens.
+
+    The tokens are the request's own, not a copy: they grow with it.
+    """
+    if not has_tokens(request):
         return None
     return Prompt(
-        tokens=list(request.all_token_ids),
+        tokens=request.all_token_ids,
         lora=request.lora_request.lora_name if request.lora_request is not None else None,
         salt=request.cache_salt,
-        media=tuple(
-            Media(feature.mm_position.offset, feature.mm_position.length, str(feature.identifier))
-            for feature in request.mm_features
-        ),
+        media=_media_of(request) if request.mm_features else (),
+    )
+
+
+def _media_of(request: Request) -> tuple[Media, ...]:
+    return tuple(
+        Media(feature.mm_position.offset, feature.mm_position.length, str(feature.identifier))
+        for feature in request.mm_features
     )

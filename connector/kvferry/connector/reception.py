@@ -6,15 +6,18 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from kvferry.connector.allowed_hosts import AllowedHosts
 from kvferry.connector.own_engine import OwnEngine
 from kvferry.connector.prefill_prompt import leave_out
-from kvferry.connector.prompts import prompt_of
+from kvferry.connector.prompts import has_tokens, prompt_of
+from kvferry.connector.tracing import UNTRACED, SchedulerTracing
 from kvferry.plan.windows import held_from, reaches_back
 from kvferry.protocol.digests import shared_tokens
 from kvferry.protocol.errors import ForeignParams, InvalidParams
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.scheduler.consumer.ledger import ConsumerLedger, RemoteLease
-from kvferry.scheduler.producer.ledger import LeaseUse, ProducerLedger
+from kvferry.scheduler.producer.lease import LeaseUse
+from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.tally import Tally
 
 if TYPE_CHECKING:
@@ -26,16 +29,29 @@ logger = logging.getLogger(__name__)
 class Reception:
     """Decides about every request once, when it arrives.
 
+    Args:
+        allowed: the hosts that params may name; None for any.
+
     Attributes:
         wanted: requests whose blocks are for another engine when they end, and what for.
     """
 
-    def __init__(self, own: OwnEngine, leases: ProducerLedger, loads: ConsumerLedger, tally: Tally) -> None:
+    def __init__(
+        self,
+        own: OwnEngine,
+        leases: ProducerLedger,
+        loads: ConsumerLedger,
+        tally: Tally,
+        allowed: AllowedHosts | None = None,
+        tracing: SchedulerTracing = UNTRACED,
+    ) -> None:
         self.wanted: dict[str, LeaseUse] = {}
         self._own = own
         self._leases = leases
         self._loads = loads
         self._tally = tally
+        self._allowed = allowed
+        self._tracing = tracing
 
     def receive(self, request: Request) -> None:
         """Understand the request's params before vLLM looks at them; what cannot be used is taken away."""
@@ -57,11 +73,12 @@ class Reception:
     def _accept_prefill(self, request: Request) -> None:
         if not self._own.is_producer:
             self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
-        elif request.resumable or prompt_of(request) is None or not leave_out(request, self._own.left_out):
+        elif request.resumable or not has_tokens(request) or not leave_out(request, self._own.left_out):
             self._tally.add("prefills_kept")
             logger.info("req=%s cannot be decoded elsewhere, and is served without params", request.request_id)
         else:
             self.wanted[request.request_id] = LeaseUse.PROMPT
+            self._tracing.prefill_arrived(request)
             logger.debug("req=%s is to be decoded elsewhere", request.request_id)
             turn = read_turn(request.kv_transfer_params or {})
             if turn is not None:
@@ -71,6 +88,8 @@ class Reception:
         """The router knows of a decoder that holds the last turn: this prefill may begin with that."""
         if turn.remote_engine_id == self._own.engine_id:
             self._release_own(turn)
+        elif not self._may_connect(request, turn):
+            return
         elif self._own.takes_turns:
             self._accept_remote_prompt(request, turn, is_turn=True)
         else:
@@ -89,6 +108,8 @@ class Reception:
             self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
         elif source.remote_engine_id == self._own.engine_id:
             self._compute_here(request, "own_engine", "the params name this very engine")
+        elif not self._may_connect(request, source):
+            return
         elif prompt is None:
             self._compute_here(request, "prompt_embeds", "a prompt of embeddings has no tokens to compare")
         elif request.abort_immediately:
@@ -100,6 +121,13 @@ class Reception:
             self._offer(request, source, shared, is_turn=is_turn)
             if self._own.offers_turns and not is_turn and not request.resumable:
                 self._expect_another_turn(request)
+
+    def _may_connect(self, request: Request, source: RemotePrefill) -> bool:
+        """Whether anything at all may be sent to the host that the params name; neither loads nor releases are."""
+        if self._allowed is None or self._allowed.allow(source.remote_host):
+            return True
+        self._compute_here(request, "host_not_allowed", f"allowed_hosts does not list {source.remote_host!r}")
+        return False
 
     def _expect_another_turn(self, request: Request) -> None:
         """Its answer is offered, if it came with a lease of its own: siblings have one response among them."""
@@ -118,6 +146,7 @@ class Reception:
         if refused is not None:
             self._compute_here(request, refused, f"{source.remote_num_tokens} tokens of req={source.remote_request_id}")
             return
+        self._tracing.decode_arrived(request, source, shared)
         logger.debug(
             "req=%s: %d of %d tokens are held by engine %s as req=%s slot=%d",
             request.request_id,
@@ -140,5 +169,6 @@ class Reception:
 
     def _compute_here(self, request: Request, reason: str, detail: str) -> None:
         self._tally.add("local_recomputes", reason)
+        self._tracing.computed_here(request, reason)
         request.kv_transfer_params = None
         logger.warning("req=%s is computed here (%s): %s", request.request_id, reason, detail)

@@ -1,19 +1,23 @@
-"""Turns that nobody has come for give way when the engine needs their blocks or their slots.
+"""Held leases give way when the engine needs their blocks or their slots.
 
-An offer lives for minutes, and a decoder answers many conversations in that time: without this, requests would wait for
-the blocks of conversations that may never go on. The offer that would run out first goes first; one that a prefill
-waits with goes last, and only when a request here cannot be served without its blocks: two engines that wait for each
-other's blocks would wait for ever.
+A prompt's lease lives until its consumer has read it, an offer of a turn for minutes. Without this, an engine whose
+router is slow, or lost what it was answered, would fill up with blocks that nobody comes for, and requests would wait
+for them; and two engines that wait for each other's blocks would wait for ever. `eviction.py` has the order and the
+rules; here is counted what vLLM has and what its requests lack.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.own_engine import OwnEngine
+from kvferry.connector.rest import Rest
+from kvferry.scheduler.producer.eviction import Demand, evict
+from kvferry.scheduler.producer.lease import Lease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
 if TYPE_CHECKING:
@@ -25,72 +29,165 @@ logger = logging.getLogger(__name__)
 _RESERVED = 8
 """Turns may be held while more than one in so many blocks, and slots, is free."""
 
+_MANY = 1024
+_REST_S = 0.05
+"""With more leases than `_MANY` that may not go yet, they are looked at again after so long."""
+
+_COUNT_S = 10e-6
+"""To count the blocks that only leases keep takes most of a microsecond each: rest ten times as long."""
+
 _NEEDS_BLOCKS = frozenset(
     (RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, RequestStatus.PREEMPTED)
 )
 """Also where a request is after a load, failed or not; while it loads it has the blocks for that."""
 
 
-class Room:
-    """Watches what is free, once a step."""
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """What does not change while an engine lives.
 
-    def __init__(self, own: OwnEngine, leases: ProducerLedger) -> None:
+    Attributes:
+        most: blocks of the longest request that there can be.
+        cap: blocks that leases alone may keep for longer than a heartbeat.
+        reserve: blocks that turns leave free.
+    """
+
+    most: int
+    cap: int
+    reserve: int
+
+    @classmethod
+    def of(cls, manager: KVCacheManager, fraction: float, *, reserves: bool) -> _Bounds:
+        """Those of an engine whose leases may keep a fraction of all blocks."""
+        total = manager.block_pool.num_gpu_blocks
+        reserve = total // _RESERVED if reserves else 0
+        return cls(_blocks(manager, manager.max_model_len), int((total - 1) * fraction), reserve)  # no null block
+
+
+class Room:
+    """Watches what is free, once a step.
+
+    Args:
+        max_leased_fraction: of the engine's blocks, those that leases alone may keep for longer than a heartbeat.
+
+    Attributes:
+        unfinished: this engine's requests.
+    """
+
+    def __init__(self, own: OwnEngine, leases: ProducerLedger, rest: Rest, max_leased_fraction: float) -> None:
+        self.unfinished: dict[str, Request] = {}
         self._own = own
         self._leases = leases
+        self._rest = rest
+        self._fraction = max_leased_fraction
         self._manager: KVCacheManager | None = None
-        self._unfinished: dict[str, Request] = {}
-        self._coming: dict[str, int] = {}
+        self._bounds: _Bounds | None = None
+        self._missed_since_s: float | None = None
+        self._rests_until_s = 0.0
+        self._first_coming: tuple[str | None, float] = (None, 0.0)
 
     def bind(self, manager: KVCacheManager) -> None:
         """Where the blocks belong."""
         self._manager = manager
+        self._bounds = None
+        blocks = manager.block_pool.blocks
+        self._leases.kept.bind(lambda block: int(blocks[block].ref_cnt))
 
     def arrived(self, request: Request) -> None:
         """A request will need blocks, and again after every preemption."""
-        if self._own.offers_turns:
-            self._unfinished[request.request_id] = request
+        self.unfinished[request.request_id] = request
 
     def finished(self, request_id: str) -> None:
         """It needs none any more."""
-        self._unfinished.pop(request_id, None)
-
-    def freed(self, request_id: str) -> None:
-        """The blocks of a held request are back in the pool."""
-        self._coming.pop(request_id, None)
+        self.unfinished.pop(request_id, None)
 
     @property
     def is_coming(self) -> bool:
-        """Whether blocks of ended turns are still on their way back into the pool."""
-        return any(self._coming.values())
+        """Whether blocks of leases that were ended are still on their way back into the pool.
+
+        Where a worker's transfer thread is stuck they do not come, and vLLM must not go on waiting for them. An engine
+        that wakes does not know yet of which leases it has slept through the end.
+        """
+        if self._rest.is_waking:
+            return True
+        if self._leases.clock_s > self._first_coming[1] + self._leases.heartbeat_s:
+            return False
+        return self._leases.kept.num_coming() > 0
 
     def make(self) -> None:
-        """End as many turns as it takes; their blocks come back with the workers' reports, a step or two later."""
-        manager = self._manager
-        if manager is None or not self._own.offers_turns:
+        """End as many leases as it takes; their blocks come back with the workers' reports, a step or two later.
+
+        It counts what vLLM keeps to itself. Where that cannot be counted, the engine goes on, and leases live as long
+        as they were given. Nor does it end any before it knows which are over anyway.
+        """
+        if self._rest.is_waking:
             return
-        need = self._largest_need(manager)
-        reserve = manager.block_pool.num_gpu_blocks // _RESERVED
-        while self._free_blocks(manager) < reserve + need or self._free_slots() < self._leases.slots / _RESERVED:
-            request_id = self._leases.release_first_turn("room", claimed=self._free_blocks(manager) < need)
-            if request_id is None:
-                return
-            groups = manager.get_blocks(request_id).blocks
-            self._coming[request_id] = sum(block.ref_cnt == 1 for group in groups for block in group)
-            logger.debug("req=%s is offered no longer: its %d blocks are needed", request_id, self._coming[request_id])
+        try:
+            self._make()
+        except Exception:
+            self._manager = None
+            logger.exception("held leases give way no more, since what is free could not be counted")
 
-    def _free_blocks(self, manager: KVCacheManager) -> int:
-        free: int = manager.block_pool.get_num_free_blocks()
-        return free + sum(self._coming.values())
+    def _make(self) -> None:
+        manager, kept, clock_s = self._manager, self._leases.kept, self._leases.clock_s
+        first = kept.first_ending()
+        if first is None or first != self._first_coming[0]:
+            self._first_coming = (first, clock_s)
+        if manager is None or not kept.num_requests or clock_s < self._rests_until_s:
+            return
+        demand = self._demand(manager)
+        if demand is None:
+            self._missed_since_s = None
+            return
+        candidates = self._leases.candidates()
+        leased = len(kept)  # at least as many as leases alone keep
+        if leased > demand.cap:
+            self._rests_until_s = clock_s + leased * _COUNT_S
+            leased = kept.num_leased()
+        if evict(candidates, kept, leased, demand, self._end):
+            self._missed_since_s = None
+        elif self._missed_since_s is None:
+            self._missed_since_s = clock_s
+        elif len(candidates) > _MANY:
+            self._rests_until_s = max(self._rests_until_s, clock_s + _REST_S)
 
-    def _free_slots(self) -> int:
-        return self._leases.free_slots + len(self._coming)
+    def _end(self, lease: Lease, how: str) -> None:
+        self._leases.end_early(lease, how)
+        logger.debug("req=%s slot=%d ends early (%s): others need its blocks", lease.request_id, lease.slot, how)
 
-    def _largest_need(self, manager: KVCacheManager) -> int:
-        """Blocks, at most, that a request lacks: not that of the oldest, since vLLM passes over some that wait."""
-        waiting = [request for request in self._unfinished.values() if request.status in _NEEDS_BLOCKS]
-        fresh = max((request.num_tokens for request in waiting if not request.num_computed_tokens), default=0)
-        begun = (request for request in waiting if request.num_computed_tokens)
-        return max(_blocks(manager, fresh), *(_blocks(manager, x.num_tokens) - _held(manager, x) for x in begun), 0)
+    def _demand(self, manager: KVCacheManager) -> Demand | None:
+        """What leases are to give; None when they need not give anything."""
+        if self._bounds is None:
+            self._bounds = _Bounds.of(manager, self._fraction, reserves=self._own.offers_turns)
+        kept, bounds = self._leases.kept, self._bounds
+        free, leased = manager.block_pool.get_num_free_blocks(), len(kept)
+        slots_short = False
+        if self._own.offers_turns:
+            slots_short = self._leases.free_slots + kept.num_ending < self._leases.slots / _RESERVED
+        is_kept = leased <= bounds.cap and not slots_short
+        if is_kept and free >= bounds.most + bounds.reserve:
+            return None  # no request can need more: nothing that grows with requests or blocks is looked at
+        free += kept.num_coming()
+        need = self._largest_need(manager, free, free + leased)
+        if is_kept and free >= need + bounds.reserve:
+            return None
+        since_s = self._missed_since_s
+        lasts = since_s is not None and self._leases.clock_s >= since_s + self._leases.heartbeat_s
+        return Demand(free, need, bounds.reserve, bounds.cap, slots_short, lasts)
+
+    def _largest_need(self, manager: KVCacheManager, free: int, within_reach: int) -> int:
+        """Blocks, at most, that a request lacks: not that of the oldest, since vLLM passes over some that wait.
+
+        Requests that must wait for others to end, whatever becomes of the leases, do not count.
+        """
+        waiting = [request for request in self.unfinished.values() if request.status in _NEEDS_BLOCKS]
+        if not waiting:
+            return 0
+        longest = max([request.num_tokens for request in waiting])
+        if (most := _blocks(manager, longest)) <= free:
+            return most
+        needs = (_blocks(manager, x.num_tokens) - _held(manager, x) for x in waiting)
+        return max((need for need in needs if need <= within_reach), default=0)
 
 
 def _blocks(manager: KVCacheManager, num_tokens: int) -> int:
@@ -102,4 +199,6 @@ def _blocks(manager: KVCacheManager, num_tokens: int) -> int:
 
 
 def _held(manager: KVCacheManager, request: Request) -> int:
+    if not request.num_computed_tokens:
+        return 0
     return sum(not block.is_null for group in manager.get_blocks(request.request_id).blocks for block in group)

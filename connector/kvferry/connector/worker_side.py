@@ -14,6 +14,7 @@ from kvferry.connector.config import FerryConfig
 from kvferry.connector.facts import (
     facts_of,
     interleave_of,
+    lease_slots,
     place_of_this_worker,
     sharding_of,
     topology_of,
@@ -23,9 +24,12 @@ from kvferry.connector.facts import (
 from kvferry.connector.gather import engine_groups, gather_workers
 from kvferry.connector.layout import discover, groups_of
 from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata
-from kvferry.connector.metrics import FerryStats
-from kvferry.connector.scheduler_side import lease_slots
+from kvferry.connector.peer_labels import PeerLabels
 from kvferry.connector.states import groups_of_heads
+from kvferry.connector.stats import FerryStats
+from kvferry.connector.tracing_start import worker_tracing
+from kvferry.connector.tracing_worker import UNTRACED
+from kvferry.protocol.secret_file import secrets_from_environment
 from kvferry.worker.nixl_agent import AgentConfig
 from kvferry.worker.nixl_fabric import NixlFabric
 from kvferry.worker.results import StepResults
@@ -37,6 +41,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
+
+_IDLE_PATIENCE_S = 2e-3
+"""So long a step that computes nothing waits for a load; vLLM would sleep and step again. So a load of a few megabytes
+is reported in the step that ordered it, and an engine that waits for a long one steps less often."""
 
 
 class WorkerSide:
@@ -50,6 +58,11 @@ class WorkerSide:
         self._index = 0
         self._handshake: FerryHandshake | None = None
         self._step = StepResults()
+        self._has_told = True
+        self._labels = PeerLabels(config.max_peer_labels)
+        self._is_asked = False
+        self._is_idle = False
+        self._tracing = UNTRACED
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and register the caches, and learn of the engine's other workers; all of them must do it together.
@@ -83,38 +96,60 @@ class WorkerSide:
 
     def bind(self, metadata: FerryMetadata) -> None:
         """Start what the scheduler ordered; it runs beside the forward pass."""
-        orders = metadata.orders()
-        if orders is not None and self._worker is not None:
-            self._worker.carry_out(orders)
+        self._is_asked |= metadata.asks
+        self._is_idle = metadata.is_idle
+        if metadata.head and self._worker is not None:
+            self._worker.carry_out(metadata.head, metadata.frame)
 
     def take_results(self) -> KVConnectorTransferResults:
-        """What was completed since the last step. The rest of the step's results waits for the calls that follow."""
-        self._step = self._worker.take_results() if self._worker is not None else StepResults()
+        """The loads that ended since the last step. The rest of the step's results waits for the calls that follow.
+
+        Leases that are over are no business of vLLM's, which does not hold their blocks: see `take_metadata`.
+        """
+        patience_s = _IDLE_PATIENCE_S if self._is_idle else 0.0
+        self._step = self._worker.take_results(patience_s) if self._worker is not None else StepResults()
+        self._has_told = False
+        if self._step.ended:
+            self._tracing.ended(self._step.ended)
         failed = set(self._step.failed)
         return KVConnectorTransferResults(
-            finished_sending=self._step.sent,
+            finished_sending=set(),
             finished_recving=self._step.loaded | failed,
             failed_recving=failed,
         )
 
     def take_stats(self) -> FerryStats | None:
         """Figures of the step whose results were taken last."""
-        stats, self._step = FerryStats.of_results(self._step), StepResults(alive=self._step.alive)
-        return stats
+        if self._has_told:
+            return None
+        self._has_told = True
+        return FerryStats.of_results(self._step, self._labels)
 
     def take_metadata(self) -> FerryWorkerMetadata | None:
-        """Which blocks may still be written, when that has changed."""
-        alive, self._step.alive = self._step.alive, None
-        return FerryWorkerMetadata({self._index: alive}) if alive is not None else None
+        """Which leases are over, what loads did; which blocks may still be written, and the worker's levels, when they
+        have changed."""
+        alive, over, is_asked = self._step.alive, frozenset(self._step.sent), self._is_asked
+        levels, loads = self._step.levels, self._tracing.take_told()
+        self._step.alive, self._step.sent, self._step.levels, self._is_asked = None, set(), None, False
+        if alive is None and not over and not is_asked and levels is None and not loads:
+            return None
+        return FerryWorkerMetadata(
+            alive={} if alive is None else {self._index: alive},
+            over={self._index: over} if over or is_asked else {},
+            levels={} if levels is None else {self._index: levels},
+            loads={self._index: loads} if loads else {},
+        )
 
     def close(self) -> None:
         """Stop the thread and give the memory back. Idempotent."""
         if self._worker is not None:
             self._worker.close()
+        self._tracing.close()
 
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> FerryWorker:
         vllm_config, config = self._vllm_config, self._config
         topology, place = topology_of(vllm_config), place_of_this_worker()
+        self._tracing = worker_tracing(vllm_config, config, place)
         layers = vllm_config.compilation_config.static_forward_context
         arrangements = arrangements_of(layers, kv_caches, self._kv_cache_config, vllm_config.model_config.dtype)
         caches = discover(
@@ -143,6 +178,12 @@ class WorkerSide:
                 staging_pool_bytes=self._pool_bytes(),
                 direct_min_bytes=config.direct_min_bytes,
                 host_buffer=uses_host_buffer(vllm_config),
+                secrets=secrets_from_environment(),
+                peer_ttl_s=config.engine_ttl,
+                max_peers=config.max_peers,
+                failed_read_grace_s=config.failed_read_grace_s,
+                huge_pages_s=config.huge_pages_s,
+                check_integrity=config.debug_check_integrity,
             ),
             make_fabric=lambda name: NixlFabric(name, agent),
         )

@@ -1,0 +1,93 @@
+"""Blocks of requests that have ended, kept out of the pool by references of this connector's own.
+
+vLLM can hold a request's blocks itself when it is asked to delay their free. But then the request stays in its
+scheduler, and an engine with such a request steps every millisecond, on more than one core, for as long as the blocks
+are held. So vLLM frees as ever, and here is one reference more on each block, taken before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.scheduler.producer.kept_blocks import KeptBlocks
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+class HeldBlocks:
+    """One reference per request and block."""
+
+    def __init__(self) -> None:
+        self._manager: KVCacheManager | None = None
+        self._of: dict[str, list[list[KVCacheBlock]]] = {}
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Where the blocks belong."""
+        self._manager = manager
+
+    @property
+    def can_hold(self) -> bool:
+        """Whether the engine has told where its blocks belong."""
+        return self._manager is not None
+
+    def hold(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Keep blocks of a request whose blocks vLLM is about to free.
+
+        Args:
+            block_ids: these, all of them or all but the null block and what is there twice; see `kept_ids`.
+        """
+        if self._manager is None or request_id in self._of:
+            raise LocalProtocolError(f"req={request_id}: its blocks cannot be held, or are already")
+        groups = self._manager.get_blocks(request_id).blocks
+        kept = list(map(list, groups)) if sum(map(len, groups)) == len(block_ids) else _chosen(groups, block_ids)
+        for blocks in kept:
+            self._manager.block_pool.touch(blocks)
+        self._of[request_id] = kept
+
+    def give_back(self, request_id: str) -> None:
+        """Nobody reads them any more. As vLLM does it: the end of a sequence is reused before its beginning."""
+        kept = self._of.pop(request_id, None)
+        if kept is None or self._manager is None:
+            return
+        for blocks in kept:
+            self._manager.block_pool.free_blocks(reversed(blocks))
+
+    def check_integrity(self, kept: KeptBlocks) -> None:
+        """Check that there is a reference on every block that the leases count, and on no other.
+
+        Raises:
+            LocalProtocolError: with the sums.
+        """
+        if not self.can_hold:
+            return
+        if self._of.keys() != kept.requests():
+            raise LocalProtocolError(
+                f"held blocks: of {len(self._of)} requests, leases of {kept.num_requests} keep some"
+            )
+        for request_id, groups in self._of.items():
+            found = sorted(block.block_id for blocks in groups for block in blocks)
+            counted = sorted(kept.of(request_id))
+            if found != counted:
+                raise LocalProtocolError(
+                    f"req={request_id}: {len(found)} blocks are held, its lease keeps {len(counted)}"
+                )
+
+
+def _chosen(groups: Sequence[Sequence[KVCacheBlock]], block_ids: Sequence[int]) -> list[list[KVCacheBlock]]:
+    """Those of a request's blocks that are to be held; a block of two groups once."""
+    wanted, kept = set(block_ids), []
+    for blocks in groups:
+        chosen = [block for block in blocks if block.block_id in wanted]
+        wanted.difference_update([block.block_id for block in chosen])
+        kept.append(chosen)
+    return kept
+
+
+def kept_ids(block_ids: Sequence[Sequence[int]]) -> list[int]:
+    """Every block of a request once, without the null block (0) where a window has left some: nobody can reuse that."""
+    return list(dict.fromkeys(filter(None, chain.from_iterable(block_ids))))

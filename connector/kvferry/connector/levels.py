@@ -1,0 +1,67 @@
+"""How much an engine has at present of everything that goes up and down, for its gauges.
+
+Told by the scheduler alone, of which an engine has one: a front end may get only some of an engine's steps, and the
+latest word counts there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.worker.levels import WorkerLevels
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+
+class Levels:
+    """Looks at both ledgers once a step; what it looks at is counted there, so that a look costs the same always."""
+
+    def __init__(self, leases: ProducerLedger, loads: ConsumerLedger) -> None:
+        self._leases = leases
+        self._loads = loads
+        self._usable_blocks = 0
+        self._workers: dict[int, WorkerLevels] = {}
+        self._seen: tuple[int, ...] = ()
+        self._told: dict[str, float] = {}
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Where the blocks belong."""
+        self._usable_blocks = manager.block_pool.num_gpu_blocks - 1  # without the null block
+        self._seen = ()
+
+    def heard(self, levels: Mapping[int, WorkerLevels]) -> None:
+        """The last word of some workers."""
+        if levels:
+            self._workers.update(levels)
+            self._seen = ()
+
+    def changes(self) -> dict[str, float]:
+        """The gauges that are other than when they were told last."""
+        kept, loads = self._leases.kept, self._loads
+        seen = (len(self._leases), kept.num_requests, len(kept), loads.in_flight, loads.waiting)
+        if seen == self._seen:
+            return {}
+        self._seen = seen
+        now = self._gauges(*seen)
+        changed = {name: value for name, value in now.items() if self._told.get(name) != value}
+        self._told = now
+        return changed
+
+    def _gauges(self, leases: int, held: int, blocks: int, in_flight: int, waiting: int) -> dict[str, float]:
+        workers = self._workers.values()
+        return {
+            "loads_now": in_flight,
+            "prompts_waiting_now": waiting,
+            "leases_computing_now": leases - held,
+            "leases_held_now": held,
+            "lease_slots": self._leases.slots,
+            "leased_blocks_now": blocks,
+            "leased_fraction_now": blocks / self._usable_blocks if self._usable_blocks > 0 else 0.0,
+            "staging_used_bytes": max((worker.staging_used_bytes for worker in workers), default=0),
+            "staging_pool_bytes": max((worker.staging_pool_bytes for worker in workers), default=0),
+            "peers_now": max((worker.peers for worker in workers), default=0),
+        }

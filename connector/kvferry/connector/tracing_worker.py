@@ -1,0 +1,130 @@
+"""What has become of a worker's loads, as events: for the file in `trace_dir`, and for the scheduler to make spans of.
+
+`WorkerTracing` is told and does nothing: that is an engine that traces nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvferry.trace.events import LoadEnded, StageSpan
+from kvferry.trace.recorder import Recorder
+from kvferry.trace.recorder_file import TraceFile
+from kvferry.worker.ended_load import EndedLoad
+
+_LONGEST_NAME = 4096
+_NS = 1_000_000_000
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(list[LoadEnded])
+
+
+class WorkerTracing:
+    """Does nothing. All of it is called by the step thread; nothing raises, or waits."""
+
+    def ended(self, loads: Sequence[EndedLoad]) -> None:
+        """These loads are over."""
+
+    def take_told(self) -> bytes:
+        """Of loads that ended since the last call, for `told_loads` in the scheduler; empty for nothing."""
+        return b""
+
+    def close(self) -> None:
+        """Write what is not written yet. Idempotent."""
+
+
+UNTRACED = WorkerTracing()
+
+
+@dataclass(frozen=True, slots=True)
+class TimedLoad:
+    """A load that is over, and what the wall's clock showed more than the monotonic one then."""
+
+    load: EndedLoad
+    offset_ns: int
+
+
+class LoadFile:
+    """A recorder's sink: makes events of loads on the writer's thread, and writes them."""
+
+    def __init__(self, file: TraceFile) -> None:
+        self._file = file
+
+    def take(self, items: Sequence[TimedLoad], lost: int) -> None:
+        """As `TraceFile.take`."""
+        self._file.take([load_event(timed.load, timed.offset_ns) for timed in items], lost)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RecordedWorker(WorkerTracing):
+    """Records every load in a file."""
+
+    def __init__(self, file: Recorder[TimedLoad]) -> None:
+        self._file = file
+
+    def ended(self, loads: Sequence[EndedLoad]) -> None:
+        offset_ns = wall_offset_ns()
+        for load in loads:
+            self._file.record(TimedLoad(load, offset_ns))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ToldWorker(WorkerTracing):
+    """Keeps every load for the scheduler, and passes all on."""
+
+    def __init__(self, other: WorkerTracing) -> None:
+        self._other = other
+        self._ended: list[LoadEnded] = []
+
+    def ended(self, loads: Sequence[EndedLoad]) -> None:
+        offset_ns = wall_offset_ns()
+        self._ended += [load_event(load, offset_ns) for load in loads]
+        self._other.ended(loads)
+
+    def take_told(self) -> bytes:
+        if not self._ended:
+            return b""
+        ended, self._ended = self._ended, []
+        return _ENCODER.encode(ended)
+
+    def close(self) -> None:
+        self._other.close()
+
+
+def told_loads(told: bytes) -> list[LoadEnded]:
+    """What `take_told` has encoded, in this version of kvferry."""
+    return _DECODER.decode(told)
+
+
+def wall_offset_ns() -> int:
+    """What the clock of the wall shows more than the monotonic one, now."""
+    return time.time_ns() - time.monotonic_ns()
+
+
+def load_event(load: EndedLoad, offset_ns: int) -> LoadEnded:
+    """A load with its stages, from the monotonic clock to the wall's."""
+    begun_ns = int(load.times.ordered_s * _NS) + offset_ns
+    stages: list[StageSpan] = []
+    for stage, ended_s in load.times.ended_s.items():
+        ended_ns = int(ended_s * _NS) + offset_ns
+        stages.append(StageSpan(stage=stage.value, begun_ns=begun_ns, ended_ns=ended_ns))
+        begun_ns = ended_ns
+    figures = load.figures
+    return LoadEnded(
+        at_ns=begun_ns,
+        request=load.request_id[:_LONGEST_NAME],
+        producer=load.source.engine_id,
+        stages=tuple(stages),
+        reason="" if load.reason is None else load.reason.value,
+        bytes=0 if figures is None else figures.planned_bytes,
+        descriptors=0 if figures is None else figures.planned_descriptors,
+        staged_bytes=0 if figures is None else figures.staged_bytes,
+        relayout_ns=int(load.times.relayout_s * _NS),
+    )
