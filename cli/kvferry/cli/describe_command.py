@@ -11,17 +11,17 @@ from kvferry.cli.options import number_option
 from kvferry.plan.validity import check_description
 from kvferry.protocol.dump import dump_of, encode_dump
 from kvferry.protocol.errors import PeerRefused
-from kvferry.protocol.handshake import EngineDescription, Hello, Refused
+from kvferry.protocol.handshake import UNKNOWN_ENGINE, EngineDescription, Hello, Refused
+from kvferry.protocol.secret_file import Secrets, secrets_from_environment
 from kvferry.worker.handshake_client import ask
 
 ASKER = "kvferry describe"
-UNKNOWN_ENGINE = "?"
 
 
 def run_describe(options: argparse.Namespace) -> int:
     """Run the command; gives the exit code. Raises `KvferryError`."""
     host, port = read_address(options.address)
-    engine = fetch(host, port, number_option("--timeout", options.timeout, 0.1, 600))
+    engine = fetch(host, port, number_option("--timeout", options.timeout, 0.1, 600), secrets_from_environment())
     dump = dump_of(engine)
     if options.json:
         sys.stdout.write(encode_dump(dump).decode())
@@ -41,7 +41,7 @@ def read_address(text: str) -> tuple[str, int]:
     return found["six"] or found["name"], int(found["port"])
 
 
-def fetch(host: str, port: int, timeout_s: float) -> EngineDescription:
+def fetch(host: str, port: int, timeout_s: float, secrets: Secrets = ()) -> EngineDescription:
     """The description of whichever engine answers.
 
     A listener tells only those who know its engine's id, and tells its id to those who do not: so the first question
@@ -49,12 +49,12 @@ def fetch(host: str, port: int, timeout_s: float) -> EngineDescription:
 
     Raises:
         HandshakeFailed: nobody answered in time.
-        PeerRefused: the engine has no description yet, or speaks another version.
+        PeerRefused: the engine has no description yet, speaks another version, or has none of the secrets.
         InvalidMessage: the answer is none, or contradicts itself.
     """
-    reply = ask(host, port, Hello(engine_id=UNKNOWN_ENGINE, asker=ASKER), timeout_s)
+    reply = ask(host, port, Hello(engine_id=UNKNOWN_ENGINE, asker=ASKER), timeout_s, secrets)
     if isinstance(reply, Refused) and reply.field == "engine_id":
-        reply = ask(host, port, Hello(engine_id=reply.expected, asker=ASKER), timeout_s)
+        reply = ask(host, port, Hello(engine_id=reply.expected, asker=ASKER), timeout_s, secrets)
     if isinstance(reply, Refused):
         where = f"{host}:{port}"
         raise PeerRefused(f"{where} refused: {reply.field!r} is {reply.value!r}; expected {reply.expected!r}")

@@ -1,7 +1,9 @@
 """The command `kvferry`: arguments, exit codes, and the one line that says what is wrong.
 
-Exit codes: 0 when the pair works or the engine answered; 2 when the pair is refused, when nobody answered, and for
-anything wrong with the input. A refused pair is told on standard output, everything else in one line on standard error.
+Exit codes: 0 when the pair works, the engine answered or nothing is broken; 1 when the doctor found something broken or
+the benchmark a wrong byte; 2
+when the pair is refused, when nobody answered, and for anything wrong with the input. A refused pair and the doctor's
+findings are told on standard output, everything else in one line on standard error.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 
 from kvferry.protocol.errors import KvferryError
 
+_ANY_HOST = "0.0.0.0"  # noqa: S104 - `bench --listen` is for other machines, and serves nothing but its own content
 GOOD = 0
 BAD = 2
 
@@ -37,12 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvferry", description="Who reads what from whom when KV caches move between engines.", allow_abbrev=False
+        prog="kvferry",
+        description="Who reads what from whom when KV caches move between engines, and whether this machine can.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_describe(commands)
+    _add_doctor(commands)
+    _add_bench(commands)
+    _add_trace(commands)
     return parser
 
 
@@ -80,6 +88,62 @@ def _add_describe(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     describe.set_defaults(run=_run_describe)
 
 
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is wrong with this machine",
+        description="Checks versions, devices, UCX settings, limits, ports and the secret of this machine, and makes a "
+        "loopback transfer. Run it as an engine is run: same user, container and environment. "
+        "Exit code 1: something is broken.",
+        allow_abbrev=False,
+    )
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    doctor.add_argument(
+        "--data-parallel-size", metavar="N", default="1", help="ranks whose ports are tried (default: %(default)s)"
+    )
+    doctor.add_argument(
+        "--timeout", metavar="S", default="6", help="seconds for the loopback transfer (default: %(default)s)"
+    )
+    doctor.set_defaults(run=_run_doctor)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="what the fabric between two machines does",
+        description="Reads memory of known content from one machine to another over NIXL, compares every byte and "
+        "times the reads, before an engine is started. Run --listen on one machine and --connect on the other, as "
+        "engines are run: same user, container and environment. Exit code 1: a byte was wrong.",
+        allow_abbrev=False,
+    )
+    bench.add_argument(
+        "--listen", metavar="HOST[:PORT]", nargs="?", const=_ANY_HOST, help="offer memory (default: 0.0.0.0:5700)"
+    )
+    bench.add_argument("--connect", metavar="HOST[:PORT]", help="read from a listener, at port 5700 by default")
+    bench.add_argument("--once", action="store_true", help="a listener ends after its first client")
+    bench.add_argument("--device", metavar="D", default="auto", help="auto, cpu or cuda (default: %(default)s)")
+    bench.add_argument("--max-size", metavar="N", default="64M", help="largest read, up to 1G (default: %(default)s)")
+    bench.add_argument("--seconds", metavar="S", default="0.5", help="for each row of the table (default: %(default)s)")
+    bench.add_argument("--timeout", metavar="S", default="10", help="for a read, or an answer (default: %(default)s)")
+    bench.add_argument("--json", action="store_true", help="print what was measured as JSON")
+    bench.set_defaults(run=_run_bench)
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    trace = commands.add_parser(
+        "trace",
+        help="where the time of handovers went",
+        description="Merges what engines with `trace_dir` recorded to one timeline per handover, the slowest first.",
+        allow_abbrev=False,
+    )
+    trace.add_argument("dirs", metavar="DIR", nargs="+", help="folders, searched to the bottom, or files *.jsonl")
+    trace.add_argument("-o", dest="out", metavar="OUT", help="a folder to make, or one file: .html, .svg or .json")
+    trace.add_argument("--request", metavar="ID", help="only handovers with an id that begins so, whoever's id")
+    trace.add_argument("--slowest", metavar="N", default="20", help="handovers that are shown (default: %(default)s)")
+    trace.add_argument("--json", action="store_true", help="print what was found as JSON")
+    trace.set_defaults(run=_run_trace)
+
+
 def _run_plan(options: argparse.Namespace) -> int:
     from kvferry.cli.plan_command import run_plan
 
@@ -90,6 +154,24 @@ def _run_describe(options: argparse.Namespace) -> int:
     from kvferry.cli.describe_command import run_describe
 
     return run_describe(options)
+
+
+def _run_doctor(options: argparse.Namespace) -> int:
+    from kvferry.cli.doctor_command import run_doctor
+
+    return run_doctor(options)
+
+
+def _run_bench(options: argparse.Namespace) -> int:
+    from kvferry.cli.bench_command import run_bench
+
+    return run_bench(options)
+
+
+def _run_trace(options: argparse.Namespace) -> int:
+    from kvferry.cli.trace_command import run_trace
+
+    return run_trace(options)
 
 
 class _Version(argparse.Action):

@@ -49,7 +49,7 @@ def print_plan(out: Console, summary: PlanSummary) -> None:
     reasons: dict[str, int] = {}
     several = len(summary.producer.groups) > 1
     columns = ["consumer", "reads from", *(["group"] if several else []), "layers", "heads", ">bytes", ">runs"]
-    table = _table([*columns, ">descriptors", "placed"])
+    table = new_table([*columns, ">descriptors", "placed"])
     for reader in summary.workers:
         for row in _reader_rows(reader, reasons, several):
             table.add_row(*row)
@@ -85,7 +85,7 @@ def print_engine(out: Console, dump: EngineDump, side: Side) -> None:
         out.print(f"  {name:<13} {value}")
     for index, group in enumerate(dump.groups):
         out.print(f"  {f'group {index}':<13} {group_words(group)}")
-    table = _table(["worker", "memory", ">device", "layers", "heads", "tokens", ">tensors", ">cache"])
+    table = new_table(["worker", "memory", ">device", "layers", "heads", "tokens", ">tensors", ">cache"])
     for worker, shard in zip(dump.workers, side.workers, strict=True):
         table.add_row(
             str(shard.place),
@@ -156,7 +156,7 @@ def _first_staged(flow: Flow) -> Read:
     return next(read for read in flow.reads if read.placing == "staged")
 
 
-def _table(columns: Iterable[str]) -> Table:
+def new_table(columns: Iterable[str]) -> Table:
     """A table with these columns; `>` in front aligns to the right."""
     from rich import box
     from rich.table import Table

@@ -1,0 +1,181 @@
+"""`kvferry bench --connect`: joins a listener, lets the reader measure, and hears of both until they are done."""
+
+from __future__ import annotations
+
+import secrets as random
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.cli.bench.child import READER, Child
+from kvferry.cli.bench.messages import (
+    CHECK,
+    Alive,
+    BenchFailed,
+    Done,
+    Echoes,
+    Failed,
+    FirstContact,
+    FromChild,
+    Join,
+    Leave,
+    Offer,
+    Progress,
+    Reads,
+    Ready,
+    Reply,
+    Request,
+    Task,
+    decode_reply,
+    encode,
+)
+from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, PeerRefused
+from kvferry.protocol.handshake import Refused
+from kvferry.protocol.secret_file import Secrets
+from kvferry.worker.handshake_client import exchange
+
+START_S = 120.0
+ALIVE_S = 2.0
+_GRACE_S = 10.0
+"""A reader tells at least this much later than a read may take: it compares bytes in between."""
+_RETRY_S = 0.3
+_GOODBYE_S = 2.0
+
+
+@dataclass
+class Outcome:
+    """What was measured. `lanes`: the transports, as UCX names them. `no_cuda`: why not, for this side and that."""
+
+    host: str = ""
+    lanes: str = ""
+    no_cuda: dict[str, str] = field(default_factory=dict)
+    first_contact_ms: float = 0.0
+    reads: list[Reads] = field(default_factory=list)
+    echoes: Echoes | None = None
+
+    @property
+    def wrong(self) -> int:
+        """Bytes."""
+        return sum(reads.wrong for reads in self.reads)
+
+
+@dataclass(frozen=True)
+class Listener:
+    """How the listener is asked."""
+
+    host: str
+    port: int
+    timeout_s: float
+    secrets: Secrets
+
+    def ask(self, request: Request, timeout_s: float | None = None) -> Reply:
+        """One question, one answer. Raises `BenchFailed`."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            return decode_reply(exchange(self.host, self.port, encode(request), limit_s, self.secrets))
+        except PeerRefused as refused:
+            raise BenchFailed(str(refused)) from None
+        except (HandshakeFailed, InvalidMessage) as failed:
+            raise BenchFailed(f"{failed}; does `kvferry bench --listen` run there? {CHECK}") from None
+
+    def join(self, join: Join) -> Offer:
+        """Join, as soon as it has time. Raises `BenchFailed`."""
+        end_s = time.monotonic() + self.timeout_s
+        while True:
+            reply = self.ask(join)
+            if isinstance(reply, Offer):
+                return reply
+            if not isinstance(reply, Refused):
+                raise BenchFailed(f"{self.host}:{self.port} answered with {type(reply).__name__}; {CHECK}")
+            if reply.field != "listener" or time.monotonic() > end_s:
+                raise BenchFailed(
+                    f"{self.host}:{self.port} refused: {reply.field} is {reply.value!r} ({reply.expected})"
+                )
+            time.sleep(_RETRY_S)
+
+
+def run_client(
+    listener: Listener, task: Task, show: Callable[[Progress], None], command: Sequence[str] = READER
+) -> Outcome:
+    """Measure all.
+
+    Args:
+        show: told how far it is.
+        command: what Python is given to run the reader.
+
+    Raises `BenchFailed`, with one line of what is wrong and what to check.
+    """
+    session = random.token_hex(16)
+    outcome = Outcome()
+    show(Progress(what=f"connecting to {listener.host}:{listener.port}", done=0, cases=0))
+    listener.ask(Alive(session=session))  # refused, of course; but now it is known that somebody is there
+    reader = Child(command)
+    joined = complete = False
+    try:
+        reader.tell(task)
+        show(Progress(what="loading NIXL", done=0, cases=0))
+        ready = _told(reader, START_S)
+        if not isinstance(ready, Ready):
+            raise BenchFailed("the reader spoke out of turn")
+        me = socket.gethostname()[:256] or "unnamed"
+        offer = listener.join(Join(session=session, host=me, agent_metadata=ready.agent_metadata))
+        joined = True
+        outcome.host = offer.host
+        outcome.no_cuda = {side: why for side, why in (("here", ready.no_cuda), ("listener", offer.no_cuda)) if why}
+        reader.tell(offer)
+        for told in _until_done(reader, listener, session, task.timeout_s):
+            if isinstance(told, Progress):
+                show(told)
+            elif isinstance(told, FirstContact):
+                outcome.first_contact_ms = told.ms
+            elif isinstance(told, Reads):
+                outcome.reads.append(told)
+            elif isinstance(told, Echoes):
+                outcome.echoes = told
+        outcome.lanes = reader.lanes()
+        complete = True
+        return outcome
+    finally:
+        reader.close()
+        if joined:
+            _say_goodbye(listener, Leave(session=session, wrong=outcome.wrong, complete=complete))
+
+
+def _until_done(reader: Child, listener: Listener, session: str, timeout_s: float) -> Iterator[FromChild]:
+    """What the reader tells, while the listener hears that it goes on."""
+    next_s = time.monotonic() + ALIVE_S
+    heard_s = time.monotonic()
+    while True:
+        told = reader.take(max(0.0, min(0.25, next_s - time.monotonic())))
+        now_s = time.monotonic()
+        if isinstance(told, Done):
+            return
+        if isinstance(told, Failed):
+            raise BenchFailed(f"{told.reason}; {CHECK}")
+        if told is not None:
+            heard_s = now_s
+            yield told
+        elif now_s - heard_s > timeout_s + _GRACE_S:
+            raise BenchFailed(f"NIXL hangs: nothing came of it for {now_s - heard_s:.0f} s; {CHECK}")
+        if now_s >= next_s:
+            reply = listener.ask(Alive(session=session))
+            if isinstance(reply, Refused):
+                raise BenchFailed(f"the listener ended the session, most likely its NIXL process died; {CHECK}")
+            next_s = time.monotonic() + ALIVE_S
+
+
+def _told(reader: Child, timeout_s: float) -> FromChild:
+    told = reader.take(timeout_s)
+    if told is None:
+        raise BenchFailed(f"NIXL could not be loaded here within {timeout_s:g} s; see `kvferry doctor`")
+    if isinstance(told, Failed):
+        raise BenchFailed(f"NIXL cannot be used here: {told.reason}; see `kvferry doctor`")
+    return told
+
+
+def _say_goodbye(listener: Listener, leave: Leave) -> None:
+    try:
+        listener.ask(leave, _GOODBYE_S)
+    except BenchFailed:
+        return  # it notices by itself, and whatever is wrong has been said

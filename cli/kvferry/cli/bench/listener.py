@@ -1,0 +1,255 @@
+"""`kvferry bench --listen`: serves memory of known content, to one client after the other.
+
+It answers with nothing but its own benchmark's memory, and lives on whatever arrives; what it says to whom is bounded
+as on an engine's side channel, with the same parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from kvferry.cli.bench.child import OWNER, Child
+from kvferry.cli.bench.messages import (
+    MAX_FRAME_BYTES,
+    VERSION,
+    Alive,
+    BenchFailed,
+    Failed,
+    Join,
+    Leave,
+    Met,
+    Noted,
+    Offer,
+    Reply,
+    Task,
+    decode_request,
+    encode,
+)
+from kvferry.cli.errors import InvalidArgument
+from kvferry.protocol.channel_socket import derive_keys, listening_socket
+from kvferry.protocol.errors import InvalidMessage, cut
+from kvferry.protocol.handshake import Refused, channel_address
+from kvferry.protocol.secret_file import Secrets
+from kvferry.scheduler.refusals import Refusals
+from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.unfinished import UnfinishedMessages
+from kvferry.scheduler.zap import ZapHandler
+
+SILENT_S = 20.0
+"""A client that says nothing for so long is gone; it says something every 2 s."""
+START_S = 120.0
+"""What loading NIXL may take, on a machine that does other things as well."""
+MEET_S = 10.0
+_LOOK_MS = 50
+_MOST_FAILURES = 3
+
+
+class _Stage(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    MEETING = "meeting a client"
+    SERVING = "busy with another client; it serves one after the other"
+
+
+class BenchListener:
+    """Serves until it is closed; belongs to one thread.
+
+    Args:
+        task: for the owners: which memory, and how much.
+        secrets: the first is its own; clients may have any. Without one anybody may join.
+        say: told, in one line, what happens.
+        command: what Python is given to run an owner.
+
+    Raises `InvalidArgument` if the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        task: Task,
+        secrets: Secrets,
+        say: Callable[[str], None],
+        command: Sequence[str] = OWNER,
+    ) -> None:
+        derive_keys(secrets)
+        self.tally = Tally()
+        self._task, self._say, self._command = task, say, command
+        secured = f"for those who have secret {secrets[0].fingerprint}" if secrets else "for anybody"
+        self._where = f"{channel_address(host, port).removeprefix('tcp://')} {secured}"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._unfinished = UnfinishedMessages()
+        self._refusals = Refusals(self.tally, self._unfinished)
+        self._zap = ZapHandler(self._context, secrets, self._refusals) if secrets else None
+        self._socket = self._bind(host, port, secrets)
+        self._owner: Child | None = None
+        self._failures = 0
+        self._told_ready = self._bug_said = False
+        self._left: Leave | None = None
+        self._begin()
+
+    def serve(self, once: bool) -> int:
+        """Serve, for ever or until one client has left; gives the exit status of `--once`.
+
+        Raises `BenchFailed` if there is no memory to be had.
+        """
+        while True:
+            self.step()
+            if once and self._left is not None:
+                left = self._left
+                return 2 if not left.complete else int(left.wrong > 0)
+
+    def step(self) -> None:
+        """Wait a moment for what comes, and take it."""
+        sockets = [self._socket]
+        if self._refusals.monitor is not None:
+            sockets.append(self._refusals.monitor)
+        if self._zap is not None:
+            sockets.append(self._zap.socket)
+        poller = zmq.Poller()
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
+        ready = dict(poller.poll(_LOOK_MS))
+        if self._socket in ready:
+            self._guarded(self._take_one)
+        if self._refusals.monitor in ready:
+            self._guarded(self._refusals.hear)
+        if self._zap is not None and self._zap.socket in ready:
+            self._guarded(self._zap.answer)
+        self._unfinished.end_endless()
+        self._hear_owner()
+        self._look_at_clock()
+
+    def close(self) -> None:
+        """Free the port and end the owner."""
+        if self._owner is not None:
+            self._owner.close()
+        self._refusals.close(self._socket)
+        self._context.destroy(linger=0)
+
+    def _guarded(self, serve: Callable[[], None]) -> None:
+        try:
+            serve()
+        except Exception as bug:  # noqa: BLE001 - nothing that somebody sent may end this; it is shown once
+            self.tally.add("bad_frames")
+            if not self._bug_said:
+                self._bug_said = True
+                self._say(f"a frame could not be served: {type(bug).__name__}: {bug}; this is a bug")
+
+    def _bind(self, host: str, port: int, secrets: Secrets) -> zmq.Socket[bytes]:
+        socket = listening_socket(self._context, host, MAX_FRAME_BYTES, secrets)
+        self._refusals.watch(socket)
+        try:
+            socket.bind(channel_address(host, port))
+        except zmq.ZMQError as refused:
+            self._refusals.close(socket)
+            self._context.destroy(linger=0)
+            raise InvalidArgument("--listen", f"{host}:{port}", f"an address here, its port free ({refused})") from None
+        return socket
+
+    def _begin(self) -> None:
+        """A new owner with new memory, for the next client."""
+        if self._owner is not None:
+            self._owner.close()
+        self._stage = _Stage.STARTING
+        self._offer: Offer | None = None
+        self._session, self._asker, self._client = "", b"", ""
+        self._until_s = time.monotonic() + START_S
+        self._owner = Child(self._command)
+        self._owner.tell(self._task)
+
+    # What the owner tells.
+
+    def _hear_owner(self) -> None:
+        told = self._owner.take() if self._owner is not None else None
+        if isinstance(told, Offer):
+            self._offer, self._stage, self._failures = told, _Stage.READY, 0
+            if not self._told_ready:
+                self._told_ready = True
+                kinds = " and ".join(memory.kind for memory in told.memories)
+                self._say(f"listening on {self._where}, with {kinds}{f' ({told.no_cuda})' if told.no_cuda else ''}")
+        elif isinstance(told, Met) and self._offer is not None:
+            self._stage, self._until_s = _Stage.SERVING, time.monotonic() + SILENT_S
+            self._say(f"{self._client} reads")
+            self._answer(self._asker, self._offer)
+        elif isinstance(told, Failed):
+            self._owner_failed(told.reason)
+
+    def _owner_failed(self, reason: str) -> None:
+        if self._stage is _Stage.MEETING:
+            self._say(f"{self._client} was refused: {cut(reason)}")
+            self._answer(self._asker, Refused(field="agent_metadata", value="unusable", expected=cut(reason)))
+        elif self._stage is _Stage.SERVING:
+            self._end_session(Leave(session=self._session, wrong=0, complete=False), f"{cut(reason)}")
+            return
+        else:
+            self._failures += 1
+            if not self._told_ready or self._failures >= _MOST_FAILURES:
+                raise BenchFailed(f"there is no memory to read: {reason}; see `kvferry doctor`")
+        self._begin()
+
+    def _look_at_clock(self) -> None:
+        if self._stage is _Stage.READY or time.monotonic() < self._until_s:
+            return
+        if self._stage is _Stage.SERVING:
+            self._end_session(
+                Leave(session=self._session, wrong=0, complete=False), f"nothing was heard for {SILENT_S:g} s"
+            )
+        else:
+            self._owner_failed(f"its NIXL process hangs ({self._stage.value})")
+
+    def _end_session(self, left: Leave, how: str) -> None:
+        self._say(f"{self._client} is gone: {how}")
+        self._left = left
+        self._begin()
+
+    # What clients say.
+
+    def _take_one(self) -> None:
+        frames = self._socket.recv_multipart(copy=False)
+        with contextlib.suppress(zmq.ZMQError):  # ZMQ does not say of every message by which connection it came
+            self._unfinished.delivered(int(frames[0].get(zmq.SRCFD)))
+        if len(frames) != 3 or len(frames[1]):
+            self.tally.add("bad_frames")
+            return
+        asker = frames[0].bytes
+        try:
+            request = decode_request(frames[2].bytes)
+        except InvalidMessage as invalid:
+            self.tally.add("bad_frames")
+            self._answer(asker, Refused(field=cut(invalid.field), value=invalid.shown_value, expected=invalid.expected))
+            return
+        if isinstance(request, Join):
+            self._take_join(asker, request)
+        else:
+            self._answer(asker, self._take_word(request))
+
+    def _take_join(self, asker: bytes, join: Join) -> None:
+        if join.version != VERSION:
+            self._answer(asker, Refused(field="version", value=str(join.version), expected=str(VERSION)))
+        elif self._stage is not _Stage.READY or self._owner is None:
+            self._answer(asker, Refused(field="listener", value=self._stage.value, expected="ready; try again"))
+        else:
+            self._stage, self._until_s = _Stage.MEETING, time.monotonic() + MEET_S
+            self._session, self._asker, self._client = join.session, asker, join.host
+            self._owner.tell(join)
+
+    def _take_word(self, word: Alive | Leave) -> Reply:
+        if self._stage is not _Stage.SERVING or word.session != self._session:
+            return Refused(field="session", value="ended", expected="one that the listener still serves")
+        self._until_s = time.monotonic() + SILENT_S
+        if isinstance(word, Leave):
+            right = "every byte was right" if not word.wrong else f"{word.wrong} bytes were WRONG"
+            self._end_session(word, right if word.complete else "it gave up")
+        return Noted()
+
+    def _answer(self, asker: bytes, reply: Reply) -> None:
+        try:
+            self._socket.send_multipart([asker, b"", encode(reply)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.tally.add("dropped_answers")

@@ -1,0 +1,106 @@
+"""`kvferry bench`: options, progress and exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, get_args
+
+from kvferry.cli.bench.client import Listener, run_client
+from kvferry.cli.bench.listener import BenchListener
+from kvferry.cli.bench.messages import MAX_BYTES, MIN_BYTES, Device, Progress, Task
+from kvferry.cli.bench.report import as_json, print_outcome
+from kvferry.cli.describe_command import read_address
+from kvferry.cli.errors import InvalidArgument, one_of
+from kvferry.cli.options import number_option
+from kvferry.protocol.secret_file import secrets_from_environment
+
+PORT = 5700
+_INTERRUPTED = 130
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Run the command; gives the exit code. Raises `KvferryError`."""
+    if (options.listen is None) == (options.connect is None):
+        raise InvalidArgument("bench", "both" if options.listen else "neither", "--listen or --connect HOST[:PORT]")
+    task = Task(
+        device=_device(options.device),
+        max_bytes=_size("--max-size", options.max_size),
+        seconds=number_option("--seconds", options.seconds, 0.01, 600),
+        timeout_s=number_option("--timeout", options.timeout, 0.1, 600),
+    )
+    return _listen(options, task) if options.listen is not None else _connect(options, task)
+
+
+def _listen(options: argparse.Namespace, task: Task) -> int:
+    host, port = _address(options.listen)
+    listener = BenchListener(
+        host, port, task, secrets_from_environment(), say=lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        return listener.serve(options.once)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        listener.close()
+
+
+def _connect(options: argparse.Namespace, task: Task) -> int:
+    host, port = _address(options.connect)
+    try:
+        with _progress() as show:
+            outcome = run_client(Listener(host, port, task.timeout_s, secrets_from_environment()), task, show)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    if options.json:
+        print(json.dumps(as_json(outcome), indent=2, ensure_ascii=False))
+    else:
+        print_outcome(sys.stdout, outcome)
+    return 1 if outcome.wrong else 0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Progress], None]]:
+    """A live line on a terminal; nothing where standard error is none, or rich is missing."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+    except ImportError:
+        yield lambda _: None
+        return
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
+    out = Console(stderr=True)
+    with Bar(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        row = bar.add_task("", total=None)
+        yield lambda told: bar.update(row, description=told.what, completed=told.done, total=told.cases or None)
+
+
+def _device(text: str) -> Device:
+    for device in get_args(Device):
+        if text == device:
+            return device  # type: ignore[no-any-return]
+    raise InvalidArgument("--device", text, one_of(text, get_args(Device)))
+
+
+def _size(name: str, text: str) -> int:
+    """Bytes, with K, M or G (or KiB, MiB, GiB) for powers of 1024. Raises `InvalidArgument`."""
+    found = re.fullmatch(r"([0-9]{1,12}) ?([KMG]?)(?:i?B)?", text)
+    size = int(found[1]) * _UNITS[found[2]] if found else 0
+    if not MIN_BYTES <= size <= MAX_BYTES or size % MIN_BYTES:
+        raise InvalidArgument(name, text, "a multiple of 4K from 4K to 1G, as 64M")
+    return size
+
+
+def _address(text: str) -> tuple[str, int]:
+    """`HOST`, `HOST:PORT` or `[HOST]:PORT`. Raises `InvalidArgument`."""
+    has_port = re.fullmatch(r"\[[^\]]*\]:.*|[^:\[\]]*:[^:]*", text)
+    return read_address(text if has_port else f"{text}:{PORT}")

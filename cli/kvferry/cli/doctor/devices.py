@@ -1,0 +1,126 @@
+"""GPUs, their NICs, and how far apart they are on PCIe.
+
+The words for a distance are those of `nvidia-smi topo -m`: PIX (under one switch), PXB (several switches), PHB (one
+host bridge), NODE (one NUMA node), SYS (between NUMA nodes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvferry.cli.doctor.findings import Finding, look, ok
+
+DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
+"""From the nearest to the farthest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PciPlace:
+    """Where a device is.
+
+    Attributes:
+        path: from the host bridge to the device, e.g. `("pci0000:16", "0000:16:01.0", …, "0000:1a:00.0")`.
+        numa_node: -1 where the machine does not say.
+    """
+
+    path: tuple[str, ...]
+    numa_node: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One NVIDIA GPU. `name` is its PCI address where `nvidia-smi` is not there to say more."""
+
+    name: str
+    place: PciPlace
+
+
+@dataclass(frozen=True, slots=True)
+class NicPort:
+    """One port of an RDMA device, e.g. `mlx5_0:1`, with its state (`ACTIVE`, `DOWN`, …) and rate (`400 Gb/sec`)."""
+
+    name: str
+    place: PciPlace
+    state: str
+    rate: str = ""
+
+    @property
+    def active(self) -> bool:
+        """Whether anything can be sent over it."""
+        return self.state == "ACTIVE"
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """All of a machine. peer_memory: whether the module `nvidia_peermem` is loaded."""
+
+    gpus: tuple[Gpu, ...] = ()
+    ports: tuple[NicPort, ...] = ()
+    interfaces: tuple[str, ...] = ()
+    peer_memory: bool = False
+
+
+def distance(one: PciPlace, other: PciPlace) -> str:
+    """How far two devices are apart, one of `DISTANCES`."""
+    shared = 0
+    for mine, theirs in zip(one.path, other.path):  # noqa: B905 - paths differ in length
+        if mine != theirs:
+            break
+        shared += 1
+    if shared >= 2:
+        # Below a switch's upstream port a device has its downstream port and itself.
+        return "PIX" if max(len(one.path), len(other.path)) - shared <= 2 else "PXB"
+    if shared == 1:
+        return "PHB"
+    same_node = one.numa_node == other.numa_node and one.numa_node >= 0
+    return "NODE" if same_node else "SYS"
+
+
+def nearest(gpu: Gpu, ports: tuple[NicPort, ...]) -> tuple[str, tuple[NicPort, ...]]:
+    """The smallest distance from a GPU to an active port, and the ports at it; `("", ())` where none is active."""
+    by_distance = {
+        word: tuple(p for p in ports if p.active and distance(gpu.place, p.place) == word) for word in DISTANCES
+    }
+    return next(((word, found) for word, found in by_distance.items() if found), ("", ()))
+
+
+def judge_devices(devices: Devices) -> Iterator[Finding]:
+    """GPUs, NICs, and for each GPU the NICs that are nearest to it."""
+    yield ok("GPUs", ", ".join(gpu.name for gpu in devices.gpus) or "none found")
+    yield from _ports(devices)
+    active = [port for port in devices.ports if port.active]
+    if devices.gpus and active and not devices.peer_memory:
+        do = (
+            "modprobe nvidia_peermem; not needed where driver and kernel do DMA-BUF (open driver, kernel 5.12 or newer)"
+        )
+        yield look("GPUDirect RDMA", "the module nvidia_peermem is not loaded", do)
+    if active:
+        yield from (_gpu(gpu, devices.ports) for gpu in devices.gpus)
+
+
+def _ports(devices: Devices) -> Iterator[Finding]:
+    active = [port for port in devices.ports if port.active]
+    if not devices.ports:
+        found = f"none found in /sys/class/infiniband; network interfaces: {', '.join(devices.interfaces) or 'none'}"
+        if devices.gpus:
+            do = "expected on one host; between hosts reads go over TCP: Docker: --device /dev/infiniband"
+            yield look("NICs", found, do)
+        else:
+            yield ok("NICs", found)
+        return
+    if active:
+        yield ok("NICs", ", ".join(f"{port.name} {port.rate}".strip() for port in active))
+    for port in devices.ports:
+        if not port.active:
+            do = f"ibstat {port.name.partition(':')[0]}; check cable and switch, or leave it out of UCX_NET_DEVICES"
+            yield look("NICs", f"{port.name} is {port.state or 'in an unknown state'}", do)
+
+
+def _gpu(gpu: Gpu, ports: tuple[NicPort, ...]) -> Finding:
+    word, found = nearest(gpu, ports)
+    names = ", ".join(port.name for port in found)
+    if word == "SYS":
+        do = "compare nvidia-smi topo -m; in a virtual machine or container the NUMA nodes may be hidden"
+        return look(f"NIC of {gpu.name}", f"the nearest, {names}, is on another NUMA node (SYS)", do)
+    return ok(f"NIC of {gpu.name}", f"{names} ({word})")

@@ -1,0 +1,134 @@
+"""Conducts the loopback transfer: processes of its own, one deadline, and UCX's own log of what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvferry.cli.doctor.transfer import MEETING, READING, STARTING, TOO_LATE, Loopback, Read, read_log
+
+_COMMAND = ("-m", "kvferry.cli.doctor.loopback_pair")
+ERRORS = "errors"
+_LAST_WORDS = 300
+_NICE_S = 0.3
+
+
+def run_loopback(environ: Mapping[str, str], timeout_s: float, command: Sequence[str] = _COMMAND) -> Loopback:
+    """Make the transfer with these settings of UCX, and end its processes whatever happens.
+
+    `command`: what Python is given to run the pair.
+    """
+    deadline = time.monotonic() + timeout_s
+    told = _Told()
+    with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
+        with _running(environ, Path(folder), command) as pair:
+            failure = told.listen(pair, deadline)
+        errors = (Path(folder) / ERRORS).read_text(errors="replace")
+        return Loopback(
+            bindings=told.bindings,
+            reads=tuple(told.reads),
+            log=read_log(errors),
+            files_per_peer=told.files,
+            no_cuda=told.no_cuda,
+            stage=told.stage if failure else "",
+            load_per_core=os.getloadavg()[0] / (os.cpu_count() or 1),
+            failure=f"{failure}{_last_words(errors)}" if failure.endswith("ended") else failure,
+        )
+
+
+class _Told:
+    """What the pair has told so far."""
+
+    def __init__(self) -> None:
+        self.bindings = ""
+        self.reads: list[Read] = []
+        self.files: int | None = None
+        self.no_cuda = ""
+        self.stage = STARTING
+
+    def listen(self, pair: subprocess.Popen[str], deadline: float) -> str:
+        """Until it is done, has failed, has ended, or the time is over; gives the failure, empty if there is none."""
+        try:
+            for told in _objects(pair, deadline):
+                if "failed" in told:
+                    return str(told["failed"])
+                if "end" in told:
+                    return ""
+                self._note(told)
+        except queue.Empty:
+            return TOO_LATE
+        return "its process ended"
+
+    def _note(self, told: Mapping[str, Any]) -> None:
+        if "bindings" in told:
+            self.bindings, self.stage = told["bindings"], MEETING
+        elif "reading" in told:
+            self.stage = f"{READING} {told['reading']}"
+        elif "no_cuda" in told:
+            self.no_cuda = told["no_cuda"]
+        elif "files" in told:
+            self.files = told["files"]
+        elif "read" in told:
+            self.reads.append(Read(**told["read"]))
+
+
+@contextlib.contextmanager
+def _running(environ: Mapping[str, str], folder: Path, command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """The pair, in a session of its own, so that both of it can be ended. What UCX logs goes to a file, unbuffered."""
+    added = {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr", "UCX_WARN_UNUSED_ENV_VARS": "y"}
+    # A second exporter of telemetry would take the engine's port.
+    kept = {name: value for name, value in environ.items() if not name.startswith("NIXL_TELEMETRY_")}
+    with (folder / ERRORS).open("wb") as errors:
+        pair = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**kept, **added},
+            start_new_session=True,
+        )
+    try:
+        yield pair
+    finally:
+        # What is done ends by itself, so that agents are closed; what is stuck does not.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            pair.wait(timeout=_NICE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pair.pid, signal.SIGKILL)
+        pair.wait()
+
+
+def _objects(pair: subprocess.Popen[str], deadline: float) -> Iterator[dict[str, Any]]:
+    """What it tells, until it ends. Raises `queue.Empty` when the time is over."""
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def pump() -> None:
+        if pair.stdout is not None:
+            with pair.stdout:
+                for line in pair.stdout:
+                    lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=pump, daemon=True).start()
+    while (line := lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
+        with contextlib.suppress(ValueError):  # a library may print as well
+            told = json.loads(line)
+            if isinstance(told, dict):
+                yield told
+
+
+def _last_words(errors: str) -> str:
+    lines = [line for line in errors.strip().splitlines() if " UCX " not in line]
+    return f": {lines[-1][-_LAST_WORDS:]}" if lines else ""

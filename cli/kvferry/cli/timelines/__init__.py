@@ -1,0 +1,1 @@
+"""Timelines of handovers as a picture, a page, tables and JSON."""

@@ -1,0 +1,87 @@
+"""What `kvferry trace` prints for people: how long each phase took, and the slowest handovers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TextIO
+
+from kvferry.cli.errors import InvalidArgument
+from kvferry.cli.timelines.look import label_of, meaning_of
+from kvferry.cli.timelines.quantities import engines_words, name_of, rate_words, time_words
+from kvferry.cli.timelines.report import Report, told_first
+from kvferry.trace.timeline import Timeline
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def print_listing(stream: TextIO, report: Report, slowest: int) -> None:
+    """Tables where rich is installed, else plain columns."""
+    print(_safe(told_first(report)), end="\n\n", file=stream)
+    _print_table(
+        stream,
+        ("phase", ">times", ">p50", ">p99", ">longest", "what it is"),
+        (
+            (
+                label_of(one.phase),
+                str(one.count),
+                *map(time_words, (one.p50_ns, one.p99_ns, one.max_ns)),
+                meaning_of(one.phase),
+            )
+            for one in report.durations
+        ),
+    )
+    print("\nthe slowest handovers:\n", file=stream)
+    _print_table(
+        stream,
+        ("request", "engines", ">tokens", ">handover", "longest phase", "what came of it"),
+        (_row(one) for one in report.timelines[:slowest]),
+    )
+    for note in report.notes:
+        print(f"\n{_safe(note)}", file=stream)
+
+
+def _row(one: Timeline) -> tuple[str, ...]:
+    lasted = "–" if one.lasted_ns is None else time_words(one.lasted_ns)
+    longest = max(one.path, key=lambda span: span.lasted_ns, default=None)
+    told = (rate_words(one) or one.outcome) if one.is_good else one.outcome
+    missing = f"; not recorded: {', '.join(one.missing)}" if one.missing else ""
+    return (
+        name_of(one, 30),
+        engines_words(one),
+        str(one.handover.tokens or "–"),
+        lasted,
+        f"{label_of(longest.phase)} {time_words(longest.lasted_ns)}" if longest else "–",
+        f"{told}{missing}",
+    )
+
+
+def _safe(words: str) -> str:
+    """Without what a terminal obeys."""
+    return _CONTROL.sub("\ufffd", words)
+
+
+def _print_table(stream: TextIO, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    cells = [[_safe(cell) for cell in row] for row in rows]
+    try:
+        from kvferry.cli.tables import console, new_table
+
+        out = console(stream)
+    except InvalidArgument:
+        _print_columns(stream, columns, cells)
+        return
+    table = new_table(columns)
+    for row in cells:
+        table.add_row(*row)
+    out.print(table)
+
+
+def _print_columns(stream: TextIO, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    heads = [column.removeprefix(">") for column in columns]
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    for row in (heads, *cells):
+        padded = (
+            cell.rjust(width) if column.startswith(">") else cell.ljust(width)
+            for cell, width, column in zip(row, widths, columns, strict=True)
+        )
+        print("  ".join(padded).rstrip(), file=stream)

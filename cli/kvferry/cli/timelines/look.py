@@ -1,0 +1,85 @@
+"""What each phase is called, and its colour in every picture: what waits is pale or warm, what works is full."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.trace.durations import HANDOVER
+from kvferry.trace.phases import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Of a phase.
+
+    Attributes:
+        ink: of text on the colour.
+        meaning: in a few words.
+    """
+
+    label: str
+    colour: str
+    ink: str
+    meaning: str
+
+
+_DARK, _LIGHT = "#111827", "#ffffff"
+
+LOOKS = {
+    Phase.PREFILL_QUEUE.value: Look(
+        "prefill queue", "#bccbe4", _DARK, "the producer has no room or no step for it yet"
+    ),
+    Phase.PREFILL.value: Look("prefill", "#4c7fe0", _LIGHT, "the producer computes the prompt"),
+    Phase.ROUTER.value: Look("router", "#9b7be8", _LIGHT, "from the producer's answer to the consumer, by the router"),
+    Phase.DECODE_QUEUE.value: Look(
+        "decode queue", "#f3b62c", _DARK, "the consumer has no blocks or no step for it yet"
+    ),
+    Phase.ORDER.value: Look("order", "#d8c9a3", _DARK, "the order to load goes to the workers"),
+    Phase.LOAD.value: Look("load", "#3f9d6b", _LIGHT, "the workers load; what they did is not recorded"),
+    Phase.QUEUED.value: Look("load queued", "#fbe08b", _DARK, "the worker has other loads to do first"),
+    Phase.MEETING.value: Look(
+        "meeting", "#ee7b30", _DARK, "first contact with the producer, or the device is not done"
+    ),
+    Phase.FENCE.value: Look("fence", "#dc4a4a", _LIGHT, "the producer's worker is not ready"),
+    Phase.POSTING.value: Look("posting", "#45c4b6", _DARK, "reads are prepared and posted"),
+    Phase.READING.value: Look("reading", "#1f9150", _LIGHT, "bytes are under way"),
+    Phase.FENCE_AGAIN.value: Look("second fence", "#9bc53d", _DARK, "was the lease good all the time?"),
+    Phase.REPORT.value: Look("report", "#e46aa7", _DARK, "the scheduler has not heard of all workers yet"),
+    Phase.FIRST_STEP.value: Look("first step", "#8fa1b8", _DARK, "loaded, and not scheduled yet"),
+    Phase.HELD.value: Look("held", "#6b7a90", _LIGHT, "the producer keeps the blocks"),
+}
+
+
+def look(phase: str) -> Look:
+    """Of a phase, also of one that only a later version has."""
+    return LOOKS.get(phase) or Look(phase, "#9ca3af", _DARK, "")
+
+
+def class_of(phase: str) -> str:
+    """The phase's CSS class."""
+    return f"p-{phase}" if phase in LOOKS else "p-other"
+
+
+def label_of(phase: str) -> str:
+    """The phase's name for people."""
+    return HANDOVER if phase == HANDOVER else look(phase).label
+
+
+def meaning_of(phase: str) -> str:
+    """What it is, in a few words."""
+    return "from the prompt's end until it is loaded, or computed here" if phase == HANDOVER else look(phase).meaning
+
+
+def style() -> str:
+    """The CSS of every picture; it follows what the reader's system prefers, light or dark."""
+    colours = [f".p-{phase}{{fill:{one.colour}}}.on-{phase}{{fill:{one.ink}}}" for phase, one in LOOKS.items()]
+    return "".join((_STYLE, ".p-other{fill:#9ca3af}.on-other{fill:#111827}", *colours))
+
+
+_STYLE = """
+.paper{fill:#ffffff}.ink{fill:#0f172a}.muted{fill:#5b6778}.bad{fill:#c02626}.band{fill:#f5f7fa}.grid{stroke:#dde3ea}
+.zero{stroke:#64748b}
+@media (prefers-color-scheme: dark){
+.paper{fill:#12161d}.ink{fill:#e8edf4}.muted{fill:#98a5b6}.bad{fill:#ff8a80}.band{fill:#1a202a}.grid{stroke:#2d3644}
+.zero{stroke:#7c8a9d}}
+"""

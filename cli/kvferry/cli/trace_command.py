@@ -1,0 +1,98 @@
+"""`kvferry trace`: reads what engines recorded and writes one timeline per handover."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvferry.cli.errors import InvalidArgument
+from kvferry.cli.options import whole_option
+from kvferry.cli.timelines.as_json import as_json
+from kvferry.cli.timelines.listing import print_listing
+from kvferry.cli.timelines.page import page
+from kvferry.cli.timelines.report import Report, report
+from kvferry.cli.timelines.waterfall import draw
+from kvferry.trace.chrome import chrome_trace
+from kvferry.trace.merging import merge
+from kvferry.trace.reading import read_recording
+
+PAGE, PICTURE, TRACE = "waterfall.html", "waterfall.svg", "trace.json"
+ROWS_OF_A_PAGE = 200
+HANDOVERS_OF_A_TRACE = 10_000
+"""The slowest; a viewer in a browser opens no more."""
+
+
+def run_trace(options: argparse.Namespace) -> int:
+    """Run the command; gives the exit code. Raises `InvalidTrace` and `InvalidArgument`."""
+    slowest = whole_option("--slowest", options.slowest, 1, 10_000)
+    with _no_garbage():
+        recording = read_recording(options.dirs)
+        told = report(recording, merge(recording), options.request)
+        del recording
+        if options.request is not None and not told.timelines:
+            raise InvalidArgument("--request", options.request, "the beginning of an id that is in these files")
+        if options.out is not None:
+            _write(Path(options.out), told, slowest)
+        if options.json:
+            json.dump(as_json(told, slowest), sys.stdout, indent=2)
+            print()
+        else:
+            print_listing(sys.stdout, told, slowest)
+            if options.out is not None:
+                print(f"\nwritten: {options.out}{_left_out(told)}")
+    return 0
+
+
+def _write(out: Path, told: Report, slowest: int) -> None:
+    """A folder of everything, or the one file that the suffix says."""
+    one = {".json": _write_trace, ".html": _write_page, ".svg": _write_picture}.get(out.suffix.lower())
+    try:
+        if one is not None and not out.is_dir():
+            one(out, told, slowest)
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        _write_trace(out / TRACE, told, slowest)
+        _write_page(out / PAGE, told, slowest)
+        _write_picture(out / PICTURE, told, slowest)
+    except (OSError, ValueError) as refused:
+        raise InvalidArgument("-o", str(out), f"a folder, or a file .json, .html or .svg ({refused})") from None
+
+
+def _left_out(told: Report) -> str:
+    if len(told.timelines) <= HANDOVERS_OF_A_TRACE:
+        return ""
+    return f" (the {HANDOVERS_OF_A_TRACE} slowest of {len(told.timelines)} handovers are in the trace)"
+
+
+def _write_trace(path: Path, told: Report, _: int) -> None:
+    _write_pieces(path, chrome_trace(told.timelines[:HANDOVERS_OF_A_TRACE]))
+
+
+def _write_page(path: Path, told: Report, slowest: int) -> None:
+    _write_pieces(path, page(told, max(slowest, ROWS_OF_A_PAGE)))
+
+
+def _write_picture(path: Path, told: Report, slowest: int) -> None:
+    _write_pieces(path, (draw(told.timelines[:slowest], len(told.timelines), told.notes),))
+
+
+def _write_pieces(path: Path, pieces: Iterable[str]) -> None:
+    with path.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
+        file.writelines(pieces)
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Millions of events that all stay: looking for garbage among them takes longer than reading them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
