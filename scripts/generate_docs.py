@@ -13,45 +13,33 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
-from scripts import compatibility
+from scripts import (
+    compatibility,
+    doc_commands,
+    environment_variables,
+    metric_table,
+    option_tables,
+    protocol_reference,
+    timelines_page,
+)
+from tests.faults import guards
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGE = DOCS / "operations.md"
-COMMANDS_PAGE = DOCS / "cli.md"
+CONFIGURATION_PAGE = DOCS / "configuration.md"
+OPERATIONS_PAGE = DOCS / "operations.md"
+PROTOCOL_PAGE = DOCS / "protocol-reference.md"
+CLI_PAGE = DOCS / "cli.md"
+COMMANDS_PAGE = DOCS / "commands.md"
 PICTURE = DOCS / "plan.svg"
 PICTURED = ("layers=32,heads=8,dim=128,tp=4,pp=2,layout=NHD", "layers=32,heads=8,dim=128,tp=2,stages=20+12,block=64")
 COMPATIBILITY_PAGE = DOCS / "compatibility.md"
+RELIABILITY_PAGE = DOCS / "reliability.md"
+TIMELINES_PAGE = DOCS / "timelines.md"
+TIMELINES_PICTURE = DOCS / "timelines.svg"
 
 _CONSOLE = re.compile(r"(<!-- console -->\n```console\n\$ kvferry )([^\n]*)\n.*?(```\n)", re.DOTALL)
-
-
-def tables() -> dict[str, str]:
-    """Every generated part of the operations page by name, as Markdown."""
-    from kvferry.connector.config import WITHOUT_MEANING, FerryConfig
-
-    options = ["| key | default | meaning | |", "| --- | --- | --- | --- |"]
-    for option in fields(FerryConfig):
-        default = list(option.default) if isinstance(option.default, tuple) else option.default
-        shown = "none" if default is None else f"`{default}`".replace("'", '"')
-        whose = "as in NixlConnector" if option.metadata["peer"] else ""
-        options.append(f"| `{option.name}` | {shown} | {option.metadata['doc']} | {whose} |")
-    ignored = [f"- `{key}`: {why}" for key, why in WITHOUT_MEANING.items()]
-    return {"config": "\n".join(options), "ignored": "\n".join(ignored), "metrics": _metrics()}
-
-
-def _metrics() -> str:
-    from kvferry.connector.metrics import COUNTERS, HISTOGRAMS
-
-    rows = ["| metric | kind | meaning |", "| --- | --- | --- |"]
-    for counter in COUNTERS.values():
-        label = f"{{{counter.label}}}" if counter.label else ""
-        values = f" {counter.label}: {', '.join(counter.values)}." if counter.values else ""
-        rows.append(f"| `vllm:{counter.exported}_total{label}` | counter | {counter.doc}{values} |")
-    rows += [f"| `vllm:{histogram.exported}` | histogram | {histogram.doc} |" for histogram in HISTOGRAMS.values()]
-    return "\n".join(rows)
 
 
 def command_tables() -> dict[str, str]:
@@ -65,7 +53,17 @@ def command_tables() -> dict[str, str]:
     return {"keys": "\n".join(rows)}
 
 
-def filled(text: str, parts: Callable[[], dict[str, str]] = tables) -> str:
+def configuration() -> dict[str, str]:
+    """Every generated part of the configuration page by name, as Markdown."""
+    return {
+        "config": option_tables.options(),
+        "ignored": option_tables.ignored(),
+        "environment": environment_variables.table(environment_variables.OF_ENGINES),
+        "script-environment": environment_variables.table(environment_variables.OF_SCRIPTS),
+    }
+
+
+def filled(text: str, parts: Callable[[], dict[str, str]]) -> str:
     """The page with every part between its markers replaced."""
     for name, table in parts().items():
         begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
@@ -94,11 +92,21 @@ def output_of(arguments: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Every file with something generated, as it should be."""
-    return {
-        PAGE: filled(PAGE.read_text()),
-        COMMANDS_PAGE: with_output(filled(COMMANDS_PAGE.read_text(), command_tables)),
+    written = {
+        CONFIGURATION_PAGE: filled(CONFIGURATION_PAGE.read_text(), configuration),
+        OPERATIONS_PAGE: filled(OPERATIONS_PAGE.read_text(), lambda: {"metrics": metric_table.table()}),
+        PROTOCOL_PAGE: filled(PROTOCOL_PAGE.read_text(), protocol_reference.reference),
+        CLI_PAGE: with_output(filled(CLI_PAGE.read_text(), command_tables)),
         COMPATIBILITY_PAGE: filled(COMPATIBILITY_PAGE.read_text(), lambda: {"pairs": compatibility.table()}),
+        RELIABILITY_PAGE: filled(RELIABILITY_PAGE.read_text(), lambda: {"guards": guards.table()}),
+        TIMELINES_PAGE: timelines_page.page(TIMELINES_PAGE.read_text(), with_output),
+    }
+    commands = doc_commands.of_repository({page: text for page, text in written.items() if page != COMMANDS_PAGE})
+    return {
+        **written,
+        COMMANDS_PAGE: filled(COMMANDS_PAGE.read_text(), lambda: doc_commands.tables(commands)),
         PICTURE: picture(*PICTURED),
+        TIMELINES_PICTURE: timelines_page.picture(output_of),
     }
 
 

@@ -75,6 +75,11 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
     "small-llama-2": _llama(2),
     "small-llama-4": _llama(4),
     "small-llama-8": _llama(8),
+    "small-deep": SmallModel(
+        "Llama-like, 30 layers, 1 KV head: thousands of blocks take little memory",
+        "Llama",
+        {"num_hidden_layers": 30, "num_key_value_heads": 1},
+    ),
     "small-draft": SmallModel(
         "Llama-like, one layer: drafts for the others",
         "Llama",

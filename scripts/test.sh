@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All checks and tests. Ends with pytest's summary line. Arguments go to pytest: scripts/test.sh tests/plan -k runs
+# All checks and tests, in parts side by side; ends with one summary of them. With arguments: the checks, and pytest
+# with these arguments: scripts/test.sh tests/plan -k runs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,6 +13,10 @@ step() {
     printf '\n== %s\n' "$*"
     "$@"
 }
+if (($# == 0)); then
+    step python -m scripts.test_parts
+    exit
+fi
 step ruff check .
 step ruff format --check .
 step mypy

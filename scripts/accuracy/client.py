@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -35,6 +36,7 @@ class Answer:
         tokens: ids of the generated tokens; logprobs: theirs.
         prompt_tokens: as the server counted them.
         first_token_s: from the request to the first token; only for streams.
+        gaps_s: between one piece of a stream and the next, without the first piece's wait.
         error: empty, or the server's error.
         params: `kv_transfer_params` of the answer.
     """
@@ -44,6 +46,7 @@ class Answer:
     text: str = ""
     prompt_tokens: int = 0
     first_token_s: float | None = None
+    gaps_s: tuple[float, ...] = ()
     total_s: float = 0.0
     error: str = ""
     params: Mapping[str, Any] | None = None
@@ -76,10 +79,22 @@ def path_of(case: Case) -> str:
 
 
 class Client:
-    """Asks servers that serve `model`. Use as an asynchronous context manager. Tests give a transport."""
+    """Asks servers that serve `model`. Use as an asynchronous context manager.
 
-    def __init__(self, model: str, timeout_s: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    Args:
+        transport: tests give one.
+        always: fields that all requests have, before those of their own.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        timeout_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+        always: Mapping[str, Any] | None = None,
+    ) -> None:
         self._model = model
+        self._always = dict(always or {})
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits, transport=transport)
 
@@ -95,7 +110,7 @@ class Client:
         Raises:
             NoAnswer: it timed out, or the connection broke. An error answer is returned, not raised.
         """
-        body = body_of(case, self._model, **more)
+        body = body_of(case, self._model, **{**self._always, **more})
         started_s = time.monotonic()
         try:
             if case.stream:
@@ -128,10 +143,10 @@ class Client:
         answer = await self.ask(decode_url, replace(case, stream=True), kv_transfer_params=params)
         return answer, answer.first_token_s if answer.first_token_s is not None else float("nan")
 
-    async def prefill(self, prefill_url: str, case: Case) -> Mapping[str, Any] | None:
+    async def prefill(self, prefill_url: str, case: Case, **more: Any) -> Mapping[str, Any] | None:
         """Have a prompt prefilled; the params that name its cache."""
         first = replace(case, stream=False, max_tokens=1)
-        return (await self.ask(prefill_url, first, kv_transfer_params=ASK_FOR_PREFILL)).params
+        return (await self.ask(prefill_url, first, kv_transfer_params=ASK_FOR_PREFILL, **more)).params
 
     async def leave_early(self, base_url: str, case: Case, tokens: int | None, within_s: float) -> int:
         """Begin a stream and close the connection after so many tokens, or after a while.
@@ -161,7 +176,7 @@ class Client:
         logprobs: list[float] = []
         texts: list[str] = []
         prompt_tokens = 0
-        first_token_s = None
+        came_s: list[float] = []
         started_s = time.monotonic()
         async with self._http.stream("POST", url, json=body) as reply:
             if reply.status_code != 200:
@@ -172,13 +187,15 @@ class Client:
                     return Answer(error=json.dumps(event["error"])[:500])
                 for choice in event.get("choices", ()):
                     ids, probs, text = _choice(choice)
-                    if ids and first_token_s is None:
-                        first_token_s = time.monotonic() - started_s
+                    if ids:
+                        came_s.append(time.monotonic())
                     tokens += ids
                     logprobs += probs
                     texts.append(text)
                 prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
-        return Answer(tuple(tokens), tuple(logprobs), "".join(texts), prompt_tokens, first_token_s)
+        first_token_s = came_s[0] - started_s if came_s else None
+        gaps_s = tuple(later - earlier for earlier, later in pairwise(came_s))
+        return Answer(tuple(tokens), tuple(logprobs), "".join(texts), prompt_tokens, first_token_s, gaps_s)
 
 
 async def _events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:

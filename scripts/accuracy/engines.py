@@ -32,6 +32,7 @@ class Transfer:
         role: `kv_producer`, `kv_consumer` or `kv_both`.
         module: module of the class; `stock` for the connector that comes with vLLM.
         side_channel_port: 0 for a free one.
+        engine_id: empty for one that vLLM draws at every start.
     """
 
     role: str
@@ -41,6 +42,7 @@ class Transfer:
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     side_channel_host: str = "127.0.0.1"
     side_channel_port: int = 0
+    engine_id: str = ""
 
     def config(self) -> str:
         """The value of `--kv-transfer-config`."""
@@ -51,6 +53,8 @@ class Transfer:
         }
         if self.module != STOCK:
             fields["kv_connector_module_path"] = self.module
+        if self.engine_id:
+            fields["engine_id"] = self.engine_id
         if self.extra_config:
             fields["kv_connector_extra_config"] = dict(self.extra_config)
         return json.dumps(fields)
@@ -123,7 +127,8 @@ class EngineSpec:
         On CPU each worker has one core, or two engines on two cores fight for both; shared memory carries NIXL's
         control messages (`UCX_MM_ERROR_HANDLING`), which wakes a peer in microseconds instead of through loopback.
         torch.compile is off there: vLLM's sampler would compile with g++, which a user's machine may not have, and
-        the first request would wait half a minute for it. Not so with several stages, which need it.
+        the first request would wait half a minute for it. Not so with several stages, which need it. PyTorch takes
+        its memory in huge pages, which spares kvferry moving the cache into them.
         """
         added = {"VLLM_NO_USAGE_STATS": "1"}
         if Path(self.model).is_dir():
@@ -132,6 +137,7 @@ class EngineSpec:
             added["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(self.devices)
             added["VLLM_CPU_KVCACHE_SPACE"] = f"{self.cache_gib:g}"
             added["UCX_MM_ERROR_HANDLING"] = "y"
+            added["THP_MEM_ALLOC_ENABLE"] = "1"
             if not self._traced:
                 added["TORCH_COMPILE_DISABLE"] = "1"
         else:

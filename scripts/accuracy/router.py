@@ -13,7 +13,14 @@ from scripts.accuracy.processes import Server
 class Router(Server):
     """The router in front of some prefill and some decode engines."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], log_dir: Path, timeout_s: float) -> None:
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        log_dir: Path,
+        timeout_s: float,
+        more: Sequence[str] = (),
+    ) -> None:
         port, prometheus_port = free_ports(2)
         command = [str(Path(sys.executable).parent / "vllm-router"), "--vllm-pd-disaggregation"]
         command += ["--kv-connector", "nixl", "--host", "127.0.0.1", "--port", str(port)]
@@ -21,6 +28,7 @@ class Router(Server):
         command += ["--policy", "round_robin", "--disable-retries", "--request-timeout-secs", str(int(timeout_s))]
         command += [part for url in prefill for part in ("--prefill", url)]
         command += [part for url in decode for part in ("--decode", url)]
+        command += more
         super().__init__("vllm-router", command, f"http://127.0.0.1:{port}", log_dir / "router.log", {"NO_COLOR": "1"})
 
     def __enter__(self) -> Router:

@@ -1,0 +1,221 @@
+"""All checks and tests, in parts that run side by side; what scripts/test.sh without arguments does.
+
+Real engines mostly wait for one another, and most other tests for a process, a lease or a deadline: two lanes of parts
+keep two cores busy. A lane that is done with its own takes of the parts that any lane may run. Every part's output is
+printed whole when it is over; meanwhile a line now and then says how far the parts are. The end is one table, the
+failed tests, and a line of totals as pytest writes it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_POLL_S = 0.2
+_PROGRESS_S = 60.0
+_END_S = 10.0
+_TOTALS = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]*s\b.*$", re.MULTILINE)
+_PERCENT = re.compile(r"\[ *(\d+%)\]")
+_NOTABLE = re.compile(r"^(?:FAILED|ERROR) \S.*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Commands that run one after the other; a failure stops none of them."""
+
+    name: str
+    commands: tuple[tuple[str, ...], ...]
+
+
+def folders(part: Part) -> list[str]:
+    """The folders of tests that a part names."""
+    return [word for command in part.commands for word in command if word.startswith("tests/")]
+
+
+_PYTEST = (sys.executable, "-m", "pytest", "-q", "--durations=15")
+_AFTER_ENGINES = ("nice", "-n", "5")
+"""The lane with the engines takes longest: the other one gets what it leaves."""
+ENGINES = Part("engines", ((*_PYTEST, "tests/vllm"),))
+CHECKS = Part("checks", (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",), ("lint-imports",)))
+FAULTS = Part("faults", ((*_AFTER_ENGINES, *_PYTEST, "tests/faults"),))
+WORKERS = Part("workers", ((*_AFTER_ENGINES, *_PYTEST, "tests/worker", "tests/engine_core", "tests/rig"),))
+REST = Part(
+    "rest",
+    (
+        (
+            *_AFTER_ENGINES,
+            *_PYTEST,
+            "tests",
+            *(f"--ignore={folder}" for part in (ENGINES, FAULTS, WORKERS) for folder in folders(part)),
+        ),
+    ),
+)
+LANES = ((ENGINES,), (CHECKS,))
+"""Parts of one lane follow one another. Only one lane has real engines: each of those binds a core."""
+
+ANY_LANE = (REST, WORKERS, FAULTS)
+"""The longest first."""
+
+
+@dataclass
+class Result:
+    """What became of a part.
+
+    Attributes:
+        counts: of tests, by pytest's words; empty for other commands.
+        failures: pytest's lines on tests that failed.
+        codes: exit status of each command.
+    """
+
+    part: Part
+    seconds: float
+    codes: list[int]
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not any(self.codes)
+
+    @property
+    def text(self) -> str:
+        """For the table."""
+        said = counted(self.counts) or ("passed" if self.ok else "failed")
+        codes = sorted({code for code in self.codes if code})
+        return said if self.ok else f"{said}; exit status {', '.join(map(str, codes))}"
+
+
+class Running:
+    """A part that has begun. Its output goes to a file.
+
+    Args:
+        folder: for the file.
+    """
+
+    def __init__(self, part: Part, folder: Path) -> None:
+        self.part = part
+        self._log = folder / f"{part.name}.log"
+        self._log.write_text("")
+        self._left = list(part.commands)
+        self._codes: list[int] = []
+        self._began_s = time.monotonic()
+        self._next()
+
+    def _next(self) -> None:
+        command = self._left.pop(0)
+        with self._log.open("a") as log:
+            shown = ["python" if word == sys.executable else word for word in command]
+            print(f"\n== {' '.join(shown)}", file=log, flush=True)
+            self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+
+    def over(self) -> bool:
+        """Whether the last command has ended; begins the next one when it is time."""
+        code = self._process.poll()
+        if code is None:
+            return False
+        self._codes.append(code)
+        if self._left:
+            self._next()
+            return False
+        return True
+
+    @property
+    def progress(self) -> str:
+        """What pytest has said of it."""
+        said = _PERCENT.findall(self.output)
+        return f"{self.part.name} {said[-1] if said else 'runs'}"
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def result(self) -> Result:
+        """Of a part that is over."""
+        counts, failures = read_totals(self.output)
+        return Result(self.part, time.monotonic() - self._began_s, self._codes, counts, failures)
+
+    def stop(self) -> None:
+        """End it early: pytest ends its engines when it is interrupted, which the terminal may have done already."""
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait()
+
+
+def read_totals(output: str) -> tuple[Counter[str], list[str]]:
+    """Pytest's counts, and its lines on tests that failed, from what it printed."""
+    counts: Counter[str] = Counter()
+    for totals in _TOTALS.findall(output)[-1:]:
+        for each in totals.split(", "):
+            number, _, what = each.partition(" ")
+            counts[what.removesuffix("s") if what in ("errors", "warnings") else what] += int(number)
+    return counts, _NOTABLE.findall(output)
+
+
+def counted(counts: Counter[str]) -> str:
+    """As pytest says it, the bad news first."""
+    order = ("failed", "error", "passed", "skipped")
+    words = [*(word for word in order if counts[word]), *sorted(set(counts) - set(order))]
+    return ", ".join(f"{counts[word]} {word}" for word in words)
+
+
+def run(lanes: Sequence[Sequence[Part]], any_lane: Sequence[Part], folder: Path) -> Iterator[Running]:
+    """Run all lanes side by side, and what any of them may run after that; gives every part when it is over."""
+    waiting, shared = [list(lane) for lane in lanes], list(any_lane)
+    running: dict[int, Running] = {}
+    told_s = began_s = time.monotonic()
+    try:
+        while any(waiting) or shared or running:
+            for number, lane in enumerate(waiting):
+                if number not in running and (lane or shared):
+                    running[number] = Running((lane or shared).pop(0), folder)
+            for number, each in list(running.items()):
+                if each.over():
+                    del running[number]
+                    yield each
+            if time.monotonic() - told_s >= _PROGRESS_S:
+                told_s = time.monotonic()
+                doing = " · ".join(each.progress for each in running.values())
+                print(f"[{told_s - began_s:6.0f} s] {doing}", flush=True)
+            time.sleep(_POLL_S)
+    finally:
+        for each in running.values():
+            each.stop()
+
+
+def main() -> int:
+    """Entry point; the exit status is 1 when anything has failed."""
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # ruff and mypy lie beside Python
+    began_s = time.monotonic()
+    results: list[Result] = []
+    parts = sum(len(lane) for lane in (*LANES, ANY_LANE))
+    with tempfile.TemporaryDirectory() as folder:
+        for number, over in enumerate(run(LANES, ANY_LANE, Path(folder)), 1):
+            results.append(over.result())
+            print(f"\n===== {over.part.name}: part {number} of {parts} to end\n{over.output}", flush=True)
+    print("\n===== all parts")
+    for result in results:
+        print(f"{result.part.name:10} {result.seconds:6.0f} s  {result.text}")
+    for result in results:
+        print(*result.failures, sep="\n", end="\n" if result.failures else "")
+    total = sum((result.counts for result in results), Counter[str]())
+    # A part that failed without a failed test is an error of its own.
+    total["error"] += sum(not (result.ok or result.counts["failed"] or result.counts["error"]) for result in results)
+    seconds = time.monotonic() - began_s
+    print(f"{counted(total)} in {seconds:.2f}s ({seconds // 60:.0f} min {seconds % 60:.0f} s)")
+    return 0 if all(result.ok for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
