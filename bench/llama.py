@@ -20,13 +20,13 @@ _FACTS = ModelFacts(
 )
 
 
-def worker_bytes(tp: int, blocks: int) -> int:
+def worker_bytes(tp: int, blocks: int, layers: int = LAYERS) -> int:
     """Bytes of one worker's cache."""
-    return LAYERS * blocks * HEADS // tp * BLOCK_TOKENS * TOKEN_BYTES
+    return layers * blocks * HEADS // tp * BLOCK_TOKENS * TOKEN_BYTES
 
 
 def llama(
-    engine_id: str, *, tp: int, layout: str, blocks: int, bases: dict[int, int] | None = None
+    engine_id: str, *, tp: int, layout: str, blocks: int, bases: dict[int, int] | None = None, layers: int = LAYERS
 ) -> EngineDescription:
     """The engine.
 
@@ -34,6 +34,7 @@ def llama(
         tp: tensor-parallel ranks, a divisor of 8.
         layout: `HND` or `NHD`: heads or tokens outermost in a block; K and V of a token packed.
         bases: where the caches of some ranks are; the others' are at addresses of their own.
+        layers: other than the Llama's.
     """
     workers = []
     for rank in range(tp):
@@ -47,7 +48,7 @@ def llama(
                 memory="DRAM",
                 device=0,
                 lease_table=LeaseTable(address=0, slots=1),
-                tensors=_tensors(heads, layout, blocks, base),
+                tensors=_tensors(heads, layout, blocks, base, layers),
             )
         )
     return EngineDescription(
@@ -61,7 +62,7 @@ def llama(
     )
 
 
-def _tensors(heads: Range, layout: str, blocks: int, base: int) -> tuple[PagedTensor, ...]:
+def _tensors(heads: Range, layout: str, blocks: int, base: int, layers: int) -> tuple[PagedTensor, ...]:
     held = len(heads)
     head_stride, tile_stride = (
         (BLOCK_TOKENS * TOKEN_BYTES, TOKEN_BYTES) if layout == "HND" else (TOKEN_BYTES, held * TOKEN_BYTES)
@@ -83,6 +84,6 @@ def _tensors(heads: Range, layout: str, blocks: int, base: int) -> tuple[PagedTe
             cell_bytes=HALF_BYTES,
             format=Format(dtype="bfloat16"),
         )
-        for layer in range(LAYERS)
+        for layer in range(layers)
         for kind, offset in (("k", 0), ("v", HALF_BYTES))
     )

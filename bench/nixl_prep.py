@@ -19,6 +19,15 @@ _NO_RESERVE = 0x4000
 """MAP_NORESERVE, which Python names only from 3.13 on: address space without a promise of memory."""
 
 
+def reserve(num_bytes: int) -> tuple[mmap.mmap, int]:
+    """Address space without a promise of memory: what keeps it, and where it begins."""
+    one = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    view = ctypes.c_char.from_buffer(one)
+    address = ctypes.addressof(view)
+    del view
+    return one, address
+
+
 class Registered:
     """A consumer's agent with its cache and staging pool, and producers' agents with theirs, known to it."""
 
@@ -78,12 +87,8 @@ class Registered:
         self._handles.append(self._consumer.prepXferDlist(owner, listed))
 
     def _map(self, num_bytes: int) -> int:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-        one = mmap.mmap(-1, num_bytes, flags=flags)
+        one, address = reserve(num_bytes)
         self._maps.append(one)
-        view = ctypes.c_char.from_buffer(one)
-        address = ctypes.addressof(view)
-        del view
         return address
 
     def _agent(self, regions: list[tuple[int, int, int]]) -> Any:

@@ -1,7 +1,8 @@
 """Plans, prepared descriptors and index arrays, beside the published way of making descriptors.
 
-    python -m bench.plan                    # the published figures: 100,000 blocks; writes results/plan.json
-    python -m bench.plan --blocks 1000 --published-blocks 200 --no-nixl
+    python -m bench.plan                    # the published figures: 100,000 blocks; writes results/plan.json; a minute
+    python -m bench.plan --quick            # seconds, for orientation
+    python -m bench.plan --no-results --blocks 1000 --published-blocks 200 --no-nixl
 
 One consumer worker of a Llama of 80 layers, tensor parallel 8 to 4 and 4 to 8, heads or tokens outermost in a block.
 Times are processor time of the thread, the best of some repetitions: on a shared machine anything else says more about
@@ -14,14 +15,16 @@ import argparse
 import statistics
 import tracemalloc
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bench.cases import Case, best_of, request_of
+from bench.figures import publish
 from bench.llama import worker_bytes
-from bench.machine import write_results
 from bench.nixl_prep import STAGING_BYTES, Registered
+from bench.plan_report import results_of
 from bench.published import Published, measure_published
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_tables
@@ -29,9 +32,6 @@ from kvferry.plan.planner import plan_transfer
 from kvferry.plan.transfer_plan import Placing, TransferPlan
 from kvferry.plan.waves import SourceTable, Window, source_table, source_units, window_reads
 from kvferry.protocol.handshake import EngineDescription
-
-MAX_PLAN_MS, MAX_PLAN_MB, MAX_REQUEST_MS = 50.0, 16.0, 1.0
-"""What a consumer worker may need per peer and per request."""
 
 Rows = NDArray[np.int64]
 
@@ -133,7 +133,7 @@ def _prepare_with_nixl(prepared: Prepared, registered: Registered, repeats: int)
     return seconds[0] * 1e3
 
 
-def run(blocks: int, published_blocks: int, repeats: int, with_nixl: bool) -> list[dict[str, object]]:
+def run(blocks: int, published_blocks: int, repeats: int, with_nixl: bool) -> list[dict[str, Any]]:
     """All cases; prints as it goes."""
     print(HEADER)
     found = []
@@ -199,11 +199,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--no-nixl", action="store_true", help="do not measure what NIXL takes")
     parser.add_argument("--no-results", action="store_true", help="do not write results/plan.json")
+    parser.add_argument("--quick", action="store_true", help="1,000 blocks; writes results/quick/plan.json")
     chosen = parser.parse_args()
-    cases = run(chosen.blocks, chosen.published_blocks, chosen.repeats, not chosen.no_nixl)
-    limits = {"plan_ms": MAX_PLAN_MS, "plan_mb": MAX_PLAN_MB, "request_ms": MAX_REQUEST_MS}
+    blocks, published = (1000, 200) if chosen.quick else (chosen.blocks, chosen.published_blocks)
+    cases = run(blocks, published, chosen.repeats, not chosen.no_nixl)
     if not chosen.no_results:
-        print(f"\nwritten to {write_results('plan', {'limits': limits, 'cases': cases}).name}")
+        publish("plan", results_of(cases, chosen.quick))
 
 
 if __name__ == "__main__":

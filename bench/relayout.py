@@ -1,6 +1,7 @@
 """The relayout beside a plain copy of the same bytes and beside gathering and scattering layer by layer.
 
-    python -m bench.relayout                 # writes results/relayout-cuda.json, or -cpu.json without a GPU
+    python -m bench.relayout                 # writes results/relayout-cuda.json, or -cpu.json without a GPU; minutes
+    python -m bench.relayout --quick         # few layers and repetitions, for orientation
     python -m bench.relayout --calibrate     # prints the constants of the planner's cost model for this machine
     python -m bench.relayout --tokens 512 8192 --pool-mib 256 2048 --tile 512 1024 2048
 
@@ -15,7 +16,6 @@ apart where that is smaller (the table says when).
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 
-from bench.machine import write_results
+from bench.figures import publish
+from bench.relayout_report import results_of
 from bench.relayout_waves import HEADS, Memory, Setup, layer_by_layer, setups, shuffled, waves
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.reference import ReferenceRelayout
 
 L2_FACTOR = 4
-MIN_COPY_SHARE, MIN_PEER_RATIO = 0.9, 5.0
-"""What is promised on a GPU: of the copy's bandwidth, and over layer by layer."""
 
 
 @dataclass
@@ -224,12 +223,15 @@ def main() -> None:
     parser.add_argument("--pool-mib", type=int, nargs="+")
     parser.add_argument("--tile", type=int, nargs="+", default=[1024])
     parser.add_argument("--repeats", type=int)
+    parser.add_argument("--quick", action="store_true", help="writes results/quick/relayout-….json")
     parser.add_argument("--calibrate", action="store_true", help="measure the constants of the cost model instead")
     chosen = parser.parse_args()
     device = torch.device(chosen.device, 0) if chosen.device == "cuda" else torch.device(chosen.device)
     on_gpu = device.type == "cuda"
     if not on_gpu:
         torch.set_num_threads(1)  # as a worker's transfer thread, beside an engine that computes on all cores
+    if chosen.quick:
+        chosen.tokens, chosen.layers, chosen.pool_mib, chosen.repeats = [256], 2, [32], 3
     tokens = chosen.tokens or ([512, 2048, 8192, 32768] if on_gpu else [256, 1024])
     layers = chosen.layers or (80 if on_gpu else 4)
     pools = chosen.pool_mib or ([256, 2048] if on_gpu else [32])
@@ -258,18 +260,9 @@ def main() -> None:
     for figure in figures:
         if figure.launches != figure.waves:
             raise SystemExit(f"{figure.setup}: {figure.launches} launches for {figure.waves} waves")
-    shares = [figure.best / figure.copy_gb_s for figure in figures]
-    ratios = [figure.best / figure.layer_by_layer_gb_s for figure in figures]
-    print(
-        f"of the copy: {min(shares):.0%} … {max(shares):.0%} (geometric mean "
-        f"{math.prod(shares) ** (1 / len(shares)):.0%}; {MIN_COPY_SHARE:.0%} is promised on a GPU); "
-        f"over layer by layer: {min(ratios):.1f} … {max(ratios):.1f} (promised there: {MIN_PEER_RATIO:.0f})"
-    )
-    path = write_results(
-        f"relayout-{device.type}",
-        {"device": name, "torch": torch.__version__, "figures": [asdict(figure) for figure in figures]},
-    )
-    print(f"written to {path}")
+    command = f"python -m bench.relayout --device {device.type}{' --quick' * chosen.quick}"
+    rows = [asdict(figure) for figure in figures]
+    publish(f"relayout-{device.type}", results_of(rows, name, on_gpu, command, chosen.quick))
 
 
 if __name__ == "__main__":

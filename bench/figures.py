@@ -1,0 +1,172 @@
+"""What every benchmark publishes: tables, charts and targets, in a shape that `bench.report` draws without knowing it.
+
+    Results(
+        command="python -m bench.step",
+        what="Time that a step takes of the engine's thread, beside the same step without a connector.",
+        tables=(Table("Per step", ("leases", "p50, µs", "p99, µs"), ((1, 12.0, 31.0), (10_000, 12.4, 33.0))),),
+        charts=(Chart("Growth", "leases", "µs", (Series("p99", (1, 10_000), (31.0, 33.0)),), x_log=True),),
+        targets=(Target.at_most("step thread, p99", 33.0, 200.0, "µs"),),
+    )
+
+`publish` prints them and writes `results/NAME.json`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Printed
+
+from bench.machine import write_results
+
+Cell = str | int | float | None
+"""Of a table; None where nothing was measured."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Figures side by side; units are in the columns' names."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"{self.title}: a row of {len(row)} cells under {len(self.columns)} columns: {row}")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart, or one colour of its bars where `x` are words. `low` and `high` bound what was seen."""
+
+    name: str
+    x: Sequence[float | str]
+    y: Sequence[float | None]
+    low: Sequence[float | None] | None = None
+    high: Sequence[float | None] | None = None
+
+    def __post_init__(self) -> None:
+        for given in (self.y, self.low, self.high):
+            if given is not None and len(given) != len(self.x):
+                raise ValueError(f"{self.name}: {len(given)} values for {len(self.x)} places")
+        if len({isinstance(one, str) for one in self.x}) > 1:
+            raise ValueError(f"{self.name}: words and numbers on one axis: {list(self.x)}")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A level that was promised, drawn across a chart."""
+
+    name: str
+    y: float
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Series on common axes; the labels give the units."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    x_log: bool = False
+    y_log: bool = False
+    limits: Sequence[Limit] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """What was promised and what was measured; made by `at_most` and `at_least`. `note`: of a miss, what was tried."""
+
+    name: str
+    measured: float
+    limit: float
+    unit: str
+    kind: Literal["at most", "at least"]
+    met: bool
+    note: str = ""
+
+    @classmethod
+    def at_most(cls, name: str, measured: float, limit: float, unit: str, note: str = "") -> Target:
+        """Met when `measured` <= `limit`; not met by a measurement that is no number."""
+        return cls(name, measured, limit, unit, "at most", bool(measured <= limit), note)
+
+    @classmethod
+    def at_least(cls, name: str, measured: float, limit: float, unit: str, note: str = "") -> Target:
+        """Met when `measured` >= `limit`; not met by a measurement that is no number."""
+        return cls(name, measured, limit, unit, "at least", bool(measured >= limit), note)
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that one run says. `raw` has the samples behind it; `quick` marks a run too short to be published."""
+
+    command: str
+    what: str
+    tables: Sequence[Table] = ()
+    charts: Sequence[Chart] = ()
+    targets: Sequence[Target] = ()
+    notes: Sequence[str] = ()
+    raw: Mapping[str, Any] = field(default_factory=dict)
+    quick: bool = False
+
+
+def publish(name: str, results: Results, also: Mapping[str, Any] | None = None) -> Path:
+    """Print the tables and targets, write `results/NAME.json`; `also` are keys that other readers of the file know.
+
+    A quick run goes to `results/quick/`, which git ignores: it does not overwrite what was measured with care.
+    """
+    print_results(results)
+    path = write_results(f"quick/{name}" if results.quick else name, {**asdict(results), **(also or {})})
+    print(f"written to {path}", flush=True)
+    return path
+
+
+def print_results(results: Results, console: Console | None = None) -> None:
+    """Tables, then targets, then notes, for people."""
+    console = console or Console(width=None if Console().is_terminal else 160)
+    tables = list(results.tables)
+    if results.targets:
+        rows = [
+            (
+                one.name,
+                one.measured,
+                f"{one.kind} {shown(one.limit)}",
+                one.unit,
+                "met" if one.met else "MISSED",
+                one.note,
+            )
+            for one in results.targets
+        ]
+        tables.append(Table("Targets", ("target", "measured", "limit", "unit", "", "note"), rows))
+    for table in tables:
+        printed = Printed(title=escape(table.title), box=box.SIMPLE, title_justify="left")
+        for index, column in enumerate(table.columns):
+            numbers = all(not isinstance(row[index], str) for row in table.rows)
+            printed.add_column(escape(column), justify="right" if numbers else "left")
+        for row in table.rows:
+            printed.add_row(*(escape(shown(cell)) for cell in row))
+        console.print(printed)
+    for note in results.notes:
+        console.print(f"- {note}", markup=False)
+    if results.quick:
+        console.print("A quick run: for orientation, not to be published.")
+
+
+def shown(cell: Cell, digits: int = 4) -> str:
+    """Numbers with so many digits, integers with all of them, thousands apart; `–` for what was not measured."""
+    if cell is None or (isinstance(cell, float) and not math.isfinite(cell)):
+        return "–"
+    if isinstance(cell, float):
+        cell = cell if abs(cell) >= 1000 else float(f"{cell:.{digits}g}")
+        return f"{cell:,.0f}" if abs(cell) >= 1000 or cell == round(cell) else f"{cell:g}"
+    return f"{cell:,}" if isinstance(cell, int) else cell

@@ -1,0 +1,164 @@
+"""What is asked of engines, and what came of each request.
+
+Every prompt is of its own random tokens, so that none finds its beginning in a cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from scripts.accuracy.client import Answer, Client, NoAnswer
+from scripts.accuracy.prompts import Case
+
+VOCABULARY = range(100, 49_000)
+"""Token ids of SmolLM2 that are words."""
+
+ANSWER_TOKENS = 8
+NO_LOGPROBS = {"logprobs": None}
+"""They cost time, and need a tokenizer."""
+
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One request, in seconds.
+
+    Attributes:
+        prefill_s: until the producer answered; None where a router hides it, and where there is no producer.
+        first_s: from the request to the first token.
+        gaps_s: from one token to the next.
+        error: empty, or why it is not to be counted.
+    """
+
+    prompt_tokens: int
+    prefill_s: float | None = None
+    first_s: float = float("nan")
+    gaps_s: tuple[float, ...] = ()
+    total_s: float = 0.0
+    error: str = ""
+
+    @property
+    def handover_s(self) -> float:
+        """From the producer's answer to the first token out of the decoder."""
+        return self.first_s - self.prefill_s if self.prefill_s is not None else float("nan")
+
+
+def make_cases(name: str, lengths: Sequence[int], vocabulary: range = VOCABULARY) -> list[Case]:
+    """One streamed request per length; the same for the same name."""
+    chooser = random.Random(name)
+    return [
+        Case(
+            f"{name} {index}",
+            tuple(chooser.choice(vocabulary) for _ in range(length)),
+            max_tokens=ANSWER_TOKENS,
+            stream=True,
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def spread(lengths: Sequence[int], weights: Sequence[int], count: int) -> list[int]:
+    """`count` lengths in these proportions, mixed so that every part of the list has some of each.
+
+    Example: `spread((1, 2), (3, 1), 8)` has six ones and two twos.
+    """
+    total = sum(weights)
+    due = [0.0] * len(lengths)
+    chosen = []
+    for _ in range(count):
+        due = [credit + weight / total for credit, weight in zip(due, weights, strict=True)]
+        index = max(range(len(due)), key=due.__getitem__)
+        due[index] -= 1
+        chosen.append(lengths[index])
+    return chosen
+
+
+async def through(client: Client, url: str, timeout_s: float, case: Case) -> Timing:
+    """One request to a router or a single engine."""
+
+    async def ask() -> Timing:
+        return _timing(case, await client.ask(url, case))
+
+    return await _bounded(ask(), case, timeout_s)
+
+
+async def hand_over(client: Client, prefill_url: str, decode_url: str, timeout_s: float, case: Case) -> Timing:
+    """One request as the router sends it, but with the moment of the producer's answer."""
+
+    async def ask() -> Timing:
+        started_s = time.monotonic()
+        params = await client.prefill(prefill_url, case)
+        prefill_s = time.monotonic() - started_s
+        if not params:
+            return Timing(len(case.prompt), error="the producer gave no params")
+        timing = _timing(case, await client.ask(decode_url, case, kv_transfer_params=params))
+        return replace(timing, prefill_s=prefill_s, first_s=prefill_s + timing.first_s)
+
+    return await _bounded(ask(), case, timeout_s)
+
+
+async def ask_again(client: Client, url: str, timeout_s: float, case: Case) -> Timing:
+    """One request twice; the second finds all of its prompt but the last token in the engine's own cache.
+
+    Where the prompt is one token longer than whole blocks, its `handover_s` is what an engine needs for a first token
+    when nothing has to be computed or fetched: the floor of every handover.
+    """
+
+    async def ask() -> Timing:
+        started_s = time.monotonic()
+        first = _timing(case, await client.ask(url, case))
+        if first.error:
+            return first
+        again_s = time.monotonic() - started_s
+        timing = _timing(case, await client.ask(url, case))
+        return replace(timing, prefill_s=again_s, first_s=again_s + timing.first_s)
+
+    return await _bounded(ask(), case, timeout_s)
+
+
+async def _bounded(asking: Awaitable[Timing], case: Case, timeout_s: float) -> Timing:
+    started_s = time.monotonic()
+    try:
+        async with asyncio.timeout(timeout_s):
+            timing = await asking
+    except TimeoutError:
+        timing = Timing(len(case.prompt), error=f"no answer within {timeout_s:g} s")
+    except NoAnswer as failed:
+        timing = Timing(len(case.prompt), error=str(failed)[:300])
+    return replace(timing, total_s=time.monotonic() - started_s)
+
+
+def _timing(case: Case, answer: Answer) -> Timing:
+    asked = len(case.prompt)
+    if answer.error or answer.first_token_s is None:
+        return Timing(asked, error=(answer.error or "no token")[:300])
+    if len(answer.tokens) != case.max_tokens:
+        return Timing(asked, error=f"{len(answer.tokens)} of {case.max_tokens} tokens")
+    return Timing(asked, first_s=answer.first_token_s, gaps_s=answer.gaps_s)
+
+
+async def run_all(
+    ask: Callable[[Case], Awaitable[Timing]],
+    cases: Sequence[Case],
+    at_once: int,
+    tick: Tick,
+    budget_s: float = float("inf"),
+) -> list[Timing]:
+    """All of them, so many at a time; none is begun after the budget."""
+    gate = asyncio.Semaphore(at_once)
+    end_s = time.monotonic() + budget_s
+    timings: list[Timing] = []
+
+    async def one(case: Case) -> None:
+        async with gate:
+            if time.monotonic() < end_s:
+                timings.append(await ask(case))
+            tick()
+
+    await asyncio.gather(*(one(case) for case in cases))
+    return timings

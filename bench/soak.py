@@ -1,0 +1,107 @@
+"""A fleet of engines under faults of all kinds, on real NIXL: every load is right byte for byte, or reported failed.
+
+    python -m bench.soak --requests 50000 --faults 0.05 --seed 1
+    python -m bench.soak --minutes 3
+
+Three producers and three consumers with shards, block sizes and layouts of their own live in one process, each worker
+with a NIXL agent and a transfer thread. The seed gives the same requests with the same faults again; threads make what
+comes of them similar, not equal. It prints a line every ten seconds, tables at the end, writes `results/soak.json`, and
+exits with 1 if anything happened that must never happen. SIGTERM ends it early, with the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from bench.figures import publish
+from bench.soak_fleet import CONSUMERS, PRODUCERS, Fleet
+from bench.soak_report import results_of
+from bench.soak_schedule import Fault
+
+# UCX asks idle peers for a sign of life through shared memory. To an agent that was closed in a process that lives, as
+# only a soak has them, it asks until the queue is full and then without end: its progress threads spin, and closing
+# their agents waits for them for ever. Seen after 10 minutes, twice.
+NO_KEEP_ALIVE = {"UCX_KEEPALIVE_INTERVAL": "inf"}
+
+
+def soak(requests: int | None, seconds: float | None, faults: float, seed: int) -> dict[str, Any]:
+    """Run it, in an environment with `NO_KEEP_ALIVE`, and return its figures; `violations` is what must be empty."""
+    logging.getLogger("kvferry").setLevel(logging.CRITICAL)  # faults are logged line by line
+    torch.set_num_threads(1)  # tensors are tiny, and every transfer thread would have a team of its own
+    start_s = time.monotonic()
+    fleet = Fleet(seed, faults, lambda line: print(line, flush=True))
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: fleet.stop.set())
+    try:
+        fleet.run(requests, seconds)
+    finally:
+        fleet.close()
+    counts, samples = fleet.counts, fleet.gauges.samples
+    by_fault: dict[str, dict[str, int]] = {fault.value: {} for fault in Fault}
+    for (fault, outcome), amount in sorted(counts.by_fault.items(), key=lambda one: -one[1]):
+        by_fault[fault.value][outcome] = amount
+    seconds_taken = time.monotonic() - start_s
+    return {
+        "seed": seed,
+        "fault_rate": faults,
+        "fleet": {"producers": [x.text for x in PRODUCERS], "consumers": [x.text for x in CONSUMERS]},
+        "requests": counts.requests,
+        "seconds": seconds_taken,
+        "requests_per_s": counts.requests / seconds_taken,
+        "engine_lives": fleet.lives,
+        "faults": by_fault,
+        "outcomes": dict(counts.outcomes.most_common()),
+        "loads": dict(counts.loads.most_common()),
+        "checked_bytes": counts.checked_bytes,
+        "moved_bytes": fleet.moved_bytes,
+        "staged_bytes": fleet.staged_bytes,
+        "leases": {
+            f"{metric} {label}".strip(): amount
+            for (metric, label), amount in sorted(fleet.tallies.items())
+            if metric.startswith("leases_")
+        }
+        | {"ended with their engine": fleet.leases_ended_with_engines},
+        "notifications": dict(fleet.worker_counts),
+        "gauges": {
+            name: {
+                "first": getattr(samples[0], name),
+                "last": getattr(samples[-1], name),
+                "most": max(getattr(one, name) for one in samples),
+                "per_1000_requests": fleet.gauges.slope(name),
+            }
+            for name in ("rss_mb", "fds", "threads")
+        },
+        "samples": [asdict(one) for one in samples[:: max(1, len(samples) // 60)]],
+        "violations": dict(counts.violations),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, help="how many; default 50000, unless --minutes is given")
+    parser.add_argument("--minutes", type=float, help="how long, instead")
+    parser.add_argument("--faults", type=float, default=0.05, help="the fraction of requests with a fault")
+    parser.add_argument("--seed", type=int, help="default: a new one, which is printed")
+    arguments = parser.parse_args()
+    requests = 50_000 if arguments.requests is None and arguments.minutes is None else arguments.requests
+    seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
+    print(f"seed {seed}", flush=True)
+    os.environ.update(NO_KEEP_ALIVE | dict(os.environ))
+    seconds = None if arguments.minutes is None else 60 * arguments.minutes
+    figures = soak(requests, seconds, arguments.faults, seed)
+    publish("soak", results_of(figures), also=figures)
+    return int(bool(figures["violations"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,83 @@
+"""What a soak counts: requests by what became of them, faults, what must never happen, and what its process takes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.soak_schedule import Fault
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Counts:
+    """Attributes:
+    outcomes: of requests, in words.
+    by_fault: of requests with a fault, by fault and outcome.
+    loads: of loads, by how they ended: `loaded`, or the reason for which they failed, …
+    violations: what must never happen, in words.
+    checked_bytes: of good loads, compared one by one.
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    by_fault: Counter[tuple[Fault, str]] = field(default_factory=Counter)
+    loads: Counter[str] = field(default_factory=Counter)
+    violations: Counter[str] = field(default_factory=Counter)
+    checked_bytes: int = 0
+
+    def over(self, fault: Fault | None, outcome: str) -> None:
+        """A request has ended."""
+        self.outcomes[outcome] += 1
+        if fault is not None:
+            self.by_fault[fault, outcome] += 1
+
+    @property
+    def requests(self) -> int:
+        return self.outcomes.total()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the process takes at one moment."""
+
+    at_s: float
+    requests: int
+    rss_mb: float
+    fds: int
+    threads: int
+
+
+@dataclass
+class Gauges:
+    """Samples of one soak.
+
+    Attributes:
+        every_s: between two of them.
+    """
+
+    every_s: float = 1.0
+    samples: list[Sample] = field(default_factory=list)
+    _start_s: float = field(default_factory=time.monotonic)
+
+    def look(self, requests: int, *, now: bool = False) -> bool:
+        """Take a sample if it is time. Returns whether it was."""
+        at_s = time.monotonic() - self._start_s
+        if not now and self.samples and at_s < self.samples[-1].at_s + self.every_s:
+            return False
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        fds, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
+        self.samples.append(Sample(at_s, requests, pages * _PAGE / 1e6, fds, threads))
+        return True
+
+    def slope(self, name: str, after: float = 0.3) -> float:
+        """How much of it is added per 1,000 requests, by least squares over all samples after the first part."""
+        chosen = [x for x in self.samples if x.requests >= after * self.samples[-1].requests]
+        xs = [one.requests / 1000 for one in chosen]
+        ys = [float(getattr(one, name)) for one in chosen]
+        mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+        spread = sum((x - mean_x) ** 2 for x in xs)
+        return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread if spread else 0.0
