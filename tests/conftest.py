@@ -1,9 +1,20 @@
-"""Settings of every test: hypothesis prints what reproduces a failure, and times nothing on a shared machine."""
+"""Settings of every test: hypothesis prints what reproduces a failure, and times nothing on a shared machine. No test
+leaves a thread of kvferry behind."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.waiting import deadline_s
+
+_ENDING_S = 30.0
+"""What a thread may take that was told to end."""
 
 settings.register_profile(
     "kvferry",
@@ -15,6 +26,45 @@ settings.register_profile(
 settings.load_profile("kvferry")
 
 
+_began_in: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
+"""The test in which a thread was seen first: engines that a module shares start theirs when they are used."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_thread_outlives_its_module() -> Iterator[None]:
+    before = _threads()
+    yield
+    end_s = deadline_s(_ENDING_S)
+    while left := _threads() - before:
+        if time.monotonic() > end_s:
+            told = sorted(f"{thread.name} since {_began_in.get(thread, 'its fixtures ended')}" for thread in left)
+            pytest.fail(f"threads are left: {', '.join(told)}")
+        time.sleep(0.002)
+
+
+@pytest.fixture(autouse=True)
+def _whose_threads_are_known(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    for thread in _threads():
+        _began_in.setdefault(thread, request.node.nodeid)
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kvferry-")}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes minutes comes last, and its engines live no longer than it does."""
-    items.sort(key=lambda item: "vllm" in item.path.parts)
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    if item.path.parts[-2:] == ("faults", "test_soak.py"):
+        return 9  # it takes its minutes whatever happens; a failure of anything else is known before
+    if "vllm" not in item.path.parts:
+        return 0
+    # The fleet's engines live as long as their module, most others for a test; those of the pair, once started, until
+    # the session ends: they come last, and take no memory before.
+    if item.path.name.startswith("test_fleet"):
+        return 1
+    return 3 if "pair" in getattr(item, "fixturenames", ()) else 2

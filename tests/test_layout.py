@@ -1,4 +1,4 @@
-"""The shape of the repository: one namespace over six roots, and who may import what."""
+"""The shape of the repository: one namespace over all roots, and who may import what."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.packaging.outside import PACKAGES as ROOTS
+
 REPOSITORY = Path(__file__).resolve().parent.parent
-ROOTS = ("protocol", "plan", "scheduler", "worker", "connector", "cli")
 CORE = ("kvferry.protocol", "kvferry.plan", "kvferry.scheduler")
 
 IMPORT_ALL = """
@@ -32,7 +33,7 @@ def heavy_modules_after_importing(*names: str) -> str:
 
 
 def test_kvferry_is_a_namespace_package_in_every_root() -> None:
-    """One `__init__.py` in any of them would hide the other five."""
+    """One `__init__.py` in any of them would hide all others."""
     for root in ROOTS:
         assert (REPOSITORY / root / "kvferry").is_dir()
         assert not (REPOSITORY / root / "kvferry" / "__init__.py").exists()

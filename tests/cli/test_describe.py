@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,10 +17,13 @@ from kvferry.cli.short_engine import engine_of_form
 from kvferry.cli.short_form import read_short_form
 from kvferry.protocol.dump import decode_dump, dump_of, engine_of
 from kvferry.protocol.handshake import EngineDescription, Refused, encode
+from kvferry.protocol.secret_file import VARIABLE
+from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.tally import Tally
 from tests.cli.command import run
 from tests.protocol.samples import KEY, make_description, make_tensor, make_worker
-from tests.scheduler.channel import HOST, listening
+from tests.protocol.secret_files import NEW, OLD, listing, write
+from tests.scheduler.channel import HOST, free_port, listening
 
 FORM = "layers=6,heads=8,dim=16,tp=2,pp=2,window=64@0-4/2"
 
@@ -44,6 +48,26 @@ def test_the_dump_of_a_running_engine_is_what_it_published() -> None:
     assert decode_dump(ran.out.encode()) == dump_of(engine())
     assert tally.total("handshakes_served") == 1
     assert tally.total("bad_frames") == 0
+
+
+def test_an_engine_with_a_secret_is_described_to_those_who_have_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    listener = SideChannelListener(HOST, port, Tally(), (NEW,))
+    try:
+        listener.publish(engine())
+        monkeypatch.setenv(VARIABLE, write(tmp_path / "secrets", listing(OLD, NEW)))
+        ran = run("describe", f"{HOST}:{port}", "--json")
+        assert decode_dump(ran.out.encode()) == dump_of(engine())
+        for path, said in ((None, "and there is none here"), (write(tmp_path / "open", listing(NEW), 0o644), "chmod")):
+            monkeypatch.delenv(VARIABLE) if path is None else monkeypatch.setenv(VARIABLE, path)
+            ran = run("describe", f"{HOST}:{port}")
+            assert ran.code != 0
+            assert said in ran.err
+            assert NEW.material.hex()[:8] not in ran.err
+    finally:
+        listener.close()
 
 
 def test_the_key_of_the_seal_is_not_shown() -> None:

@@ -83,7 +83,7 @@ def test_a_command_line_that_is_none_says_how_it_is_used(arguments: tuple[str, .
 
 def test_help_names_every_option_of_the_documentation() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
-    for command in ("plan", "describe"):
+    for command in ("plan", "describe", "doctor"):
         ran = run(command, "--help")
         assert ran.code == 0
         options = {word.strip(",[]") for word in ran.out.split() if word.startswith(("--", "[--"))} - {"--help"}

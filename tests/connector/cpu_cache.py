@@ -36,7 +36,7 @@ class Kind:
     @property
     def plain(self) -> bool:
         """Whether a token of a head is a cell."""
-        return self.isa.startswith("vec") and self.cache_dtype == "auto"
+        return self.isa.startswith("vec")
 
     def __str__(self) -> str:
         cache = "" if self.cache_dtype == "auto" else f"-{self.cache_dtype}"
@@ -161,6 +161,13 @@ def layer_of(kind: Kind) -> Any:
 def random(kind: Kind, tokens: int, heads: int = KV_HEADS, seed: int = 0) -> torch.Tensor:
     source = torch.Generator().manual_seed(seed)
     return torch.randn(tokens, heads, kind.head_size, generator=source).to(kind.dtype)
+
+
+def holds(kind: Kind, kept: torch.Tensor, numbers: torch.Tensor) -> bool:
+    """Whether these bytes of the cache are these numbers; float8, with scales of one, as near as vLLM's cast comes."""
+    if kind.cache_dtype == "auto":
+        return torch.equal(kept, numbers.contiguous().view(torch.uint8))
+    return torch.allclose(kept.view(torch.float8_e4m3fn).float(), numbers.float(), rtol=1 / 8, atol=2**-8)
 
 
 def slots_of(blocks: list[int], tokens: int, block_tokens: int = 32) -> list[int]:

@@ -5,8 +5,10 @@ Engines of a data-parallel deployment are one world: each must come to know its 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
     from kvferry.connector.messages import FerryHandshake
     from kvferry.protocol.geometry import Place
 
-PATIENCE_S = 40.0
+PATIENCE_S = 300.0
+"""It takes a second or two, and the first time until vLLM is imported."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,24 @@ def gathered_by_all(axes: Axes, rendezvous: str) -> list[Rank]:
     for process in processes:
         process.start()
     try:
-        found |= dict(answers.get(timeout=PATIENCE_S) for _ in processes)
-    except queue.Empty:
-        raise AssertionError(f"exit codes {[process.exitcode for process in processes]}") from None
+        found |= dict(_answer(answers, processes) for _ in processes)
     finally:
         for process in processes:
             process.join(PATIENCE_S if found else 0.0)
             process.kill()
     return [found[rank] for rank in range(axes.ranks)]
+
+
+def _answer(answers: Any, processes: list[Any]) -> tuple[int, Rank]:
+    """The next answer, as long as nobody has died."""
+    end_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end_s:
+        with contextlib.suppress(queue.Empty):
+            answer: tuple[int, Rank] = answers.get(timeout=1.0)
+            return answer
+        if any(process.exitcode for process in processes):
+            break
+    raise AssertionError(f"no answer; exit codes {[process.exitcode for process in processes]}")
 
 
 def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
@@ -82,7 +95,10 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
     from kvferry.protocol.handshake import LeaseTable, WorkerDescription
     from tests.vllm_preload import CONFIG
 
-    os.environ.update(VLLM_CPU_DIST_TIMEOUT="30", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(VLLM_CPU_DIST_TIMEOUT=f"{PATIENCE_S:g}", GLOO_SOCKET_IFNAME="lo")
+    # vLLM asks for it on processors with AVX-512. Ranks that differ in it talk over gloo, not over shared memory, where
+    # they would spin.
+    os.environ["VLLM_DIST_IDENT"] = f"rank {rank}"
     with set_current_vllm_config(CONFIG):
         parallel_state.init_distributed_environment(axes.ranks, rank, rendezvous, rank, "gloo")
         CONFIG.parallel_config.data_parallel_size = axes.data  # not before: vLLM would look for a rendezvous of its own

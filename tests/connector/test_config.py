@@ -22,7 +22,7 @@ PEER_DEFAULTS: dict[str, Any] = {
     "enforce_handshake_compat": True,
     "push_registration_timeout": 480,
 }
-WITHOUT_MEANING = {"engine_ttl", "enforce_handshake_compat", "push_registration_timeout"}
+WITHOUT_MEANING = {"enforce_handshake_compat", "push_registration_timeout"}
 
 
 def test_nothing_at_all_is_a_configuration() -> None:
@@ -56,11 +56,16 @@ def test_a_key_of_the_peer_without_meaning_is_named_in_one_warning(
 def test_our_own_keys_reach_the_configuration() -> None:
     ours: dict[str, Any] = {
         "lease_slots": 9,
+        "max_leased_fraction": 0.5,
         "handshake_timeout_s": 1,
         "load_timeout_s": 2.5,
         "max_loads": 3,
         "staging_pool_bytes": 2 << 20,
         "direct_min_bytes": 4096,
+        "huge_pages_s": 0.5,
+        "debug_check_integrity": True,
+        "allowed_hosts": ("10.1.0.0/16", "*.prefill.example"),
+        "meet_at_start": ("10.1.2.3:5600", "[fd00::1]:65535", "p0.example:1"),
         "model_fingerprint": "llama",
         "description_file": "/run/kvferry/{engine_id}.json",
     }
@@ -101,11 +106,34 @@ WRONG: dict[str, list[Any]] = {
     "decoder_kv_blocks_ttl": [0, 0.01, 86400 * 7 + 1, NAN, "480", True],
     "kv_recompute_threshold": [-1, (1 << 30) + 1, 64.0, "64", False],
     "lease_slots": [-1, (1 << 20) + 1, 1.5, "8", False],
+    "max_leased_fraction": [0, -0.5, 1.01, NAN, "0.5", True],
+    "engine_ttl": [NAN, INF, "3600", True, []],
+    "max_peers": [0, -1, (1 << 20) + 1, 2.0, "8", True],
+    "max_peer_labels": [-1, 1 << 20, 2.0, "8", True],
+    "trace_dir": ["", 7, True, ["traces"]],
+    "trace_max_bytes": [0, 1, -1, (1 << 40) + 1, 1e6, "1G", True],
+    "failed_read_grace_s": [-1, 86401, NAN, "60", True],
+    "huge_pages_s": [-1, 601, NAN, "10", True],
     "handshake_timeout_s": [0, 601, NAN, "5", True],
     "load_timeout_s": [0, 3601, INF, "60", {}],
     "max_loads": [0, (1 << 16) + 1, 2.0, "1", None.__class__],
     "staging_pool_bytes": [-1, 1, (1 << 20) - 1, (1 << 40) + 1, 2.0**21, "64M", True],
     "direct_min_bytes": [0, (1 << 40) + 1, 16384.0, "16K", False],
+    "debug_check_integrity": ["true", 1, 0, []],
+    "allowed_hosts": ["10.1.2.3", [], [5], [""], ["10.1.2.3/16"], ["*"], ["a;b"], ["10.1"], ["p0:5600"], True],
+    "meet_at_start": [
+        "10.1.2.3:5600",
+        [5],
+        [""],
+        ["p0"],
+        ["p0:0"],
+        ["p0:65536"],
+        ["p0:x"],
+        ["fd00::1:5600"],
+        ["tcp://p0:1"],
+        ["p0:1"] * 257,
+        True,
+    ],
     "model_fingerprint": ["", "x" * 257, "a\nb", 5, ["a"], True],
     "description_file": ["", "x" * 4097, "a\0b", 5, ["a"], True],
 }
@@ -137,6 +165,17 @@ def test_turns_in_both_directions_need_both_roles(role: str | None) -> None:
         check_role(read_config({"bidirectional_kv_xfer": True}), role)
     check_role(read_config({"bidirectional_kv_xfer": True}), "kv_both")
     check_role(read_config({}), role)
+
+
+def test_producers_to_meet_are_for_consumers_and_must_be_allowed() -> None:
+    named = {"meet_at_start": ["10.1.2.3:5600", "p0.example:5600"]}
+    for role in ("kv_consumer", "kv_both"):
+        check_role(read_config(named), role)
+        check_role(read_config({**named, "allowed_hosts": ["10.1.0.0/16", "*.example"]}), role)
+        with pytest.raises(InvalidConfig, match=r"meet_at_start is 'p0\.example:5600'; .* allowed_hosts"):
+            check_role(read_config({**named, "allowed_hosts": ["10.1.0.0/16"]}), role)
+    with pytest.raises(InvalidConfig, match=r"meet_at_start .* kv_producer"):
+        check_role(read_config(named), "kv_producer")
 
 
 def test_the_configuration_cannot_be_changed() -> None:

@@ -118,6 +118,17 @@ def test_what_would_corrupt_caches_stops_the_start_by_name(changed: dict[str, An
     assert refused.value.field == field
 
 
+def test_an_executor_that_keeps_the_reports_of_all_stages_but_the_last_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stages = {"parallel_config__pipeline_parallel_size": 2, "parallel_config__distributed_executor_backend": "ray"}
+    check_supported(engine_config(**stages))
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    check_supported(engine_config(**{**stages, "parallel_config__pipeline_parallel_size": 1}))
+    with pytest.raises(InvalidConfig, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND"):
+        check_supported(engine_config(**stages))
+
+
 def test_the_parallel_sizes_are_vllms() -> None:
     sizes = {
         "parallel_config__pipeline_parallel_size": 2,

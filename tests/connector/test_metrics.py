@@ -8,7 +8,9 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,30 +22,63 @@ from prometheus_client import Counter as PromCounter
 from prometheus_client import Histogram as PromHistogram
 
 from kvferry.connector.connector import FerryConnector
-from kvferry.connector.metrics import (
+from kvferry.connector.metric_tables import (
     COUNTERS,
     HISTOGRAMS,
     RECOMPUTE_REASONS,
     RELEASE_WAYS,
     TURN_RELEASE_WAYS,
-    FerryPromMetrics,
-    FerryStats,
 )
+from kvferry.connector.metrics import FerryPromMetrics
+from kvferry.connector.peer_labels import PeerLabels
+from kvferry.connector.stats import FerryStats
 from kvferry.protocol.orders import FailureReason
-from kvferry.scheduler.producer.ledger import LeaseUse
+from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.tally import CounterKey
-from kvferry.worker.load import LoadFigures
+from kvferry.worker.ended_load import EndedLoad
+from kvferry.worker.load_figures import LoadFigures
+from kvferry.worker.load_times import LoadTimes, Stage
+from kvferry.worker.peer import PeerKey
 from kvferry.worker.results import StepResults
 from tests.engine_core.configs import vllm_config
+from tests.engine_core.step_count import StepCount
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FIGURES = LoadFigures(planned_bytes=100, transferred_bytes=90, descriptors=3, post_s=0.25, transfer_s=0.5, load_s=0.75)
+FIGURES = LoadFigures(
+    planned_bytes=100,
+    planned_descriptors=9,
+    transferred_bytes=90,
+    descriptors=3,
+    post_s=0.25,
+    transfer_s=0.5,
+    load_s=0.75,
+)
+SOURCE = PeerKey("host", 1, "engine", "0" * 32)
+
+
+def times() -> LoadTimes:
+    """1 s, 2 s, 4 s, 8 s, 16 s and 32 s, by stage."""
+    made = LoadTimes(100.0, relayout_s=0.125)
+    for stage, now_s in zip([*Stage][1:], (101.0, 103.0, 107.0, 115.0, 131.0), strict=True):
+        made.go_on(stage, now_s)
+    made.end(163.0)
+    return made
+
+
+ENDED = EndedLoad("r", SOURCE, times(), figures=FIGURES)
+STAGED = EndedLoad("s", SOURCE, times(), figures=replace(FIGURES, staged_bytes=40))
 EVERYTHING = StepResults(
     failed={reason.value: reason for reason in FailureReason},
-    figures=[FIGURES, FIGURES],
+    ended=[ENDED, STAGED, EndedLoad("f", SOURCE, times(), FailureReason.FENCE)],
+    met_s=[0.25, 0.5],
     undelivered=2,
     bad_notifications=3,
     late_notifications=4,
+    quarantined_loads=5,
+    quarantined_blocks=6,
+    graces_over=7,
+    integrity_errors=8,
+    lost_orders=9,
 )
 
 keys = st.tuples(st.sampled_from("abc"), st.sampled_from(("", "x", "y")))
@@ -81,7 +116,7 @@ def test_an_interval_is_the_sum_of_its_steps(steps: list[tuple[dict[CounterKey, 
 
 
 def test_statistics_survive_both_of_vllms_ways_between_processes() -> None:
-    told = FerryStats.of_results(EVERYTHING)
+    told = FerryStats.of_results(EVERYTHING, PeerLabels(8))
     assert told is not None
     assert pickle.loads(pickle.dumps(told)) == told  # noqa: S301 - our own bytes
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(told.to_dict()))
@@ -89,13 +124,46 @@ def test_statistics_survive_both_of_vllms_ways_between_processes() -> None:
     assert FerryConnector.build_kv_connector_stats().is_empty()
 
 
+def test_of_a_gauge_the_latest_word_counts_and_the_log_gets_it(registry: Registry) -> None:
+    whole = FerryStats()
+    for blocks in (3.0, 9.0, 4.0):
+        told = FerryStats.of_counts({}, {}, {"quarantined_blocks_now": blocks})
+        assert told is not None
+        assert not told.is_empty()
+        registry.metrics.observe(told.to_dict(), 1)
+        whole.aggregate(told)
+    assert whole.reduce() == {"quarantined_blocks_now": 4.0}
+    assert registry.value("kvferry_quarantined_blocks_now", 1) == 4.0
+    assert registry.value("kvferry_quarantined_blocks_now", 0) == 0.0
+    registry.metrics.observe({"gauges": {"of a newer worker": 1.0}}, 1)
+
+
 def test_a_step_without_news_has_no_statistics() -> None:
-    assert FerryStats.of_results(StepResults()) is None
+    assert FerryStats.of_results(StepResults(), PeerLabels(8)) is None
     assert FerryStats.of_counts({}, {}) is None
 
 
+def test_a_step_passes_on_what_a_load_moved_and_works_nothing_out() -> None:
+    labels, counted = PeerLabels(8), StepCount()
+    step = SimpleNamespace(tell=FerryStats.of_results)
+    counted.wrap(step, ["tell"])
+    nothing = counted.median(lambda: step.tell(StepResults(), labels), 3)
+    one = counted.median(lambda: step.tell(StepResults(ended=[replace(ENDED)]), labels), 3)
+    assert 0 < nothing < 100
+    assert one < 300, "instructions on the thread that launches forward passes"
+
+
+def test_what_a_step_told_is_not_changed_by_what_is_added_to_it_elsewhere() -> None:
+    told = [FerryStats.of_results(StepResults(ended=[replace(ENDED), replace(STAGED)]), PeerLabels(8)) for _ in "ab"]
+    assert told[0] is not None
+    assert told[1] is not None
+    told[0].aggregate(told[1])
+    assert told[1].data["samples"]["load_s"] == [0.75, 0.75]
+    assert counters_of(told[0])["planned_bytes", ""] == 2 * counters_of(told[1])["planned_bytes", ""] == 400
+
+
 def test_a_workers_step_counts_its_failures_notifications_bytes_and_times() -> None:
-    told = FerryStats.of_results(EVERYTHING)
+    told = FerryStats.of_results(EVERYTHING, PeerLabels(8))
     assert told is not None
     assert counters_of(told) == {
         **{("failed_loads", reason.value): 1 for reason in FailureReason},
@@ -103,14 +171,34 @@ def test_a_workers_step_counts_its_failures_notifications_bytes_and_times() -> N
         ("failed_notifications", ""): 2,
         ("bad_notifications", ""): 3,
         ("late_notifications", ""): 4,
+        ("quarantined_loads", ""): 5,
+        ("quarantined_blocks", ""): 6,
+        ("graces_over", ""): 7,
+        ("integrity_errors", ""): 8,
+        ("lost_orders", ""): 9,
         ("planned_bytes", ""): 200,
+        ("planned_descriptors", ""): 18,
+        ("staged_bytes", ""): 40,
+        ("placed_loads", "direct"): 1,
+        ("placed_loads", "mixed"): 1,
+        ("peer_loads", "host:1"): 2,
+        ("peer_bytes", "host:1"): 200,
+        ("peer_load_s", "host:1"): 1.5,
+        ("peer_failed_loads", "host:1"): 1,
     }
     assert told.data["samples"] == {
         "transfer_s": [0.5, 0.5],
         "post_s": [0.25, 0.25],
         "transferred_bytes": [90.0, 90.0],
         "descriptors": [3.0, 3.0],
+        "run_bytes": [30.0, 30.0],
         "load_s": [0.75, 0.75],
+        "queue_s": [1.0, 1.0],
+        "meeting_s": [2.0, 2.0],
+        "fence_s": [4.0, 4.0],
+        "read_s": [24.0, 24.0],
+        "relayout_s": [0.125],
+        "handshake_s": [0.25, 0.5],
     }
 
 
@@ -151,7 +239,7 @@ def test_every_counter_and_label_is_there_from_the_start_at_zero(registry: Regis
 
 
 def test_every_reason_of_a_failed_load_reaches_its_own_label(registry: Registry) -> None:
-    told = FerryStats.of_results(EVERYTHING)
+    told = FerryStats.of_results(EVERYTHING, PeerLabels(8))
     assert told is not None
     registry.metrics.observe(told.to_dict(), 1)
     for reason in FailureReason:
@@ -204,6 +292,10 @@ def calls(name: str, where: str = "") -> Iterator[ast.Call]:
                     yield node
 
 
+BY_USE = ("_OPENED", "_REFUSED", "_RELEASED")
+"""Tables of the producer's ledger with such texts, made once."""
+
+
 def texts(node: ast.expr | None) -> set[str]:
     """The texts that an expression can be, as far as it says so itself; names of variables in angle brackets.
 
@@ -214,6 +306,8 @@ def texts(node: ast.expr | None) -> set[str]:
         assert isinstance(formatted, ast.FormattedValue)
         assert ast.unparse(formatted.value).split(".")[-2:] == ["use", "value"]
         return {f"{use.value}{name}" for use in LeaseUse for name in texts(rest)}
+    if isinstance(node, ast.Subscript) and (name := ast.unparse(node.value)) in BY_USE:
+        return {f"{use.value}{name.lower()}" for use in LeaseUse}
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return {node.value}
     if isinstance(node, ast.IfExp):
@@ -239,7 +333,7 @@ def counted() -> dict[str, set[str]]:
 
 
 def test_everything_that_is_counted_is_exported_and_the_other_way_round() -> None:
-    step = FerryStats.of_results(EVERYTHING)
+    step = FerryStats.of_results(EVERYTHING, PeerLabels(8))
     assert step is not None
     derived = {"expired"}
     assert set(counted()) | set(step.data["counters"]) | derived == set(COUNTERS)
@@ -247,8 +341,9 @@ def test_everything_that_is_counted_is_exported_and_the_other_way_round() -> Non
 
 VARIABLE = {
     "local_recomputes": {"<reason>"},
-    "leases_released": {"<lease.ended_by>"},
-    "turns_released": {"<lease.ended_by>"},
+    "leases_released": {"<lease.ended_by>", "<how>"},
+    "turns_released": {"<lease.ended_by>", "<how>"},
+    "side_channel_refusals": {"<reason>"},
 }
 """Labels that are not written where they are counted; the tests below find where they are written."""
 
@@ -270,17 +365,21 @@ def returned(file: str, function: str) -> set[str]:
 def test_every_reason_to_compute_a_prompt_here_has_its_label() -> None:
     written = set().union(*(texts(argument(call, 1, "reason")) for call in calls("_compute_here")))
     assert "<refused>" in written, "what the ledger says when it refuses an offer"
+    written |= set().union(*(texts(argument(call, 1, "reason")) for call in calls("_recompute"))) - {"<reason>"}
+    written |= set().union(*(texts(argument(call, 0, "reason")) for call in calls("decline_offered")))
     written = (written - {"<refused>"}) | returned("scheduler/kvferry/scheduler/consumer/ledger.py", "offer")
     assert written | counted()["local_recomputes"] - {"<reason>"} == set(RECOMPUTE_REASONS)
 
 
 def test_every_way_in_which_a_lease_ends_has_its_label() -> None:
     written = set().union(*(texts(argument(call, 1, "how")) for call in calls("_end", "producer/ledger.py")))
-    written |= set().union(*(texts(argument(call, 0, "how")) for call in calls("release_all")))
-    written |= {"release"} | counted()["leases_released"]
-    assert written - {"<how>", "<lease.ended_by>"} == set(RELEASE_WAYS)
-    written |= set().union(*(texts(argument(call, 0, "how")) for call in calls("release_first_turn")))
-    assert written - {"<how>", "<lease.ended_by>"} == set(TURN_RELEASE_WAYS)
+    written |= set().union(*(texts(argument(call, 1, "how")) for call in calls("abandon")))
+    for ending in ("release_all", "release_idle_turns"):
+        written |= set().union(*(texts(argument(call, 0, "how")) for call in calls(ending)))
+    written |= set().union(*(texts(argument(call, 1, "how")) for call in calls("end", "producer/eviction.py")))
+    written |= {"done", "release", "abandoned"} | counted()["leases_released"]
+    assert written - {"", "<how>", "<lease.ended_by>"} == set(TURN_RELEASE_WAYS)
+    assert set(TURN_RELEASE_WAYS) - set(RELEASE_WAYS) == {"room"}
 
 
 def test_every_reason_of_a_failed_load_is_given_somewhere() -> None:

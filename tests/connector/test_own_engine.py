@@ -17,7 +17,7 @@ from kvferry.connector.own_engine import OwnEngine, block_spans
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.ids import Epoch
-from kvferry.scheduler.producer.ledger import Lease, LeaseUse
+from kvferry.scheduler.producer.lease import Lease, LeaseUse
 from tests.connector.caches import config_of, full, group
 from tests.engine_core.configs import vllm_config
 

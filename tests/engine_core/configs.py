@@ -45,10 +45,10 @@ def layer_of(stage: int) -> str:
 
 
 @functools.cache
-def model_config() -> Any:
+def model_config(max_tokens: int = 512) -> Any:
     """The smallest model that vLLM's configuration accepts: a config.json, no weights."""
     folder = Path(tempfile.mkdtemp(prefix="kvferry-model-"))
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    (folder / "config.json").write_text(json.dumps({**_CONFIG, "max_position_embeddings": max(1024, max_tokens)}))
     init_none_hash(sha256)
     return ModelConfig(
         model=str(folder),
@@ -56,7 +56,7 @@ def model_config() -> Any:
         skip_tokenizer_init=True,
         dtype="float32",
         seed=0,
-        max_model_len=512,
+        max_model_len=max_tokens,
     )
 
 
@@ -103,15 +103,18 @@ def vllm_config(
     overlap: bool = False,
     tp: int = 1,
     pp: int = 1,
+    shutdown_timeout: int = 0,
+    max_tokens: int = 512,
+    max_step_tokens: int = 128,
 ) -> Any:
     """What the command line would have made, for the scheduler and for a worker alike."""
     config = VllmConfig(
-        model_config=model_config(),
+        model_config=model_config(max_tokens),
         cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=128,
-            max_model_len=512,
+            max_num_batched_tokens=max_step_tokens,
+            max_model_len=max_tokens,
             is_encoder_decoder=False,
             watermark=0.0,
         ),
@@ -124,6 +127,7 @@ def vllm_config(
             kv_connector_extra_config=extra or {},
             engine_id=engine_id,
         ),
+        shutdown_timeout=shutdown_timeout,
     )
     config.cache_config.num_gpu_blocks = num_blocks
     config.parallel_config.pipeline_parallel_size = pp  # not before: the model has one layer only

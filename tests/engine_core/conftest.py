@@ -10,6 +10,8 @@ import importlib.util
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -32,3 +34,25 @@ def pytest_configure(config: pytest.Config) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             importlib.import_module("vllm.v1.core.sched.scheduler")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_groups() -> Iterator[None]:
+    """vLLM's process groups, which nodes start, end with the module."""
+    yield
+    importlib.import_module("tests.engine_core.node").stop_parallel_state()
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    """Makes nodes: `make(role, **config)`. They are closed with the test, and their sums must add up then."""
+    node_type = importlib.import_module("tests.engine_core.node").Node
+    nodes: list[Any] = []
+
+    def build(role: str, **config: Any) -> Any:
+        nodes.append(node_type(role, **config))
+        return nodes[-1]
+
+    yield build
+    for node in nodes:
+        node.close()

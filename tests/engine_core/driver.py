@@ -25,6 +25,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvferry.connector.messages import FerryWorkerMetadata
 from tests.engine_core.configs import BLOCK_TOKENS, kv_cache_config, tokens, vllm_config
 
 __all__ = ["BLOCK_TOKENS", "SAMPLED", "Answer", "Engine", "Scheduled", "tokens"]
@@ -134,8 +135,10 @@ class Engine:
             prompt_logprobs=request.pop("prompt_logprobs", None),
             stop_token_ids=request.pop("stop_token_ids", None),
         )
+        extra_args = request.pop("extra_args", {})
         if params is not None:
-            sampling.extra_args = {"kv_transfer_params": params}
+            extra_args = {**extra_args, "kv_transfer_params": params}
+        sampling.extra_args = extra_args or None
         made = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
@@ -163,10 +166,12 @@ class Engine:
         loaded: Iterable[str] = (),
         failed: Iterable[str] = (),
         sent: Iterable[str] = (),
+        over: Iterable[str] = (),
         worker: Any = None,
     ) -> None:
         """The workers' answer to `step`; a failed load is reported as vLLM wants it, among the finished ones too.
 
+        `sent` are requests that vLLM holds, `over` those that kvferry does: every worker has cleared their slots.
         `worker` replaces all of it: a `KVConnectorOutput` that a real worker side made.
         """
         names = list(step.output.num_scheduled_tokens)
@@ -174,6 +179,7 @@ class Engine:
             finished_sending=set(sent) or None,
             finished_recving={*loaded, *failed} or None,
             failed_recving=set(failed),
+            kv_connector_worker_meta=self._told_by_all(over) if over or getattr(step.metadata, "asks", False) else None,
         )
         results = self.scheduler.update_from_output(
             step.output,
@@ -203,6 +209,9 @@ class Engine:
 
     def close(self) -> None:
         self.scheduler.shutdown()
+
+    def _told_by_all(self, over: Iterable[str]) -> FerryWorkerMetadata:
+        return FerryWorkerMetadata(over=dict.fromkeys(range(self.config.parallel_config.world_size), frozenset(over)))
 
     def _collect(self, result: Any) -> None:
         for output in result.outputs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +24,15 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvferry.connector import FerryConnector
 from kvferry.protocol.geometry import Place
+from scripts.accuracy.ports import free_ports
 from tests.engine_core.configs import BLOCK_TOKENS, WINDOW_LAYER, kv_cache_config, layer_of
 from tests.engine_core.driver import Answer, Engine, Scheduled
 from tests.engine_core.second_runner import FirstRunner, SecondRunner, no_forward
 from tests.engine_core.toy_model import ToyModel
+from tests.waiting import deadline_s
+from tests.worker.at_rest import comes_to_rest
 
 _IMPL: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
 _IMPL.attn_type, _IMPL.kv_cache_dtype = "decoder", "auto"
@@ -48,9 +51,7 @@ def between_processes(value: Any) -> Any:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 @contextmanager
@@ -59,6 +60,12 @@ def side_channel(port: int) -> Iterator[None]:
     settings = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
     with mock.patch.dict(os.environ, settings):
         yield
+
+
+def ferry_of(connector: Any) -> Any:
+    """kvferry's connector: this one, or a child of this MultiConnector."""
+    children = getattr(connector, "sub_connectors", (connector,))
+    return next(child for child in children if isinstance(child, FerryConnector))
 
 
 def start_parallel_state(config: Any) -> None:
@@ -91,15 +98,15 @@ class Node:
         tp: int = 1,
         pp: int = 1,
         window: int = 0,
+        connector: str = "NixlConnector",
+        module: str | None = "kvferry.connector",
         **config: Any,
     ) -> None:
         self.window = window
         self.port = port or free_port()
         config.setdefault("engine_id", f"{role}-{self.port}")
         with side_channel(self.port):
-            self.engine = Engine(
-                "NixlConnector", module="kvferry.connector", role=role, tp=tp, pp=pp, window=window, **config
-            )
+            self.engine = Engine(connector, module=module, role=role, tp=tp, pp=pp, window=window, **config)
         current_platform.import_kernels()
         start_parallel_state(self.engine.config)
         layers = [*map(layer_of, range(pp)), WINDOW_LAYER]
@@ -109,14 +116,15 @@ class Node:
         self.workers: list[Any] = []
         self.runners: list[FirstRunner | SecondRunner] = []
         places = [Place(pp=stage, tp=rank) for stage in range(pp) for rank in range(tp)]
-        caches = [
-            self._add_worker(
-                runner,
-                place,
-                kv_cache_config(self.engine.cache_config.num_blocks, tp=tp, window=window, stages=(place.pp,)),
-            )
-            for place in places
-        ]
+        blocks = self.engine.cache_config.num_blocks
+        try:
+            caches = [
+                self._add_worker(runner, place, kv_cache_config(blocks, tp=tp, window=window, stages=(place.pp,)))
+                for place in places
+            ]
+        except BaseException:
+            self.engine.close()  # nobody else has it, and its threads would live on
+            raise
         full = [shard[layer_of(place.pp)] for place, shard in zip(places, caches, strict=True)]
         windowed = [[shard[WINDOW_LAYER] for shard in caches]] if window else []
         self.model = ToyModel(self.engine, [full, *windowed], window)
@@ -141,16 +149,30 @@ class Node:
         ]
         self._in_flight.append((step, between_processes(reports)))
         while len(self._in_flight) > self._depth:
-            answered, told = self._in_flight.popleft()
-            outputs = [ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=one) for one in told]
-            self.engine.finish(answered, worker=self._aggregator.aggregate(outputs).kv_connector_output)
+            self._answer_oldest()
         return step
+
+    @property
+    def must_step(self) -> bool:
+        """Whether the engine's loop would take another step now."""
+        return bool(self.engine.scheduler.has_requests())
+
+    def go_on(self) -> bool:
+        """One turn of the engine's loop as vLLM takes it: a step if there must be one, otherwise the answer to one that
+        is in flight. Returns whether there was either; if not, the loop sleeps until somebody wants something."""
+        if self.must_step:
+            self.step()
+        elif self._in_flight:
+            self._answer_oldest()
+        else:
+            return False
+        return True
 
     def until(self, over: Callable[[], bool]) -> None:
         """Step until `over`; the transfer threads work meanwhile."""
-        deadline = time.monotonic() + _PATIENCE_S
+        end_s = deadline_s(_PATIENCE_S)
         while not over():
-            if time.monotonic() > deadline:
+            if time.monotonic() > end_s:
                 states = {name: self.engine.status(name) for name in self.engine.scheduler.requests}
                 raise AssertionError(f"not over after {_PATIENCE_S:g} s; requests: {states}")
             self.step()
@@ -171,13 +193,24 @@ class Node:
         return params
 
     def close(self) -> None:
+        """End the engine. Whatever was done to it, its sums add up."""
+        ferry_of(self.engine.connector).scheduler_side.check_integrity()
         self.engine.close()
-        for worker in self.workers:
-            worker.shutdown()
+        try:
+            for worker in self.workers:
+                comes_to_rest(ferry_of(worker).worker_side._worker)
+        finally:
+            for worker in self.workers:
+                worker.shutdown()
+
+    def _answer_oldest(self) -> None:
+        answered, told = self._in_flight.popleft()
+        outputs = [ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=one) for one in told]
+        self.engine.finish(answered, worker=self._aggregator.aggregate(outputs).kv_connector_output)
 
     def _introduce_workers(self) -> None:
         """What the process groups of several ranks do while the caches are registered."""
-        halves = [worker.worker_side._worker for worker in self.workers]
+        halves = [ferry_of(worker).worker_side._worker for worker in self.workers]
         for half in halves:
             half.meet_siblings([one.description for one in halves])
 

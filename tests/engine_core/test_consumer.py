@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kvferry.connector.facts import is_alone
 from tests.engine_core.driver import BLOCK_TOKENS, Engine, Scheduled, tokens
 from tests.engine_core.offers import Eavesdropper, offer
 
@@ -26,7 +28,7 @@ def make() -> Iterator[Any]:
 
     yield build
     for engine in engines:
-        assert not engine.connector.scheduler_side.loads.check_integrity()
+        engine.connector.scheduler_side.check_integrity()
         engine.close()
 
 
@@ -48,14 +50,35 @@ def test_a_remote_prompt_is_loaded_whole_and_one_token_of_it_is_computed(make: A
     engine.add("d", PROMPT, offer(PROMPT))
     step = engine.step()
     assert loads(step) == {"d": (0, 40)}
+    assert step.metadata.is_idle
     assert step.metadata.orders().loads[0].local_blocks == (tuple(engine.block_ids("d")),)
     assert loads(engine.step()) == {}
     engine.step(loaded={"d"})
-    assert engine.step().computed == {"d": 1}
+    step = engine.step()
+    assert step.computed == {"d": 1}
+    assert not step.metadata.is_idle
     assert engine.run()["d"].finish_reason == "length"
     assert engine.is_whole
     assert engine.counted("loads") == 1
     assert len(engine.stats[-1]["samples"].get("handover_s", ())) <= 1
+
+
+def test_no_step_waits_for_a_load_while_another_stage_may_have_work(make: Any) -> None:
+    engine = make(pp=2)
+    engine.add("d", PROMPT, offer(PROMPT))
+    step = engine.step()
+    assert loads(step) == {"d": (0, 40)}
+    assert not step.metadata.is_idle
+    engine.abort("d")
+    engine.step(loaded={"d"})
+
+
+@pytest.mark.parametrize(("sizes", "alone"), [((1, 1), True), ((2, 1), False), ((1, 2), False)])
+def test_only_an_engine_of_one_stage_and_one_rank_is_alone(sizes: tuple[int, int], alone: bool) -> None:
+    """A step of a data-parallel rank holds up all others, which wait for it in the next collective operation."""
+    parallel = SimpleNamespace(pipeline_parallel_size=sizes[0], data_parallel_size=sizes[1])
+    config: Any = SimpleNamespace(parallel_config=parallel)
+    assert is_alone(config) is alone
 
 
 def test_only_what_the_local_cache_lacks_is_loaded(make: Any) -> None:

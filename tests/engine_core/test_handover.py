@@ -4,7 +4,6 @@ show what is in the cache."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -13,31 +12,12 @@ import pytest
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.worker.load import Load
 from tests.engine_core.driver import BLOCK_TOKENS, tokens
-from tests.engine_core.node import Node, stop_parallel_state
+from tests.engine_core.node import Node
 from tests.engine_core.second_runner import FirstRunner, SecondRunner
 from tests.engine_core.toy_model import expected_tokens
 
 COUNT = 5
 """Tokens that the consumer decodes."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_groups() -> Iterator[None]:
-    yield
-    stop_parallel_state()
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    nodes: list[Node] = []
-
-    def build(role: str, **config: Any) -> Node:
-        nodes.append(Node(role, **config))
-        return nodes[-1]
-
-    yield build
-    for node in nodes:
-        node.close()
 
 
 def decode(node: Node, name: str, prompt: list[int], params: Any) -> int:
@@ -220,7 +200,7 @@ def test_a_lease_that_expired_is_never_decoded_from(make: Any) -> None:
     assert consumer.engine.is_whole
 
 
-def test_params_that_were_used_before_give_the_right_tokens_once_more(make: Any) -> None:
+def test_params_that_were_used_before_are_computed_here_without_asking_their_producer(make: Any) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prompt = tokens(40)
     params = producer.prefill("p", prompt)
@@ -229,6 +209,23 @@ def test_params_that_were_used_before_give_the_right_tokens_once_more(make: Any)
     producer.model.poison()
     consumer.engine.scheduler.reset_prefix_cache()
     assert decode(consumer, "d2", prompt, params) == 40
+    producer.close()
+    consumer.engine.scheduler.reset_prefix_cache()
+    assert decode(consumer, "d3", prompt, params) == 40
+    assert consumer.engine.counted("local_recomputes", "lease_over") == 2
+    assert (consumer.engine.counted("loads"), consumer.engine.counted("failed_loads")) == (1, 0)
+
+
+def test_params_of_an_aborted_request_are_over_for_its_client_too(make: Any) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    prompt = tokens(40)
+    params = producer.prefill("p", prompt)
+    consumer.engine.add("d1", prompt, params, max_tokens=COUNT)
+    consumer.engine.abort("d1")
+    producer.until(lambda: producer.engine.is_whole)
+    assert decode(consumer, "d2", prompt, params) == 40
+    assert consumer.engine.counted("local_recomputes", "lease_over") == 1
+    assert consumer.engine.counted("loads") == 0
 
 
 def test_a_read_that_overlaps_the_end_of_its_lease_is_not_believed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,16 +11,9 @@ import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
 
 from tests.engine_core.driver import Engine, tokens
-from tests.engine_core.node import Node, stop_parallel_state
 from tests.engine_core.toy_model import expected_tokens
 
 PROMPT = tokens(40)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_groups() -> Iterator[None]:
-    yield
-    stop_parallel_state()
 
 
 @pytest.fixture
@@ -37,22 +29,9 @@ def stock() -> Iterator[Any]:
         engine.close()
 
 
-@pytest.fixture
-def ferry() -> Iterator[Any]:
-    nodes: list[Node] = []
-
-    def build(role: str, **config: Any) -> Node:
-        nodes.append(Node(role, **config))
-        return nodes[-1]
-
-    yield build
-    for node in nodes:
-        node.close()
-
-
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_what_a_stock_producer_offers_is_computed_here_whatever_the_policy(stock: Any, ferry: Any, policy: str) -> None:
-    producer, consumer = stock("kv_producer"), ferry("kv_consumer", policy=policy)
+def test_what_a_stock_producer_offers_is_computed_here_whatever_the_policy(stock: Any, make: Any, policy: str) -> None:
+    producer, consumer = stock("kv_producer"), make("kv_consumer", policy=policy)
     producer.add("p", PROMPT, {"do_remote_decode": True}, max_tokens=1)
     params = producer.run()["p"].params
     consumer.engine.add("d", PROMPT, params, max_tokens=5)
@@ -66,9 +45,9 @@ def test_what_a_stock_producer_offers_is_computed_here_whatever_the_policy(stock
 
 @pytest.mark.parametrize(("policy", "reason"), [("recompute", "length"), ("fail", "error")])
 def test_a_stock_consumer_waits_for_our_blocks_and_goes_by_its_policy(
-    stock: Any, ferry: Any, policy: str, reason: str
+    stock: Any, make: Any, policy: str, reason: str
 ) -> None:
-    producer, consumer = ferry("kv_producer", extra={"kv_lease_duration": 0.2}), stock("kv_consumer", policy=policy)
+    producer, consumer = make("kv_producer", extra={"kv_lease_duration": 0.2}), stock("kv_consumer", policy=policy)
     consumer.add("d", PROMPT, producer.prefill("p", PROMPT))
     assert set(consumer.step().metadata.reqs_to_recv) == {"d"}
     consumer.step(failed={"d"})  # what its worker reports when the handshake fails
@@ -78,24 +57,22 @@ def test_a_stock_consumer_waits_for_our_blocks_and_goes_by_its_policy(
     assert producer.engine.counted("leases_released", "expired") == 1
 
 
-def test_the_handshake_of_a_stock_consumer_is_refused_at_once_and_harms_nobody(ferry: Any) -> None:
-    producer, consumer = ferry("kv_producer"), ferry("kv_consumer")
+def test_the_handshake_of_a_stock_consumer_is_refused_at_once_and_harms_nobody(make: Any) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer")
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
-        socket.setsockopt(zmq.RCVTIMEO, 5000)
+        socket.setsockopt(zmq.RCVTIMEO, 5000)  # the stock consumer's own patience
         socket.connect(f"tcp://127.0.0.1:{producer.port}")
-        asked = time.monotonic()
         socket.send(msgspec.msgpack.encode((GET_META_MSG, 0, 0)))
         answer = socket.recv_multipart()
     assert len(answer) == 1, "a stock producer answers in two frames: its consumer knows at once that this is none"
-    assert time.monotonic() - asked < 1.0
     consumer.engine.add("d", PROMPT, producer.prefill("p", PROMPT), max_tokens=5)
     assert consumer.answer("d").tokens == expected_tokens(PROMPT, 5)
     producer.until(lambda: producer.engine.is_whole)
     assert producer.engine.counted("bad_frames") == 1
 
 
-def test_a_stock_engine_does_not_mind_the_key_that_it_does_not_know(stock: Any, ferry: Any) -> None:
-    producer, consumer = ferry("kv_producer"), stock("kv_consumer")
+def test_a_stock_engine_does_not_mind_the_key_that_it_does_not_know(stock: Any, make: Any) -> None:
+    producer, consumer = make("kv_producer"), stock("kv_consumer")
     params = producer.prefill("p", PROMPT)
     consumer.add("d", PROMPT, params)
     consumer.abort("d")

@@ -11,14 +11,13 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.engine_core.driver import tokens
-from tests.engine_core.node import Node, stop_parallel_state
+from tests.engine_core.node import Node
 from tests.engine_core.second_runner import SecondRunner
 from tests.engine_core.toy_model import expected_tokens
 
@@ -35,12 +34,6 @@ LIVES: dict[str, dict[str, Any]] = {
 _SECONDS = float(os.environ.get("KVFERRY_SOAK_S", "1.5"))
 _LONGEST_S = _SECONDS + 20.0
 """For machines with other things to do."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_groups() -> Iterator[None]:
-    yield
-    stop_parallel_state()
 
 
 class Life:
@@ -69,7 +62,7 @@ class Life:
         what[0]()
         for node in (self.producer, self.consumer):
             for _ in range(self.random.randrange(4)):
-                node.step()
+                node.go_on()  # if it does not rest, with whatever it holds
         self.collect()
 
     def prefill(self) -> None:
@@ -144,16 +137,24 @@ class Life:
     def end(self) -> None:
         """Let everything end: requests, loads, leases."""
         self.wanted -= self.aborted
-        for node in (self.producer, self.consumer):
-            node.until(node.engine.is_idle)
+        self.until(lambda node: node.engine.is_idle())
         self.collect()
         assert not self.wanted
+        self.until(lambda node: node.engine.is_whole)
         for node in (self.producer, self.consumer):
-            node.until(partial(getattr, node.engine, "is_whole"))
             side = node.engine.connector.scheduler_side
-            side.leases.check_integrity()
-            side.loads.check_integrity()
+            side.check_integrity()
             assert (len(side.leases), len(side.loads)) == (0, 0)
+
+    def until(self, over: Callable[[Node], bool]) -> None:
+        """Step both engines until it is so of each: one may wait for what the other's next step tells its workers."""
+        for node, other in ((self.producer, self.consumer), (self.consumer, self.producer)):
+
+            def is_over(node: Node = node, other: Node = other) -> bool:
+                other.step()
+                return over(node)
+
+            node.until(is_over)
 
     def close(self) -> None:
         self.producer.close()

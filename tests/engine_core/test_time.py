@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from kvferry.scheduler.awake_clock import AwakeClock
 from kvferry.worker.fabric import Transfer, TransferState
 from kvferry.worker.nixl_fabric import NixlFabric
 from tests.engine_core.driver import tokens
-from tests.engine_core.node import Node, stop_parallel_state
 from tests.engine_core.toy_model import expected_tokens
 
 COUNT = 4
 PROMPT = tokens(40)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_groups() -> Iterator[None]:
-    yield
-    stop_parallel_state()
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    nodes: list[Node] = []
-
-    def build(role: str, **config: Any) -> Node:
-        nodes.append(Node(role, **config))
-        return nodes[-1]
-
-    yield build
-    for node in nodes:
-        node.close()
 
 
 @pytest.fixture
@@ -116,10 +96,15 @@ def test_a_prompt_that_waits_for_room_longer_than_its_lease_is_loaded_all_the_sa
     producer.until(lambda: producer.engine.is_whole)
 
 
-def test_a_producer_that_stalls_longer_than_its_lease_still_serves_it(make: Any) -> None:
+def test_a_producer_that_stalls_longer_than_its_lease_still_serves_it(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its threads do: nobody winds the clock. An engine that merely rests does not stall (`test_rest.py`)."""
     producer, consumer = make("kv_producer", extra={"kv_lease_duration": 0.4}), make("kv_consumer")
     params = producer.prefill("p", PROMPT)
-    time.sleep(0.8)
+    with monkeypatch.context() as stopped:
+        stopped.setattr(AwakeClock, "wind", lambda clock, now_s: clock.awake_s)
+        time.sleep(0.8)
     producer.step()
     consumer.engine.add("d", PROMPT, params, max_tokens=COUNT)
     assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from kvferry.connector.messages import FerryWorkerMetadata
 from tests.engine_core.driver import BLOCK_TOKENS, tokens
-from tests.engine_core.node import Node, stop_parallel_state
+from tests.engine_core.node import Node
 from tests.engine_core.toy_model import expected_tokens
 from tests.waiting import wait_until
 
@@ -21,12 +22,6 @@ FIRST = tokens(100)
 MORE = tokens(50, seed=5)
 COUNT = 40
 """Tokens of an answer."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_groups() -> Iterator[None]:
-    yield
-    stop_parallel_state()
 
 
 @pytest.fixture
@@ -40,9 +35,6 @@ def make() -> Iterator[Any]:
 
     yield build
     for node in nodes:
-        side = node.engine.connector.scheduler_side
-        assert not side.leases.check_integrity()
-        assert not side.loads.check_integrity()
         node.close()
 
 
@@ -385,8 +377,10 @@ def test_a_running_request_waits_for_the_blocks_of_an_offer_and_is_not_preempted
 
     def report(outputs: Any) -> Any:
         whole = aggregate(outputs)
-        ended.update(whole.kv_connector_output.finished_sending or ())
-        whole.kv_connector_output.finished_sending = None if are_late else set(ended)
+        told = whole.kv_connector_output.kv_connector_worker_meta or FerryWorkerMetadata()
+        ended.update(told.over.get(0, ()))
+        told.over = {0: frozenset() if are_late else frozenset(ended)}
+        whole.kv_connector_output.kv_connector_worker_meta = told
         if not are_late:
             ended.clear()
         return whole
@@ -442,6 +436,11 @@ def test_siblings_and_replays_of_a_turn_are_prefilled_all_the_same(make: Any) ->
         assert answer.params is not None
     assert prefiller.engine.counted("turn_loads") == 1
     assert prefiller.engine.counted("local_recomputes", "lease_in_use") == 1
+    prefiller.engine.add("replay", text, talk.offer, max_tokens=1)
+    answer = prefiller.answer("replay")
+    assert (answer.tokens, answer.params is not None) == (expected_tokens(text, 1), True)
+    assert prefiller.engine.counted("turn_loads") == 1
+    assert prefiller.engine.counted("local_recomputes", "lease_over") == 1
 
 
 def test_siblings_of_an_answer_make_one_offer_since_they_have_one_response(make: Any) -> None:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.engine_core import configs, driver, node
 from tests.engine_core.driver import tokens
-from tests.engine_core.node import Node, stop_parallel_state
+from tests.engine_core.node import Node
 from tests.engine_core.toy_model import expected_tokens
 
 WINDOW = 48
 LENGTHS = (47, 63, 64, 70, 95, 100, 128)
 SHARED = (32, 64, 96)
 COUNT = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_groups() -> Iterator[None]:
-    yield
-    stop_parallel_state()
 
 
 def node_with_blocks_of(block_tokens: int, role: str, monkeypatch: pytest.MonkeyPatch) -> Node:

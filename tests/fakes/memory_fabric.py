@@ -30,6 +30,7 @@ from kvferry.worker.fabric import (
     InvalidMetadata,
     InvalidRequest,
     LocalDescriptors,
+    OpenHandles,
     PeerAgent,
     PeerLost,
     Region,
@@ -163,6 +164,8 @@ class MemoryFabric:
         self._open("poll")
         mine = self._own(transfer, _Transfer)
         if mine.failure is not None:
+            if isinstance(mine.failure, TransferFailed) and mine.entry.lost:
+                mine.failure = PeerLost("poll", "it had failed, and then the peer died", mine.peer)
             raise mine.failure
         copy = mine.copy
         if not copy.complete and not copy.owner.alive:
@@ -208,6 +211,11 @@ class MemoryFabric:
         while inbox:  # one by one: the sender may be on another thread
             arrived.append(inbox.popleft())
         return arrived
+
+    def open_handles(self) -> OpenHandles:
+        transfers = sum(isinstance(handle, _Transfer) for handle in self._handles)
+        leaving = sum(peer.removed for peer in self._peers.values())
+        return OpenHandles(transfers, len(self._handles) - transfers, len(self._peers) - leaving, leaving)
 
     def close(self) -> None:
         if self._closed:

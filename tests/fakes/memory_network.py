@@ -102,6 +102,11 @@ class MemoryNetwork:
         """The agent goes on; its reads land at their next poll."""
         self._by_name[name].frozen = False
 
+    def thaw_all(self) -> None:
+        """Every agent goes on."""
+        for agent in self._incarnations.values():
+            agent.frozen = False
+
     def fail_reads(self, name: str, count: int = 1) -> None:
         """The next `count` reads from the agent end in `TransferFailed`, when half of their pieces have landed."""
         self._failing[name] += count

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from bench.cases import Case
-from bench.plan import MAX_PLAN_MB, MAX_PLAN_MS, MAX_REQUEST_MS, measure_ours, run
+from bench.plan import measure_ours, run
+from bench.plan_report import MAX_PLAN_MB, MAX_PLAN_MS, MAX_REQUEST_MS, results_of
 
 BLOCKS = 100_000
 
@@ -32,3 +33,12 @@ def test_the_whole_run_prints_a_line_for_every_case(capsys: pytest.CaptureFixtur
     assert len(lines) == len(found) == 4
     assert [line.count("scaled from 50 blocks") for line in lines] == [1, 1, 0, 0]
     assert ["refuses tokens outermost" in line for line in lines] == [False, False, True, True]
+
+
+def test_what_is_published_has_the_worst_case_beside_each_limit() -> None:
+    results = results_of(run(blocks=1000, published_blocks=50, repeats=1, with_nixl=False), quick=False)
+    slowest = max(case["ours"]["plan_and_tables_ms"] for case in results.raw["cases"])
+    assert [(target.limit, target.unit) for target in results.targets] == [(50.0, "ms"), (16.0, "MB"), (1.0, "ms")]
+    assert results.targets[0].measured == slowest
+    assert [len(table.rows) for table in results.tables] == [4]
+    assert [series.y[2:] == [None, None] for series in results.charts[0].series] == [False, True]

@@ -226,6 +226,15 @@ def test_keys_as_dim_by_tokens_meet_tokens_by_dim_in_elements() -> None:
     assert (one.run_bytes, one.unit_runs) == (2, HEADS * TOKENS * 8)
 
 
+def test_whole_blocks_merge_keys_as_dim_by_tokens_with_values_as_tokens_by_dim() -> None:
+    """What CPU attention keeps of a block: per head K as [D, N], then V as [N, D]; all of it lies together."""
+    k = laid_out("HND", head_stride=128, block_stride=256, tile_stride=2, element_bytes=2, element_stride=8)
+    v = laid_out("HND", kind="v", base=k.base + 64, head_stride=128, block_stride=256, tile_stride=16)
+    tokens = map_tokens(k.group, "full", k, k)
+    (one,) = check(Part(k, k, k.heads, tokens), Part(v, v, v.heads, tokens))
+    assert (one.run_bytes, one.unit_runs, one.members) == (256, 1, ((0, 1),))
+
+
 def test_blocks_of_another_size_shorten_keys_as_dim_by_tokens_to_the_tokens_of_a_unit() -> None:
     small = laid_out("HND", head_stride=64, block_stride=128, tile_stride=2, element_bytes=2, element_stride=8)
     large = other(small, block_tokens=8, head_stride=128, block_stride=256, element_stride=16)

@@ -141,6 +141,16 @@ def test_without_a_pool_nothing_is_converted() -> None:
     assert fields(FLOAT8, BFLOAT16, Costs(staged_run_bytes=7)) == ["layers.0/kv.format"], "nor by one of 7 bytes"
 
 
+def test_a_host_buffer_without_a_pool_is_refused_as_that_and_not_as_a_format() -> None:
+    with pytest.raises(PlanRefused) as refused:
+        route_of(BFLOAT16, BFLOAT16, Costs(staged_run_bytes=0, reaches_caches=False))
+    (reason,) = refused.value.reasons
+    assert reason.field == "layers.0/kv"
+    assert reason.consumer == "no host buffer, or a staging pool for runs of up to 0 B"
+    assert "kv_buffer_device" in reason.change
+    assert "dtype" not in str(reason)
+
+
 def test_unequal_numbers_of_elements_are_refused_as_unequal_cells() -> None:
     wide = cache("bfloat16", cell_bytes=16, tile_stride=16, head_stride=64, block_stride=128)
     found = fields(FLOAT8, wide)

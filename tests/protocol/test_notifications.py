@@ -32,8 +32,8 @@ def decode_body(body: bytes) -> Done:
         slot=st.integers(0, 2**24 - 1),
         epoch=st.integers(1, 2**60 - 1).map(lambda number: f"{number:015x}"),
         consumer=st.integers(0, 2**128 - 1).map(lambda number: f"{number:032x}"),
-        worker=st.integers(0, 65535),
-        expected=st.integers(1, 65536),
+        worker=st.integers(0, 4095),
+        expected=st.integers(1, 4096),
     )
 )
 def test_a_done_round_trips(done: Done) -> None:

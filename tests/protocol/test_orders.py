@@ -13,8 +13,12 @@ from kvferry.protocol.orders import (
     LeaseHold,
     LeaseOpen,
     LoadOrder,
+    Meet,
+    OrdersHead,
     StepOrders,
+    decode_head,
     decode_orders,
+    encode_head,
     encode_orders,
 )
 from tests.protocol.frames import decode_plain, encode_plain, hostile_frames, refused
@@ -36,6 +40,7 @@ def make_orders(request_id: str = "cmpl-1") -> StepOrders:
                 stop_token=300,
             ),
         ),
+        meets=(Meet.of(make_params()),),
     )
 
 
@@ -59,7 +64,7 @@ def test_ends_stand_before_opens_because_a_slot_may_change_hands_within_one_step
 def test_orders_are_true_when_there_is_anything_to_do() -> None:
     assert not StepOrders(boot=BOOT)
     full = make_orders()
-    for name in ("ends", "opens", "holds", "loads"):
+    for name in ("ends", "opens", "holds", "loads", "meets"):
         assert StepOrders(boot=BOOT, **{name: getattr(full, name)})
 
 
@@ -82,3 +87,25 @@ def test_hostile_frames_are_invalid_messages() -> None:
     plain = decode_plain(valid)
     plain["loads"][0]["source"]["remote_port"] = 0
     assert refused(decode_orders, encode_plain(plain)).field == "loads[0].source.remote_port"
+    plain = decode_plain(valid)
+    plain["meets"][0]["host"] = "a\nb"
+    assert refused(decode_orders, encode_plain(plain)).field == "meets[0].host"
+
+
+def test_the_head_has_what_is_opened_and_the_names_of_the_loads() -> None:
+    head = decode_head(encode_head(make_orders()))
+    assert head == OrdersHead(boot=BOOT, opens=make_orders().opens, loads=("cmpl-1",))
+
+
+def test_the_head_does_not_grow_with_the_blocks_that_are_loaded() -> None:
+    orders = make_orders()
+    more = msgspec.structs.replace(orders.loads[0], local_blocks=(tuple(range(100_000)), ()))
+    longer = msgspec.structs.replace(orders, loads=(more,))
+    assert encode_head(longer) == encode_head(orders)
+
+
+def test_heads_of_another_version_and_hostile_ones_are_invalid_messages() -> None:
+    later = msgspec.structs.replace(make_orders(), version=ORDERS_VERSION + 1)
+    assert refused(decode_head, encode_head(later)).field == "version"
+    for name, frame in hostile_frames(encode_head(make_orders())):
+        assert refused(decode_head, frame).field, name

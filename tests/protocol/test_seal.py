@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import hashlib
 import json
 from typing import Any
 
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.params import SHORTEST_LEASE_S, RemotePrefill, Ticket, read_params
-from kvferry.protocol.seal import SEAL_KEY_BYTES, check_seal, new_seal_key, seal
-from tests.protocol.samples import KEY, make_params, make_ticket
+from kvferry.protocol.seal import SEAL_KEY_BYTES, Sealer, check_seal, new_seal_key, seal
+from tests.protocol.samples import KEY, make_params, make_ticket, params_of_length
+from tests.protocol.test_params import remote_prefills
 
 NOT_COVERED = {
     "do_remote_prefill": "its type allows one value",
@@ -97,6 +100,31 @@ def test_fields_that_are_not_covered_have_one_value_only() -> None:
             assert not isinstance(read, RemotePrefill) or getattr(read, path) == getattr(make_params(), path)
 
 
+SPELLINGS: dict[str, Any] = {
+    "unknown keys": lambda raw: raw | {"host": "10.6.6.6", "remote_hosts": ["10.6.6.6"], "block_ids": [[1]]},
+    "unknown keys of the ticket": lambda raw: (
+        raw | {"kvferry": raw["kvferry"] | {"slot": 9, "remote_host": "10.6.6.6"}}
+    ),
+    "floats": lambda raw: raw | {"remote_port": 5600.0, "remote_block_ids": [[4.0, 9.0, 2.0], [17.0]]},
+    "a lease time that rounds to as many milliseconds": lambda raw: (
+        raw | {"kvferry": raw["kvferry"] | {"lease_s": 30.0004}}
+    ),
+    "no transfer mode": lambda raw: {key: value for key, value in raw.items() if key != "transfer_mode"},
+    "another order": lambda raw: dict(reversed(raw.items())),
+}
+
+
+@pytest.mark.parametrize("how", SPELLINGS)
+def test_what_the_seal_does_not_see_cannot_change_what_is_read_or_from_whom(how: str) -> None:
+    sealed = seal(make_params(), KEY)
+    arrived = read_params(SPELLINGS[how](sealed.to_json()))
+    assert isinstance(arrived, RemotePrefill)
+    check_seal(arrived, KEY)
+    same_lease = msgspec.structs.replace(arrived.kvferry, lease_s=sealed.kvferry.lease_s)
+    assert msgspec.structs.replace(arrived, kvferry=same_lease) == sealed
+    assert arrived.kvferry.lease_s == pytest.approx(sealed.kvferry.lease_s, abs=0.0005)
+
+
 def test_text_cannot_move_from_one_field_to_its_neighbour() -> None:
     def mac(**texts: Any) -> str:
         return seal(make_params(**texts), KEY).kvferry.mac
@@ -164,6 +192,51 @@ def test_sealing_again_changes_nothing() -> None:
 def test_the_seal_is_this_one() -> None:
     """A change of what is covered, or of its order, must be noticed: other versions in a fleet check these bytes."""
     assert seal(make_params(), KEY).kvferry.mac == "e00a0aa5ede3f08d0935faab9e95dccb03c27b02a11972cafc6daa4c0a0446cb"
+
+
+def packed(value: object) -> bytes:
+    """Msgpack of non-negative integers, text and tuples, read literally from its specification."""
+    if isinstance(value, int):
+        if value < 1 << 7:
+            return bytes([value])
+        code, size = next(
+            (code, size) for code, size in ((0xCC, 1), (0xCD, 2), (0xCE, 4), (0xCF, 8)) if value < 1 << 8 * size
+        )
+        return bytes([code]) + value.to_bytes(size, "big")
+    if isinstance(value, str):
+        raw = value.encode()
+        if len(raw) < 32:
+            return bytes([0xA0 | len(raw)]) + raw
+        code, size = (0xD9, 1) if len(raw) < 1 << 8 else (0xDA, 2)
+        return bytes([code]) + len(raw).to_bytes(size, "big") + raw
+    assert isinstance(value, tuple)
+    head = bytes([0x90 | len(value)]) if len(value) < 16 else b"\xdc" + len(value).to_bytes(2, "big")
+    return head + b"".join(map(packed, value))
+
+
+def slow_mac(params: RemotePrefill, key: bytes) -> str:
+    """HMAC as RFC 2104 has it, over what the module says that is covered."""
+    ticket = params.kvferry
+    own = (ticket.version, ticket.boot, params.remote_engine_id, params.remote_request_id)
+    where = (params.remote_host, params.remote_port, params.tp_size, params.pp_size, params.dcp_size)
+    what = (params.remote_block_ids, params.remote_num_tokens, ticket.lease_slot, ticket.lease_epoch)
+    lasts = (round(ticket.lease_s * 1000), ticket.digests, ticket.held_from)
+    block = (hashlib.sha256(key).digest() if len(key) > 64 else key).ljust(64, b"\0")
+    inner, outer = (bytes(byte ^ pad for byte in block) for pad in (0x36, 0x5C))
+    message = packed(("kvferry-ticket-1", *own, *where, *what, *lasts))
+    return hashlib.sha256(outer + hashlib.sha256(inner + message).digest()).hexdigest()
+
+
+@given(remote_prefills(), st.binary(max_size=100))
+def test_the_seal_is_what_its_definition_says(params: RemotePrefill, key: bytes) -> None:
+    assert seal(params, key).kvferry.mac == slow_mac(params, key)
+
+
+def test_one_prepared_key_seals_in_many_threads_what_each_would_have_alone() -> None:
+    sealer = Sealer(KEY)
+    several = [params_of_length(number, remote_request_id=f"request-{number}") for number in range(1, 400)]
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(sealer.seal, several)) == [seal(params, KEY) for params in several]
 
 
 def test_every_boot_draws_its_own_key() -> None:

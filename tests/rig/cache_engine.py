@@ -13,22 +13,23 @@ from collections.abc import Callable, Sequence
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
 from kvferry.protocol.ids import epoch_to_text, new_boot_id
-from kvferry.protocol.orders import FailureReason, decode_orders, encode_orders
+from kvferry.protocol.orders import FailureReason, encode_head, encode_orders
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.seal import new_seal_key, seal
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.renewer import LeaseRenewer
-from kvferry.scheduler.step import next_orders
+from kvferry.scheduler.step import hear, next_orders
 from kvferry.scheduler.tally import Tally
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric import Fabric
-from kvferry.worker.load import LoadFigures
+from kvferry.worker.load_figures import LoadFigures
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker
 from tests.geometry.pairs import FACTS
 from tests.geometry.requests import Request
+from tests.worker.at_rest import comes_to_rest
 from tests.worker.engine import free_port
 
 HOST = "127.0.0.1"
@@ -148,10 +149,12 @@ class CacheEngine:
 
     def step(self) -> None:
         """One step: what the scheduler decides goes to all workers, what they report comes back."""
-        orders = next_orders(self.listener, self.leases, self.loads, self.boot, self.tally, time.monotonic())
-        frame = encode_orders(orders)
-        for worker in self.workers:
-            worker.carry_out(decode_orders(frame))
+        hear(self.listener, self.leases, self.boot, self.tally)
+        orders = next_orders(self.leases, self.loads, self.boot, time.monotonic())
+        if orders:
+            head, frame = encode_head(orders), encode_orders(orders)
+            for worker in self.workers:
+                worker.carry_out(head, frame)
         for worker in self.workers:
             self._collect(worker)
         self.renewer.submit(self.loads.take_commands())
@@ -159,8 +162,12 @@ class CacheEngine:
     def close(self) -> None:
         self.listener.close()
         self.renewer.close()
-        for worker in self.workers:
-            worker.close()
+        try:
+            for worker in self.workers:
+                comes_to_rest(worker)
+        finally:
+            for worker in self.workers:
+                worker.close()
 
     def _collect(self, worker: FerryWorker) -> None:
         results = worker.take_results()

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import zmq
 
 from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode_reply, encode
-from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.tally import Tally
+from tests.scheduler.recording_listener import RecordingListener
 
 HOST = "127.0.0.1"
 
@@ -26,10 +26,10 @@ def free_port(host: str = HOST) -> int:
 
 
 @contextmanager
-def listening(tally: Tally | None = None) -> Iterator[tuple[SideChannelListener, int]]:
+def listening(tally: Tally | None = None) -> Iterator[tuple[RecordingListener, int]]:
     """A listener on a free port, closed at the end."""
     port = free_port()
-    listener = SideChannelListener(HOST, port, tally or Tally())
+    listener = RecordingListener(HOST, port, tally or Tally())
     try:
         yield listener, port
     finally:

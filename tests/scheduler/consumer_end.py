@@ -13,7 +13,8 @@ from kvferry.protocol.notifications import Done, encode_notification
 from kvferry.protocol.orders import LoadOrder
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.slots import SlotState, slot_word
-from kvferry.scheduler.consumer.ledger import ConsumerLedger, GiveBack, Keep, LeaseKey, RemoteLease
+from kvferry.scheduler.consumer.ended_leases import LeaseKey
+from kvferry.scheduler.consumer.ledger import ConsumerLedger, GiveBack, Keep, RemoteLease
 from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.tally import Tally
 from tests.protocol.samples import BOOT
@@ -99,7 +100,8 @@ class Consumer:
         self.fleet = fleet
         self.draw = fleet.draw
         self.tally = Tally()
-        self.ledger = ConsumerLedger(self.tally)
+        # It remembers no lease that is over: every replay is tried, so that the fence has to refuse it.
+        self.ledger = ConsumerLedger(self.tally, max_ended=0)
         self.workers = [ConsumerWorker(index, fleet) for index in range(workers)]
         self.kept: dict[LeaseKey, RemoteLease] = {}
         self.next_beat_s = 0.0

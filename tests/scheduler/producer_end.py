@@ -14,7 +14,8 @@ from kvferry.protocol.notifications import decode_notification
 from kvferry.protocol.orders import LeaseHold
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.slots import SlotState, slot_word
-from kvferry.scheduler.producer.ledger import LeaseOrders, LeaseUse, ProducerLedger
+from kvferry.scheduler.producer.lease import LeaseUse
+from kvferry.scheduler.producer.ledger import LeaseOrders, ProducerLedger
 from kvferry.scheduler.tally import Tally
 from kvferry.worker.lease_table import LeaseTable
 from tests.protocol.samples import make_ticket, params_of_length

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.consumer.ledger import ConsumerLedger, Drop, GiveBack, Keep, LeaseCommand, LeaseKey, RemoteLease
+from kvferry.scheduler.consumer.ended_leases import LeaseKey
+from kvferry.scheduler.consumer.ledger import ConsumerLedger, Drop, GiveBack, Keep, LeaseCommand, RemoteLease
 from kvferry.scheduler.tally import Tally
 from tests.protocol.samples import make_ticket, params_of_length
 
@@ -42,6 +43,8 @@ class Modelled:
 
 
 THRESHOLD = 50
+REMEMBERED = 3
+"""Leases that the ledger knows to be over, of five that there are: some are tried again."""
 
 
 class ConsumerHistories(RuleBasedStateMachine):
@@ -50,7 +53,8 @@ class ConsumerHistories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tally = Tally()
-        self.ledger = ConsumerLedger(self.tally, THRESHOLD)
+        self.ledger = ConsumerLedger(self.tally, THRESHOLD, max_ended=REMEMBERED)
+        self.ended: list[LeaseKey] = []
         self.model: dict[str, Modelled] = {}
         self.requests = 0
         self.expected: list[tuple[type[LeaseCommand], LeaseKey]] = []
@@ -68,8 +72,14 @@ class ConsumerHistories(RuleBasedStateMachine):
         waiting = [one for one in self.model.values() if one.state in ("offered", "loading", "aborted")]
         return any(RemoteLease.of(one.source).key == key for one in waiting)
 
+    def over(self, source: RemotePrefill) -> bool:
+        return RemoteLease.of(source).key in self.ended[-REMEMBERED:]
+
     def expect(self, kind: type[LeaseCommand], source: RemotePrefill) -> None:
-        self.expected.append((kind, RemoteLease.of(source).key))
+        key = RemoteLease.of(source).key
+        self.expected.append((kind, key))
+        if kind is not Keep:
+            self.ended.append(key)
 
     @rule(lease=st.integers(0, 4), shared=st.sampled_from([0, 256, 300]), is_turn=st.booleans())
     def offer(self, lease: int, shared: int, is_turn: bool) -> None:
@@ -78,6 +88,8 @@ class ConsumerHistories(RuleBasedStateMachine):
         reason = self.ledger.offer(request_id, source, shared, 5.0, is_turn=is_turn)
         if self.claimed(source):
             assert reason == "lease_in_use"
+        elif self.over(source):
+            assert reason == "lease_over"
         elif not shared:
             assert reason == "other_prompt"
         else:
@@ -89,7 +101,7 @@ class ConsumerHistories(RuleBasedStateMachine):
     def decline(self, lease: int) -> None:
         source = source_of(lease)
         self.ledger.decline(source)
-        if not self.claimed(source):
+        if not self.claimed(source) and not self.over(source):
             self.expect(GiveBack, source)
 
     @precondition(lambda self: self.model)

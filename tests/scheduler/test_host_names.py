@@ -55,6 +55,20 @@ def test_a_name_is_asked_for_once_while_it_is_looked_up_and_again_later() -> Non
     assert asked == ["peer", "peer"]
 
 
+def test_where_the_system_gives_no_thread_there_is_no_such_host_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    told: queue.SimpleQueue[Found] = queue.SimpleQueue()
+    names = HostNames(told.put, lambda _: "10.0.0.9")
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", none_left)
+        names.find("peer")
+        assert told.get(timeout=10) == Found("peer", None)
+    names.find("peer")
+    assert told.get(timeout=10) == Found("peer", "10.0.0.9")
+
+
 def test_no_more_threads_than_allowed_look_names_up() -> None:
     answer = threading.Event()
     told: queue.SimpleQueue[Found] = queue.SimpleQueue()

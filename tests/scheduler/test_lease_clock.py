@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.protocol.handshake import LeaseName
-from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, Lease, LeaseUse, ProducerLedger
+from kvferry.scheduler.producer.lease import Lease, LeaseUse
+from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, ProducerLedger
 from kvferry.scheduler.producer.states import LeaseState
 from kvferry.scheduler.tally import Tally
 
@@ -195,35 +196,6 @@ def test_a_turn_lives_its_own_time_and_no_step_longer(turn_s: float) -> None:
     assert clocked.tally.total("leases_released", "expired") == 0
 
 
-def test_the_turn_that_would_run_out_first_makes_room_and_prompts_never_do() -> None:
-    ledger = ProducerLedger(4, LEASE_S, tally := Tally(), turn_s=60.0)
-    for name, use in (("p", LeaseUse.PROMPT), ("old", LeaseUse.TURN), ("new", LeaseUse.TURN), ("c", LeaseUse.TURN)):
-        ledger.open(name, use)
-    for now_s, name in enumerate(("p", "old", "new")):
-        ledger.finish(name)
-        ledger.take_orders(float(now_s))
-    assert ledger.free_slots == 0
-    assert [ledger.release_first_turn("room") for _ in range(3)] == ["old", "new", None]
-    assert [end.request_id for end in ledger.take_orders(4.0).ends] == ["old", "new"]
-    ledger.sent("old")
-    assert (tally.total("turns_released", "room"), ledger.free_slots) == (1, 1)
-
-
-def test_a_turn_that_a_consumer_waits_with_makes_room_last_and_only_if_asked() -> None:
-    ledger = ProducerLedger(3, LEASE_S, Tally(), turn_s=480.0)
-    finished = {}
-    for now_s, name in enumerate(("old", "middle", "new")):
-        ledger.open(name, LeaseUse.TURN)
-        finished[name] = ledger.finish(name)
-        ledger.take_orders(float(now_s))
-    for name in ("old", "middle"):
-        lease = finished[name]
-        assert lease is not None
-        assert ledger.renew(lease.name)
-    assert [ledger.release_first_turn("room") for _ in range(2)] == ["new", None]
-    assert [ledger.release_first_turn("room", claimed=True) for _ in range(3)] == ["old", "middle", None]
-
-
 def test_a_claim_of_a_turn_lasts_for_a_lease_after_the_last_renewal() -> None:
     clocked = Clocked(LeaseUse.TURN, 480.0)
     lease = clocked.finish()
@@ -231,9 +203,9 @@ def test_a_claim_of_a_turn_lasts_for_a_lease_after_the_last_renewal() -> None:
     for _ in range(2):
         assert clocked.ledger.renew(lease.name)
         clocked.steps(LEASE_S - 0.5)
-        assert clocked.ledger.release_first_turn("room") is None
+        assert clocked.ledger.release_idle_turns("shutdown") == 0
     clocked.step(0.5)
-    assert clocked.ledger.release_first_turn("room") == "a"
+    assert clocked.ledger.release_idle_turns("shutdown") == 1
 
 
 def test_a_renewal_of_a_turn_adds_a_lease_and_never_shortens_its_time() -> None:

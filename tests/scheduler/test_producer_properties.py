@@ -13,7 +13,8 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch
 from kvferry.protocol.slots import EMPTY, SlotState, slot_word
-from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, LeaseUse, ProducerLedger
+from kvferry.scheduler.producer.lease import LeaseUse
+from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, ProducerLedger
 from kvferry.scheduler.tally import Tally
 from tests.scheduler.tables import WorkerTable
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +14,12 @@ import pytest
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.scheduler import host_names, peer_sockets
 from kvferry.scheduler.consumer.ledger import Drop, GiveBack, Keep, LeaseCommand, RemoteLease
-from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.renewer import LeaseRenewer
 from kvferry.scheduler.tally import Tally
 from tests.protocol.samples import BOOT
 from tests.scheduler.channel import HOST, cpu_share, free_port, listening, threads_named
+from tests.scheduler.recording_listener import RecordingListener
 from tests.waiting import wait_until
 
 SHORT_S = 0.3
@@ -41,7 +43,7 @@ def lease(port: int, slot: int = 1, *, lease_s: float = SHORT_S, host: str = HOS
     return RemoteLease(host, port, boot, LeaseName(slot=slot, epoch=f"{slot + 1:015x}"), lease_s)
 
 
-def received(listener: SideChannelListener) -> list[Renew | Release]:
+def received(listener: RecordingListener) -> list[Renew | Release]:
     messages = []
     while not listener.inbox.empty():
         messages.append(listener.inbox.get())
@@ -112,6 +114,45 @@ def test_a_lease_that_is_given_back_is_released_at_once(renewer: LeaseRenewer, t
         assert tally.total("leases_given_back") == 1
 
 
+def test_leases_that_are_dropped_before_they_need_a_renewal_wake_nobody(
+    renewer: LeaseRenewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wakes = itertools.count()
+    wake = renewer._inbox.wake
+    port = free_port()
+    renewer.submit([Keep(lease(port, lease_s=LONG_S))])
+    wait_until(lambda: renewer._inbox.empty() and renewer._sleeps_until_s < math.inf, "the renewer has not taken it")
+    monkeypatch.setattr(renewer._inbox, "wake", lambda: (next(wakes), wake()))
+    for slot in range(2, 1000):
+        renewer.submit([Keep(lease(port, slot, lease_s=LONG_S))])
+        renewer.submit([Drop(lease(port, slot, lease_s=LONG_S))])
+    assert next(wakes) == 0
+    renewer.submit([GiveBack(lease(port, lease_s=LONG_S))])
+    wait_until(renewer._inbox.empty, "a lease that is given back has woken nobody")
+    assert not renewer._kept
+
+
+def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(renewer: LeaseRenewer) -> None:
+    with listening() as (listener, port):
+        renewer.submit([Keep(lease(port, 1, lease_s=LONG_S))])
+        wait_until(lambda: renewer._inbox.empty() and renewer._sleeps_until_s < math.inf, "it has not been taken")
+        start_s = time.monotonic()
+        renewer.submit([Keep(lease(port, 2))])
+        renewal = listener.inbox.get(timeout=10)
+        assert {name.slot for name in renewal.leases} == {1, 2}
+        assert time.monotonic() - start_s < LONG_S / HEARTBEATS_PER_LEASE
+
+
+def test_what_waits_for_the_renewer_is_bounded(renewer: LeaseRenewer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.scheduler.renewer._MOST_WAITING", 100)
+    port = free_port()
+    renewer.submit([Keep(lease(port, lease_s=LONG_S))])
+    wait_until(lambda: renewer._inbox.empty() and renewer._sleeps_until_s < math.inf, "it has not been taken")
+    for slot in range(2, 102):
+        renewer.submit([Keep(lease(port, slot, lease_s=LONG_S))])
+    wait_until(renewer._inbox.empty, "too much waits")
+
+
 @pytest.mark.parametrize("host", [HOST, "localhost"])
 def test_closing_sends_everything_that_was_submitted(host: str, tally: Tally) -> None:
     with listening() as (listener, port):
@@ -120,7 +161,7 @@ def test_closing_sends_everything_that_was_submitted(host: str, tally: Tally) ->
         start_s = time.monotonic()
         renewer.close()
         renewer.close()
-        assert time.monotonic() - start_s < 3.0
+        assert time.monotonic() - start_s < 4.5, "a thread that does not end is waited for for 5 s"
         assert [listener.inbox.get(timeout=10).leases[0].slot for _ in range(30)] == list(range(30))
 
 
@@ -129,19 +170,19 @@ def test_closing_is_quick_when_the_producer_is_dead(tally: Tally) -> None:
     renewer.submit([Keep(lease(free_port())), GiveBack(lease(free_port()))])
     start_s = time.monotonic()
     renewer.close()
-    assert time.monotonic() - start_s < 3.0
+    assert time.monotonic() - start_s < 4.5, "a thread that does not end is waited for for 5 s"
     assert not threads_named("kvferry-renewer")
 
 
 def renewed_on_time(renewer: LeaseRenewer, disturb: Callable[[], None]) -> None:
     """A good producer's lease is renewed within its time, whatever happens to others."""
     with listening() as (listener, port):
-        renewer.submit([Keep(lease(port, lease_s=1.0))])
+        renewer.submit([Keep(lease(port, lease_s=3.0))])
         disturb()
-        for _ in range(8):
+        for _ in range(5):
             before_s = time.monotonic()
             assert isinstance(listener.inbox.get(timeout=10), Renew)
-            assert time.monotonic() - before_s < 1.0, "the lease would have expired"
+            assert time.monotonic() - before_s < 3.0, "the lease would have expired"
 
 
 def test_dead_producers_delay_nobody(renewer: LeaseRenewer) -> None:
@@ -196,14 +237,14 @@ def test_a_producer_that_comes_back_at_its_address_is_heard_again(renewer: Lease
     renewer.submit([Keep(lease(port, lease_s=0.12))])
     for boot in (BOOT, "f" * 32):
         renewer.submit([Keep(lease(port, lease_s=0.12, boot=boot))])
-        listener = SideChannelListener(HOST, port, Tally())
+        listener = RecordingListener(HOST, port, Tally())
         try:
             wait_until(lambda listener=listener, boot=boot: _hears(listener, boot), f"a renewal for {boot}")  # type: ignore[misc]
         finally:
             listener.close()
 
 
-def _hears(listener: SideChannelListener, boot: str) -> bool:
+def _hears(listener: RecordingListener, boot: str) -> bool:
     return any(message.boot == boot for message in received(listener))
 
 

@@ -11,7 +11,7 @@ from kvferry.protocol.orders import StepOrders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, ProducerLedger
-from kvferry.scheduler.step import next_orders
+from kvferry.scheduler.step import hear, next_orders
 from kvferry.scheduler.tally import Tally
 from tests.protocol.samples import BOOT, make_params
 from tests.scheduler.channel import free_port
@@ -31,7 +31,8 @@ class Scheduler:
 
     def step(self, passed_s: float = 0.0) -> StepOrders:
         self.now_s += passed_s
-        return next_orders(self.listener, self.leases, self.loads, BOOT, self.tally, self.now_s)
+        hear(self.listener, self.leases, BOOT, self.tally)
+        return next_orders(self.leases, self.loads, BOOT, self.now_s)
 
     def hold(self) -> LeaseName:
         self.leases.open("p")

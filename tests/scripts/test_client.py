@@ -59,6 +59,7 @@ def test_a_streamed_completion_is_put_together_from_its_pieces() -> None:
     assert (answer.tokens, answer.logprobs, answer.text) == ((4, 5, 6), (-0.5, -0.25, -1.0), " a b")
     assert answer.prompt_tokens == 3
     assert answer.first_token_s is not None
+    assert len(answer.gaps_s) == 1  # between the two pieces that have tokens
 
 
 def test_a_streamed_chat_is_put_together_from_its_pieces() -> None:

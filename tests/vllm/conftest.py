@@ -1,7 +1,7 @@
 """Real vLLM engines on the CPU, with a real small model, started once for all tests that can share them.
 
-Every engine is a server of its own, as users start it; nothing is mocked. The order of the files matters for time
-only: engines are stopped as soon as the last test that wants them is over.
+The pair and the data parallel engine are started as users start them; those that meet the pair in one test are forked
+(`forked_server`), which takes seconds. Nothing is mocked.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pair(model: Path, logs: Path) -> Iterator[Pair]:
     """A producer and a consumer, both kvferry, with `recompute`."""
-    short = {"kv_lease_duration": 6.0}
+    short = {"kv_lease_duration": 12.0}  # yet longer than a busy machine takes from an answer to the next request
     prefill = EngineSpec("prefill", str(model), transfer=Transfer("kv_producer", extra_config=short))
     decode = EngineSpec(
         "decode",

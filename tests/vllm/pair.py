@@ -11,7 +11,10 @@ import httpx
 
 from scripts.accuracy.client import ASK_FOR_PREFILL
 from scripts.accuracy.engines import Engine
+from tests.vllm.forked_server import ForkedServer
 
+Server = Engine | ForkedServer
+"""As a user starts it, or forked."""
 Params = dict[str, Any]
 Change = Callable[[Params], Any]
 
@@ -34,8 +37,8 @@ def post(
 class Pair:
     """Both engines."""
 
-    producer: Engine
-    consumer: Engine
+    producer: Server
+    consumer: Server
 
     def prefill(self, prompt: str, headers: Mapping[str, str] | None = None, **more: Any) -> Params:
         """Prefill as a router does and return the params of the answer."""
@@ -50,7 +53,7 @@ class Pair:
         """Send a prompt with params to the decoder."""
         return post(self.consumer.base_url, self._body(prompt, tokens) | {"kv_transfer_params": params})
 
-    def plain(self, engine: Engine, prompt: str, tokens: int = 8) -> str:
+    def plain(self, engine: Server, prompt: str, tokens: int = 8) -> str:
         """A request without any params: what one engine answers by itself."""
         answer = post(engine.base_url, self._body(prompt, tokens))
         assert answer.status_code == 200, answer.text

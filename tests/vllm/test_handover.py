@@ -9,9 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from scripts.accuracy.engines import Engine
 from scripts.accuracy.router import Router
-from tests.vllm.pair import TIMEOUT_S, Pair, long_prompt, post, text_of
+from tests.vllm.pair import TIMEOUT_S, Pair, Server, long_prompt, post, text_of
 
 LAYERS, HEADS, HEAD_DIM, FLOAT, BLOCK = 30, 3, 64, 4, 128
 BLOCK_BYTES = LAYERS * HEADS * 2 * HEAD_DIM * FLOAT * BLOCK
@@ -122,6 +121,6 @@ def test_an_idle_worker_burns_nearly_nothing(pair: Pair) -> None:
         assert min(shares) < 0.03, f"{engine.spec.name}: {shares}"
 
 
-def _busy(engine: Engine) -> float:
+def _busy(engine: Server) -> float:
     scrape = engine.metrics()
     return scrape.total("vllm:num_requests_running") + scrape.total("vllm:num_requests_waiting")

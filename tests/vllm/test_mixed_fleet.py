@@ -10,20 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts.accuracy.engines import Engine, EngineSpec, Transfer
-from scripts.accuracy.settings import STOCK
+from scripts.accuracy.engines import EngineSpec, Transfer
 from tests.vllm.conftest import START_S
+from tests.vllm.forked_server import ForkedServer
 from tests.vllm.pair import Pair, long_prompt, text_of
 
-# As shipped, NIXL's progress thread spins on a whole core; few and short prompts keep that bearable on two cores.
+CALM_STOCK = "bench.stock_calm"
 PROMPTS = [long_prompt(f"Mixed {number}", 6 + 6 * number) for number in range(3)]
 
 
 def test_a_kvferry_decoder_computes_what_a_stock_producer_prefilled(pair: Pair, model: Path, logs: Path) -> None:
-    spec = EngineSpec("stock-prefill", str(model), transfer=Transfer("kv_producer", module=STOCK))
+    spec = EngineSpec("stock-prefill", str(model), transfer=Transfer("kv_producer", module=CALM_STOCK))
     want = [pair.plain(pair.producer, prompt) for prompt in PROMPTS]
     before = pair.consumer.metrics()
-    with Engine(spec, logs) as stock:
+    with ForkedServer(spec, logs) as stock:
         stock.wait_ready(START_S)
         mixed = Pair(stock, pair.consumer)
         got = [text_of(mixed.hand_over(prompt)) for prompt in PROMPTS]
@@ -34,11 +34,11 @@ def test_a_kvferry_decoder_computes_what_a_stock_producer_prefilled(pair: Pair, 
 
 
 def test_a_stock_decoder_computes_what_a_kvferry_producer_prefilled(pair: Pair, model: Path, logs: Path) -> None:
-    transfer = Transfer("kv_consumer", module=STOCK, failure_policy="recompute")
+    transfer = Transfer("kv_consumer", module=CALM_STOCK, failure_policy="recompute")
     spec = EngineSpec("stock-decode", str(model), devices=("1",), transfer=transfer)
     want = [pair.plain(pair.producer, prompt) for prompt in PROMPTS]
     before = pair.producer.metrics()
-    with Engine(spec, logs) as stock:
+    with ForkedServer(spec, logs) as stock:
         stock.wait_ready(START_S)
         mixed = Pair(pair.producer, stock)
         got = [text_of(mixed.hand_over(prompt)) for prompt in PROMPTS]
@@ -65,7 +65,7 @@ def test_a_producer_with_other_weights_is_refused_by_name(pair: Pair, other_weig
     prompt = long_prompt("Other weights")
     want = pair.plain(pair.producer, prompt)
     before = pair.consumer.metrics()
-    with Engine(spec, logs) as other:
+    with ForkedServer(spec, logs) as other:
         other.wait_ready(START_S)
         answer = Pair(other, pair.consumer).hand_over(prompt)
     assert text_of(answer) == want

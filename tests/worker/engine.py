@@ -7,7 +7,6 @@ The test is its step loop.
 from __future__ import annotations
 
 import random
-import socket
 import time
 from dataclasses import replace
 from typing import Any
@@ -17,22 +16,36 @@ import msgspec
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
 from kvferry.protocol.ids import epoch_to_text, new_boot_id
-from kvferry.protocol.orders import StepOrders, decode_orders, encode_orders
+from kvferry.protocol.orders import StepOrders, encode_head, encode_orders
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.seal import new_seal_key, seal
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.renewer import LeaseRenewer
-from kvferry.scheduler.step import next_orders
+from kvferry.scheduler.step import hear, next_orders
 from kvferry.scheduler.tally import Tally
 from kvferry.worker.fabric import Fabric
 from kvferry.worker.results import StepResults
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker, MakeFabric
+from scripts.accuracy.ports import free_ports
+from tests.waiting import deadline_s
+from tests.worker.at_rest import comes_to_rest
 from tests.worker.engine_values import FACTS, HOST, LEASE_S, POISON, SETTINGS, SHAPE, Offer, OrderedLoad, Seen
 from tests.worker.probe_fabric import ProbeFabric
 from tests.worker.toy_caches import CacheShape, ToyCaches
+
+COUNTED = (
+    "undelivered",
+    "bad_notifications",
+    "late_notifications",
+    "quarantined_loads",
+    "quarantined_blocks",
+    "graces_over",
+    "integrity_errors",
+    "lost_orders",
+)
 
 
 class Engine:
@@ -57,7 +70,8 @@ class Engine:
         self.tally = Tally()
         self.caches = ToyCaches(shape, POISON)
         self.leases = ProducerLedger(settings.lease_slots, lease_s, self.tally)
-        self.loads = ConsumerLedger(self.tally)
+        # It remembers no lease that is over, so that a replay comes to its worker and to the fence.
+        self.loads = ConsumerLedger(self.tally, max_ended=0)
         self.offers: dict[str, Offer] = {}
         self._draw = random.Random(seed)
         self._free = list(range(1, shape.blocks // shape.ratio))  # block 0 is vLLM's null block
@@ -88,9 +102,9 @@ class Engine:
             groups=(shape.group,),
             workers=(self.worker.description,),
         )
-        self.listener = SideChannelListener(HOST, self.port, self.tally)
+        self.listener = SideChannelListener(HOST, self.port, self.tally, settings.secrets)
         self.listener.publish(self.description)
-        self.renewer = LeaseRenewer(self.tally)
+        self.renewer = LeaseRenewer(self.tally, settings.secrets)
 
     # The producing half.
 
@@ -157,9 +171,9 @@ class Engine:
     def give_away(self, offer: Offer) -> None:
         """End the lease, wait until the request is reported, and let the next request overwrite its blocks."""
         self.end(offer)
-        deadline_s = time.monotonic() + 10.0
+        end_s = deadline_s(10.0)
         while offer.request_id not in self.seen.sent:
-            assert time.monotonic() < deadline_s, "the lease does not end"
+            assert time.monotonic() < end_s, "the lease does not end"
             self.step()
         self.caches.fill(offer.blocks, 0x66)
 
@@ -196,13 +210,15 @@ class Engine:
 
     def step(self) -> None:
         """One step of the engine: what the scheduler decides goes to the worker, what the worker reports comes back."""
-        self.order(next_orders(self.listener, self.leases, self.loads, self.boot, self.tally, time.monotonic()))
+        hear(self.listener, self.leases, self.boot, self.tally)
+        self.order(next_orders(self.leases, self.loads, self.boot, time.monotonic()))
         self.collect()
         self.renewer.submit(self.loads.take_commands())
 
     def order(self, orders: StepOrders) -> None:
         """Hand orders to the worker as they arrive there."""
-        self.worker.carry_out(decode_orders(encode_orders(orders)))
+        if orders:
+            self.worker.carry_out(encode_head(orders), encode_orders(orders))
 
     def collect(self) -> StepResults:
         """Take the worker's results into `seen` and the ledgers."""
@@ -217,9 +233,9 @@ class Engine:
         self.seen.sent += results.sent
         self.seen.loaded += results.loaded
         self.seen.failed |= results.failed
-        self.seen.figures += results.figures
+        self.seen.ended += results.ended
         self.seen.alive = self.seen.alive if results.alive is None else results.alive
-        for name in ("undelivered", "bad_notifications", "late_notifications"):
+        for name in COUNTED:
             self.seen.counts[name] += getattr(results, name)
         return results
 
@@ -229,14 +245,30 @@ class Engine:
         assert worker._thread is not None
         assert worker._book is not None
         worker._settings = replace(worker._settings, load_timeout_s=load_s, handshake_timeout_s=handshake_s)
-        worker._thread._load_timeout_s, worker._book._timeout_s = load_s, handshake_s
+        worker._thread.runner.timeout_s, worker._book._timeout_s = load_s, handshake_s
 
     def free(self, load: OrderedLoad) -> None:
         """The request that was loaded has been answered."""
         self.loads.finished(load.request_id)
         self._free += load.blocks
 
+    def come_to_rest(self) -> None:
+        """Lift the faults, and let every load end, one way or the other; then nothing of them is left.
+
+        Raises:
+            LocalProtocolError: something is; with the sums.
+        """
+        thread = self.worker._thread
+        if thread is None or not thread._thread.is_alive():
+            return
+        self.fabric.faults.clear()
+        self.fabric.on_data_read = None
+        self.set_timeouts(load_s=0.0)
+        comes_to_rest(self.worker)
+
     def close(self) -> None:
+        """Whatever was done, the sums are right."""
+        self.worker.check_integrity()
         self.listener.close()
         self.renewer.close()
         self.worker.close()
@@ -249,8 +281,5 @@ class Engine:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, and that the kernel gives to no outgoing connection meanwhile."""
+    return free_ports(1, HOST)[0]

@@ -19,6 +19,7 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric import Fabric
 from kvferry.worker.nixl_fabric import NixlFabric
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
+from tests.waiting import deadline_s
 from tests.worker.engine import Engine, free_port
 from tests.worker.engine_values import FACTS, HOST, LEASE_S, POISON, SETTINGS, SHAPE, Offer, OrderedLoad, Seen
 
@@ -67,9 +68,9 @@ class Rig:
         self, happened: Callable[[], object], what: str, timeout_s: float = 10.0, *, only: Engine | None = None
     ) -> None:
         """Step all engines, or one of them, until it has happened."""
-        deadline_s = time.monotonic() + timeout_s
+        end_s = deadline_s(timeout_s)
         while not happened():
-            assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
+            assert time.monotonic() < end_s, f"not within {timeout_s:g} s: {what}"
             for engine in self.engines if only is None else (only,):
                 engine.step()
             time.sleep(0.001)
@@ -99,5 +100,11 @@ class Rig:
         self.engines.remove(engine)
 
     def close(self) -> None:
-        for engine in self.engines:
-            engine.close()
+        """Everything comes to its end, and nothing is left of it."""
+        try:
+            self.network.thaw_all()
+            for engine in self.engines:
+                engine.come_to_rest()
+        finally:
+            for engine in self.engines:
+                engine.close()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from kvferry.protocol.handshake import ModelFacts
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
-from kvferry.worker.load import LoadFigures
+from kvferry.worker.ended_load import EndedLoad
+from kvferry.worker.load_figures import LoadFigures
 from kvferry.worker.settings import WorkerSettings
 from tests.worker.toy_caches import Bytes, CacheShape
 
@@ -17,7 +18,12 @@ FACTS = ModelFacts(
     model="toy", fingerprint="weights:1", dtype="uint8", cache_dtype="auto", quantization="none", max_model_tokens=4096
 )
 SETTINGS = WorkerSettings(
-    lease_slots=16, handshake_timeout_s=5.0, load_timeout_s=20.0, max_loads=64, staging_pool_bytes=1 << 20
+    lease_slots=16,
+    handshake_timeout_s=5.0,
+    load_timeout_s=20.0,
+    max_loads=64,
+    staging_pool_bytes=1 << 20,
+    failed_read_grace_s=0.1,
 )
 SHAPE = CacheShape()
 POISON = 0xA5
@@ -61,5 +67,10 @@ class Seen:
     loaded: list[str] = field(default_factory=list)
     failed: dict[str, FailureReason] = field(default_factory=dict)
     alive: frozenset[str] = frozenset()
-    figures: list[LoadFigures] = field(default_factory=list)
+    ended: list[EndedLoad] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def figures(self) -> list[LoadFigures]:
+        """Of the good loads."""
+        return [load.figures for load in self.ended if load.figures is not None]

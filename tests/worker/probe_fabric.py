@@ -12,6 +12,7 @@ from kvferry.worker.fabric import (
     Fabric,
     Indices,
     LocalDescriptors,
+    OpenHandles,
     PeerAgent,
     Region,
     RemoteDescriptors,
@@ -126,6 +127,9 @@ class ProbeFabric:
     def take_notifications(self) -> list[tuple[str, bytes]]:
         self._called("take_notifications")
         return self.inner.take_notifications()
+
+    def open_handles(self) -> OpenHandles:
+        return self.inner.open_handles()
 
     def close(self) -> None:
         self._called("close")

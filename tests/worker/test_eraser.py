@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_units
 from kvferry.plan.tokens import TokenMap, TokenSide
@@ -121,3 +124,26 @@ def test_a_tensor_outside_all_allocations_is_refused_by_name() -> None:
     astray = msgspec.structs.replace(caches.kv.tensors[0], base=caches.kv.tensors[0].base + 10**6)
     with pytest.raises(ValueError, match=r"layers\.0/kv"):
         TailEraser(KvCaches(caches.kv.storages, (astray,), CPU))
+
+
+class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operators that torch carries out."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_host_nothing_is_zeroed_by_torchs_own_threads() -> None:
+    shape = CacheShape(layers=2)
+    caches = ToyCaches(shape, poison=0xA5)
+    units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [3], 2)
+    eraser = TailEraser(caches.kv)
+    with Dispatched() as dispatched:
+        assert eraser.erase(units, (shape.group,), request) is not None
+    assert not caches.cells(1)[3, :, 2:].any()
+    assert not [name for name in dispatched.names if "detach" not in name and "alias" not in name]

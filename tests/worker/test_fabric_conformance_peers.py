@@ -13,6 +13,7 @@ from kvferry.worker.fabric import (
     FabricClosed,
     InvalidMetadata,
     InvalidRequest,
+    OpenHandles,
     PeerAgent,
     PeerLost,
     TransferState,
@@ -243,6 +244,42 @@ def test_handles_of_another_fabric_are_refused(pair: Pair) -> None:
     theirs = pair.producer.prepare_remote(back, rows(row(pair.target, 0, 64, 64, 1)))
     finish(pair.producer, pair.producer.post_read(foreign, indices(0), theirs, indices(0)))
     assert (pair.source[:64] == GUARD).all()
+
+
+def test_what_is_open_is_counted(pair: Pair) -> None:
+    """`pair.consumer` knows one peer."""
+    assert pair.consumer.open_handles() == OpenHandles(peers=1)
+    local, remote = pair.local(), pair.remote()
+    empty = pair.consumer.post_read(local, indices(), remote, indices())
+    transfer = pair.consumer.post_read(local, indices(0), remote, indices(0))
+    assert pair.consumer.open_handles() == OpenHandles(transfers=2, prepared=2, peers=1)
+    finish(pair.consumer, transfer)
+    assert pair.consumer.open_handles().transfers == 2, "what is done is open until it is released"
+    for _ in range(2):
+        pair.consumer.release(transfer)
+        pair.consumer.release(empty)
+        pair.consumer.release(local)
+    assert pair.consumer.open_handles() == OpenHandles(prepared=1, peers=1)
+    pair.consumer.remove_peer(pair.peer)
+    pair.consumer.remove_peer(pair.peer)
+    assert pair.consumer.open_handles() == OpenHandles(prepared=1), "a peer's lists are the caller's"
+    pair.consumer.release(remote)
+    assert pair.consumer.open_handles() == OpenHandles()
+    pair.consumer.add_peer(pair.producer.metadata())
+    pair.local()
+    pair.consumer.close()
+    assert pair.consumer.open_handles() == OpenHandles(), "and after the end it can be asked all the same"
+
+
+def test_a_peer_with_reads_in_flight_is_leaving_until_they_have_ended(waiting_harness: Harness) -> None:
+    mortal = Mortal(waiting_harness)
+    mortal.producer.freeze()
+    transfer = mortal.post()
+    mortal.consumer.remove_peer(mortal.peer)
+    assert (mortal.consumer.open_handles().peers, mortal.consumer.open_handles().leaving) == (0, 1)
+    mortal.producer.thaw()
+    finish(mortal.consumer, transfer)
+    assert (mortal.consumer.open_handles().peers, mortal.consumer.open_handles().leaving) == (0, 0)
 
 
 def test_close_is_idempotent_and_everything_after_it_is_refused(pair: Pair) -> None:

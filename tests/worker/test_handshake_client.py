@@ -14,6 +14,7 @@ import zmq
 
 from kvferry.protocol.errors import HandshakeFailed, InputError, KvferryError, PeerRefused
 from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode_request, encode
+from kvferry.worker.asking_threads import AskingThreads
 from kvferry.worker.handshake_client import fetch_description
 from tests.protocol.samples import make_description
 from tests.waiting import wait_until
@@ -46,8 +47,14 @@ def answering(*frames: bytes, host: str = "127.0.0.1") -> Iterator[tuple[int, li
         context.destroy()
 
 
-def fetch(port: int, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S) -> EngineDescription:
-    return fetch_description(host, port, "prefill-0", "decode-0", timeout_s)
+def fetch(
+    port: int, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S, threads: AskingThreads | None = None
+) -> EngineDescription:
+    return fetch_description(host, port, "prefill-0", "decode-0", timeout_s, (), threads)
+
+
+def alive() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -107,7 +114,7 @@ def test_silence_ends_with_the_deadline() -> None:
     began_s = time.monotonic()
     with pytest.raises(HandshakeFailed, match=r"did not answer within 0\.2 s"):
         fetch(port, timeout_s=0.2)
-    assert time.monotonic() - began_s < 2.0
+    assert time.monotonic() - began_s < TIMEOUT_S
     context.destroy(linger=0)
 
 
@@ -118,11 +125,59 @@ def test_a_host_that_is_none_is_a_failed_handshake(host: str) -> None:
 
 
 def test_neither_a_socket_nor_a_thread_of_zmq_outlives_a_failed_handshake() -> None:
-    def alive() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
     before = alive()
     for _ in range(5):
         with pytest.raises(HandshakeFailed):
             fetch(1, timeout_s=0.05)
     wait_until(lambda: alive() <= before, "all is given back")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "127.0.0.1/24", "localhost"])
+def test_shared_threads_keep_no_socket_of_a_handshake_and_end_when_they_are_closed(host: str) -> None:
+    before = alive()
+    threads = AskingThreads()
+    threads.start()
+    ready = alive()
+    for _ in range(5):
+        with pytest.raises(KvferryError):
+            fetch(1, host, timeout_s=0.05, threads=threads)
+    wait_until(lambda: alive() <= ready, "the sockets are given back")
+    threads.close()
+    threads.close()
+    wait_until(lambda: alive() <= before, "the threads have ended")
+
+
+def test_handshakes_that_share_threads_start_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = AskingThreads()
+    monkeypatch.setattr("kvferry.worker.handshake_client.own_threads", lambda: pytest.fail("threads of its own"))
+    for _ in range(2):
+        with answering(encode(make_description())) as (port, _):
+            assert fetch(port, threads=threads) == make_description()
+    threads.close()
+
+
+def test_a_name_is_not_looked_up_on_the_threads_that_others_use() -> None:
+    """They are closed here, and the handshake with a name goes on: it has its own."""
+    threads = AskingThreads()
+    threads.close()
+    with answering(encode(make_description())) as (port, _):
+        assert fetch(port, "localhost", threads=threads) == make_description()
+    with pytest.raises(HandshakeFailed, match="closed"):
+        fetch(port, "127.0.0.1", threads=threads)
+
+
+def test_closing_the_threads_waits_for_nobody_and_lets_a_handshake_under_way_end() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    listener = context.socket(zmq.REP)
+    port = listener.bind_to_random_port("tcp://127.0.0.1")
+    threads = AskingThreads()
+    found: list[EngineDescription] = []
+    asker = threading.Thread(target=lambda: found.append(fetch(port, threads=threads)))
+    asker.start()
+    listener.recv()
+    threads.close()
+    assert asker.is_alive()
+    listener.send(encode(make_description()))
+    asker.join()
+    assert found == [make_description()]
+    context.destroy(linger=0)

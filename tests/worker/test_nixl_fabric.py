@@ -110,16 +110,28 @@ def test_without_a_progress_thread_reads_and_notifications_arrive_while_both_sid
 # -- UCX and the environment -------------------------------------------------------------------------------------
 
 
+SHARED = {"UCX_MM_ERROR_HANDLING": "y", "UCX_KEEPALIVE_INTERVAL": "300s"}
+TCP = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
+
+
 @pytest.mark.parametrize(
     ("environ", "chosen"),
     [
-        ({}, {"UCX_MM_ERROR_HANDLING": "y"}),
-        ({"UCX_MM_ERROR_HANDLING": "n"}, {}),
-        ({"UCX_TLS": "sm,self"}, {"UCX_MM_ERROR_HANDLING": "y"}),
-        ({"UCX_TLS": "rc, shm"}, {"UCX_MM_ERROR_HANDLING": "y"}),
-        ({"UCX_TLS": "all"}, {"UCX_MM_ERROR_HANDLING": "y"}),
-        ({"UCX_TLS": "^tcp"}, {"UCX_MM_ERROR_HANDLING": "y"}),
-        ({"UCX_TLS": "tcp"}, {}),
+        ({}, SHARED | TCP),
+        ({"UCX_MM_ERROR_HANDLING": "n"}, {"UCX_KEEPALIVE_INTERVAL": "300s"} | TCP),
+        (
+            {"UCX_KEEPALIVE_INTERVAL": "inf", "UCX_TCP_TX_SEG_SIZE": "8k"},
+            {"UCX_MM_ERROR_HANDLING": "y"} | {"UCX_TCP_RX_SEG_SIZE": "256k"},
+        ),
+        ({"UCX_TLS": "sm,self"}, SHARED),
+        ({"UCX_TLS": "rc, shm"}, SHARED),
+        ({"UCX_TLS": "posix,self"}, SHARED),
+        ({"UCX_TLS": "all"}, SHARED | TCP),
+        ({"UCX_TLS": "^tcp"}, SHARED),
+        ({"UCX_TLS": "^posix"}, SHARED | TCP),
+        ({"UCX_TLS": "^sm"}, TCP),
+        ({"UCX_TLS": "tcp"}, TCP),
+        ({"UCX_TLS": "tcp, sm"}, SHARED | TCP),
         ({"UCX_TLS": "rc,cuda_copy"}, {}),
         ({"UCX_TLS": "^sm,tcp"}, {}),
     ],
@@ -131,13 +143,14 @@ def test_ucx_defaults_fill_in_only_what_is_open_and_used(environ: dict[str, str]
 
 
 def test_applied_defaults_are_set_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    environ = {"UCX_LOG_LEVEL": "warn"}
+    environ = {"UCX_LOG_LEVEL": "warn", "UCX_TLS": "sm,self"}
     with caplog.at_level(logging.INFO, "kvferry.worker.nixl_agent"):
         apply_ucx_defaults(environ)
         apply_ucx_defaults(environ)
-    assert environ == {"UCX_LOG_LEVEL": "warn", "UCX_MM_ERROR_HANDLING": "y"}
+    assert environ == {"UCX_LOG_LEVEL": "warn", "UCX_TLS": "sm,self", **SHARED}
     assert [record.getMessage() for record in caplog.records] == [
-        "set UCX_MM_ERROR_HANDLING=y, which the environment left open"
+        "set UCX_MM_ERROR_HANDLING=y, which the environment left open",
+        "set UCX_KEEPALIVE_INTERVAL=300s, which the environment left open",
     ]
 
 
@@ -163,6 +176,21 @@ def test_the_default_reaches_ucx_before_the_agent_is_made() -> None:
 def test_what_the_user_set_is_left_alone() -> None:
     refused = in_a_process(MAKE, UCX_TLS="sm,self", UCX_MM_ERROR_HANDLING="n")
     assert refused == {"made": False, "setting": "n"}
+
+
+@pytest.mark.parametrize("transports", ["all", "tcp", "sm,self", "^tcp"])
+def test_ucx_takes_the_defaults_without_a_warning(transports: str) -> None:
+    """It warns of values that it cannot read, and of settings that nothing uses."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", MAKE],
+        env={**inherited, "UCX_TLS": transports},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert json.loads(done.stdout.splitlines()[-1])["made"], done.stderr
+    assert "UCX" not in done.stdout + done.stderr
 
 
 # -- making an agent ---------------------------------------------------------------------------------------------

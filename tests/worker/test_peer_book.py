@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvferry.plan.planner import plan_transfer
+from kvferry.plan.refusal import PlanRefused, Reason
 from kvferry.plan.transfer_plan import TransferPlan
-from kvferry.protocol.errors import HandshakeFailed
+from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import EngineDescription, LeaseTable, WorkerDescription
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.fabric import MemoryKind, Region
+from kvferry.worker.back_off import BackOff
+from kvferry.worker.fabric import MemoryKind, OpenHandles, Region
+from kvferry.worker.introductions import AHEAD, FOR_LOADS
 from kvferry.worker.landing import Landing
 from kvferry.worker.peer import Peer, PeerKey
 from kvferry.worker.peer_book import PeerBook, Unavailable
+from kvferry.worker.reads import Reader
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.plan import samples
 from tests.waiting import wait_until
@@ -26,6 +32,7 @@ from tests.worker.toy_caches import CacheShape, ToyCaches
 
 KEY = PeerKey("10.0.0.1", 5600, "P", "0" * 32)
 CELLS = 4
+TTL_S = 3600.0
 Answer = Callable[[PeerKey], "tuple[EngineDescription, TransferPlan]"]
 
 
@@ -47,10 +54,21 @@ class Scene:
         here, there = self._engine("C", self.caches, b"-"), self._engine("P", self.remote, self.producer.metadata())
         self.good = (there, plan_transfer(here, 0, there))
         self.asked: list[PeerKey] = []
+        self.found: dict[PeerKey, tuple[EngineDescription, TransferPlan]] = {}
+        self.metadata: dict[str, bytes] = {}
         self.answer: Answer = lambda _: self.good
         self.awake = threading.Event()
+        self.reader = Reader(self.fabric)
         self.book = PeerBook(
-            self.fabric, self.caches.kv, None, self.landing, self._introduce, self.awake.set, timeout_s=1.0
+            self.reader,
+            self.caches.kv,
+            None,
+            self.landing,
+            self._introduce,
+            self.awake.set,
+            timeout_s=1.0,
+            ttl_s=TTL_S,
+            most_peers=3,
         )
 
     def _engine(self, name: str, caches: ToyCaches, metadata: bytes) -> EngineDescription:
@@ -69,13 +87,25 @@ class Scene:
         self.asked.append(key)
         return self.answer(key)
 
-    def meet(self, now_s: float, key: PeerKey = KEY) -> Peer | Unavailable | None:
+    def add(self, key: PeerKey, agent: str | None = None) -> None:
+        """From now on an engine with an agent of its own answers for the key, and nobody else does."""
+        name = agent or key.engine_id
+        if name not in self.network._by_name:
+            producer = MemoryFabric(name, self.network)
+            slots = Region(self.words.ctypes.data, self.words.nbytes, MemoryKind.DRAM)
+            producer.register([*self.remote.kv.regions(), slots])
+            self.metadata[name] = producer.metadata()
+        there = self._engine(key.engine_id, self.remote, self.metadata[name])
+        self.found[key] = (there, self.good[1])
+        self.answer = self.found.__getitem__
+
+    def meet(self, now_s: float, key: PeerKey = KEY, in_use: Collection[PeerKey] = ()) -> Peer | Unavailable | None:
         """Ask for the peer, let its introduction end, and bring the book forward."""
         self.awake.clear()
-        if self.book.get(key, now_s) is None and key in self.book._asked:
-            assert self.awake.wait(10)
-        self.book.step(now_s, ())
-        self.book.step(now_s, ())
+        if self.book.get(key, now_s) is None and key in self.book._introductions:
+            assert self.awake.wait(60)
+        self.book.step(now_s, in_use)
+        self.book.step(now_s, in_use)
         return self.book.get(key, now_s)
 
     def refuse(self, _: PeerKey) -> tuple[EngineDescription, TransferPlan]:
@@ -95,7 +125,7 @@ def scene() -> Iterator[Scene]:
 
 @pytest.fixture(autouse=True)
 def _no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peer_book.random.uniform", lambda *_: 1.0)
+    monkeypatch.setattr("kvferry.protocol.pauses.random.uniform", lambda *_: 1.0)
 
 
 def test_a_peer_is_ready_after_a_real_read_and_gives_its_cells_back(scene: Scene) -> None:
@@ -108,8 +138,8 @@ def test_a_peer_is_ready_after_a_real_read_and_gives_its_cells_back(scene: Scene
 
 
 def test_the_back_off_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peer_book._FIRST_BACK_OFF_S", 1.0)
-    monkeypatch.setattr("kvferry.worker.peer_book._LONGEST_BACK_OFF_S", 5.0)
+    monkeypatch.setattr("kvferry.worker.back_off.FIRST_S", 1.0)
+    monkeypatch.setattr("kvferry.worker.back_off.LONGEST_S", 5.0)
     scene.answer = scene.refuse
     now_s = 100.0
     for failures, pause_s in enumerate((1.0, 2.0, 4.0, 5.0, 5.0), 1):
@@ -178,9 +208,9 @@ def test_a_former_life_is_kept_while_reads_from_it_are_under_way(scene: Scene) -
     assert scene.fabric.peers == {"successor"}
 
 
-def test_engines_that_do_not_answer_cannot_pile_up_without_bound(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peer_book._MOST_ASKED", 20)
+def test_engines_that_do_not_answer_cannot_pile_up_without_bound(scene: Scene) -> None:
     known = scene.meet(0.0)
+    scene.book._introductions._for_loads.limits = replace(FOR_LOADS, asked=20)
     answered = threading.Event()
 
     def later(key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
@@ -203,3 +233,334 @@ def test_without_a_free_cell_a_peer_is_tried_again_later(scene: Scene) -> None:
     assert not scene.fabric.peers
     scene.landing.give_back(taken)
     assert isinstance(scene.meet(100.0), Peer)
+
+
+def fleet(scene: Scene, count: int) -> list[PeerKey]:
+    """Producers at addresses of their own, each with its own agent on the network."""
+    keys = []
+    for number in range(count):
+        key = KEY._replace(host=f"10.0.1.{number}", engine_id=f"P{number}")
+        scene.add(key)
+        keys.append(key)
+    return keys
+
+
+def test_a_peer_that_is_not_read_from_for_its_time_is_forgotten_and_met_anew(scene: Scene) -> None:
+    (key,) = fleet(scene, 1)
+    assert isinstance(scene.meet(100.0, key), Peer)
+    assert isinstance(scene.book.get(key, 150.0), Peer)
+    assert scene.book.next_s() == 150.0 + TTL_S
+    scene.book.step(150.0 + TTL_S - 0.01, ())
+    assert scene.fabric.peers == {key.engine_id}
+    scene.book.step(150.0 + TTL_S, ())
+    assert scene.nothing_is_left()
+    assert scene.fabric.prepared() == 1, "the landing's own"
+    assert scene.book.next_s() is None
+    assert isinstance(scene.meet(150.0 + TTL_S, key), Peer), "it is not held against it"
+
+
+def test_a_peer_that_is_read_from_for_longer_than_its_time_is_kept(scene: Scene) -> None:
+    (key,) = fleet(scene, 1)
+    scene.meet(0.0, key)
+    scene.book.step(10 * TTL_S, {key})
+    assert scene.fabric.peers == {key.engine_id}
+    scene.book.step(11 * TTL_S - 1.0, ())
+    assert scene.fabric.peers == {key.engine_id}, "its time begins when it is not read from any more"
+    scene.book.step(11 * TTL_S, ())
+    assert scene.nothing_is_left()
+
+
+def test_a_time_of_nothing_is_for_ever(scene: Scene) -> None:
+    scene.book._ttl_s = 0.0
+    (key,) = fleet(scene, 1)
+    scene.meet(0.0, key)
+    assert scene.book.next_s() is None
+    scene.book.step(1e9, ())
+    assert scene.fabric.peers == {key.engine_id}
+
+
+def test_of_too_many_peers_the_one_that_was_unused_longest_is_forgotten_and_none_in_use(scene: Scene) -> None:
+    first, second, third, fourth, fifth = fleet(scene, 5)
+    for now_s, key in enumerate((first, second, third)):
+        assert isinstance(scene.meet(float(now_s), key), Peer)
+    assert isinstance(scene.book.get(first, 10.0), Peer)
+    assert isinstance(scene.meet(11.0, fourth), Peer)
+    assert scene.fabric.peers == {key.engine_id for key in (first, third, fourth)}
+    scene.book.step(12.0, {third, first, fourth})
+    scene.meet(14.0, fifth, {third, first, fourth, fifth})
+    assert scene.fabric.peers == {"P0", "P2", "P3", "P4"}
+    for key in (first, third, fourth, fifth):
+        assert isinstance(scene.book.get(key, 14.0), Peer), "one that is read from is not met anew"
+    scene.book.step(15.0, ())
+    assert len(scene.fabric.peers) == 3
+
+
+def test_what_comes_and_goes_by_the_thousand_leaves_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third is lost, the others are forgotten for those that come after them; some never answer."""
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: thread.run())
+    now_s = 0.0
+    for number in range(2000):
+        now_s += 1.0
+        key = KEY._replace(host=f"10.1.{number % 50}.1", engine_id=f"E{number}", boot=f"{number:032x}")
+        if number % 7 == 3:
+            scene.answer = scene.refuse
+            assert isinstance(scene.meet(now_s, key), Unavailable)
+            continue
+        scene.add(key)
+        peer = scene.meet(now_s, key)
+        assert isinstance(peer, Peer)
+        if number % 3 == 0:
+            scene.book.lost(peer, "the test wanted it", now_s)
+        assert len(scene.fabric.peers) <= 3
+        assert scene.landing.free() == CELLS
+    scene.book.step(now_s + 2 * TTL_S, ())
+    assert scene.nothing_is_left()
+    assert scene.fabric.prepared() == 1, "the landing's own"
+    assert scene.fabric.open_handles() == OpenHandles(prepared=1)
+    assert scene.book.describe().startswith("0 ready, 0 warming, 0 dying, 0 retired, 0 asked")
+
+
+def test_failures_are_remembered_of_a_bounded_number_of_peers_and_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.worker.back_off._MOST", 10)
+    back_off, why = BackOff(), Unavailable(FailureReason.HANDSHAKE, "nobody is there")
+    keys = [KEY._replace(port=number) for number in range(30)]
+    for key in keys:
+        back_off.failed(key, why, 100.0)
+    assert len(back_off) == 10
+    assert back_off.why_not(keys[-1], 100.0) == why
+    assert back_off.why_not(keys[0], 100.0) is None
+    back_off.failed(KEY, why, 10_000.0)
+    assert len(back_off) == 1
+
+
+def test_a_restart_is_not_held_up_by_the_back_off_of_the_former_life(scene: Scene) -> None:
+    scene.answer = scene.refuse
+    for now_s in (0.0, 10.0, 20.0, 40.0):
+        assert isinstance(scene.meet(now_s), Unavailable)
+    assert isinstance(scene.book.get(KEY, 41.0), Unavailable), "it is left alone"
+    reborn = KEY._replace(boot="1" * 32)
+    scene.add(reborn)
+    assert isinstance(scene.meet(41.0, reborn), Peer)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"boot": "1" * 32},
+        {"boot": "1" * 32, "host": "10.9.9.9"},
+        {"boot": "1" * 32, "port": 7777},
+        {"boot": "1" * 32, "engine_id": "another"},
+    ],
+    ids=["a new boot", "at another host", "at another port", "another engine at the address"],
+)
+def test_a_former_life_is_forgotten_at_once(scene: Scene, other: dict[str, Any]) -> None:
+    scene.add(KEY, agent="former")
+    assert isinstance(scene.meet(0.0), Peer)
+    successor = KEY._replace(**other)
+    scene.add(successor, agent="successor")
+    assert isinstance(scene.meet(0.0, successor), Peer)
+    assert scene.fabric.peers == {"successor"}
+    assert scene.book.get(KEY, 0.0) is None, "it would have to be met anew"
+
+
+def test_the_same_life_under_another_address_is_met_there_although_its_agents_have_the_same_names(scene: Scene) -> None:
+    scene.add(KEY, agent="P")
+    assert isinstance(scene.meet(0.0), Peer)
+    moved = KEY._replace(host="10.9.9.9")
+    scene.add(moved, agent="P")
+    assert isinstance(scene.meet(0.0, moved), Peer)
+    assert scene.fabric.peers == {"P"}
+
+
+def test_other_engines_are_not_forgotten_with_it(scene: Scene) -> None:
+    one, other = fleet(scene, 2)
+    scene.meet(0.0, one)
+    scene.meet(0.0, other)
+    reborn = one._replace(boot="1" * 32)
+    scene.add(reborn, agent="reborn")
+    scene.meet(0.0, reborn)
+    assert scene.fabric.peers == {"P1", "reborn"}
+    assert isinstance(scene.book.get(other, 0.0), Peer)
+
+
+def ahead(scene: Scene, now_s: float, key: PeerKey = KEY) -> None:
+    """Only waiting requests name the peer; let its introduction end, and bring the book forward."""
+    scene.awake.clear()
+    scene.book.meet(key, now_s)
+    if key in scene.book._introductions:
+        assert scene.awake.wait(60)
+    for _ in range(3):
+        scene.book.step(now_s, ())
+
+
+def test_a_peer_that_waiting_requests_name_is_ready_when_the_first_load_comes(scene: Scene) -> None:
+    ahead(scene, 0.0)
+    assert scene.fabric.calls["post_read"] == 1
+    assert isinstance(scene.book.get(KEY, 0.0), Peer)
+    assert len(scene.asked) == 1
+    ahead(scene, 1.0)
+    assert len(scene.asked) == 1, "one that is known is not asked again"
+
+
+def test_a_peer_that_could_not_be_met_ahead_is_left_alone_for_the_usual_time(scene: Scene) -> None:
+    scene.answer = scene.refuse
+    ahead(scene, 0.0)
+    ahead(scene, 0.1)
+    assert len(scene.asked) == 1
+    assert scene.book.get(KEY, 0.1) == Unavailable(FailureReason.HANDSHAKE, "nobody is there")
+    scene.answer = lambda _: scene.good
+    ahead(scene, 100.0)
+    assert isinstance(scene.book.get(KEY, 100.0), Peer)
+
+
+def test_nobody_is_met_ahead_who_would_push_out_a_peer_or_take_the_cells_of_loads(scene: Scene) -> None:
+    first, second, third, fourth = fleet(scene, 4)
+    taken = scene.landing.try_take(CELLS // 2 + 1)
+    assert taken is not None
+    ahead(scene, 0.0, first)
+    assert scene.asked == []
+    scene.landing.give_back(taken)
+    for key in (first, second, third, fourth):
+        ahead(scene, 1.0, key)
+    assert scene.asked == [first, second, third]
+    assert scene.fabric.peers == {"P0", "P1", "P2"}
+    assert isinstance(scene.meet(2.0, fourth), Peer), "a load that needs it meets it all the same"
+
+
+def test_peers_that_no_load_waits_for_are_connected_one_at_a_turn_behind_those_that_loads_wait_for(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connecting takes milliseconds of the thread that moves loads on."""
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: thread.run())
+    first, second, third = fleet(scene, 3)
+    scene.book._introductions._answered.update(dict.fromkeys((first.host, second.host, third.host)))
+    scene.book.meet(first, 0.0)
+    scene.book.meet(second, 0.0)
+    assert scene.book.get(third, 0.0) is None
+    turns: list[list[str]] = []
+    while not turns or scene.book.busy():
+        before = set(scene.fabric.peers)
+        scene.book.step(0.0, ())
+        turns.append(sorted(scene.fabric.peers - before))
+    assert turns[:2] == [["P0", "P2"], ["P1"]]
+
+
+def test_many_that_do_not_answer_take_no_place_from_the_peers_of_loads(scene: Scene) -> None:
+    answered = threading.Event()
+
+    def later(key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
+        if key != KEY:
+            assert answered.wait(10)
+            return scene.refuse(key)
+        return scene.good
+
+    scene.answer = later
+    scene.book._most_peers = 1024
+    for number in range(200):
+        scene.book.meet(KEY._replace(host=f"10.0.1.{number}"), 0.0)
+    wait_until(lambda: len(scene.asked) == AHEAD.strangers_at_once, "as many are asked as may be")
+    assert len(scene.book._introductions) == AHEAD.asked
+    scene.awake.clear()
+    scene.book.get(KEY, 0.0)
+    assert scene.awake.wait(10)
+    scene.book.step(0.0, ())
+    scene.book.step(0.0, ())
+    assert isinstance(scene.book.get(KEY, 0.0), Peer)
+    assert len(scene.asked) == AHEAD.strangers_at_once + 1
+    answered.set()
+    scene.book.close()
+
+
+def settle(scene: Scene, now_s: float) -> None:
+    """Let introductions that are under way end, and bring the book forward."""
+    scene.book.step(now_s, ())
+    wait_until(lambda: not _asking(scene) or scene.awake.is_set(), "the introduction has ended")
+    scene.awake.clear()
+    for _ in range(3):
+        scene.book.step(now_s, ())
+
+
+def _asking(scene: Scene) -> bool:
+    return len(scene.book._introductions) > 0
+
+
+def test_a_lasting_peer_is_met_although_no_load_wants_it_and_never_becomes_too_old(scene: Scene) -> None:
+    scene.book.meet_for_good(KEY, 0.0)
+    assert scene.book.next_s() == 0.0
+    settle(scene, 0.0)
+    assert scene.book.next_s() == TTL_S
+    for hours in (1, 2, 3):
+        settle(scene, hours * TTL_S)
+    assert isinstance(scene.book.get(KEY, 3 * TTL_S), Peer)
+    assert scene.asked == [KEY]
+
+
+def test_a_lasting_peer_that_could_not_be_met_or_was_lost_is_met_again_after_its_back_off(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.worker.back_off.FIRST_S", 10.0)
+    scene.answer = scene.refuse
+    scene.book.meet_for_good(KEY, 0.0)
+    settle(scene, 0.0)
+    settle(scene, 9.0)
+    assert len(scene.asked) == 1, "it was asked again before the back-off was over"
+    assert scene.book.next_s() is not None, "somebody must look again"
+    scene.answer = lambda _: scene.good
+    settle(scene, 11.0)
+    assert scene.book.next_s() == 11.0 + TTL_S
+    peer = scene.book.get(KEY, 11.0)
+    assert isinstance(peer, Peer)
+    scene.book.lost(peer, "the test wanted it", 20.0)
+    settle(scene, 31.0)
+    assert isinstance(scene.book.get(KEY, 31.0), Peer)
+    assert len(scene.asked) == 3
+
+
+def test_a_lasting_peer_that_answers_again_is_met_at_once_however_often_it_did_not(scene: Scene) -> None:
+    """The engine's scheduler has heard it; otherwise loads would be refused for as long as the back-off has grown."""
+    scene.answer = scene.refuse
+    scene.book.meet_for_good(KEY, 0.0)
+    for now_s in range(0, 600, 60):
+        settle(scene, float(now_s))
+    assert isinstance(scene.book.get(KEY, 540.1), Unavailable)
+    scene.answer = lambda _: scene.good
+    scene.book.meet_for_good(KEY, 540.2)
+    settle(scene, 540.2)
+    assert isinstance(scene.book.get(KEY, 540.2), Peer)
+
+
+def test_a_lasting_peer_that_refused_is_left_alone_although_it_answers(scene: Scene) -> None:
+    def refuse(_: PeerKey) -> tuple[EngineDescription, TransferPlan]:
+        raise PeerRefused("other weights")
+
+    scene.answer = refuse
+    for now_s in (0.0, 0.001):
+        scene.book.meet_for_good(KEY, now_s)
+        settle(scene, now_s)
+    assert len(scene.asked) == 1
+
+
+@pytest.mark.parametrize("error", [PeerRefused("it has restarted"), PlanRefused([Reason("dtype", "a", "b", "c")])])
+def test_a_lasting_peer_that_refuses_is_left_alone(scene: Scene, error: Exception) -> None:
+    def refuse(_: PeerKey) -> tuple[EngineDescription, TransferPlan]:
+        raise error
+
+    scene.answer = refuse
+    scene.book.meet_for_good(KEY, 0.0)
+    settle(scene, 0.0)
+    settle(scene, 1000.0)
+    assert len(scene.asked) == 1
+    assert scene.book.next_s() is None
+
+
+def test_another_life_takes_the_place_of_a_lasting_peer(scene: Scene) -> None:
+    scene.add(KEY)
+    scene.book.meet_for_good(KEY, 0.0)
+    settle(scene, 0.0)
+    later = KEY._replace(boot="1" * 32)
+    scene.add(later, "P2")
+    scene.book.meet_for_good(later, 1.0)
+    settle(scene, 1.0)
+    settle(scene, 1000.0)
+    assert isinstance(scene.book.get(later, 1000.0), Peer)
+    assert scene.asked == [KEY, later], "the former life is met no more"

@@ -102,6 +102,23 @@ def test_blocks_that_are_still_being_zeroed_when_the_fence_fails_are_named_until
     any_rig.step_until(lambda: not consumer.seen.alive, "nothing is written any more")
 
 
+def test_blocks_whose_zeroing_broke_off_are_named_until_what_was_launched_is_over(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    zeroed = Finished()
+    monkeypatch.setattr(TailEraser, "erase", broken)
+    monkeypatch.setattr(TailEraser, "mark", lambda _: zeroed)
+    producer, consumer = rig.pair()
+    load = consumer.load(producer.prefill(tokens=10).params)
+    assert rig.until_over(consumer, load) is FailureReason.TRANSFER
+    assert consumer.seen.alive == {load.request_id}
+    zeroed.event.set()
+    rig.step_until(lambda: not consumer.seen.alive, "nothing is written any more")
+
+
 def test_a_lease_that_computes_again_after_the_read_is_no_good_either(rig: Rig) -> None:
     """Only READY counts after the data, even under the same epoch."""
     producer, consumer = rig.pair()

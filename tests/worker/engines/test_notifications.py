@@ -55,6 +55,17 @@ def test_what_is_malformed_is_counted_and_frees_nothing(rig: Rig, frame: bytes) 
     rig.transfer(producer, consumer)
 
 
+def test_a_flood_of_malformed_ones_is_counted_whole_and_does_not_flood_the_log(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, consumer = rig.pair()
+    producer.prefill(tokens=10)
+    _send(rig, producer, *[MAGIC + b"\xc1"] * 2000)
+    rig.step_until(lambda: producer.seen.counts["bad_notifications"] == 2000, "they are counted", timeout_s=60.0)
+    assert 1 <= caplog.text.count("ignored a notification") < 100
+    rig.transfer(producer, consumer)
+
+
 @pytest.mark.parametrize("changed", [{"epoch": "0" * 14 + "1"}, {"slot": 15}, {"slot": 2**24 - 1}])
 def test_what_is_about_no_lease_is_counted_and_frees_nothing(rig: Rig, changed: dict[str, Any]) -> None:
     producer, consumer = rig.pair()

@@ -163,4 +163,4 @@ def test_a_consumer_that_is_killed_costs_the_producer_a_lease_and_no_more(starte
     consumer.kill()
     began_s = time.monotonic()
     wait_until(lambda: producer.state()["leases"] == 0, "all blocks are free")
-    assert time.monotonic() - began_s < 5.0
+    assert time.monotonic() - began_s < FAILED_WITHIN_S

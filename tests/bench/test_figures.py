@@ -1,0 +1,68 @@
+"""What benchmarks publish: targets say whether they were met, files have circumstances, quick runs are marked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bench import machine
+from bench.figures import Chart, Results, Series, Table, Target, publish, shown
+
+
+def test_a_target_is_met_at_its_limit_and_missed_beyond_it_or_without_a_number() -> None:
+    at_most = [Target.at_most("p99", measured, 200, "µs").met for measured in (199.0, 200.0, 200.1, float("nan"))]
+    at_least = [Target.at_least("share", measured, 0.95, "").met for measured in (0.96, 0.95, 0.94, float("nan"))]
+    assert at_most == at_least == [True, True, False, False]
+
+
+def test_a_published_run_has_the_common_keys_with_circumstances_in_front(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
+    results = Results(
+        command="python -m bench.sample --quick",
+        what="A sample.",
+        tables=(Table("Per [step]", ("leases", "p99, µs"), ((1, 31.04567), ("many", None))),),
+        charts=(
+            Chart("Growth", "leases", "µs", (Series("p99", (1, 10), (31.0, 33.0), low=(30.0, None)),), x_log=True),
+        ),
+        targets=(Target.at_most("p99", 31.04567, 20, "µs", "tried: less"),),
+        notes=("load was high",),
+        raw={"samples": np.array([1.0, 2.0])[:1].tolist(), "count": np.int64(3), "none": float("inf")},
+        quick=True,
+    )
+    path = publish("sample", results, also={"older": 1})
+    assert path == tmp_path / "quick" / "sample.json", "a quick run does not overwrite a careful one"
+    found = json.loads(path.read_text())
+    assert list(found)[:4] == ["date", "commit", "machine", "versions"]
+    assert {"python", "nixl", "torch", "pyzmq", "ucx"} <= set(found["versions"])
+    assert found["tables"] == [
+        {"title": "Per [step]", "columns": ["leases", "p99, µs"], "rows": [[1, 31.05], ["many", None]]}
+    ]
+    assert found["charts"][0]["series"][0]["low"] == [30.0, None]
+    assert found["targets"][0] | {"met": False, "kind": "at most", "measured": 31.05} == found["targets"][0]
+    assert found["raw"] == {"samples": [1.0], "count": 3, "none": None}
+    assert (found["quick"], found["older"]) == (True, 1)
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("Per [step]", "31.05", "–", "MISSED", "tried: less", "not to be published"))
+
+
+def test_rows_and_series_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="a row of 1 cells under 2 columns"):
+        Table("t", ("a", "b"), ((1,),))
+    with pytest.raises(ValueError, match="1 values for 2 places"):
+        Series("s", (1, 2), (1.0, 2.0), high=(3.0,))
+    with pytest.raises(ValueError, match="words and numbers"):
+        Series("s", (1, "two"), (1.0, 2.0))
+
+
+def test_numbers_are_shown_with_four_digits_and_thousands_apart() -> None:
+    cells = (None, 0.0, 31.04567, 1234.5678, 100_000, 1e6, 0.000123456, "HND")
+    assert [shown(cell) for cell in cells] == ["–", "0", "31.05", "1,235", "100,000", "1,000,000", "0.0001235", "HND"]
+
+
+def test_changes_in_any_package_or_benchmark_are_named_beside_the_commit() -> None:
+    root = Path(machine.__file__).resolve().parent.parent
+    assert {folder.parent.name for folder in root.glob("*/kvferry")} | {"bench"} == set(machine.CODE)

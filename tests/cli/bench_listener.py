@@ -1,0 +1,71 @@
+"""A benchmark's listener on a free port, on a thread of the test."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvferry.cli.bench.client import Listener
+from kvferry.cli.bench.listener import BenchListener
+from kvferry.cli.bench.messages import Join, Offer, Task
+from kvferry.protocol.secret_file import Secrets
+from tests.scheduler.channel import HOST, free_port
+
+TAME = ("-m", "tests.cli.tame_owner")
+TASK = Task(device="cpu", max_bytes=64 << 10)
+TIMEOUT_S = 10.0
+
+
+@dataclass
+class Served:
+    """A listener that runs.
+
+    Attributes:
+        said: its lines. codes: what `--once` would have ended with, once it has.
+    """
+
+    listener: BenchListener
+    port: int
+    said: list[str] = field(default_factory=list)
+    codes: list[int] = field(default_factory=list)
+
+    def asker(self, *known: Secrets) -> Listener:
+        """Who asks it."""
+        return Listener(HOST, self.port, TIMEOUT_S, known[0] if known else ())
+
+    def join(self, metadata: bytes = b"m", session: str = "") -> tuple[str, Offer]:
+        """Join as soon as it has time; gives the session."""
+        session = session or secrets.token_hex(16)
+        return session, self.asker().join(Join(session=session, host="test", agent_metadata=metadata))
+
+
+@contextmanager
+def bench_listening(
+    command: tuple[str, ...] = TAME, known: Secrets = (), *, once: bool = False, start: bool = True
+) -> Iterator[Served]:
+    """Serves until the end of the block, or until one client has left; not at all unless it is to start."""
+    port = free_port()
+    said: list[str] = []
+    listener = BenchListener(HOST, port, TASK, known, said.append, command)
+    served = Served(listener, port, said)
+    stop = threading.Event()
+
+    def serve() -> None:
+        if once:
+            served.codes.append(listener.serve(once=True))
+        while not stop.is_set():
+            listener.step()
+
+    thread = threading.Thread(target=serve, name="kvferry-bench-listener")
+    if start:
+        thread.start()
+    try:
+        yield served
+    finally:
+        stop.set()
+        if start:
+            thread.join()
+        listener.close()

@@ -1,0 +1,24 @@
+"""An owner whose memory is not what it says: one byte of it was changed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvferry.cli.bench import owner
+from kvferry.cli.bench.content import content
+from kvferry.cli.bench.memory import Memory
+from kvferry.cli.bench.pipe import play
+
+CHANGED = 9000
+
+
+def fill(memory: Memory, seed: int) -> None:
+    """What is expected, but for one bit."""
+    right = content(seed, memory.length)
+    right[CHANGED] ^= np.uint8(1)
+    memory.write(right)
+
+
+if __name__ == "__main__":
+    owner.fill = fill
+    raise SystemExit(play(owner.own))

@@ -1,0 +1,240 @@
+"""`kvferry bench` as it is used: a listener and a client, real processes that read over NIXL."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.cli.bench.cases import RUN_BYTES, Case, cases_of
+from kvferry.cli.bench.client import Outcome, run_client
+from kvferry.cli.bench.content import content, count_wrong
+from kvferry.cli.bench.messages import BenchFailed, Reads, Task
+from kvferry.cli.bench.report import print_outcome
+from tests.cli.bench_listener import TASK, bench_listening
+from tests.cli.command import run
+from tests.cli.lying_owner import CHANGED
+from tests.scheduler.channel import HOST, free_port
+
+QUICK = ("--seconds", "0.02", "--timeout", "60")
+LYING = ("-m", "tests.cli.lying_owner")
+BENCH = (sys.executable, "-m", "kvferry.cli", "bench")
+
+
+@contextlib.contextmanager
+def listener_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A listener that has said that it listens; and its address."""
+    address = f"{HOST}:{free_port()}"
+    command = [*BENCH, "--listen", address, *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as listening:
+        assert listening.stderr is not None
+        try:
+            assert listening.stderr.readline().startswith(f"listening on {address} for anybody, with DRAM")
+            yield listening, address
+        finally:
+            listening.send_signal(signal.SIGCONT)
+            listening.terminate()
+
+
+def test_two_processes_read_every_size_and_every_byte_is_right() -> None:
+    with listener_process("--max-size", "256K", "--device", "cpu") as (listening, address):
+        ran = run("bench", "--connect", address, "--json", *QUICK)
+        assert (ran.code, ran.err) == (0, "")
+        found: dict[str, Any] = json.loads(ran.out)
+        assert found["right"] is True
+        sizes = [(reads["num_bytes"] >> 10, reads["descriptors"]) for reads in found["reads"]]
+        assert sizes == [(4, 1), (16, 1), (64, 1), (64, 4), (256, 1), (256, 16)]
+        for reads in found["reads"]:
+            assert reads["wrong"] == 0
+            assert reads["reads"] >= 5
+            assert reads["checked"] == (reads["reads"] + 3) * reads["num_bytes"]
+            assert 0 < reads["p50_us"] <= reads["p99_us"]
+            assert reads["gb_s"] == pytest.approx(reads["num_bytes"] / reads["p50_us"] / 1e3)
+        assert found["notifications"]["reads"] >= 5
+        assert found["first_contact_ms"] > 0
+        assert found["transports"]
+        listening.send_signal(signal.SIGINT)
+        assert listening.wait(timeout=30) == 0
+
+
+def test_a_byte_that_was_changed_is_found_in_every_read_that_has_it_and_in_no_other() -> None:
+    with bench_listening(LYING, once=True) as served:
+        ran = run("bench", "--connect", f"{HOST}:{served.port}", "--json", "--device", "cpu", *QUICK)
+        assert ran.code == 1
+        found: dict[str, Any] = json.loads(ran.out)
+        assert found["right"] is False
+        by_size = {(reads["num_bytes"], reads["descriptors"]): reads for reads in found["reads"]}
+        assert by_size[4 << 10, 1]["wrong"] == 0
+        for size in (16 << 10, 64 << 10):
+            reads = by_size[size, 1]
+            assert (reads["wrong"], reads["first_wrong"]) == (reads["reads"] + 3, CHANGED)
+        scattered = by_size[64 << 10, 4]
+        assert scattered["wrong"] == scattered["reads"] + 3
+        assert scattered["first_wrong"] % RUN_BYTES == CHANGED
+    assert served.codes == [1]
+    assert any("bytes were WRONG" in line for line in served.said)
+
+
+def test_a_listener_that_freezes_is_told_within_the_deadline_with_what_to_check() -> None:
+    """While it measures: without a sign of life from the listener it gives up, however well the reads go."""
+    with listener_process("--max-size", "16M", "--device", "cpu") as (listening, address):
+        command = [*BENCH, "--connect", address, "--seconds", "300", "--timeout", "2", "--device", "cpu"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as client:
+            assert listening.stderr is not None
+            assert listening.stderr.readline().endswith(" reads\n")
+            listening.send_signal(signal.SIGSTOP)
+            frozen_s = time.monotonic()
+            try:
+                out, err = client.communicate(timeout=20)
+            finally:
+                client.kill()
+            assert time.monotonic() - frozen_s < 2 + 2 + 10
+        assert (client.returncode, out) == (2, "")
+        assert err.count("\n") == 1
+        assert "did not answer within 2 s" in err
+        assert "check the port, firewalls between, UCX_NET_DEVICES and `kvferry doctor`" in err
+
+
+@pytest.mark.parametrize(
+    ("reader", "said"),
+    [
+        ("import os; os.abort()", "ended with signal 6"),
+        ("import sys; sys.exit('no UCX')", "ended with status 1: no UCX"),
+        ("print('not json'); print('{\"type\": \"done\"}')", "out of turn"),
+    ],
+)
+def test_a_reader_that_dies_costs_one_line(reader: str, said: str) -> None:
+    with bench_listening() as served, pytest.raises(BenchFailed, match=said):
+        run_client(served.asker(), TASK, lambda _: None, ("-c", reader))
+
+
+HANGS = """
+from kvferry.cli.bench.messages import Ready
+from kvferry.cli.bench.pipe import Pipe
+pipe = Pipe()
+pipe.take()
+pipe.tell(Ready(agent_metadata=b"m", no_cuda=""))
+while True:
+    pipe.take()
+"""
+
+
+def test_a_reader_that_hangs_is_ended_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.cli.bench.client._GRACE_S", 0.1)
+    task = Task(device="cpu", max_bytes=64 << 10, seconds=0.1, timeout_s=0.1)
+    with bench_listening(once=True) as served, pytest.raises(BenchFailed, match="NIXL hangs"):
+        run_client(served.asker(), task, lambda _: None, ("-c", HANGS))
+    assert served.codes == [2]
+
+
+def test_a_gpu_that_is_demanded_and_not_there_is_told_in_one_line() -> None:
+    if os.path.exists("/dev/nvidia0"):
+        pytest.skip("there is a GPU")
+    ran = run("bench", "--listen", f"{HOST}:{free_port()}", "--device", "cuda")
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert "no GPU memory here" in ran.err
+    assert "--device cpu" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((), "bench is 'neither'"),
+        (("--listen", "--connect", "a"), "bench is 'both'"),
+        (("--connect", "a:0"), "HOST:PORT"),
+        (("--connect", "a", "--max-size", "5K"), "--max-size"),
+        (("--connect", "a", "--max-size", "2G"), "--max-size"),
+        (("--connect", "a", "--device", "gpu"), "--device"),
+        (("--connect", "a", "--seconds", "0"), "--seconds"),
+        (("--connect", "a", "--timeout", "nan"), "--timeout"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(arguments: tuple[str, ...], named: str) -> None:
+    ran = run("bench", *arguments)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert named in ran.err
+
+
+def test_neither_torch_nor_nixl_is_loaded_by_the_command_itself() -> None:
+    script = "import sys; from kvferry.cli.main import main; print(main(sys.argv[1:]), *sys.modules)"
+    arguments = ["bench", "--connect", f"{HOST}:1", "--timeout", "0.1"]
+    loaded = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
+    assert loaded[0] == "2"
+    assert not {name for name in loaded if name.partition(".")[0] in {"torch", "nixl", "nixl_cu12", "nixl_cu13"}}
+
+
+def test_contents_are_the_same_everywhere_and_a_shorter_one_is_the_beginning_of_a_longer() -> None:
+    assert content(7, 16).tobytes().hex() == "8b4ae5f1a94106a0956a26afbccdafe5"
+    assert np.array_equal(content(7, 4096)[:64], content(7, 64))
+    assert not np.array_equal(content(7, 64), content(8, 64))
+
+
+def test_wrong_bytes_are_counted_from_the_first() -> None:
+    right = content(1, 4096)
+    wrong = right.copy()
+    assert count_wrong(wrong, right) == (0, -1)
+    wrong[[17, 4095]] ^= np.uint8(255)
+    assert count_wrong(wrong, right) == (2, 17)
+
+
+def test_sizes_go_by_powers_of_four_and_what_has_several_runs_is_scattered_too() -> None:
+    assert cases_of("DRAM", 100 << 10) == [
+        Case("DRAM", 4 << 10, 4 << 10),
+        Case("DRAM", 16 << 10, 16 << 10),
+        Case("DRAM", 64 << 10, 64 << 10),
+        Case("DRAM", 64 << 10, 16 << 10),
+    ]
+    assert cases_of("VRAM", 64 << 20)[-1].descriptors == 4096
+
+
+READS = Reads(
+    kind="DRAM",
+    num_bytes=65536,
+    descriptors=4,
+    reads=9,
+    p50_us=32.768,
+    p99_us=123.4,
+    checked=786432,
+    wrong=0,
+    first_wrong=-1,
+)
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_the_table_tells_wrong_rows_from_right_ones_with_and_without_rich(
+    rich: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+        monkeypatch.setitem(sys.modules, "rich.table", None)
+    wrong = msgspec.structs.replace(READS, wrong=3, first_wrong=17, kind="VRAM", p50_us=655.36)
+    stream = io.StringIO()
+    print_outcome(stream, Outcome(host="p0", lanes="rc", first_contact_ms=1.0, reads=[READS, wrong]))
+    rows = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+    assert "host 64 KiB 4 9 2 32.8 123 right" in rows
+    assert "GPU 64 KiB 4 9 0.1 655 123 3 of 786432 WRONG, the first at 17" in rows
+    assert "3 of 1572864 bytes are WRONG: do not run engines over this" in rows
+    assert "listener p0, over rc" in rows
+
+
+def test_every_option_is_documented() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text().partition("## `kvferry bench`")[2]
+    ran = run("bench", "--help")
+    options = {word.strip(",[]") for word in ran.out.split() if word.startswith(("--", "[--"))} - {"--help"}
+    assert len(options) == 8
+    for option in options:
+        assert f"`{option}" in page, option

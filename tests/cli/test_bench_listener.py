@@ -1,0 +1,190 @@
+"""The benchmark's listener: it answers with its own memory, to one after the other, and lives on whatever arrives."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from kvferry.cli.bench import listener as listener_module
+from kvferry.cli.bench.messages import (
+    MAX_FRAME_BYTES,
+    Alive,
+    BenchFailed,
+    Join,
+    Leave,
+    Noted,
+    Offer,
+    Reply,
+    decode_reply,
+    encode,
+)
+from kvferry.protocol.errors import InvalidMessage
+from kvferry.protocol.handshake import Hello, Refused
+from kvferry.protocol.handshake import encode as encode_channel
+from kvferry.protocol.secret_file import VARIABLE
+from tests.cli.bench_listener import Served, bench_listening
+from tests.cli.command import run
+from tests.protocol.secret_files import NEW, OLD, OTHER, listing, write
+from tests.scheduler.channel import HOST, client, free_port
+from tests.waiting import wait_until
+
+SESSION = "ab" * 16
+JOIN = {"type": "bench join", "version": 1, "session": SESSION, "host": "x", "agent_metadata": b"m"}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with bench_listening() as serving:
+        yield serving
+
+
+def ask_raw(port: int, body: bytes) -> Reply:
+    with client(port, zmq.REQ) as asker:
+        asker.send(body)
+        return decode_reply(asker.recv())
+
+
+def left(served: Served, session: str) -> Reply:
+    return served.asker().ask(Leave(session=session, wrong=0, complete=True))
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b"", "message"),
+        (b"GET / HTTP/1.1\r\n", "message"),
+        (b"\xc1" * 100, "message"),
+        (b"\x91" * 100_000, "message"),
+        (msgspec.msgpack.encode({"type": "bench steal"}), "type"),
+        (msgspec.msgpack.encode({**JOIN, "session": "../../etc/passwd"}), "session"),
+        (msgspec.msgpack.encode({**JOIN, "host": "a\nb"}), "host"),
+        (msgspec.msgpack.encode({**JOIN, "agent_metadata": b"m" * (129 << 10)}), "agent_metadata"),
+        (msgspec.msgpack.encode({**JOIN, "agent_metadata": b""}), "agent_metadata"),
+        (msgspec.msgpack.encode({**JOIN, "version": 2}), "version"),
+        (msgspec.msgpack.encode({**JOIN, "version": 2**63}), "version"),
+        (msgspec.msgpack.encode({"type": "bench leave", "session": SESSION, "wrong": -1, "complete": True}), "wrong"),
+        (encode_channel(Hello(engine_id="prefill-0", asker="x")), "type"),
+    ],
+    ids=range(13),
+)
+def test_a_frame_that_is_none_is_refused_by_its_field_and_ends_nothing(served: Served, body: bytes, field: str) -> None:
+    reply = ask_raw(served.port, body)
+    assert isinstance(reply, Refused)
+    assert reply.field == field
+    session, offer = served.join()
+    assert isinstance(offer, Offer)
+    assert left(served, session) == Noted()
+
+
+def test_frames_too_many_or_too_long_and_bytes_that_are_no_zmq_end_nothing(served: Served) -> None:
+    with client(served.port) as dealer:
+        dealer.send_multipart([b"", b"x", b"y"])
+        dealer.send_multipart([b"not empty", encode(Alive(session=SESSION))])
+        dealer.send_multipart([b""] * 1000)
+        dealer.send_multipart([b"", b"x" * (MAX_FRAME_BYTES + 1)])
+    with socket.create_connection((HOST, served.port)) as plain:
+        plain.sendall(secrets.token_bytes(10_000))
+    wait_until(lambda: served.listener.tally.total("bad_frames") >= 3, "the frames were counted")
+    assert not any("bug" in line for line in served.said)
+    session, offer = served.join()
+    assert isinstance(offer, Offer)
+    assert left(served, session) == Noted()
+
+
+@pytest.mark.parametrize("metadata", [b"refuse", b"crash"])
+def test_metadata_that_kills_an_owner_costs_the_listener_only_that_owner(served: Served, metadata: bytes) -> None:
+    with pytest.raises(BenchFailed, match="agent_metadata is 'unusable'"):
+        served.join(metadata)
+    session, _ = served.join()
+    assert left(served, session) == Noted()
+
+
+def test_an_owner_that_hangs_is_replaced(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "MEET_S", 0.1)
+    with pytest.raises(BenchFailed, match="hangs"):
+        served.join(b"hang")
+    session, _ = served.join()
+    assert left(served, session) == Noted()
+
+
+def test_one_client_after_the_other_each_with_memory_of_its_own(served: Served) -> None:
+    session, first = served.join()
+    other = Join(session=secrets.token_hex(16), host="test", agent_metadata=b"m")
+    busy = served.asker().ask(other)
+    assert isinstance(busy, Refused)
+    assert busy.value.startswith("busy")
+    for stranger in (Alive(session=SESSION), Leave(session=SESSION, wrong=0, complete=True)):
+        refused = served.asker().ask(stranger)
+        assert isinstance(refused, Refused)
+        assert refused.field == "session"
+    assert served.asker().ask(Alive(session=session)) == Noted()
+    assert left(served, session) == Noted()
+    session, second = served.join()
+    assert second.host != first.host
+    assert left(served, session) == Noted()
+
+
+def test_a_client_that_falls_silent_makes_room(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "SILENT_S", 0.1)
+    silent, _ = served.join()
+    wait_until(lambda: "nothing was heard" in served.said[-1], "the session ended")
+    monkeypatch.undo()
+    session, _ = served.join()
+    assert isinstance(served.asker().ask(Alive(session=silent)), Refused)
+    assert left(served, session) == Noted()
+
+
+@pytest.mark.parametrize(("wrong", "complete", "code"), [(0, True, 0), (7, True, 1), (0, False, 2)])
+def test_once_ends_with_what_its_client_found(wrong: int, complete: bool, code: int) -> None:
+    with bench_listening(once=True) as served:
+        session, _ = served.join()
+        assert served.asker().ask(Leave(session=session, wrong=wrong, complete=complete)) == Noted()
+        wait_until(lambda: served.codes, "it ended")
+        assert served.codes == [code]
+
+
+def test_without_memory_the_listener_says_why() -> None:
+    dies = ("-c", "import sys; sys.exit('no NIXL today')")
+    with (
+        bench_listening(dies, start=False) as served,
+        pytest.raises(BenchFailed, match="ended with status 1: no NIXL today; see `kvferry doctor`"),
+    ):
+        served.listener.serve(once=True)
+
+
+def test_only_those_who_have_the_secret_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bench_listening(known=(NEW,)) as served:
+        for file, said in (
+            (write(tmp_path / "other", listing(OTHER)), "it has none of the secrets listed here"),
+            (None, "and there is none here"),
+        ):
+            monkeypatch.delenv(VARIABLE, raising=False) if file is None else monkeypatch.setenv(VARIABLE, file)
+            ran = run("bench", "--connect", f"{HOST}:{served.port}")
+            assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+            assert said in ran.err
+        assert served.asker((OLD, NEW)).ask(Alive(session=SESSION)).__class__ is Refused
+
+
+def test_a_port_in_use_is_told_in_one_line(served: Served) -> None:
+    ran = run("bench", "--listen", f"{HOST}:{served.port}")
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert "--listen is" in ran.err
+    assert "its port free" in ran.err
+
+
+def test_nobody_there_is_told_in_one_line_with_what_to_check() -> None:
+    ran = run("bench", "--connect", f"{HOST}:{free_port()}", "--timeout", "0.2")
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    for word in ("did not answer within 0.2 s", "port", "firewall", "UCX_NET_DEVICES", "kvferry doctor"):
+        assert word in ran.err
+
+
+def test_an_answer_of_another_version_is_none() -> None:
+    with pytest.raises(InvalidMessage, match="version is 9; expected 1"):
+        decode_reply(encode(Refused(version=9, field="x", value="y", expected="z")))

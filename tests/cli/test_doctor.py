@@ -1,0 +1,130 @@
+"""`kvferry doctor` itself, on this machine, and on made-up findings."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli import doctor_command
+from kvferry.cli.doctor.examination import examine
+from kvferry.cli.doctor.findings import Finding, Mark, broken, gathered, look, not_done, ok
+from kvferry.cli.doctor_command import print_findings
+from tests.cli.command import run
+from tests.packaging.outside import PACKAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENT = ("--timeout", "120")
+FINDINGS = (ok("a", "well"), look("b", "slow", "hurry"), not_done("d", "no kernel"))
+
+
+def findings(out: str) -> dict[str, dict[str, str]]:
+    return {one["check"]: one for one in json.loads(out)["findings"]}
+
+
+def test_on_this_machine_nixl_moves_every_byte_and_tells_over_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICE", "lo")
+    ran = run("doctor", "--json", *PATIENT)
+    found = findings(ran.out)
+    assert found["loopback DRAM"]["mark"] in ("ok", "look"), found["loopback DRAM"]
+    assert "over " in found["loopback DRAM"]["found"]
+    assert "did not name" not in found["loopback DRAM"]["found"]
+    assert "UCX_NET_DEVICE (maybe: UCX_NET_DEVICES?)" in found["UCX names"]["found"]
+    assert "UCX 1." in found["NIXL library"]["found"]
+    assert ran.code == int("broken" in {one["mark"] for one in found.values()})
+    assert {"python", "torch", "GPUs", "NICs", "open files", "clock", "secret", "side channel"} <= set(found)
+
+
+def test_transports_that_make_no_agent_are_found_twice_and_end_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By reading the settings, and by trying."""
+    monkeypatch.setenv("UCX_TLS", "sm,self")
+    monkeypatch.setenv("UCX_MM_ERROR_HANDLING", "n")
+    ran = run("doctor", "--json", *PATIENT)
+    found = findings(ran.out)
+    assert ran.code == 1
+    assert found["UCX settings"]["mark"] == "broken"
+    assert found["loopback transfer"]["mark"] == "broken"
+    assert "no active messages transport" in found["loopback transfer"]["found"]
+
+
+def test_with_nothing_but_python_it_names_what_is_missing() -> None:
+    """No site-packages: no msgspec, numpy, zmq, rich, torch, NIXL, vLLM, and no word of a traceback."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / package) for package in PACKAGES)
+    # The Python that made this environment has none of its packages, and neither have its children.
+    python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    command = [str(python), "-S", "-m", "kvferry.cli", "doctor"]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (1, "")
+    for name in ("nixl", "torch", "msgspec", "pyzmq", "numpy"):
+        assert f"broken    {name}: not installed\n          → pip install '{name}>=" in ran.stdout
+    assert "look      vllm: not installed" in ran.stdout
+    assert "not done  UCX settings: " in ran.stdout
+    assert "broken    loopback transfer: " in ran.stdout
+    assert "Traceback" not in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "code"), [((), 0), ((broken("c", "gone", "mend"),), 1)], ids=["nothing broken", "something broken"]
+)
+def test_only_what_is_broken_decides_the_exit_status(
+    more: tuple[Finding, ...], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_command, "examine", lambda *_: (*FINDINGS, *more))
+    assert run("doctor").code == code
+    ran = run("doctor", "--json")
+    assert ran.code == code
+    assert json.loads(ran.out) == {
+        "kvferry_doctor": 1,
+        "broken": bool(more),
+        "findings": [
+            {"check": one.check, "mark": one.mark.value, "found": one.found, "do": one.do} for one in (*FINDINGS, *more)
+        ],
+    }
+
+
+def test_the_table_has_a_mark_and_what_to_type_for_every_check() -> None:
+    out = io.StringIO()
+    print_findings(out, FINDINGS)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert [line.split() for line in lines[2:6]] == [
+        ["ok", "a", "well"],
+        ["look", "b", "slow"],
+        ["→", "hurry"],
+        ["not", "done", "d", "no", "kernel"],
+    ]
+    assert lines[-1] == "1 ok, 1 look, 1 not done"
+
+
+def test_a_gathering_that_fails_costs_its_own_check_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise PermissionError("no /proc here")
+
+    for name in ("gather_limits", "gather_devices", "gather_versions", "run_loopback"):
+        monkeypatch.setattr(f"kvferry.cli.doctor.examination.{name}", fail)
+    found = {one.check: one for one in examine({}, 1, 1.0)}
+    for check in ("locked memory", "open files", "GPUs and NICs", "versions", "loopback transfer"):
+        assert (found[check].mark, found[check].found) == (Mark.NOT_DONE, "PermissionError: no /proc here")
+    assert found["clock"].mark is not Mark.NOT_DONE
+
+
+def test_what_stops_a_program_is_not_swallowed() -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gathered(stop)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--data-parallel-size", "0"), ("--data-parallel-size", "two"), ("--timeout", "soon")]
+)
+def test_options_are_checked(option: str, value: str) -> None:
+    ran = run("doctor", option, value)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"{option} is '{value}'" in ran.err

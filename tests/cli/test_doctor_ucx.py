@@ -1,0 +1,133 @@
+"""`UCX_*` variables that hang, leak or slow, on made-up machines."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.cli.doctor.devices import Devices, Gpu, NicPort, PciPlace
+from kvferry.cli.doctor.findings import Finding, Mark
+from kvferry.cli.doctor.ucx import judge_ucx, seconds, unused_names
+
+SOMEWHERE = PciPlace(("pci0000:16", "0000:16:01.0"), 0)
+PLAIN = Devices(interfaces=("eth0", "lo"))
+GPUS = Devices(gpus=(Gpu("GPU 0", SOMEWHERE),), interfaces=("eth0", "lo"))
+NICS = Devices(
+    ports=(NicPort("mlx5_0:1", SOMEWHERE, "ACTIVE"), NicPort("mlx5_1:1", SOMEWHERE, "ACTIVE")), interfaces=("eth0",)
+)
+ONE_DOWN = Devices(ports=(*NICS.ports, NicPort("mlx5_2:1", SOMEWHERE, "DOWN")), interfaces=("eth0",))
+BOUNDED = {"UCX_RCACHE_MAX_UNRELEASED": "1024"}
+SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
+
+
+def troubles(environ: dict[str, str], machine: Devices = PLAIN) -> list[tuple[Mark, str]]:
+    findings = list(judge_ucx(environ, machine, {}))
+    assert all(one.do for one in findings if one.mark is not Mark.OK)
+    return [(one.mark, one.found) for one in findings if one.mark is not Mark.OK]
+
+
+@pytest.mark.parametrize(
+    ("environ", "machine"),
+    [
+        ({}, PLAIN),
+        ({}, GPUS),
+        ({"UCX_MM_ERROR_HANDLING": "y"}, PLAIN),
+        ({"UCX_TLS": "all"}, GPUS),
+        ({"UCX_TLS": "^tcp"}, GPUS),
+        ({"UCX_TLS": "rc,cuda"}, GPUS),
+        ({"UCX_TLS": "rc_x,sm,self"}, PLAIN),
+        ({"UCX_TLS": "tcp", **SEGMENTS}, PLAIN),
+        ({"UCX_NET_DEVICES": "eth0"}, PLAIN),
+        ({"UCX_NET_DEVICES": "^docker0"}, PLAIN),
+        ({"UCX_KEEPALIVE_INTERVAL": "300s"}, PLAIN),
+        ({"UCX_RC_TIMEOUT": "2s", "UCX_RC_RETRY_COUNT": "7"}, PLAIN),
+        (BOUNDED, NICS),
+        ({**BOUNDED, "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:1"}, ONE_DOWN),
+        ({**BOUNDED, "UCX_NET_DEVICES": "mlx5_[0-1]:1"}, ONE_DOWN),
+        ({"UCX_LOG_LEVEL": "info"}, PLAIN),
+    ],
+)
+def test_settings_that_are_well_are_left_alone(environ: dict[str, str], machine: Devices) -> None:
+    assert troubles(environ, machine) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "machine", "mark", "said"),
+    [
+        ({"UCX_TLS": "cma"}, PLAIN, Mark.BROKEN, "no transport for messages"),
+        ({"UCX_TLS": "cuda_copy,cuda_ipc"}, GPUS, Mark.BROKEN, "no transport for messages"),
+        ({"UCX_TLS": "sm,self", "UCX_MM_ERROR_HANDLING": "n"}, PLAIN, Mark.BROKEN, "cannot make an agent"),
+        ({"UCX_TLS": "sm,self"}, PLAIN, Mark.LOOK, "this host only"),
+        ({"UCX_TLS": "rc,self"}, GPUS, Mark.BROKEN, "no transport for GPU memory"),
+        ({"UCX_TLS": "rc,cuda_copy"}, GPUS, Mark.LOOK, "no cuda_ipc"),
+        ({"UCX_TLS": "tcp"}, PLAIN, Mark.LOOK, "UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE"),
+        ({"UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "256k"}, PLAIN, Mark.LOOK, "without UCX_TCP_RX_SEG_SIZE"),
+        ({"UCX_NET_DEVICES": "mlx5_0:1,eth0"}, PLAIN, Mark.BROKEN, "names mlx5_0:1, not on this machine"),
+        ({"UCX_NET_DEVICES": "mlx5_2:1", **BOUNDED}, ONE_DOWN, Mark.BROKEN, "is down"),
+        (BOUNDED, ONE_DOWN, Mark.LOOK, "not every NIC port is up"),
+        ({"UCX_KEEPALIVE_INTERVAL": "inf"}, PLAIN, Mark.LOOK, "dead peer may never end"),
+        ({"UCX_KEEPALIVE_INTERVAL": "20s"}, PLAIN, Mark.LOOK, "core spin"),
+        ({"UCX_RC_TIMEOUT": "3s"}, PLAIN, Mark.LOOK, "for 84 s"),
+        ({"UCX_RC_RETRY_COUNT": "15"}, PLAIN, Mark.LOOK, "for 60 s"),
+        ({"UCX_MM_ERROR_HANDLING": "n"}, PLAIN, Mark.LOOK, "over TCP"),
+        ({}, NICS, Mark.LOOK, "seen to leak"),
+        ({"UCX_RCACHE_MAX_UNRELEASED": "inf"}, NICS, Mark.LOOK, "seen to leak"),
+        ({"UCX_LOG_LEVEL": "debug"}, PLAIN, Mark.LOOK, "slows"),
+    ],
+)
+def test_what_is_known_to_hang_leak_or_slow_is_told(
+    environ: dict[str, str], machine: Devices, mark: Mark, said: str
+) -> None:
+    ((found_mark, found),) = troubles(environ, machine)
+    assert found_mark is mark
+    assert said in found
+
+
+def test_what_is_to_be_typed_names_the_devices_that_are_up() -> None:
+    (finding,) = judge_ucx(BOUNDED, ONE_DOWN, {})
+    assert finding.do == "export UCX_NET_DEVICES=mlx5_0:1,mlx5_1:1"
+
+
+def test_what_kvferry_adds_is_judged_and_shown_apart_from_what_is_set() -> None:
+    (finding,) = judge_ucx({"UCX_TLS": "tcp", "HOME": "/"}, PLAIN, SEGMENTS)
+    assert finding.mark is Mark.OK
+    added = "UCX_TCP_RX_SEG_SIZE=256k UCX_TCP_TX_SEG_SIZE=256k"
+    assert finding.found == f"UCX_TLS=tcp; kvferry adds {added}"
+    (finding,) = judge_ucx({"UCX_TCP_TX_SEG_SIZE": "8k"}, PLAIN, {})
+    assert finding.found == "UCX_TCP_TX_SEG_SIZE=8k; kvferry adds none"
+
+
+def test_several_troubles_are_all_told() -> None:
+    environ = {"UCX_TLS": "tcp", "UCX_KEEPALIVE_INTERVAL": "inf", "UCX_NET_DEVICES": "ib0", "UCX_LOG_LEVEL": "trace"}
+    assert len(troubles(environ)) == 4
+
+
+_VALUES = st.text(st.sampled_from("rcstmpuda_,^:0123456789 inf\\"), max_size=12)
+_NAMES = st.sampled_from(
+    ["UCX_TLS", "UCX_NET_DEVICES", "UCX_KEEPALIVE_INTERVAL", "UCX_RC_TIMEOUT", "UCX_RC_RETRY_COUNT", "UCX_LOG_LEVEL"]
+)
+
+
+@given(st.dictionaries(_NAMES, _VALUES), st.sampled_from([PLAIN, GPUS, NICS, ONE_DOWN]))
+def test_no_value_is_too_strange_to_be_judged(environ: dict[str, str], machine: Devices) -> None:
+    findings = list(judge_ucx(environ, machine, {}))
+    assert findings
+    assert all(isinstance(one, Finding) and one.found for one in findings)
+    assert all(one.do for one in findings if one.mark in (Mark.LOOK, Mark.BROKEN))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("20s", 20.0), ("500ms", 0.5), ("1000000.00us", 1.0), ("2m", 120.0), ("3", 3.0), ("inf", math.inf), ("x", None)],
+)
+def test_times_are_read_as_ucx_reads_them(text: str, value: float | None) -> None:
+    assert seconds(text) == value
+
+
+def test_names_that_ucx_does_not_know_are_told_with_its_guess() -> None:
+    finding = unused_names("UCX_NET_DEVICE (maybe: UCX_NET_DEVICES?); UCX_FOOBAR")
+    assert (finding.mark, "maybe: UCX_NET_DEVICES?" in finding.found) == (Mark.LOOK, True)
+    assert unused_names("").mark is Mark.OK

@@ -1,0 +1,164 @@
+"""Which hosts an allow-list permits: however an address is spelled, it is compared as what it is."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.connector.allowed_hosts import AllowedHosts
+from kvferry.scheduler.host_names import address_of, look_up
+
+LIST = ("10.1.0.0/16", "192.0.2.7", "2001:db8::/32", "p0.example", "*.prefill.example", "LOCALHOST.")
+ALLOWED = AllowedHosts.of(LIST)
+
+YES = [
+    "10.1.0.0",
+    "10.1.255.255",
+    "192.0.2.7",
+    "192.0.2.7.",
+    "[192.0.2.7]",
+    "::ffff:10.1.2.3",
+    "[::FFFF:0a01:0203]",
+    "0:0:0:0:0:ffff:10.1.2.3",
+    "0xa.1.2.3",
+    "012.1.2.3",
+    "10.66051",
+    "10.1.2",
+    "167838211",
+    "2001:db8::1",
+    "[2001:DB8:0:0::1]",
+    "p0.example",
+    "P0.Example.",
+    "a.prefill.example",
+    "a.b.prefill.example",
+    "localhost",
+]
+NO = [
+    "10.2.0.0",
+    "10.0.255.255",
+    "192.0.2.8",
+    "192.0.2.70",
+    "127.0.0.1",
+    "0x7f.1",
+    "2130706433",
+    "0177.0.0.1",
+    "0",
+    "0.0.0.0",
+    "::",
+    "::1",
+    "::ffff:127.0.0.1",
+    "::10.1.2.3",
+    "64:ff9b::a01:203",
+    "2001:db9::1",
+    "prefill.example",
+    ".prefill.example",
+    "xprefill.example",
+    "a..prefill.example",
+    "p0.example..",
+    "p0.example.evil",
+    "evil.p0.example",
+    "p0.example/",
+    "p0.example:80",
+    "evil;p0.example",
+    "10.9.9.9;10.1.2.3",
+    "10.1.2.3/16",
+    "10.1.2.3 ",
+    " 10.1.2.3",
+    "10.1.2.3.4",
+    "10.1.2.256",
+    "10.1.2.3\n",
+    "p0.example\n",
+    "p0.exam\N{SOFT HYPHEN}ple",
+    "\N{FULLWIDTH DIGIT ONE}0.1.2.3",
+    "p0\N{IDEOGRAPHIC FULL STOP}example",
+    "*",
+    "*.prefill.example",
+    "",
+    ".",
+    "[]",
+    "x" * 64 + ".prefill.example",
+    ".".join(["a"] * 200) + ".prefill.example",
+]
+
+
+@pytest.mark.parametrize("host", YES)
+def test_what_is_listed_is_allowed_however_it_is_written(host: str) -> None:
+    assert ALLOWED.allow(host)
+
+
+@pytest.mark.parametrize("host", NO, ids=ascii)
+def test_what_is_not_listed_is_not_allowed_however_it_is_written(host: str) -> None:
+    assert not ALLOWED.allow(host)
+
+
+def test_names_do_not_allow_their_addresses_nor_addresses_their_names() -> None:
+    assert not AllowedHosts.of(["localhost"]).allow("127.0.0.1")
+    assert not AllowedHosts.of(["127.0.0.0/8", "::1"]).allow("localhost")
+    assert not AllowedHosts.of(["*.example"]).allow("10.1.2.3")
+
+
+@pytest.mark.parametrize(
+    "entry", ["::ffff:10.1.0.0/112", "[2001:db8::1]", "fe80::/10", "0.0.0.0/0", "::/0", "a", "a-b.c_d"]
+)
+def test_every_way_to_write_an_entry_is_taken(entry: str) -> None:
+    assert AllowedHosts.of([entry]) != AllowedHosts()
+
+
+def test_a_mapped_network_allows_the_addresses_that_are_meant() -> None:
+    allowed = AllowedHosts.of(["::ffff:10.1.0.0/112"])
+    assert allowed.allow("10.1.2.3")
+    assert allowed.allow("::ffff:10.1.2.3")
+    assert not allowed.allow("10.2.2.3")
+    assert not AllowedHosts.of(["::/0"]).allow("10.1.2.3"), "which is no address of IPv6"
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["", "*", "*.", "*.*.a", "a.*", "10.1.2.3/16", "10.1.2.3/33", "10.1", "a b", "a;b", "a:1", "http://a", "\xe9"],
+)
+def test_an_entry_that_is_none_is_named(entry: str) -> None:
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - its text is the entry
+        AllowedHosts.of(["p0.example", entry])
+    assert str(refused.value) == entry
+
+
+NETWORK = ipaddress.IPv4Network("10.1.0.0/16")
+LOW, HIGH = int(NETWORK.network_address), int(NETWORK.broadcast_address)
+NUMBERS = st.integers(LOW - 300, HIGH + 300) | st.integers(0, 2**32 - 1)
+
+
+def part(value: int, base: str) -> str:
+    return {"d": str(value), "x": hex(value), "X": f"0X{value:X}", "o": f"0{value:o}" if value else "0"}[base]
+
+
+@given(NUMBERS, st.integers(1, 4), st.lists(st.sampled_from("dxXo"), min_size=4, max_size=4))
+def test_whatever_the_c_library_takes_for_an_address_is_judged_as_that_address(
+    number: int, parts: int, bases: list[str]
+) -> None:
+    """One to four parts, each decimal, hexadecimal or octal: what `connect` would go to decides, not the text."""
+    heads = [(number >> shift) & 0xFF for shift in (24, 16, 8)][: parts - 1]
+    last = number & ((1 << (32 - 8 * (parts - 1))) - 1)
+    host = ".".join(part(value, base) for value, base in zip([*heads, last], bases, strict=False))
+    expected = ipaddress.IPv4Address(number) in NETWORK
+    assert ALLOWED.allow(host) == expected
+    assert ALLOWED.allow(f"::ffff:{ipaddress.IPv4Address(number)}") == expected
+    assert address_of(host) or look_up(host) == str(ipaddress.IPv4Address(number))
+
+
+@given(st.text(max_size=40) | st.text("0123456789abcdefx.:;[]%*/ p-_", max_size=30))
+def test_nothing_that_resolves_to_a_forbidden_address_without_a_name_server_is_allowed(host: str) -> None:
+    """Whatever the text: if it is an address for the system and the list permits it, the address is in the list."""
+    if not ALLOWED.allow(host):
+        return
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, flags=socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError, ValueError):
+        return
+    for entry in found:
+        address = ipaddress.ip_address(entry[4][0])
+        mapped = getattr(address, "ipv4_mapped", None) or address
+        assert any(mapped in network for network in ALLOWED.networks)

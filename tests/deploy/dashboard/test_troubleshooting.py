@@ -1,0 +1,219 @@
+"""The troubleshooting page quotes metrics and log lines as the source has them, and leaves no warning out."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from kvferry.protocol.orders import FailureReason
+from tests.deploy.dashboard.promql import samples
+from tests.deploy.dashboard.test_dashboard_alerts import anchors
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PAGE = REPOSITORY / "docs" / "troubleshooting.md"
+TEXT = PAGE.read_text()
+PARTS = ("protocol", "plan", "trace", "scheduler", "worker", "connector")
+WARNINGS = ("warning", "error", "exception", "critical")
+REASONS = tuple(reason.value for reason in FailureReason)
+_FEWEST_LETTERS = 11
+"""A text with fewer of its own, such as `%s: %s`, is like any other."""
+
+METRIC = re.compile(r"(vllm:[a-z_]+)(?:\{(\w+)=\"(\w+)\"\})?")
+LABEL = re.compile(r"\{(\w+)=\"(\w+)\"\}")
+
+
+def log_lines(text: str) -> list[str]:
+    """The code spans of every **Log** part, and of other parts those with a gap."""
+    found = []
+    for part in re.split(r"\n(?=- \*\*|#|\n)", text):
+        spans = [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", part)]
+        is_log = part.startswith("- **Log:**")
+        found += [
+            span
+            for span in spans
+            if ("…" in span and span != "…") or (is_log and " " in span and not LABEL.search(span))
+        ]
+    return found
+
+
+@lru_cache(1)
+def source_texts() -> dict[str, str]:
+    """Every text of the source with enough letters, as a pattern: what is filled in is anything. Pattern → file."""
+    found = {}
+    for part in PARTS:
+        for file in sorted((REPOSITORY / part / "kvferry").rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                pattern = pattern_of(node)
+                if pattern is not None:
+                    found[pattern] = file.name
+    return found
+
+
+def pattern_of(node: ast.AST) -> str | None:
+    """A regular expression for what a literal becomes; None for what is none, or says too little."""
+    if isinstance(node, ast.JoinedStr):
+        texts = [str(x.value) if isinstance(x, ast.Constant) else None for x in node.values]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        texts = pieces_of(node.value)
+    else:
+        return None
+    if sum(letter.isalpha() for text in texts for letter in text or "") < _FEWEST_LETTERS:
+        return None
+    return "".join(".*" if text is None else re.escape(text) for text in texts)
+
+
+def pieces_of(template: str) -> list[str | None]:
+    """The texts of a line that logging fills in, with None for what is filled in."""
+    return [None if number % 2 else text for number, text in enumerate(re.split(r"(%(?:\.\d+)?[sdrfg])", template))]
+
+
+def filled(template: str) -> str:
+    """A regular expression for what becomes of such a line."""
+    return "".join(".*" if text is None else re.escape(text) for text in pieces_of(template))
+
+
+def warning_lines() -> dict[str, str]:
+    """Templates of all lines that are logged as a warning or worse. Template → where."""
+    found = {}
+    for part in PARTS:
+        for file in sorted((REPOSITORY / part / "kvferry").rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Attribute)
+                    and node.func.attr in WARNINGS
+                    and ast.unparse(node.func.value) == "logger"
+                ):
+                    assert isinstance(node.args[0], ast.Constant), f"{file.name}:{node.lineno}"
+                    found[str(node.args[0].value)] = f"{file.name}:{node.lineno}"
+    return found
+
+
+def unknown_metrics(text: str) -> list[str]:
+    known = samples()
+    wrong = []
+    for name, label, value in METRIC.findall(text):
+        sample = known.get(name) or known.get(f"{name}_count")
+        if sample is None or (label and value not in sample.labels.get(label, ())):
+            wrong.append(f'{name}{{{label}="{value}"}}' if label else name)
+    every = {(label, value) for sample in known.values() for label, values in sample.labels.items() for value in values}
+    return wrong + [f'{label}="{value}"' for label, value in LABEL.findall(text) if (label, value) not in every]
+
+
+@lru_cache(1)
+def known_lines() -> list[re.Pattern[str]]:
+    return [re.compile(text, re.DOTALL) for text in (*source_texts(), *map(filled, warning_lines()))]
+
+
+def unknown_lines(text: str) -> list[str]:
+    return [line for line in log_lines(text) if not any(known.fullmatch(line) for known in known_lines())]
+
+
+def test_every_metric_on_the_page_is_exported_under_that_label() -> None:
+    assert len(METRIC.findall(TEXT)) > 50
+    assert unknown_metrics(TEXT) == []
+
+
+def test_every_line_quoted_on_the_page_is_in_the_source() -> None:
+    assert len(log_lines(TEXT)) > 50
+    assert unknown_lines(TEXT) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- **Log:** `the lease had begun before the read`\n",
+        "- **Log:** `req=… peer=… load faild (…): …`\n",
+        "- **Metric:** `vllm:kvferry_lods_total`\n",
+        '- **Metric:** `vllm:kvferry_failed_loads_total{reason="fense"}`\n',
+        '- **Metric:** `vllm:kvferry_loads_total`, `{reason="fense"}`\n',
+    ],
+)
+def test_what_is_misquoted_is_noticed(text: str) -> None:
+    assert unknown_metrics(text) + unknown_lines(text)
+
+
+def test_every_warning_of_the_source_is_on_the_page() -> None:
+    lines = log_lines(TEXT)
+    templates = warning_lines()
+    assert len(templates) > 20
+    missing = [
+        f"{where}: {template}"
+        for template, where in templates.items()
+        if not any(re.fullmatch(filled(template), line) for line in lines)
+    ]
+    assert missing == []
+
+
+def test_every_reason_and_every_counter_of_trouble_is_on_the_page() -> None:
+    for name in ("local_recomputes", "failed_loads", "side_channel_refusals"):
+        reasons = samples()[f"vllm:kvferry_{name}_total"].labels["reason"]
+        assert [reason for reason in reasons if f'{{reason="{reason}"}}' not in TEXT] == []
+    fine = re.compile(r"turn_loads|planned_bytes|post_time|bytes_transferred")
+    stems = {re.sub(r"_(bucket|sum|count)$", "", name) for name in samples()}
+    assert [stem for stem in sorted(stems) if stem not in TEXT and not fine.search(stem)] == [
+        "vllm:request_success_total"
+    ]
+
+
+def test_every_drill_is_under_its_symptom() -> None:
+    reliability = (REPOSITORY / "docs" / "reliability.md").read_text()
+    drills = set(re.findall(r"`(tests/\w+/test_\w+\.py)", section(reliability, "Fault drills")))
+    rows = section(TEXT, "Which drill shows which symptom")
+    shown = set(re.findall(r"tests/\w+/test_\w+\.py", rows))
+    assert len(drills) > 10
+    assert drills - shown == set()
+    assert [file for file in shown if not (REPOSITORY / file).exists()] == []
+
+
+def expected_reasons(file: Path) -> set[str]:
+    """Reasons of failed loads that a file of drills expects, as text or as members of `FailureReason`."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        # a text "params" is a key of something, in all of them
+        if isinstance(node, ast.Constant) and node.value in REASONS and node.value != "params":
+            found.add(str(node.value))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "FailureReason":
+            found.add(node.attr.lower())
+    return found
+
+
+def anchor_of(reason: str) -> str:
+    """The first heading under which a reason of failed loads is the metric."""
+    for part in TEXT.split("\n### ")[1:]:
+        metric = part.partition("- **Metric:**")[2].partition("- **Log:**")[0]
+        if "failed_loads" in metric and f'reason="{reason}"' in metric:
+            return re.sub(r"[^\w\- ]", "", part.partition("\n")[0].lower()).replace(" ", "-")
+    raise AssertionError(f"no symptom has {reason}")
+
+
+@pytest.mark.parametrize(
+    "file", sorted((REPOSITORY / "tests" / "faults").glob("test_*.py")), ids=lambda file: file.stem
+)
+def test_every_reason_that_a_drill_expects_is_among_its_symptoms(file: Path) -> None:
+    rows = [row for row in section(TEXT, "Which drill shows which symptom").splitlines() if file.name in row]
+    missing = {reason for reason in expected_reasons(file) if not any(f"(#{anchor_of(reason)})" in row for row in rows)}
+    assert missing == set()
+
+
+def test_the_drills_expect_most_reasons() -> None:
+    expected = {
+        reason for file in (REPOSITORY / "tests" / "faults").glob("test_*.py") for reason in expected_reasons(file)
+    }
+    assert expected == {"handshake", "refused", "seal", "fence", "transfer", "deadline"}
+
+
+def section(text: str, title: str) -> str:
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_every_link_on_the_page_leads_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"\]\(\s*", "](", TEXT)):
+        page, _, anchor = target.partition("#")
+        file = PAGE.parent / page if page else PAGE
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target

@@ -1,0 +1,123 @@
+"""The image, as far as it can be checked without a container engine."""
+
+from __future__ import annotations
+
+import http.server
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.dockerfile import Context, Stage, read_dockerfile
+from tests.packaging.outside import PACKAGES
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+ARGUMENTS, STAGES = read_dockerfile((REPOSITORY / "Dockerfile").read_text())
+STAGE = {stage.name: stage for stage in STAGES}
+PROGRAMS = Path(sys.executable).parent
+
+
+def copied(stage: Stage, to: Path) -> Path:
+    context = Context(REPOSITORY)
+    for paths, target in stage.copies():
+        context.copy(paths, to / target.rstrip("/").removeprefix("./"))
+    return to
+
+
+def test_hadolint_has_no_complaints() -> None:
+    done = subprocess.run(
+        [PROGRAMS / "hadolint", REPOSITORY / "Dockerfile"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_argument_device_chooses_between_the_two_images(device: str) -> None:
+    assert ARGUMENTS["DEVICE"] == "cuda"
+    assert STAGES[-1].base.replace("${DEVICE}", device) in STAGE
+    assert STAGES[-1].steps == []
+
+
+@pytest.mark.parametrize("name", ["image-cuda", "image-cpu"])
+def test_no_image_runs_as_root(name: str) -> None:
+    users = [step.text for step in STAGE[name].all("USER")]
+    assert users == ["10001"]
+    assert any("useradd" in step.text and "--uid 10001" in step.text for step in STAGE[name].all("RUN"))
+
+
+def test_versions_are_pinned_in_the_locks_and_nowhere_else() -> None:
+    text = (REPOSITORY / "Dockerfile").read_text()
+    assert "==" not in text
+    installs = [step.text for step in STAGE["image-cuda"].all("RUN") if "pip install" in step.text]
+    assert "--no-deps --require-hashes -r /tmp/requirements/cuda.lock" in installs[0]
+    assert "--no-deps /tmp/wheels/*.whl && pip check" in installs[1], "the lock must have all that kvferry needs"
+    assert STAGE["image-cuda"].copies() == [(["requirements/cuda.lock"], "/tmp/requirements/")]
+
+
+def test_what_the_image_copies_builds_a_wheel_with_every_package(tmp_path: Path) -> None:
+    """Without the isolation of the image's `pip wheel`, which would need a package registry."""
+    source, wheels = copied(STAGE["wheel"], tmp_path / "src"), tmp_path / "wheels"
+    assert STAGE["wheel"].one("RUN").text.endswith("--wheel-dir /wheels .")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "--wheel-dir", wheels, "."], cwd=source, check=True, timeout=120)
+    (wheel,) = wheels.glob("kvferry-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[1] for name in names if name.startswith("kvferry/")} == set(PACKAGES)
+
+
+def test_the_main_job_finds_all_its_own_files_in_the_image(tmp_path: Path) -> None:
+    """Its entry point up to the settings: what it starts then is not in the checkout but in `.venv`."""
+    checkout = copied(STAGE["image-cpu"], tmp_path)
+    script = checkout / STAGE["image-cpu"].one("ENTRYPOINT").exec_form()[0]
+    assert script.stat().st_mode & 0o111
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True, timeout=60, cwd="/")
+    assert "NUM_PREFILL_INSTANCES" in done.stdout
+    for words in (["scripts.bootstrap", "--help"], ["scripts.accuracy", "--check"]):
+        subprocess.run([sys.executable, "-m", *words], check=True, timeout=60, cwd=checkout, capture_output=True)
+    (install,) = (step.text for step in STAGE["image-cpu"].all("RUN") if "bootstrap" in step.text)
+    assert install.endswith("python -m scripts.bootstrap cpu")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [".git/config", ".venv/bin/python", "logs/x.log", "secrets", ".env", "cli/__pycache__/a.pyc", "tests/a.py"],
+)
+def test_what_no_image_needs_is_not_sent(path: str) -> None:
+    assert not Context(REPOSITORY).has(Path(path))
+
+
+class Health(http.server.BaseHTTPRequestHandler):
+    """An engine as far as its health is concerned."""
+
+    def do_GET(self) -> None:
+        self.send_response({"/health": 200, "/dead": 500}.get(self.path, 404))
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+def test_the_health_check_fails_until_the_engine_answers() -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Health)
+    check = STAGE["image-cuda"].one("HEALTHCHECK").exec_form()
+    assert check[0] == "python3"
+    assert "127.0.0.1:8000/health" in check[2]
+    script = check[2].replace(":8000", f":{server.server_port}")
+
+    def healthy(script: str) -> bool:
+        return subprocess.run([sys.executable, *check[1:-1], script], capture_output=True, check=False).returncode == 0
+
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        assert healthy(script)
+        assert not healthy(script.replace("/health", "/dead"))
+        assert not healthy(script.replace("/health", "/elsewhere"))
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert not healthy(script)

@@ -1,0 +1,115 @@
+"""Command lines, configurations, variables, ports and times of deploy/, whoever starts the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import pytest
+from vllm_router.launch_router import parse_router_args
+
+from kvferry.protocol.errors import InvalidConfig
+from tests.deploy.judging import documented_variables, judge_transfer_config, parsed_by_vllm
+from tests.deploy.launches import LAUNCHES, REPOSITORY, Launch, transfer_configs
+
+ENGINES = [launch for launch in LAUNCHES if launch.is_engine]
+ROUTERS = [launch for launch in LAUNCHES if not launch.is_engine]
+PAGES = ("README.md", "docs/deployment.md", "docs/migration.md")
+
+
+def by_source(launches: Sequence[Launch]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("launch", launches, ids=[launch.source for launch in launches])
+
+
+def role_of(launch: Launch) -> str:
+    return judge_transfer_config(launch.option("--kv-transfer-config"))[0]
+
+
+def test_each_platform_starts_producers_and_consumers() -> None:
+    found = {(launch.source.split()[0], role_of(launch)) for launch in ENGINES}
+    platforms = ("kubernetes", "llm-d", "systemd")
+    assert found == {(platform, role) for platform in platforms for role in ("kv_producer", "kv_consumer")}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_configurations_in_the_documentation_are_kvferrys(page: str) -> None:
+    found = transfer_configs((REPOSITORY / page).read_text())
+    assert found
+    for text in found:
+        judge_transfer_config(text)
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ('{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}', KeyError),
+        (
+            '{"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.connector", "kv_role": "kv_both", '
+            '"kv_load_failure_policy": "fail"}',
+            AssertionError,
+        ),
+        (
+            '{"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.connector", "kv_role": "kv_both", '
+            '"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"kv_lease": 3}}',
+            InvalidConfig,
+        ),
+    ],
+)
+def test_the_judge_of_configurations_refuses_bad_ones(config: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        judge_transfer_config(config)
+
+
+def test_vllm_understands_every_engines_command_line() -> None:
+    understood = parsed_by_vllm(ENGINES)
+    assert len(understood) == len(ENGINES)
+    for launch, line in zip(ENGINES, understood, strict=True):
+        assert line.split() == [launch.words[2], launch.option("--port"), "300", role_of(launch), "recompute"]
+
+
+@by_source(ROUTERS)
+def test_the_router_understands_its_command_line(launch: Launch) -> None:
+    router = parse_router_args(list(launch.words[1:]))
+    assert (router.vllm_pd_disaggregation, router.kv_connector, router.host) == (True, "nixl", "0.0.0.0")
+    assert router.port == 30000
+    assert router.prefill_urls
+    assert router.decode_urls
+
+
+@by_source(ENGINES)
+def test_decoders_are_told_an_address_that_they_can_reach(launch: Launch) -> None:
+    assert launch.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] in ("status.podIP", "10.0.0.1")
+    assert launch.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+    assert launch.environment["KVFERRY_SECRET_FILE"] == "/etc/kvferry/secrets"
+
+
+@by_source(LAUNCHES)
+def test_every_variable_is_documented(launch: Launch) -> None:
+    assert set(launch.environment) - documented_variables() == set()
+
+
+@by_source(ENGINES)
+def test_an_engine_has_time_to_drain(launch: Launch) -> None:
+    """The router's longest request, and then a lease, before vLLM gives up; and that before the platform kills."""
+    lease_s = judge_transfer_config(launch.option("--kv-transfer-config"))[1].kv_lease_duration
+    request_s = max(float(router.option("--request-timeout-secs")) for router in ROUTERS)
+    drain_s = float(launch.option("--shutdown-timeout"))
+    assert request_s + lease_s <= drain_s
+    assert drain_s + 20 <= launch.grace_s
+
+
+@by_source(ROUTERS)
+def test_a_router_has_time_for_its_longest_request(launch: Launch) -> None:
+    assert float(launch.option("--request-timeout-secs")) < launch.grace_s
+
+
+@by_source(ROUTERS)
+def test_routers_ask_the_ports_that_their_engines_have(launch: Launch) -> None:
+    platform = launch.source.split()[0]
+    for option, role in (("--prefill", "kv_producer"), ("--decode", "kv_consumer")):
+        ports = {
+            int(engine.option("--port"))
+            for engine in ENGINES
+            if engine.source.startswith(platform) and role_of(engine) == role
+        }
+        assert {urlsplit(url).port for url in launch.options(option)} == ports

@@ -1,0 +1,84 @@
+"""The site as it was built, read back: ids, links, images and what a reader sees of the structure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+_SHAPES = ("h1", "h2", "h3", "table", "tr", "li", "pre", "img", "ol", "ul")
+
+
+@dataclass
+class Page:
+    """One HTML page.
+
+    Attributes:
+        loaded: what a browser fetches for it: scripts, styles, images.
+        shape: how many of each element its text has, without the theme's own.
+    """
+
+    ids: set[str] = field(default_factory=set)
+    links: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    shape: Counter[str] = field(default_factory=Counter)
+
+
+class _Reader(HTMLParser):
+    """Everything of a page; what lies within `<article>` counts for its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.page = Page()
+        self._in_article = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        if tag == "article":
+            self._in_article = True
+        if "id" in given:
+            self.page.ids.add(given["id"])
+        if tag == "a" and "href" in given:
+            self.page.links.append(given["href"])
+        loads = tag in ("script", "img", "source", "iframe") or (tag == "link" and given.get("rel") != "canonical")
+        if loads and (target := given.get("src") or given.get("href")):
+            self.page.loaded.append(target)
+        if self._in_article and tag in _SHAPES:
+            self.page.shape[tag] += 1
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "article":
+            self._in_article = False
+
+
+def read_page(path: Path) -> Page:
+    """A page of the site."""
+    reader = _Reader()
+    reader.feed(path.read_text())
+    return reader.page
+
+
+def shape_on_a_git_host(text: str) -> Counter[str]:
+    """What CommonMark with tables, as git hosts render it, makes of a page."""
+    reader = _Reader()
+    reader.feed(f"<article>{MarkdownIt('commonmark').enable('table').render(text)}</article>")
+    return reader.page.shape
+
+
+def anchors_on_a_git_host(text: str) -> set[str]:
+    """What git hosts make of the headings: lower case, blanks become hyphens, the n-th of the same name gets `-n`."""
+    seen: Counter[str] = Counter()
+    anchors: set[str] = set()
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    for opened, inline in pairwise(tokens):
+        if opened.type == "heading_open":
+            parts = (each.content for each in inline.children or () if each.type in ("text", "code_inline"))
+            slug = re.sub(r"[^\w\- ]", "", "".join(parts).lower()).replace(" ", "-")
+            anchors.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+            seen[slug] += 1
+    return anchors

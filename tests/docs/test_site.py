@@ -1,0 +1,181 @@
+"""The site is built strictly, without a network, and everything on it leads somewhere."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+from markdown_it import MarkdownIt
+
+from scripts.doc_commands import of_repository
+from tests.docs.shell import ROOT
+from tests.docs.site import Page, anchors_on_a_git_host, read_page, shape_on_a_git_host
+
+SOURCES = sorted((ROOT / "docs").glob("*.md"))
+_HOST = re.compile(r"(?!.*\.(?:local|internal|lan|example)$)(?:[a-z0-9-]+\.)+[a-z]{2,}")
+"""A name that everybody can look up: no address, none of somebody's own network."""
+
+
+def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
+    """Build the site with a network that answers nothing."""
+    dead = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, **dead, "NO_MKDOCS_2_WARNING": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = build(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def read(site: Path) -> dict[Path, Page]:
+    return {path: read_page(path) for path in site.rglob("*.html")}
+
+
+def is_elsewhere(link: str) -> bool:
+    return bool(urlsplit(link).scheme or urlsplit(link).netloc)
+
+
+def broken(site: Path, read: dict[Path, Page]) -> list[str]:
+    """Links within the site that lead to no file, or to no place on its page."""
+    found: list[str] = []
+    for path, page in read.items():
+        for link in (*page.links, *page.loaded):
+            if is_elsewhere(link) or path.name == "404.html":
+                continue
+            parts = urlsplit(link)
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            anchor = unquote(parts.fragment)
+            known = anchor in read[target].ids if target in read else not anchor
+            if not target.exists() or (anchor and not known):
+                found.append(f"{path.relative_to(site)}: {link}")
+    return found
+
+
+def test_every_link_anchor_and_image_of_the_site_is_there(site: Path, read: dict[Path, Page]) -> None:
+    assert len(read) > 20
+    assert sum(len(page.links) for page in read.values()) > 1000
+    assert broken(site, read) == []
+
+
+def test_a_broken_link_an_anchor_and_an_image_are_seen(site: Path, tmp_path: Path) -> None:
+    page = site / "broken.html"
+    page.write_text(
+        '<a href="gone.html"></a><a href="cli.html#gone"></a><img src="gone.svg"><a href="cli.html#the-dump"></a>'
+    )
+    try:
+        read = {path: read_page(path) for path in (page, site / "cli.html")}
+        assert [line for line in broken(site, read) if line.startswith("broken")] == [
+            f"broken.html: {link}" for link in ("gone.html", "cli.html#gone", "gone.svg")
+        ]
+    finally:
+        page.unlink()
+
+
+@pytest.mark.parametrize(
+    "added", ["[x](gone.md)", "[x](cli.md#gone)", "![x](gone.svg)", "[x](/cli.md)", "[x](../deploy/gone)"]
+)
+def test_the_build_refuses_a_bad_link(added: str, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "index.md").write_text(f"# Start\n\n{added}\n")
+    (docs / "cli.md").write_text("# Start\n")
+    written = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=yaml.BaseLoader)  # noqa: S506
+    text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[0]
+    text = text.replace("hooks: [scripts/site_hooks.py]", f"hooks: [{ROOT / 'scripts' / 'site_hooks.py'}]")
+    config = tmp_path / "mkdocs.yml"
+    config.write_text(text.replace("extra_css: [assets/site.css]\n", ""))
+    assert written["strict"] == "true"
+    done = build(tmp_path / "site", config)
+    assert done.returncode == 1
+    assert "Aborted with 1 warnings in strict mode" in done.stdout + done.stderr
+
+
+def test_no_page_asks_for_anything_from_another_host(read: dict[Path, Page]) -> None:
+    assert [link for page in read.values() for link in page.loaded if is_elsewhere(link)] == []
+
+
+def test_links_to_other_hosts_are_well_formed(read: dict[Path, Page]) -> None:
+    links = {link for page in read.values() for link in page.links if is_elsewhere(link)}
+    assert [link for link in links if not is_well_formed(link)] == []
+
+
+def is_well_formed(link: str) -> bool:
+    parts = urlsplit(link)
+    return parts.scheme == "https" and parts.port is None and bool(_HOST.fullmatch(parts.hostname or ""))
+
+
+@pytest.mark.parametrize(
+    "link",
+    ["http://github.com/a", "https://10.0.0.1/a", "https://host/a", "https://a.internal/", "https://github.com:8443/"],
+)
+def test_a_link_to_a_host_of_somebodys_own_is_seen(link: str) -> None:
+    assert not is_well_formed(link)
+
+
+def test_no_page_is_left_out_of_the_navigation(read: dict[Path, Page], site: Path) -> None:
+    links = {urlsplit(link).path for link in read[site / "index.html"].links}
+    assert [page.name for page in SOURCES if page.with_suffix(".html").name not in links and page.stem != "index"] == []
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_a_page_has_the_same_parts_on_the_site_as_on_a_git_host(
+    source: Path, site: Path, read: dict[Path, Page]
+) -> None:
+    expected = shape_on_a_git_host(source.read_text())
+    found = read[site / source.with_suffix(".html").name].shape
+    assert found == expected
+
+
+@pytest.mark.parametrize("source", [*SOURCES, ROOT / "README.md"], ids=lambda source: source.name)
+def test_links_hold_on_a_git_host_as_well(source: Path) -> None:
+    page = read_markdown(source)
+    missing: list[str] = []
+    for link in page:
+        path, _, anchor = link.partition("#")
+        target = (source.parent / path).resolve() if path else source
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            missing.append(link)
+    assert missing == []
+
+
+@functools.cache
+def anchors_of(page: Path) -> set[str]:
+    return anchors_on_a_git_host(page.read_text())
+
+
+def read_markdown(source: Path) -> list[str]:
+    """The relative links of a page."""
+    found: list[str] = []
+    for token in MarkdownIt("commonmark").enable("table").parse(source.read_text()):
+        for child in token.children or ():
+            link = child.attrGet("href") or child.attrGet("src")
+            if isinstance(link, str) and not is_elsewhere(link):
+                found.append(unquote(link))
+    return found
+
+
+def test_every_page_with_commands_is_on_the_site(site: Path) -> None:
+    pages = {command.page for command in of_repository()}
+    assert [
+        page
+        for page in pages
+        if page.startswith("docs/") and not (site / Path(page).name).with_suffix(".html").exists()
+    ] == []

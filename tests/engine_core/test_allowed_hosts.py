@@ -1,0 +1,138 @@
+"""A consumer with an allow-list in vLLM's scheduler: no way of using params leads to a host that is not listed."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvferry.scheduler import host_names
+from tests.engine_core.driver import Engine, tokens
+from tests.engine_core.offers import Eavesdropper, offer
+
+PROMPT = tokens(40)
+
+
+class Stranger:
+    """A host that must not be connected to: this machine, under a name or address that nobody listed."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.setblocking(False)
+        self.port: int = self._server.getsockname()[1]
+
+    def was_met(self) -> bool:
+        try:
+            self._server.accept()[0].close()
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@pytest.fixture
+def stranger() -> Iterator[Stranger]:
+    stranger = Stranger()
+    yield stranger
+    stranger.close()
+
+
+@pytest.fixture
+def asked_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names that were looked up; all of them lead to this machine."""
+    names: list[str] = []
+
+    def ask(host: str) -> str:
+        names.append(host)
+        return "127.0.0.1"
+
+    monkeypatch.setattr(host_names.HostNames.__init__, "__defaults__", (ask,))
+    return names
+
+
+@pytest.fixture
+def make(asked_names: list[str]) -> Iterator[Any]:
+    engines: list[Engine] = []
+
+    def build(allowed: list[str] | None, **extra: Any) -> Engine:
+        settings = {**extra, **({} if allowed is None else {"allowed_hosts": allowed})}
+        engines.append(Engine("FerryConnector", module="kvferry.connector", role="kv_both", extra=settings))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def computed_here(engine: Engine, name: str) -> bool:
+    answer = engine.run()[name]
+    return answer.finish_reason == "length" and engine.is_whole
+
+
+ALLOWED = ["10.0.0.0/8", "*.prefill.example"]
+HOSTS = ["127.0.0.1", "::ffff:127.0.0.1", "0x7f.1", "2130706433", "localhost", "evil.example", "prefill.example", "0"]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("how", ["a prompt", "a rejected prompt", "an aborted prompt", "a turn", "a turn unasked for"])
+def test_whatever_names_a_host_that_is_not_listed_leads_to_no_connection_and_no_look_up(
+    make: Any, stranger: Stranger, asked_names: list[str], host: str, how: str
+) -> None:
+    engine = make(ALLOWED, bidirectional_kv_xfer=how == "a turn")
+    params = offer(PROMPT, port=stranger.port, remote_host=host, lease_s=0.05)
+    if "turn" in how:
+        params |= {"do_remote_prefill": False, "do_remote_decode": True}
+    engine.add("d", PROMPT, params, abort_immediately=how == "a rejected prompt")
+    if "ted prompt" in how:
+        engine.abort("d")
+        engine.step()
+        assert engine.is_whole
+    else:
+        assert computed_here(engine, "d") or "turn" in how
+    engine.connector.scheduler_side.close()  # whatever was to be sent has been sent
+    engine.step()
+    assert not stranger.was_met()
+    assert asked_names == []
+    assert engine.counted("loads") == engine.counted("leases_given_back") == 0
+    tally = engine.connector.scheduler_side.tally
+    assert tally.total("local_recomputes", "host_not_allowed") == 1
+
+
+def test_without_a_list_the_same_params_lead_to_a_connection(make: Any, stranger: Stranger) -> None:
+    engine = make(None)
+    engine.add("d", PROMPT, offer(PROMPT, port=stranger.port))
+    engine.abort("d")
+    engine.connector.scheduler_side.close()
+    assert stranger.was_met()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "p0.prefill.example"])
+def test_a_listed_host_is_connected_to(make: Any, asked_names: list[str], host: str) -> None:
+    producer = Eavesdropper()
+    try:
+        engine = make([*ALLOWED, "127.0.0.1"])
+        engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=3, remote_host=host))
+        engine.abort("d")
+        assert producer.released() == [3]
+        assert engine.counted("local_recomputes") == 0
+        assert asked_names == ([] if host == "127.0.0.1" else [host])
+    finally:
+        producer.close()
+
+
+def test_the_line_in_the_log_names_the_host_and_the_key(
+    make: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(ALLOWED)
+    monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="kvferry"):
+        engine.add("d", PROMPT, offer(PROMPT, remote_host="evil.example"))
+    (line,) = [record.getMessage() for record in caplog.records if "host_not_allowed" in record.getMessage()]
+    assert "req=d " in line
+    assert "'evil.example'" in line
+    assert "allowed_hosts" in line

@@ -1,0 +1,100 @@
+"""A router sends one producer's params with another producer's prompt: the digests tell.
+
+Params of another prompt are not given back, since the prompt that they belong to may have come in the same batch: such
+a lease runs out by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.engine_core.driver import tokens
+from tests.engine_core.node import Node
+from tests.engine_core.toy_model import expected_tokens
+
+COMMON = tokens(256, seed=1)
+"""One whole digest."""
+PROMPTS = {
+    "nothing in common": (tokens(40, seed=2), tokens(40, seed=3)),
+    "one is the beginning of the other": (COMMON, [*COMMON, *tokens(40, seed=3)]),
+    "the same beginning": ([*COMMON, *tokens(40, seed=2)], [*COMMON, *tokens(40, seed=3)]),
+    "equal but for the last token": ([*tokens(40, seed=2), 5], [*tokens(40, seed=2), 6]),
+}
+COUNT = 4
+LEASE_S = 2
+
+
+@pytest.fixture(scope="module")
+def producers() -> Iterator[tuple[Node, Node]]:
+    extra = {"kv_lease_duration": LEASE_S}
+    nodes = (Node("kv_producer", num_blocks=128, extra=extra), Node("kv_producer", num_blocks=128, extra=extra))
+    yield nodes
+    for node in nodes:
+        node.close()
+
+
+@pytest.fixture(scope="module")
+def consumer() -> Iterator[Node]:
+    node = Node("kv_consumer", policy="recompute", num_blocks=128)
+    yield node
+    node.close()
+
+
+def both_whole(producers: tuple[Node, Node], consumer: Node) -> None:
+    """Every block of all three is free again, at the latest when the leases have run out (a node waits for 20 s)."""
+    for node in (consumer, *producers):
+        node.until(lambda: node.engine.is_whole)  # noqa: B023 - used at once
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_params_of_two_producers_that_are_crossed_give_right_answers_and_cost_at_most_a_lease(
+    producers: tuple[Node, Node], consumer: Node, kind: str
+) -> None:
+    consumer.engine.scheduler.reset_prefix_cache()
+    prompts = PROMPTS[kind]
+    params = [
+        node.prefill(f"{kind}/{i}", prompt) for i, (node, prompt) in enumerate(zip(producers, prompts, strict=True))
+    ]
+    names = [f"{kind}/crossed/{i}" for i in range(2)]
+    for name, prompt, crossed in zip(names, prompts, reversed(params), strict=True):
+        consumer.engine.add(name, prompt, crossed, max_tokens=COUNT)
+    for name, prompt in zip(names, prompts, strict=True):
+        assert consumer.answer(name).tokens == expected_tokens(prompt, COUNT)
+    both_whole(producers, consumer)
+    for i, prompt in enumerate(prompts):  # no block was poisoned
+        consumer.engine.add(f"{kind}/plain/{i}", prompt, max_tokens=COUNT)
+        assert consumer.answer(f"{kind}/plain/{i}").tokens == expected_tokens(prompt, COUNT)
+
+
+def mixed(address: dict[str, Any], rest: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {**rest, **{key: address[key] for key in keys}}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("remote_host", "remote_port"),
+        ("remote_engine_id",),
+        ("remote_port", "remote_engine_id"),
+        ("kvferry",),
+        ("remote_block_ids",),
+    ],
+    ids="-".join,
+)
+def test_params_mixed_of_two_producers_give_right_answers(
+    producers: tuple[Node, Node], consumer: Node, keys: tuple[str, ...]
+) -> None:
+    """Both prefilled the same prompt, so that the digests agree: the mac, the boot and the engine's name do not."""
+    consumer.engine.scheduler.reset_prefix_cache()
+    prompt = tokens(40, seed=9)
+    name = "-".join(keys)
+    producers[1].prefill(f"{name}/filler", tokens(40, seed=10))  # so that slots and blocks differ
+    params = [node.prefill(f"{name}/{i}", prompt) for i, node in enumerate(producers)]
+    consumer.engine.add(f"{name}/mixed", prompt, mixed(params[1], params[0], *keys), max_tokens=COUNT)
+    assert consumer.answer(f"{name}/mixed").tokens == expected_tokens(prompt, COUNT)
+    for node in producers:
+        node.engine.connector.scheduler_side.leases.release_all("test")
+    both_whole(producers, consumer)

@@ -1,0 +1,190 @@
+"""An engine that is asked to end: who still gets what was leased, and when nothing keeps it any more.
+
+vLLM steps on while its scheduler `has_requests`, until its time to drain is over; a held request is one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from kvferry.connector.shutdown import ShutdownNotice
+from kvferry.protocol.handshake import EngineDescription
+from kvferry.worker.handshake_client import fetch_description
+from tests.engine_core.driver import Engine, tokens
+from tests.engine_core.node import Node
+from tests.engine_core.offers import Eavesdropper, offer
+from tests.engine_core.toy_model import expected_tokens
+
+PROMPT = tokens(100)
+LONG_S = 600.0
+"""A lease that outlives every test."""
+DRAINS: dict[str, Any] = {"shutdown_timeout": 60, "extra": {"kv_lease_duration": LONG_S}}
+TURNS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1, "kv_lease_duration": LONG_S}
+
+
+def terminate(node: Node | Engine) -> None:
+    """What a SIGTERM does to the connector; the engine's own part is not stepped through here."""
+    engine = node.engine if isinstance(node, Node) else node
+    engine.connector.scheduler_side._shutdown.was_given = True
+
+
+def may_end(node: Node) -> bool:
+    """Whether the engine's loop would end now."""
+    return not node.engine.scheduler.has_requests()
+
+
+def test_while_an_engine_drains_its_lease_is_read_and_it_ends_as_soon_as_none_is_left(make: Any) -> None:
+    producer, consumer = make("kv_producer", **DRAINS), make("kv_consumer")
+    params = producer.prefill("p", PROMPT)
+    terminate(producer)
+    for _ in range(20):
+        producer.step()
+    assert not may_end(producer), "somebody may still come"
+    consumer.engine.add("d", PROMPT, params, max_tokens=4)
+    while consumer.engine.answers["d"].finish_reason is None:
+        producer.step()
+        consumer.step()
+    assert consumer.engine.answers["d"].tokens == expected_tokens(PROMPT, 4)
+    assert consumer.engine.counted("loads") == 1
+    assert consumer.engine.counted("local_recomputes") == 0
+    producer.until(lambda: may_end(producer))
+    assert producer.engine.is_whole
+
+
+def test_a_prompt_that_is_prefilled_while_the_engine_drains_is_still_handed_over(make: Any) -> None:
+    producer, consumer = make("kv_producer", **DRAINS), make("kv_consumer")
+    producer.engine.add("p", tokens(300), {"do_remote_decode": True}, max_tokens=1)
+    producer.step()
+    terminate(producer)
+    params = producer.answer("p").params
+    assert params is not None
+    producer.step()
+    consumer.engine.add("d", tokens(300), params, max_tokens=4)
+    while consumer.engine.answers["d"].finish_reason is None:
+        producer.step()
+        consumer.step()
+    assert consumer.engine.answers["d"].tokens == expected_tokens(tokens(300), 4)
+    assert consumer.engine.counted("local_recomputes") == 0
+    producer.until(lambda: may_end(producer))
+
+
+def test_a_lease_that_nobody_reads_keeps_a_draining_engine_no_longer_than_it_lives(make: Any) -> None:
+    producer = make("kv_producer", shutdown_timeout=60, extra={"kv_lease_duration": 0.3})
+    producer.prefill("p", PROMPT)
+    terminate(producer)
+    producer.until(lambda: may_end(producer))
+    assert producer.engine.counted("leases_released", "expired") == 1
+
+
+def test_handshakes_are_answered_while_an_engine_drains(make: Any) -> None:
+    producer = make("kv_producer", **DRAINS)
+    producer.prefill("p", PROMPT)
+    terminate(producer)
+    producer.step()
+    engine_id = producer.engine.config.kv_transfer_config.engine_id
+    answer = fetch_description("127.0.0.1", producer.port, engine_id, "asker", 10.0)
+    assert isinstance(answer, EngineDescription)
+    assert answer.engine_id == engine_id
+
+
+def test_offers_of_turns_do_not_keep_a_draining_engine_and_none_is_made(make: Any) -> None:
+    prefiller, decoder = make("kv_both", extra=TURNS), make("kv_both", extra=TURNS, shutdown_timeout=60)
+    other = tokens(60, seed=3)
+    first, second = prefiller.prefill("p1", PROMPT), prefiller.prefill("p2", other)
+    decoder.engine.add("d1", PROMPT, first, max_tokens=4)
+    assert decoder.answer("d1").params is not None
+    decoder.engine.add("d2", other, second, max_tokens=8)
+    decoder.until(lambda: len(decoder.engine.answers["d2"].tokens) > 2)
+    terminate(decoder)
+    answer = decoder.answer("d2")
+    assert (answer.tokens, answer.params) == (expected_tokens(other, 8), None)
+    decoder.until(lambda: may_end(decoder))
+    assert decoder.engine.counted("turns_released", "shutdown") == 1
+    prefiller.until(lambda: prefiller.engine.is_whole)
+
+
+def test_without_a_time_to_drain_leases_end_through_the_fence_and_the_engine_is_not_kept(make: Any) -> None:
+    producer, consumer = make("kv_producer", extra={"kv_lease_duration": LONG_S}), make("kv_consumer")
+    params = producer.prefill("p", PROMPT)
+    terminate(producer)
+    producer.until(lambda: may_end(producer))
+    producer.model.poison()
+    consumer.engine.add("d", PROMPT, params, max_tokens=4)
+    while consumer.engine.answers["d"].finish_reason is None:
+        consumer.step()
+    assert consumer.engine.answers["d"].tokens == expected_tokens(PROMPT, 4)
+    assert consumer.engine.counted("failed_loads", "fence") == 1
+
+
+def test_a_producer_that_is_gone_leaves_a_consumer_that_computes(make: Any) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer", extra={"handshake_timeout_s": 1.0})
+    params = producer.prefill("p", PROMPT)
+    producer.close()
+    consumer.engine.add("d", PROMPT, params, max_tokens=4)
+    assert consumer.answer("d").tokens == expected_tokens(PROMPT, 4)
+    assert consumer.engine.counted("local_recomputes", "load_failed") == 1
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["offered", "loading"])
+def test_a_consumer_that_ends_gives_back_what_it_has_not_read(begun: bool) -> None:
+    producer = Eavesdropper()
+    engine = Engine("FerryConnector", module="kvferry.connector", role="kv_consumer")
+    engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=5))
+    if begun:
+        engine.step()
+        assert engine.status("d") == "WAITING_FOR_REMOTE_KVS"
+    started_s = time.monotonic()
+    engine.close()
+    assert producer.released() == [5]
+    assert time.monotonic() - started_s < 10.0
+    engine.close()
+    assert producer.released() == [5], "and once"
+    producer.close()
+
+
+def test_a_consumer_that_ends_is_not_kept_by_a_producer_that_takes_nothing() -> None:
+    engine = Engine("FerryConnector", module="kvferry.connector", role="kv_consumer")
+    engine.add("d", PROMPT, offer(PROMPT, port=9))
+    started_s = time.monotonic()
+    engine.close()
+    assert time.monotonic() - started_s < 10.0
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvferry-renewer" and thread.is_alive()]
+
+
+@pytest.fixture
+def heard_by_vllm() -> Iterator[list[int]]:
+    """A handler of SIGTERM like that which vLLM sets before it makes a connector."""
+    heard: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    yield heard
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_is_noticed_and_reaches_the_handler_that_was_there(heard_by_vllm: list[int]) -> None:
+    notice = ShutdownNotice()
+    assert not notice.was_given
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (notice.was_given, heard_by_vllm) == (True, [signal.SIGTERM])
+
+
+def test_nothing_is_changed_where_nobody_handles_signals_or_on_another_thread(heard_by_vllm: list[int]) -> None:
+    ours = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=ShutdownNotice)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is ours
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ShutdownNotice()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -1,0 +1,267 @@
+"""Aborted and preempted in every state that a remote prompt and a lease can be in: what is answered is right, every
+block comes back, no lease stays, and the sums of both engines add up after every step."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvferry.scheduler.consumer.states import LoadState
+from kvferry.scheduler.producer.states import LeaseState
+from kvferry.worker.fabric import Transfer, TransferState
+from kvferry.worker.nixl_fabric import NixlFabric
+from tests.engine_core.driver import tokens
+from tests.engine_core.node import Node
+from tests.engine_core.toy_model import expected_tokens
+
+COUNT = 12
+"""Tokens of an answer."""
+ALWAYS = {"debug_check_integrity": True}
+REMOTE_DECODE = {"do_remote_decode": True}
+SEEDS = itertools.count(20)
+
+
+@dataclass
+class Scene:
+    """A producer and a consumer, and one prompt that goes from one to the other."""
+
+    producer: Node
+    consumer: Node
+    hangs: threading.Event
+    seed: int = field(default_factory=lambda: next(SEEDS))
+
+    @property
+    def prefill(self) -> str:
+        return f"p{self.seed}"
+
+    @property
+    def decode(self) -> str:
+        return f"d{self.seed}"
+
+    @property
+    def prompt(self) -> list[int]:
+        return tokens(140, seed=self.seed)
+
+    def load_state(self) -> LoadState | None:
+        state: LoadState | None = self.consumer.engine.connector.scheduler_side.loads.state(self.decode)
+        return state
+
+    def lease_state(self) -> LeaseState | None:
+        state: LeaseState | None = self.producer.engine.connector.scheduler_side.leases.state(self.prefill)
+        return state
+
+    def step(self) -> None:
+        self.producer.step()
+        self.consumer.step()
+
+    def until(self, over: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + 60.0
+        while not over():
+            assert time.monotonic() < deadline_s, f"load {self.load_state()}, lease {self.lease_state()}"
+            self.step()
+            time.sleep(0.001)
+
+    def offer(self) -> None:
+        params = self.producer.prefill(self.prefill, self.prompt)
+        self.consumer.engine.add(self.decode, self.prompt, params, max_tokens=COUNT)
+
+    def is_decoding(self) -> bool:
+        return len(self.consumer.engine.answers[self.decode].tokens) > 1
+
+    def check_answer(self, node: Node, name: str, count: int) -> None:
+        assert node.engine.answers[name].tokens == expected_tokens(self.prompt, count)
+
+    def end(self) -> None:
+        """All is over on both engines, and nothing went wrong on the way."""
+        self.until(lambda: self.producer.engine.is_whole and self.consumer.engine.is_whole)
+        self.step()
+        for node in (self.producer, self.consumer):
+            side = node.engine.connector.scheduler_side
+            assert (len(side.leases), len(side.loads)) == (0, 0)
+            side.check_integrity()
+            assert node.engine.counted("integrity_errors") == 0
+
+
+def preempt(node: Node, name: str) -> None:
+    """What vLLM does to a running request when another needs its blocks."""
+    scheduler = node.engine.scheduler
+    request = scheduler.requests[name]
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, time.monotonic())
+    scheduler.prev_step_scheduled_req_ids.discard(name)
+
+
+# How a prompt gets into each state.
+
+
+def offered(scene: Scene) -> None:
+    scene.offer()
+
+
+def loading(scene: Scene) -> None:
+    scene.hangs.set()
+    scene.offer()
+    scene.consumer.step()
+
+
+def loaded(scene: Scene) -> None:
+    scene.offer()
+    scene.until(scene.is_decoding)
+
+
+def failed(scene: Scene) -> None:
+    scene.offer()
+    scene.producer.engine.connector.scheduler_side.leases.release_all("test")
+    scene.producer.until(lambda: scene.producer.engine.is_whole)
+    scene.until(scene.is_decoding)
+
+
+def declined(scene: Scene) -> None:
+    """The consumer has all of the prompt that the producer offers."""
+    longer = [*scene.prompt, *tokens(20, seed=7)]
+    scene.consumer.engine.add(f"before-{scene.seed}", longer, max_tokens=1)
+    scene.consumer.answer(f"before-{scene.seed}")
+    params = scene.producer.prefill(scene.prefill, scene.prompt[:128])
+    scene.consumer.engine.add(scene.decode, scene.prompt, params, max_tokens=COUNT)
+    scene.until(scene.is_decoding)
+
+
+def aborted(scene: Scene) -> None:
+    loading(scene)
+    scene.consumer.engine.abort(scene.decode)
+
+
+LOADS: dict[LoadState, tuple[Callable[[Scene], None], bool]] = {
+    LoadState.OFFERED: (offered, False),
+    LoadState.LOADING: (loading, False),
+    LoadState.LOADED: (loaded, True),
+    LoadState.FAILED: (failed, True),
+    LoadState.DECLINED: (declined, True),
+    LoadState.ABORTED: (aborted, False),
+}
+"""How, and whether vLLM can preempt it there: what does not run cannot be."""
+
+
+def computing(scene: Scene) -> None:
+    scene.producer.engine.add(scene.prefill, scene.prompt, REMOTE_DECODE, max_tokens=1)
+    scene.producer.step()
+
+
+def finished(scene: Scene) -> None:
+    scene.producer.engine.add(scene.prefill, scene.prompt, REMOTE_DECODE, max_tokens=1)
+    scene.producer.answer(scene.prefill)
+
+
+def held(scene: Scene) -> None:
+    scene.producer.prefill(scene.prefill, scene.prompt)
+
+
+def ending(scene: Scene) -> None:
+    held(scene)
+    scene.producer.engine.connector.scheduler_side.leases.release_all("test")
+
+
+LEASES: dict[LeaseState, tuple[Callable[[Scene], None], bool]] = {
+    LeaseState.COMPUTING: (computing, True),
+    LeaseState.FINISHED: (finished, False),
+    LeaseState.HELD: (held, False),
+    LeaseState.ENDING: (ending, False),
+}
+
+
+@pytest.fixture(scope="module", params=[{}, {"overlap": True}, {"tp": 2}], ids=["plain", "overlapping", "two ranks"])
+def nodes(request: pytest.FixtureRequest) -> Iterator[tuple[Node, Node]]:
+    config: dict[str, Any] = {"num_blocks": 60, "extra": ALWAYS, **request.param}
+    producer, consumer = Node("kv_producer", **config), Node("kv_consumer", **config)
+    yield producer, consumer
+    producer.close()
+    consumer.close()
+
+
+@pytest.fixture
+def scene(nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    """While `hangs` is set no read ever seems to end."""
+    hangs, poll = threading.Event(), NixlFabric.poll
+
+    def poll_late(fabric: NixlFabric, transfer: Transfer) -> TransferState:
+        return TransferState.IN_FLIGHT if hangs.is_set() else poll(fabric, transfer)
+
+    monkeypatch.setattr(NixlFabric, "poll", poll_late)
+    yield Scene(*nodes, hangs)
+    hangs.clear()
+
+
+@pytest.mark.parametrize("state", LoadState, ids=lambda state: state.value)
+def test_a_remote_prompt_that_is_aborted_leaves_nothing_behind(scene: Scene, state: LoadState) -> None:
+    bring, _ = LOADS[state]
+    bring(scene)
+    assert scene.load_state() is state
+    scene.consumer.engine.abort(scene.decode)
+    for _ in range(3):
+        scene.step()
+    scene.hangs.clear()
+    scene.end()
+    got = scene.consumer.engine.answers[scene.decode].tokens
+    assert got == expected_tokens(scene.prompt, COUNT)[: len(got)]
+    assert len(got) < COUNT
+    again = f"again-{scene.seed}"
+    scene.consumer.engine.add(again, scene.prompt, max_tokens=COUNT)
+    scene.consumer.answer(again)
+    scene.check_answer(scene.consumer, again, COUNT)
+    scene.end()
+
+
+@pytest.mark.parametrize("state", [x for x, (_, runs) in LOADS.items() if runs], ids=lambda state: state.value)
+def test_a_remote_prompt_that_is_preempted_is_answered_right_and_not_loaded_again(
+    scene: Scene, state: LoadState
+) -> None:
+    bring, _ = LOADS[state]
+    before = scene.consumer.engine.counted("loads")
+    bring(scene)
+    assert scene.load_state() is state
+    loads = scene.consumer.engine.counted("loads") - before
+    preempt(scene.consumer, scene.decode)
+    assert scene.load_state() is state
+    scene.until(lambda: scene.consumer.engine.answers[scene.decode].finish_reason is not None)
+    scene.check_answer(scene.consumer, scene.decode, COUNT)
+    assert scene.consumer.engine.counted("loads") - before == loads
+    scene.end()
+
+
+@pytest.mark.parametrize("state", LeaseState, ids=lambda state: state.value)
+def test_a_prefill_that_is_aborted_holds_nothing_and_one_that_was_answered_is_still_handed_over(
+    scene: Scene, state: LeaseState
+) -> None:
+    bring, _ = LEASES[state]
+    bring(scene)
+    assert scene.lease_state() is state
+    scene.producer.engine.abort(scene.prefill)
+    params = scene.producer.engine.answers[scene.prefill].params
+    assert (params is None) == (state is LeaseState.COMPUTING)
+    scene.consumer.engine.add(scene.decode, scene.prompt, params, max_tokens=COUNT)
+    scene.until(lambda: scene.consumer.engine.answers[scene.decode].finish_reason is not None)
+    scene.check_answer(scene.consumer, scene.decode, COUNT)
+    scene.end()
+
+
+def test_a_prefill_that_is_preempted_offers_what_it_computed_anew(scene: Scene) -> None:
+    assert [state for state, (_, runs) in LEASES.items() if runs] == [LeaseState.COMPUTING]
+    computing(scene)
+    assert scene.lease_state() is LeaseState.COMPUTING
+    preempt(scene.producer, scene.prefill)
+    assert scene.lease_state() is LeaseState.COMPUTING
+    before = scene.consumer.engine.counted("loads")
+    params = scene.producer.answer(scene.prefill).params
+    for _ in range(2):
+        scene.producer.step()
+    scene.consumer.engine.add(scene.decode, scene.prompt, params, max_tokens=COUNT)
+    scene.until(lambda: scene.consumer.engine.answers[scene.decode].finish_reason is not None)
+    scene.check_answer(scene.consumer, scene.decode, COUNT)
+    assert scene.consumer.engine.counted("loads") == before + 1
+    scene.end()

@@ -1,0 +1,154 @@
+"""First contact while a request waits: a consumer with full slots meets the producer before the load is ordered."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from kvferry.worker.peer import PeerKey
+from tests.engine_core.driver import Engine, tokens
+from tests.engine_core.node import Node, free_port
+from tests.engine_core.offers import offer
+from tests.engine_core.test_engine_loop import make_core
+from tests.engine_core.toy_model import expected_tokens
+from tests.waiting import wait_until
+
+__all__ = ["make_core"]
+
+PROMPT = tokens(40)
+COUNT = 5
+
+
+def knows(consumer: Node, params: dict[str, Any]) -> bool:
+    """Whether every worker can read from the producer of these params."""
+    key = PeerKey(params["remote_host"], params["remote_port"], params["remote_engine_id"], params["kvferry"]["boot"])
+    books = [worker.worker_side._worker._book for worker in consumer.workers]
+    return all(book is not None and key in book._ready for book in books)
+
+
+def has_given_up(consumer: Node) -> bool:
+    """Whether some producer could not be met."""
+    book = consumer.workers[0].worker_side._worker._book
+    return book is not None and len(book._back_off) > 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_request_that_waits_for_a_slot_finds_its_producer_met_when_it_is_scheduled(make: Any, tp: int) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer", max_num_seqs=1, tp=tp)
+    params = producer.prefill("p", PROMPT)
+    consumer.engine.add("long", tokens(20, seed=7), max_tokens=400)
+    consumer.step()
+    consumer.engine.add("d", PROMPT, params, max_tokens=COUNT)
+    consumer.until(lambda: knows(consumer, params))
+    assert consumer.engine.status("d") == "WAITING"
+    assert consumer.engine.counted("loads") == 0
+    assert consumer.engine.answers["long"].finish_reason is None
+    consumer.engine.abort("long")
+    assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
+    producer.until(lambda: producer.engine.is_whole)
+    assert producer.engine.counted("handshakes_served") == tp, "nobody asked twice"
+
+
+def test_a_producer_that_cannot_be_met_ahead_costs_its_request_what_it_always_cost(make: Any) -> None:
+    producer = make("kv_producer")
+    consumer = make("kv_consumer", max_num_seqs=1, extra={"handshake_timeout_s": 0.3})
+    params = producer.prefill("p", PROMPT)
+    producer.close()
+    consumer.engine.add("long", tokens(20, seed=7), max_tokens=400)
+    consumer.step()
+    consumer.engine.add("d", PROMPT, params, max_tokens=COUNT)
+    consumer.until(lambda: has_given_up(consumer))
+    assert consumer.engine.status("d") == "WAITING"
+    assert consumer.engine.counted("failed_loads") == 0
+    consumer.engine.abort("long")
+    assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
+    assert consumer.engine.counted("failed_loads", "handshake") == 1
+    assert consumer.engine.counted("local_recomputes", "load_failed") == 1
+
+
+@pytest.mark.parametrize(("allowed", "met"), [(["127.0.0.1"], 1), (["10.0.0.0/8"], 0)])
+def test_only_hosts_that_are_allowed_are_named_to_the_workers(allowed: list[str], met: int) -> None:
+    engine = Engine("FerryConnector", module="kvferry.connector", role="kv_consumer", extra={"allowed_hosts": allowed})
+    try:
+        engine.add("d", PROMPT, offer(PROMPT))
+        orders = engine.step().metadata.orders()
+        assert len(orders.meets if orders is not None else ()) == met
+    finally:
+        engine.close()
+
+
+def times_described(producer: Node) -> int:
+    """How often it has described itself."""
+    return int(producer.engine.connector.scheduler_side.tally.total("handshakes_served"))
+
+
+def finds(consumer: Node, producer: Node) -> None:
+    """Take the steps that the engine's loop would take, until every worker can read from this life of a producer."""
+    own = producer.engine.connector.scheduler_side._own
+    params = {
+        "remote_host": own.host,
+        "remote_port": own.port,
+        "remote_engine_id": own.engine_id,
+        "kvferry": {"boot": own.boot},
+    }
+
+    def is_known() -> bool:
+        consumer.go_on()
+        return knows(consumer, params)
+
+    wait_until(is_known, "the producer is known", 30.0)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_producer_that_the_configuration_names_is_met_before_there_is_any_request_and_after_it_restarts(
+    make: Any, tp: int
+) -> None:
+    producer = make("kv_producer")
+    consumer = make("kv_consumer", tp=tp, extra={"meet_at_start": [f"127.0.0.1:{producer.port}"]})
+    finds(consumer, producer)
+    assert not consumer.must_step, "it rests"
+    asked = times_described(producer)
+    params = producer.prefill("p", PROMPT)
+    consumer.engine.add("d", PROMPT, params, max_tokens=COUNT)
+    assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
+    assert consumer.engine.counted("loads") == 1
+    assert consumer.engine.counted("failed_loads") == 0
+    assert times_described(producer) == asked == tp + 1, "nothing was left for the request"
+    producer.until(lambda: producer.engine.is_whole)
+    producer.close()
+    again = make("kv_producer", port=producer.port)
+    finds(consumer, again)
+    consumer.engine.add("e", PROMPT, again.prefill("q", PROMPT), max_tokens=COUNT)
+    assert consumer.answer("e").tokens == expected_tokens(PROMPT, COUNT)
+    assert consumer.engine.counted("failed_loads") == 0
+    assert times_described(again) == tp + 1
+
+
+def test_an_engine_that_rests_is_woken_when_a_producer_is_found(make: Any, make_core: Any) -> None:
+    port = free_port()
+    consumer = make("kv_consumer", extra={"meet_at_start": [f"127.0.0.1:{port}"]})
+    core = make_core(consumer.engine.scheduler)
+    assert not core.has_work(), "nobody is there yet"
+    producer = make("kv_producer", port=port)
+    wait_until(lambda: not core.input_queue.empty(), "it is woken", 30.0)
+    core._process_input_queue()  # vLLM's: it returns when there is something to do
+    assert core.has_work()
+    finds(consumer, producer)
+    assert not core.has_work()
+
+
+def test_without_the_key_nobody_is_looked_for(make: Any) -> None:
+    consumer = make("kv_consumer")
+    consumer.step()
+    assert not consumer.must_step
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvferry-acquaintances"]
+
+
+def test_an_engine_with_producers_that_are_not_there_starts_rests_and_ends(make: Any) -> None:
+    consumer = make("kv_consumer", extra={"meet_at_start": [f"127.0.0.1:{free_port()}", "nowhere.invalid:1"]})
+    assert not consumer.must_step
+    consumer.engine.add("d", PROMPT, None, max_tokens=COUNT)
+    assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
+    wait_until(lambda: not consumer.go_on(), "it rests")

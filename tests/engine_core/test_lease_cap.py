@@ -1,0 +1,187 @@
+"""Leases that nobody comes for, and prompts that wait for their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.protocol.handshake import LeaseName
+from kvferry.scheduler.producer.kept_blocks import KeptBlocks
+from tests.engine_core.driver import Engine, Scheduled, tokens
+from tests.engine_core.node import free_port, side_channel
+from tests.engine_core.toy_model import expected_tokens
+
+LEASE_S = 60.0
+HEARTBEAT_S = LEASE_S / 6
+REMOTE_DECODE = {"do_remote_decode": True}
+PROMPT_TOKENS = 64
+"""Four blocks."""
+
+
+class Slow:
+    """A producer whose router comes back late or never, on a clock of its own: a second a step. Its workers obey."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **extra: Any) -> None:
+        self.now_s = 1000.0
+        clock = SimpleNamespace(monotonic=lambda: self.now_s)
+        for module in ("connector.scheduler_side", "scheduler.listener"):  # both wind the clock of leases
+            monkeypatch.setattr(f"kvferry.{module}.time", clock)
+        with side_channel(free_port()):
+            self.engine = Engine(
+                "FerryConnector",
+                module="kvferry.connector",
+                role="kv_producer",
+                num_blocks=33,
+                extra={"kv_lease_duration": LEASE_S, "debug_check_integrity": True, **extra},
+            )
+        self.side = self.engine.connector.scheduler_side
+
+    def prefill(self, *names: str, length: int = PROMPT_TOKENS) -> None:
+        for name in names:
+            prompt = tokens(length, seed=10 + len(self.engine.answers))
+            self.engine.add(name, prompt, REMOTE_DECODE, max_tokens=1)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.now_s += 1.0
+            step = self.engine.schedule()
+            self.engine.finish(step, over=ended(step))
+
+    def lease(self, name: str) -> LeaseName:
+        ticket = self.engine.answers[name].params["kvferry"]  # type: ignore[index]
+        return LeaseName(slot=ticket["lease_slot"], epoch=ticket["lease_epoch"])
+
+    def answered(self) -> int:
+        return sum(answer.finish_reason is not None for answer in self.engine.answers.values())
+
+    @property
+    def held(self) -> set[str]:
+        return set(self.side.leases.kept.requests())
+
+
+def ended(step: Scheduled) -> set[str]:
+    orders = step.metadata.orders()
+    return set() if orders is None else {end.request_id for end in orders.ends}
+
+
+@pytest.fixture
+def make_slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made: list[Slow] = []
+
+    def build(**extra: Any) -> Slow:
+        made.append(Slow(monkeypatch, **extra))
+        return made[-1]
+
+    yield build
+    for slow in made:
+        slow.side.check_integrity()
+        assert slow.engine.counted("integrity_errors") == 0
+        slow.engine.close()
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5], ids=["for need", "for the cap"])
+def test_a_router_that_never_comes_back_does_not_stop_prefills(make_slow: Any, fraction: float) -> None:
+    """Eight prompts fill the cache. Left to their leases alone, 40 would take five of them: 300 s."""
+    slow = make_slow(max_leased_fraction=fraction)
+    slow.prefill(*(f"p{index}" for index in range(40)))
+    started_s = slow.now_s
+    while slow.answered() < 40:
+        slow.step()
+        assert slow.now_s < started_s + 5 * 2 * HEARTBEAT_S + 20, f"{slow.answered()} of 40 prompts"
+    assert slow.engine.counted("leases_released", "evicted") >= 32
+    assert slow.engine.counted("leases_released", "expired") == 0
+    slow.step(round(LEASE_S) + 2)
+    assert slow.engine.is_whole
+
+
+def test_leases_alone_keep_no_more_than_their_share_for_longer_than_it_takes_to_know(make_slow: Any) -> None:
+    slow = make_slow(max_leased_fraction=0.5)
+    slow.prefill(*(f"p{index}" for index in range(8)))
+    slow.step(round(2 * HEARTBEAT_S) + 12)
+    assert slow.answered() == 8
+    assert slow.held == {"p4", "p5", "p6", "p7"}, "16 blocks of 32, and the oldest went"
+
+
+def test_without_want_and_below_the_cap_a_lease_lives_as_long_as_it_was_promised(make_slow: Any) -> None:
+    slow = make_slow()
+    slow.prefill("p0", "p1")
+    slow.step(round(LEASE_S) - 2)
+    assert slow.held == {"p0", "p1"}
+
+
+def test_what_a_consumer_waits_with_goes_last_and_not_before_the_want_has_lasted(make_slow: Any) -> None:
+    slow = make_slow(max_leased_fraction=1.0)
+    slow.prefill(*(f"p{index}" for index in range(8)))
+    slow.step(5)
+    assert slow.answered() == 8
+    for _ in range(round(2 * HEARTBEAT_S)):
+        slow.step()
+        for name in ("p0", "p1"):
+            slow.side.leases.renew(slow.lease(name))
+    slow.prefill("small")
+    slow.step(3)
+    assert {"p0", "p1"} <= slow.held
+    assert "p2" not in slow.held
+    slow.prefill("long", length=480)
+    slow.step(3)
+    assert slow.held & {"p0", "p1"} == {"p0", "p1"}, "what runs must end first; or somebody may come yet"
+    slow.step(round(3 * HEARTBEAT_S))
+    assert slow.engine.answers["long"].finish_reason is not None
+    assert slow.engine.counted("leases_released", "expired") == 0
+
+
+def test_a_lease_that_a_running_request_shares_all_blocks_with_is_not_ended_in_vain(make_slow: Any) -> None:
+    slow = make_slow(max_leased_fraction=1.0)
+    shared = tokens(PROMPT_TOKENS, seed=5)
+    slow.engine.add("shared", shared, REMOTE_DECODE, max_tokens=1)
+    slow.step(2)
+    runs = [*shared, *tokens(300, seed=6)]
+    slow.engine.add("runs", runs, max_tokens=60)
+    slow.step(4)
+    slow.prefill("waits", length=300)
+    slow.step(30)
+    assert slow.held == {"shared"}
+    assert slow.engine.status("runs") == "RUNNING"
+
+
+def test_a_consumer_of_an_evicted_lease_computes_the_prompt_and_answers_right(make: Any) -> None:
+    producer = make("kv_producer", num_blocks=17, extra={"kv_lease_duration": 3.0})
+    consumer = make("kv_consumer")
+    prompts = {f"p{index}": tokens(100, seed=20 + index) for index in range(3)}
+    params = {name: producer.prefill(name, prompt) for name, prompt in list(prompts.items())[:2]}
+    producer.engine.add("p2", prompts["p2"], REMOTE_DECODE, max_tokens=1)
+    params["p2"] = producer.answer("p2").params
+    producer.until(lambda: producer.engine.counted("leases_released", "evicted") >= 1)
+    for name, prompt in prompts.items():
+        consumer.engine.add(f"d-{name}", prompt, params[name], max_tokens=4)
+        while consumer.engine.answers[f"d-{name}"].finish_reason is None:
+            producer.step()
+            consumer.step()
+        assert consumer.engine.answers[f"d-{name}"].tokens == expected_tokens(prompt, 4)
+    assert consumer.engine.counted("local_recomputes", "load_failed") >= 1
+    producer.until(lambda: producer.engine.is_whole)
+
+
+@pytest.mark.parametrize(("fraction", "counts"), [(1.0, 0), (0.5, 1)], ids=["for need", "for the cap"])
+def test_blocks_are_counted_one_by_one_only_beyond_the_cap_and_not_in_every_step(
+    make_slow: Any, monkeypatch: pytest.MonkeyPatch, fraction: float, counts: int
+) -> None:
+    """It takes a while where leases keep tens of thousands."""
+    counted: list[int] = []
+    count = KeptBlocks.num_leased
+
+    def counting(kept: KeptBlocks) -> int:
+        counted.append(len(kept))
+        return count(kept)
+
+    monkeypatch.setattr(KeptBlocks, "num_leased", counting)
+    monkeypatch.setattr("kvferry.connector.room._COUNT_S", 1.0)
+    slow = make_slow(max_leased_fraction=fraction)
+    slow.prefill(*(f"p{index}" for index in range(9)))
+    slow.step(round(2 * HEARTBEAT_S) + 12)
+    assert slow.answered() == 9
+    assert slow.engine.counted("leases_released", "evicted") >= 1
+    assert counts <= len(counted) <= 4 * counts, counted

@@ -1,0 +1,155 @@
+"""`/reset_prefix_cache` and weight updates: what was computed before is never read after.
+
+New weights are a cache that was poisoned: whoever reads a cell of before answers wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine_core.driver import tokens
+from tests.engine_core.node import Node
+from tests.engine_core.toy_model import expected_tokens
+
+PROMPT = tokens(100)
+REMOTE_DECODE = {"do_remote_decode": True}
+BOTH = {"role": "kv_both", "extra": {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}}
+
+
+def reset(node: Node, *, running: bool = False) -> bool:
+    """What `/reset_prefix_cache?reset_external=true` does, with `reset_running_requests` or without."""
+    return bool(node.engine.scheduler.reset_prefix_cache(running, True))
+
+
+def reset_until_done(node: Node) -> None:
+    """As an operator does: until it says that it was successful."""
+    for _ in range(200):
+        if reset(node):
+            return
+        node.step()
+    raise AssertionError("it is never successful")
+
+
+def decode(node: Node, name: str, prompt: list[int], params: Any, *others: Node) -> None:
+    node.engine.add(name, prompt, params, max_tokens=4)
+    while node.engine.answers[name].finish_reason is None:
+        for one in (node, *others):
+            one.step()
+    assert node.engine.answers[name].tokens == expected_tokens(prompt, 4)
+
+
+def test_a_held_lease_ends_with_a_reset_and_what_it_held_is_not_read(make: Any) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    params = producer.prefill("p", PROMPT)
+    assert not reset(producer), "vLLM cannot reset while blocks are held"
+    reset_until_done(producer)
+    producer.model.poison()
+    decode(consumer, "d", PROMPT, params, producer)
+    assert consumer.engine.counted("failed_loads", "fence") == 1
+    producer.step()
+    assert producer.engine.counted("leases_released", "reset") == 1
+
+
+def test_a_prompt_that_is_half_computed_when_the_weights_change_is_answered_and_never_offered(make: Any) -> None:
+    producer = make("kv_producer")
+    long = tokens(300)
+    producer.engine.add("p", long, REMOTE_DECODE, max_tokens=1)
+    producer.step()
+    assert not reset(producer)
+    producer.until(lambda: producer.engine.answers["p"].finish_reason is not None)
+    assert producer.engine.answers["p"].params is None
+    producer.until(lambda: producer.engine.is_whole)
+    producer.step()
+    assert producer.engine.counted("leases_released", "reset") == 1
+
+
+@pytest.mark.parametrize("config", [{}, {"overlap": True}], ids=["one step", "overlapping steps"])
+def test_a_prompt_that_is_computed_anew_after_a_reset_is_offered_under_another_epoch(
+    make: Any, config: dict[str, Any]
+) -> None:
+    producer, consumer = make("kv_producer", **config), make("kv_consumer")
+    long = tokens(300)
+    producer.engine.add("p", long, REMOTE_DECODE, max_tokens=1)
+    producer.step()
+    side = producer.engine.connector.scheduler_side
+    first = side.leases._by_request["p"].epoch
+    assert reset(producer, running=True)
+    producer.model.poison()
+    params = producer.answer("p").params
+    assert params is not None
+    assert int(params["kvferry"]["lease_epoch"], 16) != first
+    for _ in range(3):
+        producer.step()
+    decode(consumer, "d", long, params, producer)
+    assert consumer.engine.counted("loads") == 1
+    assert consumer.engine.counted("failed_loads") == 0
+    producer.until(lambda: producer.engine.is_whole)
+
+
+def test_a_prompt_that_has_not_begun_keeps_its_right_to_a_lease(make: Any) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
+    assert reset(producer)
+    params = producer.answer("p").params
+    producer.step()
+    decode(consumer, "d", PROMPT, params, producer)
+    assert consumer.engine.counted("failed_loads") == 0
+    assert consumer.engine.counted("loads") == 1
+
+
+def test_a_consumer_that_is_reset_computes_what_it_has_not_begun_to_load_and_gives_it_back(make: Any) -> None:
+    """Its own weights have changed: what the producer holds is of the old ones."""
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    params = producer.prefill("p", PROMPT)
+    producer.model.poison()
+    consumer.engine.add("d", PROMPT, params, max_tokens=4)
+    assert reset(consumer)
+    assert consumer.answer("d").tokens == expected_tokens(PROMPT, 4)
+    assert consumer.engine.counted("local_recomputes", "reset") == 1
+    assert consumer.engine.counted("loads") == 0
+    producer.until(lambda: producer.engine.is_whole)
+    producer.step()
+    assert producer.engine.counted("leases_released", "release") == 1
+
+
+def test_a_reset_does_not_succeed_while_blocks_are_loaded_and_what_was_loaded_before_goes_with_it(make: Any) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    params = producer.prefill("p", PROMPT)
+    producer.model.poison()
+    consumer.engine.add("d", PROMPT, params, max_tokens=4)
+    consumer.step()
+    assert consumer.engine.status("d") == "WAITING_FOR_REMOTE_KVS"
+    assert not reset(consumer)
+    with pytest.raises(RuntimeError, match="not supported"):
+        reset(consumer, running=True)
+    consumer.until(lambda: consumer.engine.status("d") != "WAITING_FOR_REMOTE_KVS")
+    assert reset(consumer, running=True)
+    answer = consumer.answer("d").tokens
+    assert answer[-3:] == expected_tokens([*PROMPT, answer[0]], 3), "all that comes after the reset is right"
+    producer.until(lambda: producer.engine.is_whole)
+
+
+def test_offers_of_turns_end_with_a_reset_and_an_answer_that_was_begun_before_is_not_offered(make: Any) -> None:
+    prefiller, decoder = make(**BOTH), make(**BOTH)
+    decode(decoder, "d1", PROMPT, prefiller.prefill("p1", PROMPT), prefiller)
+    offer = decoder.engine.answers["d1"].params
+    assert offer is not None
+    other = tokens(60, seed=3)
+    decoder.engine.add("d2", other, prefiller.prefill("p2", other), max_tokens=30)
+    decoder.until(lambda: len(decoder.engine.answers["d2"].tokens) > 2)
+    reset(decoder)
+    assert decoder.answer("d2").params is None
+    reset_until_done(decoder)
+    decoder.model.poison()
+    text = [*PROMPT, *decoder.engine.answers["d1"].tokens, *tokens(20, seed=4)]
+    prefiller.until(lambda: prefiller.engine.is_whole)
+    prefiller.engine.scheduler.reset_prefix_cache()
+    prefiller.engine.add("p3", text, offer, max_tokens=1)
+    while prefiller.engine.answers["p3"].finish_reason is None:
+        decoder.step()
+        prefiller.step()
+    assert prefiller.engine.answers["p3"].tokens == expected_tokens(text, 1)
+    assert prefiller.engine.counted("local_recomputes", "load_failed") == 1
+    assert decoder.engine.counted("turns_released", "reset") == 2

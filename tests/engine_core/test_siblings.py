@@ -1,0 +1,43 @@
+"""What other connectors under the same MultiConnector load and hold: vLLM tells every child of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvferry.scheduler.consumer.states import LoadState
+from tests.engine_core.driver import Engine, tokens
+from tests.engine_core.offers import offer
+
+PROMPT = tokens(40)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine("FerryConnector", module="kvferry.connector", role="kv_both")
+    yield made
+    made.connector.scheduler_side.check_integrity()
+    made.close()
+
+
+def test_blocks_that_a_sibling_has_held_are_freed_without_a_lease_of_ours(engine: Engine) -> None:
+    engine.add("theirs", PROMPT, max_tokens=1)
+    engine.run()
+    engine.connector.update_connector_output(KVConnectorOutput(finished_sending={"theirs"}))
+    assert engine.counted("leases_released") == 0
+
+
+@pytest.mark.parametrize("failed", [False, True], ids=["loaded", "failed"])
+def test_a_prompt_that_a_sibling_loads_is_not_ours_to_count(engine: Engine, failed: bool) -> None:
+    request = engine.add("d", PROMPT, offer(PROMPT))
+    nothing = engine.scheduler.kv_cache_manager.empty_kv_cache_blocks
+    engine.connector.update_state_after_alloc(request, nothing, 0)
+    told = KVConnectorOutput(finished_recving={"d"}, failed_recving={"d"} if failed else set())
+    engine.connector.update_connector_output(told)
+    side = engine.connector.scheduler_side
+    assert side.loads.state("d") is LoadState.DECLINED
+    engine.run()
+    assert engine.counted("local_recomputes", "not_wanted") == 1
+    assert engine.counted("failed_requests") == engine.counted("local_recomputes", "load_failed") == 0

@@ -1,0 +1,255 @@
+"""What is recorded of requests: exactly this, in this order, by the scheduler and by the worker."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.connector.tracing import UNTRACED
+from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.params import read_params
+from kvferry.trace.events import DecodeArrived, LeaseName, LoadEnded, LoadOrdered, LoadReported, Part, Recomputed
+from kvferry.trace.merging import merge
+from kvferry.trace.reading import read_recording
+from kvferry.worker.load_times import Stage
+from tests.engine_core.driver import tokens
+from tests.engine_core.recorded_events import events_of, told_of
+
+PROMPT = tokens(100)
+COUNT = 3
+LOADED = ["DecodeArrived tokens=100", "LoadOrdered first_token=0 stop_token=100", "LoadReported good=True"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "traces"
+
+
+@pytest.fixture
+def extra(folder: Path) -> dict[str, Any]:
+    return {"trace_dir": str(folder)}
+
+
+def lease_of(params: dict[str, Any]) -> LeaseName:
+    source: Any = read_params(params)
+    return LeaseName(boot=source.kvferry.boot, epoch=source.kvferry.lease_epoch)
+
+
+def decode(node: Any, name: str, prompt: list[int], params: Any) -> None:
+    node.engine.add(name, prompt, params, max_tokens=COUNT)
+    node.answer(name)
+
+
+@pytest.mark.parametrize("shape", [{}, {"tp": 2, "overlap": True}], ids=["one worker", "two workers, overlapping"])
+def test_a_handover_is_told_by_both_schedulers_and_by_every_worker_of_the_consumer(
+    make: Any, folder: Path, extra: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    producer, consumer = make("kv_producer", extra=extra, **shape), make("kv_consumer", extra=extra, **shape)
+    params = producer.prefill("p", PROMPT)
+    decode(consumer, "d", PROMPT, params)
+    producer.until(lambda: producer.engine.is_whole)
+    producer.close()
+    consumer.close()
+
+    prefill = events_of(folder, producer)
+    assert told_of(prefill, "p") == [
+        "PrefillArrived tokens=100",
+        "PrefillScheduled",
+        "ParamsGiven tokens=100",
+        "LeaseOver how=done",
+    ]
+    assert {event.lease for event in prefill[1:]} == {lease_of(params)}
+    handover = events_of(folder, consumer)
+    assert told_of(handover, "d") == [*LOADED, "DecodeScheduled", "Finished"]
+    arrived, ordered, reported = handover[:3]
+    assert isinstance(arrived, DecodeArrived)
+    assert (arrived.lease, arrived.remote_request) == (lease_of(params), "p")
+    assert arrived.producer == producer.engine.config.kv_transfer_config.engine_id
+    assert [event.at_ns for event in handover] == sorted(event.at_ns for event in handover)
+    assert arrived.at_ns < prefill[-1].at_ns
+
+    loads = events_of(folder, consumer, Part.WORKER)
+    assert len(loads) == len(consumer.workers)
+    for load in loads:
+        assert isinstance(load, LoadEnded)
+        assert isinstance(ordered, LoadOrdered)
+        assert isinstance(reported, LoadReported)
+        assert (load.request, load.producer, load.reason) == ("d", arrived.producer, "")
+        assert [one.stage for one in load.stages] == [stage.value for stage in Stage]
+        times = [ordered.at_ns, *(x for one in load.stages for x in (one.begun_ns, one.ended_ns)), reported.at_ns]
+        assert times == sorted(times), "a worker's clock is the scheduler's"
+        assert load.at_ns == load.stages[-1].ended_ns
+        assert load.bytes == 7 * producer.engine.block_bytes
+        assert load.descriptors > 0
+    assert events_of(folder, producer, Part.WORKER) == []
+
+
+def test_the_files_of_both_engines_make_one_whole_timeline(make: Any, folder: Path, extra: dict[str, Any]) -> None:
+    producer, consumer = make("kv_producer", extra=extra, tp=2), make("kv_consumer", extra=extra, tp=2)
+    decode(consumer, "d", PROMPT, producer.prefill("p", PROMPT))
+    producer.until(lambda: producer.engine.is_whole)
+    producer.close()
+    consumer.close()
+    recording = read_recording([folder])
+    (timeline,) = merge(recording).timelines
+    assert (recording.damage, timeline.missing, timeline.outcome) == ((), (), "loaded")
+    assert (timeline.handover.producer_request, timeline.handover.consumer_request) == ("p", "d")
+    assert len(timeline.workers) == 2
+
+
+def test_what_a_client_calls_a_request_is_recorded_and_what_cannot_be_used_is_counted_once(
+    make: Any, folder: Path, extra: dict[str, Any]
+) -> None:
+    producer = make("kv_producer", extra=extra)
+    for name, value in (("good", "order-17"), ("bad", "order 17")):
+        asked = {"kvferry_correlation": value}
+        producer.engine.add(name, PROMPT, {"do_remote_decode": True}, max_tokens=1, extra_args=asked)
+        producer.answer(name)
+    tally = producer.engine.connector.scheduler_side.tally
+    producer.close()
+    told = events_of(folder, producer)
+    assert told_of(told, "good")[0] == "PrefillArrived tokens=100 correlation=order-17"
+    assert told_of(told, "bad")[0] == "PrefillArrived tokens=100"
+    assert tally.total("dropped_correlations") == 1
+
+
+def test_a_prompt_that_came_again_says_why_it_is_computed_and_of_which_lease(
+    make: Any, folder: Path, extra: dict[str, Any]
+) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer", extra=extra)
+    params = producer.prefill("p", PROMPT)
+    decode(consumer, "d1", PROMPT, params)
+    consumer.engine.scheduler.reset_prefix_cache()
+    decode(consumer, "d2", PROMPT, params)
+    decode(consumer, "d3", PROMPT, {"do_remote_prefill": True, "remote_engine_id": 7})
+    consumer.close()
+    events = events_of(folder, consumer)
+    assert told_of(events, "d2") == ["Recomputed reason=lease_over", "DecodeScheduled", "Finished"]
+    assert told_of(events, "d3") == ["Recomputed reason=foreign_params", "DecodeScheduled", "Finished"]
+    leases = {event.request: event.lease for event in events if isinstance(event, Recomputed)}
+    assert leases == {"d2": lease_of(params), "d3": None}
+
+
+def test_a_load_that_failed_says_where(make: Any, folder: Path, extra: dict[str, Any]) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer", extra={**extra, "handshake_timeout_s": 0.3})
+    params = producer.prefill("p", PROMPT)
+    producer.close()
+    decode(consumer, "d", PROMPT, params)
+    consumer.close()
+    events = events_of(folder, consumer)
+    assert told_of(events, "d") == [
+        *LOADED[:2],
+        "LoadReported good=False",
+        "Recomputed reason=load_failed",
+        "DecodeScheduled",
+        "Finished",
+    ]
+    assert events[3].lease == lease_of(params)
+    (load,) = events_of(folder, consumer, Part.WORKER)
+    assert (load.reason, load.bytes) == ("handshake", 0)
+    assert [one.stage for one in load.stages] == ["queued", "meeting"]
+
+
+def test_a_load_that_fails_a_request_is_not_called_a_recompute(make: Any, folder: Path, extra: dict[str, Any]) -> None:
+    failing = {"extra": {**extra, "handshake_timeout_s": 0.3}, "policy": "fail"}
+    producer, consumer = make("kv_producer"), make("kv_consumer", **failing)
+    params = producer.prefill("p", PROMPT)
+    producer.close()
+    decode(consumer, "d", PROMPT, params)
+    consumer.close()
+    assert told_of(events_of(folder, consumer), "d") == [*LOADED[:2], "Finished", "LoadReported good=False"]
+
+
+def test_leases_say_how_they_ended(make: Any, folder: Path, extra: dict[str, Any]) -> None:
+    producer = make("kv_producer", extra={**extra, "kv_lease_duration": 0.1})
+    producer.prefill("nobody-comes", PROMPT)
+    producer.until(lambda: producer.engine.is_whole)
+    producer.engine.add("aborted", tokens(50, seed=3), {"do_remote_decode": True}, max_tokens=1)
+    producer.engine.schedule()
+    producer.engine.abort("aborted")
+    producer.close()
+    events = events_of(folder, producer)
+    begun = ["PrefillArrived tokens=100", "PrefillScheduled", "ParamsGiven tokens=100"]
+    assert told_of(events, "nobody-comes") == [*begun, "LeaseOver how=expired"]
+    assert told_of(events, "aborted") == ["PrefillArrived tokens=50", "PrefillScheduled", "LeaseOver how=abandoned"]
+
+
+def test_a_request_that_is_aborted_before_its_load_or_in_it_has_an_end(
+    make: Any, folder: Path, extra: dict[str, Any]
+) -> None:
+    producer, consumer = make("kv_producer", extra=extra), make("kv_consumer", extra=extra)
+    other = tokens(100, seed=2)
+    consumer.engine.add("waiting", PROMPT, producer.prefill("p1", PROMPT), max_tokens=COUNT)
+    consumer.engine.abort("waiting")
+    consumer.engine.add("loading", other, producer.prefill("p2", other), max_tokens=COUNT)
+    first = consumer.engine.schedule()
+    consumer.engine.abort("loading")
+    consumer.engine.finish(first)
+    consumer.workers[0].bind_connector_metadata(first.metadata)
+    consumer.until(lambda: consumer.engine.is_whole)
+    producer.until(lambda: producer.engine.is_whole)
+    consumer.close()
+    producer.close()
+    events = events_of(folder, consumer)
+    assert told_of(events, "waiting") == ["DecodeArrived tokens=100", "Finished"]
+    assert told_of(events, "loading") == [*LOADED[:2], "Finished", "LoadReported good=True"]
+    over = [event.how for event in events_of(folder, producer) if event.request == "p1" and hasattr(event, "how")]
+    assert over == ["release"]
+
+
+def test_a_prompt_that_is_here_already_is_not_loaded(make: Any, folder: Path, extra: dict[str, Any]) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer", extra=extra)
+    prompt = tokens(97)  # but for the last token whole blocks
+    decode(consumer, "before", prompt, None)
+    decode(consumer, "d", prompt, producer.prefill("p", prompt))
+    consumer.close()
+    events = events_of(folder, consumer)
+    assert told_of(events, "before") == []
+    assert told_of(events, "d") in (
+        ["DecodeArrived tokens=97", "DecodeScheduled", "Finished"],
+        [
+            "DecodeArrived tokens=97",
+            "LoadOrdered first_token=96 stop_token=97",
+            *LOADED[2:],
+            "DecodeScheduled",
+            "Finished",
+        ],
+    )
+
+
+def test_a_reset_computes_what_waits(make: Any, folder: Path, extra: dict[str, Any]) -> None:
+    producer, consumer = make("kv_producer"), make("kv_consumer", extra=extra)
+    consumer.engine.add("d", PROMPT, producer.prefill("p", PROMPT), max_tokens=COUNT)
+    consumer.engine.connector.scheduler_side.reset()
+    consumer.answer("d")
+    consumer.close()
+    assert told_of(events_of(folder, consumer), "d") == [
+        "DecodeArrived tokens=100",
+        "Recomputed reason=reset",
+        "DecodeScheduled",
+        "Finished",
+    ]
+
+
+def test_an_engine_that_traces_nothing_has_no_thread_for_it_and_makes_no_event(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(*_: object, **__: object) -> None:
+        raise AssertionError("an event was made")
+
+    for name in ("DecodeArrived", "PrefillArrived", "PrefillScheduled", "LoadOrdered", "LoadReported", "Finished"):
+        monkeypatch.setattr(f"kvferry.connector.tracing.{name}", made)
+    monkeypatch.setattr("kvferry.connector.tracing_worker.LoadEnded", made)
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    assert producer.engine.connector.scheduler_side.tracing is UNTRACED
+    decode(consumer, "d", PROMPT, producer.prefill("p", PROMPT))
+    assert consumer.engine.counted("loads") == 1
+    assert not {thread.name for thread in threading.enumerate()} & {"kvferry-trace", "kvferry-spans"}
+
+
+def test_a_folder_that_cannot_be_used_stops_the_start(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"trace_dir is .*/missing/traces"):
+        make("kv_producer", extra={"trace_dir": str(tmp_path / "missing" / "traces")})

@@ -1,0 +1,112 @@
+"""Spans of two engines in one trace, made by OpenTelemetry's own SDK."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("opentelemetry.sdk", reason="the OpenTelemetry SDK is not installed")
+
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvferry.connector import tracing_start
+from kvferry.worker.load_times import Stage
+from tests.engine_core.driver import tokens
+
+PROMPT = tokens(100)
+TRACE, PARENT = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
+HEADERS = {"traceparent": f"00-{TRACE:032x}-{PARENT:016x}-01"}
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """A tracer provider as vLLM makes one in the processes of an engine."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    return exporter
+
+
+@pytest.fixture
+def tracing_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if vLLM's `--otlp-traces-endpoint` were given."""
+    monkeypatch.setattr(tracing_start, "has_opentelemetry_on", lambda config: True)
+
+
+def hand_over(make: Any, headers: dict[str, str] | None, **shape: Any) -> None:
+    producer, consumer = make("kv_producer", **shape), make("kv_consumer", **shape)
+    params = producer.prefill("p", PROMPT, trace_headers=headers)
+    consumer.engine.add("d", PROMPT, params, max_tokens=3, trace_headers=headers)
+    consumer.answer("d")
+    producer.until(lambda: producer.engine.is_whole)
+    producer.close()
+    consumer.close()
+
+
+def by_name(exported: InMemorySpanExporter) -> dict[str, list[ReadableSpan]]:
+    found: dict[str, list[ReadableSpan]] = {}
+    for span in exported.get_finished_spans():
+        found.setdefault(span.name, []).append(span)
+    return found
+
+
+@pytest.mark.usefixtures("tracing_on")
+@pytest.mark.parametrize("shape", [{}, {"tp": 2}], ids=["one worker", "two workers"])
+def test_both_engines_spans_are_children_of_the_requests_span(
+    make: Any, exported: InMemorySpanExporter, shape: dict[str, Any]
+) -> None:
+    hand_over(make, HEADERS, **shape)
+    spans = by_name(exported)
+    (lease,), (handover,), (wait,) = spans["kvferry.lease"], spans["kvferry.handover"], spans["kvferry.handover.wait"]
+    for root in (lease, handover):
+        assert root.parent is not None
+        assert (root.parent.trace_id, root.parent.span_id) == (TRACE, PARENT)
+        assert root.context.trace_id == TRACE
+    assert lease.attributes is not None
+    assert handover.attributes is not None
+    assert lease.attributes["kvferry.lease"] == handover.attributes["kvferry.lease"]
+    assert (lease.attributes["kvferry.how"], handover.attributes["kvferry.outcome"]) == ("done", "loaded")
+    loads = spans["kvferry.load"]
+    workers = shape.get("tp", 1)
+    assert {(load.attributes or {})["kvferry.worker"] for load in loads} == set(range(workers))
+    for child in (wait, *loads):
+        assert child.parent == handover.context
+    load_ids = {load.context.span_id for load in loads}
+    for stage in Stage:
+        stages = spans[f"kvferry.load.{stage.value}"]
+        assert {span.parent.span_id for span in stages if span.parent is not None} == load_ids
+        assert len(stages) == workers
+    assert handover.start_time is not None
+    assert handover.end_time is not None
+    for load in loads:
+        assert load.start_time is not None
+        assert load.end_time is not None
+        assert handover.start_time <= load.start_time <= load.end_time <= handover.end_time
+
+
+@pytest.mark.usefixtures("tracing_on")
+def test_without_a_trace_of_the_requests_each_engine_begins_one(make: Any, exported: InMemorySpanExporter) -> None:
+    hand_over(make, None)
+    spans = by_name(exported)
+    (lease,), (handover,) = spans["kvferry.lease"], spans["kvferry.handover"]
+    assert (lease.parent, handover.parent) == (None, None)
+    assert lease.context.trace_id != handover.context.trace_id
+
+
+@pytest.mark.usefixtures("tracing_on")
+def test_a_trace_parent_that_is_none_does_no_harm(make: Any, exported: InMemorySpanExporter) -> None:
+    hand_over(make, {"traceparent": "00-nonsense"})
+    assert by_name(exported)["kvferry.handover"][0].parent is None
+
+
+def test_an_engine_without_an_endpoint_makes_no_spans(
+    make: Any, exported: InMemorySpanExporter, tmp_path: Path
+) -> None:
+    hand_over(make, HEADERS, extra={"trace_dir": str(tmp_path)})
+    assert exported.get_finished_spans() == ()

@@ -1,0 +1,111 @@
+"""A fabric whose data reads can be held up: before, in the middle of, or after the moment in which they read.
+
+    fabric.hold = lambda: Hold(gate.is_set)                # nothing is read before the gate is open
+    fabric.hold = lambda: Hold(gate.is_set, at_once=0.5)   # half of the descriptors now, the rest when it is open
+    fabric.hold = lambda: Hold(gate.is_set, at_once=1.0)   # everything now, and that is told when it is open
+
+The reads themselves are those of the fabric behind it, so of a real one what arrives is what the memory held then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvferry.worker.fabric import (
+    Indices,
+    LocalDescriptors,
+    OpenHandles,
+    RemoteDescriptors,
+    Transfer,
+    TransferState,
+    TransferTelemetry,
+)
+from tests.worker.probe_fabric import ProbeFabric
+
+
+@dataclass(frozen=True, eq=False)
+class Hold:
+    """How one read is held up.
+
+    Attributes:
+        is_open: asked until it says so, on the transfer thread.
+        at_once: the share of the descriptors that are read at once.
+    """
+
+    is_open: Callable[[], bool]
+    at_once: float = 0.0
+
+
+class _Held(Transfer):
+    """A read in two parts: `begun` is under way, `rest` is posted when the hold is over."""
+
+    def __init__(self, hold: Hold, begun: list[Transfer], rest: Callable[[], Transfer] | None, peer: str) -> None:
+        self.hold, self.begun, self.rest = hold, begun, rest
+        self.peer = peer  # type: ignore[assignment]
+
+
+class GateFabric(ProbeFabric):
+    """Attributes:
+    hold: asked for every read that is no slot read; None lets it pass.
+    waiting: reads that are held up now.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.hold: Callable[[], Hold | None] = lambda: None
+        self.waiting: set[_Held] = set()
+        self._held: set[_Held] = set()
+
+    def held_by(self, hold: Hold) -> int:
+        """Reads that `hold` holds up now; asked on any thread."""
+        return sum(held.hold is hold for held in tuple(self.waiting))
+
+    def post_read(
+        self, local: LocalDescriptors, local_indices: Indices, remote: RemoteDescriptors, remote_indices: Indices
+    ) -> Transfer:
+        hold = None if local in self._slot_lists or not len(local_indices) else self.hold()
+        if hold is None:
+            return super().post_read(local, local_indices, remote, remote_indices)
+        cut = round(len(local_indices) * hold.at_once)
+        begun, rest = [], None
+        if cut:
+            begun.append(super().post_read(local, local_indices[:cut], remote, remote_indices[:cut]))
+        if cut < len(local_indices):
+            late = (local, local_indices[cut:], remote, remote_indices[cut:])
+            post = super().post_read
+            rest = lambda: post(*late)  # noqa: E731 - a thunk for later
+        held = _Held(hold, begun, rest, remote.peer)
+        self.waiting.add(held)
+        self._held.add(held)
+        return held
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        if not isinstance(transfer, _Held):
+            return super().poll(transfer)
+        states = [super(GateFabric, self).poll(part) for part in transfer.begun]
+        if not transfer.hold.is_open():
+            return TransferState.IN_FLIGHT
+        self.waiting.discard(transfer)
+        if transfer.rest is not None:
+            rest, transfer.rest = transfer.rest, None
+            transfer.begun.append(rest())
+            return TransferState.IN_FLIGHT
+        return TransferState.DONE if all(x is TransferState.DONE for x in states) else TransferState.IN_FLIGHT
+
+    def telemetry(self, transfer: Transfer) -> TransferTelemetry | None:
+        return None if isinstance(transfer, _Held) else super().telemetry(transfer)
+
+    def release(self, handle: Transfer | LocalDescriptors | RemoteDescriptors) -> None:
+        if not isinstance(handle, _Held):
+            super().release(handle)
+            return
+        self.waiting.discard(handle)
+        self._held.discard(handle)
+        for part in handle.begun:
+            super().release(part)
+
+    def open_handles(self) -> OpenHandles:
+        """A read in two parts is one."""
+        inner = super().open_handles()
+        return replace(inner, transfers=inner.transfers + sum(1 - len(one.begun) for one in self._held))

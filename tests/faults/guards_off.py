@@ -1,0 +1,29 @@
+"""A plugin of pytest that switches one guard off; see `tests.faults.guards`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import pytest
+
+from tests import waiting
+from tests.faults.guards import GUARDS, switch_off
+
+VARIABLE = "KVFERRY_GUARD_OFF"
+_LONGEST_S = 3.0
+"""More than anything takes that does come, on all but the slowest machines; there a test fails all the same."""
+
+
+def pytest_configure() -> None:
+    """Before any test module is imported."""
+    key = os.environ.get(VARIABLE)
+    if not key:
+        return
+    chosen = [guard for guard in GUARDS if guard.key == key]
+    if not chosen:
+        raise pytest.UsageError(f"{VARIABLE} is {key}; expected one of {', '.join(guard.key for guard in GUARDS)}")
+    switch_off(chosen[0])
+    # What a guard brings about does not come without it, nor any rest: there is no need to wait long for it.
+    waiting.LONGEST_S = _LONGEST_S
+    vars(importlib.import_module("tests.worker.at_rest"))["PATIENCE_S"] = 0.5

@@ -1,0 +1,81 @@
+"""Whoever else may listen where a producer is believed to be."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from kvferry.protocol.handshake import Hello, channel_address, decode_request
+from tests.worker.engine_values import HOST
+
+GARBAGE = random.Random(1).randbytes(4096)
+HTTP = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 5\r\nConnection: close\r\n\r\nwhat?"
+_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+_READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER"
+HUGE_FRAME = _GREETING + b"\x04" + bytes([len(_READY)]) + _READY + b"\x01\x00" + b"\x02" + (1 << 40).to_bytes(8, "big")
+"""A good greeting of ZMQ, then an answer that says that it has a terabyte."""
+
+Answer = Callable[[], list[bytes]]
+"""The frames of an answer; may wait."""
+
+
+@contextlib.contextmanager
+def tcp_stranger(port: int, says: bytes) -> Iterator[None]:
+    """A TCP server that says the same to everybody, and listens to nobody."""
+    connections: list[socket.socket] = []
+    with socket.create_server((HOST, port)) as server:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    connections.append(connection)
+                    with contextlib.suppress(OSError):
+                        connection.sendall(says)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in connections:
+                connection.close()
+
+
+@contextlib.contextmanager
+def zmq_stranger(port: int, answer: Answer, forward_to: int | None = None) -> Iterator[None]:
+    """A ROUTER that answers every `Hello`; what else it hears it hands on to the listener at `forward_to`."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind(channel_address(HOST, port))
+    stopping = threading.Event()
+
+    def serve() -> None:
+        behind = context.socket(zmq.DEALER)
+        if forward_to is not None:
+            behind.connect(channel_address(HOST, forward_to))
+        while not stopping.is_set():
+            if router.poll(20):
+                asker, empty, body = router.recv_multipart()
+                if isinstance(decode_request(body), Hello):
+                    router.send_multipart([asker, empty, *answer()])
+                elif forward_to is not None:
+                    behind.send_multipart([b"", body])
+        behind.close(linger=500)
+        router.close(linger=0)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
+        context.term()

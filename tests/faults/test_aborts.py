@@ -1,0 +1,170 @@
+"""The request is aborted (or preempted) while its load stands at each point: the worker goes on to the end regardless.
+
+vLLM frees no block of such a request before the worker has reported it, so what is asserted is that every load is
+reported, once, and not before it is over; that nothing is left; and that the next is good.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvferry.protocol.orders import FailureReason
+from kvferry.scheduler.consumer.states import LoadState
+from tests.faults.fault_fabric import Point
+from tests.faults.fault_rig import BOUND_S, HASTY, FaultRig, fault_rig, faults_of, until_adds_up
+from tests.waiting import wait_until
+from tests.worker.engine_rig import SHAPE, Engine, OrderedLoad
+
+STAGED = replace(SHAPE, axes="bth")
+"""Another order than the producer's, and short runs: everything is staged."""
+
+
+@pytest.fixture(params=["memory", "nixl"])
+def rig(request: pytest.FixtureRequest) -> Iterator[FaultRig]:
+    with fault_rig(request.param) as made:
+        yield made
+
+
+def abort(consumer: Engine, load: OrderedLoad) -> None:
+    """The request is aborted; nobody has reported its load."""
+    consumer.loads.finished(load.request_id)
+    assert consumer.loads.state(load.request_id) is LoadState.ABORTED
+    consumer.loads.check_integrity()
+    assert load.request_id not in (*consumer.seen.loaded, *consumer.seen.failed)
+
+
+def check_end(rig: FaultRig, producer: Engine, consumer: Engine, load: OrderedLoad) -> FailureReason | None:
+    """It is reported once, and everything comes back."""
+    reason = rig.until_over(consumer, load, BOUND_S)
+    rig.settle()
+    assert [*consumer.seen.loaded, *consumer.seen.failed].count(load.request_id) == 1
+    assert not len(consumer.loads)
+    consumer._free += load.blocks
+    rig.until_good(producer, consumer)
+    rig.settle()
+    return reason
+
+
+@pytest.mark.parametrize("shape", [SHAPE, STAGED], ids=["direct", "staged"])
+@pytest.mark.parametrize("point", [point for point in Point if point is not Point.IN_READ])
+def test_aborted_at_every_point(rig: FaultRig, shape: Any, point: Point) -> None:
+    producer, consumer = rig.engine("P"), rig.engine("C", shape=shape)
+    if point is not Point.FIRST_CONTACT:
+        rig.until_good(producer, consumer)
+    there = threading.Event()
+    faults_of(consumer).stop_at(point, lambda _: there.set())
+    load = consumer.load(producer.prefill(10, 4).params)
+    wait_until(there.is_set, f"the load is at {point.name}", BOUND_S)
+    abort(consumer, load)
+    faults_of(consumer).go()
+    assert check_end(rig, producer, consumer, load) is None
+
+
+@pytest.mark.parametrize("shape", [SHAPE, STAGED], ids=["direct", "staged"])
+def test_aborted_in_a_read_that_takes_its_time(rig: FaultRig, shape: Any) -> None:
+    producer, consumer = rig.engine("P"), rig.engine("C", shape=shape)
+    rig.until_good(producer, consumer)
+    fabric = faults_of(consumer)
+    fabric.stuck = True
+    load = consumer.load(producer.prefill(10, 4).params)
+    wait_until(lambda: fabric.reading(), "the read is under way", BOUND_S)
+    abort(consumer, load)
+    assert consumer.fabric.transfers()
+    fabric.mend()
+    assert check_end(rig, producer, consumer, load) is None
+
+
+def test_aborted_while_it_waits_for_its_turn(rig: FaultRig) -> None:
+    producer, consumer = rig.engine("P"), rig.engine("C", settings=replace(HASTY, max_loads=1))
+    rig.until_good(producer, consumer)
+    fabric = faults_of(consumer)
+    fabric.stuck = True
+    first, second = (consumer.load(producer.prefill(10, seed).params) for seed in (4, 5))
+    wait_until(lambda: fabric.reading(), "the first one reads", BOUND_S)
+    abort(consumer, second)
+    fabric.mend()
+    assert rig.until_over(consumer, first, BOUND_S) is None
+    consumer.free(first)
+    assert check_end(rig, producer, consumer, second) is None
+
+
+def test_aborted_while_the_handshake_waits_for_an_answer(rig: FaultRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer = rig.engine("P"), rig.engine("C")
+    asked, answer = threading.Event(), threading.Event()
+    introduce = consumer.worker._introduce
+
+    def slow(key: Any) -> Any:
+        asked.set()
+        assert answer.wait(BOUND_S)
+        return introduce(key)
+
+    monkeypatch.setattr(consumer.worker, "_introduce", slow)
+    load = consumer.load(producer.prefill(10, 4).params)
+    wait_until(asked.is_set, "the producer is asked", BOUND_S)
+    abort(consumer, load)
+    answer.set()
+    assert check_end(rig, producer, consumer, load) is None
+
+
+class Unreached:
+    """A point in the device's work that is reached when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def reached(self) -> bool:
+        return self.is_over
+
+
+def test_aborted_while_its_tail_is_being_erased(rig: FaultRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not reported before the device has erased: until then the blocks are still written."""
+    producer, consumer = rig.engine("P"), rig.engine("C")
+    rig.until_good(producer, consumer)
+    mark = Unreached()
+    with monkeypatch.context() as patched:
+        patched.setattr(consumer.worker._eraser._clock, "mark", lambda: mark, raising=False)
+        load = consumer.load(producer.prefill(10, 4).params)
+        rig.step_until(lambda: _is_erasing(consumer), "it erases", BOUND_S)
+        abort(consumer, load)
+        for _ in range(5):
+            consumer.step()
+        assert load.request_id not in consumer.seen.loaded
+        mark.is_over = True
+        assert rig.until_over(consumer, load, BOUND_S) is None
+    assert check_end(rig, producer, consumer, load) is None
+
+
+def _is_erasing(consumer: Engine) -> bool:
+    thread = consumer.worker._thread
+    assert thread is not None
+    return any(isinstance(load.erased, Unreached) for load in thread.runner.alive())
+
+
+def test_an_abort_that_is_followed_by_a_failure_is_a_failure(rig: FaultRig) -> None:
+    producer, consumer = rig.engine("P"), rig.engine("C")
+    rig.until_good(producer, consumer)
+    there = threading.Event()
+    faults_of(consumer).stop_at(Point.SECOND_FENCE, lambda _: there.set())
+    offer = producer.prefill(10, 4)
+    load = consumer.load(offer.params)
+    wait_until(there.is_set, "the data has been read", BOUND_S)
+    abort(consumer, load)
+    producer.give_away(offer)
+    faults_of(consumer).go()
+    assert check_end(rig, producer, consumer, load) is FailureReason.FENCE
+
+
+def test_a_request_that_is_aborted_before_it_is_scheduled_gives_its_lease_back(rig: FaultRig) -> None:
+    producer, consumer = rig.engine("P"), rig.engine("C")
+    rig.until_good(producer, consumer)
+    params = producer.prefill(10, 4).params
+    assert consumer.loads.offer("offered", params, params.remote_num_tokens, 0.0) is None
+    consumer.loads.finished("offered")
+    rig.settle()
+    until_adds_up(consumer)
+    rig.until_good(producer, consumer)

@@ -1,0 +1,117 @@
+"""The fabric raises from every single call that a handover makes, one call at a time.
+
+A clean story is told first, and counted: a consumer meets a producer and loads, the producer goes and comes back in
+another life, and is met and loaded from again. Then it is told once more for every call that was counted and every
+error, with that call raising. Each load is good, byte for byte, or reported failed; afterwards nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.worker.fabric import (
+    DescriptorOutOfRange,
+    FabricUnavailable,
+    InvalidMetadata,
+    InvalidRequest,
+    PeerLost,
+    TransferFailed,
+)
+from tests.faults.fault_rig import BOUND_S, FaultRig, fault_rig, faults_of
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "a bug": lambda: RuntimeError("unheard of"),
+    "PeerLost": lambda: PeerLost("test", "the test wanted it"),
+    "TransferFailed": lambda: TransferFailed("test", "the test wanted it"),
+}
+OWN_ERRORS: dict[str, Callable[[], Exception]] = {
+    "add_peer": lambda: InvalidMetadata("test", "the test wanted it"),
+    "prepare_local": lambda: DescriptorOutOfRange("test", "the test wanted it"),
+    "prepare_remote": lambda: DescriptorOutOfRange("test", "the test wanted it"),
+    "post_read": lambda: InvalidRequest("test", "the test wanted it"),
+    "notify": lambda: InvalidRequest("test", "the test wanted it"),
+    "take_notifications": lambda: FabricUnavailable("test", "the test wanted it"),
+}
+"""What only these methods raise by their contract."""
+METHODS = (
+    *("add_peer", "remove_peer", "prepare_local", "prepare_remote", "post_read", "poll", "telemetry"),
+    *("release", "notify", "take_notifications", "open_handles"),
+)
+MOST_POLLS = {"poll": 8, "take_notifications": 3, "open_handles": 2}
+"""How often these are called depends on the time that everything else takes."""
+LEASE_S = 0.3
+"""A producer that cannot be told gets its blocks back all the same."""
+SIDES = ("producer", "consumer")
+
+
+@pytest.fixture(autouse=True)
+def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.worker.back_off.FIRST_S", 0.005)
+    monkeypatch.setattr("kvferry.worker.back_off.LONGEST_S", 0.01)
+
+
+def tell(
+    kind: str, side: str, arm: Callable[[FaultRig, str], object], lease_s: float = LEASE_S
+) -> dict[str, tuple[int, int]]:
+    """The story. Returns per method the numbers of its first call after `arm` and of the first that never was."""
+    with fault_rig(kind) as rig:
+        producer, consumer = rig.engine("P", lease_s=lease_s), rig.engine("C")
+        faults = faults_of(producer if side == "producer" else consumer)
+        before = Counter(faults.calls)
+        arm(rig, side)
+        rig.try_transfer(producer, consumer, seed=1)
+        if side == "consumer":
+            rig.step_until(lambda: not len(producer.leases), "the blocks are free", BOUND_S)
+            rig.retire(producer)
+            producer = rig.engine("P", port=producer.port, lease_s=lease_s)
+        rig.try_transfer(producer, consumer, seed=2)
+        calls = Counter(faults.calls)
+        rig.settle()
+        rig.until_good(producer, consumer)
+        rig.settle()
+        return {method: (before[method], calls[method]) for method in METHODS}
+
+
+@functools.cache
+def clean(kind: str, side: str) -> dict[str, tuple[int, int]]:
+    """What the story is made of when nothing goes wrong."""
+    return tell(kind, side, lambda rig, side: None, lease_s=60.0)
+
+
+NEVER_CALLED = {("producer", method) for method in METHODS if method not in ("take_notifications", "open_handles")}
+NEVER_CALLED |= {("consumer", "take_notifications")}
+"""A producer does not touch the fabric but to listen, and a consumer does not listen."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("kind", ["memory", "nixl"])
+def test_whichever_call_raises_loads_are_good_or_failed_and_nothing_is_left(kind: str, side: str, method: str) -> None:
+    first, stop = clean(kind, side)[method]
+    if first == stop:
+        assert (side, method) in NEVER_CALLED
+        return
+    for index in range(first, min(stop, first + MOST_POLLS.get(method, stop))):
+        for name, error in _errors(kind, method).items():
+            try:
+                tell(kind, side, functools.partial(_arm, method=method, index=index, error=error))
+            except BaseException:
+                print(f"{side}: {name} from call {index - first} of {method}")
+                raise
+
+
+def _arm(rig: FaultRig, side: str, *, method: str, index: int, error: Callable[[], Exception]) -> None:
+    engine = rig.engines[SIDES.index(side)]
+    faults_of(engine).fail_nth(method, index, error)
+
+
+def _errors(kind: str, method: str) -> dict[str, Callable[[], Exception]]:
+    """What a call raises; the real fabric takes longer, so it has fewer."""
+    if kind == "nixl":
+        names = ("a bug", "PeerLost") if method in ("post_read", "poll") else ("a bug",)
+        return {name: ERRORS[name] for name in names}
+    return ERRORS | ({"its own": OWN_ERRORS[method]} if method in OWN_ERRORS else {})

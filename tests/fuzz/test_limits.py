@@ -1,0 +1,222 @@
+"""Every bound of docs/protocol.md, at its limit and one beyond it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.plan import assignment, planner
+from kvferry.plan.planner import plan_transfer
+from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.validity import MAX_BLOCK_TOKENS, check_description
+from kvferry.protocol import dump as dump_module
+from kvferry.protocol import handshake
+from kvferry.protocol.dump import decode_dump, dump_of, encode_dump
+from kvferry.protocol.errors import InputError, InvalidDump, InvalidMessage, InvalidParams
+from kvferry.protocol.geometry import MAX_SCALES, MAX_TENSORS, Interleave, PagedTensor, Place, Range
+from kvferry.protocol.handshake import (
+    MAX_ENGINE_TENSORS,
+    MAX_RENEWALS,
+    CacheGroup,
+    LeaseName,
+    Renew,
+    decode_reply,
+    decode_request,
+    decode_worker,
+    encode,
+)
+from kvferry.protocol.ids import MAX_WORKERS
+from kvferry.protocol.notifications import Done, decode_notification, encode_notification
+from kvferry.protocol.params import MAX_BLOCKS, MAX_DIGESTS, MAX_GROUPS, MAX_KEYS, read_params
+from tests.plan.samples import engine, other, tensor, worker
+from tests.protocol.samples import (
+    BOOT,
+    EPOCH,
+    make_description,
+    make_params,
+    make_tensor,
+    make_worker,
+    params_of_length,
+)
+
+
+def read_changed(**changes: Any) -> object:
+    return read_params(make_params().to_json() | changes)
+
+
+def renewals(count: int) -> object:
+    lease = LeaseName(slot=1, epoch=EPOCH)
+    return decode_request(encode(Renew(boot=BOOT, leases=(lease,) * count)))
+
+
+def digests(count: int) -> object:
+    return read_params(params_of_length(256 * count).to_json())
+
+
+def workers(count: int) -> object:
+    each = tuple(make_worker(place=Place(tp=index % 64, pp=index // 64), tensors=()) for index in range(count))
+    return decode_reply(encode(make_description(workers=each)))
+
+
+def tensors(count: int) -> object:
+    return decode_worker(encode(make_worker(tensors=(make_tensor(),) * count)))
+
+
+def tensors_of_all(count: int) -> object:
+    whole, rest = divmod(count, 16)
+    each = [make_worker(tensors=(make_tensor(),) * whole)] * 16 + [make_worker(tensors=(make_tensor(),) * rest)]
+    return decode_reply(encode(make_description(workers=tuple(each))))
+
+
+def described(**changes: Any) -> object:
+    return decode_worker(encode(make_worker(tensors=(make_tensor(**changes),))))
+
+
+def notified(**changes: Any) -> object:
+    done = Done(slot=1, epoch=EPOCH, consumer=BOOT, worker=0, expected=1)
+    return decode_notification(encode_notification(msgspec.structs.replace(done, **changes)))
+
+
+def checked(block_tokens_of_group: int = 4, **changes: Any) -> object:
+    group = CacheGroup(policy="full", block_tokens=block_tokens_of_group)
+    check_description(engine(tensor(**changes), groups=(group,)))
+    return None
+
+
+def pieces(count: int) -> object:
+    """Cells of a block, one for every head."""
+    heads = Range(0, count)
+    return checked(heads=heads, block_tokens=1)
+
+
+AT_LIMIT: dict[str, tuple[Callable[[int], object], int, type[InputError]]] = {
+    "keys of params": (lambda n: read_changed(**{f"k{i}": i for i in range(n - 13)}), MAX_KEYS, InvalidParams),
+    "cache groups of params": (lambda n: read_changed(remote_block_ids=[[1]] * n), MAX_GROUPS, InvalidParams),
+    "block ids": (lambda n: read_changed(remote_block_ids=[[1] * (n - 1), [2]]), MAX_BLOCKS, InvalidParams),
+    "a block id": (lambda n: read_changed(remote_block_ids=[[n]]), 2**31 - 1, InvalidParams),
+    "digests": (digests, MAX_DIGESTS, InvalidParams),
+    "tokens": (lambda n: params_of_length(300) and read_changed(remote_num_tokens=n), 300 + 212, InvalidParams),
+    "characters of a name": (lambda n: read_changed(remote_host="x" * n), 512, InvalidParams),
+    "a port": (lambda n: read_changed(remote_port=n), 65535, InvalidParams),
+    "leases of a renewal": (renewals, MAX_RENEWALS, InvalidMessage),
+    "workers": (workers, MAX_WORKERS, InvalidMessage),
+    "tensors of a worker": (tensors, MAX_TENSORS, InvalidMessage),
+    "tensors of an engine": (tensors_of_all, MAX_ENGINE_TENSORS, InvalidMessage),
+    "scales": (lambda n: described(scales=(1.0,) * n), MAX_SCALES, InvalidMessage),
+    "an address": (lambda n: described(base=n), 2**63 - 1, InvalidMessage),
+    "a stride": (lambda n: described(block_stride=n), 2**48 - 1, InvalidMessage),
+    "blocks": (lambda n: described(blocks=n), 2**40, InvalidMessage),
+    "tokens of a tensor's block": (lambda n: described(block_tokens=n), 65536, InvalidMessage),
+    "ranks of an interleave": (lambda n: described(interleave=Interleave(ranks=n)), 65536, InvalidMessage),
+    "a lease slot": (lambda n: notified(slot=n), 2**24 - 1, InvalidMessage),
+    "a worker's index": (lambda n: notified(worker=n), MAX_WORKERS - 1, InvalidMessage),
+    "expected workers": (lambda n: notified(expected=n), MAX_WORKERS, InvalidMessage),
+    "cells of a head": (lambda n: checked(blocks=n, block_stride=0, block_tokens=1), 2**31 - 1, InvalidMessage),
+    "pieces of a block": (pieces, 1 << 24, InvalidMessage),
+    "tokens of a group's block": (
+        lambda n: checked(block_tokens_of_group=4 * (n // 4) + n % 4 * 4),
+        MAX_BLOCK_TOKENS,
+        InvalidMessage,
+    ),
+    "the end of a cache": (lambda n: checked(base=n - 7 * 64 - 64), 1 << 63, InvalidMessage),
+}
+
+
+@pytest.mark.parametrize("what", AT_LIMIT)
+def test_the_limit_is_accepted_and_one_more_is_refused(what: str) -> None:
+    use, limit, error = AT_LIMIT[what]
+    use(limit)
+    with pytest.raises(error):
+        use(limit + 1)
+
+
+@pytest.mark.parametrize(("module", "name"), [(handshake, "MAX_REQUEST_BYTES"), (handshake, "MAX_REPLY_BYTES")])
+def test_a_frame_may_have_as_many_bytes_as_its_limit_and_no_more(
+    module: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = decode_request if "REQUEST" in name else decode_reply
+    frame = encode(
+        Renew(boot=BOOT, leases=(LeaseName(slot=1, epoch=EPOCH),)) if "REQUEST" in name else make_description()
+    )
+    for limit in (len(frame), len(frame) - 1):
+        monkeypatch.setattr(module, name, limit)
+        if limit == len(frame):
+            decode(frame)
+        else:
+            with pytest.raises(InvalidMessage, match="at most"):
+                decode(frame)
+
+
+def test_a_description_file_may_have_as_many_bytes_as_its_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = encode_dump(dump_of(make_description()))
+    monkeypatch.setattr(dump_module, "MAX_DUMP_BYTES", len(text))
+    decode_dump(text)
+    with pytest.raises(InvalidDump, match="at most"):
+        decode_dump(text + b" ")
+
+
+def test_the_rows_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = engine(tensor(), engine_id="C"), engine(tensor(head_stride=8, tile_stride=16))
+    rows = 8  # two heads of four tokens, none of which follow one another on both sides
+    monkeypatch.setattr(planner, "MAX_ROWS", rows)
+    plan_transfer(ours, 0, theirs)
+    monkeypatch.setattr(planner, "MAX_ROWS", rows - 1)
+    with pytest.raises(PlanRefused, match=f"{rows} rows"):
+        plan_transfer(ours, 0, theirs)
+
+
+def test_the_search_for_who_reads_what_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = engine(tensor(), engine_id="C")
+    theirs = engine(workers=[worker([tensor(heads=Range(n, 3 + n))], place=Place(tp=n)) for n in range(2)])
+    taken = least_steps(ours, theirs, monkeypatch)
+    assert taken > 4
+    more = engine(workers=[*theirs.workers, worker([tensor(heads=Range(0, 1))], place=Place(tp=5))])
+    assert least_steps(ours, more, monkeypatch) > taken
+
+
+def least_steps(ours: Any, theirs: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The lowest bound with which the pair is accepted."""
+    for bound in range(1, 200):
+        monkeypatch.setattr(assignment, "MAX_STEPS", bound)
+        try:
+            plan_transfer(ours, 0, theirs)
+        except PlanRefused:
+            continue
+        return bound
+    raise AssertionError("no bound is enough")
+
+
+def wide(ranks: int, layers: int, engine_id: str) -> Any:
+    """An engine of many ranks, a head each."""
+    each = [
+        worker(
+            [tensor(layer=f"layers.{n}", heads=Range(rank, rank + 1), block_stride=32) for n in range(layers)],
+            place=Place(tp=rank),
+        )
+        for rank in range(ranks)
+    ]
+    return engine(workers=each, engine_id=engine_id)
+
+
+def test_engines_of_512_ranks_on_both_sides_are_far_from_the_bounds() -> None:
+    ours, theirs = wide(512, 2, "C"), wide(512, 2, "P")
+    assert isinstance(ours.workers[0].tensors[0], PagedTensor)
+    plan = plan_transfer(ours, 7, theirs)
+    assert [route.worker for route in plan.routes] == [7]
+    assert other(ours, engine_id="C") == ours
+
+
+def test_thousands_of_workers_whose_heads_all_overlap_differently_are_refused_in_some_seconds() -> None:
+    ours = engine(tensor(heads=Range(0, 10_000), block_stride=1 << 20), engine_id="C")
+    each = [
+        worker([tensor(heads=Range(n, 10_000), block_stride=1 << 30)], place=Place(tp=n % 64, pp=n // 64))
+        for n in range(MAX_WORKERS)
+    ]
+    started_s = time.process_time()
+    with pytest.raises(PlanRefused, match="too many overlapping head ranges"):
+        plan_transfer(ours, 0, engine(workers=each))
+    assert time.process_time() - started_s < 60

@@ -1,0 +1,152 @@
+"""The side channel's listener over real sockets: any number of frames, of any size, with anything in them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvferry.protocol.handshake import (
+    MAX_RENEWALS,
+    MAX_REQUEST_BYTES,
+    EngineDescription,
+    Hello,
+    LeaseName,
+    Renew,
+    encode,
+)
+from kvferry.scheduler.lease_inbox import MAX_WAITING_LEASES
+from kvferry.scheduler.listener import SideChannelListener
+from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.unfinished import MAX_UNFINISHED_BYTES
+from tests.fuzz.test_targets import hostile_bytes
+from tests.protocol.samples import BOOT, EPOCH, make_description
+from tests.scheduler.channel import HOST, ask, client, free_port, listening
+from tests.waiting import wait_until
+
+_COUNTED = ("bad_frames", "handshakes_served", "dropped_messages")
+_PART_BYTES = 200 << 10
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+FRAME = hostile_bytes("request") | st.sampled_from([b"", b"\x91" * 60_000, b"x" * MAX_REQUEST_BYTES])
+MESSAGE = st.lists(FRAME, min_size=1, max_size=4) | hostile_bytes("request").map(lambda body: [b"", body])
+
+
+def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_message_is_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tally = Tally()
+    with listening(tally) as (listener, port), client(port) as sock:
+        listener.publish(make_description())
+
+        kept: list[object] = []
+        put = listener.inbox.put
+
+        def keep(message: Any, heard_s: float | None = None) -> bool:
+            is_kept = put(message, heard_s)
+            kept.extend([message] * is_kept)
+            return is_kept
+
+        monkeypatch.setattr(listener.inbox, "put", keep)
+
+        def counted() -> int:
+            return sum(tally.total(name) for name in _COUNTED) + len(kept)
+
+        @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+        @given(st.lists(MESSAGE, min_size=1, max_size=5))
+        def fuzz(messages: list[list[bytes]]) -> None:
+            before = counted()
+            for frames in messages:
+                sock.send_multipart(frames)
+            wait_until(lambda: counted() == before + len(messages), "every message is counted")
+            listener.inbox.take()
+            while sock.poll(0):
+                sock.recv_multipart()
+
+        with caplog.at_level(logging.WARNING):
+            fuzz()
+        assert isinstance(ask(port), EngineDescription)
+    assert tally.total("bad_frames") > 100
+    assert not [record for record in caplog.records if record.exc_info], "something was not foreseen"
+
+
+def test_a_frame_at_the_limit_is_read_and_one_beyond_it_costs_its_sender_the_connection() -> None:
+    tally = Tally()
+    with listening(tally) as (listener, port):
+        listener.publish(make_description())
+        with client(port) as sock:
+            sock.send_multipart([b"", b"\xc1" * MAX_REQUEST_BYTES])
+            assert sock.recv_multipart()[0] == b""
+            assert tally.total("bad_frames") == 1
+            sock.send_multipart([b"", b"\xc1" * (MAX_REQUEST_BYTES + 1)])
+            assert isinstance(ask(port), EngineDescription)
+            assert tally.total("bad_frames") == 1
+
+
+def raw_connection(port: int) -> socket.socket:
+    """A DEALER that speaks ZMTP 3 by itself: ZMQ's own would keep a message until it is whole."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+    connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32))
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    return connection
+
+
+def test_a_message_without_an_end_is_ended_with_its_connection_and_its_memory_comes_back() -> None:
+    tally = Tally()
+    part = b"\x03" + struct.pack(">Q", _PART_BYTES) + bytes(_PART_BYTES)
+    parts = MAX_UNFINISHED_BYTES // _PART_BYTES + 10
+    with listening(tally) as (listener, port):
+        listener.publish(make_description())
+        before = resident_bytes()
+        attacks = 12
+        for _ in range(attacks):
+            with raw_connection(port) as connection, contextlib.suppress(ConnectionError):
+                for _ in range(parts):
+                    connection.sendall(part)
+                while connection.recv(1 << 16):
+                    pass  # until it is ended
+        wait_until(lambda: tally.total("bad_frames") > attacks / 2, "they are counted", timeout_s=60)
+        assert isinstance(ask(port), EngineDescription)
+        assert resident_bytes() - before < attacks / 2 * parts * _PART_BYTES
+
+
+def test_long_messages_that_end_are_never_taken_for_one_without_an_end() -> None:
+    tally = Tally()
+    count = 2 * MAX_UNFINISHED_BYTES // MAX_REQUEST_BYTES
+    with listening(tally) as (listener, port), client(port, receive_queue=0) as sock:
+        listener.publish(make_description())
+        for _ in range(count):
+            sock.send_multipart([b"", b"\xc1" * MAX_REQUEST_BYTES])
+        wait_until(lambda: tally.total("bad_frames") == count, "all are read", timeout_s=60)
+        sock.send_multipart([b"", encode(Hello(engine_id="prefill-0", asker="the same connection"))])
+        while sock.recv_multipart() != [b"", encode(make_description())]:
+            pass  # refusals come before it
+        assert tally.total("bad_frames") == count
+
+
+def test_renewals_that_nobody_takes_are_kept_up_to_a_bound_and_again_when_they_were_taken() -> None:
+    tally = Tally()
+    names = [LeaseName(slot=slot, epoch=EPOCH) for slot in range(MAX_WAITING_LEASES + 1)]
+    parts = [names[start : start + MAX_RENEWALS] for start in range(0, len(names), MAX_RENEWALS)]
+    frames = [encode(Renew(boot=BOOT, leases=tuple(part))) for part in parts]
+    port = free_port()
+    with contextlib.closing(SideChannelListener(HOST, port, tally)) as listener, client(port) as sock:
+        for times in range(1, 3):
+            for frame in frames:
+                sock.send_multipart([b"", frame])
+            wait_until(lambda times=times: tally.total("dropped_messages") == times, "one was too many")  # type: ignore[misc]
+            assert listener.inbox.qsize() == MAX_WAITING_LEASES
+            listener.inbox.take()

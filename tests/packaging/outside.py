@@ -1,0 +1,63 @@
+"""Running an installed kvferry so that nothing of the checkout can be imported by mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("protocol", "plan", "trace", "scheduler", "worker", "connector", "cli")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A folder into which pip installed kvferry."""
+
+    folder: Path
+
+    @classmethod
+    def by_pip(cls, distribution: Path, folder: Path) -> Installed:
+        """Install it without its dependencies, which are those of the environment that runs the tests."""
+        options = (
+            "--no-deps",
+            "--no-index",
+            "--no-build-isolation",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--target",
+            str(folder),
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "install", *options, str(distribution)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return cls(folder)
+
+    def python(self, *arguments: str, expected: int = 0, timeout_s: float = 120) -> str:
+        """Run Python in another folder; gives its standard output.
+
+        `-S` leaves out the `.pth` files, and with them the editable installation, whose `kvferry.*` would stand in for
+        whatever the wheel lacks: a namespace package is looked for in every place.
+        """
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COVERAGE"))}
+        environ["PYTHONPATH"] = os.pathsep.join([str(self.folder), sysconfig.get_path("purelib")])
+        command = [sys.executable, "-S", *arguments]
+        done = subprocess.run(
+            command,
+            cwd=self.folder.parent,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert done.returncode == expected, done.stdout + done.stderr
+        return done.stdout

@@ -1,0 +1,119 @@
+"""The core's sources suit what pyproject.toml promises, from Python 3.10 to 3.13, in their syntax and by the library.
+
+`test_interpreters.py` runs them there.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.cli.doctor.versions import NEEDED, PYTHON, PYTHON_OF_VLLM, VLLM
+from tests.packaging.outside import PACKAGES, ROOT
+
+OLDEST, NEWEST = (3, 10), (3, 13)
+CORE = tuple(package for package in PACKAGES if package != "connector")
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    tomllib = pytest.importorskip("tomllib")
+    loaded: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return loaded
+
+
+def too_new(source: str) -> str:
+    """What the oldest Python's grammar says against a source; nothing if it takes it."""
+    try:
+        ast.parse(source, feature_version=OLDEST)
+    except SyntaxError as refused:
+        return str(refused)
+    return ""
+
+
+CHECK_LIBRARY = f"""
+[mypy]
+namespace_packages = true
+explicit_package_bases = true
+ignore_missing_imports = true
+mypy_path = {":".join(PACKAGES)}
+# torch is not looked into: only the standard library matters here, and torch takes most of the time.
+[mypy-torch.*,nixl.*,triton.*,vllm.*,rich.*]
+follow_imports = skip
+"""
+
+
+def type_checked(python: tuple[int, int], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """By mypy, with the standard library as it is in this Python."""
+    command = [sys.executable, "-m", "mypy", "--python-version", ".".join(map(str, python)), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_no_source_has_syntax_that_the_oldest_python_lacks() -> None:
+    sources = [path for package in CORE for path in (ROOT / package).rglob("*.py")]
+    assert len(sources) > 100
+    assert {str(path): said for path in sources if (said := too_new(path.read_text()))} == {}
+
+
+@pytest.mark.parametrize(
+    "source", ["try: pass\nexcept* ValueError: pass", "type Name = int", "def first[T](of: list[T]) -> T: ..."]
+)
+def test_the_check_above_sees_newer_syntax(source: str) -> None:
+    if "*" in source or sys.version_info >= (3, 12):
+        assert "3.1" in too_new(source)
+    else:
+        assert too_new(source)
+
+
+@pytest.mark.parametrize("python", [OLDEST, NEWEST], ids=["oldest", "newest"])
+def test_no_source_uses_a_part_of_the_library_that_the_oldest_or_the_newest_python_lacks(
+    tmp_path: Path, python: tuple[int, int]
+) -> None:
+    config = tmp_path / "mypy.ini"
+    config.write_text(CHECK_LIBRARY)
+    done = type_checked(python, "--config-file", str(config), "--cache-dir", str(tmp_path), *CORE)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("python", "source"),
+    [
+        (OLDEST, "from enum import StrEnum"),
+        (OLDEST, "import tomllib"),
+        (OLDEST, "from typing import assert_never"),
+        (NEWEST, "import cgi"),
+        (NEWEST, "import distutils"),
+    ],
+)
+def test_the_check_above_sees_names_that_are_not_there(python: tuple[int, int], source: str, tmp_path: Path) -> None:
+    (tmp_path / "foreign.py").write_text(source + "\n")
+    done = type_checked(python, "--config-file", "/dev/null", "--cache-dir", "/dev/null", str(tmp_path / "foreign.py"))
+    assert done.returncode == 1
+    assert "foreign.py:1: error" in done.stdout
+
+
+def test_the_declared_pythons_are_those_that_the_doctor_takes(project: dict[str, Any]) -> None:
+    declared = [
+        (3, int(found[1]))
+        for one in project["project"]["classifiers"]
+        if (found := re.fullmatch(r"Programming Language :: Python :: 3\.([0-9]+)", one))
+    ]
+    assert declared == [(3, minor) for minor in range(PYTHON[0][1], PYTHON[1][1] + 1)]
+    assert project["project"]["requires-python"] == f">={OLDEST[0]}.{OLDEST[1]}"
+    assert PYTHON[0] == OLDEST
+    assert PYTHON[1] == NEWEST
+    assert project["tool"]["ruff"]["target-version"] == f"py{OLDEST[0]}{OLDEST[1]}"
+    assert project["tool"]["mypy"]["python_version"] == ".".join(map(str, PYTHON_OF_VLLM))
+
+
+def test_the_doctors_matrix_is_what_the_package_requires(project: dict[str, Any]) -> None:
+    named = [one.partition(">=") for one in project["project"]["dependencies"]]
+    required = {name: sign + bounds for name, sign, bounds in named}
+    assert required == NEEDED
+    assert project["project"]["optional-dependencies"]["vllm"] == [f"vllm{VLLM}"]

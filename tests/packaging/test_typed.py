@@ -1,0 +1,112 @@
+"""A program of somebody else's, checked by `mypy --strict` against the installed wheel, far from the checkout."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.conftest import Distributions
+from tests.packaging.outside import PACKAGES, Installed
+
+PROGRAM = """\
+from kvferry.cli.short_engine import engine_of_form
+from kvferry.cli.short_form import read_short_form
+from kvferry.connector.config import FerryConfig, read_config
+from kvferry.plan.planner import plan_engine
+from kvferry.plan.refusal import PlanRefused
+from kvferry.protocol.handshake import EngineDescription
+from kvferry.scheduler.tally import Tally
+from kvferry.trace.reading import Recording, read_recording
+from kvferry.worker.fabric import Fabric
+
+
+def layers_read(consumer: EngineDescription, producer: EngineDescription) -> int:
+    try:
+        return sum(len(plan.routes) for plan in plan_engine(consumer, producer))
+    except PlanRefused as refused:
+        print(*refused.reasons, sep="\\n")
+        return 0
+
+
+config: FerryConfig = read_config({"kv_lease_duration": 20})
+lease_s: float = config.kv_lease_duration
+recording: Recording = read_recording(["traces"])
+owner: type[Tally] = Tally
+fabric: type[Fabric] | None = None
+print(engine_of_form(read_short_form("layers=2,heads=2,dim=64"), "a"), lease_s)
+"""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An environment with the wheel and the two packages whose types are in kvferry's own: torch would take minutes."""
+
+    folder: Path
+
+    @property
+    def site(self) -> Path:
+        return next((self.folder / "lib").glob("python3*")) / "site-packages"
+
+    def by_mypy(self, program: str) -> subprocess.CompletedProcess[str]:
+        """What mypy says of a program in an empty folder, with its own defaults but strict."""
+        (self.folder / "work").mkdir(exist_ok=True)
+        (self.folder / "work" / "program.py").write_text(program)
+        command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(self.folder / "bin" / "python")]
+        return subprocess.run(
+            [*command, "--config-file", "/dev/null", "--cache-dir", str(self.folder / "cache"), "program.py"],
+            cwd=self.folder / "work",
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+
+
+@pytest.fixture(scope="module")
+def checked(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    folder = tmp_path_factory.mktemp("typed") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
+    made = Checked(folder)
+    Installed.by_pip(distributions.wheel, made.site)
+    for name in ("msgspec", "numpy"):
+        (made.site / name).symlink_to(Path(sysconfig.get_path("platlib"), name))
+    return made
+
+
+def test_a_program_that_uses_every_package_is_checked_strictly_and_is_right(checked: Checked) -> None:
+    for package in PACKAGES:
+        assert f"from kvferry.{package}." in PROGRAM, package
+    done = checked.by_mypy(PROGRAM)
+    assert done.stdout == "Success: no issues found in 1 source file\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("lease_s: float", "lease_s: str", "Incompatible types in assignment"),
+        ("return 0", "return None", "Incompatible return value type"),
+        ('read_recording(["traces"])', "read_recording(5)", "incompatible type"),
+        ("len(plan.routes)", "len(plan.paths)", 'has no attribute "paths"'),
+    ],
+)
+def test_what_is_wrong_in_it_is_seen(checked: Checked, right: str, wrong: str, said: str) -> None:
+    done = checked.by_mypy(PROGRAM.replace(right, wrong))
+    assert done.returncode == 1
+    assert said in done.stdout
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_without_its_mark_a_package_would_be_untyped(checked: Checked, package: str) -> None:
+    mark = checked.site / "kvferry" / package / "py.typed"
+    shutil.move(mark, checked.folder)
+    try:
+        done = checked.by_mypy(f"import kvferry.{package}\n")
+    finally:
+        shutil.move(checked.folder / "py.typed", mark)
+    assert "missing library stubs or py.typed marker" in done.stdout

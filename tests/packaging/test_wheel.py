@@ -1,0 +1,149 @@
+"""What is in the wheel, and that it works away from the checkout."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import zipfile
+from importlib.metadata import PathDistribution
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.conftest import Distributions, build
+from tests.packaging.outside import PACKAGES, ROOT, Installed
+
+DENSE = "layers=4,heads=8,dim=64"
+IMPORT_ALL = """
+import importlib, json, pkgutil
+found = {}
+for name in %r:
+    package = importlib.import_module("kvferry." + name)
+    found[package.__name__] = package.__file__
+    # The connector's modules need vLLM, whose import takes longer than everything else here; its package does not.
+    for module in [] if name == "connector" else pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            found[module.name] = importlib.import_module(module.name).__file__
+print(json.dumps(found))
+"""
+
+LOAD_PLUGIN = """
+import sys
+from importlib.metadata import entry_points
+(point,) = entry_points(group="vllm.general_plugins", name="kvferry")
+register = point.load()
+print(register.__module__, sys.modules[register.__module__].__file__)
+"""
+REGISTER = """
+import os, sys
+os.environ["VLLM_PLUGINS"] = "kvferry"
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+found = KVConnectorFactory.get_connector_class_by_name("FerryConnector")
+print(found.__name__, sys.modules[found.__module__].__file__)
+"""
+
+
+def members(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def metadata(installed: Installed) -> PathDistribution:
+    (folder,) = installed.folder.glob("*.dist-info")
+    return PathDistribution(folder)
+
+
+def modules_of_the_checkout() -> set[str]:
+    return {
+        str(path.relative_to(ROOT / package))
+        for package in PACKAGES
+        for path in (ROOT / package / "kvferry").rglob("*.py")
+    }
+
+
+def test_the_wheel_holds_every_module_of_all_packages_and_nothing_else(distributions: Distributions) -> None:
+    found = {name for name in members(distributions.wheel) if ".dist-info/" not in name}
+    assert {name for name in found if name.endswith(".py")} == modules_of_the_checkout()
+    assert {name for name in found if not name.endswith(".py")} == {f"kvferry/{one}/py.typed" for one in PACKAGES}
+
+
+def test_kvferry_stays_a_namespace_in_the_wheel(distributions: Distributions) -> None:
+    assert "kvferry/__init__.py" not in members(distributions.wheel)
+
+
+def test_the_licence_is_in_both_distributions(distributions: Distributions) -> None:
+    written = (ROOT / "LICENSE").read_bytes()
+    with zipfile.ZipFile(distributions.wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
+        assert archive.read(name) == written
+    with tarfile.open(distributions.source) as archive:
+        (member,) = [one for one in archive.getmembers() if one.name.count("/") == 1 and one.name.endswith("/LICENSE")]
+        extracted = archive.extractfile(member)
+        assert extracted is not None
+        assert extracted.read() == written
+
+
+def test_the_source_distribution_builds_the_same_wheel(distributions: Distributions, tmp_path: Path) -> None:
+    with tarfile.open(distributions.source) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    build(folder, tmp_path / "again", "wheel")
+    (again,) = (tmp_path / "again").glob("*.whl")
+    assert members(again) == members(distributions.wheel)
+
+
+def test_the_extras_bring_what_they_are_named_for(installed: Installed) -> None:
+    requires = metadata(installed).requires or []
+    extras = {
+        name: [one.partition(";")[0] for one in requires if f"extra == '{name}'" in one] for name in ("cli", "vllm")
+    }
+    assert extras["cli"] == ["rich>=13"]
+    (vllm,) = extras["vllm"]
+    assert set(vllm.removeprefix("vllm").split(",")) == {">=0.32", "<0.34"}
+    assert not [one for one in requires if "extra" not in one and one.startswith(("vllm", "rich"))]
+
+
+def test_vllm_finds_the_plugin_and_a_shell_the_command(installed: Installed) -> None:
+    points = {(one.group, one.name): one.value for one in metadata(installed).entry_points}
+    assert points == {
+        ("vllm.general_plugins", "kvferry"): "kvferry.connector.plugin:register",
+        ("console_scripts", "kvferry"): "kvferry.cli.main:main",
+    }
+    module, file = installed.python("-c", LOAD_PLUGIN).split()
+    assert module == "kvferry.connector.plugin"
+    assert Path(file).is_relative_to(installed.folder)
+
+
+def test_vllm_loads_the_plugin_and_finds_the_connector_by_its_name(installed: Installed) -> None:
+    pytest.importorskip("vllm", reason="NOT TESTED: vLLM is not installed")
+    said = installed.python("-c", REGISTER, timeout_s=240).splitlines()
+    (file,) = (line.split()[1] for line in said if line.startswith("FerryConnector "))
+    assert Path(file).is_relative_to(installed.folder)
+
+
+def test_every_package_is_imported_from_where_it_was_installed(installed: Installed) -> None:
+    found = json.loads(installed.python("-c", IMPORT_ALL % (PACKAGES,)))
+    assert {f"kvferry.{name}" for name in PACKAGES} <= set(found)
+    assert len(found) > 100
+    assert [name for name, file in found.items() if not Path(file).is_relative_to(installed.folder)] == []
+
+
+def test_the_installed_command_tells_its_version(installed: Installed) -> None:
+    script = str(installed.folder / "bin" / "kvferry")
+    assert installed.python(script, "--version") == f"kvferry {metadata(installed).version}\n"
+
+
+def test_the_installed_command_plans(installed: Installed) -> None:
+    script = str(installed.folder / "bin" / "kvferry")
+    plan = json.loads(installed.python(script, "plan", f"{DENSE},tp=2", DENSE, "--json"))
+    assert plan["workable"] is True
+    installed.python(script, "plan", "layers=4,heads=6,dim=64", DENSE, expected=2)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_without_the_wheel_nothing_is_found(name: str, tmp_path: Path) -> None:
+    """So that what the tests above find is the wheel's."""
+    (tmp_path / "empty").mkdir()
+    Installed(tmp_path / "empty").python("-c", f"import kvferry.{name}", expected=1)

@@ -1,0 +1,151 @@
+"""Params that nobody changed are read at once. Whatever else arrives is read as if that way did not exist."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import event, example, given, settings
+from hypothesis import strategies as st
+
+from kvferry.protocol import params
+from kvferry.protocol.errors import InvalidParams
+from kvferry.protocol.params import RemotePrefill, read_params, read_turn
+from kvferry.protocol.seal import seal
+from tests.protocol.samples import KEY, make_params
+
+Read = Callable[[Mapping[str, Any]], object]
+
+
+class Whole(int):
+    """An integer of another type."""
+
+
+class Named(str):
+    """A text of another type."""
+
+
+class Objects(dict[object, object]):
+    """An object of another type."""
+
+
+class One(enum.IntEnum):
+    """An integer with a name."""
+
+    ONE = 1
+
+
+HASHABLE: list[object] = [
+    *(None, True, False, 0, 1, -1, 7.0, -0.0, 0.05, 0.049999, 1.5, 1e300, float("nan"), float("inf"), 10**400),
+    *(2.0**53, 2**53 + 2, 65535, 65536, 2**24 - 1, 2**24, 2**31 - 1, 2**31, 2**40, 2**40 + 1, 86400 * 7, 86400 * 7 + 1),
+    *(
+        "",
+        "x",
+        "\ud800",
+        "a\n",
+        "pull",
+        "push",
+        "x" * 512,
+        "x" * 513,
+        "a1" * 16,
+        b"x",
+        Whole(5),
+        Named("pull"),
+        One.ONE,
+    ),
+]
+NESTED: list[object] = [
+    *([], {}, [[]], ((1,), (2,)), [(1, 2)], {1}, frozenset([1]), [[1.0, 2], [3]], [[True]], [[Whole(3)]], [None]),
+    *(["a1" * 16] * 2, ("a1" * 16,) * 2, [0.0, 1], [0] * 64, [0] * 65, [[]] * 64, [[]] * 65, {"version": 1}),
+    *(Objects(), MappingProxyType({}), object()),
+]
+SEALED = seal(make_params(), KEY).to_json()
+KEYS = st.sampled_from([*SEALED, *SEALED["kvferry"], "later", "\ud800", 1, None, "", Named("tp_size"), b"tp_size"])
+VALUES = (
+    st.sampled_from([*HASHABLE, *NESTED])
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.lists(st.sampled_from(HASHABLE), max_size=3)
+)
+
+
+def drop(held: dict[Any, Any], key: object, _: object) -> None:
+    """The key is gone."""
+    held.pop(key, None)
+
+
+def replace(held: dict[Any, Any], key: object, value: object) -> None:
+    """The key is there, with this value."""
+    held[key] = value
+
+
+def freeze(held: dict[Any, Any], key: object, _: object) -> None:
+    """Another type of the same value."""
+    if isinstance(held.get(key), list):
+        held[key] = tuple(held[key])
+    elif isinstance(held.get(key), int):
+        held[key] = float(held[key])
+    elif isinstance(held.get(key), dict):
+        held[key] = MappingProxyType(held[key])
+
+
+def turn_round(held: dict[Any, Any], _: object, __: object) -> None:
+    """Another order of the keys."""
+    pairs = list(held.items())
+    held.clear()
+    held.update(reversed(pairs))
+
+
+CHANGES = st.tuples(st.booleans(), st.sampled_from([drop, replace, freeze, turn_round]), KEYS, VALUES)
+
+
+def outcome(read: Read, raw: Mapping[str, Any]) -> str:
+    """What comes of it: the params, or the error and its text."""
+    try:
+        return repr(read(raw))
+    except InvalidParams as refused:
+        return f"{type(refused).__name__}: {refused}"
+
+
+def part_by_part(read: Read, raw: Mapping[str, Any]) -> str:
+    """What comes of it without the quick way."""
+    with mock.patch.object(params, "_read_at_once", return_value=None):
+        return outcome(read, raw)
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.lists(CHANGES, max_size=4))
+@example([(True, replace, "version", True)])
+@example([(True, replace, "digests", ["a1" * 16] * 3)])
+@example([(False, replace, "remote_block_ids", [[]] * 65)])
+@example([(True, replace, "\ud800", 1)])
+def test_any_params_are_read_as_if_there_were_no_quick_way(
+    changes: list[tuple[bool, Callable[..., None], object, object]],
+) -> None:
+    raw: dict[Any, Any] = seal(make_params(), KEY).to_json()
+    for is_inside, change, key, value in changes:
+        ticket = raw.get("kvferry")
+        change(ticket if is_inside and isinstance(ticket, dict) else raw, key, value)
+    for arrived in (raw, MappingProxyType(raw), raw | {"do_remote_prefill": False, "do_remote_decode": True}):
+        for read in (read_params, read_turn):
+            found = outcome(read, arrived)
+            assert found == part_by_part(read, arrived)
+            event("read" if found.startswith("RemotePrefill") else "refused")
+
+
+@pytest.mark.parametrize("where", ["params", "ticket"])
+@pytest.mark.parametrize("read", [outcome, part_by_part])
+def test_a_key_that_no_encoder_takes_is_an_unknown_key_and_ignored(where: str, read: Callable[..., str]) -> None:
+    raw = make_params().to_json()
+    (raw if where == "params" else raw["kvferry"])["\ud800"] = 1
+    assert read(read_params, raw) == repr(make_params())
+
+
+def test_what_a_producer_writes_is_read_at_once() -> None:
+    with mock.patch.object(params, "_read_part_by_part", side_effect=AssertionError):
+        assert isinstance(read_params(seal(make_params(), KEY).to_json()), RemotePrefill)

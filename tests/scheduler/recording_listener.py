@@ -1,0 +1,42 @@
+"""A listener that also keeps the messages as they came, for tests of what is sent over the side channel."""
+
+from __future__ import annotations
+
+import queue
+
+from kvferry.protocol.secret_file import Secrets
+from kvferry.scheduler.lease_inbox import LeaseInbox, LeaseMessage
+from kvferry.scheduler.listener import SideChannelListener
+from kvferry.scheduler.tally import Tally
+
+
+class MessageInbox(LeaseInbox):
+    """First in, first out; nothing is put together and nothing is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._messages: queue.SimpleQueue[LeaseMessage] = queue.SimpleQueue()
+
+    def put(self, message: LeaseMessage, heard_s: float | None = None) -> bool:
+        self._messages.put(message)
+        return True
+
+    def get(self, timeout: float = 0.0) -> LeaseMessage:
+        """The oldest. Raises `queue.Empty` after `timeout` seconds."""
+        return self._messages.get(timeout=timeout) if timeout else self._messages.get_nowait()
+
+    def qsize(self) -> int:
+        return self._messages.qsize()
+
+    def empty(self) -> bool:
+        return self._messages.empty()
+
+
+class RecordingListener(SideChannelListener):
+    """Its inbox gives whole messages."""
+
+    inbox: MessageInbox
+
+    def __init__(self, host: str, port: int, tally: Tally, secrets: Secrets = ()) -> None:
+        super().__init__(host, port, tally, secrets)
+        self.inbox = MessageInbox()

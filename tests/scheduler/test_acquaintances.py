@@ -1,0 +1,319 @@
+"""Producers that a configuration names: found when they come and when they restart, and waited for by nobody."""
+
+from __future__ import annotations
+
+import errno
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvferry.protocol.channel_socket import watch_connection
+from kvferry.protocol.handshake import EngineDescription, Hello, encode
+from kvferry.protocol.orders import Meet
+from kvferry.protocol.secret_file import Secrets
+from kvferry.protocol.secret_trials import SecretTrials
+from kvferry.scheduler.acquaintance import Acquaintance
+from kvferry.scheduler.acquaintances import Acquaintances
+from kvferry.scheduler.tally import Tally
+from tests.protocol.samples import make_description
+from tests.protocol.secret_files import NEW, OLD, OTHER
+from tests.scheduler.channel import HOST, cpu_share, free_port, threads_named
+from tests.scheduler.recording_listener import RecordingListener
+from tests.waiting import wait_until
+
+TIMEOUT_S = 5.0
+SOON_S = 20.0
+ME = "decode-0"
+
+
+class Found:
+    """What was found, in order."""
+
+    def __init__(self) -> None:
+        self.met: queue.SimpleQueue[Meet] = queue.SimpleQueue()
+
+    def next(self) -> Meet:
+        return self.met.get(timeout=SOON_S)
+
+
+@pytest.fixture
+def found() -> Found:
+    return Found()
+
+
+@pytest.fixture
+def look_for(found: Found) -> Iterator[Callable[..., Acquaintances]]:
+    made: list[Acquaintances] = []
+
+    def build(addresses: Sequence[tuple[str, int]], timeout_s: float = TIMEOUT_S, secrets: Secrets = ()) -> Any:
+        made.append(Acquaintances(addresses, ME, found.met.put, timeout_s, secrets))
+        made[-1].start()
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+    assert not threads_named("kvferry-acquaintances")
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[..., RecordingListener]]:
+    made: list[RecordingListener] = []
+
+    def build(port: int, description: EngineDescription | None = None, secrets: Secrets = ()) -> RecordingListener:
+        made.append(RecordingListener(HOST, port, Tally(), secrets))
+        if description is not None:
+            made[-1].publish(description)
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+def life(number: int, engine_id: str = "prefill-0") -> EngineDescription:
+    return msgspec.structs.replace(make_description(), engine_id=engine_id, boot=f"{number:032x}")
+
+
+def meet(port: int, description: EngineDescription, host: str = HOST) -> Meet:
+    return Meet(host=host, port=port, engine_id=description.engine_id, boot=description.boot, is_lasting=True)
+
+
+@pytest.mark.parametrize("host", [HOST, "localhost"])
+def test_who_answers_is_told_although_nobody_knew_its_name(host: str, listen: Any, look_for: Any, found: Found) -> None:
+    port = free_port()
+    listen(port, life(1))
+    look_for([(host, port), (host, port)])
+    assert found.next() == meet(port, life(1), host)
+    assert found.met.empty()
+
+
+def test_a_producer_that_comes_later_and_is_not_ready_at_first_is_found_when_it_is(
+    listen: Any, look_for: Any, found: Found, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    look_for([(HOST, port)], timeout_s=0.2)
+    with pytest.raises(queue.Empty):
+        found.met.get(timeout=0.5)
+    listener = listen(port)
+    with pytest.raises(queue.Empty):
+        found.met.get(timeout=0.5)
+    listener.publish(life(1))
+    assert found.next() == meet(port, life(1))
+    assert f"{HOST}:{port} is looked for: no answer within 0.2 s" in caplog.text
+
+
+def test_a_producer_that_restarts_is_found_again_with_its_new_life(listen: Any, look_for: Any, found: Found) -> None:
+    port = free_port()
+    first = listen(port, life(1))
+    look_for([(HOST, port)])
+    assert found.next() == meet(port, life(1))
+    first.close()
+    listen(port, life(2, "another"))
+    assert found.next() == meet(port, life(2, "another"))
+
+
+def test_hosts_that_never_answer_and_names_that_are_never_found_delay_nobody(
+    listen: Any, look_for: Any, found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stuck(host: str, *_: object, **__: object) -> None:
+        assert host == "slow.example"
+        gone.get(timeout=60.0)
+        raise OSError("no such host")
+
+    gone: queue.SimpleQueue[None] = queue.SimpleQueue()
+    monkeypatch.setattr("kvferry.scheduler.host_names.socket.getaddrinfo", stuck)
+    silent = socket.create_server((HOST, 0))
+    port = free_port()
+    listen(port, life(1))
+    dark = [(HOST, silent.getsockname()[1]), ("slow.example", 1), (HOST, free_port())]
+    look_for([*dark, (HOST, port)], timeout_s=60.0)
+    assert found.next() == meet(port, life(1))
+    gone.put(None)
+    silent.close()
+
+
+def test_this_very_engine_is_left_out(listen: Any, look_for: Any, found: Found) -> None:
+    mine, other = free_port(), free_port()
+    listen(mine, life(1, ME))
+    look_for([(HOST, mine), (HOST, other)])
+    listen(other, life(2))
+    assert found.next() == meet(other, life(2))
+    assert found.met.empty()
+
+
+class TalksNonsense:
+    """Answers whatever it is asked."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self.port = self._socket.bind_to_random_port(f"tcp://{HOST}")
+        self._answers = answers
+
+    def answer(self) -> None:
+        asker = self._socket.recv_multipart()[0]
+        for answer in self._answers:
+            self._socket.send_multipart([asker, b"", answer])
+
+    def was_asked(self) -> bool:
+        return bool(self._socket.poll(300))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class LastTrial(SecretTrials):
+    """No secret was accepted: the connection in plain that tells why."""
+
+    def __init__(self, secrets: Secrets) -> None:
+        super().__init__(secrets)
+        self.secret = None
+
+
+def test_nothing_is_said_over_the_connection_that_only_tells_why_no_secret_was_accepted(
+    look_for: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.scheduler.acquaintance.SecretTrials", LastTrial)
+    plain = TalksNonsense()
+    try:
+        look_for([(HOST, plain.port)], secrets=(OLD,))
+        wait_until(lambda: "it has no secret" in caplog.text, "it is told")
+        assert not plain.was_asked()
+    finally:
+        plain.close()
+
+
+class TalksUnasked:
+    """Answers who has not asked anything."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self.port = self._socket.bind_to_random_port(f"tcp://{HOST}")
+        self._answer = answer
+
+    def talk(self) -> None:
+        self._socket.send_multipart([b"", self._answer])  # to the first who connects
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def test_who_has_no_secret_is_not_taken_for_a_producer_by_answering_unasked(
+    look_for: Any, found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.scheduler.acquaintance.SecretTrials", LastTrial)
+    monkeypatch.setattr("kvferry.scheduler.acquaintance.heard", lambda _: None)  # its greeting is read too late
+    impostor = TalksUnasked(encode(life(1)))
+    try:
+        look_for([(HOST, impostor.port)], timeout_s=0.5, secrets=(OLD,))
+        impostor.talk()
+        wait_until(lambda: "no answer within 0.5 s" in caplog.text, "it is given up")
+        assert found.met.empty()
+    finally:
+        impostor.close()
+
+
+def test_for_want_of_sockets_a_producer_is_looked_for_again_later(
+    listen: Any, look_for: Any, found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = iter(range(2))
+
+    def none_left(socket: zmq.Socket[bytes]) -> Any:
+        if next(failing, None) is not None:
+            raise zmq.ZMQError(errno.EMFILE)
+        return watch_connection(socket)
+
+    monkeypatch.setattr("kvferry.scheduler.acquaintance.watch_connection", none_left)
+    monkeypatch.setattr("kvferry.scheduler.acquaintance.FIRST_PAUSE_S", 0.01)
+    port = free_port()
+    listen(port, life(1))
+    look_for([("localhost", port)])  # a name: what becomes of it is heard between two turns
+    assert found.next() == meet(port, life(1), "localhost")
+    assert "Too many open files" in caplog.text
+
+
+def test_a_bug_with_one_producer_does_not_keep_the_others_from_being_found(
+    listen: Any, look_for: Any, found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, odd = free_port(), free_port()
+
+    def turn(self: Acquaintance, now_s: float) -> bool:
+        if self.port == odd:
+            raise RuntimeError("a bug")
+        return honest(self, now_s)
+
+    honest = Acquaintance.turn
+    monkeypatch.setattr(Acquaintance, "turn", turn)
+    listen(port, life(1))
+    look_for([(HOST, odd), (HOST, port)])
+    assert found.next() == meet(port, life(1))
+    assert f"the producer at {HOST}:{odd} could not be looked for" in caplog.text
+
+
+def test_where_the_system_gives_no_thread_nobody_is_looked_for_and_nothing_fails(
+    found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    one = Acquaintances([(HOST, 1)], ME, found.met.put, TIMEOUT_S)
+    one.start()
+    assert "not looked for: can't start new thread" in caplog.text
+    one.close()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 400", encode(Hello(engine_id="a", asker="b")), encode(life(1))[:40]]
+)
+def test_an_answer_that_is_none_is_a_failed_attempt_and_the_next_one_may_be_better(
+    answer: bytes, look_for: Any, found: Found
+) -> None:
+    liar = TalksNonsense(answer)
+    try:
+        look_for([(HOST, liar.port)])
+        liar.answer()
+        liar._answers = (encode(life(3)), b"unasked", b"again")
+        liar.answer()
+        assert found.next() == meet(liar.port, life(3))
+        assert found.met.empty()
+    finally:
+        liar.close()
+
+
+def test_with_secrets_each_is_tried_and_without_the_right_one_nothing_is_told(
+    listen: Any, look_for: Any, found: Found, caplog: pytest.LogCaptureFixture
+) -> None:
+    port, locked, plain = free_port(), free_port(), free_port()
+    listen(port, life(1), (OLD,))
+    listen(locked, life(2), (OTHER,))
+    listen(plain, life(3))
+    look_for([(HOST, locked), (HOST, plain), (HOST, port)], secrets=(NEW, OLD))
+    assert found.next() == meet(port, life(1))
+    wait_until(lambda: f"{HOST}:{locked} is looked for: it has none of the secrets" in caplog.text, "it is told")
+    wait_until(lambda: f"{HOST}:{plain} is looked for: it has no secret" in caplog.text, "it is told")
+    assert found.met.empty()
+
+
+def test_while_a_producer_is_known_and_another_is_missing_the_thread_rests(
+    listen: Any, look_for: Any, found: Found
+) -> None:
+    port = free_port()
+    listen(port, life(1))
+    look_for([(HOST, port), (HOST, free_port())])
+    found.next()
+    assert cpu_share(1.0) < 0.2
+
+
+def test_what_was_never_started_leaves_nothing_behind() -> None:
+    one = Acquaintances([(HOST, 1)], ME, lambda _: None, TIMEOUT_S)
+    one.close()
+    one.close()

@@ -1,0 +1,99 @@
+"""More connections than the listener keeps: who was silent for longest gives way, those that speak are heard."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from unittest import mock
+
+from kvferry.protocol.handshake import EngineDescription, Hello, encode
+from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.unfinished import MAX_CONNECTIONS, UnfinishedMessages
+from tests.protocol.samples import make_description
+from tests.scheduler.channel import HOST, ask, client, listening
+from tests.waiting import wait_until
+
+MOST = 8
+HELLO = encode(Hello(engine_id="prefill-0", asker="test"))
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the other end has closed it; reads what it said before."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+    return True
+
+
+def _wait_for(tally: Tally, count: int) -> None:
+    wait_until(lambda: tally.total("side_channel_refusals", "too_many") >= count, "one more gives way")
+
+
+def test_strangers_that_say_nothing_make_room_for_the_next_and_not_engines_that_speak() -> None:
+    tally = Tally()
+    with listening(tally) as (listener, port), client(port) as engine:
+        listener.publish(make_description())
+        listener._unfinished.most = MOST
+        strangers: list[socket.socket] = []
+        for number in range(5 * MOST):
+            engine.send_multipart([b"", HELLO])
+            assert engine.recv_multipart()[0] == b""
+            strangers.append(socket.create_connection((HOST, port)))
+            over = number + 2 - MOST
+            if over > 0:
+                _wait_for(tally, over)
+        left = [one for one in strangers if not has_ended(one)]
+        assert len(left) <= MOST
+        assert all(has_ended(one) for one in strangers[:MOST])
+        assert tally.total("handshakes_served") == 5 * MOST, "the engine was answered every time"
+        assert isinstance(ask(port), EngineDescription)
+        for one in strangers:
+            one.close()
+
+
+def test_a_file_that_is_another_connections_by_now_is_left_alone() -> None:
+    """The word of a connection's end may come late, when its number is in use again."""
+    known = UnfinishedMessages()
+    known.most = 1
+    server = socket.create_server((HOST, 0))
+    first = socket.create_connection(server.getsockname())
+    accepted, _ = server.accept()
+    assert known.accepted(accepted.fileno()) is None
+    file = accepted.detach()
+    other, peer = socket.socketpair()
+    other_file = other.detach()
+    with mock.patch("kvferry.scheduler.unfinished.os.dup", side_effect=lambda _: socket.dup(other_file)):
+        assert known.accepted(1 << 20) == file
+    peer.setblocking(False)
+    assert not has_ended(peer)
+    for one in (first, server, peer, socket.socket(fileno=file), socket.socket(fileno=other_file)):
+        one.close()
+
+
+def test_a_connection_of_the_engines_own_that_has_taken_over_a_files_number_is_never_ended_for_its_bytes() -> None:
+    """NIXL receives more over TCP than any message of the side channel may have."""
+    known = UnfinishedMessages()
+    server = socket.create_server((HOST, 0))
+    first, second = (socket.create_connection(server.getsockname()) for _ in range(2))
+    file, other = (server.accept()[0].detach() for _ in range(2))
+    known.accepted(file)
+    os.dup2(other, file)
+    second.setblocking(False)
+    with mock.patch("kvferry.scheduler.unfinished._received", return_value=1 << 30):
+        assert known.end_endless() == 0
+    assert not has_ended(second)
+    for one in (first, second, server, socket.socket(fileno=file), socket.socket(fileno=other)):
+        one.close()
+
+
+def test_a_listener_takes_no_more_than_half_of_the_files_of_its_process() -> None:
+    with mock.patch.object(resource, "getrlimit", return_value=(1024, 4096)):
+        assert UnfinishedMessages().most == 512
+    with mock.patch.object(resource, "getrlimit", return_value=(1 << 20, 1 << 20)):
+        assert UnfinishedMessages().most == MAX_CONNECTIONS

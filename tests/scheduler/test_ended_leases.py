@@ -1,0 +1,53 @@
+"""What is remembered of leases that are over, against a model that keeps all of them."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.protocol.ids import EPOCH_BITS, epoch_to_text, new_boot_id, new_epoch
+from kvferry.scheduler.consumer.ended_leases import MAX_ENDED_LEASES, EndedLeases, LeaseKey
+
+KEYS = st.tuples(
+    st.sampled_from(["0" * 31 + "1", "f" * 32, "ab" * 16]),
+    st.sampled_from([0, 1, 2**24 - 1]),
+    st.sampled_from([1, 16, 2**EPOCH_BITS - 1]).map(epoch_to_text),
+)
+
+
+@given(st.lists(KEYS, max_size=40), st.integers(1, 8))
+def test_the_last_leases_are_known_and_no_others(added: list[LeaseKey], limit: int) -> None:
+    ended, model = EndedLeases(limit), list[LeaseKey]()
+    for key in added:
+        ended.add(key)
+        if key not in model:
+            model = [*model, key][-limit:]
+        assert len(ended) == len(model)
+        assert all((one in ended) == (one in model) for one in [*added, ("0" * 32, 0, "0" * 14 + "1")])
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_leases_that_differ_in_one_part_are_different_leases(index: int) -> None:
+    one: LeaseKey = ("ab" * 16, 7, "00000000000000a")
+    other: LeaseKey = tuple(("ab" * 15 + "ac", 8, "00000000000000b")[i] if i == index else one[i] for i in range(3))  # type: ignore[assignment]
+    ended = EndedLeases()
+    ended.add(one)
+    assert one in ended
+    assert other not in ended
+
+
+def test_the_memory_does_not_grow_with_the_leases_that_were_forgotten() -> None:
+    boot, limit = new_boot_id(), 4096
+    keys = [(boot, slot, epoch_to_text(new_epoch())) for slot in range(10 * limit)]
+    ended = EndedLeases(limit)
+    tracemalloc.start()
+    try:
+        for key in keys:
+            ended.add(key)
+        assert len(ended) == limit
+        assert tracemalloc.get_traced_memory()[0] * MAX_ENDED_LEASES / limit < 16e6
+    finally:
+        tracemalloc.stop()

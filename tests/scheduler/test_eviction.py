@@ -1,0 +1,174 @@
+"""Which leases give way: the counts of blocks against sets of owners, by definition; and the order, by examples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.protocol.ids import Epoch
+from kvferry.scheduler.producer.eviction import Demand, Rank, evict, rank_of
+from kvferry.scheduler.producer.kept_blocks import KeptBlocks
+from kvferry.scheduler.producer.lease import Lease, LeaseUse
+from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, ProducerLedger
+from kvferry.scheduler.tally import Tally
+
+BLOCKS = 12
+
+
+@dataclass
+class Pool:
+    """Who owns which blocks: leases by name, running requests, and leases that have ended."""
+
+    leases: dict[str, frozenset[int]]
+    running: list[frozenset[int]]
+    ended: list[str] = field(default_factory=list)
+
+    def owners(self, block: int) -> int:
+        return sum(block in blocks for blocks in [*self.leases.values(), *self.running])
+
+    def live(self) -> set[int]:
+        return set().union(*(blocks for name, blocks in self.leases.items() if name not in self.ended))
+
+    def used(self) -> set[int]:
+        return set().union(*self.running)
+
+    def leased(self) -> int:
+        return len(self.live() - self.used())
+
+    def free(self) -> int:
+        """In the pool, or as soon as the workers have reported."""
+        return BLOCKS - len(self.live() | self.used())
+
+
+def order_by_definition(pool: Pool, ranks: dict[str, Rank], demand: Demand) -> bool:
+    """End leases one by one, counting everything anew each time."""
+    slots_short = demand.slots_short
+    for name in sorted(ranks, key=lambda name: (ranks[name], name)):
+        is_over, lacks = pool.leased() > demand.cap, pool.free() < demand.need
+        no_room = pool.free() < demand.need + demand.reserve
+        why = {
+            Rank.IDLE_TURN: is_over or lacks or no_room or slots_short,
+            Rank.DESERTED_PROMPT: is_over or lacks,
+            Rank.FRESH_PROMPT: (is_over or lacks) and demand.lasts,
+            Rank.CLAIMED_TURN: lacks or (is_over and demand.lasts),
+            Rank.CLAIMED_PROMPT: (is_over or lacks) and demand.lasts,
+        }
+        if why[ranks[name]] and (slots_short or pool.leases[name] - pool.used()):
+            pool.ended.append(name)
+            slots_short = False
+    return pool.leased() <= demand.cap and pool.free() >= demand.need
+
+
+some_blocks = st.frozensets(st.integers(0, BLOCKS - 1), max_size=5)
+
+
+@given(
+    leases=st.lists(st.tuples(some_blocks, st.sampled_from(Rank)), max_size=6),
+    running=st.lists(some_blocks, max_size=2),
+    need=st.integers(0, BLOCKS),
+    reserve=st.integers(0, 3),
+    cap=st.integers(0, BLOCKS),
+    slots_short=st.booleans(),
+    lasts=st.booleans(),
+)
+def test_as_many_end_as_it_takes_by_counts_of_owners_and_those_that_give_nothing_stay(
+    leases: list[tuple[frozenset[int], Rank]],
+    running: list[frozenset[int]],
+    need: int,
+    reserve: int,
+    cap: int,
+    slots_short: bool,
+    lasts: bool,
+) -> None:
+    names = [f"{index}" for index in range(len(leases))]
+    ranks = {name: rank for name, (_, rank) in zip(names, leases, strict=True)}
+    pool = Pool({name: blocks for name, (blocks, _) in zip(names, leases, strict=True)}, running)
+    kept = KeptBlocks()
+    kept.bind(pool.owners)
+    for name, blocks in pool.leases.items():
+        kept.keep(name, blocks)
+    demand = Demand(pool.free(), need, reserve, cap, slots_short, lasts)
+    ended: list[str] = []
+
+    def end(lease: Lease, how: str) -> None:
+        assert how == ("room" if lease.use is LeaseUse.TURN else "evicted")
+        ended.append(lease.request_id)
+        kept.end(lease.request_id)
+
+    turns = (Rank.IDLE_TURN, Rank.CLAIMED_TURN)
+    candidates = [
+        (ranks[name], Lease(name, 0, Epoch(1), LeaseUse.TURN if ranks[name] in turns else LeaseUse.PROMPT))
+        for name in sorted(names, key=lambda name: (ranks[name], name))
+    ]
+    assert kept.num_leased() == pool.leased()
+    is_met = evict(candidates, kept, kept.num_leased(), demand, end)
+    assert (is_met, ended) == (order_by_definition(pool, ranks, demand), pool.ended)
+    assert kept.num_leased() == pool.leased()
+    assert kept.num_coming() == pool.free() - demand.free
+    assert kept.num_held == len(names) - len(ended)
+    kept.check_integrity()
+    for name in names:
+        kept.free(name)
+    assert (len(kept), kept.num_coming(), kept.num_requests) == (0, 0, 0)
+
+
+def test_a_block_that_the_pool_has_given_away_is_noticed_with_both_counts() -> None:
+    kept = KeptBlocks()
+    kept.bind({1: 2, 2: 1, 3: 0}.__getitem__)
+    kept.keep("a", (1, 2))
+    kept.keep("b", (1,))
+    kept.check_integrity()
+    kept.keep("c", (3,))
+    with pytest.raises(LocalProtocolError, match="block 3: 1 leases keep it, the pool counts 0"):
+        kept.check_integrity()
+
+
+LEASE_S = 60.0
+HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE
+
+
+@pytest.mark.parametrize(
+    ("use", "age_heartbeats", "renewed", "rank"),
+    [
+        (LeaseUse.PROMPT, 0.9, False, None),
+        (LeaseUse.PROMPT, 0.9, True, None),
+        (LeaseUse.PROMPT, 1.0, False, Rank.FRESH_PROMPT),
+        (LeaseUse.PROMPT, 2.0, False, Rank.DESERTED_PROMPT),
+        (LeaseUse.PROMPT, 2.0, True, Rank.CLAIMED_PROMPT),
+        (LeaseUse.TURN, 0.0, False, Rank.IDLE_TURN),
+        (LeaseUse.TURN, 0.0, True, Rank.CLAIMED_TURN),
+    ],
+)
+def test_a_lease_is_ranked_by_its_use_its_age_and_whether_anybody_has_come(
+    use: LeaseUse, age_heartbeats: float, renewed: bool, rank: Rank | None
+) -> None:
+    lease = Lease("r", 0, Epoch(1), use, held_s=100.0)
+    now_s = 100.0 + age_heartbeats * HEARTBEAT_S
+    lease.claimed_until_s = now_s + 1.0 if renewed else now_s
+    assert rank_of(lease, now_s, HEARTBEAT_S) is rank
+
+
+def test_the_longest_held_goes_first_and_one_that_is_read_goes_last() -> None:
+    ledger = ProducerLedger(8, LEASE_S, Tally(), turn_s=480.0)
+    leases = {}
+    for now_s, (name, use) in enumerate(
+        {"p1": LeaseUse.PROMPT, "p2": LeaseUse.PROMPT, "t1": LeaseUse.TURN, "p3": LeaseUse.PROMPT}.items()
+    ):
+        ledger.open(name, use)
+        leases[name] = ledger.finish(name, kept=(now_s,))
+        ledger.take_orders(float(now_s))
+    for beat in range(1, 4):
+        ledger.take_orders(3.0 + beat * HEARTBEAT_S)
+    first = leases["p1"]
+    assert first is not None
+    assert ledger.renew(first.name)
+    assert [lease.request_id for _, lease in ledger.candidates()] == ["t1", "p2", "p3", "p1"]
+    for _, lease in ledger.candidates()[:2]:
+        ledger.end_early(lease, "evicted")
+    ledger.check_integrity()
+    assert [lease.request_id for _, lease in ledger.candidates()] == ["p3", "p1"]
+    assert {end.request_id for end in ledger.take_orders(40.0).ends} == {"t1", "p2"}

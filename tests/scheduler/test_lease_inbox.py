@@ -1,0 +1,38 @@
+"""What waits for an engine that rests."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.protocol.handshake import LeaseName, Release, Renew
+from kvferry.scheduler import lease_inbox
+from kvferry.scheduler.lease_inbox import Heard, LeaseInbox
+from tests.protocol.samples import BOOT, EPOCH
+
+A, B, C = (LeaseName(slot=slot, epoch=EPOCH) for slot in range(3))
+
+
+def test_a_lease_that_is_renewed_for_minutes_waits_once_with_the_time_of_the_last() -> None:
+    inbox = LeaseInbox()
+    for second in range(1000):
+        assert inbox.put(Renew(boot=BOOT, leases=(A, B)), float(second))
+    assert inbox.put(Renew(boot=BOOT, leases=(A,)), 1000.5)
+    assert inbox.take() == [Heard(Renew, BOOT, B, 999.0), Heard(Renew, BOOT, A, 1000.5)]
+    assert inbox.take() == []
+
+
+def test_a_release_is_not_lost_to_renewals_nor_the_other_way_round() -> None:
+    inbox = LeaseInbox()
+    inbox.put(Renew(boot=BOOT, leases=(A,)), 1.0)
+    inbox.put(Release(boot=BOOT, leases=(A,)), 2.0)
+    inbox.put(Renew(boot="f" * 32, leases=(A,)), 3.0)
+    assert [(heard.kind, heard.boot) for heard in inbox.take()] == [(Renew, BOOT), (Release, BOOT), (Renew, "f" * 32)]
+
+
+def test_when_too_much_waits_those_that_are_known_are_still_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_inbox, "MAX_WAITING_LEASES", 2)
+    inbox = LeaseInbox()
+    assert inbox.put(Renew(boot=BOOT, leases=(A, B, B)), 1.0)
+    assert not inbox.put(Renew(boot=BOOT, leases=(A, C)), 2.0), "one too many"
+    assert inbox.put(Renew(boot=BOOT, leases=(A,)), 3.0)
+    assert [heard.heard_s for heard in inbox.take()] == [1.0, 3.0]

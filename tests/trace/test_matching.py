@@ -1,0 +1,175 @@
+"""Which records belong together."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.trace.events import DecodeArrived, LoadEnded, LoadReported, Part
+from kvferry.trace.handover import Handover
+from kvferry.trace.matching import match
+from kvferry.trace.reading import Process
+from tests.trace.simulated import MS, SimulatedEngine, Simulation, Times
+
+
+def processes(simulation: Simulation) -> list[Process]:
+    return [
+        Process("", one.started, sorted(one.events, key=lambda event: event.at_ns)) for one in simulation.processes()
+    ]
+
+
+def matched(simulation: Simulation) -> list[Handover]:
+    return match(processes(simulation))
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 30), st.randoms(use_true_random=False))
+def test_every_request_has_all_of_its_events_and_no_other(
+    producers: int, consumers: int, workers: int, requests: int, draw: random.Random
+) -> None:
+    """Ids recur across engines; files come in any order."""
+    simulation = Simulation()
+    there = [simulation.engine(f"p{number}") for number in range(producers)]
+    here = [simulation.engine(f"d{number}", workers=workers) for number in range(consumers)]
+    names: dict[SimulatedEngine, itertools.count[int]] = {engine: itertools.count() for engine in (*there, *here)}
+    wanted = {}
+    for number in range(requests):
+        producer, consumer = draw.choice(there), draw.choice(here)
+        request, decode = f"r{next(names[producer])}", f"r{next(names[consumer])}"
+        lease = simulation.handover(
+            producer, consumer, draw.randint(0, 100) * MS, request=request, decode_request=decode, tokens=number + 1
+        )
+        wanted[lease] = (producer.name, request, consumer.name, decode, number + 1)
+    files = processes(simulation)
+    draw.shuffle(files)
+    found = match(files)
+    told = {
+        one.lease: (one.producer, one.producer_request, one.consumer, one.consumer_request, one.tokens) for one in found
+    }
+    assert told == wanted
+    for one in found:
+        assert one.prefill
+        assert one.decode
+        assert None not in (one.prefill.arrived, one.prefill.scheduled, one.prefill.given, one.prefill.over)
+        assert None not in (one.decode.arrived, one.decode.ordered, one.decode.reported, one.decode.finished)
+        assert sorted(load.process.place for load in one.loads) == [f"tp{number}" for number in range(workers)]
+        assert {load.process.engine_id for load in one.loads} == {one.consumer}
+        assert {load.ended.request for load in one.loads} == {one.consumer_request}
+
+
+def test_an_id_that_recurs_after_its_end_is_another_request() -> None:
+    simulation = Simulation()
+    producer, consumer = simulation.engine("p"), simulation.engine("d", workers=2)
+    for at in (0, 1):
+        simulation.handover(producer, consumer, at * 900 * MS, request="same", decode_request="same", tokens=at + 1)
+    first, second = sorted(matched(simulation), key=lambda one: one.tokens)
+    for one, begun in ((first, 0), (second, 900 * MS)):
+        assert len(one.loads) == 2
+        assert one.prefill
+        assert one.prefill.arrived
+        for load in one.loads:
+            assert 0 < load.begun_ns - one.prefill.arrived.at_ns < 200 * MS, begun
+
+
+@pytest.mark.parametrize("knows", [False, True], ids=["by time", "by boot"])
+def test_another_life_of_an_engine_is_another_engine(knows: bool) -> None:
+    simulation = Simulation()
+    producer = simulation.engine("p")
+    for life in range(2):
+        consumer = simulation.engine("d", workers=1, workers_know_boot=knows)
+        simulation.handover(
+            producer, consumer, (1 if knows else 900) * life * MS, request=f"r{life}", decode_request="same"
+        )
+    found = match(reversed(processes(simulation)))
+    assert len(found) == 2
+    for one in found:
+        assert one.decode
+        assert one.decode.ordered
+        (load,) = one.loads
+        assert load.begun_ns - one.decode.ordered.at_ns == Times().order
+
+
+def test_what_another_life_recorded_does_not_end_a_request_of_this_one() -> None:
+    simulation = Simulation()
+    producer = simulation.engine("p")
+    killed, restarted = simulation.engine("d"), simulation.engine("d")
+    for life, engine in enumerate((killed, restarted)):
+        simulation.handover(producer, engine, life * 900 * MS, request=f"r{life}", decode_request="same")
+    killed.scheduler.events[:] = [event for event in killed.scheduler.events if isinstance(event, DecodeArrived)]
+    restarted.scheduler.events[:] = [event for event in restarted.scheduler.events if isinstance(event, LoadReported)]
+    (one,) = (one for one in matched(simulation) if one.producer_request == "r0")
+    assert one.decode
+    assert one.decode.reported is None
+
+
+def test_several_requests_may_read_one_lease() -> None:
+    simulation = Simulation()
+    producer, consumer = simulation.engine("p"), simulation.engine("d")
+    lease = simulation.handover(producer, consumer, decode_request="a")
+    other = simulation.handover(producer, consumer, MS, decode_request="b")
+    events = consumer.scheduler.events
+    events[:] = [
+        msgspec.structs.replace(event, lease=lease)
+        if isinstance(event, DecodeArrived) and event.lease == other
+        else event
+        for event in events
+    ]
+    found = [one for one in matched(simulation) if one.lease == lease]
+    assert sorted(one.consumer_request for one in found) == ["a", "b"]
+    assert all(one.prefill for one in found)
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+def test_one_half_alone_is_a_handover_too(role: str) -> None:
+    simulation = Simulation()
+    simulation.handover(simulation.engine("p"), simulation.engine("d"), request="r", decode_request="s")
+    (one,) = match(process for process in processes(simulation) if process.started.engine_id == role)
+    assert (one.prefill is None, one.decode is None) == (role == "d", role == "p")
+    assert one.producer_request == "r"
+    assert one.consumer_request == ("s" if role == "d" else "")
+
+
+def test_loads_without_their_scheduler_are_not_lost() -> None:
+    simulation = Simulation()
+    simulation.handover(simulation.engine("p"), simulation.engine("d", workers=3), decode_request="s")
+    (one,) = match(process for process in processes(simulation) if process.started.part is Part.WORKER)
+    assert (one.consumer_request, len(one.loads)) == ("s", 3)
+
+
+def test_a_load_of_which_the_arrival_was_not_recorded_is_not_lost() -> None:
+    simulation = Simulation()
+    consumer = simulation.engine("d")
+    simulation.handover(simulation.engine("p"), consumer, decode_request="s")
+    consumer.scheduler.events[:] = [
+        event for event in consumer.scheduler.events if not isinstance(event, DecodeArrived)
+    ]
+    found = {one.consumer_request: one for one in matched(simulation)}
+    assert len(found["s"].loads) == 1
+    assert found["s"].lease is None
+    assert found[""].prefill
+
+
+def test_a_prompt_that_was_never_scheduled_is_shown() -> None:
+    simulation = Simulation()
+    producer = simulation.engine("p")
+    simulation.handover(producer, None, request="r")
+    del producer.scheduler.events[1:]
+    (one,) = matched(simulation)
+    assert (one.lease, one.producer_request) == (None, "r")
+
+
+def test_a_load_without_stages_has_its_end_only() -> None:
+    simulation = Simulation()
+    consumer = simulation.engine("d")
+    simulation.handover(simulation.engine("p"), consumer, times=replace(Times()))
+    (worker,) = consumer.workers
+    worker.events[:] = [
+        msgspec.structs.replace(event, stages=()) for event in worker.events if isinstance(event, LoadEnded)
+    ]
+    (one,) = matched(simulation)
+    assert one.loads[0].begun_ns == one.loads[0].ended_ns == worker.events[0].at_ns

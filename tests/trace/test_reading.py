@@ -1,0 +1,168 @@
+"""Files that are whole, damaged, foreign or hostile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.trace.errors import InvalidTrace
+from kvferry.trace.events import Dropped, Finished
+from kvferry.trace.merging import merge
+from kvferry.trace.reading import MAX_LINE_BYTES, Recording, read_recording
+from tests.trace.simulated import BEGIN_NS, Simulation
+
+
+def one_handover() -> Simulation:
+    simulation = Simulation()
+    simulation.handover(simulation.engine("prefill"), simulation.engine("decode", workers=2))
+    return simulation
+
+
+def events(recording: Recording) -> int:
+    return sum(len(process.events) for process in recording.processes)
+
+
+def test_folders_are_searched_to_the_bottom_and_nothing_is_read_twice(tmp_path: Path) -> None:
+    simulation = one_handover()
+    simulation.write(tmp_path / "deep" / "er")
+    (tmp_path / "deep" / "notes.txt").write_text("no trace")
+    (tmp_path / "again").symlink_to(tmp_path / "deep" / "er" / "prefill")
+    file = next((tmp_path / "deep" / "er" / "prefill").glob("*.jsonl"))
+    recording = read_recording([tmp_path, tmp_path / "deep", file])
+    assert len(recording.processes) == len(simulation.processes())
+    assert events(recording) == sum(len(process.events) for process in simulation.processes())
+    assert recording.damage == ()
+
+
+def test_of_two_copies_the_longer_counts(tmp_path: Path) -> None:
+    lines = one_handover().processes()[0].lines().splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines[:-1]))
+    (tmp_path / "b.jsonl").write_bytes(b"".join(lines))
+    recording = read_recording([tmp_path])
+    assert [len(process.events) for process in recording.processes] == [len(lines) - 1]
+    assert "a.jsonl: left out: a copy of " in str(recording.damage[0])
+
+
+def test_both_halves_of_a_file_that_was_full_are_one_process(tmp_path: Path) -> None:
+    header, *lines = one_handover().processes()[0].lines().splitlines(keepends=True)
+    (tmp_path / "w.jsonl").write_bytes(header + b"".join(lines[2:]))
+    (tmp_path / "w.old.jsonl").write_bytes(header + b"".join(lines[:2]))
+    (process,) = read_recording([tmp_path]).processes
+    assert [event.at_ns for event in process.events] == sorted(event.at_ns for event in process.events)
+    assert len(process.events) == len(lines)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40])
+def test_of_a_killed_process_only_the_last_line_is_lost(tmp_path: Path, cut: int) -> None:
+    whole = one_handover().processes()[0].lines()
+    (tmp_path / "w.jsonl").write_bytes(whole[: -1 - cut])
+    recording = read_recording([tmp_path])
+    assert events(recording) == whole.count(b"\n") - 2
+    lines = whole.count(b"\n")
+    assert str(recording.damage[0]).endswith(f"w.jsonl: line {lines}: cut off in the middle")
+
+
+def test_a_last_line_without_an_end_counts(tmp_path: Path) -> None:
+    whole = one_handover().processes()[0].lines()
+    (tmp_path / "w.jsonl").write_bytes(whole[:-1])
+    recording = read_recording([tmp_path])
+    assert events(recording) == whole.count(b"\n") - 1
+    assert recording.damage == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"\xff\xfe\x00", "no JSON"),
+        (b'{"event":' * 100_000, ""),
+        (b'{"event":"unheard_of","at_ns":1}', "no event that this command knows"),
+        (b'{"event":"finished","at_ns":-1,"request":"r"}', "no event that this command knows"),
+        (b'{"event":"finished","at_ns":1e400,"request":"r"}', ""),
+        (b'{"event":"finished","at_ns":1,"request":"' + b"r" * 5000 + b'"}', "no event that this command knows"),
+        (b'{"event":"finished","at_ns":1,"request":"\\ud800"}', ""),
+        (b"x" * (3 * MAX_LINE_BYTES), f"longer than {MAX_LINE_BYTES} B"),
+    ],
+    ids=["bytes", "deep", "unknown", "negative", "huge", "long id", "surrogate", "long line"],
+)
+def test_a_hostile_line_is_named_and_all_others_are_read(tmp_path: Path, line: bytes, problem: str) -> None:
+    lines = one_handover().processes()[0].lines().splitlines()
+    (tmp_path / "w.jsonl").write_bytes(b"\n".join((*lines[:3], line, *lines[3:], line)) + b"\n")
+    recording = read_recording([tmp_path])
+    assert events(recording) == len(lines) - 1
+    (damage,) = recording.damage
+    assert (damage.line, damage.lines) == (4, 2)
+    assert "line 4 and 1 more: " in str(damage)
+    assert problem in damage.problem
+    assert len(str(damage)) < 400 + len(str(tmp_path))
+
+
+def test_what_a_later_version_wrote_is_left_out_by_name(tmp_path: Path) -> None:
+    new, old = (one_handover().processes()[index].lines() for index in (0, 1))
+    (tmp_path / "new.jsonl").write_bytes(new.replace(b'"trace_version":1', b'"trace_version":2'))
+    with pytest.raises(InvalidTrace, match=r"trace_version 2, and this command reads 1"):
+        read_recording([tmp_path])
+    (tmp_path / "old.jsonl").write_bytes(old)
+    recording = read_recording([tmp_path])
+    assert len(recording.processes) == 1
+    assert [one.problem for one in recording.damage] == ["trace_version 2, and this command reads 1"]
+
+
+def test_events_before_the_first_line_are_nobodys(tmp_path: Path) -> None:
+    header, *lines = one_handover().processes()[0].lines().splitlines(keepends=True)
+    (tmp_path / "w.jsonl").write_bytes(b"".join((*lines[:2], header, *lines[2:])))
+    recording = read_recording([tmp_path])
+    assert events(recording) == len(lines) - 2
+    assert recording.damage[0].lines == 2
+    assert "before any line that says which process" in recording.damage[0].problem
+
+
+def test_what_the_recorder_lost_is_told(tmp_path: Path) -> None:
+    simulation = one_handover()
+    simulation.processes()[0].events.append(Dropped(at_ns=BEGIN_NS, count=17))
+    recording = read_recording([simulation.write(tmp_path)])
+    assert [one.problem for one in recording.damage] == ["17 events were lost before it"]
+
+
+def test_pipes_and_links_to_nowhere_are_passed_over(tmp_path: Path) -> None:
+    simulation = one_handover()
+    simulation.write(tmp_path)
+    (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    assert len(read_recording([tmp_path]).processes) == len(simulation.processes())
+
+
+@pytest.mark.parametrize("path", ["nowhere", "a\0b", "."])
+def test_without_any_trace_the_path_is_named(path: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidTrace, match=r"trace: DIR is "):
+        read_recording([tmp_path / path])
+
+
+@given(st.binary(max_size=400), st.integers(0, 10), st.integers(0, 400))
+def test_no_bytes_stop_the_reading(tmp_path_factory: pytest.TempPathFactory, junk: bytes, line: int, at: int) -> None:
+    folder = tmp_path_factory.mktemp("junk")
+    simulation = one_handover()
+    simulation.write(folder)
+    lines = simulation.processes()[0].lines().splitlines(keepends=True)
+    index = min(line, len(lines) - 1)
+    lines[index] = lines[index][:at] + junk + lines[index][at:]
+    (folder / "junk.jsonl").write_bytes(b"".join(lines))
+    recording = read_recording([folder])
+    merge(recording)
+    assert len(recording.processes) >= 4
+
+
+def test_the_events_come_back_as_they_were(tmp_path: Path) -> None:
+    simulation = one_handover()
+    recording = read_recording([simulation.write(tmp_path)])
+    written = {process.started: process.events for process in simulation.processes()}
+    for process in recording.processes:
+        assert sorted(map(msgspec.json.encode, process.events)) == sorted(
+            map(msgspec.json.encode, written[process.started])
+        )
+    assert any(isinstance(event, Finished) for process in recording.processes for event in process.events)

@@ -1,0 +1,164 @@
+"""A recorder costs its caller an append, and whatever becomes of its sink stops nobody."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from kvferry.trace import recorder as module
+from kvferry.trace.recorder import Recorder
+
+
+class Kept:
+    """A sink that keeps everything, and can be told to wait or to fail."""
+
+    def __init__(self) -> None:
+        self.items: list[int] = []
+        self.lost: list[int] = []
+        self.fails = False
+        self.entered, self.may_go_on = threading.Event(), threading.Event()
+        self.may_go_on.set()
+        self.closed_by: list[str] = []
+
+    def take(self, items: Sequence[int], lost: int) -> None:
+        self.entered.set()
+        assert self.may_go_on.wait(20.0)
+        if self.fails:
+            raise OSError(28, "No space left on device")
+        self.items += items
+        self.lost.append(lost)
+
+    def close(self) -> None:
+        self.closed_by.append(threading.current_thread().name)
+
+
+def test_everything_arrives_in_its_order_and_the_writer_ends() -> None:
+    sink = Kept()
+    recorder = Recorder(sink)
+    for number in range(1000):
+        recorder.record(number)
+    recorder.close()
+    recorder.close()
+    assert sink.items == list(range(1000))
+    assert sink.closed_by == ["kvferry-trace"]
+    assert recorder.num_lost == 0
+
+
+def test_what_is_recorded_is_written_without_a_close() -> None:
+    sink = Kept()
+    recorder = Recorder(sink)
+    for number in range(3):  # the second and the third wake a writer that sleeps again
+        sink.entered.clear()
+        recorder.record(number)
+        assert sink.entered.wait(20.0)
+    recorder.close()
+    assert sink.items == [0, 1, 2]
+
+
+def test_nothing_runs_before_the_first_item() -> None:
+    before = set(threading.enumerate())
+    sink = Kept()
+    recorder = Recorder(sink, "kvferry-never")
+    assert set(threading.enumerate()) == before
+    recorder.close()
+    assert sink.closed_by == [threading.current_thread().name]
+
+
+def test_what_a_slow_sink_leaves_behind_is_dropped_and_counted_and_told() -> None:
+    sink = Kept()
+    sink.may_go_on.clear()
+    recorder = Recorder(sink, most_waiting=10)
+    recorder.record(0)
+    assert sink.entered.wait(20.0)
+    for number in range(1, 26):
+        recorder.record(number)
+    assert recorder.num_lost == 15
+    sink.may_go_on.set()
+    recorder.close()
+    assert sink.items == list(range(11))
+    assert sink.lost == [0, 15]
+
+
+def test_a_sink_that_fails_loses_its_batch_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    sink = Kept()
+    sink.fails = True
+    recorder = Recorder(sink)
+    with caplog.at_level(logging.WARNING):
+        for number in range(2):
+            sink.entered.clear()
+            recorder.record(number)
+            assert sink.entered.wait(20.0)
+        sink.may_go_on.wait()
+        while recorder.num_lost < 2:
+            pass
+        sink.fails = False
+        recorder.record(2)
+        recorder.close()
+    assert sink.items == [2]
+    assert sink.lost == [2]
+    assert [record.getMessage() for record in caplog.records if "No space left" in record.getMessage()] != []
+    assert len(caplog.records) == 1
+
+
+def test_a_system_without_a_thread_to_give_stops_the_recording_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    sink = Kept()
+    recorder = Recorder(sink)
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(threading.Thread, "start", refuse)
+        recorder.record(1)
+        recorder.record(2)
+    recorder.close()
+    assert (recorder.num_lost, sink.items, len(sink.closed_by)) == (2, [], 1)
+    assert ["can't start new thread" in message for message in caplog.messages] == [True]
+
+
+def test_an_end_does_not_wait_for_a_sink_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "CLOSE_S", 0.05)
+    sink = Kept()
+    sink.may_go_on.clear()
+    recorder = Recorder(sink)
+    recorder.record(1)
+    assert sink.entered.wait(20.0)
+    recorder.close()
+    assert "is not written" in caplog.text
+    sink.may_go_on.set()
+
+
+def test_what_comes_after_the_end_is_not_kept() -> None:
+    sink = Kept()
+    recorder = Recorder(sink)
+    recorder.close()
+    recorder.record(1)
+    assert (recorder.num_lost, sink.items) == (1, [])
+
+
+def test_a_forked_process_records_nothing_and_the_first_one_goes_on() -> None:
+    sink = Kept()
+    sink.may_go_on.clear()
+    recorder = Recorder(sink)
+    recorder.record(1)
+    assert sink.entered.wait(20.0)
+    recorder.record(2)
+    child = os.fork()
+    if not child:
+        recorder.record(3)
+        waiting = len(recorder._waiting)
+        recorder.close()  # neither waits for a thread that is not here
+        os._exit(waiting)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    sink.may_go_on.set()
+    recorder.record(4)
+    recorder.close()
+    assert sink.items == [1, 2, 4]

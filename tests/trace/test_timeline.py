@@ -1,0 +1,226 @@
+"""Phases of handovers whose true times are known."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.trace.clocks import Clocks
+from kvferry.trace.durations import durations, outcomes
+from kvferry.trace.events import DecodeArrived, Finished, LoadOrdered, LoadReported
+from kvferry.trace.merging import merge, named
+from kvferry.trace.reading import read_recording
+from kvferry.trace.timeline import Timeline, timeline
+from tests.trace.simulated import MS, STAGES, Simulation, Times
+from tests.trace.test_matching import matched, processes
+
+LENGTH = st.integers(0, 10**10)
+TIMES = st.builds(
+    Times,
+    prefill_queue=LENGTH,
+    prefill=LENGTH,
+    router=LENGTH,
+    decode_queue=LENGTH,
+    order=LENGTH,
+    stages=st.dictionaries(st.integers(0, 2), st.dictionaries(st.sampled_from(list(STAGES)), LENGTH)),
+    report=LENGTH,
+    first_step=LENGTH,
+    kept=LENGTH,
+)
+
+
+def timelines(simulation: Simulation) -> list[Timeline]:
+    return [timeline(one, Clocks()) for one in matched(simulation)]
+
+
+def lasted(spans: object) -> list[tuple[str, int]]:
+    return [(span.phase, span.lasted_ns) for span in spans]  # type: ignore[attr-defined]
+
+
+@given(TIMES)
+def test_every_phase_is_as_long_as_it_truly_was_and_follows_the_one_before(times: Times) -> None:
+    simulation = Simulation()
+    simulation.handover(simulation.engine("p"), simulation.engine("d", workers=3), times=times)
+    (one,) = timelines(simulation)
+    ends = [sum(times.of_worker(number).values()) for number in range(3)]
+    assert one.last is not None
+    last = times.of_worker([worker.load.process.place for worker in one.workers].index(one.last.load.process.place))
+    assert sum(last.values()) == max(ends)
+    before, stages = [("prefill_queue", times.prefill_queue), ("prefill", times.prefill)], list(last.items())
+    waits = [("router", times.router), ("decode_queue", times.decode_queue), ("order", times.order)]
+    after = [("report", times.report), ("first_step", times.first_step)]
+    assert lasted(one.before) == before
+    assert lasted(one.path) == waits + stages + after
+    whole = (*one.before, *one.path)
+    assert all(earlier.ended_ns == later.begun_ns for earlier, later in itertools.pairwise(whole))
+    assert one.path[0].begun_ns == one.zero_ns
+    assert one.lasted_ns == sum(length for _, length in waits + stages) + times.report
+    assert one.held is not None
+    assert one.held.lasted_ns == one.lasted_ns - times.report + times.kept
+    assert [lasted(worker.spans) for worker in one.workers] == [list(times.of_worker(n).items()) for n in range(3)]
+    assert (one.outcome, one.missing) == ("loaded", ())
+
+
+def test_bytes_per_second_are_of_the_time_in_which_anybody_read() -> None:
+    simulation = Simulation()
+    times = Times(stages={0: {"posting": MS, "reading": 3 * MS}, 1: {"posting": MS, "reading": 7 * MS}})
+    simulation.handover(
+        simulation.engine("p"), simulation.engine("d", workers=2), times=times, tokens=1000, token_bytes=8000
+    )
+    (one,) = timelines(simulation)
+    assert one.bytes == 8_000_000
+    assert one.gb_s == pytest.approx(1.0)
+
+
+def test_a_failed_load_ends_where_it_failed_and_its_request_is_recomputed() -> None:
+    simulation = Simulation()
+    consumer = simulation.engine("d")
+    simulation.handover(simulation.engine("p"), consumer, reason="deadline", recomputed="load")
+    (one,) = timelines(simulation)
+    assert one.outcome == "recomputed: load (deadline)"
+    assert [span.phase for span in one.workers[0].spans] == ["queued", "meeting", "fence"]
+    assert (one.bytes, one.gb_s) == (0, None)
+
+
+def test_a_request_that_is_recomputed_at_once_waited_only_in_the_queue() -> None:
+    simulation = Simulation()
+    simulation.handover(simulation.engine("p"), simulation.engine("d"), recomputed="params")
+    (one,) = timelines(simulation)
+    assert one.outcome == "recomputed: params"
+    assert [span.phase for span in one.path] == ["router", "decode_queue", "first_step"]
+    assert one.lasted_ns == Times().router + Times().decode_queue
+
+
+@pytest.mark.parametrize(
+    ("how", "outcome", "missing"),
+    [("expired", "not fetched: expired", ()), ("done", "fetched: done", ("consumer",))],
+)
+def test_without_a_consumer_the_lease_says_whether_there_was_one(
+    how: str, outcome: str, missing: tuple[str, ...]
+) -> None:
+    simulation = Simulation()
+    simulation.handover(simulation.engine("p"), None, times=Times(kept=480_000 * MS), how=how)
+    (one,) = timelines(simulation)
+    assert (one.outcome, one.missing, one.lasted_ns) == (outcome, missing, None)
+    assert one.held is not None
+    assert one.held.lasted_ns == 480_000 * MS
+
+
+def test_without_the_producer_the_handover_begins_with_the_consumer() -> None:
+    simulation = Simulation()
+    producer = simulation.engine("p")
+    simulation.handover(producer, simulation.engine("d"))
+    producer.scheduler.events.clear()
+    (one,) = timelines(simulation)
+    assert one.missing == ("producer",)
+    assert next(span.phase for span in one.path) == "decode_queue"
+    assert one.path[0].begun_ns == one.zero_ns
+    assert (one.before, one.held) == ((), None)
+
+
+def test_without_the_workers_the_load_is_one_phase() -> None:
+    simulation = Simulation()
+    consumer = simulation.engine("d")
+    simulation.handover(simulation.engine("p"), consumer)
+    consumer.workers[0].events.clear()
+    (one,) = timelines(simulation)
+    assert one.missing == ("consumer's workers",)
+    assert [span.phase for span in one.path] == ["router", "decode_queue", "load", "first_step"]
+
+
+@pytest.mark.parametrize(("is_finished", "outcome"), [(True, "ended before it was loaded"), (False, "under way")])
+def test_a_request_that_never_heard_of_its_load(is_finished: bool, outcome: str) -> None:
+    simulation = Simulation()
+    consumer = simulation.engine("d")
+    simulation.handover(simulation.engine("p"), consumer)
+    events = consumer.scheduler.events
+    gone = (LoadReported,) if is_finished else (LoadReported, Finished)
+    events[:] = [event for event in events if not isinstance(event, gone)]
+    (one,) = timelines(simulation)
+    assert (one.outcome, one.lasted_ns) == (outcome, None)
+
+
+def test_a_prompt_that_the_consumer_has_already_is_not_loaded() -> None:
+    simulation = Simulation()
+    consumer = simulation.engine("d")
+    simulation.handover(simulation.engine("p"), consumer)
+    events = consumer.scheduler.events
+    events[:] = [event for event in events if not isinstance(event, LoadOrdered | LoadReported)]
+    consumer.workers[0].events.clear()
+    (one,) = timelines(simulation)
+    assert one.outcome == "nothing to load"
+    assert [span.phase for span in one.path] == ["router", "decode_queue"]
+    assert one.ended_ns == one.path[-1].ended_ns
+
+
+def test_params_that_are_of_no_use_are_seen_when_they_arrive() -> None:
+    """Then no arrival is recorded."""
+    simulation = Simulation()
+    consumer = simulation.engine("d")
+    simulation.handover(simulation.engine("p"), consumer, recomputed="lease_over")
+    events = consumer.scheduler.events
+    events[:] = [event for event in events if not isinstance(event, DecodeArrived)]
+    (one,) = timelines(simulation)
+    assert one.outcome == "recomputed: lease_over"
+    assert lasted(one.path)[0] == ("router", Times().router + Times().decode_queue)
+
+
+def test_a_load_may_be_reported_after_the_end_of_its_request() -> None:
+    simulation = Simulation()
+    consumer = simulation.engine("d")
+    simulation.handover(simulation.engine("p"), consumer, reason="handshake")
+    events = consumer.scheduler.events
+    (reported,) = (event for event in events if isinstance(event, LoadReported))
+    events[:] = [event for event in events if not isinstance(event, Finished)]
+    events.append(Finished(at_ns=reported.at_ns - 1, request=reported.request))
+    (one,) = timelines(simulation)
+    assert one.outcome == "load failed (handshake)"
+    assert len(one.workers) == 1
+
+
+def test_the_slowest_handover_is_first_and_what_never_ended_is_last(tmp_path: Path) -> None:
+    simulation = Simulation()
+    producer, consumer = simulation.engine("p"), simulation.engine("d")
+    for number, router in enumerate((5, 50, 20)):
+        times = replace(Times(), router=router * MS)
+        simulation.handover(producer, consumer, number * MS, times, request=f"r{router}")
+    simulation.handover(producer, None, request="short", times=Times(kept=MS), how="expired")
+    simulation.handover(producer, None, request="long", times=Times(kept=9 * MS), how="expired")
+    merged = merge(read_recording([simulation.write(tmp_path)]))
+    names = [one.handover.producer_request for one in merged.timelines]
+    assert names == ["r50", "r20", "r5", "long", "short"]
+    assert outcomes(merged.timelines) == {"loaded": 3, "not fetched: expired": 2}
+    told = {one.phase: one for one in durations(merged.timelines)}
+    assert (told["router"].count, told["router"].p50_ns, told["router"].max_ns) == (3, 20 * MS, 50 * MS)
+    assert list(told)[:4] == ["prefill_queue", "prefill", "handover", "router"]
+
+
+def test_percentiles_are_by_nearest_rank() -> None:
+    simulation = Simulation()
+    producer, consumer = simulation.engine("p"), simulation.engine("d")
+    for number in range(1, 201):
+        simulation.handover(producer, consumer, 0, Times(router=number * MS), request=f"r{number}")
+    (router,) = (one for one in durations(timelines(simulation)) if one.phase == "router")
+    assert (router.p50_ns, router.p99_ns, router.max_ns) == (100 * MS, 198 * MS, 200 * MS)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("cmpl-a", True), ("dec", True), ("chat-", True), ("00000000000000", True), ("mpl-a", False)]
+)
+def test_a_request_is_found_by_the_beginning_of_any_of_its_ids(text: str, found: bool) -> None:
+    simulation = Simulation()
+    simulation.handover(
+        simulation.engine("p"),
+        simulation.engine("d"),
+        request="cmpl-abc",
+        decode_request="decode-7",
+        correlation="chat-12",
+    )
+    (one,) = timelines(simulation)
+    assert named(one, text) is found
+    assert len(processes(simulation)) == 4

@@ -1,0 +1,61 @@
+"""The demonstration on real engines: what an operator sees first."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.accuracy.settings import ROOT
+from scripts.demo.load import SLOW, SLOW_S
+from scripts.demo.prometheus import program
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What it printed, and its folder."""
+    folder = tmp_path_factory.mktemp("demo")
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.demo", "--once"],
+        cwd=ROOT,
+        env={**os.environ, "LOG_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    (run,) = (folder / "demo").iterdir()
+    return done.stdout, run
+
+
+def test_the_slow_request_is_found_by_its_name_and_its_long_phase_is_told(demo: tuple[str, Path]) -> None:
+    said, folder = demo
+    asked = said.partition(f"--request {SLOW}")[2]
+    (line,) = [line for line in asked.splitlines() if "→" in line]
+    assert line.startswith(SLOW)
+    found = re.search(r"prefill-0 → decode-0 .* router ([\d.]+) s ", line)
+    assert found is not None, line
+    assert float(found[1]) >= SLOW_S
+    pages = [(folder / "out" / name).read_text() for name in ("waterfall.html", "waterfall.svg", "trace.json")]
+    assert all(SLOW in page for page in pages)
+
+
+def test_every_process_of_both_engines_has_recorded(demo: tuple[str, Path]) -> None:
+    said, folder = demo
+    assert re.search(r"^31 handovers of 4 processes: 31 loaded$", said, re.MULTILINE)
+    assert len(list((folder / "traces").rglob("*.jsonl"))) == 4
+
+
+def test_the_dashboard_has_data(demo: tuple[str, Path]) -> None:
+    if program() is None:
+        pytest.skip("NOT TESTED: prometheus is not installed, and bootstrap could not fetch it")
+    said, _ = demo
+    found = re.search(r"(\d+) of (\d+) panels have data", said)
+    assert found is not None
+    assert int(found[1]) >= 15
+    assert "Loads a second" in said

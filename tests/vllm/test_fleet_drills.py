@@ -1,0 +1,151 @@
+"""Engines are killed under load and come back: what clients of vllm-router see meanwhile, and what survivors hold."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.accuracy.router import Router
+from scripts.small_models import default_cache_dir, small_model
+from tests.vllm.fleet import Fleet, check_rest, outage, prefill, running
+from tests.vllm.forked_server import ForkedServer
+from tests.vllm.load import PATIENCE_S, Kind, Load, Outage, Outcome, Tokens, ask, judge, prompt_of
+
+FEW = 5
+LONG = 1500
+RECOMPUTE, FAIL = 0, 1
+NAMES = ("recompute", "fail")
+POLICIES = pytest.mark.parametrize("policy", [RECOMPUTE, FAIL], ids=NAMES)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    model = small_model("small-llama-4", default_cache_dir())
+    with running(str(model), tmp_path_factory.mktemp("fleet")) as started:
+        yield started
+
+
+@contextmanager
+def router(producers: Sequence[ForkedServer], consumers: Sequence[ForkedServer], logs: Path) -> Iterator[Router]:
+    """A router that asks dead engines too: one with a circuit breaker would only wait longer until it comes back."""
+    more = ("--disable-circuit-breaker", "--decode-policy", "random")
+    prefill_urls, decode_urls = ([server.base_url for server in servers] for servers in (producers, consumers))
+    with Router(prefill_urls, decode_urls, logs, PATIENCE_S, more) as started:
+        started.wait_ready(60.0)
+        yield started
+
+
+def report(drill: str, counted: object, outages: Sequence[Outage], ready_s: float, after: Sequence[Outcome]) -> None:
+    """A line for those who read the figures."""
+    dead_s = ", ".join(f"{each.ended_s - each.began_s:.1f}" for each in outages)
+    right_s = min(outcome.ended_s for outcome in after) - ready_s
+    print(f"{drill}: {counted}; dead for {dead_s} s; right again {right_s:.2f} s after it was ready")
+
+
+@contextmanager
+def long_stream(base_url: str, prompt: Tokens, **more: Any) -> Iterator[Future[Outcome]]:
+    """A stream that has begun, and has not nearly ended when the body begins."""
+    began = threading.Event()
+    with ThreadPoolExecutor(1) as client:
+        outcome = client.submit(ask, base_url, prompt, stream=True, tokens=LONG, began=began, **more)
+        assert began.wait(PATIENCE_S), outcome.result()
+        yield outcome
+
+
+@POLICIES
+def test_a_killed_decoder_comes_back_to_the_same_producer(fleet: Fleet, policy: int, tmp_path: Path) -> None:
+    producer, consumer = fleet.producers[policy], fleet.consumers[policy]
+    name = f"decoder, {NAMES[policy]}"
+    outages: list[Outage] = []
+    with router([producer], [consumer], tmp_path) as front, Load(name, front.base_url) as load:
+        load.wait_for(FEW, Kind.ANSWERED)
+        with long_stream(front.base_url, prompt_of(f"{name}, long", 0)) as long, outage(outages, consumer) as killed_s:
+            broken = long.result()
+            plain = ask(producer.base_url, prompt_of(f"{name}, plain", 0))
+            load.wait_for(FEW, Kind.REFUSED, killed_s)
+        ready_s = time.monotonic()
+        after = load.wait_for(2 * FEW, Kind.ANSWERED, ready_s)
+    outcomes = [*load.outcomes, broken, plain]
+    counted = judge(outcomes, outages, fleet.right(outcomes))
+    report(name, counted, outages, ready_s, after)
+    assert (broken.kind, plain.kind) == (Kind.BROKEN, Kind.ANSWERED)
+    assert 0 < len(broken.tokens) < LONG
+    fresh = consumer.metrics()
+    assert fresh.total("vllm:kvferry_loads_total") >= len(after)
+    assert fresh.total("vllm:kvferry_failed_loads_total") == 0
+    assert fresh.total("vllm:kvferry_local_recomputes_total") == 0
+    check_rest(name, [producer], [consumer])
+
+
+@POLICIES
+def test_a_killed_producer_comes_back_to_the_same_decoder(fleet: Fleet, policy: int, tmp_path: Path) -> None:
+    """What was handed over before is computed, or ends with an error, whether it comes while nobody is there or when
+    the next boot has the producer's place; what was read before is not touched by any of it."""
+    producer, consumer = fleet.producers[policy], fleet.consumers[policy]
+    name = f"producer, {NAMES[policy]}"
+    outages: list[Outage] = []
+    prompts = [prompt_of(f"{name}, handed over", number) for number in range(4)]
+    long_prompt = prompt_of(f"{name}, long", 0)
+    before = consumer.metrics()
+    with router([producer], [consumer], tmp_path) as front, Load(name, front.base_url) as load:
+        load.wait_for(FEW, Kind.ANSWERED)
+        params = [prefill(producer, prompt) for prompt in prompts]
+        long_params = prefill(producer, long_prompt)
+        with (
+            long_stream(consumer.base_url, long_prompt, kv_transfer_params=long_params) as long,
+            outage(outages, producer) as killed_s,
+        ):
+            handed_over = [
+                ask(consumer.base_url, prompt, kv_transfer_params=given, stream=stream)
+                for prompt, given, stream in zip(prompts, params, (False, True, False), strict=False)
+            ]
+            plain = [ask(consumer.base_url, prompt) for prompt in prompts]
+            load.wait_for(FEW, Kind.REFUSED, killed_s)
+        ready_s = time.monotonic()
+        handed_over.append(ask(consumer.base_url, prompts[3], kv_transfer_params=params[3]))
+        after = load.wait_for(2 * FEW, Kind.ANSWERED, ready_s)
+    of_load, read_before = load.outcomes, long.result()
+    right = fleet.right([*of_load, *plain, *handed_over, read_before])
+    report(name, judge(of_load, outages, right), outages, ready_s, after)
+    judge([*plain, read_before], [], right)
+    assert read_before.ended_s > killed_s
+    moved = consumer.metrics() - before
+    print(moved.by_label("vllm:kvferry_failed_loads_total", "reason"))
+    ended = [outcome.kind for outcome in handed_over]
+    if policy == RECOMPUTE:
+        judge(handed_over, [], right)
+        assert moved.total("vllm:kvferry_local_recomputes_total", reason="load_failed") >= len(handed_over)
+    else:
+        assert ended == [Kind.REFUSED, Kind.BROKEN, Kind.REFUSED, Kind.REFUSED], handed_over
+        assert not any(outcome.tokens for outcome in handed_over)
+        assert moved.total("vllm:kvferry_failed_requests_total") >= len(handed_over)
+    assert moved.total("vllm:kvferry_failed_loads_total") >= len(handed_over)
+    check_rest(name, [producer], [consumer])
+
+
+def test_two_and_two_lose_one_of_each_and_get_them_back(fleet: Fleet, tmp_path: Path) -> None:
+    name = "two and two"
+    outages: list[Outage] = []
+    servers = (*fleet.producers, *fleet.consumers)
+    with router(fleet.producers, fleet.consumers, tmp_path) as front, Load(name, front.base_url) as load:
+        load.wait_for(2 * FEW, Kind.ANSWERED)
+        with outage(outages, fleet.producers[0], fleet.consumers[1]) as killed_s:
+            load.wait_for(FEW, Kind.REFUSED, killed_s)
+            load.wait_for(FEW, Kind.ANSWERED, killed_s)
+        ready_s = time.monotonic()
+        before = [server.metrics() for server in servers]
+        after = load.wait_for(8 * FEW, Kind.ANSWERED, ready_s)
+    outcomes = load.outcomes
+    counted = judge(outcomes, outages, fleet.right(outcomes))
+    report(name, counted, outages, ready_s, after)
+    moved = [server.metrics() - earlier for server, earlier in zip(servers, before, strict=True)]
+    assert all(each.total("vllm:kvferry_leases_released_total", how="done") > 0 for each in moved[:2])
+    assert all(each.total("vllm:kvferry_loads_total") > 0 for each in moved[2:])
+    check_rest(name, fleet.producers, fleet.consumers)

@@ -1,0 +1,148 @@
+"""What a router hears of real engines, and what real engines hear through a router: a producer and a consumer that
+publish vLLM's KV events."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zmq
+
+from scripts.accuracy.client import ASK_FOR_PREFILL
+from scripts.accuracy.engines import EngineSpec, Transfer
+from scripts.accuracy.ports import free_ports
+from scripts.accuracy.router import Router
+from scripts.small_models import default_cache_dir, small_model
+from tests.vllm.conftest import START_S
+from tests.vllm.forked_server import ForkedServer
+from tests.vllm.load import body_of, prompt_of
+from tests.vllm.pair import TIMEOUT_S
+from tests.waiting import wait_until
+
+BLOCK = 32
+MIDDLEWARE = "kvferry.connector.correlation_middleware.CorrelationMiddleware"
+EXTRA = ("--skip-tokenizer-init", "--num-gpu-blocks-override", "256", "--middleware", MIDDLEWARE)
+CORRELATION = "req-7f3a.1"
+
+
+class Followed:
+    """An engine whose events a subscriber hears, as a router does."""
+
+    def __init__(self, name: str, core: str, role: str, logs: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        (port,) = free_ports(1)
+        self.endpoint = f"tcp://127.0.0.1:{port}"
+        config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
+        spec = EngineSpec(
+            name,
+            str(small_model("small-llama-4", default_cache_dir())),
+            devices=(core,),
+            block_size=BLOCK,
+            max_model_len=1024,
+            transfer=Transfer(role),
+            extra_args=(*EXTRA, "--kv-events-config", json.dumps(config)),
+            extra_env={"KVFERRY_CORRELATION_HEADER": "baggage:request", "VLLM_LOGGING_LEVEL": "DEBUG"},
+        )
+        self.server = ForkedServer(spec, logs)
+        self._socket = context.socket(zmq.SUB)
+        self._socket.connect(self.endpoint)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._events: list[dict[str, Any]] = []
+
+    def stored(self, prompt: Sequence[int]) -> list[int]:
+        """Hashes of blocks of this prompt, in the order in which they came."""
+        while self._socket.poll(0):
+            _topic, _number, payload = self._socket.recv_multipart()
+            self._events += msgspec.msgpack.decode(payload)[1]
+        ours = [event for event in self._events if event["type"] == "BlockStored" and _begins(event, prompt)]
+        assert {event["medium"] for event in ours} <= {"GPU"}
+        return [name for event in ours for name in event["block_hashes"]]
+
+    def hears(self, prompt: Sequence[int]) -> list[int]:
+        """As `stored`, when all of the prompt's full blocks have come."""
+        wait_until(lambda: len(self.stored(prompt)) >= len(prompt) // BLOCK, "events of the prompt", timeout_s=60)
+        return self.stored(prompt)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+def _begins(event: dict[str, Any], prompt: Sequence[int]) -> bool:
+    """Prompts here differ in their first tokens, and an engine tells each in one event."""
+    return bool(event["token_ids"][:BLOCK] == list(prompt[:BLOCK]))
+
+
+def post(base_url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> dict[str, Any]:
+    answer = httpx.post(base_url + "/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def prefill(producer: Followed, prompt: Sequence[int]) -> dict[str, Any]:
+    body = body_of(prompt, 1, kv_transfer_params=ASK_FOR_PREFILL)
+    return dict(post(producer.server.base_url, body)["kv_transfer_params"])
+
+
+@pytest.fixture(scope="module")
+def heard(logs: Path) -> Iterator[tuple[Followed, Followed]]:
+    with zmq.Context() as context, ExitStack() as stack:
+        producer = Followed("heard-producer", "0", "kv_producer", logs, context)
+        consumer = Followed("heard-consumer", "1", "kv_consumer", logs, context)
+        for one in (producer, consumer):
+            stack.callback(one.close)
+            stack.enter_context(one.server)
+        for one in (producer, consumer):
+            one.server.wait_ready(START_S)
+        yield producer, consumer
+
+
+def test_the_consumer_tells_of_blocks_that_it_loaded_by_the_names_that_the_producer_gives_them(
+    heard: tuple[Followed, Followed],
+) -> None:
+    producer, consumer = heard
+    prompt = prompt_of("events", 0)
+    params = prefill(producer, prompt)
+    theirs = producer.hears(prompt)
+    assert len(theirs) == len(set(theirs)) == len(prompt) // BLOCK
+    assert not consumer.stored(prompt)
+    before = consumer.server.metrics()
+    post(consumer.server.base_url, body_of(prompt, kv_transfer_params=params))
+    assert consumer.hears(prompt) == theirs
+    moved = consumer.server.metrics() - before
+    assert moved.total("vllm:kvferry_planned_bytes_total") > 0
+    assert moved.total("vllm:kvferry_local_recomputes_total") == 0
+
+
+def test_a_load_that_failed_is_told_of_once(heard: tuple[Followed, Followed]) -> None:
+    producer, consumer = heard
+    prompt = prompt_of("failed", 0)
+    params = prefill(producer, prompt)
+    params["kvferry"] |= {"mac": "0" * len(params["kvferry"]["mac"])}
+    before = consumer.server.metrics()
+    post(consumer.server.base_url, body_of(prompt, kv_transfer_params=params))
+    assert (consumer.server.metrics() - before).total("vllm:kvferry_failed_loads_total") == 1
+    told = consumer.hears(prompt)
+    assert told == producer.hears(prompt)
+    assert len(told) == len(set(told)) == len(prompt) // BLOCK
+
+
+def test_a_value_in_the_baggage_reaches_both_schedulers_through_the_router(
+    heard: tuple[Followed, Followed], logs: Path
+) -> None:
+    producer, consumer = heard
+    with Router([producer.server.base_url], [consumer.server.base_url], logs, TIMEOUT_S) as router:
+        router.wait_ready(60)
+        headers = {"baggage": f"user=u, request={CORRELATION}", "X-Correlation-Id": "not passed on"}
+        post(router.base_url, body_of(prompt_of("correlated", 0)), headers)
+    ids = [
+        re.findall(rf"req=(\S+)-[0-9a-f]{{8}} correlation={re.escape(CORRELATION)}$", text, re.MULTILINE)
+        for text in (one.server.log_path.read_text() for one in (producer, consumer))
+    ]
+    assert len(ids[0]) == 1
+    assert ids[0] == ids[1], "the router's id, but for what each engine adds"

@@ -1,0 +1,26 @@
+"""A worker after everything: nothing is under way, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.worker.worker import FerryWorker
+
+PATIENCE_S = 20.0
+
+
+def comes_to_rest(worker: FerryWorker) -> None:
+    """Wait for it: the last reads end in their own time.
+
+    Raises:
+        LocalProtocolError: with the sums.
+    """
+    end_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end_s:
+        with contextlib.suppress(LocalProtocolError):
+            worker.check_integrity(at_rest=True)
+            return
+        time.sleep(0.005)
+    worker.check_integrity(at_rest=True)

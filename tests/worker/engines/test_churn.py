@@ -1,0 +1,113 @@
+"""Producers that come and go, on the real fabric: a consumer that outlives them keeps nothing of them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from kvferry.protocol.errors import HandshakeFailed
+from kvferry.worker.fabric import OpenHandles
+from kvferry.worker.handshake_client import fetch_description
+from kvferry.worker.introductions import Introductions
+from kvferry.worker.peer import PeerKey
+from tests.waiting import wait_until
+from tests.worker.engine_rig import HOST, SETTINGS, Engine, Rig, free_port
+from tests.worker.toy_caches import CacheShape
+
+PRODUCERS = 150
+WARM_UP = 30
+MAX_PEERS = 8
+SMALL = CacheShape(blocks=24)
+ROOMY = replace(SETTINGS, max_peers=MAX_PEERS, staging_pool_bytes=1 << 16, handshake_timeout_s=10.0, max_loads=8)
+MIB = 1 << 20
+
+
+def _rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _handshakes() -> int:
+    return sum(thread.name == "kvferry-handshake" for thread in threading.enumerate())
+
+
+def _at_rest(consumer: Engine) -> OpenHandles:
+    consumer.come_to_rest()
+    consumer.set_timeouts()
+    return consumer.fabric.open_handles()
+
+
+def test_producers_that_come_and_go_leave_nothing_with_their_consumer() -> None:
+    """Every third one restarts at its address; the others never come again, and are forgotten for those after them."""
+    rig = Rig("nixl")
+    try:
+        consumer = rig.engine("C", shape=SMALL, settings=ROOMY)
+        port = free_port()
+        before: tuple[int, int, int, int] | None = None
+        for number in range(PRODUCERS):
+            name, where = (f"P{number}", None) if number % 3 else ("P", port)
+            producer = rig.engine(name, shape=SMALL, settings=ROOMY, port=where)
+            rig.transfer(producer, consumer, seed=number)
+            rig.retire(producer)
+            if number == WARM_UP:
+                _at_rest(consumer)
+                gc.collect()
+                before = (_fds(), threading.active_count(), _rss_bytes(), len(gc.get_objects()))
+        wait_until(lambda: not _handshakes(), "no handshake is under way", 60.0)
+        handles = _at_rest(consumer)
+        assert handles.peers <= MAX_PEERS
+        assert handles.prepared == 1 + handles.peers * _lists_of_a_peer(consumer)
+        assert (handles.transfers, handles.leaving) == (0, 0)
+        assert consumer.worker._landing.free() == len(consumer.worker._landing.words)
+        assert consumer.worker._staging is not None
+        assert consumer.worker._staging.pool.free_bytes == consumer.worker._staging.pool.capacity
+        assert consumer.seen.counts["integrity_errors"] == 0
+        gc.collect()
+        assert before is not None
+        fds, threads, rss, objects = before
+        found = (_fds(), threading.active_count(), _rss_bytes(), len(gc.get_objects()))
+        print(f"fds, threads, RSS, objects: {before} → {found}")
+        assert found[0] <= fds + 8
+        assert found[1] <= threads + 2
+        assert found[2] - rss < (PRODUCERS - WARM_UP) * MIB
+        assert found[3] - objects < (PRODUCERS - WARM_UP) * 100
+    finally:
+        rig.close()
+
+
+def _lists_of_a_peer(consumer: Engine) -> int:
+    assert consumer.worker._book is not None
+    (lists,) = {len(peer.made) - len(peer.routes) for peer in consumer.worker._book.peers()}
+    return lists
+
+
+def test_handshakes_that_fail_leave_no_thread_socket_or_descriptor_behind() -> None:
+    def introduce(key: PeerKey) -> NoReturn:
+        fetch_description(key.host, key.port, key.engine_id, "C", 0.2)
+        raise AssertionError("nobody is there")
+
+    book = Introductions(introduce, lambda: None)
+
+    def fail(count: int) -> None:
+        for _ in range(count):
+            assert book.ask(PeerKey(HOST, free_port(), "P", "0" * 32)) is None
+
+        def over() -> bool:
+            assert all(isinstance(found, HandshakeFailed) for _, found in book.arrivals())
+            return not len(book) and not _handshakes()
+
+        wait_until(over, "no handshake is under way", 60.0)
+
+    fail(4)
+    fds, threads = _fds(), threading.active_count()
+    for _ in range(4):
+        fail(8)
+    assert _fds() <= fds
+    assert threading.active_count() <= threads

@@ -1,0 +1,50 @@
+"""A producer that only waiting requests name: its first contact is over before a load is ordered, and is no load."""
+
+from __future__ import annotations
+
+from kvferry.protocol.orders import FailureReason
+from kvferry.protocol.params import RemotePrefill
+from kvferry.worker.peer import PeerKey
+from tests.worker.engine_rig import Engine, Rig
+
+
+def wait_in_the_queue(consumer: Engine, params: RemotePrefill, name: str = "waits") -> None:
+    """A request has arrived, and is not scheduled."""
+    assert consumer.loads.offer(name, params, params.remote_num_tokens, 0.0) is None
+
+
+def knows(consumer: Engine, params: RemotePrefill) -> bool:
+    book = consumer.worker._book
+    return book is not None and PeerKey.of(params) in book._ready
+
+
+def test_a_producer_is_met_while_its_first_request_waits_and_the_load_asks_nobody(rig: Rig) -> None:
+    producer, consumer = rig.pair()
+    offer = producer.prefill(10)
+    wait_in_the_queue(consumer, offer.params)
+    rig.step_until(lambda: knows(consumer, offer.params), "the producer is met")
+    assert not consumer.seen.loaded
+    assert not consumer.seen.failed
+    producer.listener.close()  # nobody answers a handshake any more
+    consumer.loads.finished("waits")
+    load = consumer.load(producer.prefill(10, 2).params)
+    assert rig.until_over(consumer, load) is None
+    consumer.check_bytes(load, 2)
+
+
+def test_a_first_contact_that_fails_is_no_failed_load(rig: Rig) -> None:
+    producer, consumer = rig.pair()
+    offer = producer.prefill(10)
+    producer.listener.close()
+    consumer.worker._settings = consumer.worker._settings.__class__(handshake_timeout_s=0.2)
+    wait_in_the_queue(consumer, offer.params)
+
+    def given_up() -> bool:
+        book = consumer.worker._book
+        return book is not None and len(book._back_off) > 0
+
+    rig.step_until(given_up, "the producer cannot be met")
+    assert not consumer.seen.failed
+    consumer.loads.finished("waits")
+    load = consumer.load(producer.prefill(10, 2).params)
+    assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE

@@ -1,0 +1,113 @@
+"""Failed reads from a producer that lives: what they might still write into is nobody's until a grace is over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.protocol.orders import FailureReason
+from kvferry.worker.fabric import TransferFailed
+from tests.waiting import wait_until
+from tests.worker.engine_rig import SETTINGS, Engine, OrderedLoad, Rig
+from tests.worker.toy_caches import CacheShape
+
+NEVER_S = 3600.0
+CAUTIOUS = replace(SETTINGS, failed_read_grace_s=NEVER_S)
+STAGED = replace(CAUTIOUS, staging_pool_bytes=8 << 10, direct_min_bytes=1 << 20)
+
+
+def _is_quarantined(rig: Rig, consumer: Engine, load: OrderedLoad) -> None:
+    """It has failed in transfer, and its blocks stay out of use."""
+    assert rig.until_over(consumer, load) is FailureReason.TRANSFER
+    assert consumer.seen.alive == {load.request_id}
+    consumer.worker.check_integrity()
+
+
+def _grace_is_over(rig: Rig, consumer: Engine) -> None:
+    assert consumer.worker._thread is not None
+    consumer.worker._thread._reader.grace_s = 0.0
+    rig.step_until(lambda: not consumer.seen.alive, "the grace is over")
+    consumer.worker.check_integrity(at_rest=True)
+    assert consumer.seen.counts["graces_over"] >= 1
+
+
+def test_blocks_of_a_read_that_failed_halfway_stay_out_of_use_for_the_grace(rig: Rig) -> None:
+    producer, consumer = rig.pair(settings=CAUTIOUS)
+    rig.transfer(producer, consumer)
+    name = producer.fabric.agent_name
+    consumer.fabric.on_data_read = lambda: rig.network.fail_reads(name)
+    load = consumer.load(producer.prefill(tokens=10).params)
+    _is_quarantined(rig, consumer, load)
+    assert consumer.fabric.transfers() == 1, "it is not released before"
+    assert consumer.seen.counts["quarantined_loads"] == 1
+    assert consumer.seen.counts["quarantined_blocks"] == len(load.blocks)
+    rig.transfer(producer, consumer)  # the producer lives, and others go on
+    assert consumer.seen.alive == {load.request_id}
+    _grace_is_over(rig, consumer)
+
+
+def test_the_death_of_the_producer_ends_the_grace(rig: Rig) -> None:
+    producer, consumer = rig.pair(settings=CAUTIOUS)
+    rig.transfer(producer, consumer)
+    offers = [producer.prefill(tokens=10) for _ in range(2)]
+    consumer.fabric.on_data_read = lambda: rig.network.fail_reads(producer.fabric.agent_name)
+    load = consumer.load(offers[0].params)
+    _is_quarantined(rig, consumer, load)
+    rig.network.kill(producer.fabric.agent_name)
+    assert rig.until_over(consumer, consumer.load(offers[1].params)) is FailureReason.TRANSFER
+    rig.step_until(lambda: not consumer.seen.alive, "nobody is left who could write")
+    assert consumer.seen.counts["graces_over"] == 0
+
+
+@pytest.mark.parametrize("error", [TransferFailed("test", "of the test"), RuntimeError("a bug")], ids=["failed", "bug"])
+def test_a_post_that_raises_may_have_posted_something(rig: Rig, error: Exception) -> None:
+    producer, consumer = rig.pair(settings=CAUTIOUS)
+    rig.transfer(producer, consumer)
+    consumer.fabric.fail("post_data_read", lambda: error)
+    load = consumer.load(producer.prefill(tokens=10).params)
+    _is_quarantined(rig, consumer, load)
+    assert consumer.fabric.transfers() == 0
+    _grace_is_over(rig, consumer)
+
+
+@pytest.mark.parametrize("how", ["the post raises", "the read fails"])
+def test_a_wave_of_the_staging_pool_stays_out_of_use_as_well(rig: Rig, how: str) -> None:
+    producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=STAGED)
+    consumer = rig.engine("C", shape=CacheShape(axes="bth"), settings=STAGED)
+    rig.transfer(producer, consumer)
+    if how == "the post raises":
+        consumer.fabric.fail("post_data_read", lambda: TransferFailed("test", "of the test"))
+    else:
+        consumer.fabric.on_data_read = lambda: rig.network.fail_reads(producer.fabric.agent_name)
+    load = consumer.load(producer.prefill(tokens=30).params)
+    _is_quarantined(rig, consumer, load)
+    staging = consumer.worker._staging
+    assert staging is not None
+    assert staging.pool.quarantined_bytes > 0
+    rig.transfer(producer, consumer, tokens=30)
+    _grace_is_over(rig, consumer)
+    assert staging.pool.free_bytes == staging.pool.capacity
+
+
+@pytest.mark.parametrize("how", ["the post raises", "the read fails"])
+def test_a_first_read_that_failed_keeps_its_cell_for_the_grace(
+    rig: Rig, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.worker.back_off.FIRST_S", 0.01)
+    producer, consumer = rig.pair(settings=CAUTIOUS)
+    if how == "the post raises":
+        consumer.fabric.fail("post_read", lambda: TransferFailed("test", "of the test"))
+    else:
+        rig.network.fail_reads(producer.fabric.agent_name)
+    load = consumer.load(producer.prefill(tokens=10).params)
+    assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
+    landing, book = consumer.worker._landing, consumer.worker._book
+    assert book is not None
+    assert landing.free() == len(landing.words) - 1
+    assert book.burying()
+    consumer.worker.check_integrity()
+    assert consumer.worker._thread is not None
+    consumer.worker._thread._reader.grace_s = 0.0
+    wait_until(lambda: not book.burying(), "the grace is over", 60.0)
+    consumer.worker.check_integrity(at_rest=True)

@@ -1,0 +1,144 @@
+"""A worker's sums: whatever is taken and belongs to nobody is found, said with all the numbers, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.worker.fabric import DescriptorRows, MemoryKind
+from tests.waiting import wait_until
+from tests.worker.engine_rig import SETTINGS, Engine, Rig
+from tests.worker.toy_caches import CacheShape
+
+
+def _steal_a_cell(engine: Engine) -> Callable[[], object]:
+    cells = engine.worker._landing.try_take(1)
+    assert cells is not None
+    return lambda: engine.worker._landing.give_back(cells)
+
+
+def _free_a_cell_twice(engine: Engine) -> Callable[[], object]:
+    engine.worker._landing._free.append(3)
+    return engine.worker._landing._free.pop
+
+
+def _steal_a_wave(engine: Engine) -> Callable[[], object]:
+    staging = engine.worker._staging
+    assert staging is not None
+    pool, wave = staging.pool, staging.pool.try_take("nobody", "peer", 256)
+    assert wave is not None
+    return lambda: pool.give_back(wave)
+
+
+def _prepare_a_list(engine: Engine) -> Callable[[], object]:
+    landing = engine.worker._landing
+    row = (int(landing.words.ctypes.data), 8, 0, 8, 1)
+    made = engine.fabric.inner.prepare_local(DescriptorRows.of(MemoryKind.DRAM, [row]))
+    return lambda: engine.fabric.inner.release(made)
+
+
+def _post_a_read(engine: Engine) -> Callable[[], object]:
+    book = engine.worker._book
+    assert book is not None
+    (peer,) = book.peers()
+    zero = np.zeros(1, dtype=np.int32)
+    made = engine.fabric.inner.post_read(engine.worker._landing.descriptors, zero, peer.routes[0].slots, zero)
+    return lambda: engine.fabric.inner.release(made)
+
+
+def _write_a_word(engine: Engine) -> Callable[[], object]:
+    engine.worker._table.words[7] = 99
+    return lambda: engine.worker._table.words.__setitem__(7, 0)
+
+
+BREAKS = {
+    "a cell that nobody has": (_steal_a_cell, "4608 cells are not 4607 free + 0 taken"),
+    "a cell that is free twice": (_free_a_cell_twice, "4608 cells are not 4609 free + 0 taken"),
+    "a wave that nobody has": (_steal_a_wave, "the pool gave out"),
+    "a list that nobody has": (_prepare_a_list, "prepared,"),
+    "a transfer that nobody has": (_post_a_read, "the fabric has 1 transfers, 0 are known"),
+    "a word without a lease": (_write_a_word, "1 words are not empty, and there are 0 leases"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "text"), BREAKS.values(), ids=BREAKS)
+def test_what_does_not_add_up_is_found_with_all_the_sums(
+    rig: Rig, wrong: Callable[[Engine], Callable[[], object]], text: str
+) -> None:
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    consumer.worker.check_integrity(at_rest=True)
+    mend = wrong(consumer)
+    with pytest.raises(LocalProtocolError) as error:
+        consumer.worker.check_integrity()
+    assert text in str(error.value)
+    for sums in (
+        "loads: 0 waiting",
+        "cells: 4608 =",
+        "peers: 1 ready",
+        "the fabric has OpenHandles(",
+        "pool: ",
+        "leases:",
+    ):
+        assert sums in str(error.value)
+    mend()
+    consumer.worker.check_integrity(at_rest=True)
+
+
+def test_a_load_under_way_adds_up_and_is_no_rest(rig: Rig) -> None:
+    producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=replace(SETTINGS, direct_min_bytes=1 << 20))
+    consumer = rig.engine(
+        "C",
+        shape=CacheShape(axes="bth"),
+        settings=replace(SETTINGS, direct_min_bytes=1 << 20, staging_pool_bytes=8 << 10, check_integrity=True),
+    )
+    rig.transfer(producer, consumer)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    load = consumer.load(producer.prefill(tokens=30).params)
+    wait_until(lambda: consumer.fabric.calls["post_data_read"] > 2, "it reads", 60.0)
+    consumer.worker.check_integrity()
+    with pytest.raises(LocalProtocolError, match="1 loads run or are quarantined"):
+        consumer.worker.check_integrity(at_rest=True)
+    rig.network.thaw(producer.fabric.agent_name)
+    assert rig.until_over(consumer, load) is None
+    assert consumer.seen.counts["integrity_errors"] == 0, "after every step they were right"
+
+
+def test_an_idle_worker_checks_by_itself_counts_each_time_and_shows_an_error_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    mend = _steal_a_cell(consumer)
+    assert consumer.worker._thread is not None
+    for count in (1, 2, 3):
+        consumer.worker._thread.wake()
+        rig.step_until(lambda count=count: consumer.seen.counts["integrity_errors"] >= count, "counted")  # type: ignore[misc]
+    assert caplog.text.count("do not add up") == 1
+    rig.transfer(producer, consumer)  # it goes on
+    mend()
+
+
+def test_a_worker_without_work_and_one_that_is_closed_have_nothing_to_check(rig: Rig) -> None:
+    engine = rig.engine("P")
+    engine.worker.check_integrity(at_rest=True)
+    engine.worker.close()
+    engine.worker.check_integrity(at_rest=True)
+
+
+def test_a_thread_that_is_stuck_is_said_to_be(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    go_on = [False]
+    consumer.fabric.on_data_read = lambda: wait_until(lambda: go_on[0], "the test lets go", 60.0)
+    load = consumer.load(producer.prefill(tokens=5).params)
+    wait_until(lambda: consumer.fabric.calls["post_data_read"] == 2, "it is stuck", 60.0)
+    monkeypatch.setattr("kvferry.worker.transfer_thread._CHECK_S", 0.05)
+    with pytest.raises(LocalProtocolError, match="has not answered within"):
+        consumer.worker.check_integrity()
+    go_on[0] = True
+    assert rig.until_over(consumer, load) is None

@@ -1,0 +1,117 @@
+"""Engines that share secrets, and the rotation of one: at every step of it every engine reads from every other."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from kvferry.protocol.handshake import LeaseName
+from kvferry.protocol.orders import FailureReason
+from kvferry.protocol.secret_file import Secrets
+from kvferry.scheduler.refusals import REASONS
+from tests.protocol.secret_files import NEW, OLD, OTHER
+from tests.worker.engine_rig import SETTINGS, Engine, Rig
+
+STEPS: tuple[Secrets, ...] = ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,))
+"""What every engine's file lists, one step after the other; see docs/operations.md."""
+
+LEASE_S = 60.0
+"""No lease runs out, however slow the machine is; those of turns are renewed at once all the same."""
+
+
+class Fleet:
+    """Engines that are restarted one by one, each at its address."""
+
+    def __init__(self, rig: Rig, names: str) -> None:
+        self._rig = rig
+        self._renewed: set[tuple[str, int]] = set()
+        self.engines = {name: self._start(name, STEPS[0]) for name in names}
+
+    def restart(self, name: str, secrets: Secrets) -> None:
+        port = self.engines[name].port
+        self._rig.retire(self.engines[name])
+        self.engines[name] = self._start(name, secrets, port)
+
+    def check(self, name: str, seed: int) -> None:
+        """This engine and every other read from each other; they renew leases of each other, and give them back."""
+        others = [(self.engines[name], engine) for other, engine in self.engines.items() if other != name]
+        pairs = [*others, *((engine, this) for this, engine in others)]
+        unread = [producer.prefill(tokens=10, seed=seed) for producer, _ in pairs]
+        for offer, (_, consumer) in zip(unread, pairs, strict=True):
+            now_s = time.monotonic()
+            assert consumer.loads.offer(f"waits-{offer.request_id}", offer.params, 10, now_s, is_turn=True) is None
+        wanted = {(producer.name, offer.slot) for offer, (producer, _) in zip(unread, pairs, strict=True)}
+        self._renewed.clear()
+        self._rig.step_until(lambda: wanted <= self._renewed, "every lease is renewed", 30.0)
+        for offer, (producer, consumer) in zip(unread, pairs, strict=True):
+            consumer.loads.finished(f"waits-{offer.request_id}")  # it was aborted
+            self._rig.step_until(lambda: offer.request_id in producer.seen.sent, "it is given back", 30.0)  # noqa: B023
+            assert producer.tally.total("leases_released", "expired") == 0
+            self._rig.transfer(producer, consumer, seed=seed)
+            assert consumer.tally.total("side_channel_errors") == 0
+
+    def _start(self, name: str, secrets: Secrets, port: int | None = None) -> Engine:
+        settings = replace(SETTINGS, secrets=secrets, handshake_timeout_s=20.0)
+        engine = self._rig.engine(name, settings=settings, lease_s=LEASE_S, port=port)
+        renew = engine.leases.renew
+
+        def note(name: LeaseName, heard_s: float | None = None) -> bool:
+            self._renewed.add((engine.name, name.slot))
+            return renew(name, heard_s)
+
+        engine.leases.renew = note  # type: ignore[method-assign]
+        return engine
+
+
+def test_prompts_are_handed_over_and_leases_renewed_at_every_moment_of_a_rotation(rig: Rig) -> None:
+    fleet, seed = Fleet(rig, "ABC"), 1
+    for name in "ABC":
+        fleet.check(name, seed)
+    for secrets in STEPS[1:]:
+        for name in "ABC":
+            seed += 1
+            fleet.restart(name, secrets)
+            fleet.check(name, seed)
+
+
+def test_a_rotation_in_one_step_would_fail() -> None:
+    """Why it takes three: an engine that has only the new secret is not understood by those that have only the old."""
+    rig = Rig("memory")
+    try:
+        old = rig.engine("A", settings=replace(SETTINGS, secrets=STEPS[0], handshake_timeout_s=20.0))
+        new = rig.engine("B", settings=replace(SETTINGS, secrets=STEPS[-1], handshake_timeout_s=20.0))
+        for producer, consumer in ((old, new), (new, old)):
+            load = consumer.load(producer.prefill(tokens=10).params)
+            assert rig.until_over(consumer, load, 30.0) is FailureReason.REFUSED
+            assert consumer.fabric.calls["add_peer"] == 0
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [((OLD,), ()), ((), (OLD,)), ((OLD,), (OTHER,))], ids=["missing", "superfluous", "another"]
+)
+def test_a_load_between_engines_without_a_common_secret_fails_long_before_its_deadline_and_nothing_stops(
+    rig: Rig, theirs: Secrets, ours: Secrets
+) -> None:
+    patient = replace(SETTINGS, handshake_timeout_s=60.0, load_timeout_s=60.0)
+    producer = rig.engine("P", settings=replace(patient, secrets=theirs))
+    consumer = rig.engine("C", settings=replace(patient, secrets=ours))
+    friend = rig.engine("F", settings=replace(patient, secrets=ours))
+    began_s = time.monotonic()
+    load = consumer.load(producer.prefill(tokens=10).params)
+    assert rig.until_over(consumer, load, 30.0) is FailureReason.REFUSED
+    assert time.monotonic() - began_s < 30.0
+    consumer.step()
+    rig.step_until(lambda: consumer.tally.total("side_channel_errors") >= 1, "the release is given up", 30.0)
+    assert sum(producer.tally.total("side_channel_refusals", reason) for reason in REASONS) >= 1
+    consumer.free(load)
+    rig.transfer(friend, consumer)
+
+
+def test_two_engines_with_a_common_secret_read_over_the_real_fabric(any_rig: Rig) -> None:
+    producer = any_rig.engine("P", settings=replace(SETTINGS, secrets=(OLD, NEW), handshake_timeout_s=20.0))
+    consumer = any_rig.engine("C", settings=replace(SETTINGS, secrets=(NEW, OLD), handshake_timeout_s=20.0))
+    any_rig.transfer(producer, consumer)

@@ -1,0 +1,34 @@
+"""An engine that cannot prepare a first contact starts, and its first contact is as it always was."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+
+from kvferry.plan.plan_cache import PlanCache
+from kvferry.worker.asking_threads import AskingThreads
+from tests.worker.engine_rig import Rig
+
+
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [((PlanCache, "plan"), KeyError("a bug")), ((AskingThreads, "start"), zmq.ZMQError(24))],
+    ids=["its own plan fails", "no socket is left"],
+)
+def test_an_engine_starts_and_loads_although_nothing_could_be_prepared(
+    part: tuple[type, str],
+    error: Exception,
+    rig: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    producer, consumer = rig.engine("P"), rig.engine("C")
+    monkeypatch.setattr("kvferry.worker.unforeseen.unforeseen._quiet_until_s", 0.0)
+    with monkeypatch.context() as failing:
+        failing.setattr(*part, fail)
+        consumer.worker.meet_siblings(consumer.description.workers)
+    assert "a first contact could not be prepared" in caplog.text
+    rig.transfer(producer, consumer, tokens=23, seed=3)

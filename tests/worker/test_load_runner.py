@@ -1,0 +1,99 @@
+"""The runner resumes loads in turn, and lets the step thread have the interpreter's lock in between."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from kvferry.worker import load_runner
+from kvferry.worker.load import Load, LoadContext, Steps
+from kvferry.worker.load_runner import LoadRunner
+from kvferry.worker.results import ResultBox
+
+
+@pytest.fixture
+def resumed() -> Counter[str]:
+    return Counter()
+
+
+@pytest.fixture
+def runner(resumed: Counter[str]) -> LoadRunner:
+    """Three loads that are in flight for ever."""
+    context = cast("LoadContext", SimpleNamespace(reader=SimpleNamespace(let_go_s=-math.inf)))
+    made = LoadRunner(context, ResultBox(), timeout_s=60.0, max_loads=8)
+
+    def steps(name: str) -> Steps:
+        while True:
+            resumed[name] += 1
+            yield
+
+    for name in "abc":
+        made._running[cast("Load", _InFlight(name))] = steps(name)
+    return made
+
+
+class _InFlight:
+    """What the runner looks at of a load that has not ended."""
+
+    def __init__(self, name: str) -> None:
+        self.order = SimpleNamespace(request_id=name)
+        self.ordered_s = time.monotonic()
+
+
+def test_loads_that_fit_into_a_stretch_are_resumed_at_one_go(
+    runner: LoadRunner, resumed: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_runner, "_STRETCH_S", 60.0)
+    runner.step()
+    assert resumed == {"a": 1, "b": 1, "c": 1}
+    assert not runner.is_amid_round()
+
+
+def test_loads_that_do_not_fit_are_resumed_by_the_next_steps_each_once_a_round(
+    runner: LoadRunner, resumed: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_runner, "_STRETCH_S", 0.0)
+    seen = []
+    for _ in range(6):
+        runner.step()
+        seen.append((sum(resumed.values()), runner.is_amid_round()))
+    assert seen == [(1, True), (2, True), (3, False), (4, True), (5, True), (6, False)]
+    assert resumed == {"a": 2, "b": 2, "c": 2}
+
+
+def test_where_posts_let_go_of_the_lock_one_load_follows_another(
+    runner: LoadRunner, resumed: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_runner, "_STRETCH_S", 0.0)
+    runner._context.reader.let_go_s = time.monotonic() + 60.0  # as if a post had come back just now, every time
+    runner.step()
+    assert resumed == {"a": 1, "b": 1, "c": 1}
+
+
+@pytest.mark.parametrize("stretch_s", [0.0, 60.0])
+def test_a_round_takes_the_time_of_all_its_stretches_and_not_what_lies_between_them(
+    runner: LoadRunner, monkeypatch: pytest.MonkeyPatch, stretch_s: float
+) -> None:
+    now_s = 1000.0
+
+    def slow() -> Steps:
+        nonlocal now_s
+        while True:
+            now_s += 0.25
+            yield
+
+    monkeypatch.setattr(load_runner, "_STRETCH_S", stretch_s)
+    monkeypatch.setattr(load_runner, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for load in runner._running:
+        load.ordered_s = now_s
+        runner._running[load] = slow()
+    runner.step()
+    while runner.is_amid_round():
+        now_s += 10.0
+        runner.step()
+    assert runner.round_s == 0.75

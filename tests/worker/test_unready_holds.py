@@ -1,0 +1,82 @@
+"""Holds that wait: READY comes after the device, after the copy, and never for a lease that has ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, cast
+
+from kvferry.protocol.ids import epoch_from_text
+from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
+from kvferry.protocol.params import Blocks
+from kvferry.protocol.slots import SlotState, slot_word
+from kvferry.worker.host_mirror import HostMirror
+from kvferry.worker.lease_table import LeaseTable
+from kvferry.worker.unready_holds import UnreadyHolds
+
+EPOCH = "000000000000abc"
+
+
+class Mark:
+    def __init__(self, *, over: bool) -> None:
+        self.over = over
+
+    def reached(self) -> bool:
+        return self.over
+
+
+class Mirror:
+    """Notes what is copied."""
+
+    def __init__(self) -> None:
+        self.copied: list[Blocks] = []
+        self.mark = Mark(over=False)
+
+    def waves(self, blocks: Blocks) -> deque[Blocks]:
+        return deque([blocks])
+
+    def try_copy(self, waves: deque[Blocks]) -> Mark:
+        self.copied.append(waves.popleft())
+        return self.mark
+
+
+def _scene() -> tuple[LeaseTable, Mirror, UnreadyHolds]:
+    table, mirror = LeaseTable(4), Mirror()
+    holds = UnreadyHolds(table, cast("Any", mirror))
+    assert isinstance(cast("HostMirror", mirror), Mirror)
+    return table, mirror, holds
+
+
+def _hold(table: LeaseTable) -> LeaseHold:
+    table.open(LeaseOpen(slot=1, epoch=EPOCH))
+    hold = LeaseHold(request_id="r", slot=1, epoch=EPOCH, blocks=((1, 2),))
+    table.hold(hold)
+    return hold
+
+
+def test_blocks_are_copied_after_the_device_and_ready_after_the_copy() -> None:
+    table, mirror, holds = _scene()
+    computed = Mark(over=False)
+    holds.add(_hold(table), computed)
+    assert not holds.step()
+    assert not mirror.copied
+    computed.over = True
+    assert holds.step()
+    assert mirror.copied == [((1, 2),)]
+    assert not holds.step()
+    assert int(table.words[1]) == slot_word(epoch_from_text(EPOCH), SlotState.COMPUTING)
+    mirror.mark.over = True
+    assert holds.step()
+    assert int(table.words[1]) == slot_word(epoch_from_text(EPOCH), SlotState.READY)
+    assert len(holds) == 0
+
+
+def test_blocks_of_a_lease_that_has_ended_are_not_copied() -> None:
+    table, mirror, holds = _scene()
+    computed = Mark(over=False)
+    holds.add(_hold(table), computed)
+    table.end(LeaseEnd(request_id="r", slot=1, epoch=EPOCH))
+    computed.over = True
+    assert not holds.step()
+    assert not mirror.copied
+    assert len(holds) == 0
+    assert int(table.words[1]) == 0
