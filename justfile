@@ -26,11 +26,41 @@ full *words:
     scripts/test.sh
     .venv/bin/python -m scripts.full_matrix {{ words }}
 
+# one fuzz target of tests/fuzz/targets.py under atheris: just fuzz planning -max_total_time=300
+fuzz target *options:
+    .venv/bin/python -m tests.fuzz.run_atheris {{ target }} {{ options }}
+
+# requests with 5% faults of all kinds, 30 a second on two cores; writes bench/results/soak.json: just soak --requests 50000
+soak *options:
+    .venv/bin/python -m bench.soak {{ options }}
+
+# all benchmarks but the soak, then docs/performance.md: an hour on two cores, with nothing else running
+bench:
+    for name in plan first_contact step scale ucx relayout transfer handover serve; do .venv/bin/python -m bench.$name; done
+    .venv/bin/python -m bench.report
+
+# the same in small, for orientation: 10 minutes; writes bench/results/quick, publishes nothing
+bench-quick:
+    for name in plan first_contact step scale ucx relayout transfer handover serve; do .venv/bin/python -m bench.$name --quick; done
+
+# docs/performance.md and its charts anew from bench/results
+report:
+    .venv/bin/python -m bench.report
+
+# what is generated in docs/, then the site of it in site/; needs no network
+docs:
+    .venv/bin/python -m scripts.generate_docs
+    .venv/bin/mkdocs build --quiet
+
+# the site at http://127.0.0.1:8000, made anew when a page is saved
+docs-serve:
+    .venv/bin/mkdocs serve --dev-addr 127.0.0.1:8000
+
 # what ruff can mend
 fmt:
     .venv/bin/ruff check --fix .
     .venv/bin/ruff format .
 
-# write the lock files anew from what is installed
-lock:
-    .venv/bin/python requirements/relock.py
+# write the lock files anew, from what is installed and, for GPUs, from the package index; needs uv: just lock cuda
+lock *names:
+    .venv/bin/python -m scripts.relock {{ names }}
