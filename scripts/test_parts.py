@@ -2,8 +2,9 @@
 
 Real engines mostly wait for one another, and most other tests for a process, a lease or a deadline: two lanes of parts
 keep two cores busy. A lane that is done with its own takes of the parts that any lane may run. Every part's output is
-printed whole when it is over; meanwhile a line now and then says how far the parts are. The end is one table, the
-failed tests, and a line of totals as pytest writes it.
+printed whole when it is over; meanwhile a line now and then says how far the parts are. Few tests that failed are run
+once more by themselves. The end is one table, the failed and the unsteady tests, and a line of totals as pytest writes
+it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.second_chance import MOST, failed_tests, only_tests_failed, remembering
+
 ROOT = Path(__file__).resolve().parent.parent
 _POLL_S = 0.2
 _PROGRESS_S = 60.0
 _END_S = 10.0
+_STOOD_STILL_S = 2.0
+"""A pause of the loop that is worth a line: tests that missed a bound in it have a reason."""
 _TOTALS = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]*s\b.*$", re.MULTILINE)
 _PERCENT = re.compile(r"\[ *(\d+%)\]")
 _NOTABLE = re.compile(r"^(?:FAILED|ERROR) \S.*$", re.MULTILINE)
@@ -75,6 +80,7 @@ class Result:
         counts: of tests, by pytest's words; empty for other commands.
         failures: pytest's lines on tests that failed.
         codes: exit status of each command.
+        failed: ids of these tests.
     """
 
     part: Part
@@ -82,6 +88,7 @@ class Result:
     codes: list[int]
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -104,6 +111,7 @@ class Running:
 
     def __init__(self, part: Part, folder: Path) -> None:
         self.part = part
+        self._memory = folder / f"{part.name}.memory"
         self._log = folder / f"{part.name}.log"
         self._log.write_text("")
         self._left = list(part.commands)
@@ -116,7 +124,9 @@ class Running:
         with self._log.open("a") as log:
             shown = ["python" if word == sys.executable else word for word in command]
             print(f"\n== {' '.join(shown)}", file=log, flush=True)
-            self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                remembering(command, self._memory), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+            )
 
     def over(self) -> bool:
         """Whether the last command has ended; begins the next one when it is time."""
@@ -142,7 +152,8 @@ class Running:
     def result(self) -> Result:
         """Of a part that is over."""
         counts, failures = read_totals(self.output)
-        return Result(self.part, time.monotonic() - self._began_s, self._codes, counts, failures)
+        seconds = time.monotonic() - self._began_s
+        return Result(self.part, seconds, self._codes, counts, failures, failed_tests(self._memory))
 
     def stop(self) -> None:
         """End it early: pytest ends its engines when it is interrupted, which the terminal may have done already."""
@@ -188,14 +199,54 @@ def run(lanes: Sequence[Sequence[Part]], any_lane: Sequence[Part], folder: Path)
                 told_s = time.monotonic()
                 doing = " · ".join(each.progress for each in running.values())
                 print(f"[{told_s - began_s:6.0f} s] {doing}", flush=True)
-            time.sleep(_POLL_S)
+            _sleep_and_tell(began_s)
     finally:
         for each in running.values():
             each.stop()
 
 
+def _sleep_and_tell(began_s: float) -> None:
+    """Sleep; when that took much longer than asked for, say so."""
+    asleep_s = time.monotonic()
+    time.sleep(_POLL_S)
+    slept_s = time.monotonic() - asleep_s
+    if slept_s > _STOOD_STILL_S:
+        print(
+            f"[{asleep_s - began_s:6.0f} s] the machine stood still, or let nobody run, for {slept_s:.1f} s", flush=True
+        )
+
+
+def run_again(results: Sequence[Result], folder: Path) -> Result | None:
+    """The second run of the tests that failed, printed; None where there is nothing to run."""
+    failed = [test for result in results for test in result.failed]
+    may_help = all(only_tests_failed(result.part.commands, result.codes, result.failed) for result in results)
+    if not (may_help and 0 < len(failed) <= MOST):
+        return None
+    (again,) = run(((Part("alone", ((*_PYTEST, *failed),)),),), (), folder)
+    print(f"\n===== alone: what failed is run once more by itself\n{again.output}", flush=True)
+    return again.result()
+
+
+def summary(results: Sequence[Result], again: Result | None, seconds: float) -> tuple[list[str], bool]:
+    """The lines at the end, and whether all is well."""
+    unsteady = [] if again is None else [test for result in results for test in result.failed if again.ok]
+    total = sum((result.counts for result in results), Counter[str]())
+    # A part that failed without a failed test is an error of its own.
+    total["error"] += sum(not (result.ok or result.counts["failed"] or result.counts["error"]) for result in results)
+    lines = [f"{result.part.name:10} {result.seconds:6.0f} s  {result.text}" for result in results]
+    if again is not None:
+        lines.append(f"{again.part.name:10} {again.seconds:6.0f} s  {again.text}")
+    if unsteady:
+        total["passed alone"], total["failed"], total["error"] = len(unsteady), 0, 0
+        lines += [f"UNSTEADY {test} failed beside other tests and passed alone" for test in unsteady]
+    else:
+        lines += [failure for result in results for failure in result.failures]
+    lines.append(f"{counted(total)} in {seconds:.2f}s ({seconds // 60:.0f} min {seconds % 60:.0f} s)")
+    return lines, bool(unsteady) or all(result.ok for result in results)
+
+
 def main() -> int:
-    """Entry point; the exit status is 1 when anything has failed."""
+    """Entry point; the exit status is 1 when anything has failed, and not only beside others."""
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # ruff and mypy lie beside Python
     began_s = time.monotonic()
     results: list[Result] = []
@@ -204,17 +255,10 @@ def main() -> int:
         for number, over in enumerate(run(LANES, ANY_LANE, Path(folder)), 1):
             results.append(over.result())
             print(f"\n===== {over.part.name}: part {number} of {parts} to end\n{over.output}", flush=True)
-    print("\n===== all parts")
-    for result in results:
-        print(f"{result.part.name:10} {result.seconds:6.0f} s  {result.text}")
-    for result in results:
-        print(*result.failures, sep="\n", end="\n" if result.failures else "")
-    total = sum((result.counts for result in results), Counter[str]())
-    # A part that failed without a failed test is an error of its own.
-    total["error"] += sum(not (result.ok or result.counts["failed"] or result.counts["error"]) for result in results)
-    seconds = time.monotonic() - began_s
-    print(f"{counted(total)} in {seconds:.2f}s ({seconds // 60:.0f} min {seconds % 60:.0f} s)")
-    return 0 if all(result.ok for result in results) else 1
+        again = run_again(results, Path(folder))
+    lines, is_well = summary(results, again, time.monotonic() - began_s)
+    print("\n===== all parts", *lines, sep="\n")
+    return 0 if is_well else 1
 
 
 if __name__ == "__main__":

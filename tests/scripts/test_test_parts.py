@@ -9,18 +9,25 @@ from pathlib import Path
 import pytest
 
 from scripts import test_parts
+from scripts.second_chance import MOST
 from scripts.test_parts import Part, counted, folders, read_totals
 
 PASSES = "def test_fine(): pass\n"
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-c", "/dev/null")
 FAILS = "def test_broken(): assert False\ndef test_fine(): pass\n"
+FAILS_AT_FIRST = """
+import pathlib
+def test_unsteady():
+    been = pathlib.Path(__file__).with_suffix(".been")
+    assert been.exists() or been.touch(), "not the first time"
+"""
 BREAKS = "raise ValueError('not even collected')\n"
 
 
 def pytest_on(folder: Path, name: str, text: str) -> Part:
     file = folder / f"test_{name}.py"
     file.write_text(text)
-    options = ("-q", "-p", "no:cacheprovider", "-c", "/dev/null", f"--rootdir={folder}")
-    return Part(name, ((sys.executable, "-m", "pytest", *options, str(file)),))
+    return Part(name, ((*PYTEST, f"--rootdir={folder}", str(file)),))
 
 
 def meets(name: str, folder: Path, other: str) -> Part:
@@ -60,6 +67,40 @@ def test_a_test_that_failed_in_any_part_is_named_at_the_end_and_fails_all(
     (failed,) = (line for line in end.splitlines() if line.startswith("FAILED "))
     assert "test_bad.py::test_broken" in failed, "with or without its reason: pytest tells it where CI is set"
     assert end.splitlines()[-1].startswith("1 failed, 2 passed in ")
+
+
+def test_a_test_that_fails_beside_others_and_passes_alone_is_named_and_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(test_parts, "ROOT", tmp_path)
+    monkeypatch.setattr(test_parts, "_PYTEST", (*PYTEST, f"--rootdir={tmp_path}"))
+    parts = pytest_on(tmp_path, "odd", FAILS_AT_FIRST), pytest_on(tmp_path, "good", PASSES)
+    assert run_parts(monkeypatch, parts) == 0
+    end = capfd.readouterr().out.partition("===== all parts")[2].splitlines()
+    (unsteady,) = (line for line in end if line.startswith("UNSTEADY "))
+    assert "test_odd.py::test_unsteady" in unsteady
+    assert not any(line.startswith("FAILED ") for line in end)
+    assert end[-1].startswith("1 passed, 1 passed alone in ")
+
+
+def test_a_machine_that_stood_still_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(test_parts, "_STOOD_STILL_S", 0.0)
+    assert run_parts(monkeypatch, (Part("slow", (("sleep", "0.3"),)),)) == 0
+    assert "s] the machine stood still, or let nobody run, for 0.2 s" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["many", "another command", "a module"])
+def test_there_is_no_second_run_where_it_would_hide_something(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    odd = [pytest_on(tmp_path, f"odd{number}", FAILS_AT_FIRST) for number in range(MOST + 1 if what == "many" else 2)]
+    other = {"another command": (Part("types", (("false",),)),), "a module": (pytest_on(tmp_path, "bad", BREAKS),)}
+    assert run_parts(monkeypatch, (*odd, *other.get(what, ()))) == 1
+    said = capfd.readouterr().out
+    assert "===== alone" not in said
+    assert said.count("FAILED ") >= 2
 
 
 def test_a_part_that_could_not_be_collected_is_an_error(
