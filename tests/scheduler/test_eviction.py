@@ -127,6 +127,20 @@ def test_a_block_that_the_pool_has_given_away_is_noticed_with_both_counts() -> N
         kept.check_integrity()
 
 
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("by", [-1, 1, 0])
+def test_counts_that_are_not_those_of_the_requests_are_noticed(ends: bool, by: int) -> None:
+    kept = KeptBlocks()
+    kept.keep("a", (1, 2))
+    if ends:
+        kept.end("a")
+    kept.check_integrity()
+    counts = kept._ending if ends else kept._held
+    counts[2 if by else 3] += by  # a block nobody keeps has no count at all, not even a zero
+    with pytest.raises(LocalProtocolError, match=r"kept blocks: \d held \+ \d ending references, \d \+ \d by request"):
+        kept.check_integrity()
+
+
 LEASE_S = 60.0
 HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE
 

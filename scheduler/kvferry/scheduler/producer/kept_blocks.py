@@ -107,13 +107,16 @@ class KeptBlocks:
         by_state = {True: Counter[int](), False: Counter[int]()}
         for request_id, blocks in self._of.items():
             by_state[request_id in self._is_ending].update(blocks)
-        if by_state[False] != self._held or by_state[True] != self._ending:
+        held, ending = by_state[False], by_state[True]
+        # As dicts, whose comparison is not written in Python, and which do not take a zero for nothing.
+        if not (dict.__eq__(held, self._held) and dict.__eq__(ending, self._ending)):
             raise LocalProtocolError(
                 f"kept blocks: {self._held.total()} held + {self._ending.total()} ending references, "
-                f"{by_state[False].total()} + {by_state[True].total()} by request"
+                f"{held.total()} + {ending.total()} by request"
             )
-        for block in self._held | self._ending:
-            kept, referred = self._held[block] + self._ending[block], self._references(block)
+        held.update(ending)
+        for block, kept in held.items():
+            referred = self._references(block)
             if referred < kept:
                 raise LocalProtocolError(f"block {block}: {kept} leases keep it, the pool counts {referred} references")
 
