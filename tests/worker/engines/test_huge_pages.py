@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from tests.worker.probe_fabric import ProbeFabric
 from tests.worker.toy_caches import CacheShape
 
 HUGE = 2 << 20
+COLLAPSE = 25
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -71,20 +73,22 @@ def test_a_worker_moves_its_caches_and_its_staging_pool_before_they_are_register
 
 
 class Kernel:
-    """What was asked of it; refuses where it is told to. Its clock takes a second for every part."""
+    """What was asked of it; refuses an advice with the errors that it is told, the last one for good. Its clock takes a
+    second for every part."""
 
     def __init__(self, folder: Path, *, enabled: str = "always [madvise] never", page: str = str(HUGE)) -> None:
         self.calls: list[tuple[int, int, int]] = []
-        self.refused: set[int] = set()
+        self.refused: dict[int, list[int]] = {}
         self.now_s = 0.0
         self.settings = folder
         (folder / "enabled").write_text(enabled)
         (folder / "hpage_pmd_size").write_text(page)
 
-    def advise(self, address: int, length: int, advice: int) -> bool:
+    def advise(self, address: int, length: int, advice: int) -> int:
         self.calls.append((address, length, advice))
         self.now_s += advice != mmap.MADV_HUGEPAGE
-        return advice not in self.refused
+        errors = self.refused.get(advice, [0])
+        return errors.pop(0) if len(errors) > 1 else errors[0]
 
     def use(self, regions: list[Region], budget_s: float = 1000.0) -> Collapsed:
         return use_huge_pages(regions, budget_s, advise=self.advise, clock=lambda: self.now_s, settings=self.settings)
@@ -134,9 +138,19 @@ def test_nothing_is_asked_for_memory_of_a_gpu_or_without_time(tmp_path: Path) ->
 
 def test_what_the_kernel_refuses_is_left_as_it_is(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
-    kernel.refused = {25}
+    kernel.refused = {COLLAPSE: [errno.ENOMEM]}
     region = Region(0, 4 * HUGE, MemoryKind.DRAM)
     assert kernel.use([region]) == Collapsed(4 * HUGE, 0, 1.0)
-    kernel.refused, kernel.calls = {mmap.MADV_HUGEPAGE}, []
+    kernel.refused, kernel.calls = {mmap.MADV_HUGEPAGE: [errno.EINVAL]}, []
     assert kernel.use([region]).huge_bytes == 0
     assert len(kernel.calls) == 1
+
+
+@pytest.mark.parametrize(("busy", "moved"), [(2, True), (3, False)])
+def test_a_part_that_the_kernel_is_busy_with_is_tried_again_and_not_for_ever(
+    tmp_path: Path, busy: int, moved: bool
+) -> None:
+    kernel = Kernel(tmp_path)
+    kernel.refused = {COLLAPSE: [errno.EAGAIN] * busy + [0]}
+    assert kernel.use([Region(0, 4 * HUGE, MemoryKind.DRAM)]).huge_bytes == 4 * HUGE * moved
+    assert len(list(kernel.collapsed())) == 3

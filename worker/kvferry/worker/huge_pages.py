@@ -29,8 +29,8 @@ _TRIES = 3
 _AT_ONCE_BYTES = 128 << 20
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 
-Advise = Callable[[int, int, int], bool]
-"""madvise(2): address, length in bytes, advice; false where the system refuses."""
+Advise = Callable[[int, int, int], int]
+"""madvise(2): address, length in bytes, advice. Returns 0, or the error's number where the system refuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,13 @@ def use_huge_pages(
     huge_bytes = 0
     step_bytes = max(page_bytes, _AT_ONCE_BYTES - _AT_ONCE_BYTES % page_bytes)
     for start, end in whole:
-        if not advise(start, end - start, mmap.MADV_HUGEPAGE):
+        if advise(start, end - start, mmap.MADV_HUGEPAGE):
             continue
         for address in range(start, end, step_bytes):
             if clock() - began_s >= budget_s:
                 break
             length = min(step_bytes, end - address)
-            huge_bytes += length * advise(address, length, _MADV_COLLAPSE)
+            huge_bytes += length * _collapse(advise, address, length)
     done = Collapsed(sum(end - start for start, end in whole), huge_bytes, clock() - began_s)
     logger.info(
         "%.0f of %.0f MB of host memory are in huge pages now; that took %.2f s",
@@ -93,6 +93,15 @@ def use_huge_pages(
         done.seconds,
     )
     return done
+
+
+def _collapse(advise: Advise, address: int, length: int) -> bool:
+    """Whether the system says that it has."""
+    for _ in range(_TRIES):
+        refused = advise(address, length, _MADV_COLLAPSE)
+        if refused != errno.EAGAIN:
+            return not refused
+    return False
 
 
 def _inside(region: Region, page_bytes: int) -> tuple[int, int] | None:
@@ -117,12 +126,7 @@ def _madvise() -> Advise:
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     libc.madvise.restype = ctypes.c_int
 
-    def advise(address: int, length: int, advice: int) -> bool:
-        for _ in range(_TRIES):
-            if libc.madvise(address, length, advice) == 0:
-                return True
-            if ctypes.get_errno() != errno.EAGAIN:
-                return False
-        return False
+    def advise(address: int, length: int, advice: int) -> int:
+        return 0 if libc.madvise(address, length, advice) == 0 else ctypes.get_errno()
 
     return advise
