@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
 from scripts.accuracy.settings import Settings, read_settings
 from scripts.accuracy.variables import BadSetting, help_text
+from scripts.stopping import STOPPED, raise_when_stopped
 
 _ABOUT = """\
 Starts a baseline engine, prefill and decode engines with kvferry and vllm-router, asks the same greedy prompts of
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstopped; everything that was started has been ended", file=sys.stderr)
+        print(f"\n{STOPPED}", file=sys.stderr)
         return 130
 
 
@@ -57,9 +56,7 @@ def _run(settings: Settings) -> int:
     from scripts.accuracy.report import save, show, verdict, write
     from scripts.accuracy.run import Run
 
-    # SIGINT too: asyncio's own handler would wait for the next await, and engines are awaited without one.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    raise_when_stopped()
     console = Console(width=None if sys.stdout.isatty() else 150)
     log_dir = settings.log_dir / time.strftime("%Y%m%d-%H%M%S")
     reports = []
@@ -87,10 +84,6 @@ def _shown(path: Path) -> str:
         return f"./{path.relative_to(Path.cwd())}"
     except ValueError:
         return str(path)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

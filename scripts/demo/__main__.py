@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import FrameType
 
 from scripts.accuracy.settings import Settings, read_settings
 from scripts.accuracy.variables import BadSetting
+from scripts.stopping import STOPPED, raise_when_stopped
 
 _ABOUT = """\
 Starts two engines with kvferry, vllm-router and Prometheus, sends some load with one slow request in it, and shows the
@@ -39,12 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.check:
         print(settings.device)
         return 0
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    raise_when_stopped()
     try:
         return _run(settings, once=chosen.once)
     except KeyboardInterrupt:
-        print("\nstopped; everything that was started has been ended", file=sys.stderr)
+        print(f"\n{STOPPED}", file=sys.stderr)
         return 0
 
 
@@ -67,10 +65,6 @@ def _run(settings: Settings, *, once: bool) -> int:
     except (ServerFailed, ConversionFailed) as error:
         print(f"\n{error}", file=sys.stderr)
         return 3
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -19,22 +19,19 @@ import pytest
 import zmq
 
 from scripts.accuracy.client import ASK_FOR_PREFILL
-from scripts.accuracy.engines import EngineSpec, Transfer
 from scripts.accuracy.metrics import scrape
 from scripts.accuracy.ports import free_ports
 from scripts.accuracy.router import Router
-from scripts.small_models import default_cache_dir, small_model
 from tests.vllm.conftest import START_S
-from tests.vllm.forked_server import ForkedServer
 from tests.vllm.load import body_of, prompt_of
 from tests.vllm.pair import TIMEOUT_S
+from tests.vllm.publishing_engine import BLOCK, publishing_server
 from tests.waiting import wait_until
 
-BLOCK = 32
-"""Of the real engines: the least that vLLM's attention on a CPU takes."""
 MADE_BLOCK = 16
 """What the router takes blocks of `--pd-kv-events` to have."""
-EXTRA = ("--skip-tokenizer-init", "--num-gpu-blocks-override", "256")
+DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
+"""In which an engine tells where it publishes."""
 
 
 class FollowingRouter(Router):
@@ -77,10 +74,10 @@ class Engines:
     """Two producers and a consumer that publish events, and the router, which finds out by itself where."""
 
     def __init__(self, logs: Path, stack: ExitStack) -> None:
-        first = self._server("kv-aware-0", "kv_producer", "0", logs)
-        second = self._server("kv-aware-1", "kv_producer", "1", logs)
+        first, _ = publishing_server("kv-aware-0", "0", "kv_producer", logs, env=DEV_MODE)
+        second, _ = publishing_server("kv-aware-1", "1", "kv_producer", logs, env=DEV_MODE)
         self.producers = (first, second)
-        self.consumer = self._server("kv-aware-consumer", "kv_consumer", "1", logs)
+        self.consumer, _ = publishing_server("kv-aware-consumer", "1", "kv_consumer", logs, env=DEV_MODE)
         for server in (first, second, self.consumer):
             stack.enter_context(server)
         for server in (first, second, self.consumer):
@@ -98,22 +95,6 @@ class Engines:
             self._asked += 1
             post(url, prompt_of("first", self._asked), tokens=1)
         return not deaf
-
-    @staticmethod
-    def _server(name: str, role: str, core: str, logs: Path) -> ForkedServer:
-        (port,) = free_ports(1)
-        config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
-        spec = EngineSpec(
-            name,
-            str(small_model("small-llama-4", default_cache_dir())),
-            devices=(core,),
-            block_size=BLOCK,
-            max_model_len=1024,
-            transfer=Transfer(role),
-            extra_args=(*EXTRA, "--kv-events-config", json.dumps(config)),
-            extra_env={"VLLM_SERVER_DEV_MODE": "1"},
-        )
-        return ForkedServer(spec, logs)
 
 
 @pytest.fixture(scope="module")

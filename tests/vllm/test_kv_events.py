@@ -3,7 +3,6 @@ publish vLLM's KV events."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -16,19 +15,14 @@ import pytest
 import zmq
 
 from scripts.accuracy.client import ASK_FOR_PREFILL
-from scripts.accuracy.engines import EngineSpec, Transfer
-from scripts.accuracy.ports import free_ports
 from scripts.accuracy.router import Router
-from scripts.small_models import default_cache_dir, small_model
 from tests.vllm.conftest import START_S
-from tests.vllm.forked_server import ForkedServer
 from tests.vllm.load import body_of, prompt_of
 from tests.vllm.pair import TIMEOUT_S
+from tests.vllm.publishing_engine import BLOCK, publishing_server
 from tests.waiting import wait_until
 
-BLOCK = 32
 MIDDLEWARE = "kvferry.connector.correlation_middleware.CorrelationMiddleware"
-EXTRA = ("--skip-tokenizer-init", "--num-gpu-blocks-override", "256", "--middleware", MIDDLEWARE)
 CORRELATION = "req-7f3a.1"
 
 
@@ -36,20 +30,9 @@ class Followed:
     """An engine whose events a subscriber hears, as a router does."""
 
     def __init__(self, name: str, core: str, role: str, logs: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        (port,) = free_ports(1)
-        self.endpoint = f"tcp://127.0.0.1:{port}"
-        config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
-        spec = EngineSpec(
-            name,
-            str(small_model("small-llama-4", default_cache_dir())),
-            devices=(core,),
-            block_size=BLOCK,
-            max_model_len=1024,
-            transfer=Transfer(role),
-            extra_args=(*EXTRA, "--kv-events-config", json.dumps(config)),
-            extra_env={"KVFERRY_CORRELATION_HEADER": "baggage:request", "VLLM_LOGGING_LEVEL": "DEBUG"},
-        )
-        self.server = ForkedServer(spec, logs)
+        env = {"KVFERRY_CORRELATION_HEADER": "baggage:request", "VLLM_LOGGING_LEVEL": "DEBUG"}
+        args = ("--middleware", MIDDLEWARE)
+        self.server, self.endpoint = publishing_server(name, core, role, logs, env=env, args=args)
         self._socket = context.socket(zmq.SUB)
         self._socket.connect(self.endpoint)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
