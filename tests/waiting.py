@@ -16,7 +16,7 @@ def deadline_s(timeout_s: float) -> float:
     return time.monotonic() + min(timeout_s, LONGEST_S)
 
 
-def wait_until(happened: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
+def wait_until(happened: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
     """Poll until `happened` is true.
 
     Raises:

@@ -40,7 +40,7 @@ _LAYER_MODULE = SimpleNamespace(
     get_attn_backend=lambda: CPUAttentionBackend, impl=_IMPL, isa="vec", _k_scale_float=1.0, _v_scale_float=1.0
 )
 """What stands for the attention layer where vLLM looks layers up by name: it can write a cache."""
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 
 RunnerType = type[FirstRunner] | type[SecondRunner]
 
@@ -105,6 +105,8 @@ class Node:
         self.window = window
         self.port = port or free_port()
         config.setdefault("engine_id", f"{role}-{self.port}")
+        if module == "kvferry.connector" and connector == "NixlConnector":
+            config["extra"] = {"handshake_timeout_s": _PATIENCE_S / 2, **(config.get("extra") or {})}
         with side_channel(self.port):
             self.engine = Engine(connector, module=module, role=role, tp=tp, pp=pp, window=window, **config)
         current_platform.import_kernels()

@@ -171,7 +171,7 @@ class Engine:
     def give_away(self, offer: Offer) -> None:
         """End the lease, wait until the request is reported, and let the next request overwrite its blocks."""
         self.end(offer)
-        end_s = deadline_s(10.0)
+        end_s = deadline_s(30.0)
         while offer.request_id not in self.seen.sent:
             assert time.monotonic() < end_s, "the lease does not end"
             self.step()
@@ -239,7 +239,9 @@ class Engine:
             self.seen.counts[name] += getattr(results, name)
         return results
 
-    def set_timeouts(self, *, load_s: float = SETTINGS.load_timeout_s, handshake_s: float = 5.0) -> None:
+    def set_timeouts(
+        self, *, load_s: float = SETTINGS.load_timeout_s, handshake_s: float = SETTINGS.handshake_timeout_s
+    ) -> None:
         """Change the deadlines of a worker that has begun; so no test depends on how fast a good load is."""
         worker = self.worker
         assert worker._thread is not None

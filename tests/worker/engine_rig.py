@@ -65,7 +65,7 @@ class Rig:
         return self.engine("P", **settings), self.engine("C", **settings)
 
     def step_until(
-        self, happened: Callable[[], object], what: str, timeout_s: float = 10.0, *, only: Engine | None = None
+        self, happened: Callable[[], object], what: str, timeout_s: float = 30.0, *, only: Engine | None = None
     ) -> None:
         """Step all engines, or one of them, until it has happened."""
         end_s = deadline_s(timeout_s)
@@ -86,7 +86,7 @@ class Rig:
         consumer.free(load)
         return load
 
-    def until_over(self, consumer: Engine, load: OrderedLoad, timeout_s: float = 10.0) -> FailureReason | None:
+    def until_over(self, consumer: Engine, load: OrderedLoad, timeout_s: float = 30.0) -> FailureReason | None:
         """Step until the load is reported; returns why it failed, or None when it is good."""
         seen = consumer.seen
         self.step_until(

@@ -19,8 +19,8 @@ FACTS = ModelFacts(
 )
 SETTINGS = WorkerSettings(
     lease_slots=16,
-    handshake_timeout_s=5.0,
-    load_timeout_s=20.0,
+    handshake_timeout_s=60.0,  # virtual machines have been seen to stand still for five seconds
+    load_timeout_s=60.0,
     max_loads=64,
     staging_pool_bytes=1 << 20,
     failed_read_grace_s=0.1,

@@ -111,8 +111,8 @@ def test_a_handshake_that_outlasts_the_load_fails_it_in_time(rig: Rig, monkeypat
     producer, consumer = rig.pair(settings=HURRIED)
     offer = producer.prefill(tokens=10)
     over = threading.Event()
-    monkeypatch.setattr(consumer.worker, "_introduce", lambda _: over.wait(10))
-    assert rig.until_over(consumer, consumer.load(offer.params), timeout_s=5.0) is FailureReason.DEADLINE
+    monkeypatch.setattr(consumer.worker, "_introduce", lambda _: over.wait(120))
+    assert rig.until_over(consumer, consumer.load(offer.params)) is FailureReason.DEADLINE
     assert not consumer.seen.alive
     over.set()
 

@@ -144,7 +144,7 @@ def test_a_peer_that_dies_during_a_read_fails_the_load_at_once(rig: Rig) -> None
     rig.step_until(lambda: consumer.fabric.calls["post_data_read"] == 2, "the read is under way")
     assert not consumer.seen.failed
     rig.network.kill(producer.fabric.agent_name)
-    assert rig.until_over(consumer, load, timeout_s=2.0) is FailureReason.TRANSFER
+    assert rig.until_over(consumer, load) is FailureReason.TRANSFER
     assert not consumer.seen.alive
     assert consumer.fabric.transfers() == 0
     assert not consumer.fabric.peers
