@@ -13,7 +13,19 @@ from typing import Any
 
 from bench.figures import Chart, Limit, Results, Series, Table, Target
 
-ORDER = ("serve", "step", "transfer", "handover", "first_contact", "scale", "ucx", "relayout", "plan", "soak")
+ORDER = (
+    "serve",
+    "engine_contact",
+    "step",
+    "transfer",
+    "handover",
+    "first_contact",
+    "scale",
+    "ucx",
+    "relayout",
+    "plan",
+    "soak",
+)
 """Of the chapters: by the first of these that a name begins with, then by name."""
 
 

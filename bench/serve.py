@@ -19,15 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from bench import serve_report
 from bench.figures import Results, publish
-from bench.serve_contact import measure_contacts
-from bench.serve_figures import ContactFigures, SetupFigures
+from bench.serve_figures import SetupFigures
 from bench.serve_load import Tick
 from bench.serve_measure import LENGTHS, Amounts, measure
+from bench.serve_progress import progress_bars, short, shown
 from bench.serve_setups import CALM, KVFERRY, SETUPS, SHIPPED, SINGLE, started
 from scripts.accuracy.model import ConversionFailed, prepare
 from scripts.accuracy.settings import ROOT
@@ -54,8 +51,6 @@ QUICK = {
     )
     for name, amounts in FULL.items()
 }
-CONTACT = "contact"
-_CONTACT_PAIRS = 3
 _QUICK_SETUPS = (SINGLE.name, KVFERRY.name, CALM.name)
 
 WHAT = (
@@ -73,13 +68,13 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, print, write."""
     names = [setup.name for setup in SETUPS]
     parser = argparse.ArgumentParser(prog="python -m bench.serve", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few prompts; not the peer as shipped, no deep engines")
-    parser.add_argument("--only", help=f"some of {','.join(names)},{CONTACT}")
+    parser.add_argument("--quick", action="store_true", help="few prompts; not the peer as shipped")
+    parser.add_argument("--only", help=f"some of {','.join(names)}")
     parser.add_argument("--logs", type=Path, default=ROOT / "logs" / "serve", help="[%(default)s]")
     chosen = parser.parse_args(arguments)
-    wanted = chosen.only.split(",") if chosen.only else list(_QUICK_SETUPS) if chosen.quick else [*names, CONTACT]
-    if unknown := set(wanted) - {*names, CONTACT}:
-        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(names)}, {CONTACT}")
+    wanted = chosen.only.split(",") if chosen.only else list(_QUICK_SETUPS) if chosen.quick else names
+    if unknown := set(wanted) - set(names):
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(names)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         results = _run(wanted, chosen.logs, quick=chosen.quick)
@@ -95,37 +90,25 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(wanted: Sequence[str], logs: Path, *, quick: bool) -> Results:
     amounts = QUICK if quick else FULL
-    pairs = 1 if quick else _CONTACT_PAIRS
     model = prepare(DEFAULT_MODEL, default_cache_dir(), print)
     setups = {setup.name: SetupFigures(setup) for setup in SETUPS if setup.name in wanted}
-    contacts = {setup.name: ContactFigures(setup) for setup in (KVFERRY, CALM)} if CONTACT in wanted else {}
     began_s = time.monotonic()
-    columns = (TextColumn("{task.description:58}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bars() as progress:
         for figures in setups.values():
-            tell, tick = _shown(progress, figures.setup.title, amounts[figures.setup.name].total)
+            tell, tick = shown(progress, figures.setup.title, amounts[figures.setup.name].total)
             try:
                 asyncio.run(_measure(figures, model, logs, amounts[figures.setup.name], tell, tick))
             except Exception as error:  # noqa: BLE001 - only its own figures are lost; the notes say why
-                figures.error = _short(error)
-        for deep in contacts.values():
-            tell, tick = _shown(progress, f"first contact, {deep.setup.title}", 3 * (pairs + 1))
-            try:
-                asyncio.run(measure_contacts(deep, pairs, logs, tell, tick))
-            except Exception as error:  # noqa: BLE001 - as above
-                deep.error = _short(error)
+                figures.error = short(error)
     command = "python -m bench.serve" + (" --quick" if quick else "")
     return Results(
         command=command,
         what=WHAT,
-        tables=serve_report.tables(setups, contacts),
+        tables=serve_report.tables(setups),
         charts=serve_report.charts(setups),
-        targets=serve_report.targets(setups, contacts),
-        notes=serve_report.notes(setups, contacts, time.monotonic() - began_s),
-        raw={
-            "setups": {name: figures.raw() for name, figures in setups.items()},
-            "contacts": {name: figures.raw() for name, figures in contacts.items()},
-        },
+        targets=serve_report.targets(setups),
+        notes=serve_report.notes(setups, time.monotonic() - began_s),
+        raw={"setups": {name: figures.raw() for name, figures in setups.items()}},
         quick=quick,
     )
 
@@ -139,23 +122,6 @@ async def _measure(
         figures.start_s = time.monotonic() - began_s
         await measure(running, amounts, figures, tell, tick)
         tell("done")
-
-
-def _shown(progress: Progress, title: str, total: int) -> tuple[Callable[[str], None], Tick]:
-    """What to call with each part's name, and with each request."""
-    task = progress.add_task(title, total=total)
-
-    def tell(part: str) -> None:
-        progress.update(task, description=f"{title}: {part}")
-        if not progress.console.is_terminal:
-            progress.console.print(f"{title}: {part}")
-
-    return tell, lambda: progress.advance(task)
-
-
-def _short(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' … '.join([*lines[:1], *lines[-3:]] if len(lines) > 4 else lines)}"[:1000]
 
 
 if __name__ == "__main__":

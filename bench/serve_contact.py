@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable
@@ -22,6 +23,8 @@ BLOCKS = 5500
 _WORDS = range(FIRST_TOKEN, VOCABULARY)
 _TOKENS = (256, 256, 300)
 _TIMEOUT_S = 60.0
+QUIET_S = 2.5
+"""Before each first contact: vLLM's processes poll for a second after every message, and engines share a core."""
 _SAID = re.compile(r"handshake|peer=|remote agent|transfer plan", re.IGNORECASE)
 _MOST_LINES = 8
 
@@ -66,6 +69,7 @@ async def measure_contacts(
                     raise RuntimeError(f"{engine.spec.name}: {bad[0]}")
             tell("first contacts")
             for consumer in others:
+                await asyncio.sleep(QUIET_S)
                 before = consumer.log_path.stat().st_size
                 deliver: Ask = partial(hand_over, client, producer.base_url, consumer.base_url, _TIMEOUT_S)
                 figures.contacts.append(await meet(deliver, _WORDS, name=consumer.spec.name))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from bench.figures import Cell, Chart, Series, Table, Target
 from bench.serve_cpu import Cores
-from bench.serve_figures import NAN, Batch, ContactFigures, SetupFigures, by_length, median, percentile
+from bench.serve_figures import NAN, Batch, SetupFigures, by_length, median, percentile
 
 By = Mapping[str, SetupFigures]
 """Figures by the setup's name."""
@@ -17,19 +17,18 @@ LEASE_LIMIT = 0.15
 TTFT_LIMIT = 1.15
 TAIL_LIMIT = 1.5
 HANDOVER_LIMIT = 0.5
-CONTACT_LIMIT = 0.25
 FLOOR = "one engine, prompt in its own cache"
 """What a first token takes when nothing is computed or fetched, connector or not."""
 
 
-def tables(setups: By, contacts: Mapping[str, ContactFigures]) -> tuple[Table, ...]:
+def tables(setups: By) -> tuple[Table, ...]:
     """Everything, for people."""
     return (
         _first_tokens(setups),
         _handovers(setups),
         _crowds(setups),
         _cores(setups),
-        _contacts(setups, contacts),
+        _contacts(setups),
     )
 
 
@@ -68,7 +67,7 @@ def charts(setups: By) -> tuple[Chart, ...]:
     )
 
 
-def targets(setups: By, contacts: Mapping[str, ContactFigures]) -> tuple[Target, ...]:
+def targets(setups: By) -> tuple[Target, ...]:
     """What was promised; without a figure of both sides a target has no number, and is not met."""
     nobody = SetupFigures(next(iter(setups.values())).setup) if setups else None
     if nobody is None:
@@ -124,17 +123,6 @@ def targets(setups: By, contacts: Mapping[str, ContactFigures]) -> tuple[Target,
         found.append(Target.at_most(what, more, IDLE_LIMIT, "cores"))
     if ours.leased is not None:
         found.append(Target.at_most("producer with one lease held", ours.leased["all"], LEASE_LIMIT, "cores"))
-    if "kvferry" in contacts and "calm" in contacts:
-        deep = contacts["kvferry"]
-        found.append(
-            Target.at_most(
-                f"first contact, {deep.blocks:,} blocks × {deep.layers} layers",
-                1e3 * deep.extra_s,
-                1e3 * CONTACT_LIMIT * contacts["calm"].extra_s,
-                "ms",
-                "a quarter of the event-driven peer's; beyond a warm handover",
-            )
-        )
     return tuple(found)
 
 
@@ -294,32 +282,13 @@ def _cores(setups: By) -> Table:
     return Table("Processor: cores", ("", "", "server", "engine core", "worker", "all"), rows)
 
 
-def _contacts(setups: By, contacts: Mapping[str, ContactFigures]) -> Table:
-    rows: list[Sequence[Cell]] = []
-    for one in setups.values():
-        if one.contact is not None:
-            contact = one.contact
-            warm = _ms(median(contact.warm_s))
-            rows.append([one.setup.title, "SmolLM2", 1, _ms(contact.first_s), warm, _ms(contact.extra_s), None])
-    for many in contacts.values():
-        if many.contacts:
-            extra = [1e3 * contact.extra_s for contact in many.contacts]
-            rows.append(
-                [
-                    many.setup.title,
-                    f"{many.blocks:,} blocks × {many.layers} layers",
-                    len(extra),
-                    _ms(median(contact.first_s for contact in many.contacts)),
-                    _ms(median(warm_s for contact in many.contacts for warm_s in contact.warm_s)),
-                    _ms(many.extra_s),
-                    f"{min(extra):.0f}–{max(extra):.0f}",
-                ]
-            )
-    columns = ("", "engines", "pairs", "first handover", "warm handover", "extra", "range of extra")
-    return Table("First contact: ms, medians", columns, rows)
+def _contacts(setups: By) -> Table:
+    found = [(one.setup.title, one.contact) for one in setups.values() if one.contact is not None]
+    rows = [[title, _ms(one.first_s), _ms(median(one.warm_s)), _ms(one.extra_s)] for title, one in found]
+    return Table("First contact, once: ms", ("", "first handover", "warm handover", "extra"), rows)
 
 
-def notes(setups: By, contacts: Mapping[str, ContactFigures], seconds: float) -> tuple[str, ...]:
+def notes(setups: By, seconds: float) -> tuple[str, ...]:
     """What the figures do not say: how long it took, what failed, what the logs said."""
     found = [
         f"The whole run took {seconds / 60:.1f} minutes. Every engine has one core, the single engine as the producer "
@@ -344,8 +313,4 @@ def notes(setups: By, contacts: Mapping[str, ContactFigures], seconds: float) ->
                 left = f"; {unasked} were not begun, the time was up" if unasked else ""
                 why = f": {'; '.join(errors[:3])}" if errors else ""
                 found.append(f"{one.setup.title}, {what}: {batch.failed} of {batch.asked} failed{why}{left}")
-    for many in contacts.values():
-        if many.error:
-            found.append(f"First contact, {many.setup.title}, ended early: {many.error}")
-        found += [f"First contact, {many.setup.title}, its log: {line}" for line in many.said]
     return tuple(found)

@@ -12,9 +12,8 @@ import httpx
 import pytest
 from bench import serve, serve_report
 from bench.figures import Target
-from bench.serve_contact import contact_specs
 from bench.serve_cpu import Cores
-from bench.serve_figures import Batch, Contact, ContactFigures, SetupFigures, percentile
+from bench.serve_figures import Batch, SetupFigures, percentile
 from bench.serve_load import Timing, ask_again, hand_over, make_cases, run_all, spread, through
 from bench.serve_setups import CALM, KVFERRY, SETUPS, SHIPPED, SINGLE, Setup, specs_of
 
@@ -47,10 +46,6 @@ def figures(setup: Setup, first_s: float, handover_s: float) -> SetupFigures:
         found.direct, found.direct_crowd = batch(one), batch(one, at_once=8)
         found.leased = {"all": 0.1}
     return found
-
-
-def deep(setup: Setup, first_s: float) -> ContactFigures:
-    return ContactFigures(setup, 5500, 30, [Contact(first_s, (0.01, 0.01))])
 
 
 def target(found: Sequence[Target], beginning: str) -> Target:
@@ -99,12 +94,6 @@ def test_the_peer_as_shipped_has_no_module_of_ours_and_the_same_settings_of_ucx(
             assert ("kv_connector_module_path" in spec.transfer.config()) is (setup is not SHIPPED)
             assert spec.environment(1)["UCX_MM_ERROR_HANDLING"] == "y"
             assert spec.environment(1)["THP_MEM_ALLOC_ENABLE"] == "0"
-
-
-def test_engines_for_first_contacts_have_thousands_of_blocks() -> None:
-    for spec in contact_specs(KVFERRY, "model", 2):
-        arguments = spec.arguments(1)
-        assert int(arguments[arguments.index("--num-gpu-blocks-override") + 1]) >= 5000
 
 
 def reply(request: httpx.Request) -> httpx.Response:
@@ -200,7 +189,7 @@ def test_targets_are_met_by_half_of_the_peers_handover_and_missed_by_more() -> N
     peer = figures(CALM, 1.0, 0.1)
     for handover_s, met in ((0.059, True), (0.061, False)):  # half of 0.1 − 0.02, and the step
         ours = figures(KVFERRY, 0.15, handover_s)
-        found = serve_report.targets({"kvferry": ours, "calm": peer, "single": figures(SINGLE, 0.15, 0)}, {})
+        found = serve_report.targets({"kvferry": ours, "calm": peer, "single": figures(SINGLE, 0.15, 0)})
         one = target(found, "handover minus one decode step, p50, 1 at a time")
         assert one.met is met
         assert (one.measured, one.limit) == pytest.approx((1e3 * (handover_s - STEP_S), 40.0))
@@ -210,9 +199,9 @@ def test_what_no_connector_can_save_is_told_beside_the_handover() -> None:
     ours, peer, single = figures(KVFERRY, 0.15, 0.08), figures(CALM, 1.0, 0.1), figures(SINGLE, 0.15, 0)
     single.cached = batch(timing(129, 0.2, 0.07))
     setups = {"kvferry": ours, "calm": peer, "single": single}
-    one = target(serve_report.targets(setups, {}), "handover minus one decode step, p50, 1 at a time")
+    one = target(serve_report.targets(setups), "handover minus one decode step, p50, 1 at a time")
     assert one.note.endswith("own cache takes 50.0 ms, beyond it 10.0 and 30.0 ms")
-    (table,) = [one for one in serve_report.tables(setups, {}) if one.title.startswith("Handover")]
+    (table,) = [one for one in serve_report.tables(setups) if one.title.startswith("Handover")]
     assert [row[0] for row in table.rows].count(serve_report.FLOOR) == 1
 
 
@@ -230,20 +219,17 @@ def test_a_tail_by_length_is_not_hidden_by_long_prompts() -> None:
     assert serve_report.level_tail(worse) == pytest.approx(4)
 
 
-def test_processors_and_first_contacts_have_targets_of_their_own() -> None:
+def test_processors_have_targets_of_their_own() -> None:
     setups = {"kvferry": figures(KVFERRY, 0.2, 0.05), "single": figures(SINGLE, 0.2, 0)}
     setups["kvferry"].idle = idle("p", worker=0.039) | idle("d", worker=0.041)
-    found = serve_report.targets(setups, {"kvferry": deep(KVFERRY, 0.11), "calm": deep(CALM, 0.42)})
+    found = serve_report.targets(setups)
     assert target(found, "idle worker of p").met
     assert not target(found, "idle worker of d").met
     assert target(found, "producer with one lease held").met
-    contact = target(found, "first contact, 5,500 blocks × 30 layers")
-    assert contact.met
-    assert (contact.measured, contact.limit) == pytest.approx((100.0, 102.5))
 
 
 def test_a_target_without_a_figure_is_missed() -> None:
-    found = serve_report.targets({"kvferry": figures(KVFERRY, 0.2, 0.05)}, {})
+    found = serve_report.targets({"kvferry": figures(KVFERRY, 0.2, 0.05)})
     assert not target(found, "handover minus one decode step, p99, 8 at once").met
     assert not target(found, "first token less").met
 
@@ -252,13 +238,12 @@ def test_a_setup_that_failed_loses_only_itself_and_the_notes_say_why() -> None:
     broken = SetupFigures(SHIPPED, error="ServerFailed: no answer")
     broken.direct = Batch(1, 8, 30.0, [Timing(128, error="no answer within 45 s")])
     setups = {"single": figures(SINGLE, 0.2, 0), "kvferry": figures(KVFERRY, 0.2, 0.05), "stock": broken}
-    for table in serve_report.tables(setups, {"calm": ContactFigures(CALM, error="gone")}):
+    for table in serve_report.tables(setups):
         assert len(table.columns) > 3
     assert len(serve_report.charts(setups)) == 3
-    text = "\n".join(serve_report.notes(setups, {"calm": ContactFigures(CALM, error="gone")}, 60.0))
+    text = "\n".join(serve_report.notes(setups, 60.0))
     assert "NixlConnector as shipped ended early: ServerFailed: no answer" in text
     assert "1 of 8 failed: no answer within 45 s; 7 were not begun" in text
-    assert "First contact, NixlConnector, thread event-driven, ended early: gone" in text
 
 
 def test_whatever_ends_a_setup_the_run_goes_on_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,4 +262,4 @@ def test_whatever_ends_a_setup_the_run_goes_on_with_the_next(tmp_path: Path, mon
 def test_an_unknown_setup_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serve.main(["--only", "kvferry,vllm"])
-    assert "vllm is none of single, kvferry, calm, stock, contact" in capsys.readouterr().err
+    assert "vllm is none of single, kvferry, calm, stock" in capsys.readouterr().err
