@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import time
+from typing import Any
+
+import pytest
+
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
+from kvferry.worker import peer_book
 from kvferry.worker.peer import PeerKey
 from tests.worker.engine_rig import Engine, Rig
 
@@ -48,3 +56,23 @@ def test_a_first_contact_that_fails_is_no_failed_load(rig: Rig) -> None:
     consumer.loads.finished("waits")
     load = consumer.load(producer.prefill(10, 2).params)
     assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
+
+
+def test_what_a_first_contact_took_holds_all_of_its_parts(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its last part may come in the very step in which the one before it took long."""
+    connect = peer_book.connect
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.05)
+        return connect(*args)
+
+    monkeypatch.setattr(peer_book, "connect", slowly)
+    producer, consumer = rig.pair()
+    with caplog.at_level(logging.INFO, logger="kvferry"):
+        rig.transfer(producer, consumer)
+    (said,) = [text for record in caplog.records if "met in" in (text := record.getMessage())]
+    all_ms, planned_ms, prepared_ms = map(float, re.findall(r"(?:in|planned|prepared) ([\d.]+)", said))
+    assert prepared_ms >= 50.0
+    assert all_ms >= planned_ms + prepared_ms - 0.2, "each is rounded"
