@@ -11,8 +11,7 @@ import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
-from kvferry.worker import peer_book
-from kvferry.worker.peer import PeerKey
+from kvferry.worker.peer import PeerKey, connect
 from tests.worker.engine_rig import Engine, Rig
 
 
@@ -62,13 +61,12 @@ def test_what_a_first_contact_took_holds_all_of_its_parts(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its last part may come in the very step in which the one before it took long."""
-    connect = peer_book.connect
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.05)
         return connect(*args)
 
-    monkeypatch.setattr(peer_book, "connect", slowly)
+    monkeypatch.setattr("kvferry.worker.peer_book.connect", slowly)
     producer, consumer = rig.pair()
     with caplog.at_level(logging.INFO, logger="kvferry"):
         rig.transfer(producer, consumer)
