@@ -2,9 +2,9 @@
 
 Real engines mostly wait for one another, and most other tests for a process, a lease or a deadline: two lanes of parts
 keep two cores busy. A lane that is done with its own takes of the parts that any lane may run. Every part's output is
-printed whole when it is over; meanwhile a line now and then says how far the parts are. Few tests that failed are run
-once more by themselves. The end is one table, the failed and the unsteady tests, and a line of totals as pytest writes
-it.
+printed whole when it is over; meanwhile a line now and then says how far the parts are. A part that hangs is begun anew
+once, and few tests that failed are run once more by themselves. The end is one table, the failed and the unsteady
+tests, and a line of totals as pytest writes it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _PROGRESS_S = 60.0
 _END_S = 10.0
 _STOOD_STILL_S = 2.0
 """A pause of the loop that is worth a line: tests that missed a bound in it have a reason."""
+HUNG_S = 600.0
+"""A part that has said nothing for so long hangs; no test takes a third of it."""
 _TOTALS = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]*s\b.*$", re.MULTILINE)
 _PERCENT = re.compile(r"\[ *(\d+%)\]")
 _NOTABLE = re.compile(r"^(?:FAILED|ERROR) \S.*$", re.MULTILINE)
@@ -89,6 +91,7 @@ class Result:
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    hung: bool = False
 
     @property
     def ok(self) -> bool:
@@ -99,6 +102,7 @@ class Result:
         """For the table."""
         said = counted(self.counts) or ("passed" if self.ok else "failed")
         codes = sorted({code for code in self.codes if code})
+        said += "; begun anew after it hung" if self.hung else ""
         return said if self.ok else f"{said}; exit status {', '.join(map(str, codes))}"
 
 
@@ -116,7 +120,9 @@ class Running:
         self._log.write_text("")
         self._left = list(part.commands)
         self._codes: list[int] = []
-        self._began_s = time.monotonic()
+        self._began_s = self._heard_s = time.monotonic()
+        self._heard_bytes = 0
+        self._hung = False
         self._next()
 
     def _next(self) -> None:
@@ -139,6 +145,24 @@ class Running:
             return False
         return True
 
+    def begin_anew_if_it_hangs(self) -> bool:
+        """End a command that has said nothing for `HUNG_S`. The first time the part begins anew; the second time the
+        command has failed. NIXL's agent has been seen to end never, once in thousands of times, when a peer was killed
+        while it sent: see docs/troubleshooting.md."""
+        said_bytes, now_s = self._log.stat().st_size, time.monotonic()
+        if said_bytes != self._heard_bytes:
+            self._heard_bytes, self._heard_s = said_bytes, now_s
+        if now_s - self._heard_s < HUNG_S:
+            return False
+        self._heard_s = now_s
+        self._process.kill()
+        self._process.wait()
+        if self._hung:
+            return False
+        self._hung, self._left, self._codes = True, list(self.part.commands), []
+        self._next()
+        return True
+
     @property
     def progress(self) -> str:
         """What pytest has said of it."""
@@ -153,7 +177,7 @@ class Running:
         """Of a part that is over."""
         counts, failures = read_totals(self.output)
         seconds = time.monotonic() - self._began_s
-        return Result(self.part, seconds, self._codes, counts, failures, failed_tests(self._memory))
+        return Result(self.part, seconds, self._codes, counts, failures, failed_tests(self._memory), self._hung)
 
     def stop(self) -> None:
         """End it early: pytest ends its engines when it is interrupted, which the terminal may have done already."""
@@ -192,6 +216,8 @@ def run(lanes: Sequence[Sequence[Part]], any_lane: Sequence[Part], folder: Path)
                 if number not in running and (lane or shared):
                     running[number] = Running((lane or shared).pop(0), folder)
             for number, each in list(running.items()):
+                if each.begin_anew_if_it_hangs():
+                    print(f"{each.part.name} has said nothing for {HUNG_S:g} s: killed, and begun anew", flush=True)
                 if each.over():
                     del running[number]
                     yield each

@@ -83,6 +83,27 @@ def test_a_test_that_fails_beside_others_and_passes_alone_is_named_and_fails_not
     assert end[-1].startswith("1 passed, 1 passed alone in ")
 
 
+@pytest.mark.parametrize("for_ever", [False, True])
+def test_a_part_that_hangs_is_begun_anew_once(
+    for_ever: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(test_parts, "HUNG_S", 1.0)
+    code = (
+        "import pathlib, sys, time\n"
+        f"been = pathlib.Path({str(tmp_path / 'been')!r})\n"
+        f"if {for_ever} or not been.exists(): been.touch(); time.sleep(60)\n"
+        "print('3 passed in 1.00s')\n"
+    )
+    status = run_parts(monkeypatch, (Part("hangs", ((sys.executable, "-c", code),)),))
+    said = capfd.readouterr().out
+    assert status == int(for_ever)
+    assert said.count("hangs has said nothing for 1 s: killed, and begun anew") == 1
+    end = said.partition("===== all parts")[2]
+    assert "begun anew after it hung" in end
+    assert ("3 passed; begun anew" in end) is not for_ever
+    assert ("exit status -9" in end) is for_ever
+
+
 def test_a_machine_that_stood_still_is_told_of(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
