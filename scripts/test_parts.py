@@ -148,7 +148,7 @@ class Running:
     def begin_anew_if_it_hangs(self) -> bool:
         """End a command that has said nothing for `HUNG_S`. The first time the part begins anew; the second time the
         command has failed. NIXL's agent has been seen to end never, once in thousands of times, when a peer was killed
-        while it sent: see docs/troubleshooting.md."""
+        while it sent: see docs/reliability.md."""
         said_bytes, now_s = self._log.stat().st_size, time.monotonic()
         if said_bytes != self._heard_bytes:
             self._heard_bytes, self._heard_s = said_bytes, now_s
