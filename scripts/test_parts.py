@@ -29,8 +29,8 @@ _PROGRESS_S = 60.0
 _END_S = 10.0
 _STOOD_STILL_S = 2.0
 """A pause of the loop that is worth a line: tests that missed a bound in it have a reason."""
-HUNG_S = 600.0
-"""A part that has said nothing for so long hangs; no test takes a third of it."""
+HUNG_S = 900.0
+"""A part that has said nothing for so long hangs; no test or check takes half of it."""
 _TOTALS = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]*s\b.*$", re.MULTILINE)
 _PERCENT = re.compile(r"\[ *(\d+%)\]")
 _NOTABLE = re.compile(r"^(?:FAILED|ERROR) \S.*$", re.MULTILINE)
