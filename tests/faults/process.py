@@ -107,6 +107,13 @@ class EngineProcess:
         self._read_until(lambda: point.value in self.events, f"stopped at {point.name}", timeout_s)
         self.events.remove(point.value)
 
+    def load_until(self, point: Point, params: dict[str, Any], seed: int) -> int:
+        """Order a load and wait until it stands still at a point; its number. `go` lets it go on."""
+        self.stop_at(point)
+        load = self.load(params, seed)
+        self.until_at(point)
+        return load
+
     def go(self) -> None:
         self.ask("go")
 

@@ -117,9 +117,7 @@ def test_a_done_forged_by_somebody_who_knows_the_epoch_is_found_by_the_fence(fle
     warmed_up(producer, consumer)
     params = producer.prefill(13, 9)
     ticket = params["kvferry"]
-    consumer.stop_at(point)
-    load = consumer.load(params, 9)
-    consumer.until_at(point)
+    load = consumer.load_until(point, params, 9)
     with forger(producer) as send:
         send(
             encode_notification(

@@ -53,9 +53,7 @@ def test_the_same_params_twice_at_one_consumer_are_one_load_and_one_local_prefil
     producer, consumer = fleet.pair()
     before = warmed_up(producer, consumer)
     params = producer.prefill(13, 5)
-    consumer.stop_at(Point.DATA)
-    load = consumer.load(params, 5)
-    consumer.until_at(Point.DATA)
+    load = consumer.load_until(Point.DATA, params, 5)
     assert consumer.answer(consumer.load(params, 5))["computed"] == "lease_in_use"
     consumer.go()
     assert until_over(consumer, load, SLACK_S) is None
@@ -76,9 +74,7 @@ def test_the_same_params_at_two_consumers_are_read_by_one_and_at_most_fenced_for
     if point is not Point.FIRST_CONTACT:
         warmed_up(producer, slow)
     params = producer.prefill(13, 5)
-    slow.stop_at(point)
-    load = slow.load(params, 5)
-    slow.until_at(point)
+    load = slow.load_until(point, params, 5)
     assert until_over(quick, quick.load(params, 5), SLACK_S) is None
     until_idle(producer, SLACK_S)
     slow.go()
