@@ -82,7 +82,8 @@ class Result:
         counts: of tests, by pytest's words; empty for other commands.
         failures: pytest's lines on tests that failed.
         codes: exit status of each command.
-        failed: ids of these tests.
+        failed: ids of the tests that failed.
+        hung: whether it was begun anew, having said nothing for `HUNG_S`.
     """
 
     part: Part
@@ -255,7 +256,7 @@ def run_again(results: Sequence[Result], folder: Path) -> Result | None:
 
 def summary(results: Sequence[Result], again: Result | None, seconds: float) -> tuple[list[str], bool]:
     """The lines at the end, and whether all is well."""
-    unsteady = [] if again is None else [test for result in results for test in result.failed if again.ok]
+    unsteady = [test for result in results for test in result.failed] if again is not None and again.ok else []
     total = sum((result.counts for result in results), Counter[str]())
     # A part that failed without a failed test is an error of its own.
     total["error"] += sum(not (result.ok or result.counts["failed"] or result.counts["error"]) for result in results)

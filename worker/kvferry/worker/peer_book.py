@@ -276,8 +276,8 @@ class PeerBook:
         self._back_off.succeeded(key)
         self._ready[key] = _Ready(warming.peer, now_s)
         # Preparing may have been a part of this very step, which began at `now_s`.
-        prepared_s = warming.introduced_s + warming.prepared_s
-        self._met_s.append(max(now_s - self._asked_s.pop(key, now_s), prepared_s))
+        at_least_s = warming.introduced_s + warming.prepared_s
+        self._met_s.append(max(now_s - self._asked_s.pop(key, now_s), at_least_s))
         logger.info(
             "peer=%s met in %.1f ms, of which described and planned %.1f, prepared %.1f: %s",
             key,
