@@ -127,6 +127,22 @@ def test_a_block_that_the_pool_has_given_away_is_noticed_with_both_counts() -> N
         kept.check_integrity()
 
 
+def test_references_of_leases_that_are_ending_count_as_well() -> None:
+    references = {1: 2}
+    kept = KeptBlocks()
+    kept.bind(references.__getitem__)
+    kept.keep("a", (1,))
+    kept.keep("b", (1,))
+    kept.end("a")
+    kept.check_integrity()
+    references[1] = 1
+    with pytest.raises(LocalProtocolError, match="block 1: 2 leases keep it, the pool counts 1"):
+        kept.check_integrity()
+    kept.end("b")
+    with pytest.raises(LocalProtocolError, match="block 1: 2 leases keep it, the pool counts 1"):
+        kept.check_integrity()
+
+
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("by", [-1, 1, 0])
 def test_counts_that_are_not_those_of_the_requests_are_noticed(ends: bool, by: int) -> None:
