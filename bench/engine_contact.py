@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.figures import Cell, Results, Table, Target, publish
+from bench.provenance import begin
 from bench.serve_contact import QUIET_S, measure_contacts
 from bench.serve_figures import ContactFigures, median
 from bench.serve_progress import progress_bars, short, shown
@@ -44,9 +45,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="one pair of engines for each connector")
     parser.add_argument("--logs", type=Path, default=ROOT / "logs" / "engine_contact", help="[%(default)s]")
     chosen = parser.parse_args(arguments)
+    started = begin()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        publish("engine_contact", _run(chosen.logs, quick=chosen.quick))
+        publish("engine_contact", _run(chosen.logs, quick=chosen.quick), started)
     except KeyboardInterrupt:
         print("interrupted; all servers have ended", file=sys.stderr)
         return 130

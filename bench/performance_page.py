@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from bench.figures import Cell, Table, Target, shown
-from bench.measured import Measured
+from bench.measured import Measured, unpublished
 
 _HEAD = """\
 <!-- Written by `python -m bench.report` from bench/results/*.json, and compared by a test: do not edit. -->
@@ -21,8 +21,8 @@ what was missed was missed."""
 
 
 def page_of(found: Sequence[Measured]) -> str:
-    """The whole page. Charts are expected as `figures/NAME-NUMBER.svg`."""
-    parts = [_HEAD, _summary(found), *map(_chapter, found)]
+    """The whole page. Charts are expected as `figures/NAME-NUMBER.svg`. Benchmarks without results are named last."""
+    parts = [_HEAD, _summary(found), *map(_chapter, found), _unpublished(found)]
     return "\n".join(parts)
 
 
@@ -32,17 +32,20 @@ def figure_name(name: str, number: int) -> str:
 
 
 def _summary(found: Sequence[Measured]) -> str:
+    missing = unpublished(found)
     machines = list(dict.fromkeys(one.where for one in found))
     contents: list[list[Cell]] = [
         [f"[{one.name}](#{one.name})", _in_short(one.results.what), one.date[:10], machines.index(one.where) + 1]
         for one in found
     ]
     lines = [_METHOD, ""]
+    if missing:
+        lines += [f"There is [no published run](#no-published-run) of {', '.join(missing)}.", ""]
     if len(machines) == 1:
         lines += [f"Machine: {machines[0]}.", ""]
         contents = [row[:-1] for row in contents]
         lines += _markdown(["", "what is measured", "measured"], contents)
-    else:
+    elif machines:
         lines += [f"Machines: {'; '.join(f'({number}) {where}' for number, where in enumerate(machines, 1))}.", ""]
         lines += _markdown(["", "what is measured", "measured", "machine"], contents)
     targets = [(one, target) for one in found for target in one.results.targets]
@@ -80,6 +83,14 @@ def _chapter(one: Measured) -> str:
     lines += [f"- {note}" for note in results.notes]
     lines += [""] * bool(results.notes)
     return "\n".join([*lines, _circumstances(one), ""])
+
+
+def _unpublished(found: Sequence[Measured]) -> str:
+    missing = unpublished(found)
+    if not missing:
+        return ""
+    head = ["## No published run", "", "These benchmarks have no results of a commit of this repository:", ""]
+    return "\n".join([*head, "```sh", *missing.values(), "```", ""])
 
 
 def _source(one: Measured) -> str:

@@ -25,6 +25,7 @@ from bench.figures import publish
 from bench.llama import worker_bytes
 from bench.nixl_prep import STAGING_BYTES, Registered
 from bench.plan_report import results_of
+from bench.provenance import begin
 from bench.published import Published, measure_published
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_tables
@@ -201,10 +202,11 @@ def main() -> None:
     parser.add_argument("--no-results", action="store_true", help="do not write results/plan.json")
     parser.add_argument("--quick", action="store_true", help="1,000 blocks; writes results/quick/plan.json")
     chosen = parser.parse_args()
+    started = begin()
     blocks, published = (1000, 200) if chosen.quick else (chosen.blocks, chosen.published_blocks)
     cases = run(blocks, published, chosen.repeats, not chosen.no_nixl)
     if not chosen.no_results:
-        publish("plan", results_of(cases, chosen.quick))
+        publish("plan", results_of(cases, chosen.quick), started)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from bench.figures import publish
+from bench.provenance import begin
 from bench.relayout_report import results_of
 from bench.relayout_waves import HEADS, Memory, Setup, layer_by_layer, setups, shuffled, waves
 from kvferry.worker.relayout.port import Relayout
@@ -226,6 +227,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="writes results/quick/relayout-….json")
     parser.add_argument("--calibrate", action="store_true", help="measure the constants of the cost model instead")
     chosen = parser.parse_args()
+    started = begin()
     device = torch.device(chosen.device, 0) if chosen.device == "cuda" else torch.device(chosen.device)
     on_gpu = device.type == "cuda"
     if not on_gpu:
@@ -262,7 +264,7 @@ def main() -> None:
             raise SystemExit(f"{figure.setup}: {figure.launches} launches for {figure.waves} waves")
     command = f"python -m bench.relayout --device {device.type}{' --quick' * chosen.quick}"
     rows = [asdict(figure) for figure in figures]
-    publish(f"relayout-{device.type}", results_of(rows, name, on_gpu, command, chosen.quick))
+    publish(f"relayout-{device.type}", results_of(rows, name, on_gpu, command, chosen.quick), started)
 
 
 if __name__ == "__main__":

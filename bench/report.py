@@ -4,7 +4,8 @@
     python -m bench.report --into DIR    # elsewhere, to look at
 
 It measures nothing: the benchmarks write bench/results/*.json, and this draws what they wrote, the same bytes every
-time (tests/bench/test_performance_page.py). It refuses a quick run's file.
+time (tests/bench/test_performance_page.py). It refuses the file of a quick run, and a result whose commit is not a
+clean one in the history of HEAD. Where git cannot say (a source distribution, a shallow clone), stderr has that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from bench.charts import svg_of
 from bench.machine import RESULTS
-from bench.measured import NotPublishable, read_all
+from bench.measured import NotPublishable, read_all, require_commits
 from bench.performance_page import figure_name, page_of
 
 DOCS = RESULTS.parent.parent / "docs"
@@ -54,10 +55,13 @@ def main() -> int:
     parser.add_argument("--into", type=Path, default=DOCS, help="the folder of performance.md and figures/")
     chosen = parser.parse_args()
     try:
+        not_checked = require_commits(read_all(chosen.results))
         written = write_report(chosen.results, chosen.into)
     except NotPublishable as refused:
         print(refused, file=sys.stderr)
         return 1
+    if not_checked:
+        print(not_checked, file=sys.stderr)
     print(f"{written[0]} and {len(written) - 1} charts")
     return 0
 

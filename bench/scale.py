@@ -21,6 +21,7 @@ from typing import Any
 from bench.agent_process import AgentProcess, usage
 from bench.figures import Chart, Results, Series, Table, publish
 from bench.first_contact_producer import ENGINE, HOST, ProducerProcess
+from bench.provenance import begin
 from bench.scale_model import Fleet, Share, Slopes, play, walls
 from kvferry.protocol.handshake import Hello, LeaseName
 from kvferry.scheduler.consumer.ledger import Keep, RemoteLease
@@ -277,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer agents")
     quick = parser.parse_args(arguments).quick
+    started = begin()
     in_threads = (1, 16) if quick else (1, 2, 4, 8, 16, 32, 64)
     in_processes = (4,) if quick else (4, 16, 64)
     over_tcp = (8,) if quick else (1, 8, 64)
@@ -292,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     readers = {transports: meet_many(transports, 8 if quick else 64) for transports in _TRANSPORTS}
     sockets = renew(64 if quick else 256, 2.0 if quick else 6.0)
     hello_s = hello_seconds(50 if quick else 400)
-    publish("scale", results_of(found, readers, sockets, hello_s, quick=quick))
+    publish("scale", results_of(found, readers, sockets, hello_s, quick=quick), started)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from bench import serve_report
 from bench.figures import Results, publish
+from bench.provenance import begin
 from bench.serve_figures import SetupFigures
 from bench.serve_load import Tick
 from bench.serve_measure import LENGTHS, Amounts, measure
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", help=f"some of {','.join(names)}")
     parser.add_argument("--logs", type=Path, default=ROOT / "logs" / "serve", help="[%(default)s]")
     chosen = parser.parse_args(arguments)
+    started = begin()
     wanted = chosen.only.split(",") if chosen.only else list(_QUICK_SETUPS) if chosen.quick else names
     if unknown := set(wanted) - set(names):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(names)}")
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     except ConversionFailed as failed:
         print(failed, file=sys.stderr)
         return 1
-    publish("serve", results)
+    publish("serve", results, started)
     return 0
 
 

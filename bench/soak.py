@@ -6,7 +6,8 @@
 Three producers and three consumers with shards, block sizes and layouts of their own live in one process, each worker
 with a NIXL agent and a transfer thread. The seed gives the same requests with the same faults again; threads make what
 comes of them similar, not equal. It prints a line every ten seconds, tables at the end, writes `results/soak.json`, and
-exits with 1 if anything happened that must never happen. SIGTERM ends it early, with the tables.
+exits with 1 if anything happened that must never happen, or memory, descriptors or threads grow. SIGTERM ends it early,
+with the tables.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from typing import Any
 import torch
 
 from bench.figures import publish
+from bench.provenance import begin
 from bench.soak_fleet import CONSUMERS, PRODUCERS, Fleet
-from bench.soak_report import results_of
+from bench.soak_report import grown, results_of
 from bench.soak_schedule import Fault
 
 # UCX asks idle peers for a sign of life through shared memory. To an agent that was closed in a process that lives, as
@@ -79,7 +81,7 @@ def soak(requests: int | None, seconds: float | None, faults: float, seed: int) 
                 "most": max(getattr(one, name) for one in samples),
                 "per_1000_requests": fleet.gauges.slope(name),
             }
-            for name in ("rss_mb", "fds", "threads")
+            for name in ("rss_mb", "own_mb", "objects", "fds", "threads")
         },
         "samples": [asdict(one) for one in samples[:: max(1, len(samples) // 60)]],
         "violations": dict(counts.violations),
@@ -93,14 +95,15 @@ def main() -> int:
     parser.add_argument("--faults", type=float, default=0.05, help="the fraction of requests with a fault")
     parser.add_argument("--seed", type=int, help="default: a new one, which is printed")
     arguments = parser.parse_args()
+    started = begin()
     requests = 50_000 if arguments.requests is None and arguments.minutes is None else arguments.requests
     seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
     os.environ.update(NO_KEEP_ALIVE | dict(os.environ))
     seconds = None if arguments.minutes is None else 60 * arguments.minutes
     figures = soak(requests, seconds, arguments.faults, seed)
-    publish("soak", results_of(figures), also=figures)
-    return int(bool(figures["violations"]))
+    publish("soak", results_of(figures), started, also=figures)
+    return int(bool(figures["violations"] or grown(figures)))
 
 
 if __name__ == "__main__":

@@ -179,6 +179,7 @@ class Fleet:
             self._looked_s = now_s
             for engine in self._engines():
                 self._check_integrity(engine)
+                engine.tally.take_samples()  # as vLLM's metrics do
         if now_s > self._reported_s + 10.0:
             self._reported_s = now_s
             last = self.gauges.samples[-1]

@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.provenance import begin
 from bench.step_report import Shown, results_of
 from bench.step_scenes import QUICK, SCENES
 
@@ -39,6 +40,7 @@ def main() -> None:
     if asked.scene is not None:
         _play(json.loads(asked.scene))
         return
+    started = begin()
     steps = asked.steps or (_QUICK_STEPS if asked.quick else _STEPS)
     found: list[Shown] = []
     for sweep in QUICK if asked.quick else SCENES:
@@ -49,7 +51,7 @@ def main() -> None:
     held = _elsewhere({"held_calls": 5 if asked.quick else 25})
     from bench.figures import publish
 
-    publish("step", results_of(found, held, steps, quick=asked.quick))
+    publish("step", results_of(found, held, steps, quick=asked.quick), started)
 
 
 def _elsewhere(task: dict[str, Any]) -> Any:

@@ -14,15 +14,16 @@ LIMIT_US = 200.0
 GROWTH = 1.5
 NOISE_US = 20.0
 """Two scenes that are the same may differ by so much."""
+_OF_EACH = "blocks of each request"
 HALVES = ("producer's scheduler", "producer's worker", "consumer's scheduler", "consumer's worker")
 
 _COMMAND = "python -m bench.step"
 _WHAT = (
     "What kvferry adds to the engine's step thread, with vLLM's real scheduler and connectors at both ends and no "
     "model: the sum of all of its calls in one step, and of pickling what vLLM pickles, as processor time of the "
-    "thread and by the wall. Every step hands one request of 32 blocks (512 tokens) over, beside leases that are held "
-    "and loads that are in flight for ever. Both engines, scheduler and worker, share one interpreter here, so the "
-    "wall has waits for its lock that several processes would not have."
+    "thread and by the wall. Every step hands one request over, of 32 blocks (512 tokens) where a row has no other "
+    "number, beside leases that are held and loads that are in flight for ever. Both engines, scheduler and worker, "
+    "share one interpreter here, so the wall has waits for its lock that several processes would not have."
 )
 
 
@@ -128,11 +129,12 @@ def _lock_table(found: Sequence[Shown]) -> Table:
     return Table("What the transfer thread costs the step thread", columns, rows)
 
 
-_BESIDE = ("scene", "leases", "loads", "blocks in flight")
+_BESIDE = ("scene", "leases", "loads", "blocks in flight", _OF_EACH)
 
 
-def _beside(one: Shown) -> tuple[str, int, int, int]:
-    return one.sweep, one.scene.leases, one.scene.loads, one.scene.blocks_in_flight
+def _beside(one: Shown) -> tuple[str, int, int, int, int]:
+    scene = one.scene
+    return one.sweep, scene.leases, scene.loads, scene.blocks_in_flight, scene.blocks
 
 
 def _calls_table(found: Sequence[Shown]) -> Table:
@@ -167,7 +169,7 @@ def _requests_table(found: Sequence[Shown]) -> Table:
         grown = [(one.us(half, "p50") - scenes[0].us(half, "p50")) / more for half in HALVES]
         rows.append((one.scene.blocks, *(one.us(half, "p50") for half in HALVES), *grown))
     columns = (
-        "blocks of each request",
+        _OF_EACH,
         *(f"{x}, p50, µs" for x in HALVES),
         *(f"{x}, µs per 1,000 blocks" for x in HALVES),
     )
@@ -196,6 +198,7 @@ def _charts(found: Sequence[Shown]) -> tuple[Chart, ...]:
     return (
         growth("The step thread and the leases held", LEASES.name, "leases held", lambda one: one.leases),
         growth("The step thread and the blocks in flight", BLOCKS.name, "blocks", lambda one: one.blocks_in_flight),
+        growth("The step thread and the request's own blocks", REQUESTS.name, _OF_EACH, lambda one: one.blocks),
         growth("The step thread and the loads in flight", LOADS.name, "loads in flight", lambda one: one.loads),
         Chart("Waiting for the interpreter's lock", "loads in flight", "µs", waits, x_log=True, y_log=True),
     )

@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 from bench.figures import Results, Table, Target, publish
+from bench.provenance import begin
 from bench.step_clock import StepClock
 from kvferry.trace.events import Event, Finished
 from kvferry.trace.recorder import Recorder
@@ -43,7 +44,7 @@ def _recording(folder: Path | None, *, spans: bool) -> Iterator[None]:
 
     more = {} if folder is None else {"trace_dir": str(folder)}
     with (
-        mock.patch("kvferry.connector.connector.read_config", lambda extra: read_config({**extra, **more})),
+        mock.patch("kvferry.connector.connector.read_config", lambda extra, name: read_config({**extra, **more}, name)),
         mock.patch("kvferry.connector.tracing_start.has_opentelemetry_on", return_value=spans),
     ):
         yield
@@ -217,13 +218,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few steps")
     asked = parser.parse_args()
+    started = begin()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.disable(logging.WARNING)
     _provide_spans()
     with tempfile.TemporaryDirectory() as folder:
         nothing_ns, record_us = _nothing_ns(), _record_us(Path(folder))
         found = _measure(_QUICK_STEPS if asked.quick else _STEPS, Path(folder))
-    publish("trace_cost", results_of(found, nothing_ns, record_us, quick=asked.quick))
+    publish("trace_cost", results_of(found, nothing_ns, record_us, quick=asked.quick), started)
     os._exit(0)
 
 

@@ -21,8 +21,10 @@ import time
 import torch
 
 from bench.figures import Results, Table, publish
+from bench.provenance import begin
 from bench.transfer_engine import serve
 from bench.transfer_extras import extras
+from bench.transfer_links import lanes, links
 from bench.transfer_measure import Bench, Measured, measure
 from bench.transfer_memory import Memory
 from bench.transfer_report import charts, raw, tables, targets
@@ -34,6 +36,7 @@ QUICK_RUNS = (4 << 10, 64 << 10, MIB)
 QUICK_SIZES = tuple(size * MIB for size in (1, 16, 64))
 SPLIT_RUN = 64 << 10
 _RANKS = 2
+_LINKS_POOL_BYTES = 128 * MIB
 WHAT = (
     "Throughput of whole loads between two processes: from the order to the result, with both reads of the lease's "
     "slot, the check of the seal and the notification of the producer. Beside it, in turn, a bare NIXL loop with the "
@@ -90,6 +93,8 @@ def run(*, quick: bool, device_name: str) -> Results:
         producer.join(30.0)
         if producer.is_alive():
             producer.kill()
+    if device.type == "cpu":
+        more += [make(_LINKS_POOL_BYTES, turns=11 if quick else 31) for make in (links, lanes)]
     return Results(
         command=f"python -m bench.transfer{' --quick' if quick else ''}"
         + (f" --device {device_name}" if device_name != "cpu" else ""),
@@ -126,9 +131,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three run lengths, three sizes, huge pages only")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the caches are")
     arguments = parser.parse_args()
+    started = begin()
     logging.getLogger("kvferry").setLevel(logging.WARNING)
     name = "transfer" if arguments.device == "cpu" else f"transfer-{arguments.device}"
-    publish(name, run(quick=arguments.quick, device_name=arguments.device))
+    publish(name, run(quick=arguments.quick, device_name=arguments.device), started)
 
 
 if __name__ == "__main__":

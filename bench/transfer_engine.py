@@ -25,7 +25,7 @@ from kvferry.scheduler.tally import Tally
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.nixl_fabric import NixlFabric
 from kvferry.worker.settings import WorkerSettings
-from kvferry.worker.worker import FerryWorker
+from kvferry.worker.worker import FerryWorker, MakeFabric
 
 HOST = "127.0.0.1"
 PRODUCED = 9
@@ -38,8 +38,15 @@ def settings_of(scenario: Scenario) -> WorkerSettings:
     return WorkerSettings(staging_pool_bytes=None if scenario.staged else 0, handshake_timeout_s=30.0)
 
 
-def make_worker(engine_id: str, scenario: Scenario, side: Side, rank: int, memory: Memory) -> FerryWorker:
-    """One worker on real NIXL."""
+def make_worker(
+    engine_id: str,
+    scenario: Scenario,
+    side: Side,
+    rank: int,
+    memory: Memory,
+    make_fabric: MakeFabric = NixlFabric,
+) -> FerryWorker:
+    """One worker, on real NIXL unless told otherwise."""
     return FerryWorker(
         engine_id=engine_id,
         place=Place(tp=rank),
@@ -49,7 +56,7 @@ def make_worker(engine_id: str, scenario: Scenario, side: Side, rank: int, memor
         groups=(scenario.group(side),),
         caches=KvCaches(memory.storages, scenario.tensors(side, rank, memory.address), memory.device),
         settings=settings_of(scenario),
-        make_fabric=NixlFabric,
+        make_fabric=make_fabric,
     )
 
 

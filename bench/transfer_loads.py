@@ -19,8 +19,10 @@ from kvferry.protocol.seal import seal
 from kvferry.worker import transfer_thread
 from kvferry.worker.fabric import Fabric, PeerAgent
 from kvferry.worker.load_figures import LoadFigures
+from kvferry.worker.nixl_fabric import NixlFabric
 from kvferry.worker.peer import Peer
 from kvferry.worker.results import ResultBox
+from kvferry.worker.worker import MakeFabric
 
 _LOAD_S = 60.0
 Stamp = tuple[str, int, int]
@@ -83,12 +85,14 @@ class Loaded:
 class Loads:
     """One consumer engine of one worker."""
 
-    def __init__(self, scenario: Scenario, memory: Memory, introduction: Introduction) -> None:
+    def __init__(
+        self, scenario: Scenario, memory: Memory, introduction: Introduction, make_fabric: MakeFabric = NixlFabric
+    ) -> None:
         self.scenario = scenario
         self._from = introduction
         self._boot = new_boot_id()
         self._number = 0
-        self.worker = make_worker("consumer", scenario, scenario.consumer, 0, memory)
+        self.worker = make_worker("consumer", scenario, scenario.consumer, 0, memory, make_fabric)
         self.worker.meet_siblings((self.worker.description,))
         with mock.patch.object(transfer_thread, "ResultBox", StampedBox):
             self._box()

@@ -22,10 +22,13 @@ from typing import Any
 
 from bench.agent_process import AgentProcess
 from bench.figures import Cell, Results, Table, publish
+from bench.provenance import begin
 
 _MIB = 1 << 20
+LOOPBACK_TCP = "messages over loopback TCP"
 _TRANSPORTS: dict[str, dict[str, str]] = {
     "default": {"UCX_MM_ERROR_HANDLING": "y"},
+    LOOPBACK_TCP: {"UCX_MM_ERROR_HANDLING": "n"},
     "tcp": {"UCX_TLS": "tcp"},
     "posix,self": {"UCX_TLS": "posix,self", "UCX_MM_ERROR_HANDLING": "y"},
 }
@@ -122,9 +125,9 @@ def dead_peer(transports: str, interval: str, idle_s: float, patience_s: float) 
     return row
 
 
-def silent_peer(how: str, interval: str, seconds: float, patience_s: float) -> list[Cell]:
+def silent_peer(transports: str, how: str, interval: str, seconds: float, patience_s: float) -> list[Cell]:
     """Cores that an agent takes whose peer takes no signs of life, in the last tenth; seconds until it is closed."""
-    with _pair({**_TRANSPORTS["default"], **every(interval)}, _MIB, owners=2) as (owner, reader, peers):
+    with _pair({**_TRANSPORTS[transports], **every(interval)}, _MIB, owners=2) as (owner, reader, peers):
         reader.tell("connect", agent=0, peer=peers[1], bytes=_MIB)
         if how == "closed":
             owner.tell("close", agent=1)
@@ -147,7 +150,7 @@ def silent_peer(how: str, interval: str, seconds: float, patience_s: float) -> l
         waiting = threading.Thread(target=close, daemon=True)
         waiting.start()
         waiting.join(patience_s)
-        row: list[Cell] = [how, interval, seconds, cores, None if closed.empty() else closed.get()]
+        row: list[Cell] = [transports, how, interval, seconds, cores, None if closed.empty() else closed.get()]
     waiting.join()
     return row
 
@@ -156,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args(arguments).quick
+    started = begin()
     sizes = ("8k", "256k") if quick else ("8k", "64k", "256k", "1m")
     patience_s, interval_s = (4.0, 0.02) if quick else (45.0, 0.2)
     silent_s = 1.5 * _FIFO * interval_s
@@ -166,7 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for interval in ("500ms", "inf")
         ]
         waited_silent = [
-            pool.submit(silent_peer, how, interval, silent_s, patience_s / 3)
+            pool.submit(silent_peer, transports, how, interval, silent_s, patience_s / 3)
+            for transports in ("default", LOOPBACK_TCP)
             for how in (("stopped",) if quick else ("closed", "stopped"))
             for interval in (f"{interval_s * 1e3:g}ms", "inf")
         ]
@@ -194,14 +199,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ),
             Table(
                 f"A peer takes no signs of life; – for not closed within {patience_s / 3:g} s",
-                ("peer", "signs of life", "seconds", "cores at the end", "seconds to close"),
+                ("transports", "peer", "signs of life", "seconds", "cores at the end", "seconds to close"),
                 silent,
             ),
         ],
         notes=[f"A peer's queue in shared memory is full after {_FIFO} signs of life, of all agents that send to it."],
         quick=quick,
     )
-    publish("ucx", results)
+    publish("ucx", results, started)
 
 
 if __name__ == "__main__":

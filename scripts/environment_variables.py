@@ -44,6 +44,12 @@ OF_ENGINES = (
         "a member of W3C Baggage; read by the API servers that load `kvferry.connector.correlation_middleware`",
     ),
     EnvironmentVariable(
+        "KVFERRY_ALLOW_VLLM",
+        "",
+        "a vLLM version that is tried although kvferry was not run with it, exactly as `vllm.__version__` has it; any "
+        "other that is not supported stops the start ([compatibility.md](compatibility.md#versions))",
+    ),
+    EnvironmentVariable(
         "VLLM_NIXL_SIDE_CHANNEL_HOST",
         "localhost",
         "the address of the producer's side channel: bound, and written into every prompt's params, so decoders must "

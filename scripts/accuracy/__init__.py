@@ -2,5 +2,6 @@
 
 `variables` and `settings` say what is wanted, `gpus` and `ports` what is free, `model` makes the default model,
 `processes`, `engines` and `router` run servers, `prompts` and `client` ask, `metrics` and `iterations` count,
-`phases` put these together, `checks` judge, `report` shows. `python -m scripts.accuracy --help` lists the variables.
+`arithmetic` and `gsm8k` score, `phases` put these together, `checks` judge, `report` shows.
+`python -m scripts.accuracy --help` lists the variables.
 """

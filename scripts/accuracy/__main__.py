@@ -19,6 +19,8 @@ Starts a baseline engine, prefill and decode engines with kvferry and vllm-route
 both, and shows in a table whether tokens, log-probabilities, bytes and counters are what they must be.
 Exit status: 0 all is well, 1 a check failed, 2 a setting is wrong, 3 a server failed, 130 stopped.
 """
+_FLAGS = {"--kv_buffer_device": "KV_BUFFER_DEVICE", "--attention-backend": "ATTENTION_BACKEND"}
+"""Flags of vLLM's own script of this name, and the variables that they set."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,9 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--check", action="store_true", help="check the settings and print the device, then stop")
+    for name, variable in _FLAGS.items():
+        parser.add_argument(name, metavar=variable, default="", help=f"the same as the variable {variable}, before it")
     chosen = parser.parse_args(arguments)
+    flags = {variable: getattr(chosen, name[2:].replace("-", "_")) for name, variable in _FLAGS.items()}
     try:
-        settings = read_settings(os.environ)
+        settings = read_settings({**os.environ, **{name: value for name, value in flags.items() if value}})
         if chosen.check:
             print(settings.device)
             return 0
@@ -74,6 +79,9 @@ def _run(settings: Settings) -> int:
         show(reports[-1], console)
         write(reports, log_dir / "report.json")
     status = verdict(reports)
+    for report in reports:
+        for skipped in report.skipped:
+            print(f"NOT RUN: {skipped}")
     word = "passed" if status == 0 else "FAILED"
     print(f"{word} in {time.monotonic() - started_s:.0f} s; logs: {_shown(log_dir)}")
     return status

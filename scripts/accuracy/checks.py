@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from scripts.accuracy.arithmetic import Score
 from scripts.accuracy.client import Answer
 from scripts.accuracy.metrics import Scrape
 from scripts.accuracy.prompts import Case
@@ -225,6 +226,33 @@ def judge_gsm8k(expected: float, found: float) -> Check:
 def gsm8k_not_run(reason: str, *, demanded: bool) -> Check:
     """The table says why it was not run; where it was demanded, that is a failure."""
     return Check(_GSM8K, False if demanded else None, reason)
+
+
+def judge_arithmetic(expected: Score, found: Score, itself: Score | None, *, random_weights: bool = False) -> Check:
+    """Every answer is equal in float32; elsewhere the scores differ no more than one engine's answers do by themselves.
+
+    A score of 0 fails: it cannot tell two engines apart. A request that failed fails.
+
+    Args:
+        itself: the single engine asked again in another order; None where equality is demanded. The scores may then
+            differ by as many questions as it answered otherwise, and by `GSM8K_TOLERANCE` of them, rounded up.
+        random_weights: the model knows nothing, so a score of 0 does not fail.
+    """
+    asked, changed = len(found.wanted), expected.changed(found)
+    detail = (
+        f"{found.right} of {asked} right against {expected.right}, flexible {found.right_flexible} against "
+        f"{expected.right_flexible}; {changed} answers differ"
+    )
+    if itself is None:
+        equal = not changed
+    else:
+        allowed = max(expected.changed(itself), math.ceil(GSM8K_TOLERANCE * asked))
+        equal = abs(found.right - expected.right) <= allowed
+        detail += f", scores may by {allowed}"
+    errors = (*expected.errors, *found.errors)
+    tells = random_weights or min(expected.right, found.right) > 0
+    right = equal and tells and not errors
+    return Check("arithmetic, router against one engine", right, "; ".join([detail, *errors[:3]]))
 
 
 def judge_poison(cases: Sequence[Case], expected: Sequence[Answer], found: Sequence[Answer], moved: int) -> Check:

@@ -33,6 +33,7 @@ class Transfer:
         module: module of the class; `stock` for the connector that comes with vLLM.
         side_channel_port: 0 for a free one.
         engine_id: empty for one that vLLM draws at every start.
+        buffer_device: `cpu` to transfer through host memory; empty for vLLM's default.
     """
 
     role: str
@@ -43,6 +44,7 @@ class Transfer:
     side_channel_host: str = "127.0.0.1"
     side_channel_port: int = 0
     engine_id: str = ""
+    buffer_device: str = ""
 
     def config(self) -> str:
         """The value of `--kv-transfer-config`."""
@@ -53,6 +55,8 @@ class Transfer:
         }
         if self.module != STOCK:
             fields["kv_connector_module_path"] = self.module
+        if self.buffer_device:
+            fields["kv_buffer_device"] = self.buffer_device
         if self.engine_id:
             fields["engine_id"] = self.engine_id
         if self.extra_config:
@@ -69,7 +73,9 @@ class EngineSpec:
         model: a folder or a name on a hub.
         device: `cpu` or `cuda`.
         devices: one core per worker on CPU (one worker each), GPUs on CUDA.
-        pp: pipeline stages; the workers of each are tensor parallel.
+        dp: data parallel ranks, each with workers of its own.
+        pp: pipeline stages of each; the workers of a stage are tensor parallel.
+        expert_parallel: experts are shared out over all workers of a stage.
         cache_gib: KV cache on CPU.
         transfer: None for a plain engine.
         port: 0 for a free one.
@@ -79,7 +85,9 @@ class EngineSpec:
     model: str
     device: str = "cpu"
     devices: tuple[str, ...] = ("0",)
+    dp: int = 1
     pp: int = 1
+    expert_parallel: bool = False
     dtype: str = "float32"
     block_size: int | None = None
     max_model_len: int = 2048
@@ -104,7 +112,11 @@ class EngineSpec:
         # On CPU the first request ends an engine of several stages that runs eagerly; traced by Dynamo they work.
         command += ["-cc", '{"mode":2,"backend":"eager"}'] if self._traced else ["--enforce-eager"]
         command += ["--enable-logging-iteration-details", "--disable-uvicorn-access-log"]
-        command += ["--tensor-parallel-size", str(len(self.devices) // self.pp)]
+        command += ["--tensor-parallel-size", str(len(self.devices) // (self.dp * self.pp))]
+        if self.dp > 1:
+            command += ["--data-parallel-size", str(self.dp)]
+        if self.expert_parallel:
+            command += ["--enable-expert-parallel"]
         if self.pp > 1:
             command += ["--pipeline-parallel-size", str(self.pp)]
         if self.block_size is not None:

@@ -60,13 +60,17 @@ def plan_fleet(settings: Settings, model: str, environment: Mapping[str, str]) -
         module=settings.connector_module,
         failure_policy=settings.failure_policy,
         extra_config=settings.extra_config,
+        # As upstream's script: a buffer where the caches are is vLLM's default and is not named.
+        buffer_device=settings.kv_buffer_device if settings.kv_buffer_device != "cuda" else "",
     )
     decode = tuple(
         replace(
             common,
             name=f"decode-{index}",
             devices=shares[index].ids,
+            dp=settings.decode_dp,
             pp=settings.decode_pp,
+            expert_parallel=settings.dp_ep,
             block_size=settings.decode_block_size,
             layout=settings.decode_layout,
             transfer=transfer,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from scripts.accuracy import checks
+from scripts.accuracy.arithmetic import Score, score
 from scripts.accuracy.checks import Check, Comparison, Formula
 from scripts.accuracy.client import Answer
 from scripts.accuracy.metrics import Scrape
@@ -23,6 +24,7 @@ class Expected:
 
     Attributes:
         itself: one at a time against many at once; None where answers must be equal.
+        arithmetic: its score; arithmetic_itself: its score when asked again, None where answers must be equal.
         block: tokens in a block; prefill_block: of the prefill engines.
         staged: whether decoders read anything into a staging pool.
     """
@@ -30,6 +32,8 @@ class Expected:
     answers: dict[str, Answer] = field(default_factory=dict)
     itself: Comparison | None = None
     gsm8k: float | None = None
+    arithmetic: Score = field(default_factory=lambda: score((), ()))
+    arithmetic_itself: Score | None = None
     block: int = 0
     prefill_block: int = 0
     staged: bool = False
@@ -94,7 +98,7 @@ def judge_counters(
     one_by_one, crowd = seen.one_by_one, seen.crowd
     found = checks.judge_bytes(one_by_one.seen, formula, settings.ferry)
     found.append(checks.judge_crowd_bytes(crowd.answers, crowd.seen["all at once"], formula, settings.ferry))
-    if settings.decode_instances == 1:
+    if settings.decode_instances == settings.decode_dp == 1:
         found.append(checks.judge_hits(seen.cases.sequence, one_by_one.seen, expected.block))
     computed = one_by_one.computed + crowd.computed
     prompts = len(one_by_one.cases) + len(crowd.cases)

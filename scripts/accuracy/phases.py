@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from scripts.accuracy import arithmetic
 from scripts.accuracy.checks import Seen
 from scripts.accuracy.client import Answer, Client
 from scripts.accuracy.engines import Engine
@@ -157,6 +158,12 @@ async def leave_and_return(client: Client, url: str, cases: Sequence[Case]) -> t
     )
     came = await asyncio.gather(*leaving)
     return [await client.ask(url, case) for case in cases], list(came)
+
+
+async def ask_arithmetic(client: Client, url: str, at_once: int) -> arithmetic.Score:
+    """All arithmetic questions, so many at once, scored."""
+    asked = arithmetic.questions()
+    return arithmetic.score(asked, await client.ask_all(url, arithmetic.cases(asked), at_once))
 
 
 async def time_handovers(client: Client, prefill: str, decode: str, cases: Sequence[Case]) -> list[float]:

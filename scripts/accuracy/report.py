@@ -23,12 +23,17 @@ class Report:
     figures: dict[str, str] = field(default_factory=dict)
 
     @property
+    def skipped(self) -> list[str]:
+        """The checks that were not tried, each with the reason."""
+        return [f"{check.name} ({check.detail})" for check in self.checks if check.passed is None]
+
+    @property
     def passed(self) -> bool:
         """Whether no check failed, and any was made."""
         return any(check.passed for check in self.checks) and all(check.passed is not False for check in self.checks)
 
 
-_MARKS = {True: "[green]ok[/]", False: "[bold red]FAILED[/]", None: "[yellow]not run[/]"}
+_MARKS = {True: "[green]ok[/]", False: "[bold red]FAILED[/]", None: "[bold yellow]NOT RUN[/]"}
 
 
 def show(report: Report, console: Console) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 
 from scripts.accuracy import checks, gsm8k, judging, phases
+from scripts.accuracy.arithmetic import QUESTIONS, Score
 from scripts.accuracy.client import Answer, Client, NoAnswer
 from scripts.accuracy.engines import Engine, EngineSpec
 from scripts.accuracy.fleet import plan_fleet
@@ -21,6 +22,7 @@ from scripts.accuracy.prompts import Case, CaseSet, make_cases
 from scripts.accuracy.report import Report, milliseconds
 from scripts.accuracy.router import Router
 from scripts.accuracy.settings import Settings, parallel
+from scripts.accuracy.variables import TINY_MODELS
 
 _SENTENCES = 2000
 _LEASE_WAIT_S = 45.0
@@ -31,6 +33,7 @@ class Run:
 
     def __init__(self, settings: Settings, name: str, log_dir: Path, stack: ExitStack) -> None:
         self._settings = settings
+        self._name = name
         self._log_dir = log_dir
         self._stack = stack
         self._started_s = time.monotonic()
@@ -50,7 +53,7 @@ class Run:
         self.report = Report(
             f"{name} · {settings.dtype} on {settings.device} · {settings.prefill_instances} × "
             f"{parallel(settings.prefill_tp, settings.prefill_pp)} prefill → {settings.decode_instances} × "
-            f"{parallel(settings.decode_tp, settings.decode_pp)} decode · {what}"
+            f"{parallel(settings.decode_tp, settings.decode_pp, settings.decode_dp)} decode · {what}"
         )
 
     def say(self, text: str) -> None:
@@ -115,6 +118,9 @@ class Run:
         if not self._settings.exact:
             self.say(f"single engine, {self._settings.concurrency} at once, against itself")
             expected.itself = await self._against_itself(client, engine, compared, answers)
+        expected.arithmetic = await self._arithmetic(client, engine.base_url, engine.name)
+        if not self._settings.exact:
+            expected.arithmetic_itself = await self._arithmetic(client, engine.base_url, f"{engine.name}, again")
         if self._gsm8k.can_run:
             expected.gsm8k = self._score(engine.base_url, "baseline")
         return expected
@@ -153,6 +159,12 @@ class Run:
         self.report.checks += judging.judge_answers(seen, expected)
         shape = self._shape()
         self.report.checks += judging.judge_counters(seen, expected, settings, shape)
+        score = await self._arithmetic(client, url, "router")
+        self.report.checks.append(
+            checks.judge_arithmetic(
+                expected.arithmetic, score, expected.arithmetic_itself, random_weights=self._name in TINY_MODELS
+            )
+        )
         self.report.checks.append(self._judge_gsm8k(url, expected))
         counters = await decoders.scrape() - warm
         self.report.figures |= judging.figures(seen, expected, settings, shape, counters)
@@ -201,7 +213,11 @@ class Run:
             return None
         return cache_shape(config_of(self._model), self._settings.decode_tp)
 
-    # gsm8k, where it can be asked.
+    # Scores: arithmetic always, gsm8k where it can be asked.
+
+    async def _arithmetic(self, client: Client, url: str, name: str) -> Score:
+        self.say(f"arithmetic, {QUESTIONS} questions, {name}")
+        return await phases.ask_arithmetic(client, url, self._settings.concurrency)
 
     def _judge_gsm8k(self, url: str, expected: Expected) -> checks.Check:
         if expected.gsm8k is None:

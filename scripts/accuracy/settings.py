@@ -24,6 +24,8 @@ class Settings:
     decode_instances: int
     prefill_tp: int
     decode_tp: int
+    decode_dp: int
+    dp_ep: bool
     prefill_pp: int
     decode_pp: int
     prefill_block_size: int | None
@@ -31,6 +33,7 @@ class Settings:
     gpu_memory_utilization: float
     decode_layout: str
     attention_backend: str
+    kv_buffer_device: str
     extra_args: tuple[str, ...]
     dtype: str
     failure_policy: str
@@ -54,7 +57,7 @@ class Settings:
     @property
     def decode_workers(self) -> int:
         """Of each decode engine."""
-        return self.decode_tp * self.decode_pp
+        return self.decode_dp * self.decode_tp * self.decode_pp
 
     @property
     def exact(self) -> bool:
@@ -90,7 +93,9 @@ def read_settings(environment: Mapping[str, str], gpus: int | None = None) -> Se
         prefill_instances=value["NUM_PREFILL_INSTANCES"],
         decode_instances=value["NUM_DECODE_INSTANCES"],
         prefill_tp=value["PREFILLER_TP_SIZE"],
-        decode_tp=value["DECODER_TP_SIZE"],
+        decode_tp=1 if value["DP_EP"] else value["DECODER_TP_SIZE"],
+        decode_dp=value["DECODER_TP_SIZE"] if value["DP_EP"] else 1,
+        dp_ep=value["DP_EP"],
         prefill_pp=value["PREFILLER_PP_SIZE"],
         decode_pp=value["DECODER_PP_SIZE"],
         prefill_block_size=value["PREFILL_BLOCK_SIZE"],
@@ -98,6 +103,7 @@ def read_settings(environment: Mapping[str, str], gpus: int | None = None) -> Se
         gpu_memory_utilization=value["GPU_MEMORY_UTILIZATION"],
         decode_layout=value["DECODER_KV_LAYOUT"],
         attention_backend=value["ATTENTION_BACKEND"],
+        kv_buffer_device=value["KV_BUFFER_DEVICE"],
         extra_args=value["VLLM_SERVE_EXTRA_ARGS"],
         dtype=dtype,
         failure_policy=value["KV_LOAD_FAILURE_POLICY"],
@@ -115,12 +121,14 @@ def read_settings(environment: Mapping[str, str], gpus: int | None = None) -> Se
     )
     check_gpus(settings, found)
     check_layout(settings)
+    check_buffer(settings)
     return settings
 
 
-def parallel(tp: int, pp: int) -> str:
+def parallel(tp: int, pp: int, dp: int = 1) -> str:
     """An engine's parallel sizes in words."""
-    return f"TP {tp} × PP {pp}" if pp > 1 else f"TP {tp}"
+    sizes = {"DP": dp, "TP": tp, "PP": pp}
+    return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "TP")
 
 
 def check_gpus(settings: Settings, found: int) -> None:
@@ -137,7 +145,7 @@ def check_gpus(settings: Settings, found: int) -> None:
         need = (
             f"needs {prefill + decode} GPUs: {settings.prefill_instances} prefill × "
             f"{parallel(settings.prefill_tp, settings.prefill_pp)} + {settings.decode_instances} decode × "
-            f"{parallel(settings.decode_tp, settings.decode_pp)}; found {found}"
+            f"{parallel(settings.decode_tp, settings.decode_pp, settings.decode_dp)}; found {found}"
         )
         lower = "NUM_PREFILL_INSTANCES, NUM_DECODE_INSTANCES, PREFILLER_TP_SIZE, DECODER_TP_SIZE or the stages"
         raise TooFewGpus(f"{need}; lower {lower}, or set KVFERRY_DEVICE=cpu")
@@ -151,6 +159,16 @@ def check_layout(settings: Settings) -> None:
     """
     if settings.device == "cpu" and settings.decode_layout == "NHD":
         raise BadSetting("DECODER_KV_LAYOUT", "NHD", "HND or empty on CPU, whose attention has no other layout")
+
+
+def check_buffer(settings: Settings) -> None:
+    """A buffer on GPUs needs GPUs.
+
+    Raises:
+        BadSetting: there are none.
+    """
+    if settings.device == "cpu" and settings.kv_buffer_device == "cuda":
+        raise BadSetting("KV_BUFFER_DEVICE", "cuda", "cpu or empty on CPU, where all caches are in host memory")
 
 
 class TooFewGpus(BadSetting):

@@ -80,21 +80,15 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
     def parse(text: str) -> str:
         if text not in choices:
-            raise Invalid(f"one of {', '.join(choices)}")
+            raise Invalid(f"one of {', '.join(choice or 'empty' for choice in choices)}")
         return text
 
     return parse
 
 
-def absent(reason: str) -> Callable[[str], str]:
-    """A variable that upstream has and that cannot be used here."""
-
-    def parse(text: str) -> str:
-        if text:
-            raise Invalid(f"unset: {reason}")
-        return text
-
-    return parse
+def is_set(text: str) -> bool:
+    """Any text but the empty one, as upstream tests a switch: also `0` switches it on."""
+    return bool(text)
 
 
 def anything(text: str) -> str:
@@ -166,7 +160,17 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("ATTENTION_BACKEND", "", "vLLM's --attention-backend for all engines", anything, True),
     Variable("VLLM_SERVE_EXTRA_ARGS", "", "more arguments for all engines, separated by commas", arguments, True),
     Variable(
-        "DP_EP", "", "must be unset: not supported here", absent("decoding data-parallel is not tried here"), True
+        "DP_EP",
+        "",
+        "if set, DECODER_TP_SIZE data parallel ranks of TP 1, experts shared out, on decoders",
+        is_set,
+        True,
+    ),
+    Variable(
+        "KV_BUFFER_DEVICE",
+        "",
+        "like --kv_buffer_device; cpu: through host memory; empty: cuda on GPUs, else cpu",
+        one_of("", "cuda", "cpu"),
     ),
     Variable("PREFILLER_PP_SIZE", "1", "pipeline stages of each prefill engine", whole(1, 64)),
     Variable("DECODER_PP_SIZE", "1", "pipeline stages of each decode engine", whole(1, 64)),

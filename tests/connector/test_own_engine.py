@@ -114,6 +114,23 @@ def test_a_request_that_ended_badly_has_nothing_to_offer(status: RequestStatus) 
     assert Offering(own(), cache(latent())).held(request, ([1, 2, 3, 4],), LeaseUse.TURN) is None
 
 
+@pytest.mark.parametrize(
+    ("role", "takes", "offers"),
+    [("kv_producer", True, False), ("kv_consumer", False, True), ("kv_both", True, True)],
+)
+def test_turns_make_an_engine_of_either_role_one_that_reads_and_is_read_from(
+    role: str, takes: bool, offers: bool
+) -> None:
+    made = vllm_config("NixlConnector", module="kvferry.connector", role=role)
+    caches = config_of(group(full()))
+    with_turns = OwnEngine.of(made, caches, FerryConfig(bidirectional_kv_xfer=True))
+    assert (with_turns.takes_turns, with_turns.offers_turns) == (takes, offers)
+    assert (with_turns.reads, with_turns.is_read_from) == (True, True)
+    without = OwnEngine.of(made, caches, FerryConfig())
+    assert (without.takes_turns, without.offers_turns) == (False, False)
+    assert (without.reads, without.is_read_from) == (role != "kv_producer", role != "kv_consumer")
+
+
 def both_roles(**config: Any) -> OwnEngine:
     made = vllm_config("NixlConnector", module="kvferry.connector", role="kv_both", **config)
     return OwnEngine.of(made, config_of(group(full())), FerryConfig(bidirectional_kv_xfer=True))

@@ -11,8 +11,10 @@ import pytest
 from kvferry.protocol import dump, geometry, handshake, notifications, params
 from scripts import metric_table, protocol_reference
 from scripts.environment_variables import OF_ENGINES, OF_SCRIPTS, read_by_code
-from scripts.generate_docs import DOCS, filled, main, pages
+from scripts.generate_docs import CLI_PAGE, DOCS, PICTURE, PICTURED, filled, main, pages
 from scripts.metric_advice import ADVICE
+
+README = DOCS.parent / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,18 @@ def test_a_page_that_is_out_of_date_is_told(
 def test_a_page_without_a_place_for_a_generated_part_is_noticed() -> None:
     with pytest.raises(SystemExit, match="config"):
         filled("no place", lambda: {"config": "table"})
+
+
+def test_captions_of_the_picture_of_a_plan_say_what_is_in_it(wanted: dict[Path, str]) -> None:
+    """Its title, and under the names of the two engines their blocks; on the commands' page its command too."""
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", wanted[PICTURE])
+    blocks = [text.rpartition(", ")[2] for text in texts if "blocks of" in text]
+    caption = f"{' '.join(texts[0].split())}, {' → '.join(blocks)}"
+    assert len(blocks) == 2
+    assert f"(here {caption}):\n\n![who reads what from whom](docs/plan.svg)" in README.read_text()
+    page = CLI_PAGE.read_text()
+    assert f"![who reads what from whom](plan.svg)\n\n{caption}:\n" in page
+    assert f"\nkvferry plan {' '.join(PICTURED)} --svg plan.svg\n" in page
 
 
 def test_every_metric_has_advice_and_no_advice_is_of_none() -> None:

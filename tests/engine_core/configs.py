@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
@@ -65,10 +66,13 @@ def tokens(count: int, seed: int = 1) -> list[int]:
     return [(seed * 101 + 7 * index) % 1000 + 1 for index in range(count)]
 
 
-def kv_cache_config(num_blocks: int, *, tp: int = 1, window: int = 0, stages: Sequence[int] = (0,)) -> Any:
+def kv_cache_config(
+    num_blocks: int, *, tp: int = 1, window: int = 0, stages: Sequence[int] = (0,), states: int = 0
+) -> Any:
     """`num_blocks` blocks of `BLOCK_TOKENS` tokens, layer outermost, on one of `tp` workers.
 
-    One group with a layer for each of the pipeline's `stages`; with a `window` a second group with a layer of its own.
+    One group with a layer for each of the pipeline's `stages`; with a `window` a second group with a layer of its own,
+    and `states` more groups with a recurrent state in vLLM's `align` mode.
     As always in vLLM, the groups lie on the same bytes: a block belongs to one of them at a time.
     """
     shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": HEADS // tp, "head_size": HEAD_SIZE, "dtype": torch.float32}
@@ -76,6 +80,10 @@ def kv_cache_config(num_blocks: int, *, tp: int = 1, window: int = 0, stages: Se
     groups = [KVCacheGroupSpec([layer_of(stage) for stage in stages], full)]
     if window:
         groups.append(KVCacheGroupSpec([WINDOW_LAYER], SlidingWindowSpec(**shape, sliding_window=window)))
+    for index in range(states):
+        shapes = ((full.page_size_bytes // torch.float32.itemsize,),)
+        state = MambaSpec(block_size=BLOCK_TOKENS, shapes=shapes, dtypes=(torch.float32,), mamba_cache_mode="align")
+        groups.append(KVCacheGroupSpec([f"model.layers.{20 + index}.mixer"], state))
     page, size = full.page_size_bytes, num_blocks * full.page_size_bytes * len(stages)
     return KVCacheConfig(
         num_blocks=num_blocks,
@@ -106,6 +114,7 @@ def vllm_config(
     shutdown_timeout: int = 0,
     max_tokens: int = 512,
     max_step_tokens: int = 128,
+    states: int = 0,
 ) -> Any:
     """What the command line would have made, for the scheduler and for a worker alike."""
     config = VllmConfig(
@@ -130,6 +139,8 @@ def vllm_config(
         shutdown_timeout=shutdown_timeout,
     )
     config.cache_config.num_gpu_blocks = num_blocks
+    if states:
+        config.cache_config.mamba_cache_mode = "align"
     config.parallel_config.pipeline_parallel_size = pp  # not before: the model has one layer only
     config.parallel_config.world_size = tp * pp
     config.scheduler_config.async_scheduling = overlap  # the CPU platform switches it off while it validates

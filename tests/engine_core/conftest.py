@@ -56,3 +56,20 @@ def make() -> Iterator[Any]:
     yield build
     for node in nodes:
         node.close()
+
+
+@pytest.fixture
+def make_slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes producers with slow routers: `make_slow(**keys)`. Their sums must add up in every step."""
+    slow_type = importlib.import_module("tests.engine_core.slow_router").Slow
+    made: list[Any] = []
+
+    def build(**extra: Any) -> Any:
+        made.append(slow_type(monkeypatch, **extra))
+        return made[-1]
+
+    yield build
+    for slow in made:
+        slow.side.check_integrity()
+        assert slow.engine.counted("integrity_errors") == 0
+        slow.engine.close()

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -64,20 +66,33 @@ class Engine:
     """A scheduler, its queues, and the answers so far."""
 
     def __init__(
-        self, connector: str, *, num_blocks: int = 32, overlap: bool = False, window: int = 0, **config: Any
+        self,
+        connector: str,
+        *,
+        num_blocks: int = 32,
+        overlap: bool = False,
+        window: int = 0,
+        lookahead: int = 0,
+        **config: Any,
     ) -> None:
         self.config = vllm_config(connector, num_blocks=num_blocks, overlap=overlap, **config)
         self.cache_config = kv_cache_config(
-            num_blocks, tp=config.get("tp", 1), window=window, stages=range(config.get("pp", 1))
+            num_blocks,
+            tp=config.get("tp", 1),
+            window=window,
+            stages=range(config.get("pp", 1)),
+            states=config.get("states", 0),
         )
         kind = AsyncScheduler if overlap else Scheduler
-        self.scheduler = kind(
-            vllm_config=self.config,
-            kv_cache_config=self.cache_config,
-            structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK_TOKENS,
-            log_stats=True,
-        )
+        # The tokens that a draft model writes ahead, without a draft model.
+        with mock.patch.object(VllmConfig, "num_lookahead_tokens", lookahead):
+            self.scheduler = kind(
+                vllm_config=self.config,
+                kv_cache_config=self.cache_config,
+                structured_output_manager=StructuredOutputManager(self.config),
+                block_size=BLOCK_TOKENS,
+                log_stats=True,
+            )
         self.answers: dict[str, Answer] = {}
         self.stats: list[dict[str, Any]] = []
         self.sample: Callable[[str], int] = lambda request_id: SAMPLED

@@ -2,84 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.producer.kept_blocks import KeptBlocks
-from tests.engine_core.driver import Engine, Scheduled, tokens
-from tests.engine_core.node import free_port, side_channel
+from tests.engine_core.driver import tokens
+from tests.engine_core.slow_router import HEARTBEAT_S, LEASE_S, PROMPT_TOKENS, REMOTE_DECODE
 from tests.engine_core.toy_model import expected_tokens
-
-LEASE_S = 60.0
-HEARTBEAT_S = LEASE_S / 6
-REMOTE_DECODE = {"do_remote_decode": True}
-PROMPT_TOKENS = 64
-"""Four blocks."""
-
-
-class Slow:
-    """A producer whose router comes back late or never, on a clock of its own: a second a step. Its workers obey."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **extra: Any) -> None:
-        self.now_s = 1000.0
-        clock = SimpleNamespace(monotonic=lambda: self.now_s)
-        for module in ("connector.scheduler_side", "scheduler.listener"):  # both wind the clock of leases
-            monkeypatch.setattr(f"kvferry.{module}.time", clock)
-        with side_channel(free_port()):
-            self.engine = Engine(
-                "FerryConnector",
-                module="kvferry.connector",
-                role="kv_producer",
-                num_blocks=33,
-                extra={"kv_lease_duration": LEASE_S, "debug_check_integrity": True, **extra},
-            )
-        self.side = self.engine.connector.scheduler_side
-
-    def prefill(self, *names: str, length: int = PROMPT_TOKENS) -> None:
-        for name in names:
-            prompt = tokens(length, seed=10 + len(self.engine.answers))
-            self.engine.add(name, prompt, REMOTE_DECODE, max_tokens=1)
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.now_s += 1.0
-            step = self.engine.schedule()
-            self.engine.finish(step, over=ended(step))
-
-    def lease(self, name: str) -> LeaseName:
-        ticket = self.engine.answers[name].params["kvferry"]  # type: ignore[index]
-        return LeaseName(slot=ticket["lease_slot"], epoch=ticket["lease_epoch"])
-
-    def answered(self) -> int:
-        return sum(answer.finish_reason is not None for answer in self.engine.answers.values())
-
-    @property
-    def held(self) -> set[str]:
-        return set(self.side.leases.kept.requests())
-
-
-def ended(step: Scheduled) -> set[str]:
-    orders = step.metadata.orders()
-    return set() if orders is None else {end.request_id for end in orders.ends}
-
-
-@pytest.fixture
-def make_slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    made: list[Slow] = []
-
-    def build(**extra: Any) -> Slow:
-        made.append(Slow(monkeypatch, **extra))
-        return made[-1]
-
-    yield build
-    for slow in made:
-        slow.side.check_integrity()
-        assert slow.engine.counted("integrity_errors") == 0
-        slow.engine.close()
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5], ids=["for need", "for the cap"])

@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import pytest
+
+from kvferry.protocol.errors import InvalidConfig
 from kvferry.worker.settings import WorkerSettings
+from tests.engine_core.driver import Engine
 from tests.engine_core.node import Node
 
 EXTRA: dict[str, Any] = {
@@ -23,7 +27,7 @@ EXTRA: dict[str, Any] = {
     "debug_check_integrity": True,
 }
 NAMES = {"engine_ttl": "peer_ttl_s", "debug_check_integrity": "check_integrity"}
-OF_THE_ENVIRONMENT = {"secrets", "host_buffer"}
+OF_THE_ENVIRONMENT = {"secrets", "host_buffer", "is_read_from"}
 
 
 def test_every_key_of_a_worker_reaches_it(make: Callable[..., Node]) -> None:
@@ -33,3 +37,28 @@ def test_every_key_of_a_worker_reaches_it(make: Callable[..., Node]) -> None:
     assert {name: getattr(settings, name) for name in wanted} == wanted
     assert {field.name for field in fields(WorkerSettings)} == set(wanted) | OF_THE_ENVIRONMENT
     assert all(getattr(WorkerSettings(), name) != value for name, value in wanted.items())
+
+
+def test_an_engine_starts_under_the_stock_connectors_name_with_keys_of_other_connectors() -> None:
+    """As the upstream guide writes them, in quotes; under kvferry's own name the unknown one stops the start."""
+    extra = {"shared_storage_path": "cache", "enable_cross_layers_blocks": "True", "kv_recompute_threshold": "32"}
+    engine = Engine("NixlConnector", module="kvferry.connector", role="kv_consumer", extra=extra)
+    assert engine.connector.scheduler_side._config.kv_recompute_threshold == 32
+    engine.close()
+    with pytest.raises(InvalidConfig, match="shared_storage_path is 'cache'; expected one of"):
+        Engine("FerryConnector", module="kvferry.connector", role="kv_consumer", extra=extra)
+
+
+@pytest.mark.parametrize(
+    ("role", "extra", "is_read_from"),
+    [
+        ("kv_producer", {}, True),
+        ("kv_both", {}, True),
+        ("kv_consumer", {}, False),
+        ("kv_consumer", {"bidirectional_kv_xfer": True}, True),
+    ],
+)
+def test_a_worker_knows_whether_peers_read_from_it(
+    make: Callable[..., Node], role: str, extra: dict[str, bool], is_read_from: bool
+) -> None:
+    assert make(role, extra=extra).workers[0].worker_side._worker._settings.is_read_from is is_read_from

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from bench.step_engines import SCHEDULER_CALLS, WORKER_CALLS, Prompts, TimedNode, fly, hand_over, hold
 
+from tests.engine_core.slow_router import REMOTE_DECODE
 from tests.engine_core.step_count import StepCount
 from tests.fakes.memory_fabric import MemoryNetwork
 
@@ -95,3 +97,29 @@ def test_a_step_does_the_same_with_hundreds_of_loads_and_thousands_of_blocks_in_
     before = counted.idle()
     fly(consumer, producer, prompts, LOADS, LOAD_BLOCKS)
     assert_flat(before, counted.idle())
+
+
+@pytest.mark.parametrize("states", [0, 2], ids=["attention", "with recurrent groups"])
+def test_a_step_does_the_same_with_thousands_of_requests_that_wait_for_a_pool_full_of_leases(
+    make_slow: Any, states: int
+) -> None:
+    engine = {"num_blocks": 641, "max_num_seqs": 64, "max_step_tokens": 4096, "lookahead": 4, "states": states}
+    slow = make_slow(
+        engine=engine, kv_lease_duration=3600.0, lease_slots=256, max_leased_fraction=1.0, debug_check_integrity=False
+    )
+    while slow.engine.free_blocks > 16:
+        slow.prefill(f"held{len(slow.engine.answers)}")
+        slow.step(2)
+    scheduler = StepCount()
+    scheduler.wrap(slow.engine.connector, SCHEDULER_CALLS)
+
+    def with_waiting(count: int) -> float:
+        while slow.engine.scheduler.get_num_unfinished_requests() < count:
+            slow.engine.add(f"waits{len(slow.engine.answers)}", [5] * 400, REMOTE_DECODE, max_tokens=1)
+        return scheduler.median(slow.step, STEPS)
+
+    few = with_waiting(16)
+    for count in (1000, 4000):
+        many = with_waiting(count)
+        assert many <= MOST_GROWTH * few + SLACK, f"{count} wait: {few:.0f} instructions have become {many:.0f}"
+    assert slow.engine.counted("leases_released") == 0, "the pool is full of leases that must not end yet"

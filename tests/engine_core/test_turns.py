@@ -30,7 +30,7 @@ def make() -> Iterator[Any]:
 
     def build(**config: Any) -> Node:
         extra = {**TURNS, **config.pop("extra", {})}
-        nodes.append(Node("kv_both", extra=extra, **{"num_blocks": 80, **config}))
+        nodes.append(Node(config.pop("role", "kv_both"), extra=extra, **{"num_blocks": 80, **config}))
         return nodes[-1]
 
     yield build
@@ -89,9 +89,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+ROLES = {"kv_both": ("kv_both", "kv_both"), "a role each": ("kv_producer", "kv_consumer")}
+
+
+@pytest.mark.parametrize("roles", ROLES.values(), ids=ROLES)
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
-def test_a_second_turn_moves_only_what_the_first_did_not_in_either_direction(make: Any, config: dict[str, Any]) -> None:
-    prefiller, decoder = make(**config), make(**config)
+def test_a_second_turn_moves_only_what_the_first_did_not_in_either_direction(
+    make: Any, config: dict[str, Any], roles: tuple[str, str]
+) -> None:
+    prefiller, decoder = (make(role=role, **config) for role in roles)
     talk = Conversation(prefiller, decoder)
     talk.say(FIRST)
     assert (blocks(prefiller), blocks(decoder)) == (0, 7)

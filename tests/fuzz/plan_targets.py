@@ -32,7 +32,7 @@ from tests.fuzz.source import Source
 from tests.geometry.cells import NULL_BLOCK, Ints, Memory, byte_addresses, cells_of
 from tests.geometry.handmade import attention, hybrid, latent, pair, side
 from tests.geometry.pairs import Engine, engine
-from tests.geometry.pool import staged_copies
+from tests.geometry.pool import staged_waves
 from tests.geometry.requests import Request
 from tests.plan.samples import engine as describe
 from tests.worker.toy_caches import CacheShape, ToyCaches
@@ -162,7 +162,7 @@ def check_writes(
             continue
         for route in plan.routes:
             copies = [(one.src, one.dst, one.num_bytes) for one in route_copies(route, units)]
-            copies += [(one.src, one.dst, one.num_bytes) for one in staged_copies(route, units)]
+            copies += [(one.src, one.dst, one.num_bytes) for wave in staged_waves(route, units) for one in wave.copies]
             for src, dst, num_bytes in copies:
                 written = memory.index(_ends(dst, num_bytes))
                 assert own[written].all(), "a byte is written that is not the request's"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvferry.plan.transfer_plan import TransferPlan
+from kvferry.plan.transfer_plan import Placing, TransferPlan
 from kvferry.protocol.geometry import PagedTensor
 from tests.geometry.drawn import Drawn
 from tests.geometry.requests import NULL_BLOCK
@@ -51,6 +51,11 @@ FEATURES = (
     "runs of 2 bytes",
     "direct",
     "staged",
+    "everything staged",
+    "staged in units",
+    "staged in blocks",
+    "some runs of a unit",
+    "some units of a request",
     "tokens that are here already",
     "tokens that are not wanted",
     "a block that is not full",
@@ -157,6 +162,10 @@ def _bytes(case: Drawn, plans: Sequence[TransferPlan]) -> Iterator[str]:
         yield "runs of 2 bytes"
     for item in slices:
         yield item.placing.value
+    if all(item.placing is Placing.STAGED for item in slices):
+        yield "everything staged"
+    for source in (source for plan in plans for route in plan.routes for source in route.sources):
+        yield f"staged in {source.reading.value}"
     packed = [_packed(_tensors(case, name)) for name in ("producer", "consumer")]
     if any((packed[0] & whole) and (packed[1] - whole) for whole in ({True}, {False})):
         yield "k and v packed on one side only"

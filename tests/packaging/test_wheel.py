@@ -101,7 +101,7 @@ def test_the_extras_bring_what_they_are_named_for(installed: Installed) -> None:
     }
     assert extras["cli"] == ["rich>=13"]
     (vllm,) = extras["vllm"]
-    assert set(vllm.removeprefix("vllm").split(",")) == {">=0.32", "<0.34"}
+    assert set(vllm.removeprefix("vllm").split(",")) == {">=0.32", "<0.33"}
     assert not [one for one in requires if "extra" not in one and one.startswith(("vllm", "rich"))]
 
 

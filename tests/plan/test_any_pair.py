@@ -22,12 +22,20 @@ from tests.geometry.effects import CopyList, check_copies, number_names, produce
 from tests.geometry.feasibility import feasible
 from tests.geometry.features import FEATURES, features
 from tests.geometry.handmade import attention, pair, side
-from tests.geometry.pool import staged_copies
+from tests.geometry.pool import EVERYTHING, staged_waves
 from tests.geometry.routes import check_routes
 
 DRAWS = 3000
-STAGED_RUNS = st.sampled_from((PUBLISHED.staged_run_bytes, 128, 1024, 0))
-"""Longest runs that the staging pool takes: of no pool, of the smallest, and of larger ones."""
+UNREACHED = Costs(reaches_caches=False)
+"""The fabric does not reach the consumer's caches: everything is staged."""
+FEW_DESCRIPTORS = replace(UNREACHED, direct_min_bytes=1 << 30)
+"""The same where a descriptor costs as much as a gigabyte: more of a block is read than is needed."""
+COSTS = st.sampled_from(
+    (PUBLISHED, UNREACHED, FEW_DESCRIPTORS, *(Costs(staged_run_bytes=longest) for longest in (128, 1024, 0)))
+)
+"""Also with no pool, with the smallest, and with a larger one."""
+CHUNKS = st.sampled_from((EVERYTHING, 1, 3, 10))
+"""Chunks of one wave."""
 LEAST_ACCEPTED = 0.7
 LEAST_OF_EACH_FEATURE = 0.05
 
@@ -45,8 +53,16 @@ def plans_of(case: Drawn, costs: Costs = PUBLISHED) -> tuple[TransferPlan, ...] 
     return plans
 
 
-def check_bytes(case: Drawn, plans: tuple[TransferPlan, ...]) -> None:
-    """Every byte of every consumer worker, after all copies of its plan."""
+def check_bytes(case: Drawn, plans: tuple[TransferPlan, ...], chunks: int = EVERYTHING) -> set[str]:
+    """Every byte of every consumer worker, after all copies of its plan.
+
+    Args:
+        chunks: of one wave through the staging pool.
+
+    Returns:
+        How the staged reads were divided.
+    """
+    divided: set[str] = set()
     consumer, producer, request = case.consumer.description, case.producer.description, case.request
     numbers = number_names(consumer)
     there = case.producer.memories()
@@ -66,8 +82,12 @@ def check_bytes(case: Drawn, plans: tuple[TransferPlan, ...]) -> None:
         check_copies(direct + staged, sources, there, target, memory, numbers)
         if staged:
             # What the audit says of staged slices is their final effect; this is what a worker does.
-            pooled = [copies for route in plan.routes for copies in staged_copies(route, units)]
+            waves = [wave for route in plan.routes for wave in staged_waves(route, units, chunks)]
+            pooled = [copies for wave in waves for copies in wave.copies]
             check_copies(direct + pooled, sources, there, target, memory, numbers)
+            divided |= {"some runs of a unit" for wave in waves if wave.is_part_of_a_unit}
+            divided |= {"some units of a request" for wave in waves if wave.window.first_unit}
+    return divided
 
 
 def test_any_pair_is_planned_as_a_brute_force_model_says(
@@ -79,20 +99,19 @@ def test_any_pair_is_planned_as_a_brute_force_model_says(
 
     @seed(int(chosen))
     @settings(max_examples=DRAWS, database=None)
-    @given(drawn(), STAGED_RUNS)
-    def hold(case: Drawn, staged_run_bytes: int) -> None:
+    @given(drawn(), COSTS, CHUNKS)
+    def hold(case: Drawn, costs: Costs, chunks: int) -> None:
         note(f"--hypothesis-seed={chosen}")
         seen["drawn"] += 1
-        plans = plans_of(case, Costs(staged_run_bytes=staged_run_bytes))
+        plans = plans_of(case, costs)
         if plans is None:
             event("refused")
             return
         seen["accepted"] += 1
-        for feature in features(case, plans):
+        check_routes(plans, case.producer.description)
+        for feature in features(case, plans) | check_bytes(case, plans, chunks):
             event(feature)
             seen[feature] += 1
-        check_routes(plans, case.producer.description)
-        check_bytes(case, plans)
 
     hold()
     accepted, draws = seen["accepted"], seen["drawn"]
@@ -115,3 +134,34 @@ def test_elements_of_two_sizes_go_through_a_small_pool(wide: str) -> None:
     plans = plans_of(case, Costs(staged_run_bytes=128))
     assert plans is not None
     check_bytes(case, plans)
+
+
+@pytest.mark.parametrize("wide", ["producer", "consumer"])
+@pytest.mark.parametrize("block", [1, 48])
+def test_elements_of_two_sizes_apart_from_one_another_are_staged(wide: str, block: int) -> None:
+    """Found by the random pairs: elements with a gap behind each are an axis of the producer's runs."""
+    model = attention()
+    sides = {
+        name: side(model, layout="cpu", block=size, blocks=50) for name, size in (("producer", block), ("consumer", 32))
+    }
+    for name, one in sides.items():
+        (order,) = one.orders
+        apart = replace(order, gaps={"N": 2}, wide=frozenset({"k", "v"} if name == wide else ()))
+        sides[name] = replace(one, orders=(apart,))
+    case = Drawn(pair(model, sides["producer"], sides["consumer"], tokens=45))
+    plans = plans_of(case, UNREACHED)
+    assert plans is not None
+    check_bytes(case, plans)
+    check_bytes(case, plans, chunks=3)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD", "cross-layer"])
+def test_blocks_of_one_token_are_staged_into_larger_ones(layout: str) -> None:
+    """Found by the random pairs: K and V, adjacent in a block of one token, are to be one run of the source as well."""
+    model = attention()
+    producer = side(model, layout="cpu", block=1, blocks=40)
+    case = Drawn(pair(model, producer, side(model, layout=layout, block=4), tokens=30))
+    plans = plans_of(case, UNREACHED)
+    assert plans is not None
+    check_bytes(case, plans)
+    check_bytes(case, plans, chunks=3)

@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.copies import route_copies
 from kvferry.plan.cost import Costs
 from kvferry.plan.descriptors import route_tables
+from kvferry.plan.plan_cache import PlanCache
 from kvferry.plan.planner import plan_engine, plan_transfer
 from kvferry.plan.transfer_plan import Route, Slice, TransferPlan
 from kvferry.protocol.geometry import PagedTensor, Range
@@ -349,8 +351,20 @@ class TestTransferTopology:
         assert {route.expected for plan in found for route in plan.routes} == {2}
 
     def test_registering_an_engine_again_gives_the_same_plan(self) -> None:
-        """That a worker meets an engine once, and never itself, is in tests/worker/test_earlier_designs.py."""
-        assert plans(2, 4, model="hybrid") == plans(2, 4, model="hybrid")
+        """After a restart, from another message, and from the plan that was kept of the engine before it.
+
+        That a worker meets an engine once, and never itself, is in tests/worker/engines/test_earlier_designs.py.
+        """
+        consumer, producer = sharded("D", tp=2, model="hybrid"), sharded(tp=4, model="hybrid")
+        message = msgspec.msgpack.encode(other(producer, boot="1" * 32))
+        again = msgspec.msgpack.decode(message, type=EngineDescription)
+        expected = plan_engine(consumer, producer)
+        assert plan_engine(consumer, again) == expected
+        for worker_index, plan in enumerate(expected):
+            cache = PlanCache(consumer, worker_index)
+            assert cache.plan(producer) == cache.plan(again) == plan
+        moved = [worker([other(x, base=x.base + 64) for x in one.tensors], one.place) for one in again.workers]
+        assert plan_engine(consumer, other(again, workers=tuple(moved))) != expected
 
     @pytest.mark.parametrize("model", ["attention", "mla", "hybrid", "state"])
     @pytest.mark.parametrize(("d_tp", "p_tp"), [(1, 2), (2, 1), (2, 2), (2, 3), (4, 2)])

@@ -77,7 +77,7 @@ def compute_steps(
     found = []
     for step in steps:
         own = manager.partition_inputs(step.scheduled, step.computed)
-        request = np.repeat(np.array(step.requests, np.int64), step.scheduled)[own.tokens.numpy()]
+        request = np.array(step.requests, np.int64)[own.req_indices.numpy()]
         rows = torch.from_numpy(token_rows(tensors, numbers, own.positions.numpy(), request))
         rows[own.is_padding] = 0xEE
         everybody = manager.gather_padded(rows)

@@ -311,9 +311,3 @@ def test_while_a_producer_is_known_and_another_is_missing_the_thread_rests(
     look_for([(HOST, port), (HOST, free_port())])
     found.next()
     assert cpu_share(1.0) < 0.2
-
-
-def test_what_was_never_started_leaves_nothing_behind() -> None:
-    one = Acquaintances([(HOST, 1)], ME, lambda _: None, TIMEOUT_S)
-    one.close()
-    one.close()

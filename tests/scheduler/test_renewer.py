@@ -22,7 +22,7 @@ from tests.scheduler.channel import HOST, cpu_share, free_port, listening, threa
 from tests.scheduler.recording_listener import RecordingListener
 from tests.waiting import wait_until
 
-SHORT_S = 0.3
+SHORT_S = 1.0
 LONG_S = 3600.0
 
 
@@ -99,14 +99,6 @@ def test_more_leases_than_a_message_holds_are_renewed_in_several(
         assert {name.slot for renewal in renewals for name in renewal.leases} == set(range(50))
 
 
-def test_the_shortest_lease_of_a_producer_sets_the_pace(renewer: LeaseRenewer) -> None:
-    with listening() as (listener, port):
-        renewer.submit([Keep(lease(port, 1, lease_s=LONG_S)), Keep(lease(port, 2))])
-        for _ in range(3):
-            renewal = listener.inbox.get(timeout=10)
-            assert {name.slot for name in renewal.leases} == {1, 2}
-
-
 def test_a_lease_that_is_given_back_is_released_at_once(renewer: LeaseRenewer, tally: Tally) -> None:
     with listening() as (listener, port):
         renewer.submit([Keep(lease(port, lease_s=LONG_S)), GiveBack(lease(port, lease_s=LONG_S))])
@@ -139,7 +131,7 @@ def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(renewer: Leas
         start_s = time.monotonic()
         renewer.submit([Keep(lease(port, 2))])
         renewal = listener.inbox.get(timeout=10)
-        assert {name.slot for name in renewal.leases} == {1, 2}
+        assert {name.slot for name in renewal.leases} == {2}
         assert time.monotonic() - start_s < LONG_S / HEARTBEATS_PER_LEASE
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from scripts.accuracy import fleet
@@ -49,6 +51,30 @@ def test_stages_and_ranks_have_a_core_each_and_a_pipeline_is_traced() -> None:
     assert ['-cc {"mode":2,"backend":"eager"}' in command for command in commands] == [True, False]
     off = ["TORCH_COMPILE_DISABLE" in spec.environment(1) for spec in (planned.prefill[0], planned.decode[0])]
     assert off == [False, True]
+
+
+def test_with_dp_ep_decoders_and_baseline_are_data_parallel_with_experts_shared_out() -> None:
+    settings = read_settings({"DP_EP": "1", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}, gpus=4)
+    planned = plan_fleet(settings, "m", {})
+    shared = "--tensor-parallel-size 1 --data-parallel-size 2 --enable-expert-parallel"
+    for spec in (planned.decode[0], planned.baseline):
+        assert shared in " ".join(spec.arguments(1))
+        assert spec.environment(1)["CUDA_VISIBLE_DEVICES"] == "0,1"
+    theirs = " ".join(planned.prefill[0].arguments(1))
+    assert "--tensor-parallel-size 2" in theirs
+    assert "--data-parallel-size" not in theirs
+    assert "--enable-expert-parallel" not in theirs
+
+
+@pytest.mark.parametrize(("device", "named"), [("cpu", "cpu"), ("cuda", None), ("", None)])
+def test_the_buffer_device_is_named_to_both_sides_unless_it_is_that_of_the_caches(
+    device: str, named: str | None
+) -> None:
+    planned = plan_fleet(read_settings({"KV_BUFFER_DEVICE": device}, gpus=2), "m", {})
+    for spec in (*planned.prefill, *planned.decode, planned.poisoner):
+        command = spec.arguments(1)
+        config = json.loads(command[command.index("--kv-transfer-config") + 1])
+        assert config.get("kv_buffer_device") == named
 
 
 def test_no_two_engines_share_a_gpu() -> None:

@@ -21,7 +21,7 @@ def shown(report: Report) -> str:
 def test_the_table_shows_every_check_and_figure_as_it_is() -> None:
     report = Report("model [x]", [Check("a", True, "fine [api]"), Check("b", None, "why not")], {"figure": "1 ms"})
     text = shown(report)
-    for part in ("model [x]", "fine [api]", "ok", "not run", "why not", "figure", "1 ms"):
+    for part in ("model [x]", "fine [api]", "ok", "NOT RUN", "why not", "figure", "1 ms"):
         assert part in text
     assert "FAILED" not in text
 
@@ -38,6 +38,12 @@ def test_a_run_without_any_check_has_not_passed() -> None:
     assert verdict([]) == 1
     assert verdict([Report("a")]) == 1
     assert verdict([Report("a", [Check("a", None, "not tried")])]) == 1
+
+
+def test_the_last_lines_name_every_check_that_was_not_tried_with_its_reason() -> None:
+    report = Report("a", [Check("a", True, ""), Check("gsm8k", None, "lm-eval is not installed")])
+    assert report.passed
+    assert report.skipped == ["gsm8k (lm-eval is not installed)"]
 
 
 def test_programs_read_the_same(tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ def test_an_empty_variable_is_its_default() -> None:
         ("DECODE_BLOCK_SIZE", "-128", "auto, a power of two or a multiple of 16"),
         ("DECODER_KV_LAYOUT", "hnd", "HND, NHD or empty"),
         ("DTYPE", "fp8", "one of auto, float32, bfloat16, float16"),
-        ("DP_EP", "1", "unset"),
+        ("KV_BUFFER_DEVICE", "gpu", "one of empty, cuda, cpu"),
+        ("KV_BUFFER_DEVICE", "cuda", "cpu or empty on CPU"),
         ("KV_CONNECTOR_EXTRA_CONFIG", "[1]", "a JSON object"),
         ("KV_CONNECTOR_EXTRA_CONFIG", "{", "a JSON object"),
         ("KV_LOAD_FAILURE_POLICY", "ignore", "one of recompute, fail"),
@@ -64,6 +65,16 @@ def test_too_few_gpus_are_counted_out() -> None:
     assert read_settings({**wanted, "KVFERRY_DEVICE": "cpu"}, gpus=4).device == "cpu"
 
 
+def test_dp_ep_makes_data_parallel_ranks_of_the_decoders_tp_size_and_needs_as_many_gpus() -> None:
+    wanted = {"DP_EP": "1", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}
+    settings = read_settings(wanted, gpus=4)
+    assert (settings.dp_ep, settings.decode_dp, settings.decode_tp, settings.prefill_tp) == (True, 2, 1, 2)
+    assert settings.decode_workers == 2
+    with pytest.raises(TooFewGpus, match=r"needs 4 GPUs: 1 prefill × TP 2 \+ 1 decode × DP 2 × TP 1; found 3"):
+        read_settings(wanted, gpus=3)
+    assert not read_settings({"DP_EP": ""}, gpus=0).dp_ep
+
+
 def test_the_cpu_has_no_other_layout() -> None:
     with pytest.raises(BadSetting, match="DECODER_KV_LAYOUT"):
         read_settings({"DECODER_KV_LAYOUT": "NHD"}, gpus=0)
@@ -87,6 +98,9 @@ def test_every_variable_is_in_the_help_with_its_default() -> None:
     [
         (["--help"], {}, 0, "PREFILLER_TP_SIZE"),
         (["--check"], {"KVFERRY_DEVICE": "cpu"}, 0, "cpu"),
+        (["--check", "--kv_buffer_device", "cpu", "--attention-backend", "X"], {"KVFERRY_DEVICE": "cpu"}, 0, "cpu"),
+        (["--check", "--kv_buffer_device", "disk"], {"KV_BUFFER_DEVICE": "cpu"}, 2, "KV_BUFFER_DEVICE='disk' cannot"),
+        (["--check", "--kv-buffer-device", "cpu"], {}, 2, "unrecognized arguments: --kv-buffer-device"),
         (["--check"], {"DTYPE": "int3"}, 2, "DTYPE='int3' cannot be used"),
     ],
 )

@@ -14,16 +14,20 @@ class Batch:
     """One step of an engine.
 
     Attributes:
+        reorder_threshold: None where the attention backend tells no decodes apart.
         scheduled, computed: tokens per request, of this step and of those before.
     """
 
     ranks: int
-    reorder_threshold: int
+    reorder_threshold: int | None
     scheduled: tuple[int, ...]
     computed: tuple[int, ...]
 
     def is_decode(self, request: int) -> bool:
-        return self.scheduled[request] <= self.reorder_threshold
+        """Few enough tokens, and a context that they follow."""
+        if self.reorder_threshold is None or not self.computed[request]:
+            return False
+        return 0 < self.scheduled[request] <= self.reorder_threshold
 
     def chunks(self, request: int) -> list[list[int]]:
         """A prefill's tokens in the scheduled order, padded and cut into two chunks for every rank."""
@@ -57,13 +61,17 @@ class Batch:
                     rows += chunk
         return rows
 
+    def requests(self) -> list[int]:
+        """The request of each token in the scheduled order."""
+        return [request for request, count in enumerate(self.scheduled) for _ in range(count)]
+
     def positions(self) -> list[int]:
         """Of the tokens in the scheduled order."""
         return [done + at for count, done in zip(self.scheduled, self.computed, strict=True) for at in range(count)]
 
 
 _RANKS = st.sampled_from((2, 4, 1, 3, 8))
-_THRESHOLDS = st.sampled_from((1, 1, 0, 3, 9))
+_THRESHOLDS = st.sampled_from((1, 1, None, 3, 9, 128))
 _TOKENS = st.one_of(
     st.sampled_from((1, 0)),
     st.integers(1, 9),
@@ -75,7 +83,7 @@ _COMPUTED = st.sampled_from((0, 0, 7, 4096))
 
 @st.composite
 def batches(draw: st.DrawFn, ranks: st.SearchStrategy[int] = _RANKS) -> Batch:
-    """Any mix of prefills, chunked prefills, decodes and requests of no tokens."""
+    """Any mix of prefills (short ones, chunked ones), decodes, and requests of no tokens."""
     requests = draw(st.lists(st.tuples(_TOKENS, _COMPUTED), max_size=7))
     scheduled, computed = tuple(count for count, _ in requests), tuple(done for _, done in requests)
     return Batch(draw(ranks), draw(_THRESHOLDS), scheduled, computed)

@@ -47,6 +47,7 @@ class StepResult:
     padded: npt.NDArray[np.uint8]
     hidden_shape: tuple[int, ...]
     slots: list[npt.NDArray[np.int64]]
+    req_indices: list[int]
     positions: list[int]
     process: int
 
@@ -83,6 +84,7 @@ def run_steps(
                 padded=_bytes(padded, rows),
                 hidden_shape=tuple(hidden.shape),
                 slots=[slots.cpu().numpy().copy() for slots in slots_of_both],
+                req_indices=own.req_indices.tolist(),
                 positions=own.positions.tolist(),
                 process=os.getpid(),
             )

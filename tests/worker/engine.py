@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import torch
 
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
@@ -34,7 +35,7 @@ from tests.waiting import deadline_s
 from tests.worker.at_rest import comes_to_rest
 from tests.worker.engine_values import FACTS, HOST, LEASE_S, POISON, SETTINGS, SHAPE, Offer, OrderedLoad, Seen
 from tests.worker.probe_fabric import ProbeFabric
-from tests.worker.toy_caches import CacheShape, ToyCaches
+from tests.worker.toy_caches import CPU, CacheShape, ToyCaches
 
 COUNTED = (
     "undelivered",
@@ -62,13 +63,14 @@ class Engine:
         lease_s: float = LEASE_S,
         port: int | None = None,
         seed: int = 0,
+        device: torch.device = CPU,
     ) -> None:
         self.name, self.shape, self.lease_s = name, shape, lease_s
         self.port = free_port() if port is None else port
         self.boot, self.seal_key = new_boot_id(), new_seal_key()
         self.seen = Seen()
         self.tally = Tally()
-        self.caches = ToyCaches(shape, POISON)
+        self.caches = ToyCaches(shape, POISON, device)
         self.leases = ProducerLedger(settings.lease_slots, lease_s, self.tally)
         # It remembers no lease that is over, so that a replay comes to its worker and to the fence.
         self.loads = ConsumerLedger(self.tally, max_ended=0)

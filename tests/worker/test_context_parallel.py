@@ -65,11 +65,11 @@ def _check_step(
     content = rows.content(sum(step.scheduled))
     assert (got.hidden == content).all()
     assert got.hidden_shape == (len(content), *rows.shape)
-    positions = step.positions()
     own = step.rank_tokens(rank)
-    assert [at for at, token in zip(got.positions, own, strict=True) if token != PADDING] == [
-        positions[token] for token in own if token != PADDING
-    ]
+    for found, wanted in ((got.positions, step.positions()), (got.req_indices, step.requests())):
+        assert [at for at, token in zip(found, own, strict=True) if token != PADDING] == [
+            wanted[token] for token in own if token != PADDING
+        ]
     padded = np.array(step.padded_tokens(), np.int64)
     for cache_group, slots in enumerate(got.slots):
         there = mapping + 5 * cache_group
@@ -105,6 +105,13 @@ def test_a_decode_is_computed_by_all_ranks_and_written_once(gloo: RankPool) -> N
     for answer in gloo.run(4, run_steps, [step], rows, [[5, 6]]):
         assert answer[0].positions == [30, 31]
         assert answer[0].slots[0].tolist() == [5, 6, -1, -1, -1, -1, -1, -1]
+
+
+def test_a_prompt_as_short_as_a_decode_is_computed_once(gloo: RankPool) -> None:
+    step, rows = Batch(4, 8, (8,), (0,)), Rows(torch.uint8, (4,), 7)
+    answers = gloo.run(4, run_steps, [step], rows, [list(range(8))])
+    assert [answer[0].positions for answer in answers] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    check(gloo, [step], rows, 7)
 
 
 def test_one_rank_alone_is_the_identity(gloo: RankPool) -> None:

@@ -13,6 +13,7 @@ import pytest
 from kvferry.worker import load_runner
 from kvferry.worker.load import Load, LoadContext, Steps
 from kvferry.worker.load_runner import LoadRunner
+from kvferry.worker.load_times import LoadTimes
 from kvferry.worker.results import ResultBox
 
 
@@ -43,6 +44,7 @@ class _InFlight:
     def __init__(self, name: str) -> None:
         self.order = SimpleNamespace(request_id=name)
         self.ordered_s = time.monotonic()
+        self.times, self.staged = LoadTimes(self.ordered_s), None
 
 
 def test_loads_that_fit_into_a_stretch_are_resumed_at_one_go(

@@ -19,6 +19,7 @@ from kvferry.worker.caches import KvCaches
 
 Bytes = npt.NDArray[np.uint8]
 
+CPU = torch.device("cpu")
 GUARD_BYTES = 64
 PATTERN = Format(dtype="uint8", packing="k|v")
 
@@ -74,12 +75,15 @@ class CacheShape:
 class ToyCaches:
     """The caches of one worker.
 
+    Args:
+        device: where they are said to be; the memory is the host's (`tests.fakes.cuda`).
+
     Attributes:
         memory: uint8, one array per allocation, sharing it.
         kv: the same as kvferry gets it.
     """
 
-    def __init__(self, shape: CacheShape, poison: int) -> None:
+    def __init__(self, shape: CacheShape, poison: int, device: torch.device = CPU) -> None:
         self.shape = shape
         strides, tensor_bytes = shape.strides()
         step = tensor_bytes + 2 * GUARD_BYTES
@@ -109,7 +113,7 @@ class ToyCaches:
                     scales=shape.scales,
                 )
             )
-        self.kv = KvCaches(tuple(storages), tuple(tensors), torch.device("cpu"))
+        self.kv = KvCaches(tuple(storages), tuple(tensors), device)
 
     def cells(self, layer: int, memory: Sequence[Bytes] | None = None) -> Bytes:
         """uint8 `[blocks, heads, tiles, cell_bytes]` of a layer, in these caches or in a copy of their memory."""

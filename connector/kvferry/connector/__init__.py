@@ -3,7 +3,7 @@
     {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.connector", "kv_role": "kv_producer"}
 
 Both names are one class. It is imported when it is asked for, so that importing this package (as vLLM's plugin loader
-does in every process) costs nothing.
+does in every process) costs nothing; a vLLM that it was not run with is refused before.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ __all__ = ["FerryConnector", "NixlConnector"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
+        from kvferry.connector.vllm_version import check_vllm_version
+
+        check_vllm_version()
         from kvferry.connector.connector import FerryConnector
 
         return FerryConnector

@@ -1,7 +1,8 @@
 """`kv_connector_extra_config`, parsed once into a frozen value.
 
 All keys of vLLM's NixlConnector are accepted, so that a deployment changes one key to change connectors. Those that
-mean nothing here are named in a warning; a key that neither knows stops the start.
+mean nothing here are named in a warning. A key that neither knows stops the start, but under the name `NixlConnector`:
+there it is warned of and ignored, as the stock connector ignores it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,19 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvferry.connector.allowed_hosts import AllowedHosts
+from kvferry.connector.config_values import (
+    Range,
+    addresses,
+    hosts,
+    name,
+    names,
+    number,
+    path,
+    pool_size,
+    share,
+    whole,
+    yes_or_no,
+)
 from kvferry.connector.known_producers import address_of
 from kvferry.connector.peer_labels import MAX_PEER_LABELS
 from kvferry.plan.cost import DIRECT_MIN_BYTES
@@ -23,260 +37,188 @@ from kvferry.worker.reads import FAILED_READ_GRACE_S
 
 logger = logging.getLogger(__name__)
 
-SMALLEST_POOL_BYTES = 1 << 20
-"""Below that a wave would hold next to nothing."""
-MAX_ALLOWED_HOSTS = 1024
-MAX_MET_AT_START = 256
+
+STOCK_NAME = "NixlConnector"
+"""Under this name of vLLM's own connector a configuration made for that one must start."""
 
 
 def _option(default: object, check: Callable[[str, Any], object], doc: str, *, peer: bool = False) -> Any:
     return field(default=default, metadata={"check": check, "doc": doc, "peer": peer})
 
 
-def _number(low: float, high: float) -> Callable[[str, Any], float]:
-    def check(key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            raise InvalidConfig(key, value, f"a number from {low:g} to {high:g}")
-        return float(value)
-
-    return check
-
-
-def _share(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise InvalidConfig(key, value, "a number above 0, up to 1")
-    return float(value)
-
-
-def _whole(low: int, high: int) -> Callable[[str, Any], int]:
-    def check(key: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise InvalidConfig(key, value, f"a whole number from {low} to {high}")
-        return value
-
-    return check
-
-
-def _pool_size(key: str, value: Any) -> int:
-    size = _whole(0, 1 << 40)(key, value)
-    if 0 < size < SMALLEST_POOL_BYTES:
-        raise InvalidConfig(key, value, f"at least {SMALLEST_POOL_BYTES}, or 0")
-    return int(size)
-
-
-def _yes_or_no(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidConfig(key, value, "a choice: true or false")
-    return value
-
-
-def _name(key: str, value: Any) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= 256 or not value.isprintable():
-        raise InvalidConfig(key, value, "a text of 1 to 256 printable characters")
-    return value
-
-
-def _path(key: str, value: Any) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= 4096 or not value.isprintable():
-        raise InvalidConfig(key, value, "a path of printable characters")
-    return value
-
-
-def _hosts(key: str, value: Any) -> tuple[str, ...]:
-    expected = (
-        'a list of hosts: names, "*." and a name, addresses, networks in CIDR notation; leave it out to allow any'
-    )
-    few = isinstance(value, (list, tuple)) and 1 <= len(value) <= MAX_ALLOWED_HOSTS
-    if not few or not all(isinstance(x, str) for x in value):
-        raise InvalidConfig(key, value, expected)
-    try:
-        AllowedHosts.of(value)
-    except ValueError as bad:
-        raise InvalidConfig(key, str(bad), expected) from None
-    return tuple(value)
-
-
-def _addresses(key: str, value: Any) -> tuple[str, ...]:
-    expected = (
-        f'a list of at most {MAX_MET_AT_START} side channels of producers, e.g. ["10.1.2.3:5600", "[fd00::1]:5600"]'
-    )
-    few = isinstance(value, (list, tuple)) and len(value) <= MAX_MET_AT_START
-    if not few or not all(isinstance(x, str) for x in value):
-        raise InvalidConfig(key, value, expected)
-    try:
-        for one in value:
-            address_of(one)
-    except ValueError as bad:
-        raise InvalidConfig(key, str(bad), expected) from None
-    return tuple(value)
-
-
-def _names(key: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(x, str) and x for x in value):
-        raise InvalidConfig(key, value, 'a list of names of NIXL plugins, e.g. ["UCX"]')
-    return tuple(value)
-
-
 @dataclass(frozen=True, slots=True)
 class FerryConfig:
     """Everything an operator can decide. Each field's metadata has its check and its documentation."""
 
-    backends: tuple[str, ...] = _option(("UCX",), _names, "NIXL plugins, in order of preference", peer=True)
-    num_threads: int = _option(0, _whole(0, 64), "extra threads of NIXL's UCX backend; 0 for none", peer=True)
+    backends: tuple[str, ...] = _option(("UCX",), names, "NIXL plugins, in order of preference", peer=True)
+    num_threads: int = _option(0, whole(0, 64), "extra threads of NIXL's UCX backend; 0 for none", peer=True)
     kv_lease_duration: float = _option(
         30.0,
-        _number(SHORTEST_LEASE_S, 86400),
+        number(SHORTEST_LEASE_S, 86400),
         "seconds that a producer holds a finished prompt's blocks without hearing of a consumer",
         peer=True,
     )
     bidirectional_kv_xfer: bool = _option(
         False,
-        _yes_or_no,
-        "whether decoders offer their answers' blocks to the prefill of the conversation's next turn; on both engines, "
-        "with kv_role kv_both",
+        yes_or_no,
+        "whether decoders offer their answers' blocks to the prefill of the conversation's next turn; on both engines",
         peer=True,
     )
     decoder_kv_blocks_ttl: float = _option(
         480.0,
-        _number(SHORTEST_LEASE_S, 86400 * 7),
+        number(SHORTEST_LEASE_S, 86400 * 7),
         "seconds that a decoder holds an answer's blocks for the next turn",
         peer=True,
     )
     kv_recompute_threshold: int = _option(
         64,
-        _whole(0, 1 << 30),
+        whole(0, 1 << 30),
         "tokens of the last turn that the prefiller must lack to read them from the decoder; fewer are computed",
         peer=True,
     )
     lease_slots: int = _option(
-        0, _whole(0, 1 << 20), "leases that can be open at once; 0 for 4 × max_num_seqs, at least 1024"
+        0, whole(0, 1 << 20), "leases that can be open at once; 0 for 4 × max_num_seqs, at least 1024"
     )
     max_leased_fraction: float = _option(
         0.875,
-        _share,
+        share,
         "of the cache's blocks, those that held leases alone may keep; beyond it the oldest end, those that nobody "
         "has come for first; the default leaves an eighth in which prompts can be prefilled at once",
     )
     engine_ttl: float = _option(
         3600.0,
-        _number(-86400 * 365, 86400 * 365),
+        number(-86400 * 365, 86400 * 365),
         "seconds after which a producer that nothing was read from is forgotten and its memory given back; 0 or less: "
         "never",
         peer=True,
     )
     max_peers: int = _option(
         1024,
-        _whole(1, 1 << 20),
+        whole(1, 1 << 20),
         "producers known at once, per worker; beyond it the one unused longest is forgotten, never one that is being "
         "read from",
     )
     handshake_timeout_s: float = _option(
-        5.0, _number(0.1, 600), "seconds that a producer may take to describe itself, and again for the first read"
+        5.0, number(0.1, 600), "seconds that a producer may take to describe itself, and again for the first read"
     )
-    load_timeout_s: float = _option(60.0, _number(0.1, 3600), "seconds after which a load has failed")
+    load_timeout_s: float = _option(60.0, number(0.1, 3600), "seconds after which a load has failed")
     failed_read_grace_s: float = _option(
         FAILED_READ_GRACE_S,
-        _number(0, 86400),
+        number(0, 86400),
         "seconds that blocks stay out of use after a read into them has failed and its producer lives: nobody can say "
         "sooner that nothing arrives any more",
     )
-    max_loads: int = _option(1024, _whole(1, 1 << 16), "loads in flight at once, per worker")
+    max_loads: int = _option(1024, whole(1, 1 << 16), "loads in flight at once, per worker")
     staging_pool_bytes: int | None = _option(
         None,
-        _pool_size,
+        pool_size,
         "bytes per worker through which short runs are read; 0 for none; default 256 MiB on a GPU, 64 MiB elsewhere",
     )
     direct_min_bytes: int = _option(
-        DIRECT_MIN_BYTES, _whole(1, 1 << 40), "run length in bytes from which reads go straight into the cache"
+        DIRECT_MIN_BYTES, whole(1, 1 << 40), "run length in bytes from which reads go straight into the cache"
     )
     huge_pages_s: float = _option(
         10.0,
-        _number(0, 600),
+        number(0, 600),
         "seconds at start, at most, for moving caches in host memory into huge pages, which makes reading them faster; "
         "a gigabyte takes about two, and none with `THP_MEM_ALLOC_ENABLE=1`; 0: they stay as they are",
     )
     max_peer_labels: int = _option(
         32,
-        _whole(0, MAX_PEER_LABELS),
+        whole(0, MAX_PEER_LABELS),
         "producers that metrics tell by name, in their label `peer`; all others are `other`",
     )
     debug_check_integrity: bool = _option(
-        False, _yes_or_no, "whether all sums are checked in every step and not only when the engine is idle; slow"
+        False, yes_or_no, "whether all sums are checked in every step and not only when the engine is idle; slow"
+    )
+    allow_cumem_allocator: bool = _option(
+        False, yes_or_no, "whether `--enable-cumem-allocator` is accepted; such an engine must never be put to sleep"
     )
     allowed_hosts: tuple[str, ...] | None = _option(
         None,
-        _hosts,
+        hosts,
         "hosts that this engine connects to when params name them, as they name them; default any. "
         '`["10.1.0.0/16", "*.prefill.example"]`; see docs/protocol.md',
     )
     meet_at_start: tuple[str, ...] = _option(
         (),
-        _addresses,
+        addresses,
         "side channels of producers that a consumer gets to know as it starts, and again when they restart, so that no "
         'request waits for it; `["10.1.2.3:5600"]`, as their `VLLM_NIXL_SIDE_CHANNEL_HOST` is written; see '
         "docs/operations.md",
     )
     model_fingerprint: str | None = _option(
-        None, _name, "a name that stands for the weights; engines with equal names are taken to serve the same model"
+        None, name, "a name that stands for the weights; engines with equal names are taken to serve the same model"
     )
     description_file: str | None = _option(
         None,
-        _path,
+        path,
         "a file for this engine's description, written at start, for `kvferry plan`; `{engine_id}` in it is replaced",
     )
     trace_dir: str | None = _option(
         None,
-        _path,
+        path,
         "a folder in which each process of this engine records what happens to requests, for `kvferry trace`; default "
         "nothing is recorded",
     )
     trace_max_bytes: int = _option(
-        DEFAULT_BYTES, _whole(SMALLEST_BYTES, 1 << 40), "bytes of a process in `trace_dir`; the newest are kept"
+        DEFAULT_BYTES, whole(SMALLEST_BYTES, 1 << 40), "bytes of a process in `trace_dir`; the newest are kept"
     )
 
 
 WITHOUT_MEANING = {
     "enforce_handshake_compat": "every fact is compared by itself; name the weights with model_fingerprint instead",
     "push_registration_timeout": "transfers are pulled, never pushed",
+    "enable_cross_layers_blocks": "any two memory layouts are paired",
 }
 
 
 def known_keys() -> tuple[str, ...]:
-    """All keys that are accepted."""
+    """All keys that are accepted under any name."""
     return tuple(sorted([*(option.name for option in fields(FerryConfig)), *WITHOUT_MEANING]))
 
 
-def read_config(extra: Mapping[str, Any]) -> FerryConfig:
+def read_config(extra: Mapping[str, Any], kv_connector: str | None = "FerryConnector") -> FerryConfig:
     """Parse `kv_connector_extra_config`.
+
+    Under the name `NixlConnector` an unknown key is warned of and left out, as the stock connector ignores it, and a
+    number of one of its keys may be quoted; out of range, the nearest in range is used, with a warning. Under any other
+    name both stop the start.
+
+    Args:
+        kv_connector: the name in `--kv-transfer-config`.
 
     Raises:
         InvalidConfig: an unknown key, or a value that cannot be used; the text names the key and what is valid.
     """
-    options = {option.name: option for option in fields(FerryConfig)}
+    is_stock = kv_connector == STOCK_NAME
+    options = {option.name: option.metadata for option in fields(FerryConfig)}
     values: dict[str, Any] = {}
     for key, value in extra.items():
         if key in options:
+            check = options[key]["check"]
+            if is_stock and options[key]["peer"] and isinstance(check, Range):
+                check = check.nearest
             if value is not None:
-                values[key] = options[key].metadata["check"](key, value)
+                values[key] = check(key, value)
         elif key in WITHOUT_MEANING:
             logger.warning("%s=%r means nothing to kvferry: %s", key, value, WITHOUT_MEANING[key])
         else:
             near = difflib.get_close_matches(str(key), known_keys(), n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise InvalidConfig(str(key), value, f"{hint}one of {', '.join(known_keys())}")
+            if not is_stock:
+                raise InvalidConfig(str(key), value, f"{hint}one of {', '.join(known_keys())}")
+            logger.warning("%s is not a key of kvferry and is ignored; %sone of %s", key, hint, ", ".join(known_keys()))
     return FerryConfig(**values)
 
 
 def check_role(config: FerryConfig, kv_role: str | None) -> None:
-    """Turns go in both directions: an engine that is only one end could offer answers, or read them, but not both. And
-    whoever reads from nobody has nobody to meet.
+    """Compare the configuration with the engine's role.
 
     Raises:
-        InvalidConfig: `bidirectional_kv_xfer` with another role than `kv_both`; `meet_at_start` without a consumer's,
-            or with a host that `allowed_hosts` does not list.
+        InvalidConfig: `meet_at_start` with a role that does not consume, or with a host that `allowed_hosts` does not
+            list.
     """
-    if config.bidirectional_kv_xfer and kv_role != "kv_both":
-        raise InvalidConfig("bidirectional_kv_xfer", True, f"false, or kv_role kv_both on both engines, not {kv_role}")
     if config.meet_at_start and kv_role == "kv_producer":
         raise InvalidConfig("meet_at_start", list(config.meet_at_start), "none: a kv_producer reads from nobody")
     if config.allowed_hosts is not None:

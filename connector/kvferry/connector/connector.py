@@ -43,16 +43,18 @@ logger = logging.getLogger(__name__)
 
 
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's KV connector. Serves vLLM 0.32 and 0.33: hooks that only one of them calls do nothing in the other."""
+    """vLLM's KV connector. Run with vLLM 0.32, read against 0.33: hooks that only one of them calls do nothing in the
+    other."""
 
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_log()
-        check_supported(vllm_config)
-        config = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        check_role(config, vllm_config.kv_transfer_config.kv_role)
+        transfer = vllm_config.kv_transfer_config
+        config = read_config(transfer.kv_connector_extra_config, transfer.kv_connector)
+        check_supported(vllm_config, config)
+        check_role(config, transfer.kv_role)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:

@@ -21,14 +21,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def check_supported(vllm_config: VllmConfig) -> None:
+def check_supported(vllm_config: VllmConfig, config: FerryConfig) -> None:
     """Refuse at start what would corrupt caches later.
+
+    vLLM's `sleep` and `release_kv_cache_memory` do not ask for sleep mode: the cumem allocator is all that they need,
+    and they cannot be refused when they are called.
 
     Raises:
         InvalidConfig: naming the option and what to change.
     """
-    if vllm_config.model_config.enable_sleep_mode:
+    model = vllm_config.model_config
+    if model.enable_sleep_mode:
         raise InvalidConfig("enable_sleep_mode", True, "false: waking up remaps cache pages under registered memory")
+    if model.enable_cumem_allocator and not config.allow_cumem_allocator:
+        expected = (
+            "false: `sleep` and `release_kv_cache_memory` would remap cache pages under registered memory; "
+            "or true with allow_cumem_allocator, on an engine that neither is ever called on"
+        )
+        raise InvalidConfig("enable_cumem_allocator", True, expected)
     parallel = vllm_config.parallel_config
     uses_ray = parallel.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
     if uses_ray and parallel.pipeline_parallel_size > 1:

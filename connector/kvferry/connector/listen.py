@@ -1,4 +1,4 @@
-"""The side channel of a producing engine, opened where its configuration says."""
+"""The side channel of an engine that others read from, opened where its configuration says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def listen(
     Raises:
         InvalidConfig: the address is taken, or the secrets cannot be used.
     """
-    if not own.is_producer:
+    if not own.is_read_from:
         return None
     if not secrets and not _is_loopback(own.host):
         logger.warning(

@@ -33,8 +33,8 @@ class OwnEngine:
         host, port: of its side channel.
         block_spans: per cache group the tokens that one scheduler block covers on all ranks together.
         left_out: how many of a prompt's last tokens are not computed where it is prefilled.
-        takes_turns: whether it reads what decoders hold of a conversation's last turn.
-        offers_turns: whether it offers its own answers.
+        takes_turns: whether its prefills read what decoders hold of a conversation's last turn.
+        offers_turns: whether it offers its answers.
     """
 
     engine_id: str
@@ -60,6 +60,8 @@ class OwnEngine:
         """
         transfer, topology = vllm_config.kv_transfer_config, topology_of(vllm_config)
         groups = groups_of(kv_cache_config)
+        has_turns = config.bidirectional_kv_xfer
+        can_offer = has_turns and _can_offer_turns(groups, transfer.kv_load_failure_policy)
         return cls(
             engine_id=transfer.engine_id,
             host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
@@ -70,9 +72,19 @@ class OwnEngine:
             left_out=tokens_left_out(vllm_config, groups),
             is_producer=transfer.is_kv_producer,
             is_consumer=transfer.is_kv_consumer,
-            takes_turns=config.bidirectional_kv_xfer,
-            offers_turns=config.bidirectional_kv_xfer and _can_offer_turns(groups, transfer.kv_load_failure_policy),
+            takes_turns=has_turns and transfer.is_kv_producer,
+            offers_turns=can_offer and transfer.is_kv_consumer,
         )
+
+    @property
+    def is_read_from(self) -> bool:
+        """Whether other engines read its blocks: it needs a side channel."""
+        return self.is_producer or self.offers_turns
+
+    @property
+    def reads(self) -> bool:
+        """Whether it reads other engines' blocks."""
+        return self.is_consumer or self.takes_turns
 
     @property
     def is_all_or_nothing(self) -> bool:

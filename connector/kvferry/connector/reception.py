@@ -14,6 +14,7 @@ from kvferry.connector.tracing import UNTRACED, SchedulerTracing
 from kvferry.plan.windows import held_from, reaches_back
 from kvferry.protocol.digests import shared_tokens
 from kvferry.protocol.errors import ForeignParams, InvalidParams
+from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.scheduler.consumer.ledger import ConsumerLedger, RemoteLease
 from kvferry.scheduler.producer.lease import LeaseUse
@@ -46,6 +47,7 @@ class Reception:
         tracing: SchedulerTracing = UNTRACED,
     ) -> None:
         self.wanted: dict[str, LeaseUse] = {}
+        self._own_leases: dict[str, LeaseName] = {}
         self._own = own
         self._leases = leases
         self._loads = loads
@@ -70,6 +72,17 @@ class Reception:
             logger.exception("req=%s: an unforeseen error in its params", request.request_id)
             self._compute_here(request, "invalid_params", repr(error))
 
+    def allocated(self, request_id: str) -> None:
+        """The request has its blocks: of what a lease of this very engine kept for it, it has references of its own."""
+        name = self._own_leases.pop(request_id, None)
+        if name is not None:
+            self._leases.release(name)
+
+    def ended(self, request_id: str) -> LeaseUse | None:
+        """The request has ended, with or without blocks. Returns what its own blocks were wanted for."""
+        self.allocated(request_id)
+        return self.wanted.pop(request_id, None)
+
     def _accept_prefill(self, request: Request) -> None:
         if not self._own.is_producer:
             self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
@@ -87,7 +100,7 @@ class Reception:
     def _accept_turn(self, request: Request, turn: RemotePrefill) -> None:
         """The router knows of a decoder that holds the last turn: this prefill may begin with that."""
         if turn.remote_engine_id == self._own.engine_id:
-            self._release_own(turn)
+            self._keep_own(request, turn)
         elif not self._may_connect(request, turn):
             return
         elif self._own.takes_turns:
@@ -97,14 +110,17 @@ class Reception:
                 self._loads.decline(turn)
             self._compute_here(request, "turns_off", "bidirectional_kv_xfer is not set on this engine")
 
-    def _release_own(self, turn: RemotePrefill) -> None:
-        """The conversation stays on this engine: what its blocks hold is in the local prefix cache."""
-        if turn.kvferry.boot == self._own.boot:
-            self._leases.release(RemoteLease.of(turn).name)
+    def _keep_own(self, request: Request, source: RemotePrefill) -> None:
+        """Both legs are on this engine: what the lease keeps is in the local prefix cache, and nothing else reads it.
+        It ends when the request has blocks or is over; until then it keeps others from taking what will be hit."""
+        if source.kvferry.boot == self._own.boot:
+            self._own_leases[request.request_id] = RemoteLease.of(source).name
 
     def _accept_remote_prompt(self, request: Request, source: RemotePrefill, *, is_turn: bool = False) -> None:
         prompt = prompt_of(request)
-        if not self._own.is_consumer:
+        if source.remote_engine_id == self._own.engine_id:
+            self._keep_own(request, source)
+        if not is_turn and not self._own.is_consumer:
             self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
         elif source.remote_engine_id == self._own.engine_id:
             self._compute_here(request, "own_engine", "the params name this very engine")

@@ -3,24 +3,25 @@
 A prompt's lease lives until its consumer has read it, an offer of a turn for minutes. Without this, an engine whose
 router is slow, or lost what it was answered, would fill up with blocks that nobody comes for, and requests would wait
 for them; and two engines that wait for each other's blocks would wait for ever. `eviction.py` has the order and the
-rules; here is counted what vLLM has and what its requests lack.
+rules, `waiting.py` counts what requests lack; here is counted what vLLM has.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from kvferry.connector.own_engine import OwnEngine
 from kvferry.connector.rest import Rest
-from kvferry.scheduler.producer.eviction import Demand, evict
+from kvferry.connector.waiting import UnfinishedRequests
+from kvferry.scheduler.producer.eviction import Demand, Stall, evict
 from kvferry.scheduler.producer.lease import Lease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
@@ -35,11 +36,6 @@ _REST_S = 0.05
 
 _COUNT_S = 10e-6
 """To count the blocks that only leases keep takes most of a microsecond each: rest ten times as long."""
-
-_NEEDS_BLOCKS = frozenset(
-    (RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, RequestStatus.PREEMPTED)
-)
-"""Also where a request is after a load, failed or not; while it loads it has the blocks for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +53,11 @@ class _Bounds:
     reserve: int
 
     @classmethod
-    def of(cls, manager: KVCacheManager, fraction: float, *, reserves: bool) -> _Bounds:
+    def of(cls, manager: KVCacheManager, most: int, fraction: float, *, reserves: bool) -> _Bounds:
         """Those of an engine whose leases may keep a fraction of all blocks."""
         total = manager.block_pool.num_gpu_blocks
         reserve = total // _RESERVED if reserves else 0
-        return cls(_blocks(manager, manager.max_model_len), int((total - 1) * fraction), reserve)  # no null block
+        return cls(most, int((total - 1) * fraction), reserve)  # no null block
 
 
 class Room:
@@ -74,8 +70,11 @@ class Room:
         unfinished: this engine's requests.
     """
 
-    def __init__(self, own: OwnEngine, leases: ProducerLedger, rest: Rest, max_leased_fraction: float) -> None:
-        self.unfinished: dict[str, Request] = {}
+    def __init__(
+        self, config: VllmConfig, own: OwnEngine, leases: ProducerLedger, rest: Rest, max_leased_fraction: float
+    ) -> None:
+        self._requests = UnfinishedRequests(config)
+        self.unfinished: Mapping[str, Request] = self._requests.by_id
         self._own = own
         self._leases = leases
         self._rest = rest
@@ -83,6 +82,7 @@ class Room:
         self._manager: KVCacheManager | None = None
         self._bounds: _Bounds | None = None
         self._missed_since_s: float | None = None
+        self._stall = Stall()
         self._rests_until_s = 0.0
         self._first_coming: tuple[str | None, float] = (None, 0.0)
 
@@ -95,11 +95,17 @@ class Room:
 
     def arrived(self, request: Request) -> None:
         """A request will need blocks, and again after every preemption."""
-        self.unfinished[request.request_id] = request
+        self._requests.add(request)
+
+    def admitted(self, request: Request) -> None:
+        """vLLM has given a request blocks: those that wait are not stalled. A preempted one may lack them again."""
+        if not request.num_preemptions:
+            self._stall.end()
 
     def finished(self, request_id: str) -> None:
         """It needs none any more."""
-        self.unfinished.pop(request_id, None)
+        self._requests.remove(request_id)
+        self._stall.end()
 
     @property
     def is_coming(self) -> bool:
@@ -158,7 +164,8 @@ class Room:
     def _demand(self, manager: KVCacheManager) -> Demand | None:
         """What leases are to give; None when they need not give anything."""
         if self._bounds is None:
-            self._bounds = _Bounds.of(manager, self._fraction, reserves=self._own.offers_turns)
+            most = self._requests.most(manager)
+            self._bounds = _Bounds.of(manager, most, self._fraction, reserves=self._own.offers_turns)
         kept, bounds = self._leases.kept, self._bounds
         free, leased = manager.block_pool.get_num_free_blocks(), len(kept)
         slots_short = False
@@ -166,39 +173,23 @@ class Room:
             slots_short = self._leases.free_slots + kept.num_ending < self._leases.slots / _RESERVED
         is_kept = leased <= bounds.cap and not slots_short
         if is_kept and free >= bounds.most + bounds.reserve:
+            self._stall.end()
             return None  # no request can need more: nothing that grows with requests or blocks is looked at
-        free += kept.num_coming()
-        need = self._largest_need(manager, free, free + leased)
+        coming = kept.num_coming()
+        free += coming
+        needs = self._requests.needs(manager)
+        need = max((need for need in needs if need <= free + leased), default=0)
+        stalled = self._stalled() if needs and not coming and free < bounds.most else 0
+        if stalled:
+            need = max(need, min(free + stalled, bounds.most))
         if is_kept and free >= need + bounds.reserve:
             return None
-        since_s = self._missed_since_s
-        lasts = since_s is not None and self._leases.clock_s >= since_s + self._leases.heartbeat_s
+        clock_s, since_s = self._leases.clock_s, self._missed_since_s
+        lasts = bool(stalled) or (since_s is not None and clock_s >= since_s + self._leases.heartbeat_s)
         return Demand(free, need, bounds.reserve, bounds.cap, slots_short, lasts)
 
-    def _largest_need(self, manager: KVCacheManager, free: int, within_reach: int) -> int:
-        """Blocks, at most, that a request lacks: not that of the oldest, since vLLM passes over some that wait.
-
-        Requests that must wait for others to end, whatever becomes of the leases, do not count.
-        """
-        waiting = [request for request in self.unfinished.values() if request.status in _NEEDS_BLOCKS]
-        if not waiting:
+    def _stalled(self) -> int:
+        """Blocks besides the free ones that a request counts as lacking, since it has waited for a heartbeat."""
+        if not self._stall.is_due(self._leases.clock_s, self._leases.heartbeat_s):
             return 0
-        longest = max([request.num_tokens for request in waiting])
-        if (most := _blocks(manager, longest)) <= free:
-            return most
-        needs = (_blocks(manager, x.num_tokens) - _held(manager, x) for x in waiting)
-        return max((need for need in needs if need <= within_reach), default=0)
-
-
-def _blocks(manager: KVCacheManager, num_tokens: int) -> int:
-    """Blocks of a sequence in all groups; vLLM's own bound where a window or a chunk lets go of the older ones."""
-    return sum(
-        min(-(-num_tokens // group.block_size), group.max_admission_blocks_per_request or num_tokens)
-        for group in manager.coordinator.single_type_managers
-    )
-
-
-def _held(manager: KVCacheManager, request: Request) -> int:
-    if not request.num_computed_tokens:
-        return 0
-    return sum(not block.is_null for group in manager.get_blocks(request.request_id).blocks for block in group)
+        return self._stall.take() if self._requests.may_lack_blocks() else 0

@@ -89,7 +89,7 @@ class SchedulerSide:
         self._held = HeldBlocks()
         self._confirmations = Confirmations(num_workers(self._own.topology))
         self._rest = Rest(self.leases, self._quarantine, self._confirmations.workers)
-        self._room = Room(self._own, self.leases, self._rest, config.max_leased_fraction)
+        self._room = Room(vllm_config, self._own, self.leases, self._rest, config.max_leased_fraction)
         self._integrity = Integrity(
             self.leases,
             self.loads,
@@ -103,7 +103,7 @@ class SchedulerSide:
         self._is_alone = is_alone(vllm_config)
         self._shutdown = ShutdownNotice()
         self._ending = Ending(self._shutdown, self.leases, float(vllm_config.shutdown_timeout))
-        self._renewer = LeaseRenewer(self.tally, self._secrets) if self._own.is_consumer else None
+        self._renewer = LeaseRenewer(self.tally, self._secrets) if self._own.reads else None
         self._listener = listen(self._own, self.tally, self._secrets, self.leases, self._rest.look)
         self._known = KnownProducers(
             config.meet_at_start, self._own.engine_id, config.handshake_timeout_s, self._secrets
@@ -129,11 +129,13 @@ class SchedulerSide:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has given the request blocks."""
+        self._room.admitted(request)
         use = self._reception.wanted.get(request.request_id)
         if use is not None and not self.leases.open(request.request_id, use):
             slots = self.leases.slots
             logger.warning("req=%s is served without a lease: all %d are taken, or its own", request.request_id, slots)
             del self._reception.wanted[request.request_id]
+        self._reception.allocated(request.request_id)
         if self.loads.state(request.request_id) is not None:
             local = self._local_blocks(request, blocks) if num_external_tokens else ()
             waits_since_s = self.loads.waits_since_s(request.request_id)
@@ -152,7 +154,7 @@ class SchedulerSide:
         self._room.finished(request.request_id)
         self.tracing.finished(request.request_id)
         self._say()
-        use = self._reception.wanted.pop(request.request_id, None)
+        use = self._reception.ended(request.request_id)
         if use is None or self.leases.state(request.request_id) is not LeaseState.COMPUTING:
             return False, None  # a lease that is held is of a request before this one, with the same id
         held = self._offering.held(request, block_ids, use)
@@ -194,9 +196,7 @@ class SchedulerSide:
             self.tracing.ordered(orders.loads)
             metadata = FerryMetadata.of(orders)
         is_idle = is_idle and self._is_alone
-        if asks or is_idle:
-            return FerryMetadata(metadata.head, metadata.frame, asks, is_idle)
-        return metadata
+        return FerryMetadata(metadata.head, metadata.frame, asks, is_idle) if asks or is_idle else metadata
 
     def update(self, output: KVConnectorOutput) -> None:
         """What the workers report; vLLM frees nothing of this step before it."""

@@ -178,6 +178,7 @@ class WorkerSide:
                 staging_pool_bytes=self._pool_bytes(),
                 direct_min_bytes=config.direct_min_bytes,
                 host_buffer=uses_host_buffer(vllm_config),
+                is_read_from=vllm_config.kv_transfer_config.is_kv_producer or config.bidirectional_kv_xfer,
                 secrets=secrets_from_environment(),
                 peer_ttl_s=config.engine_ttl,
                 max_peers=config.max_peers,
@@ -191,6 +192,7 @@ class WorkerSide:
     def _pool_bytes(self) -> int | None:
         """The pool's size; an engine that never reads needs none."""
         transfer = self._vllm_config.kv_transfer_config
-        if not transfer.is_kv_consumer and not uses_host_buffer(self._vllm_config):
+        reads = transfer.is_kv_consumer or self._config.bidirectional_kv_xfer
+        if not reads and not uses_host_buffer(self._vllm_config):
             return 0
         return self._config.staging_pool_bytes

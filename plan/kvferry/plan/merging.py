@@ -152,9 +152,9 @@ def _absorb(axes: Iterable[Axis], run: int, items: tuple[int, int]) -> tuple[tup
 def _producer_part(part: Part, reading: Reading, maps: dict[int, TokenMap]) -> Part:
     """The part with the producer's side on both sides; `maps` keeps one token map of the producer for each."""
     remote, heads, tokens = part.remote, part.heads, part.tokens
-    if reading is not Reading.UNITS and not tokens.is_state:
-        whole = TokenMap(tokens.group, remote.block_tokens, tokens.remote, tokens.remote)
-        tokens = maps.setdefault(id(tokens), whole)
+    whole = reading is not Reading.UNITS and not tokens.is_state
+    unit = remote.block_tokens if whole else tokens.unit_tokens
+    tokens = maps.setdefault(id(tokens), TokenMap(tokens.group, unit, tokens.remote, tokens.remote))
     return Part(remote, remote, remote.heads if reading is Reading.ALL_HEADS else heads, tokens)
 
 

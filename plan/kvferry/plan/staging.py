@@ -143,18 +143,10 @@ def _descriptors(one: Bundle) -> int:
 
 
 def _fits(part: Part, one: Bundle, reading: Reading) -> bool:
-    """Whether the producer's runs can be put in place, and what is not needed lies inside of them.
-
-    Elements that are apart on the producer and longer on this side are one axis there and two here: no placement can
-    follow both. Where what is not needed lies between the runs, reading more of a block would only add runs.
-    """
-    outside = {(axis.steps, axis.remote_stride) for axis in one.axes}
-    local, remote = part.local, part.remote
-    elements = (remote.cell_bytes // (remote.element_bytes or 1), remote.element_stride)
-    if part.conversion is None and 0 < remote.element_bytes < local.element_bytes and elements in outside:
-        return False
+    """Whether what is read and not needed lies inside of the producer's runs: between them it would only add runs."""
     if reading is Reading.UNITS or part.tokens.is_state:
         return True
+    outside, remote = {(axis.steps, axis.remote_stride) for axis in one.axes}, part.remote
     if (remote.tiles, remote.tile_stride) in outside and remote.tiles > 1:
         return False
     all_heads = (len(remote.heads), remote.head_stride)
@@ -173,16 +165,13 @@ def _placements(
     bundles: Sequence[Bundle], source: Bundle, places: Mapping[int, int], reading: Reading
 ) -> tuple[Placement, ...]:
     """Where the bytes of a source belong; `places` says of each part at which place of the source it is."""
-    outside = {(axis.steps, axis.remote_stride) for axis in source.axes}
-    combinations = grid([axis.steps for axis in source.axes]).T
     found = []
     for one in bundles:
         if not any(members[0] in places for members in one.members):
             continue
-        across = {(axis.steps, axis.remote_stride): axis.local_stride for axis in one.axes}
-        if any((axis.steps, axis.remote_stride) not in across for axis in source.axes):
-            raise Unplaceable
-        steps = np.array([across[axis.steps, axis.remote_stride] for axis in source.axes], dtype=np.int64)
+        across = _across(source.axes, one.axes)
+        combinations = grid([axis.steps for axis in across]).T
+        steps = np.array([axis.local_stride for axis in across], dtype=np.int64)
         pieces = []
         for index, ((local_base, remote_base), members) in enumerate(zip(one.bases, one.members, strict=True)):
             if members[0] not in places:
@@ -198,7 +187,7 @@ def _placements(
             whole = reading is not Reading.UNITS and not one.tokens.is_state
             placement = Placement(
                 run=one.run,
-                axes=tuple(axis for axis in one.axes if (axis.steps, axis.remote_stride) not in outside),
+                axes=tuple(axis for axis in one.axes if axis not in across),
                 block_stride=one.local_pace.block_stride,
                 position_stride=one.local_pace.position_stride,
                 source_position_stride=one.remote_pace.position_stride if whole else 0,
@@ -207,3 +196,29 @@ def _placements(
             )
             found.append(placement)
     return tuple(found)
+
+
+def _across(of_source: Sequence[Axis], of_places: Sequence[Axis]) -> list[Axis]:
+    """The axes of a source's runs, as the places have them; their combinations are numbered as those of the runs.
+
+    Elements that are longer in the places are one axis of the source and two of theirs: 4 elements 6 bytes apart are
+    2 pairs 12 bytes apart, of 2 elements.
+
+    Raises:
+        Unplaceable: the places do not have an axis.
+    """
+    found: list[Axis] = []
+    for steps, _, stride in of_source:
+        whole = [(axis,) for axis in of_places if (axis.steps, axis.remote_stride) == (steps, stride)]
+        halves = [
+            (outer, inner)
+            for inner in of_places
+            for outer in of_places
+            if (inner.remote_stride, outer.remote_stride) == (stride, stride * inner.steps)
+            and outer.steps * inner.steps == steps
+        ]
+        same = [*whole, *halves]
+        if not same:
+            raise Unplaceable
+        found += same[0]
+    return found

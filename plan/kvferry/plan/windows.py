@@ -34,7 +34,8 @@ def reaches_back(group: CacheGroup, block_span: int, first_held: int, num_tokens
     Two things can be missing. When the sequence is the whole prompt, vLLM computes the prompt's last token once more
     for its logits: its window begins one token earlier, perhaps in a block that one of the two engines has given back,
     and a recurrent state has seen it already. And the first block that vLLM keeps of the sequence must be whole: vLLM
-    takes it for the cache of all of its tokens, also for other prompts that begin alike.
+    takes it for the cache of all of its tokens, also for other prompts that begin alike. A window of one token needs no
+    token before its own, so only what vLLM keeps must be held.
 
     Args:
         block_span: tokens of a scheduler block of the engine that goes on, see `held_from`.
@@ -47,6 +48,7 @@ def reaches_back(group: CacheGroup, block_span: int, first_held: int, num_tokens
         return True
     if group.policy == "state":
         return prompt_tokens > num_tokens
-    first_kept = first_needed(group, num_tokens) // block_span * block_span
     next_token = num_tokens if prompt_tokens > num_tokens else num_tokens - 1
-    return first_held <= first_kept <= first_needed(group, next_token)
+    needed = range(first_needed(group, next_token), next_token)
+    kept = range(first_needed(group, num_tokens) // block_span * block_span, num_tokens)
+    return (not kept or first_held <= kept.start) and (not needed or kept.start <= needed.start)

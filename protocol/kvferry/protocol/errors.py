@@ -8,7 +8,8 @@
     │   ├── InvalidDump       … in the JSON of an engine's description
     │   ├── InvalidCorrelation … in what a client calls its request, or in where that is to be found
     │   ├── InvalidConfig     … in the configuration of this engine
-    │   │   └── InvalidSecretFile … in the file of the side channel's secrets, or in who may read it
+    │   │   ├── InvalidSecretFile … in the file of the side channel's secrets, or in who may read it
+    │   │   └── UnsupportedVllm   … in the vLLM that is installed
     │   └── InvalidBatch      … in a step whose tokens ranks share out (`kvferry.worker.context_parallel`)
     ├── PeerRefused           the other engine answered, and said no
     ├── HandshakeFailed       no usable answer came from the other engine in time
@@ -89,6 +90,12 @@ class InvalidSecretFile(InvalidConfig):
     """A file of secrets that cannot be used; stops the start. Never shows what is written in it."""
 
     what = "secret file"
+
+
+class UnsupportedVllm(InvalidConfig):
+    """A vLLM that kvferry was not run with; stops the start."""
+
+    what = "vLLM"
 
 
 class PeerRefused(KvferryError):

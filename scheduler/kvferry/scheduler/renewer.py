@@ -34,6 +34,10 @@ _LAST_WAIT_S = 1.0
 _JOIN_S = 5.0
 _MOST_WAITING = 4096
 """Submissions that may wait until the thread is up anyway."""
+_SHORTEST_PACE_S = 1.0
+"""A shorter lease is renewed as if it lived this long. `lease_s` of unsealed params is the client's choice."""
+_JOINS_AT = 0.75
+"""The part of its interval after which a lease joins a renewal of its producer that is sent for another one."""
 
 P = ParamSpec("P")
 
@@ -49,12 +53,24 @@ class _Submitted:
         return min((_needed_s(command, self.submitted_s) for command in self.commands), default=math.inf)
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A lease that is renewed, and the latest time of its next renewal."""
+
+    lease: RemoteLease
+    due_s: float
+
+
+def _interval_s(lease: RemoteLease) -> float:
+    return max(lease.lease_s, _SHORTEST_PACE_S) / HEARTBEATS_PER_LEASE
+
+
 def _needed_s(command: LeaseCommand, submitted_s: float) -> float:
     if isinstance(command, Drop):
         return math.inf
     if isinstance(command, GiveBack) or command.at_once:
         return submitted_s
-    return submitted_s + command.lease.lease_s / HEARTBEATS_PER_LEASE
+    return submitted_s + _interval_s(command.lease)
 
 
 class LeaseRenewer:
@@ -62,8 +78,8 @@ class LeaseRenewer:
 
     What has time waits until the thread is up anyway: most leases are dropped before they need to be renewed at all.
 
-    A kept lease is renewed when a sixth of its time is over, or at once if so told, together with all others of its
-    producer.
+    A kept lease is renewed when a sixth of its time is over, or at once if so told, each at its own pace: one lease of
+    a producer does not set that of the others. Those whose interval is nearly over join the message.
 
     Args:
         tally: counts `heartbeats`, `leases_given_back` and `side_channel_errors`.
@@ -78,7 +94,7 @@ class LeaseRenewer:
         self._tally = tally
         self._inbox: WakingQueue[_Submitted | Found | None] = WakingQueue()
         self._sleeps_until_s = 0.0
-        self._kept: dict[Endpoint, dict[LeaseKey, RemoteLease]] = {}
+        self._kept: dict[Endpoint, dict[LeaseKey, _Kept]] = {}
         self._due: dict[Endpoint, float] = {}
         self._sockets = PeerSockets(self._inbox.put, tally, secrets=secrets)
         self._stopping = False
@@ -146,8 +162,8 @@ class LeaseRenewer:
         lease = command.lease
         endpoint = (lease.host, lease.port, lease.boot)
         if isinstance(command, Keep):
-            self._kept.setdefault(endpoint, {})[lease.key] = lease
             first_s = _needed_s(command, submitted_s)
+            self._kept.setdefault(endpoint, {})[lease.key] = _Kept(lease, first_s)
             self._due[endpoint] = min(self._due.get(endpoint, first_s), first_s)
             return
         self._forget(endpoint, lease.key)
@@ -164,9 +180,13 @@ class LeaseRenewer:
 
     def _renew_due(self, now_s: float) -> None:
         for endpoint in [endpoint for endpoint, due_s in self._due.items() if due_s <= now_s]:
-            leases = list(self._kept[endpoint].values())
-            self._due[endpoint] = now_s + min(lease.lease_s for lease in leases) / HEARTBEATS_PER_LEASE
-            names = [lease.name for lease in leases]
+            names = []
+            for kept in self._kept[endpoint].values():
+                interval_s = _interval_s(kept.lease)
+                if kept.due_s <= now_s + (1 - _JOINS_AT) * interval_s:
+                    kept.due_s = now_s + interval_s
+                    names.append(kept.lease.name)
+            self._due[endpoint] = min(kept.due_s for kept in self._kept[endpoint].values())
             for start in range(0, len(names), MAX_RENEWALS):
                 renewal = Renew(boot=endpoint[2], leases=tuple(names[start : start + MAX_RENEWALS]))
                 self._sockets.send(endpoint, encode(renewal), now_s)

@@ -1,4 +1,6 @@
-"""The four operations of the earlier design, as special cases; what is expected is worked out from their definitions.
+"""Three operations of the earlier design, as special cases; what is expected is worked out from their definitions.
+
+The fourth, `copy_kv_blocks`, is the host buffer's: tests/worker/engines/test_host_buffer.py.
 
 Caches are `[block, head, token, dim]` (HND) or `[block, token, head, dim]` (NHD); the elements are two bytes.
 """
@@ -7,13 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
-from kvferry.worker.relayout.block_copies import copy_kv_blocks
-from kvferry.worker.relayout.reference import ReferenceRelayout
 from kvferry.worker.relayout.shape import Axis, Shape
-from kvferry.worker.relayout.wave_table import InvalidTable, WaveTable
+from kvferry.worker.relayout.wave_table import WaveTable
 from tests.worker.relayout.cases import Case
 from tests.worker.relayout.runners import Runner
 
@@ -113,71 +112,3 @@ def test_kv_postprocess_blksize_and_layout_on_receive(
     expected = expected.swapaxes(1, 2) if orders[1] == "HND" else expected
     cache = received_in(run, remote, (orders[0], theirs), (orders[1], ours), blocks)
     check(cache, blocks, expected)
-
-
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO CUDA DEVICE: h2d and d2h were not run")
-DIRECTIONS = ["h2h", pytest.param("h2d", marks=NEEDS_CUDA), pytest.param("d2h", marks=NEEDS_CUDA)]
-
-
-def caches(count: int, device: str, seed: int) -> dict[str, torch.Tensor]:
-    source = torch.Generator().manual_seed(seed)
-    made = {f"layers.{n}": torch.randn(count, HEADS, 4, DIM, generator=source).bfloat16() for n in range(3)}
-    return {layer: cache.pin_memory() if device == "pinned" else cache.to(device) for layer, cache in made.items()}
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_copy_kv_blocks(direction: str) -> None:
-    """Block by block, of all layers: `dst[layer][dst_ids[i]] = src[layer][src_ids[i]]`; one launch."""
-    where = {"h2h": ("cpu", "cpu"), "h2d": ("pinned", "cuda"), "d2h": ("cuda", "pinned")}[direction]
-    source, destination = caches(6, where[0], 0), caches(9, where[1], 1)
-    expected = {layer: cache.clone().cpu() for layer, cache in destination.items()}
-    table = copy_kv_blocks(source, destination, [5, 0, 2], [1, 8, 3])
-    for layer, cache in expected.items():
-        for one, other in ((5, 1), (0, 8), (2, 3)):
-            cache[other] = source[layer][one].cpu()
-    if direction == "h2h":
-        relayout = ReferenceRelayout(source.values(), destination.values())
-        assert relayout.try_start(table).reached()
-        assert relayout.launches == 1
-    else:
-        from kvferry.worker.relayout.triton_relayout import TritonRelayout
-
-        compiled = TritonRelayout(source.values(), destination.values(), torch.device("cuda", 0))
-        torch.cuda.synchronize()
-        assert compiled.try_start(table) is not None
-        torch.cuda.synchronize()
-        assert compiled.launches == 1
-    for layer, cache in destination.items():
-        assert torch.equal(cache.cpu(), expected[layer])
-
-
-def test_copy_kv_blocks_follows_the_strides_of_either_side() -> None:
-    """A host buffer with tokens outermost, a cache with heads outermost: the same elements, by their indices."""
-    source = {"layer": torch.randn(4, 4, HEADS, DIM).transpose(1, 2)}
-    destination = {"layer": torch.zeros(4, HEADS, 4, DIM)}
-    ReferenceRelayout(source.values(), destination.values()).try_start(
-        copy_kv_blocks(source, destination, [3, 0], [0, 1])
-    )
-    assert torch.equal(destination["layer"][:2], source["layer"][[3, 0]])
-    assert not destination["layer"][2:].any()
-
-
-@pytest.mark.parametrize(
-    ("source", "destination", "ids", "message"),
-    [
-        ({"a": torch.zeros(2, 4)}, {"b": torch.zeros(2, 4)}, ([0], [0]), r"\['a', 'b'\] are on one side only"),
-        ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 5)}, ([0], [0]), r"a: blocks are .*\(4,\) and .*\(5,\)"),
-        ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 4).half()}, ([0], [0]), "float32 .*float16"),
-        ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 4)}, ([0], [0, 1]), "1 source blocks for 2"),
-        ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 4)}, ([2], [0]), r"a: blocks 2 … 2 of 2"),
-        ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 4)}, ([0], [-1]), r"a: blocks -1"),
-    ],
-)
-def test_copy_kv_blocks_refuses_what_does_not_fit(
-    source: dict[str, torch.Tensor],
-    destination: dict[str, torch.Tensor],
-    ids: tuple[list[int], list[int]],
-    message: str,
-) -> None:
-    with pytest.raises(InvalidTable, match=message):
-        copy_kv_blocks(source, destination, *ids)

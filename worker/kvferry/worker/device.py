@@ -1,6 +1,7 @@
-"""Knowing when the device has finished what was launched so far.
+"""The device that the caches are on: which threads use it, and when it has finished what was launched so far.
 
-The step thread marks, the transfer thread asks. Neither waits.
+The step thread marks, the transfer thread asks. Neither waits. A thread of kvferry that uses the device calls
+`use_device` first; the step thread is the engine's, which has set it.
 """
 
 from __future__ import annotations
@@ -63,3 +64,19 @@ class CudaClock:
 def clock_for(device: torch.device) -> DeviceClock:
     """The clock of a device; every device that is not CUDA is taken to be synchronous."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+def use_device(device: torch.device) -> None:
+    """Make a device the calling thread's current one; to be called before the thread uses it in any way.
+
+    A thread begins with GPU 0: its first call, an event's query as well, would make a context there, of hundreds of
+    megabytes for each worker of the node.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what the calling thread has launched on its current stream; only while the caches are registered."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -1,8 +1,13 @@
-"""The bytes that a load leaves to be zeroed."""
+"""The bytes that a load leaves to be zeroed.
+
+On a device it is one wave of the relayout, from a source of zeros. Its kernel runs on the relayout's own stream, once
+all that the load read is in place; the load is reported, and the engine launches what reads the blocks, only after its
+mark.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,13 +17,30 @@ from kvferry.plan.tokens import TokenMap, TokenSide, slots_before
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.cell_stacks import CellStack, stack_cells
-from kvferry.worker.device import DeviceMark, clock_for
+from kvferry.worker.device import DeviceMark, clock_for, synchronize
+from kvferry.worker.relayout.port import Relayout
+from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.wave_table import WaveTable
+from kvferry.worker.staging import relayout_for
+
+_WHOLE_BLOCK = 1 << 31
+_GAPS_PER_GROUP = 2
+"""One before a window, one behind the last token."""
 
 
 class Gap(NamedTuple):
     """Local slots `[first, stop)` of one kernel block that hold nothing of the request."""
 
     group: int
+    block: int
+    first: int
+    stop: int
+
+
+class _Cells(NamedTuple):
+    """Cells `[first, stop)` of one block, in every tensor and head of a stack."""
+
+    stack: CellStack
     block: int
     first: int
     stop: int
@@ -34,10 +56,18 @@ class TailEraser:
         self._clock = clock_for(caches.device)
         self._stacks: dict[int, list[CellStack]] = {}
         divisible = [tensor for tensor in caches.tensors if tensor.tiles > 1 and len(tensor.heads)]
-        for stack in stack_cells(divisible, caches.storages):
+        stacks = stack_cells(divisible, caches.storages)
+        for stack in stacks:
             self._stacks.setdefault(stack.group, []).append(stack)
-        # torch would divide the work of a host's cores among threads of its own, which then wait by spinning.
-        self._fill = _fill_on_host if caches.device.type == "cpu" else _fill_on_device
+        self._zeros = torch.zeros(
+            max((stack.cells.shape[-1] for stack in stacks), default=1), dtype=torch.uint8, device=caches.device
+        )
+        self._relayout: Relayout | None = None
+        if caches.device.type != "cpu":
+            whole_blocks = [Gap(group, 0, 0, _WHOLE_BLOCK) for group in self._stacks for _ in range(_GAPS_PER_GROUP)]
+            largest = self._table(self._cells(whole_blocks))
+            self._relayout = relayout_for([self._zeros], caches.storages, caches.device, largest)
+            synchronize(caches.device)  # the zeros are written on another stream than they are read on
 
     def mark(self) -> DeviceMark:
         """Reached when everything that was launched so far is done."""
@@ -55,14 +85,58 @@ class TailEraser:
         Returns:
             When it is done; None when there is nothing to zero.
         """
-        erased = False
-        for gap in gaps(units, groups, request):
+        cells = list(self._cells(gaps(units, groups, request)))
+        if not cells:
+            return None
+        if self._relayout is None:
+            for stack, block, first, stop in cells:
+                # By numpy: torch would divide the work among threads of its own, which then wait by spinning.
+                stack.cells.numpy()[:, block, :, first:stop] = 0
+            return self.mark()
+        table = self._table(cells)
+        return self._relayout.try_start(table) or _Waiting(self._relayout, table)
+
+    def _cells(self, gaps: Iterable[Gap]) -> Iterator[_Cells]:
+        """The whole cells in the gaps."""
+        for gap in gaps:
             for stack in self._stacks.get(gap.group, ()):
                 first, stop = -(-gap.first // stack.tile_tokens), gap.stop // stack.tile_tokens
                 if first < stop:
-                    self._fill(stack.cells, gap.block, first, stop)
-                    erased = True
-        return self.mark() if erased else None
+                    yield _Cells(stack, gap.block, first, min(stop, stack.cells.shape[3]))
+
+    def _table(self, cells: Iterable[_Cells]) -> WaveTable:
+        """What copies zeros into them: one piece and one unit each."""
+        shapes: dict[Shape, int] = {}
+        rows: list[tuple[int, ...]] = []
+        units: list[tuple[int, ...]] = []
+        for unit, (stack, block, first, stop) in enumerate(cells):
+            tensors, _, heads, _, elements, run = stack.cells.shape
+            apart, block_stride, head_stride, tile_stride, element_stride, _ = stack.cells.stride()
+            axes = [
+                Axis(tensors, 0, apart),
+                Axis(heads, 0, head_stride),
+                Axis(stop - first, 0, tile_stride),
+                Axis(elements, 0, element_stride),
+            ]
+            shape = shapes.setdefault(Shape.of(axes, run, destination_pace=(block_stride, 0)), len(shapes))
+            start = stack.cells.data_ptr() + first * tile_stride
+            rows.append((self._zeros.data_ptr(), start, shape, unit, unit + 1, 0))
+            units.append((0, 0, block, 0))
+        return WaveTable.of(tuple(shapes), rows, units)
+
+
+class _Waiting:
+    """A table that waits for room on the device; asking whether it is done begins it."""
+
+    def __init__(self, relayout: Relayout, table: WaveTable) -> None:
+        self._relayout = relayout
+        self._table = table
+        self._mark: DeviceMark | None = None
+
+    def reached(self) -> bool:
+        if self._mark is None:
+            self._mark = self._relayout.try_start(self._table)
+        return self._mark is not None and self._mark.reached()
 
 
 def gaps(units: Mapping[TokenMap, UnitPairs], groups: Sequence[CacheGroup], request: RequestBlocks) -> Iterator[Gap]:
@@ -91,11 +165,3 @@ def _block_of(slot: int, ids: Sequence[int], group: CacheGroup, side: TokenSide)
     """The kernel block of a local slot of a request."""
     scheduler_block, inside = divmod(slot, group.block_tokens)
     return ids[scheduler_block] * (group.block_tokens // side.block_tokens) + inside // side.block_tokens
-
-
-def _fill_on_device(cells: torch.Tensor, block: int, first: int, stop: int) -> None:
-    cells[:, block, :, first:stop] = 0
-
-
-def _fill_on_host(cells: torch.Tensor, block: int, first: int, stop: int) -> None:
-    cells.numpy()[:, block, :, first:stop] = 0

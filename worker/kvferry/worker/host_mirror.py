@@ -2,7 +2,7 @@
 
 The copy has the layout of the caches, so it is described by the same numbers at other addresses. A request's blocks
 are copied when it is held, by relayouts of bounded size; its lease says READY only when the last has finished. So peers
-never read from the device. The copy is as large as the caches.
+never read from the device. The copy is as large as the caches, and only a producer has one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.params import Blocks
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import DeviceMark
+from kvferry.worker.host_memory import HostMemory
 from kvferry.worker.relayout.shape import Axis, Shape
 from kvferry.worker.relayout.wave_table import WaveTable
 from kvferry.worker.staging import relayout_for
@@ -38,17 +39,22 @@ class HostMirror:
 
     Attributes:
         caches: the same caches, described in host memory.
+        memory: of the copy, to be pinned before the first copy.
+
+    Raises:
+        InvalidConfig: there is not so much host memory.
     """
 
     def __init__(self, caches: KvCaches, groups: Sequence[CacheGroup]) -> None:
         self._groups = groups
-        storages, moved = [], {}
+        memory, moved = [], {}
         for tensor in caches.storages:
             whole = tensor.untyped_storage()
             if whole.data_ptr() not in moved:
-                pin = caches.device.type == "cuda"
-                storages.append(torch.empty(whole.nbytes(), dtype=torch.uint8, pin_memory=pin))
-                moved[whole.data_ptr()] = (whole.nbytes(), storages[-1].data_ptr() - whole.data_ptr())
+                memory.append(HostMemory(whole.nbytes(), caches.device))
+                moved[whole.data_ptr()] = (whole.nbytes(), memory[-1].tensor.data_ptr() - whole.data_ptr())
+        self.memory = tuple(memory)
+        storages = [one.tensor for one in memory]
         self._pairs = [(tensor, _moved(tensor, moved)) for tensor in caches.tensors]
         self.caches = KvCaches(tuple(storages), tuple(copy for _, copy in self._pairs), torch.device("cpu"))
         self._relayout = relayout_for(caches.storages, storages, caches.device)

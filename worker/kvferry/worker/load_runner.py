@@ -12,6 +12,7 @@ from kvferry.worker.device import DeviceMark
 from kvferry.worker.ended_load import EndedLoad
 from kvferry.worker.fabric import FabricError, PeerLost
 from kvferry.worker.load import Load, LoadContext, LoadFailed, Steps
+from kvferry.worker.load_times import Stage
 from kvferry.worker.peer import PeerKey
 from kvferry.worker.quarantine import Quarantine
 from kvferry.worker.results import ResultBox
@@ -78,7 +79,7 @@ class LoadRunner:
 
     def step(self) -> bool:
         """Resume every load once, or as many as fit into a stretch: the next call goes on with the others. Returns
-        whether anything has ended.
+        whether there was progress: a load that ended, or came to its next stage or wave. A poll alone is none.
 
         Those that run are late before those that wait, which then get their turn, and are late themselves.
         """
@@ -88,11 +89,14 @@ class LoadRunner:
             self._in_use = None
         if not self._round:
             self._round.extend(self._running)
-        ended, begun_s = False, time.monotonic()
+        ended = moved = False
+        begun_s = time.monotonic()
         while self._round:
             load = self._round.popleft()
+            place = _place(load)
             try:
                 ended |= self._advance(load, self._running[load])
+                moved |= _place(load) != place
             except Exception:  # noqa: BLE001 - shown, with its traceback
                 unforeseen.show(f"req={load.order.request_id}: other loads go on")
             if time.monotonic() >= max(begun_s, self._context.reader.let_go_s) + _STRETCH_S:
@@ -103,7 +107,7 @@ class LoadRunner:
             ended |= self._look_into_quarantine()
         if ended:
             self._in_use = None
-        return ended
+        return ended or moved
 
     def stop(self) -> list[Load]:
         """Go on with none of them.
@@ -200,3 +204,8 @@ class LoadRunner:
             with self._results as results:
                 results.alive = self.quarantine.requests()
         return bool(over)
+
+
+def _place(load: Load) -> tuple[Stage, int]:
+    """How far a load has come: its stage, and the changes of its waves."""
+    return load.times.stage, load.staged.changes if load.staged is not None else 0

@@ -19,6 +19,7 @@ class WorkerSettings:
     staging_pool_bytes: what short runs are staged in; 0 for no pool, None for the default of the device.
     direct_min_bytes: run length from which nothing is staged.
     host_buffer: the fabric does not reach the caches' device: everything goes through host memory.
+    is_read_from: peers read from this engine; without, it keeps no copy of its caches in host memory.
     secrets: of the side channel.
     peer_ttl_s: after which a producer that was not read from is forgotten; 0 or less for never.
     max_peers: producers that are known at once, those apart that are being read from.
@@ -34,6 +35,7 @@ class WorkerSettings:
     staging_pool_bytes: int | None = None
     direct_min_bytes: int = DIRECT_MIN_BYTES
     host_buffer: bool = False
+    is_read_from: bool = True
     secrets: Secrets = ()
     peer_ttl_s: float = 3600.0
     max_peers: int = 1024

@@ -113,10 +113,14 @@ class StagedReads:
 
     Args:
         load, peer: for the pool's fairness.
+
+    Attributes:
+        changes: waves begun, waves read and waves in place, counted together: it grows with every progress.
     """
 
     def __init__(self, reader: Reader, staging: Staging, load: str, peer: str) -> None:
         self.figures = StagedFigures()
+        self.changes = 0
         self._reader = reader
         self._staging = staging
         self._load = load
@@ -181,6 +185,7 @@ class StagedReads:
         self.figures.planned_bytes += window.chunks * size
         self.figures.planned_descriptors += window.chunks
         self.figures.waves += 1
+        self.changes += 1
         return True
 
     def _advance(self, flight: _Flight) -> None:
@@ -192,12 +197,14 @@ class StagedReads:
             done, flight.transfer = flight.transfer, None
             flight.read_s = time.monotonic()
             flight.reads.finished(done)
+            self.changes += 1
         if flight.transfer is None and flight.mark is None and flight.table is not None:
             flight.mark = self._staging.relayout.try_start(flight.table)
 
     def _finish(self, flights: list[_Flight]) -> None:
         now_s = time.monotonic() if flights else 0.0
         self.figures.relayout_s += sum(now_s - flight.read_s for flight in flights)
+        self.changes += len(flights)
         self._give_back(flights)
 
     def _give_back(self, flights: list[_Flight]) -> None:

@@ -13,6 +13,7 @@ from kvferry.plan.staging import Placement
 from kvferry.plan.waves import SourceTable, SourceUnits, Window
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric import DescriptorRows, Fabric, LocalDescriptors, Region, RemoteDescriptors
+from kvferry.worker.host_memory import HostMemory
 from kvferry.worker.relayout.element_types import Conversion, element_type
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.reference import ReferenceRelayout
@@ -29,15 +30,19 @@ class Staging:
         capacity: bytes of the buffer.
         on_host: the buffer is host memory, whatever the caches are, for fabrics that do not reach the device.
 
+    Attributes:
+        memory: of a buffer in host memory, to be pinned before the first load.
+
     Raises:
         PoolTooSmall: the capacity is not enough for a wave.
+        InvalidConfig: there is not so much host memory.
     """
 
     def __init__(self, caches: KvCaches, capacity: int, *, on_host: bool = False) -> None:
         self.pool = StagingPool(capacity)
         device = torch.device("cpu") if on_host else caches.device
-        pin = on_host and caches.device.type == "cuda"
-        self._buffer = torch.empty(capacity, dtype=torch.uint8, device=device, pin_memory=pin)
+        self.memory = HostMemory(capacity, caches.device) if on_host else None
+        self._buffer = self.memory.tensor if self.memory else torch.empty(capacity, dtype=torch.uint8, device=device)
         self._where = KvCaches((self._buffer,), (), device)
         self.relayout = relayout_for([self._buffer], caches.storages, caches.device)
 
@@ -62,13 +67,21 @@ class Staging:
 
 
 def relayout_for(
-    sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], device: torch.device
+    sources: Sequence[torch.Tensor],
+    destinations: Sequence[torch.Tensor],
+    device: torch.device,
+    largest: WaveTable | None = None,
 ) -> Relayout:
-    """What relays out on a device, ready to be used: kernels are compiled now. Either side may be host memory."""
-    if device.type == "cuda":
-        from kvferry.worker.relayout.triton_relayout import TritonRelayout
+    """What relays out on a device, ready to be used: kernels are compiled now. Either side may be host memory.
 
-        return TritonRelayout(sources, destinations, device)
+    Args:
+        largest: as many pieces, units and chunks as any wave will have; None for room for the pool's waves.
+    """
+    if device.type == "cuda":
+        from kvferry.worker.relayout.triton_relayout import TABLE_BYTES, TritonRelayout, room_for
+
+        table_bytes = TABLE_BYTES if largest is None else room_for(largest)
+        return TritonRelayout(sources, destinations, device, table_bytes=table_bytes)
     return ReferenceRelayout(sources, destinations)
 
 

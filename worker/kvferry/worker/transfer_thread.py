@@ -1,11 +1,11 @@
 """The transfer thread: the one thread that touches the fabric once the worker runs.
 
 It blocks when there is nothing to do. While something is in flight it looks again after a pause that grows from
-50 µs to 1 ms, or to three times what looking at everything takes, and shrinks back with every progress; it looks for
-100 µs at most before it lets go of the interpreter's lock for 50 µs, for the sake of the engine's step thread. While
-leases are held it looks for notifications after 2 ms, which grow to 20 ms while none come; while a failed transfer may
-still write, every 10 ms. New orders wake it at once. When it has nothing more to do it checks that the books add up, at
-most once a second.
+50 µs to 1 ms, or to three times what looking at everything takes, and shrinks back with every progress, such as a
+load's next stage or wave; it looks for 100 µs at most before it lets go of the interpreter's lock for 50 µs, for the
+sake of the engine's step thread. While leases are held it looks for notifications after 2 ms, which grow to 20 ms while
+none come; while a failed transfer may still write, every 10 ms. New orders wake it at once. When it has nothing more to
+do it checks that the books add up, at most once a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import ParamSpec
 
 from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
 from kvferry.protocol.orders import FailureReason, OrdersHead, decode_orders
-from kvferry.worker.device import DeviceMark
+from kvferry.worker.device import DeviceMark, use_device
 from kvferry.worker.host_mirror import HostMirror
 from kvferry.worker.integrity import WorkerBooks
 from kvferry.worker.lease_table import LeaseTable
@@ -106,10 +106,10 @@ class TransferThread:
 
     def start(self, context: LoadContext) -> None:
         """Begin; the context's fabric is this thread's from now on. It comes late: its peer book wakes the thread."""
-        settings = self._settings
         self._reader = context.reader
         self._book = context.book
-        self.runner = LoadRunner(context, self.results, settings.load_timeout_s, settings.max_loads)
+        self._device = context.caches.device
+        self.runner = LoadRunner(context, self.results, self._settings.load_timeout_s, self._settings.max_loads)
         self._levels = LevelWatch(context.book, context.staging, self.results)
         self._reports = Reports(context.fabric, self._table, self.results)
         self._books = WorkerBooks(
@@ -161,6 +161,7 @@ class TransferThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        self._survive(use_device, self._device)
         while not self._stopping:
             self._survive(self._take_work)
             self._step()
@@ -169,10 +170,10 @@ class TransferThread:
                 self._check_books()
         self._wind_up()
 
-    def _survive(self, part: Callable[P, bool], *args: P.args, **kwargs: P.kwargs) -> bool:
+    def _survive(self, part: Callable[P, bool | None], *args: P.args, **kwargs: P.kwargs) -> bool:
         """Do one part of the work. Whatever it raises, the thread lives and the other parts get their turn."""
         try:
-            return part(*args, **kwargs)
+            return bool(part(*args, **kwargs))
         except Exception:  # noqa: BLE001 - shown, with its traceback
             unforeseen.show("the transfer thread goes on")
             return False
@@ -294,8 +295,7 @@ class TransferThread:
             self._graces_told = over
 
     def _tell_met(self) -> None:
-        met_s = self._book.take_met_s()
-        if met_s:
+        if met_s := self._book.take_met_s():
             with self.results as results:
                 results.met_s += met_s
 

@@ -72,6 +72,7 @@ class FerryWorker:
 
     Raises:
         FabricError: the fabric cannot be had, or refuses the memory.
+        InvalidConfig: the host memory that the settings ask for cannot be had.
     """
 
     def __init__(
@@ -94,12 +95,19 @@ class FerryWorker:
         self._landing = Landing(_CELLS_PER_LOAD * settings.max_loads + _MORE_CELLS)
         self._fabric = make_fabric(f"{engine_id}/{place}/{uuid.uuid4().hex[:12]}")
         self._staging = _staging(caches, settings)
-        self._mirror = HostMirror(caches, groups) if settings.host_buffer else None
+        self._mirror = HostMirror(caches, groups) if settings.host_buffer and settings.is_read_from else None
         exported = self._mirror.caches if self._mirror is not None else caches
+        # With a host buffer the fabric never touches the caches: without a copy nothing of them is exported.
+        cache_regions = exported.regions() if self._mirror is not None or not settings.host_buffer else []
         table_region = Region(self._table.address.address, self._table.num_bytes, MemoryKind.DRAM)
         pool = [self._staging.region()] if self._staging is not None else []
-        use_huge_pages([*exported.regions(), *pool], settings.huge_pages_s)
-        self._fabric.register([*exported.regions(), table_region, self._landing.region(), *pool])
+        use_huge_pages([*cache_regions, *pool], settings.huge_pages_s)
+        self._host_memory = [*(self._mirror.memory if self._mirror is not None else ())]
+        if self._staging is not None and self._staging.memory is not None:
+            self._host_memory.append(self._staging.memory)
+        for memory in self._host_memory:
+            memory.pin()  # not earlier: pages that are pinned cannot become huge ones
+        self._fabric.register([*cache_regions, table_region, self._landing.region(), *pool])
         self._landing.prepare(self._fabric)
         self.description = WorkerDescription(
             place=place,
@@ -207,6 +215,8 @@ class FerryWorker:
         if self._book is not None:
             self._book.close()
         self._fabric.close()
+        for memory in self._host_memory:
+            memory.unpin()
 
     def _started(self, boot: str) -> TransferThread:
         """The transfer thread; it starts with the first orders, because they bring this engine's boot."""

@@ -152,7 +152,8 @@ def _retries(environ: Mapping[str, str]) -> Iterator[Finding]:
 def _control_lane(environ: Mapping[str, str]) -> Iterator[Finding]:
     if environ.get("UCX_MM_ERROR_HANDLING", "").lower() in _NO and _listed(environ) is None:
         found = f"UCX_MM_ERROR_HANDLING={environ['UCX_MM_ERROR_HANDLING']}: messages to peers on this host go over TCP"
-        yield look(CHECK, found, "unset UCX_MM_ERROR_HANDLING: kvferry sets it to y (5 µs instead of 28)")
+        do = "unset UCX_MM_ERROR_HANDLING (loads are 0.1 to 0.4 ms faster), unless engines here are killed often"
+        yield look(CHECK, found, do)
 
 
 def _leak(environ: Mapping[str, str], machine: Devices) -> Iterator[Finding]:

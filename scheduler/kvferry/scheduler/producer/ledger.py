@@ -87,7 +87,7 @@ class ProducerLedger:
         self._by_slot: dict[int, Lease] = {}
         self.kept = KeptBlocks()
         self.clock = AwakeClock(self.heartbeat_s) if clock is None else clock
-        self._deadlines = Deadlines(self._by_slot.get)
+        self._deadlines = Deadlines(self._by_slot)
         self._pending = _Pending()
         self.watcher = Watcher()
 
@@ -191,11 +191,8 @@ class ProducerLedger:
         self.watcher.lease_over(lease, how)
 
     def renew(self, name: LeaseName, heard_s: float | None = None) -> bool:
-        """A consumer still waits: the lease lives `lease_s` from then at least. False when there is no such lease.
-
-        Args:
-            heard_s: when it said so, by the ledger's clock; now when None.
-        """
+        """A consumer still waits: the lease lives `lease_s` at least from `heard_s` on, by the ledger's clock; now when
+        None. False when there is no such lease."""
         lease = self._find(name)
         if lease is None or lease.state is LeaseState.ENDING:
             self._tally.add("renewals_unknown")
@@ -327,6 +324,7 @@ class ProducerLedger:
             return
         del self._by_request[lease.request_id], self._by_slot[lease.slot]
         self._free.append(lease.slot)
+        self._deadlines.trim()
 
     def _end(self, lease: Lease, how: str) -> None:
         if lease.state is LeaseState.HELD:

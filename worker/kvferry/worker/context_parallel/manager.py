@@ -35,6 +35,7 @@ class RankRows:
     """What this rank computes; see `partition.RankInputs`. On the device, valid until the next step."""
 
     tokens: torch.Tensor
+    req_indices: torch.Tensor
     positions: torch.Tensor
     is_padding: torch.Tensor
 
@@ -44,6 +45,7 @@ class _Buffers:
     """Everything that lives on the device, allocated once. Rows are those of one rank, or of all (`[R·rows]`)."""
 
     tokens: torch.Tensor
+    req_indices: torch.Tensor
     positions: torch.Tensor
     is_padding: torch.Tensor
     restore_index: torch.Tensor
@@ -61,7 +63,8 @@ class PCPManager:
         device: where rows and indices are.
         max_tokens, max_requests: of a step.
         max_row_bytes: of one row that is gathered: a token's hidden state, or what it leaves in a layer's cache.
-        reorder_threshold: up to how many scheduled tokens a request is a decode, which every rank computes.
+        reorder_threshold: up to how many scheduled tokens a request with context is a decode, which every rank
+            computes; None: all are prefills. See `partition.partition_step`.
         cache_groups: block tables, each with a slot mapping of its own.
 
     Raises:
@@ -76,7 +79,7 @@ class PCPManager:
         max_tokens: int,
         max_requests: int,
         max_row_bytes: int,
-        reorder_threshold: int = 1,
+        reorder_threshold: int | None = 1,
         cache_groups: int = 1,
     ) -> None:
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -85,7 +88,6 @@ class PCPManager:
         check_integer("max_tokens", max_tokens, 1, MAX_ROWS)
         check_integer("max_requests", max_requests, 1, MAX_ROWS)
         check_integer("max_row_bytes", max_row_bytes, 1, MAX_ROW_BYTES)
-        check_integer("reorder_threshold", reorder_threshold, 0, MAX_ROWS)
         check_integer("cache_groups", cache_groups, 1, MAX_CACHE_GROUPS)
         self._group, self._device = group, torch.device(device)
         self._max_tokens, self._max_requests = max_tokens, max_requests
@@ -95,6 +97,7 @@ class PCPManager:
         everywhere = rows * self.ranks
         self._buffers = _Buffers(
             tokens=self._integers(rows),
+            req_indices=self._integers(rows),
             positions=self._integers(rows),
             is_padding=torch.empty(rows, dtype=torch.bool, device=device),
             restore_index=self._integers(everywhere),
@@ -122,13 +125,15 @@ class PCPManager:
         Raises:
             InvalidBatch: the numbers cannot be, or are more than the buffers were made for. The step before stays.
         """
-        made = partition_step(num_scheduled_tokens, ranks=self.ranks, reorder_threshold=self._reorder_threshold)
+        made = partition_step(
+            num_scheduled_tokens, num_computed_tokens, ranks=self.ranks, reorder_threshold=self._reorder_threshold
+        )
         requests = int(np.count_nonzero(made.scheduled_tokens))
         if made.num_tokens > self._max_tokens:
             raise InvalidBatch("num_scheduled_tokens", made.num_tokens, f"at most {self._max_tokens} tokens in all")
         if requests > self._max_requests:
             raise InvalidBatch("num_scheduled_tokens", requests, f"at most {self._max_requests} requests with tokens")
-        own = rank_inputs(made, self.rank, num_computed_tokens)
+        own = rank_inputs(made, self.rank)
         padded_rows = np.flatnonzero(made.unpad_mask)
         at = self._buffers
         _put(at.restore_index, made.restore_index)
@@ -137,6 +142,7 @@ class PCPManager:
         self._partition = made
         return RankRows(
             tokens=_put(at.tokens, own.tokens),
+            req_indices=_put(at.req_indices, own.req_indices),
             positions=_put(at.positions, own.positions),
             is_padding=_put(at.is_padding, own.is_padding),
         )

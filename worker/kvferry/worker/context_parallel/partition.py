@@ -4,8 +4,8 @@ Shapes: `N` requests, `T` scheduled tokens, `L` rows on each rank, `R` ranks, `P
 
 A prefill is padded to `2R` chunks of `c` tokens; rank `r` computes chunk `r` (its head) and chunk `2R-1-r` (its tail).
 A token attends to all tokens before it, so a cheap and a dear chunk together cost every rank the same. A decode (at
-most `reorder_threshold` scheduled tokens) is computed by every rank. So each rank has the same number of rows, and
-their all-gather needs no lengths.
+most `reorder_threshold` scheduled tokens, after at least one computed token) is computed by every rank. So each rank
+has the same number of rows, and their all-gather needs no lengths.
 
 The same rows appear in three orders:
 
@@ -13,12 +13,13 @@ The same rows appear in three orders:
 - *padded*: the `P` rows, request by request: a prefill's chunks from the first to the last, a decode `R` times;
 - *gathered*: the `P` rows as an all-gather delivers them, rank by rank.
 
-Example: 2 ranks, a decode of one token (A) and a prefill of 6 tokens (B … G) in 4 chunks of 2:
+Example: 2 ranks, a decode of one token (A, request 0) and a prefill of 6 tokens (B … G, request 1) in 4 chunks of 2:
 
     scheduled       A B C D E F G
     padded          A A B C D E F G · ·
     rank 0          A B C · ·                   chunks 0 and 3
     rank 1          A D E F G                   chunks 1 and 2
+    req_indices     0 1 1 1 1                   of either rank
     gathered        A B C · · A D E F G
     restore_index   0 5 1 2 6 7 8 9 3 4         padded = gathered[restore_index]
     unpad_mask      1 0 1 1 1 1 1 1 0 0         scheduled = padded[unpad_mask]
@@ -49,15 +50,16 @@ class Partition:
 
     Attributes:
         ranks: `R`.
-        scheduled_tokens: int64 `[N]`.
+        scheduled_tokens, computed_tokens: int64 `[N]`, those of this step and of earlier ones.
         chunk_tokens: int64 `[N]`, the `c` of every prefill; of a decode its tokens.
-        is_decode: bool `[N]`.
+        is_decode: bool `[N]`; a request of no tokens is none.
         restore_index: int64 `[P]`, `padded = gathered[restore_index]`.
         unpad_mask: bool `[P]`, `scheduled = padded[unpad_mask]`.
     """
 
     ranks: int
     scheduled_tokens: Ints
+    computed_tokens: Ints
     chunk_tokens: Ints
     is_decode: Bools
     restore_index: Ints
@@ -92,29 +94,40 @@ class RankInputs:
 
     Attributes:
         tokens: int64 `[L]`, which tokens of the scheduled order.
+        req_indices: int64 `[L]`, which request each row belongs to, as `num_scheduled_tokens` counts them.
         positions: int64 `[L]`, where they are in their sequences.
         is_padding: bool `[L]`.
     """
 
     tokens: Ints
+    req_indices: Ints
     positions: Ints
     is_padding: Bools
 
 
-def partition_step(num_scheduled_tokens: Counts, *, ranks: int, reorder_threshold: int = 1) -> Partition:
+def partition_step(
+    num_scheduled_tokens: Counts, num_computed_tokens: Counts, *, ranks: int, reorder_threshold: int | None = 1
+) -> Partition:
     """Share a step's tokens out.
 
     Args:
         num_scheduled_tokens: `[N]`, per request, new tokens only; a request of none takes no part.
-        reorder_threshold: up to how many scheduled tokens a request is a decode; 0: all are prefills.
+        num_computed_tokens: `[N]`, the tokens of each request that earlier steps have computed: its context.
+        reorder_threshold: up to how many scheduled tokens a request with context is a decode, as the attention backend
+            has it (vLLM's `reorder_batch_threshold`); None, of a backend that tells no decodes apart: all are prefills.
 
     Raises:
-        InvalidBatch: a number is not an integer, out of bounds, or there would be more than `MAX_ROWS` rows.
+        InvalidBatch: a number is not an integer, out of bounds, the two rows are not of one length, or there would be
+            more than `MAX_ROWS` rows.
     """
     check_integer("ranks", ranks, 1, MAX_RANKS)
-    check_integer("reorder_threshold", reorder_threshold, 0, MAX_ROWS)
+    most_decode_tokens = _most_decode_tokens(reorder_threshold)
     scheduled = as_counts("num_scheduled_tokens", num_scheduled_tokens, MAX_ROWS)
-    is_decode = scheduled <= reorder_threshold
+    computed = as_counts("num_computed_tokens", num_computed_tokens, MAX_POSITION)
+    if len(computed) != len(scheduled):
+        raise InvalidBatch("num_computed_tokens", len(computed), f"one for each of {len(scheduled)} requests")
+    # A short prompt is not a decode: it has no context to attend to, and ranks would repeat one another's work.
+    is_decode = (scheduled > 0) & (scheduled <= most_decode_tokens) & (computed > 0)
     chunk = np.where(is_decode, scheduled, -(-scheduled // (2 * ranks)))
     own = _rank_tokens(chunk, is_decode)
     rank_rows = int(own.sum())
@@ -131,6 +144,7 @@ def partition_step(num_scheduled_tokens: Counts, *, ranks: int, reorder_threshol
     return Partition(
         ranks=ranks,
         scheduled_tokens=_frozen(scheduled),
+        computed_tokens=_frozen(computed),
         chunk_tokens=_frozen(chunk),
         is_decode=_frozen(is_decode),
         restore_index=_frozen(rank * rank_rows + first + inside),
@@ -138,20 +152,10 @@ def partition_step(num_scheduled_tokens: Counts, *, ranks: int, reorder_threshol
     )
 
 
-def rank_inputs(partition: Partition, rank: int, num_computed_tokens: Counts) -> RankInputs:
-    """What `rank` computes of a step.
-
-    Args:
-        num_computed_tokens: `[N]`, the tokens of each request that earlier steps have computed.
-
-    Raises:
-        InvalidBatch: there is no such rank, or the numbers are not of as many requests as the partition's.
-    """
+def rank_inputs(partition: Partition, rank: int) -> RankInputs:
+    """What `rank` computes of a step. Raises InvalidBatch where there is no such rank."""
     check_integer("rank", rank, 0, partition.ranks - 1)
     scheduled, chunk = partition.scheduled_tokens, partition.chunk_tokens
-    computed = as_counts("num_computed_tokens", num_computed_tokens, MAX_POSITION)
-    if len(computed) != len(scheduled):
-        raise InvalidBatch("num_computed_tokens", len(computed), f"one for each of {len(scheduled)} requests")
     row, request = _ranges(partition.rank_tokens)
     size = chunk[request]
     # The tail chunk begins 2R-1-r chunks into the request and one chunk into this rank's rows.
@@ -161,20 +165,28 @@ def rank_inputs(partition: Partition, rank: int, num_computed_tokens: Counts) ->
     token = np.minimum(token, scheduled[request] - 1)
     return RankInputs(
         tokens=_frozen(_starts(scheduled)[request] + token),
-        positions=_frozen(computed[request] + token),
+        req_indices=_frozen(request),
+        positions=_frozen(partition.computed_tokens[request] + token),
         is_padding=_frozen(is_padding),
     )
 
 
-def most_rank_rows(max_tokens: int, max_requests: int, *, ranks: int, reorder_threshold: int = 1) -> int:
+def most_rank_rows(max_tokens: int, max_requests: int, *, ranks: int, reorder_threshold: int | None = 1) -> int:
     """The most rows that a step of so many tokens and requests can give a rank: what buffers have to hold.
 
     A prefill of `n` tokens gives at most `(n + 2R-1) / R` rows, a decode `n ≤ reorder_threshold`. So a request gives at
     most `n / R` and either `(2R-1) / R` or `reorder_threshold·(R-1) / R`.
     """
-    excess = max(2 * ranks - 1, min(reorder_threshold, max_tokens) * (ranks - 1))
+    excess = max(2 * ranks - 1, min(_most_decode_tokens(reorder_threshold), max_tokens) * (ranks - 1))
     # Nor are there ever more than two rows for a token, its own and one of padding.
     return min((max_tokens + max_requests * excess) // ranks, 2 * max_tokens)
+
+
+def _most_decode_tokens(reorder_threshold: int | None) -> int:
+    if reorder_threshold is None:
+        return 0
+    check_integer("reorder_threshold", reorder_threshold, 0, MAX_ROWS)
+    return reorder_threshold
 
 
 def _rank_tokens(chunk: Ints, is_decode: Bools) -> Ints:

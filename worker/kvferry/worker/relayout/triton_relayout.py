@@ -18,6 +18,16 @@ from kvferry.worker.relayout.wave_table import InvalidTable, WaveTable
 
 TABLE_BYTES = 2 << 20
 TABLES = 16
+_LEAST_TABLE_BYTES = 16 << 10
+
+
+def room_for(largest: WaveTable) -> int:
+    """Bytes for the table of any wave of as many pieces, units and chunks, without conversions.
+
+    Pieces of one shape can differ in width, and each width (1, 2, 4, 8, 16) has a row.
+    """
+    compiled = DeviceTable.of(largest, TILE)
+    return max(_LEAST_TABLE_BYTES, compiled.num_bytes + 2 * 5 * compiled.shapes.nbytes)
 
 
 class TritonRelayout:

@@ -1,0 +1,139 @@
+"""A result is published only if its commit is a clean one in the history of HEAD."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from bench import report
+from bench.figures import Results
+from bench.measured import Measured, NotPublishable, require_commits
+from bench.provenance import Checkout, begin, blind_spot, checkout
+
+from tests.bench.test_performance_page import sample
+
+
+def git(root: Path, *arguments: str) -> str:
+    """The output of one command, which must succeed."""
+    who = ("-c", "user.name=K", "-c", "user.email=k@localhost", "-c", "commit.gpgsign=false")
+    done = subprocess.run(["git", *who, "-C", str(root), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def commit(root: Path, text: str) -> str:
+    """Commit a change of the measured code; returns the commit's id of 12 digits."""
+    (root / "bench" / "step.py").write_text(text)
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "--message", text)
+    return git(root, "rev-parse", "--short=12", "HEAD")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository with one commit."""
+    made = tmp_path / "kvferry"
+    (made / "bench" / "results").mkdir(parents=True)
+    git(made, "init", "--quiet")
+    (made / ".gitignore").write_text("/bench/results/quick/\n")
+    commit(made, "first")
+    return made
+
+
+def result(commit: str, name: str = "step") -> Measured:
+    """A result that says so of itself."""
+    return Measured(name, Results(command=f"python -m bench.{name}", what="A sample."), "2026-11-22", commit, {}, {})
+
+
+def test_results_of_this_commit_and_of_earlier_ones_pass(root: Path) -> None:
+    first = git(root, "rev-parse", "HEAD")
+    second = commit(root, "second")
+    assert require_commits([result(first), result(second)], root) is None
+
+
+def test_a_commit_that_is_nowhere_or_on_another_branch_or_has_changes_is_refused_by_file_commit_and_command(
+    root: Path,
+) -> None:
+    git(root, "checkout", "--quiet", "-b", "other")
+    elsewhere = commit(root, "other")
+    git(root, "checkout", "--quiet", "-")
+    first = git(root, "rev-parse", "--short=12", "HEAD")
+    wrong = {"step": "36830c01adc8", "scale": elsewhere, "plan": f"{first} and changes", "ucx": "HEAD", "soak": ""}
+    with pytest.raises(NotPublishable) as refused:
+        require_commits([result(of, name) for name, of in wrong.items()] + [result(first, "serve")], root)
+    lines = str(refused.value).splitlines()
+    assert len(lines) == len(wrong)
+    for line, (name, of) in zip(lines, wrong.items(), strict=True):
+        assert line.startswith(f"{name}.json is of commit {of!r}, ")
+        assert f"run `python -m bench.{name}`" in line
+
+
+def test_where_the_history_is_cut_or_git_has_none_the_results_that_cannot_be_checked_are_named(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = git(root, "rev-parse", "--short=12", "HEAD")
+    second = commit(root, "second")
+    shallow = tmp_path / "shallow"
+    git(tmp_path, "clone", "--quiet", "--depth", "1", root.as_uri(), str(shallow))
+    found = [result(first, "step"), result(second, "plan")]
+    assert require_commits(found, shallow) == "commits not checked of step: shallow is a shallow clone"
+    unpacked = root / "sdist"  # within another repository, as in a user's own
+    unpacked.mkdir()
+    said = require_commits(found, unpacked)
+    assert said == "commits not checked of step, plan: sdist is not a git repository"
+    with pytest.raises(NotPublishable, match="and changes"):
+        require_commits([result(f"{first} and changes")], unpacked)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert require_commits(found, root) == "commits not checked of step, plan: git is not installed"
+
+
+def test_the_report_refuses_such_a_result_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if blind_spot():
+        pytest.skip("this is no whole clone")
+    sample(tmp_path, commit="36830c01adc8 and changes")
+    monkeypatch.setattr("sys.argv", ["report", "--results", str(tmp_path), "--into", str(tmp_path / "docs")])
+    assert report.main() == 1
+    said = capsys.readouterr().err
+    assert "sample.json is of commit '36830c01adc8 and changes'" in said
+    assert "`python -m bench.sample`" in said
+    assert not (tmp_path / "docs").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "counts"),
+    [
+        ("bench/step.py", True),
+        ("worker/kvferry/worker/new.py", True),
+        ("tests/rig/engine.py", True),
+        ("requirements/cpu.lock", True),
+        ("bench/results/step.json", False),
+        ("docs/performance.md", False),
+    ],
+)
+def test_changed_and_new_files_count_where_figures_depend_on_them_and_a_run_says_so_at_its_start(
+    path: str, counts: bool, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clean = begin(root)
+    assert (clean.changes, capsys.readouterr().err) == ((), "")
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text("changed")
+    found = begin(root)
+    assert (found != clean) == counts
+    assert (str(found) == f"{clean} and changes") == counts
+    said = capsys.readouterr().err
+    assert (path in said) == counts
+    assert ("cannot be published" in said) == counts
+
+
+def test_a_commit_during_the_run_is_seen(root: Path) -> None:
+    before = checkout(root)
+    commit(root, "second")
+    assert checkout(root) != before
+    assert checkout(root).problem is None
+
+
+def test_a_tree_without_git_has_no_commit_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert begin(tmp_path) == Checkout("")
+    assert "git does not say which commit this is" in capsys.readouterr().err

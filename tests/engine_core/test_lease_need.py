@@ -1,0 +1,88 @@
+"""Blocks that leases give up are those that vLLM asks for: with recurrent groups, lookahead tokens, renewed leases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine_core.slow_router import HEARTBEAT_S, LEASE_S, REMOTE_DECODE, Slow
+
+
+def claimed(slow: Slow, length: int, keep_free: int) -> list[str]:
+    """Prompts whose consumers renew them, until no more than so many blocks are free."""
+    names: list[str] = []
+    while slow.engine.free_blocks > keep_free and len(names) < 30:
+        names.append(f"c{len(names)}")
+        slow.prefill(names[-1], length=length)
+        slow.step(3, renew=names)
+        assert slow.engine.answers[names[-1]].finish_reason is not None
+    return names
+
+
+def seconds_until_answered(slow: Slow, name: str, renew: list[str], limit_s: float) -> float:
+    started_s = slow.now_s
+    while slow.engine.answers[name].finish_reason is None:
+        assert slow.now_s < started_s + limit_s, f"{name} is {slow.engine.status(name)}, {slow.engine.free_blocks} free"
+        slow.step(renew=renew)
+    return slow.now_s - started_s
+
+
+def test_a_prompt_of_a_model_with_recurrent_groups_gets_the_blocks_of_claimed_leases(make_slow: Any) -> None:
+    """One block and a state for each recurrent group, not a block for each 16 tokens of each of them."""
+    slow = make_slow(engine={"num_blocks": 101, "states": 3}, kv_lease_duration=LEASE_S)
+    names = claimed(slow, 64, keep_free=20)
+    slow.prefill("long", length=500)
+    assert seconds_until_answered(slow, "long", names, 300) <= 2 * HEARTBEAT_S
+
+
+def test_live_leases_of_a_model_with_recurrent_groups_do_not_end_while_blocks_are_free(make_slow: Any) -> None:
+    slow = make_slow(engine={"num_blocks": 101, "states": 3}, max_leased_fraction=1.0)
+    names = claimed(slow, 64, keep_free=40)
+    for index in range(10):
+        slow.engine.add(f"medium{index}", [900 + index] * 200, max_tokens=1)
+        assert seconds_until_answered(slow, f"medium{index}", names, 300) <= 5
+    slow.step(round(HEARTBEAT_S), renew=names)
+    assert slow.engine.counted("leases_released", "evicted") == 0
+
+
+@pytest.mark.parametrize("renewed", [False, True], ids=["silent", "renewed"])
+def test_lookahead_tokens_count_where_exactly_the_prompt_would_fit(make_slow: Any, renewed: bool) -> None:
+    """Twelve blocks are free, the prompt has twelve, and its lookahead tokens reach into the thirteenth."""
+    slow = make_slow(engine={"lookahead": 4}, max_leased_fraction=1.0)
+    names = [f"p{index}" for index in range(5)]
+    slow.prefill(*names, length=60)
+    slow.step(8, renew=names)
+    assert slow.engine.free_blocks == 12
+    slow.prefill("exact", length=12 * 16)
+    assert seconds_until_answered(slow, "exact", names if renewed else [], 600) <= 3 * HEARTBEAT_S
+
+
+def test_whatever_the_estimate_says_a_prompt_that_is_not_admitted_gets_blocks(
+    make_slow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = make_slow(max_leased_fraction=1.0)
+    names = [f"p{index}" for index in range(8)]
+    slow.prefill(*names)
+    slow.step(12, renew=names)
+    monkeypatch.setattr("kvferry.connector.waiting.UnfinishedRequests._lacking", lambda *_: 0)
+    slow.prefill("waits", length=200)
+    seconds = seconds_until_answered(slow, "waits", names, 600)
+    assert 2 * HEARTBEAT_S < seconds <= 6 * HEARTBEAT_S, "4, 4, 4 and 8 blocks, a heartbeat apart"
+    assert len(slow.held & set(names)) == 3
+
+
+@pytest.mark.parametrize("runs", [1, 2], ids=["a request more could run", "as many run as can"])
+def test_a_prompt_that_waits_for_its_turn_to_run_takes_no_leases(make_slow: Any, runs: int) -> None:
+    slow = make_slow(engine={"max_num_seqs": 2, "num_blocks": 65}, max_leased_fraction=1.0)
+    names = [f"p{index}" for index in range(8)]
+    slow.prefill(*names)
+    slow.step(12, renew=names)
+    for index in range(runs):
+        slow.engine.add(f"runs{index}", [700 + index] * 16, max_tokens=100)
+    slow.step(2, renew=names)
+    slow.engine.add("waits", [800] * 32, REMOTE_DECODE, max_tokens=1)
+    slow.step(round(6 * HEARTBEAT_S), renew=names)
+    assert (slow.engine.answers["waits"].finish_reason is not None) == (runs == 1)
+    assert slow.engine.counted("leases_released", "evicted") == 0
+    assert slow.held.issuperset(names)

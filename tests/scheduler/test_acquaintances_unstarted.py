@@ -1,0 +1,19 @@
+"""A search for producers that is made and closed without a start: what it had open is closed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvferry.scheduler.acquaintances import Acquaintances
+from tests.scheduler.channel import HOST
+from tests.scheduler.test_acquaintances import ME, TIMEOUT_S
+
+
+def test_what_was_never_started_leaves_nothing_behind() -> None:
+    fds = Path("/proc/self/fd")
+    before = len(list(fds.iterdir()))
+    made = [Acquaintances([(HOST, 1)], ME, lambda _: None, TIMEOUT_S) for _ in range(5)]
+    assert len(list(fds.iterdir())) > before, "nothing was open that could be left"
+    for one in (*made, *made):
+        one.close()
+    assert len(list(fds.iterdir())) <= before

@@ -1,0 +1,48 @@
+"""Which threads use the device: each has set it first, or its first call would make a context on GPU 0."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.fakes.cuda import DEFAULT_STREAM, FakeCuda
+from tests.worker.engine_rig import SHAPE, Rig
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+SECOND_GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    made = FakeCuda(SECOND_GPU)
+    made.install(monkeypatch)
+    return made
+
+
+def test_a_load_is_zeroed_by_one_launch_on_a_stream_of_its_own_that_was_used_at_registration(
+    cuda: FakeCuda, rig: Rig
+) -> None:
+    with cuda.memory():
+        producer = rig.engine("P", device=SECOND_GPU)
+        consumer = rig.engine("C", device=SECOND_GPU)
+    warmed_up = {call.stream for call in cuda.calls if call.name == "launch"}
+    begun = len(cuda.calls)
+    rig.transfer(producer, consumer, tokens=10)
+    launches = [call for call in cuda.calls[begun:] if call.name == "launch"]
+    assert len(launches) == 1, f"{SHAPE.layers} layers with a gap each"
+    assert launches[0].thread == "kvferry-transfer"
+    assert launches[0].stream in warmed_up - {DEFAULT_STREAM}
+
+
+def test_every_thread_that_uses_the_device_has_set_it(cuda: FakeCuda, rig: Rig) -> None:
+    with cuda.memory():
+        producer = rig.engine("P", device=SECOND_GPU)
+        consumer = rig.engine("C", device=SECOND_GPU, shape=replace(SHAPE, axes="bth"))
+    rig.transfer(producer, consumer, tokens=10)
+    assert consumer.seen.figures[-1].staged_bytes, "the load went through the pool"
+    threads = {call.thread for call in cuda.calls}
+    assert len(threads) == 2, "the engine's thread, and the transfer thread"
+    assert not cuda.strays()

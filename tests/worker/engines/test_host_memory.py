@@ -1,0 +1,94 @@
+"""Host memory of engines whose fabric does not reach their device: how much is pinned, when, and for which roles."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvferry.protocol.errors import InvalidConfig
+from kvferry.worker.host_memory import HostMemory
+from tests.fakes.cuda import FakeCuda
+from tests.fakes.memory_fabric import MemoryFabric
+from tests.worker.engine_rig import SETTINGS, Engine, Rig
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+GPU = torch.device("cuda", 1)
+POOL_BYTES = 65 << 12
+ON_HOST = replace(SETTINGS, host_buffer=True, staging_pool_bytes=POOL_BYTES)
+
+
+def pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def mirror_bytes(engine: Engine) -> list[int]:
+    return [pages(part.nbytes) for part in engine.caches.memory]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    made = FakeCuda(GPU)
+    made.install(monkeypatch)
+    return made
+
+
+def test_a_producer_pins_its_caches_copy_and_its_pool_in_whole_pages_and_no_more(cuda: FakeCuda, rig: Rig) -> None:
+    with cuda.memory():
+        producer = rig.engine("P", device=GPU, settings=ON_HOST)
+    assert sorted(cuda.registered.values()) == sorted([*mirror_bytes(producer), POOL_BYTES])
+    assert not any(address % mmap.PAGESIZE for address in cuda.registered)
+
+
+def test_a_consumer_pins_its_pool_and_keeps_and_registers_no_copy_of_its_caches(cuda: FakeCuda, rig: Rig) -> None:
+    with cuda.memory():
+        producer = rig.engine("P", device=GPU, settings=ON_HOST)
+        before = set(cuda.registered)
+        consumer = rig.engine("C", device=GPU, settings=replace(ON_HOST, is_read_from=False))
+    assert [length for address, length in cuda.registered.items() if address not in before] == [POOL_BYTES]
+    fabric = consumer.fabric.inner
+    assert isinstance(fabric, MemoryFabric)
+    starts = {tensor.untyped_storage().data_ptr() for tensor in consumer.caches.kv.storages}
+    assert not starts & {region.address for region in fabric._regions}
+    rig.transfer(producer, consumer)
+    assert not cuda.strays()
+
+
+def test_memory_is_unpinned_once_and_after_the_transfer_thread_and_the_fabric_have_ended(
+    cuda: FakeCuda, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cuda.memory():
+        producer, consumer = rig.pair(device=GPU, settings=ON_HOST)
+    rig.transfer(producer, consumer)
+    close, pinned_at_close = producer.fabric.close, []
+
+    def closed() -> None:
+        pinned_at_close.append(len(cuda.registered))
+        close()
+
+    monkeypatch.setattr(producer.fabric, "close", closed)
+    everything = len(cuda.registered)
+    rig.retire(producer)
+    producer.worker.close()
+    assert set(pinned_at_close) == {everything, everything // 2}
+    assert cuda.names().count("cudaHostUnregister") == everything // 2 == len(cuda.registered)
+    last = cuda.names().index("cudaHostUnregister")
+    thread = producer.worker._thread
+    assert thread is not None
+    assert not thread._thread.is_alive()
+    assert {call.name for call in cuda.calls[last:]} == {"cudaHostUnregister"}
+
+
+def test_memory_that_cannot_be_pinned_stops_the_start_with_its_size(cuda: FakeCuda, rig: Rig) -> None:
+    cuda.host_error = 2
+    with cuda.memory(), pytest.raises(InvalidConfig, match=r"room for \d+ bytes .* error 2") as refused:
+        rig.engine("P", device=GPU, settings=ON_HOST)
+    assert refused.value.field == "kv_buffer_device"
+
+
+def test_memory_that_the_system_does_not_have_is_refused_by_its_size() -> None:
+    with pytest.raises(InvalidConfig, match=rf"room for {1 << 60} bytes"):
+        HostMemory(1 << 60, torch.device("cpu"))

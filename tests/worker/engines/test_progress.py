@@ -1,0 +1,103 @@
+"""The transfer thread's pause is short again whenever a load moves on, and grows while it merely polls."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvferry.worker import transfer_thread
+from kvferry.worker.fabric import Transfer, TransferState
+from tests.waiting import wait_until
+from tests.worker.engine import Engine
+from tests.worker.engine_rig import OrderedLoad, Rig
+from tests.worker.engines.test_staging import HEADS_OUTER, STAGED, TOKENS_OUTER, staged_pair
+
+POLLS = 3
+"""Polls that find a read in flight, as over TCP or RDMA, where a post returns at once."""
+
+
+@pytest.fixture(autouse=True)
+def _looking_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_thread, "_LOOKING_SHARE", 0)  # the longest pause would grow with it
+
+
+def _asynchronous(consumer: Engine) -> None:
+    """From now on its reads take `POLLS` polls more."""
+    poll, polled = consumer.fabric.poll, Counter[Transfer]()
+
+    def in_flight_first(transfer: Transfer) -> TransferState:
+        polled[transfer] += 1
+        return TransferState.IN_FLIGHT if polled[transfer] <= POLLS else poll(transfer)
+
+    consumer.fabric.poll = in_flight_first  # type: ignore[method-assign]
+
+
+def _note_pauses(consumer: Engine) -> list[int]:
+    """The pauses that loads wait for from now on, in µs, one after every round of the thread."""
+    thread = consumer.worker._thread
+    assert thread is not None
+    wait_until(thread._is_idle, "nothing else is due")
+    step, pauses_us = thread._step, list[int]()
+
+    def noted() -> None:
+        step()
+        if thread.runner.busy():
+            pauses_us.append(round(thread._pause_s * 1e6))
+
+    thread._step = noted  # type: ignore[method-assign]
+    return pauses_us
+
+
+def _load(rig: Rig, consumer: Engine, load: OrderedLoad, seed: int) -> None:
+    assert rig.until_over(consumer, load) is None
+    consumer.check_bytes(load, seed)
+
+
+def test_each_stage_of_a_load_begins_with_the_shortest_pause(rig: Rig) -> None:
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    offer = producer.prefill(tokens=10, seed=2)
+    _asynchronous(consumer)
+    pauses_us = _note_pauses(consumer)
+    _load(rig, consumer, consumer.load(offer.params), seed=2)
+    assert pauses_us == 3 * [50, 100, 200], "the fence, the data, the fence again"
+
+
+def test_each_wave_of_a_staged_load_shortens_the_pause(rig: Rig) -> None:
+    producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED)
+    rig.transfer(producer, consumer)
+    offer = producer.prefill(tokens=64, seed=2)
+    _asynchronous(consumer)
+    pauses_us = _note_pauses(consumer)
+    _load(rig, consumer, consumer.load(offer.params), seed=2)
+    assert consumer.seen.figures[-1].waves > 4
+    assert max(pauses_us) <= 200
+    assert pauses_us.count(50) >= consumer.seen.figures[-1].waves / 2
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_load_that_merely_polls_is_polled_less_and_less_often(rig: Rig, staged: bool) -> None:
+    producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED) if staged else rig.pair()
+    rig.transfer(producer, consumer)
+    offer = producer.prefill(tokens=10, seed=2)
+    pauses_us = _note_pauses(consumer)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    load = consumer.load(offer.params)
+    wait_until(lambda: len(pauses_us) > 20, "it is polled again and again")
+    rig.network.thaw(producer.fabric.agent_name)
+    _load(rig, consumer, load, seed=2)
+    assert pauses_us[:20] == [50, 100, 200, 400, 800] + 15 * [1000]
+
+
+def test_asking_a_producer_again_that_still_computes_is_no_progress(rig: Rig) -> None:
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    offer = producer.finish_prefill(producer.start_prefill(10, seed=2))
+    pauses_us = _note_pauses(consumer)
+    asked = consumer.fabric.calls["post_read"]
+    load = consumer.load(offer.params)
+    wait_until(lambda: consumer.fabric.calls["post_read"] >= asked + 5, "it has asked again")
+    waiting_us = list(pauses_us)
+    _load(rig, consumer, load, seed=2)
+    assert waiting_us == ([50, 100, 200, 400, 800] + len(waiting_us) * [1000])[: len(waiting_us)]

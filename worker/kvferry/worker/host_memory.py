@@ -1,0 +1,68 @@
+"""Host memory of an exact size that a device can copy from and to.
+
+torch rounds pinned memory up to a power of two: 33 GiB would take 64. So pages are mapped here and registered with
+CUDA.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import torch
+
+from kvferry.protocol.errors import InvalidConfig
+
+
+class HostMemory:
+    """Whole pages of private memory, zero at first. Not pinned before `pin`.
+
+    Args:
+        num_bytes: at least 1; rounded up to whole pages.
+        device: that copies from and to it; nothing is pinned for the CPU.
+
+    Attributes:
+        tensor: uint8 `[num_bytes]`, the memory without what was rounded up.
+
+    Raises:
+        InvalidConfig: the system has not so much memory.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._mapped_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._on_cuda = device.type == "cuda"
+        self._is_pinned = False
+        try:
+            pages = mmap.mmap(-1, self._mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError) as error:
+            raise self._refused(f"the system says: {error}") from None
+        self.tensor = torch.from_numpy(np.frombuffer(pages, dtype=np.uint8))[:num_bytes]
+
+    def pin(self) -> None:
+        """Register the pages with CUDA; from now on they stay where they are. Idempotent.
+
+        Raises:
+            InvalidConfig: CUDA refuses.
+        """
+        if not self._on_cuda or self._is_pinned:
+            return
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(self.tensor.data_ptr(), self._mapped_bytes, 0))
+        if code:
+            raise self._refused(f"cudaHostRegister returned error {code}")
+        self._is_pinned = True
+
+    def unpin(self) -> None:
+        """Undo `pin`, once nothing copies from or to the memory any more. Idempotent."""
+        if self._is_pinned:
+            self._is_pinned = False
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(self.tensor.data_ptr())
+
+    def _refused(self, reason: str) -> InvalidConfig:
+        return InvalidConfig(
+            "kv_buffer_device",
+            "cpu",
+            f"room for {self._mapped_bytes} bytes of pinned host memory ({reason}): use a smaller KV cache, "
+            "or raise the memory limits of the host or container (memlock included)",
+        )
