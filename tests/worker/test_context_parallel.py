@@ -76,10 +76,10 @@ def _check_step(
         assert (slots == np.where(padded == PADDING, -1, there[padded] if len(there) else -1)).all()
     slots = got.slots[0]
     cache = np.full((3 * len(content), rows.row_bytes), 0x11, np.uint8)
-    wanted = cache.copy()
+    expected = cache.copy()
     cache[slots[slots >= 0]] = got.padded[slots >= 0]
-    wanted[mapping[mapping >= 0]] = content[mapping >= 0]
-    assert (cache == wanted).all(), "a replica writes to its cache every token that it keeps, in its slot"
+    expected[mapping[mapping >= 0]] = content[mapping >= 0]
+    assert (cache == expected).all(), "a replica writes to its cache every token that it keeps, in its slot"
 
 
 @pytest.mark.parametrize("ranks", GROUPS)

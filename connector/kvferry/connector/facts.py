@@ -35,7 +35,7 @@ def check_supported(vllm_config: VllmConfig, config: FerryConfig) -> None:
         raise InvalidConfig("enable_sleep_mode", True, "false: waking up remaps cache pages under registered memory")
     if model.enable_cumem_allocator and not config.allow_cumem_allocator:
         expected = (
-            "false: `sleep` and `release_kv_cache_memory` would remap cache pages under registered memory; "
+            "false: sleep and release_kv_cache_memory would remap cache pages under registered memory; "
             "or true with allow_cumem_allocator, on an engine that neither is ever called on"
         )
         raise InvalidConfig("enable_cumem_allocator", True, expected)
