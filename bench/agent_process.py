@@ -5,6 +5,8 @@
     read agent bytes repeats patience_s → seconds [], error; with `announced` an empty answer first: it begins now
     meet agents port                    → seconds []: each asks a producer's side channel, plans, and reads 8 bytes,
                                           all at once, each on a thread of its own
+    send agent                          → one empty answer; it sends messages to its peer until it is killed
+    receive agent                       → messages: how many have come since it was last asked
     usage                               → rss_mb, files, threads, cpu_s
     close agent                         → nothing: it ends without a word to anybody
 
@@ -101,6 +103,11 @@ class Agent:
             seconds.append(time.perf_counter() - start)
         return {"seconds": seconds, "error": None}
 
+    def send(self) -> None:
+        """Send messages to the peer, one behind the other, until the process is killed."""
+        while True:
+            self.fabric.notify(self._peer["name"], bytes(FIRST_BYTES))
+
     def _prepare(self, num_bytes: int) -> None:
         for side in self._sides or ():
             self.fabric.release(side)
@@ -157,6 +164,11 @@ def _obey(agents: list[Agent | None], order: dict[str, Any], answers: TextIO) ->
         raise ValueError(f"agent {order['agent']} was closed")
     if order["do"] == "connect":
         return {"seconds": agent.connect(order["peer"], order["bytes"])}
+    if order["do"] == "send":
+        print("{}", file=answers, flush=True)
+        agent.send()
+    if order["do"] == "receive":
+        return {"messages": len(agent.fabric.take_notifications())}
     if order["do"] == "read":
         if order.get("announced"):
             print("{}", file=answers, flush=True)

@@ -39,9 +39,10 @@ _TIMEOUT_S = 5.0
 _LIMITS = Share(rss_mb=8000.0, files=1024.0, threads=4096.0)
 """Of a process: memory that is a nuisance, the usual soft limit of files, a container's limit of tasks."""
 
+_SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
 _TRANSPORTS: dict[str, dict[str, str]] = {
-    "one host": {"UCX_MM_ERROR_HANDLING": "y"},
-    "TCP": {"UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"},
+    "one host": _SEGMENTS,
+    "TCP": {"UCX_TLS": "tcp", **_SEGMENTS},
 }
 """As kvferry sets them."""
 

@@ -60,8 +60,7 @@ WHAT = (
     "Two vLLM engines on one core each, SmolLM2-135M in float32, prompts of random tokens that no cache knows, greedy "
     "answers of 8 tokens, streamed. The single engine has one such core too. Handover: from the producer's answer to "
     "the first token out of the decoder, where the client sends both requests as the router does; all other times are "
-    "through vllm-router. The peer has UCX_MM_ERROR_HANDLING=y as well. All engines begin with PyTorch's ordinary "
-    "pages; kvferry moves its caches into huge ones."
+    "through vllm-router. All engines begin with PyTorch's ordinary pages; kvferry moves its caches into huge ones."
 )
 
 

@@ -25,10 +25,11 @@ from bench.figures import Cell, Results, Table, publish
 from bench.provenance import begin
 
 _MIB = 1 << 20
-LOOPBACK_TCP = "messages over loopback TCP"
+DEFAULT = "default"
+_SHARED_MEMORY = "messages through shared memory"
 _TRANSPORTS: dict[str, dict[str, str]] = {
-    "default": {"UCX_MM_ERROR_HANDLING": "y"},
-    LOOPBACK_TCP: {"UCX_MM_ERROR_HANDLING": "n"},
+    DEFAULT: {},
+    _SHARED_MEMORY: {"UCX_MM_ERROR_HANDLING": "y"},
     "tcp": {"UCX_TLS": "tcp"},
     "posix,self": {"UCX_TLS": "posix,self", "UCX_MM_ERROR_HANDLING": "y"},
 }
@@ -166,12 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         waited_dead = [
             pool.submit(dead_peer, transports, interval, 1.0 if quick else 3.0, patience_s)
-            for transports in (("default",) if quick else _TRANSPORTS)
+            for transports in ((DEFAULT,) if quick else _TRANSPORTS)
             for interval in ("500ms", "inf")
         ]
         waited_silent = [
             pool.submit(silent_peer, transports, how, interval, silent_s, patience_s / 3)
-            for transports in ("default", LOOPBACK_TCP)
+            for transports in (DEFAULT, _SHARED_MEMORY)
             for how in (("stopped",) if quick else ("closed", "stopped"))
             for interval in (f"{interval_s * 1e3:g}ms", "inf")
         ]

@@ -136,8 +136,7 @@ class EngineSpec:
     def environment(self, side_channel_port: int) -> dict[str, str]:
         """What is added to the environment.
 
-        On CPU each worker has one core, or two engines on two cores fight for both; shared memory carries NIXL's
-        control messages (`UCX_MM_ERROR_HANDLING`), which wakes a peer in microseconds instead of through loopback.
+        On CPU each worker has one core, or two engines on two cores fight for both.
         torch.compile is off there: vLLM's sampler would compile with g++, which a user's machine may not have, and
         the first request would wait half a minute for it. Not so with several stages, which need it. PyTorch takes
         its memory in huge pages, which spares kvferry moving the cache into them.
@@ -148,7 +147,6 @@ class EngineSpec:
         if self.device == "cpu":
             added["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(self.devices)
             added["VLLM_CPU_KVCACHE_SPACE"] = f"{self.cache_gib:g}"
-            added["UCX_MM_ERROR_HANDLING"] = "y"
             added["THP_MEM_ALLOC_ENABLE"] = "1"
             if not self._traced:
                 added["TORCH_COMPILE_DISABLE"] = "1"

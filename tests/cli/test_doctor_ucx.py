@@ -19,6 +19,7 @@ NICS = Devices(
     ports=(NicPort("mlx5_0:1", SOMEWHERE, "ACTIVE"), NicPort("mlx5_1:1", SOMEWHERE, "ACTIVE")), interfaces=("eth0",)
 )
 ONE_DOWN = Devices(ports=(*NICS.ports, NicPort("mlx5_2:1", SOMEWHERE, "DOWN")), interfaces=("eth0",))
+ONLY_SHARED = {"UCX_TLS": "^tcp", "UCX_MM_ERROR_HANDLING": "y"}
 BOUNDED = {"UCX_RCACHE_MAX_UNRELEASED": "1024"}
 SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
 
@@ -34,7 +35,9 @@ def troubles(environ: dict[str, str], machine: Devices = PLAIN) -> list[tuple[Ma
     [
         ({}, PLAIN),
         ({}, GPUS),
-        ({"UCX_MM_ERROR_HANDLING": "y"}, PLAIN),
+        ({"UCX_MM_ERROR_HANDLING": "n"}, PLAIN),
+        ({"UCX_TLS": "^tcp", "UCX_MM_ERROR_HANDLING": "y"}, PLAIN),
+        ({"UCX_KEEPALIVE_INTERVAL": "inf"}, PLAIN),
         ({"UCX_TLS": "all"}, GPUS),
         ({"UCX_TLS": "^tcp"}, GPUS),
         ({"UCX_TLS": "rc,cuda"}, GPUS),
@@ -68,11 +71,12 @@ def test_settings_that_are_well_are_left_alone(environ: dict[str, str], machine:
         ({"UCX_NET_DEVICES": "mlx5_0:1,eth0"}, PLAIN, Mark.BROKEN, "names mlx5_0:1, not on this machine"),
         ({"UCX_NET_DEVICES": "mlx5_2:1", **BOUNDED}, ONE_DOWN, Mark.BROKEN, "is down"),
         (BOUNDED, ONE_DOWN, Mark.LOOK, "not every NIC port is up"),
-        ({"UCX_KEEPALIVE_INTERVAL": "inf"}, PLAIN, Mark.LOOK, "dead peer may never end"),
-        ({"UCX_KEEPALIVE_INTERVAL": "20s"}, PLAIN, Mark.LOOK, "core spin"),
+        ({"UCX_KEEPALIVE_INTERVAL": "inf", **ONLY_SHARED}, PLAIN, Mark.LOOK, "dead peer may never end"),
+        ({"UCX_KEEPALIVE_INTERVAL": "20s", **ONLY_SHARED}, PLAIN, Mark.LOOK, "core spin"),
         ({"UCX_RC_TIMEOUT": "3s"}, PLAIN, Mark.LOOK, "for 84 s"),
         ({"UCX_RC_RETRY_COUNT": "15"}, PLAIN, Mark.LOOK, "for 60 s"),
-        ({"UCX_MM_ERROR_HANDLING": "n"}, PLAIN, Mark.LOOK, "over TCP"),
+        ({"UCX_MM_ERROR_HANDLING": "y"}, PLAIN, Mark.LOOK, "killed in mid-message"),
+        ({"UCX_TLS": "tcp,sm", "UCX_MM_ERROR_HANDLING": "y"}, PLAIN, Mark.LOOK, "killed in mid-message"),
         ({}, NICS, Mark.LOOK, "seen to leak"),
         ({"UCX_RCACHE_MAX_UNRELEASED": "inf"}, NICS, Mark.LOOK, "seen to leak"),
         ({"UCX_LOG_LEVEL": "debug"}, PLAIN, Mark.LOOK, "slows"),
@@ -101,7 +105,7 @@ def test_what_kvferry_adds_is_judged_and_shown_apart_from_what_is_set() -> None:
 
 
 def test_several_troubles_are_all_told() -> None:
-    environ = {"UCX_TLS": "tcp", "UCX_KEEPALIVE_INTERVAL": "inf", "UCX_NET_DEVICES": "ib0", "UCX_LOG_LEVEL": "trace"}
+    environ = {"UCX_TLS": "tcp", "UCX_RC_TIMEOUT": "3s", "UCX_NET_DEVICES": "ib0", "UCX_LOG_LEVEL": "trace"}
     assert len(troubles(environ)) == 4
 
 

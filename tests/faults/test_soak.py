@@ -11,8 +11,7 @@ import secrets
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-import pytest
-from bench.soak import NO_KEEP_ALIVE, soak
+from bench.soak import soak
 from bench.soak_report import grown, report
 from bench.soak_schedule import Fault
 
@@ -21,9 +20,7 @@ _FEWEST_REQUESTS = 300
 """Fewer would show little, however busy the machine is."""
 
 
-def test_for_minutes_nothing_goes_wrong_nothing_is_left_and_nothing_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in NO_KEEP_ALIVE.items():
-        monkeypatch.setenv(name, value)
+def test_for_minutes_nothing_goes_wrong_nothing_is_left_and_nothing_grows() -> None:
     seed = int(os.environ.get("KVFERRY_SEED", secrets.randbelow(10**6)))
     print(f"KVFERRY_SEED={seed}")
     # In a process of its own: what it measures is its own, and nothing of it outlives it.

@@ -30,8 +30,6 @@ from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 
 Memory = npt.NDArray[np.uint8]
 DEADLINE_S = 20.0
-_SENT_AFTER_S = 0.02
-"""When a producer that nobody asks anything has long said what it had to say."""
 _PRODUCER = Path(__file__).with_name("fabric_producer.py")
 
 
@@ -168,7 +166,7 @@ class MemoryProducer(Producer):
 
 
 class NixlHarness(Harness):
-    """Over shared memory and CMA on one host, as NIXL comes."""
+    """Over loopback TCP and CMA on one host, as NIXL comes."""
 
     ucx: Mapping[str, str] = {}
 
@@ -216,10 +214,6 @@ class NixlProducer(Producer):
         self.metadata, self.address = bytes.fromhex(hello["metadata"]), int(hello["address"])
 
     def kill(self) -> None:
-        # Killed while it sends through shared memory, UCX's thread in this process would spin for ever and hang at the
-        # end: docs/reliability.md, what is not covered. It sends only in answer to what has happened before.
-        if self._process.poll() is None:
-            time.sleep(_SENT_AFTER_S)
         self._process.kill()
         self._process.wait()
 

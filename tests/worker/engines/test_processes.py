@@ -151,7 +151,7 @@ def test_loads_survive_a_producer_that_is_killed_and_started_again(
     # Back at the same address with another boot.
     started.append(EngineProcess("P", port, ucx=ucx).started())
     _transfer(started[-1], consumer, seed=3)
-    assert consumer.state() == {"leases": 0, "alive": 0, "cells": 0}
+    wait_until(lambda: consumer.state() == {"leases": 0, "alive": 0, "cells": 0}, "nothing is left")
 
 
 def test_a_consumer_that_is_killed_costs_the_producer_a_lease_and_no_more(started: list[EngineProcess]) -> None:

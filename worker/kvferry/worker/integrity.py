@@ -60,8 +60,8 @@ class WorkerBooks:
         first_reads, loads = self.book.first_reads(), list(runner.alive())
         pool = self.staging.pool if self.staging is not None else None
         return (
-            f"loads: {runner.waiting()} waiting, {len(loads) - len(runner.quarantine)} running, "
-            f"{len(runner.quarantine)} quarantined; peers: {self.book.describe()}; "
+            f"loads: {runner.waiting()} waiting, {len(loads) - len(runner.quarantine) - runner.flushing()} running, "
+            f"{runner.flushing()} flushing, {len(runner.quarantine)} quarantined; peers: {self.book.describe()}; "
             f"cells: {len(landing.words)} = {landing.free()} free + {sum(len(one.cells) for one in loads)} of loads + "
             f"{sum(len(one.cells) for one in first_reads)} of first reads; "
             f"transfers: {sum(one.transfers() for one in loads)} of loads, "

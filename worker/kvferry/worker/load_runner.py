@@ -47,6 +47,7 @@ class LoadRunner:
         self._waiting: deque[Load] = deque()
         self._running: dict[Load, Steps] = {}
         self._round: deque[Load] = deque()
+        self._flushing: list[Load] = []
         self.round_s = self._stretched_s = 0.0
         self._in_use: frozenset[PeerKey] | None = None
 
@@ -71,7 +72,12 @@ class LoadRunner:
     def alive(self) -> Iterator[Load]:
         """Loads that may have something: cells, waves, transfers."""
         yield from self._running
+        yield from self._flushing
         yield from self.quarantine
+
+    def flushing(self) -> int:
+        """Loads that are over, with reads behind their last messages still in flight."""
+        return len(self._flushing)
 
     def waiting(self) -> int:
         """Loads whose turn it is not."""
@@ -104,7 +110,7 @@ class LoadRunner:
         self._stretched_s += time.monotonic() - max(begun_s, self._context.reader.let_go_s)
         if not self._round:
             self.round_s, self._stretched_s = self._stretched_s, 0.0
-            ended |= self._look_into_quarantine()
+            ended |= self._look_into_quarantine() | self._end_flushes()
         if ended:
             self._in_use = None
         return ended or moved
@@ -144,12 +150,12 @@ class LoadRunner:
     def _succeed(self, load: Load) -> None:
         request_id, figures = load.order.request_id, load.figures
         del self._running[load]
-        load.settle()
         ended = EndedLoad(request_id, load.key, load.times, figures=figures)
         with self._results as results:
             results.loaded.add(request_id)
             results.ended.append(ended)
         load.tell()  # after the report: the engine waits for that
+        self._flushing.append(load)
         if load.undelivered:
             with self._results as results:
                 results.undelivered += load.undelivered
@@ -189,6 +195,12 @@ class LoadRunner:
                 results.alive = self.quarantine.requests()
                 results.quarantined_loads += 1
                 results.quarantined_blocks += load.num_blocks
+
+    def _end_flushes(self) -> bool:
+        in_flight = [load for load in self._flushing if not load.settle()]
+        ended = len(in_flight) < len(self._flushing)
+        self._flushing = in_flight
+        return ended
 
     def _look_into_quarantine(self) -> bool:
         now_s = time.monotonic()

@@ -25,6 +25,7 @@ PROGRESS_INTERVAL_US = 20_000
 _SHARED_MEMORY = frozenset({"sm", "shm", "mm", "posix", "sysv", "xpmem"})
 _ALL_SHARED_MEMORY = frozenset({"sm", "shm", "mm"})
 _TCP = frozenset({"tcp"})
+_NO = frozenset({"n", "no", "off", "0"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,18 @@ class AgentConfig:
 def ucx_defaults(environ: Mapping[str, str]) -> dict[str, str]:
     """UCX settings that kvferry wants and that `environ` does not decide, each by itself.
 
-    Where shared memory may be used (peers on one host):
+    Messages within a host go over loopback TCP, as UCX has it. Through shared memory, with `UCX_MM_ERROR_HANDLING=y`,
+    a process that is killed in the middle of a message, or stopped for long, can hang others (docs/reliability.md).
 
-    - `UCX_MM_ERROR_HANDLING=y` lets it be the control lane, 5 µs instead of 28 over loopback TCP, with failures still
-      detected; without it `UCX_TLS=sm,self` cannot make an agent at all.
+    Where `UCX_TLS` admits shared memory and not TCP:
+
+    - `UCX_MM_ERROR_HANDLING=y`: without it `sm,self` cannot make an agent at all.
+
+    Where messages may go through shared memory, whether by this or by `environ`:
+
     - `UCX_KEEPALIVE_INTERVAL=300s` instead of 20 s. Signs of life to a peer that takes none (frozen, or an agent that
       was closed in a process that lives) fill its queue of 256, and then NIXL's progress thread spins on a core and
-      an agent that is closed hangs: after 85 minutes with one peer, 11 with eight, and 21 hours with 300 s. A dead
-      peer is found by the next read as before, over TCP and process_vm_readv, whatever the interval. It is not
+      an agent that is closed hangs: after 85 minutes with one peer, 11 with eight, and 21 hours with 300 s. It is not
       `inf`: over shared memory alone a read that is posted to a dead peer ends with the next sign of life, or never.
 
     Where TCP may carry data:
@@ -66,10 +71,14 @@ def ucx_defaults(environ: Mapping[str, str]) -> dict[str, str]:
     What `UCX_TLS` excludes is left alone: UCX warns of settings that nothing uses.
     """
     transports = environ.get("UCX_TLS", "all")
+    uses_tcp = _may_use(transports, _TCP, _TCP)
     chosen: dict[str, str] = {}
     if _may_use(transports, _SHARED_MEMORY, _ALL_SHARED_MEMORY):
-        chosen |= {"UCX_MM_ERROR_HANDLING": "y", "UCX_KEEPALIVE_INTERVAL": "300s"}
-    if _may_use(transports, _TCP, _TCP):
+        if not uses_tcp:
+            chosen["UCX_MM_ERROR_HANDLING"] = "y"
+        if environ.get("UCX_MM_ERROR_HANDLING", "n" if uses_tcp else "y").lower() not in _NO:
+            chosen["UCX_KEEPALIVE_INTERVAL"] = "300s"
+    if uses_tcp:
         chosen |= {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
     return {name: value for name, value in chosen.items() if name not in environ}
 

@@ -4,8 +4,8 @@ It blocks when there is nothing to do. While something is in flight it looks aga
 50 µs to 1 ms, or to three times what looking at everything takes, and shrinks back with every progress, such as a
 load's next stage or wave; it looks for 100 µs at most before it lets go of the interpreter's lock for 50 µs, for the
 sake of the engine's step thread. While leases are held it looks for notifications after 2 ms, which grow to 20 ms while
-none come; while a failed transfer may still write, every 10 ms. New orders wake it at once. When it has nothing more to
-do it checks that the books add up, at most once a second.
+none come; while a failed transfer may still write, or a message is being flushed, every 10 ms. New orders wake it at
+once. When it has nothing more to do it checks that the books add up, at most once a second.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class TransferThread:
         pauses_s = []
         if self._table.held():
             pauses_s.append(self._notification_pause_s)
-        if len(self.runner.quarantine) or self._book.burying() or self._reader.refused():
+        if len(self.runner.quarantine) or self.runner.flushing() or self._book.burying() or self._reader.refused():
             pauses_s.append(_QUARANTINE_PAUSE_S)
         return min(pauses_s, default=None)
 

@@ -127,6 +127,8 @@ def _net_devices(environ: Mapping[str, str], machine: Devices) -> Iterator[Findi
 
 
 def _dead_peers(environ: Mapping[str, str]) -> Iterator[Finding]:
+    if environ.get("UCX_MM_ERROR_HANDLING", "n").lower() in _NO:
+        return
     value = environ.get("UCX_KEEPALIVE_INTERVAL", "300s")
     interval_s = seconds(value)
     do = "unset UCX_KEEPALIVE_INTERVAL: kvferry sets it to 300s"
@@ -150,10 +152,10 @@ def _retries(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _control_lane(environ: Mapping[str, str]) -> Iterator[Finding]:
-    if environ.get("UCX_MM_ERROR_HANDLING", "").lower() in _NO and _listed(environ) is None:
-        found = f"UCX_MM_ERROR_HANDLING={environ['UCX_MM_ERROR_HANDLING']}: messages to peers on this host go over TCP"
-        do = "unset UCX_MM_ERROR_HANDLING (loads are 0.1 to 0.4 ms faster), unless engines here are killed often"
-        yield look(CHECK, found, do)
+    value, names = environ.get("UCX_MM_ERROR_HANDLING", "n"), _listed(environ)
+    if value.lower() not in _NO and ("tcp" in names if names is not None else "^tcp" not in environ.get("UCX_TLS", "")):
+        found = f"UCX_MM_ERROR_HANDLING={value}: a process killed in mid-message can hang others of its host"
+        yield look(CHECK, found, "unset UCX_MM_ERROR_HANDLING: messages within the host then go over loopback TCP")
 
 
 def _leak(environ: Mapping[str, str], machine: Devices) -> Iterator[Finding]:
