@@ -70,7 +70,7 @@ def test_nothing_is_asked_without_context_parallelism() -> None:
 def test_a_backend_that_cannot_partition_prefills_is_named_once_with_its_layers() -> None:
     layers = {f"layers.{index}": layer(DenseBackend if index else LatentBackend) for index in range(6)}
     assert reasons(layers, pcp=2) == [
-        "DENSE of layers.1, layers.2, layers.3 and 2 more cannot do prefill context parallelism (supports_pcp is False)"
+        "DENSE of layers.1, layers.2, layers.3 and 2 more cannot do prefill context parallelism (supports_pcp is False, not True)"
     ]
 
 
@@ -78,8 +78,8 @@ def test_all_reasons_are_given_at_once() -> None:
     layers = {"a": layer(DenseBackend), "b": layer(need_to_return_lse_for_decode=False), "c": layer(StateBackend)}
     found = reasons(layers, pcp=2, dcp=2)
     assert found == [
-        "DENSE of a cannot do prefill context parallelism (supports_pcp is False)",
-        "LATENT of b cannot do decode context parallelism (need_to_return_lse_for_decode is False)",
+        "DENSE of a cannot do prefill context parallelism (supports_pcp is False, not True)",
+        "LATENT of b cannot do decode context parallelism (need_to_return_lse_for_decode is False, not True)",
         "StateBackend of c cannot do prefill context parallelism (it does not say supports_pcp)",
     ]
 

@@ -42,13 +42,14 @@ class AttentionRefused(KvferryError):
     """Attention backends of this engine cannot do the context parallelism that it is configured for.
 
     Attributes:
+        sizes: what is configured, in words.
         reasons: all of them.
     """
 
-    def __init__(self, reasons: tuple[Incapable, ...]) -> None:
-        self.reasons = reasons
+    def __init__(self, sizes: str, reasons: tuple[Incapable, ...]) -> None:
+        self.sizes, self.reasons = sizes, reasons
         listed = "; ".join(str(reason) for reason in reasons)
-        super().__init__(f"context parallelism: {listed}; choose another attention backend, or a size of 1")
+        super().__init__(f"context parallelism of {sizes}: {listed}; choose another attention backend, or sizes of 1")
 
 
 def check_attention_cp_compatibility(
@@ -66,8 +67,9 @@ def check_attention_cp_compatibility(
         layers: by name, everything that has an attention backend; what has neither backend nor implementation is
             passed over.
         pcp, dcp: ranks of prefill and of decode context parallelism.
-        interleave: tokens of a run of the decode context parallel interleave.
-        speculative: whether several tokens of a request are decoded at once.
+        interleave: tokens of a run of the decode context parallel interleave. With a drafter, runs of several tokens
+            need a backend that can under prefill context parallelism alone too, as in vLLM.
+        speculative: whether there is a drafter: several tokens of a request are decoded at once.
         pcp_layers: the layers that prefill context parallelism is about; None for all. A drafter's, which every rank
             computes whole, are not.
 
@@ -79,12 +81,16 @@ def check_attention_cp_compatibility(
         is_target = pcp_layers is None or name in pcp_layers
         impl = getattr(layer, "impl", None)
         # A drafter that every rank runs on its own has nothing to merge.
-        alone = dcp == 1 or (not is_target and getattr(impl, "dcp_world_size", dcp) == 1)
-        for backend, lacks in _lacks(layer, pcp > 1 and is_target, not alone, speculative and interleave > 1):
+        alone = not is_target and getattr(impl, "dcp_world_size", dcp) == 1
+        interleaved_drafts = pcp * dcp > 1 and speculative and interleave > 1
+        for backend, lacks in _lacks(
+            layer, pcp > 1 and is_target, dcp > 1 and not alone, interleaved_drafts and not alone
+        ):
             found.setdefault((backend, lacks), []).append(name)
     if found:
         raise AttentionRefused(
-            tuple(Incapable(backend, lacks, tuple(names)) for (backend, lacks), names in found.items())
+            f"pcp={pcp}, dcp={dcp}, interleave={interleave}",
+            tuple(Incapable(backend, lacks, tuple(names)) for (backend, lacks), names in found.items()),
         )
 
 
@@ -99,9 +105,9 @@ def _lacks(layer: object, partitioned: bool, merged: bool, interleaved_drafts: b
         asked = backend if backend is not None and hasattr(backend, "supports_pcp") else impl
         if problem := _problem(asked, "supports_pcp"):
             yield _name_of(backend, impl), f"cannot do prefill context parallelism ({problem})"
-    if impl is None or not merged:
+    if impl is None:
         return
-    if problem := _problem(impl, "need_to_return_lse_for_decode"):
+    if merged and (problem := _problem(impl, "need_to_return_lse_for_decode")):
         yield _name_of(backend, impl), f"cannot do decode context parallelism ({problem})"
     if interleaved_drafts and (problem := _problem(impl, "supports_mtp_with_cp_non_trivial_interleave_size")):
         yield _name_of(backend, impl), f"cannot check drafts under an interleave of several tokens ({problem})"
@@ -117,7 +123,7 @@ def _problem(asked: object, attribute: str) -> str:
             return f"it does not say {attribute}"
     if answer is True:
         return ""
-    return f"it does not say {attribute}" if answer is None else f"{attribute} is {answer}"
+    return f"it does not say {attribute}" if answer is None else f"{attribute} is {answer}, not True"
 
 
 def _name_of(backend: object, impl: object) -> str:
