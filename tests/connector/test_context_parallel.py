@@ -34,7 +34,7 @@ BACKENDS = (CPUAttentionBackend, CPUMLABackend, TritonMLABackend, FlashMLASparse
 DRAFT = "draft.0.attn"
 
 
-class Layer(AttentionLayerBase):
+class Layer(AttentionLayerBase):  # type: ignore[misc]
     """A layer of any backend. Its implementation is vLLM's, made without weights; a recurrent state has none."""
 
     def __init__(self, backend: Any) -> None:

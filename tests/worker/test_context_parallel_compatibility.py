@@ -70,7 +70,8 @@ def test_nothing_is_asked_without_context_parallelism() -> None:
 def test_a_backend_that_cannot_partition_prefills_is_named_once_with_its_layers() -> None:
     layers = {f"layers.{index}": layer(DenseBackend if index else LatentBackend) for index in range(6)}
     assert reasons(layers, pcp=2) == [
-        "DENSE of layers.1, layers.2, layers.3 and 2 more cannot do prefill context parallelism (supports_pcp is False, not True)"
+        "DENSE of layers.1, layers.2, layers.3 and 2 more cannot do prefill context parallelism "
+        "(supports_pcp is False, not True)"
     ]
 
 
@@ -108,11 +109,12 @@ def test_a_drafter_that_every_rank_runs_whole_need_not_be_able() -> None:
     assert len(reasons(layers, pcp=2, dcp=2)) == 2
 
 
-def test_drafts_under_an_interleave_of_several_tokens_need_a_backend_that_can() -> None:
+@pytest.mark.parametrize(("pcp", "dcp"), [(1, 2), (2, 1), (2, 2)])
+def test_drafts_under_an_interleave_of_several_tokens_need_a_backend_that_can(pcp: int, dcp: int) -> None:
     layers = {"a": layer()}
-    check_attention_cp_compatibility(layers, dcp=2, interleave=16)
-    check_attention_cp_compatibility(layers, dcp=2, speculative=True)
-    assert reasons(layers, dcp=2, interleave=16, speculative=True) == [
+    check_attention_cp_compatibility(layers, pcp=pcp, dcp=dcp, interleave=16)
+    check_attention_cp_compatibility(layers, pcp=pcp, dcp=dcp, speculative=True)
+    assert reasons(layers, pcp=pcp, dcp=dcp, interleave=16, speculative=True) == [
         "LATENT of a cannot check drafts under an interleave of several tokens "
         "(it does not say supports_mtp_with_cp_non_trivial_interleave_size)"
     ]
