@@ -97,6 +97,7 @@ OF_SCRIPTS = (
     EnvironmentVariable("KVFERRY_SEED", "", "soaks of the tests: the seed that a failure printed"),
     EnvironmentVariable("KVFERRY_SOAK_S", "1.5", "the soak of `tests/engine_core`: seconds"),
     EnvironmentVariable("KVFERRY_FAULT_SOAK_MINUTES", "3", "the soak of `tests/faults`: minutes"),
+    EnvironmentVariable("KVFERRY_ANY_PAIR_DRAWS", "1500", "random pairs of engines in `tests/plan/test_any_pair.py`"),
     EnvironmentVariable(
         "KVFERRY_GUARD_OFF",
         "",
