@@ -96,7 +96,7 @@ def reasons(config: Any, target: Container[str] | None = None) -> list[str]:
     return [str(reason) for reason in caught.value.reasons]
 
 
-@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: str(backend.__name__))
 def test_what_vllm_refuses_is_refused_and_nothing_else(backend: Any, drafts: bool) -> None:
     seen = set()
