@@ -189,14 +189,14 @@ def _drive(relayout: Relayout, requests: list[list[Any]]) -> None:
 
 def _graph_seconds(requests: list[list[Any]], memory: Memory, tile: int, timer: Timer) -> float:
     """All waves as one CUDA graph: what the device takes, without whoever drives it."""
-    from kvferry.worker.relayout.device_table import DeviceTable
+    from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
     from kvferry.worker.relayout.kernel import launch_relayout, tile_of
 
     device = memory.pool.device
     launches = []
     for table in (table for request in requests for table in request):
-        converts = any(shape.conversion is not None for shape in table.shapes)
-        compiled = DeviceTable.of(table, tile_of(tile, converts))
+        converts = table.pieces.converts
+        compiled = DeviceTable.of(table, DevicePieces.of(table.pieces), tile_of(tile, converts))
         names = ("programs", "pieces", "shapes", "units", "scales")
         sections = {
             name: torch.from_numpy(section).to(device) for name, section in zip(names, compiled.sections, strict=True)

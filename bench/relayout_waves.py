@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvferry.worker.relayout.element_types import Conversion, ElementType
 from kvferry.worker.relayout.shape import Axis, Shape
-from kvferry.worker.relayout.wave_table import WaveTable
+from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 
 HEADS, DIM = 8, 128
 TO_FLOAT8 = Conversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3)
@@ -127,7 +127,11 @@ def waves(setup: Setup, memory: Memory, tokens: int, first_block: int = 0) -> It
     per_wave = remote_blocks * setup.remote.block_tokens
     wanted = setup.local.blocks(tokens)
     blocks = (first_block + shuffled(wanted)) % cache_blocks
-    unit, shape = setup.unit_tokens, setup.shape
+    unit = setup.unit_tokens
+    rows = np.zeros((tensors, 4), dtype=np.int64)
+    rows[:, 0] = memory.pool.data_ptr()
+    rows[:, 1] = memory.cache.data_ptr() + np.arange(tensors) * memory.cache[0].nbytes
+    pieces = Pieces((setup.shape,), rows)
     for number, start in enumerate(range(0, tokens, per_wave)):
         at = np.arange(start, min(start + per_wave, tokens), unit)
         units = np.empty((len(at), 4), dtype=np.int32)
@@ -135,12 +139,8 @@ def waves(setup: Setup, memory: Memory, tokens: int, first_block: int = 0) -> It
         units[:, 1] = at % setup.remote.block_tokens // unit
         units[:, 2] = blocks[at // setup.local.block_tokens]
         units[:, 3] = at % setup.local.block_tokens // unit
-        chunk = remote_blocks * setup.remote.block_bytes
-        pieces = np.zeros((tensors, 6), dtype=np.int64)
-        pieces[:, 0] = memory.pool.data_ptr() + number % 8 * wave_bytes + np.arange(tensors) * chunk
-        pieces[:, 1] = memory.cache.data_ptr() + np.arange(tensors) * memory.cache[0].nbytes
-        pieces[:, 4] = len(units)
-        yield WaveTable((shape,), pieces, units)
+        first = number % 8 * (wave_bytes // setup.remote.block_bytes)
+        yield WaveTable(pieces, ((0, len(units)),), units, first + np.arange(tensors) * remote_blocks)
 
 
 def shuffled(count: int) -> NDArray[np.int64]:

@@ -46,7 +46,7 @@ def staged_waves(route: Route, units: Mapping[TokenMap, UnitPairs], chunks: int 
             continue
         table, wanted = source_table(source, 0), source_units(source, units[source.tokens])
         # No fabric is asked: only what the tables say is looked at.
-        prepared = PreparedSource.of(table, cast(Any, None), cast(Any, None))
+        prepared = PreparedSource.of(table, cast(Any, None), cast(Any, None), 0)
         for window in _windows(table, wanted, chunks):
             copies = _wave_copies(route.worker, table, wanted, window, prepared.wave_table(wanted, window, 0))
             yield StagedWave(window, table.runs, tuple(copies))
@@ -70,10 +70,9 @@ def _wave_copies(
     # The address on the producer that each chunk of the pool was read from.
     chunks = table.rows[row, 0] + (reads - firsts[row]) * table.rows[row, 3]
     here, there = relayout.units[:, :2].astype(np.int64), relayout.units[:, 2:].astype(np.int64)
-    for number, shape in enumerate(relayout.shapes):
-        pieces = relayout.pieces[relayout.pieces[:, SHAPE] == number]
-        assert (pieces[:, 3] == 0).all(), "every piece has all units of the wave"
-        assert (pieces[:, 4] == len(relayout.units)).all(), "every piece has all units of the wave"
+    for number, shape in enumerate(relayout.pieces.shapes):
+        assert relayout.ranges[number] == (0, len(relayout.units)), "every piece has all units of the wave"
+        pieces = relayout.rows[relayout.rows[:, SHAPE] == number]
         combinations = grid([axis.steps for axis in shape.axes])
         inner = np.array([axis.source_stride for axis in shape.axes], np.int64) @ combinations
         outer = np.array([axis.destination_stride for axis in shape.axes], np.int64) @ combinations

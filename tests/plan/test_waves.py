@@ -55,11 +55,11 @@ def through_the_pool(source: Source, pairs: UnitPairs, chunks: int) -> tuple[Int
                 for unit in np.flatnonzero(inside):
                     chunk = (piece.run - window.first_run) * window.units
                     chunk += int(units.source_unit[unit]) - window.first_unit
-                    offset = piece.offset + int(units.source_position[unit]) * placement.source_position_stride
+                    offset = piece.offset + int(units.places[unit, 1]) * placement.source_position_stride
                     lengths = np.full(len(here), placement.run)
                     assert (offset + there + lengths <= table.run_bytes).all(), "outside the chunk"
-                    at = piece.local_base + int(units.local_block[unit]) * placement.block_stride
-                    at += int(units.local_position[unit]) * placement.position_stride
+                    at = piece.local_base + int(units.places[unit, 2]) * placement.block_stride
+                    at += int(units.places[unit, 3]) * placement.position_stride
                     found.append((each_byte(read_from[chunk] + offset + there, lengths), each_byte(at + here, lengths)))
         window = next_window(table.runs, len(units), window, chunks)
     src = np.concatenate([np.empty(0, np.int64), *(one for one, _ in found)])

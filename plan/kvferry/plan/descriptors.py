@@ -102,9 +102,11 @@ def descriptor_pairs(table: DescriptorTable, units: Mapping[TokenMap, UnitPairs]
         if pairs is None or not len(pairs):
             continue
         order = _order(one, pairs)
-        local.append(_indices(one.local_starts, one.local_step, pairs.local_block[order], pairs.local_position[order]))
+        local.append(
+            row_indices(one.local_starts, one.local_step, pairs.local_block[order], pairs.local_position[order])
+        )
         remote.append(
-            _indices(one.remote_starts, one.remote_step, pairs.remote_block[order], pairs.remote_position[order])
+            row_indices(one.remote_starts, one.remote_step, pairs.remote_block[order], pairs.remote_position[order])
         )
         num_bytes += len(local[-1]) * one.run_bytes
     if not local:
@@ -130,7 +132,8 @@ def _order(one: BundleIndex, pairs: UnitPairs) -> np.ndarray:
     return np.asarray(np.lexsort((pairs.remote_block, pairs.remote_position)))
 
 
-def _indices(starts: np.ndarray, step: int, blocks: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def row_indices(starts: np.ndarray, step: int, blocks: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The descriptors of units, run by run, int32; `starts` is `[runs, positions]`, the first descriptor of each."""
     inside = (blocks * step).astype(np.int32)
     if starts.shape[1] == 1:
         return np.asarray((starts + inside[None, :]).ravel())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.descriptors import bundle_rows
+from kvferry.plan.descriptors import bundle_rows, row_indices
 from kvferry.plan.staging import Source
 
 
@@ -47,16 +47,14 @@ class SourceUnits:
     Attributes:
         remote_block, remote_position: of every source unit, in the order of the producer's blocks, int64 `[S]`.
         source_unit: of every unit the source unit that holds it, int64 `[U]`; ascending.
-        source_position: of every unit its position in that, int64 `[U]`.
-        local_block, local_position: where every unit belongs, int64 `[U]`.
+        places: of every unit its source unit and position in that, and the local block and position that it belongs
+            to, int32 `[U, 4]`.
     """
 
     remote_block: np.ndarray
     remote_position: np.ndarray
     source_unit: np.ndarray
-    source_position: np.ndarray
-    local_block: np.ndarray
-    local_position: np.ndarray
+    places: np.ndarray
 
     def __len__(self) -> int:
         return len(self.remote_block)
@@ -96,7 +94,8 @@ def source_units(source: Source, pairs: UnitPairs) -> SourceUnits:
         order = np.lexsort((pairs.remote_position, pairs.remote_block))
         blocks, positions = pairs.remote_block[order], pairs.remote_position[order]
         source_unit, inside = np.arange(len(order), dtype=np.int64), np.zeros_like(positions)
-    return SourceUnits(blocks, positions, source_unit, inside, pairs.local_block[order], pairs.local_position[order])
+    places = np.stack([source_unit, inside, pairs.local_block[order], pairs.local_position[order]], axis=1)
+    return SourceUnits(blocks, positions, source_unit, places.astype(np.int32))
 
 
 def next_window(runs: int, units: int, last: Window | None, chunks: int) -> Window | None:
@@ -117,7 +116,6 @@ def next_window(runs: int, units: int, last: Window | None, chunks: int) -> Wind
 
 def window_reads(table: SourceTable, units: SourceUnits, window: Window) -> np.ndarray:
     """The producer's descriptors of a window, int32 `[chunks]`, in the order of its chunks."""
-    blocks = (units.remote_block[window.first_unit : window.stop_unit] * table.step).astype(np.int32)
-    positions = units.remote_position[window.first_unit : window.stop_unit]
+    own = slice(window.first_unit, window.stop_unit)
     starts = table.starts[window.first_run : window.stop_run]
-    return np.asarray((starts[:, positions] + blocks[None, :]).ravel())
+    return row_indices(starts, table.step, units.remote_block[own], units.remote_position[own])

@@ -12,7 +12,7 @@ from kvferry.protocol.params import Blocks
 from kvferry.protocol.slots import SlotState
 from kvferry.worker import host_mirror
 from kvferry.worker.device import DeviceMark, HostClock
-from kvferry.worker.relayout.device_table import DeviceTable
+from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
 from kvferry.worker.relayout.shape import Axis, Shape
 from kvferry.worker.relayout.wave_table import WaveTable
 from tests.worker.engine import Engine
@@ -117,4 +117,4 @@ def test_one_copy_fits_into_the_kernels_table_however_narrow_its_accesses_are() 
     byte_by_byte = Shape.of([Axis(block_bytes, 3, 3)], 1, source_pace=(3 * block_bytes, 0))
     table = WaveTable.of([byte_by_byte], [(0, 0, 0, 0, count, 0)] * tensors, [(0, 0, 0, 0)] * count)
     assert table.num_bytes[0] == host_mirror.WAVE_BYTES
-    assert DeviceTable.of(table, TILE).num_bytes <= TABLE_BYTES
+    assert DeviceTable.of(table, DevicePieces.of(table.pieces), TILE).num_bytes <= TABLE_BYTES

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker import staged_reads
+from kvferry.worker.relayout.memory import Bounds
+from kvferry.worker.relayout.wave_table import Pieces
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging_pool import StagingPool, Wave
 from tests.worker.engine import Engine
@@ -88,6 +91,33 @@ def test_a_wave_is_asked_for_what_is_left_and_no_more(rig: Rig, monkeypatch: pyt
     assert len(wanted) == figures.waves > 1
     assert wanted[-1] < wanted[0]
     assert sum(wanted) < figures.staged_bytes + figures.waves * HEADS_OUTER.block_bytes
+
+
+@pytest.mark.parametrize("pool_bytes", [POOL_BYTES, 1 << 20], ids=["runs of one unit", "whole units"])
+def test_what_does_not_change_from_load_to_load_is_made_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, pool_bytes: int
+) -> None:
+    """The pieces of a source and how far their units may reach: with the peer, whatever its loads have."""
+    pieces, bounds = counted(monkeypatch, Pieces, "__post_init__"), counted(monkeypatch, Bounds, "check")
+    made = counted(monkeypatch, Bounds, "__init__")
+    producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=pool_bytes))
+    for seed, tokens in enumerate((64, 9, 64, 23)):
+        rig.transfer(producer, consumer, tokens=tokens, seed=seed)
+    assert len(bounds) == sum(figures.waves for figures in consumer.seen.figures) >= 4
+    assert (len(pieces), len(made)) == (1, 1)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, of: type, name: str) -> list[str]:
+    """The calls of a method from now on."""
+    calls: list[str] = []
+    method = getattr(of, name)
+
+    def call(*arguments: Any) -> Any:
+        calls.append(name)
+        return method(*arguments)
+
+    monkeypatch.setattr(of, name, call)
+    return calls
 
 
 def test_without_a_pool_the_same_pair_is_read_in_place(any_rig: Rig) -> None:

@@ -34,10 +34,8 @@ class Case:
 
     def at(self, source: int, destination: int) -> WaveTable:
         """The table with the arrays at these addresses."""
-        pieces = self.table.pieces.copy()
-        pieces[:, 0] += source
-        pieces[:, 1] += destination
-        return replace(self.table, pieces=pieces)
+        rows = self.table.pieces.rows + np.array([source, destination, 0, 0])
+        return replace(self.table, pieces=replace(self.table.pieces, rows=rows))
 
 
 def random_bytes(draw: random.Random, count: int) -> NDArray[np.uint8]:

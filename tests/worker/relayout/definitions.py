@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.worker.relayout.element_types import ElementType
-from kvferry.worker.relayout.wave_table import DESTINATION, FIRST, SCALE, SHAPE, SOURCE, STOP, WaveTable
+from kvferry.worker.relayout.wave_table import DESTINATION, SCALE, SHAPE, SOURCE, WaveTable
 
 MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23, "float8_e4m3": 3, "float8_e5m2": 2}
 BIAS = {"bfloat16": 127, "float16": 15, "float32": 127, "float8_e4m3": 7, "float8_e5m2": 15}
@@ -89,10 +89,10 @@ def convert(
 
 def relayout(table: WaveTable, source: NDArray[np.uint8], destination: NDArray[np.uint8]) -> None:
     """Do what the table says; its addresses are offsets in the two arrays."""
-    for piece in table.pieces.tolist():
-        shape = table.shapes[piece[SHAPE]]
+    for piece in table.rows.tolist():
+        shape = table.pieces.shapes[piece[SHAPE]]
         here, there = shape.element_bytes
-        for unit in table.units[piece[FIRST] : piece[STOP]].tolist():
+        for unit in table.units[slice(*table.ranges[piece[SHAPE]])].tolist():
             start = piece[SOURCE] + unit[0] * shape.source_block_stride + unit[1] * shape.source_position_stride
             stop = piece[DESTINATION] + unit[2] * shape.destination_block_stride
             stop += unit[3] * shape.destination_position_stride
@@ -102,7 +102,7 @@ def relayout(table: WaveTable, source: NDArray[np.uint8], destination: NDArray[n
                 run = source[src : src + shape.run * here]
                 if shape.conversion is not None:
                     row = piece[SCALE] + sum(i for i, axis in zip(index, shape.axes, strict=True) if axis.scaled)
-                    first, second = table.scales[row]
+                    first, second = table.pieces.scales[row]
                     codes = np.ascontiguousarray(run).view(UNSIGNED[here]).astype(np.int64)
                     converted = convert(codes, shape.conversion, (first, second))
                     run = converted.astype(UNSIGNED[there]).view(np.uint8)

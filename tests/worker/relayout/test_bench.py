@@ -19,7 +19,7 @@ def test_the_relayout_and_layer_by_layer_fill_the_same_cache(setup: Setup) -> No
     memory = Memory.of(setup, 1, 8 * 2 * TOKENS * setup.remote.block_bytes, blocks, torch.device("cpu"))
     tables = list(waves(setup, memory, TOKENS))
     assert len(tables) == 1
-    chunk = int(tables[0].pieces[1, 0] - tables[0].pieces[0, 0])
+    chunk = int(tables[0].rows[1, 0] - tables[0].rows[0, 0])
     received = memory.pool[:chunk].clone().view(-1, setup.remote.block_bytes)
     memory.pool[chunk : 2 * chunk] = memory.pool[:chunk]
     ReferenceRelayout([memory.pool], [memory.cache]).try_start(tables[0])
@@ -36,7 +36,7 @@ def test_a_request_of_many_waves_reads_and_writes_all_of_its_bytes() -> None:
     tables = list(waves(setup, memory, 320))
     assert len(tables) == 3
     assert sum(table.num_bytes[0] for table in tables) == 320 * 2 * 2 * 8 * 128 * 2
-    assert len({int(table.pieces[0, 0]) for table in tables}) == 3, "each in its own part of the pool"
+    assert len({int(table.rows[0, 0]) for table in tables}) == 3, "each in its own part of the pool"
 
 
 def test_the_fitted_constants_are_those_of_the_times() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,31 +11,48 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.worker.relayout.device_table import MAX_CHUNKS, DeviceTable, divisor
+from kvferry.worker.relayout.device_table import MAX_CHUNKS, DevicePieces, DeviceTable, divisor
 from kvferry.worker.relayout.element_types import Conversion, ElementType
 from kvferry.worker.relayout.shape import Axis, Shape
-from kvferry.worker.relayout.wave_table import InvalidTable, WaveTable
+from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, Reach, WaveTable
 from tests.worker.relayout.cases import random_case
 
 SHAPE = Shape(axes=(Axis(3, 32, 64),), run=16, source_block_stride=128, destination_block_stride=256)
 HEADS = Shape(axes=(Axis(4, 2, 1, True),), run=1, conversion=Conversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3))
 
 
+def pieces(rows: list[tuple[int, int, int, int]], scale_rows: int = 4) -> Pieces:
+    scales = np.ones((scale_rows, 2), dtype=np.float32)
+    return Pieces((SHAPE, HEADS), np.array(rows, dtype=np.int64).reshape(-1, 4), scales)
+
+
+def compile_table(table: WaveTable, tile: int) -> DeviceTable:
+    return DeviceTable.of(table, DevicePieces.of(table.pieces), tile)
+
+
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        ((0, 0, 2, 0, 1, 0), r"shape of piece 0 is 2; expected 0 … 1"),
-        ((0, 0, -1, 0, 1, 0), r"shape of piece 0 is -1"),
-        ((0, 0, 0, -1, 1, 0), r"first unit of piece 0 is -1; expected 0 … 2"),
-        ((0, 0, 0, 0, 3, 0), r"stop unit of piece 0 is 3; expected 0 … 2"),
-        ((0, 0, 0, 2, 1, 0), r"stop unit of piece 0 is -1"),
-        ((0, 0, 1, 0, 1, 1), r"scale row of piece 0 is 1; expected 0 … 0"),
-        ((0, 0, 1, 0, 1, -1), r"scale row of piece 0 is -1"),
+        ((0, 0, 2, 0), r"shape of piece 0 is 2; expected 0 … 1"),
+        ((0, 0, -1, 0), r"shape of piece 0 is -1"),
+        ((0, 0, 1, 1), r"scale row of piece 0 is 1; expected 0 … 0"),
+        ((0, 0, 1, -1), r"scale row of piece 0 is -1"),
     ],
 )
-def test_an_index_that_leaves_its_table_is_refused(piece: tuple[int, ...], message: str) -> None:
+def test_an_index_that_leaves_its_table_is_refused(piece: tuple[int, int, int, int], message: str) -> None:
     with pytest.raises(InvalidTable, match=message):
-        WaveTable.of([SHAPE, HEADS], [piece], [(0, 0, 0, 0), (1, 0, 1, 0)], [(1, 1)] * 4)
+        pieces([piece])
+
+
+@pytest.mark.parametrize("units", [(-1, 1), (0, 3), (2, 1)])
+def test_a_range_that_leaves_the_units_is_refused(units: tuple[int, int]) -> None:
+    places = np.zeros((2, 4), dtype=np.int32)
+    with pytest.raises(
+        InvalidTable, match=re.escape(f"units of shape 1 are [{units[0]}, {units[1]}); expected some of 2")
+    ):
+        WaveTable(pieces([(0, 0, 0, 0)]), ((0, 2), units), places)
+    with pytest.raises(InvalidTable, match="1 ranges of units; expected one for each of the shapes"):
+        WaveTable(pieces([(0, 0, 0, 0)]), ((0, 2),), places)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
@@ -50,34 +69,33 @@ def test_missing_scales_of_heads_are_refused() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"pieces": np.zeros((1, 6), dtype=np.int32)},
-        {"pieces": np.zeros((1, 5), dtype=np.int64)},
+        {"rows": np.zeros((1, 4), dtype=np.int32)},
+        {"rows": np.zeros((1, 5), dtype=np.int64)},
         {"units": np.zeros((1, 4), dtype=np.int64)},
         {"scales": np.ones((1, 2), dtype=np.float64)},
         {"units": np.full((1, 4), -1, dtype=np.int32)},
     ],
 )
 def test_arrays_of_another_type_or_size_are_refused(changed: dict[str, Any]) -> None:
+    def make(rows: Any, units: Any, scales: Any) -> WaveTable:
+        return WaveTable(Pieces((SHAPE,), rows, scales), ((0, 1),), units)
+
     fields: dict[str, Any] = {
-        "pieces": np.zeros((1, 6), dtype=np.int64),
+        "rows": np.zeros((1, 4), dtype=np.int64),
         "units": np.zeros((1, 4), dtype=np.int32),
         "scales": np.ones((1, 2), dtype=np.float32),
     }
-    WaveTable((SHAPE,), **fields)
+    make(**fields)
     with pytest.raises(InvalidTable):
-        WaveTable((SHAPE,), **{**fields, **changed})
+        make(**{**fields, **changed})
 
 
-def test_extents_are_those_of_the_units_that_a_piece_has() -> None:
+def test_the_reach_of_a_shape_is_that_of_the_units_it_has() -> None:
     table = WaveTable.of(
         [SHAPE], [(1000, 5000, 0, 0, 3, 0), (0, 0, 0, 0, 0, 0), (2000, 6000, 0, 3, 4, 0)],
         [(2, 0, 1, 0), (4, 0, 7, 0), (3, 0, 0, 0), (0, 0, 0, 0)],
     )  # fmt: skip
-    extents = table.extents()
-    assert extents.source_start.tolist() == [1000 + 2 * 128, 2000]
-    assert extents.source_stop.tolist() == [1000 + 4 * 128 + 2 * 32 + 16, 2000 + 2 * 32 + 16]
-    assert extents.destination_start.tolist() == [5000, 6000]
-    assert extents.destination_stop.tolist() == [5000 + 7 * 256 + 2 * 64 + 16, 6000 + 2 * 64 + 16]
+    assert table.reaches() == [Reach(2 * 128, 4 * 128, 0, 7 * 256), None, Reach(0, 0, 0, 0)]
     assert table.num_bytes == (4 * 3 * 16, 4 * 3 * 16)
 
 
@@ -94,7 +112,7 @@ def test_dividing_by_multiplying_is_dividing(d: int, n: int, by: int) -> None:
 @pytest.mark.parametrize("tile", [1, 4, 256])
 def test_programs_cover_every_chunk_of_every_piece_once(seed: int, tile: int) -> None:
     table = random_case(seed, converts=seed % 2 == 1).table
-    compiled = DeviceTable.of(table, tile)
+    compiled = compile_table(table, tile)
     moved = [0, 0]
     for piece, row in enumerate(compiled.pieces.tolist()):
         tiles = compiled.programs[compiled.programs[:, 0] == piece, 1].tolist()
@@ -106,6 +124,20 @@ def test_programs_cover_every_chunk_of_every_piece_once(seed: int, tile: int) ->
     assert tuple(moved) == table.num_bytes
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_part_of_the_pieces_that_is_shifted_has_the_rows_of_pieces_that_lie_there(seed: int) -> None:
+    whole = random_case(seed, converts=seed % 2 == 1).table
+    count = len(whole.pieces.rows)
+    which, shifts = slice(count // 3, count), np.arange(5, 5 + count - count // 3)
+    part = replace(whole, shifts=shifts, which=which)
+    there = replace(whole, pieces=replace(whole.pieces, rows=part.rows))
+    once, anew = compile_table(part, 4), compile_table(there, 4)
+    assert (once.programs == anew.programs).all()
+    assert (np.delete(once.pieces, 2, axis=1) == np.delete(anew.pieces, 2, axis=1)).all()
+    assert (once.shapes[once.pieces[:, 2]] == anew.shapes[anew.pieces[:, 2]]).all(), "as wide, and of the same shape"
+    assert part.num_bytes == there.num_bytes
+
+
 @pytest.mark.parametrize(
     ("source", "destination", "stride", "run", "width"),
     [(0, 0, 256, 256, 16), (8, 0, 256, 256, 8), (0, 4, 256, 256, 4), (0, 0, 258, 256, 2), (0, 0, 256, 15, 1)],
@@ -115,23 +147,23 @@ def test_a_lane_moves_the_most_that_addresses_and_strides_allow(
 ) -> None:
     shape = Shape(axes=(Axis(2, stride, 512),), run=run)
     table = WaveTable.of([shape], [(source, destination, 0, 0, 1, 0)], [(0, 0, 0, 0)])
-    assert DeviceTable.of(table, 64).shapes[:, 0].tolist() == [width]
+    assert compile_table(table, 64).shapes[:, 0].tolist() == [width]
 
 
 def test_one_misaligned_piece_does_not_narrow_the_others() -> None:
     table = WaveTable.of([SHAPE], [(0, 0, 0, 0, 1, 0), (2, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)])
-    compiled = DeviceTable.of(table, 64)
+    compiled = compile_table(table, 64)
     assert compiled.shapes[compiled.pieces[:, 2], 0].tolist() == [16, 2]
 
 
 def test_a_piece_of_too_many_chunks_is_refused() -> None:
     table = WaveTable.of([Shape(axes=(Axis(MAX_CHUNKS, 1, 2),), run=1)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)])
     with pytest.raises(InvalidTable, match=f"a piece has {MAX_CHUNKS} chunks"):
-        DeviceTable.of(table, 64)
+        compile_table(table, 64)
 
 
 def test_sections_lie_apart_in_the_buffer_and_hold_what_they_held() -> None:
-    compiled = DeviceTable.of(random_case(3).table, 4)
+    compiled = compile_table(random_case(3).table, 4)
     buffer = np.full(compiled.num_bytes, 0xEE, dtype=np.uint8)
     compiled.write(buffer)
     for offset, stop, section in zip(compiled.offsets, compiled.offsets[1:], compiled.sections, strict=False):

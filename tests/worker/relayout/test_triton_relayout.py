@@ -6,12 +6,15 @@ import os
 import re
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from kvferry.worker.relayout.shape import Shape
-from kvferry.worker.relayout.wave_table import InvalidTable, WaveTable
+from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, WaveTable
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -113,6 +116,34 @@ def test_a_table_is_not_written_again_before_its_wave_is_in_place(clock: Clock) 
     clock.marks[-1].is_reached = True
     assert relayout.try_start(wave(memory)) is not None
     assert relayout.try_start(wave(memory)) is None
+
+
+def test_pieces_are_compiled_once_for_all_their_waves_and_forgotten_with_them(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.worker.relayout.device_table import DevicePieces
+    from kvferry.worker.relayout.triton_relayout import TritonRelayout
+
+    made: list[weakref.ref[DevicePieces]] = []
+
+    def compiled(pieces: Pieces) -> DevicePieces:
+        one = compile_pieces(pieces)
+        made.append(weakref.ref(one))
+        return one
+
+    compile_pieces = DevicePieces.of
+    monkeypatch.setattr(DevicePieces, "of", compiled)
+    memory = torch.zeros(64, dtype=torch.uint8)
+    relayout = TritonRelayout([memory], [memory])
+    made.clear()  # those of the warm-up
+    first = wave(memory)
+    for units in (1, 3, 2):
+        table = replace(first, ranges=((0, units),), units=np.zeros((units, 4), dtype=np.int32))
+        assert relayout.try_start(table) is not None
+    assert len(made) == 1
+    assert made[0]() is not None
+    del first, table
+    assert made[0]() is None
 
 
 def test_a_wave_whose_table_is_too_large_is_refused_by_its_size(clock: Clock) -> None:

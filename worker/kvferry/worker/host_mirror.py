@@ -105,8 +105,7 @@ class HostMirror:
                 units.append(np.stack([kernel, np.zeros_like(kernel)] * 2, axis=1))
             shape = _shape(tensor)
             pieces.append((tensor.base, copy.base, shapes.setdefault(shape, len(shapes)), *ranges[key], 0))
-        table = np.array(pieces, dtype=np.int64).reshape(-1, 6)
-        return WaveTable(tuple(shapes), table, np.concatenate(units))
+        return WaveTable.of(tuple(shapes), pieces, np.concatenate(units))
 
     def _kernel_blocks(self, tensor: PagedTensor, blocks: Blocks) -> np.ndarray:
         ratio = self._ratio(tensor)

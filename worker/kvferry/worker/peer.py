@@ -160,7 +160,7 @@ def _connect_route(
             made.append(chunks)
             remote = fabric.prepare_remote(agent, DescriptorRows(remote_kind, rows.rows))
             made.append(remote)
-            sources.append(PreparedSource.of(rows, chunks, remote))
+            sources.append(PreparedSource.of(rows, chunks, remote, staging.address))
     return PeerRoute(route, agent, slots, lease_table.slots, tuple(tables), tuple(sources))
 
 

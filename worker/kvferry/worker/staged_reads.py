@@ -178,7 +178,7 @@ class StagedReads:
         self._flights.append(flight)  # first of all: whatever happens now, the wave is accounted for
         first, count = chunks_of(wave, size)
         window = cursor.go_on(min(count, _most_chunks(source, units)))
-        flight.table = source.wave_table(units, window, self._staging.address + first * size)
+        flight.table = source.wave_table(units, window, first)
         local = np.arange(first, first + window.chunks, dtype=np.int32)
         remote = window_reads(source.table, units, window)
         flight.transfer = flight.reads.post(source.chunks, local, source.remote, remote)

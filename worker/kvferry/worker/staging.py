@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from kvferry.worker.relayout.element_types import Conversion, element_type
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.reference import ReferenceRelayout
 from kvferry.worker.relayout.shape import Axis, Shape
-from kvferry.worker.relayout.wave_table import SCALE, WaveTable
+from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 from kvferry.worker.staging_pool import StagingPool, Wave
 
 
@@ -91,36 +91,6 @@ def chunks_of(wave: Wave, run_bytes: int) -> tuple[int, int]:
     return first, max(0, wave.stop // run_bytes - first)
 
 
-class _Pieces:
-    """A placement's pieces as arrays, and its shape."""
-
-    def __init__(self, placement: Placement, run_bytes: int) -> None:
-        self.shape = Shape.of(
-            [Axis(axis.steps, axis.remote_stride, axis.local_stride) for axis in placement.axes],
-            placement.run,
-            source_pace=(run_bytes, placement.source_position_stride),
-            destination_pace=(placement.block_stride, placement.position_stride),
-            conversion=_conversion(placement),
-        )
-        self.scales = np.array([piece.scales for piece in placement.pieces], dtype=np.float32).reshape(-1, 2)
-        table = np.array([piece[:3] for piece in placement.pieces], dtype=np.int64).reshape(-1, 3)
-        self.run, self.offset, self.destination = table[:, 0], table[:, 1], table[:, 2]
-
-    def inside(self, window: Window) -> NDArray[np.bool_]:
-        """Which pieces are in the window's runs."""
-        return np.asarray((self.run >= window.first_run) & (self.run < window.stop_run))
-
-    def rows(self, index: int, window: Window, source: int, run_bytes: int, units: int) -> NDArray[np.int64]:
-        """The rows of a wave's table: the pieces of the window's runs; chunk 0 of the window is at `source`."""
-        inside = self.inside(window)
-        rows = np.zeros((int(inside.sum()), 6), dtype=np.int64)
-        rows[:, 0] = source + (self.run[inside] - window.first_run) * (window.units * run_bytes) + self.offset[inside]
-        rows[:, 1] = self.destination[inside]
-        rows[:, 2] = index
-        rows[:, 4] = units
-        return rows
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedSource:
     """One source of a peer, ready to be read through the pool.
@@ -128,35 +98,51 @@ class PreparedSource:
     Attributes:
         chunks: the staging buffer in chunks of the source's run; descriptor `i` is chunk `i`.
         remote: the producer's rows.
+        pieces: what is put in place; as if every run were in chunk 0, which is what a wave shifts.
+        runs: the run of each piece, ascending.
     """
 
     table: SourceTable
     chunks: LocalDescriptors
     remote: RemoteDescriptors
-    pieces: tuple[_Pieces, ...]
+    pieces: Pieces
+    runs: NDArray[np.int64]
 
     @classmethod
-    def of(cls, table: SourceTable, chunks: LocalDescriptors, remote: RemoteDescriptors) -> PreparedSource:
-        """A source with its placements as arrays."""
-        pieces: Iterable[_Pieces] = (_Pieces(one, table.run_bytes) for one in table.source.placements)
-        return cls(table, chunks, remote, tuple(pieces))
+    def of(
+        cls, table: SourceTable, chunks: LocalDescriptors, remote: RemoteDescriptors, address: int
+    ) -> PreparedSource:
+        """A source that is read into the staging buffer at `address`."""
+        placements = table.source.placements
+        placed = [(piece, shape) for shape, one in enumerate(placements) for piece in one.pieces]
+        placed.sort(key=lambda one: one[0].run)
+        rows = [(address + one.offset, one.local_base, shape, scale) for scale, (one, shape) in enumerate(placed)]
+        pieces = Pieces(
+            tuple(_shape(one, table.run_bytes) for one in placements),
+            np.array(rows, dtype=np.int64).reshape(-1, 4),
+            np.array([one.scales for one, _ in placed], dtype=np.float32).reshape(-1, 2),
+        )
+        return cls(table, chunks, remote, pieces, np.array([one.run for one, _ in placed], dtype=np.int64))
 
-    def wave_table(self, units: SourceUnits, window: Window, source: int) -> WaveTable:
-        """What is to be put in place of a window whose first chunk is at the address `source`."""
-        first, stop = np.searchsorted(units.source_unit, [window.first_unit, window.stop_unit])
-        places = np.empty((stop - first, 4), dtype=np.int32)
-        places[:, 0] = units.source_unit[first:stop] - window.first_unit
-        places[:, 1] = units.source_position[first:stop]
-        places[:, 2] = units.local_block[first:stop]
-        places[:, 3] = units.local_position[first:stop]
-        run_bytes = self.table.run_bytes
-        rows = [one.rows(i, window, source, run_bytes, len(places)) for i, one in enumerate(self.pieces)]
-        pieces, shapes = np.concatenate(rows), tuple(one.shape for one in self.pieces)
-        if all(shape.conversion is None for shape in shapes):
-            return WaveTable(shapes, pieces, places)
-        scales = np.concatenate([one.scales[one.inside(window)] for one in self.pieces])
-        pieces[:, SCALE] = np.arange(len(pieces))
-        return WaveTable(shapes, pieces, places, scales)
+    def wave_table(self, units: SourceUnits, window: Window, first_chunk: int) -> WaveTable:
+        """What is to be put in place of a window whose first chunk is number `first_chunk` of the staging buffer."""
+        first, stop = units.source_unit.searchsorted((window.first_unit, window.stop_unit))
+        which = slice(*self.runs.searchsorted((window.first_run, window.stop_run)))
+        # The first run's chunk of source unit 0 would be so many chunks from there; the units count from that one on.
+        shifts = (self.runs[which] - window.first_run) * window.units + (first_chunk - window.first_unit)
+        ranges = ((0, int(stop - first)),) * len(self.pieces.shapes)
+        return WaveTable(self.pieces, ranges, units.places[first:stop], shifts, which)
+
+
+def _shape(placement: Placement, run_bytes: int) -> Shape:
+    """A placement's shape; a source block is a chunk of the staging buffer."""
+    return Shape.of(
+        [Axis(axis.steps, axis.remote_stride, axis.local_stride) for axis in placement.axes],
+        placement.run,
+        source_pace=(run_bytes, placement.source_position_stride),
+        destination_pace=(placement.block_stride, placement.position_stride),
+        conversion=_conversion(placement),
+    )
 
 
 def _conversion(placement: Placement) -> Conversion | None:

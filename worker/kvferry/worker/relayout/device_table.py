@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +31,12 @@ from numpy.typing import NDArray
 from kvferry.worker.relayout.shape import MAX_AXES, Axis, Shape
 from kvferry.worker.relayout.wave_table import (
     DESTINATION,
-    FIRST,
+    NO_SCALES,
     SCALE,
     SHAPE,
     SOURCE,
     InvalidTable,
+    Pieces,
     WaveTable,
 )
 
@@ -47,12 +49,40 @@ CONVERTED_TOGETHER = 8
 
 
 @dataclass(frozen=True, eq=False)
+class DevicePieces:
+    """What the tables of all waves of some pieces have in common.
+
+    Attributes:
+        rows: the section `pieces` for waves of one unit that nothing shifts.
+        shapes, scales: the sections.
+    """
+
+    rows: NDArray[np.int64]
+    shapes: NDArray[np.int64]
+    scales: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, pieces: Pieces) -> DevicePieces:
+        """Compile pieces: how wide each is accessed, and the rows of its shape."""
+        rows = np.zeros((len(pieces.rows), PIECE_COLUMNS), dtype=np.int64)
+        kinds = np.stack([pieces.rows[:, SHAPE], _widths(pieces)], axis=1)
+        distinct, of_piece = np.unique(kinds, axis=0, return_inverse=True)
+        scaled = bool((pieces.scales != 1).any())
+        compiled = [_shape_row(pieces.shapes[shape], width, scaled) for shape, width in distinct.tolist()]
+        shapes = np.array(compiled, dtype=np.int64).reshape(-1, SHAPE_COLUMNS)
+        rows[:, 0], rows[:, 1] = pieces.rows[:, SOURCE], pieces.rows[:, DESTINATION]
+        rows[:, 2] = of_piece.ravel()
+        rows[:, 4] = shapes[rows[:, 2], 5 : 6 + MAX_AXES].prod(axis=1)
+        rows[:, 5] = pieces.rows[:, SCALE]
+        return cls(rows, shapes, pieces.scales if pieces.converts else NO_SCALES)
+
+
+@dataclass(frozen=True, eq=False)
 class DeviceTable:
     """See the module.
 
     Attributes:
         programs, pieces, shapes, units, scales: the sections.
-        converts: whether any piece has a conversion.
     """
 
     programs: NDArray[np.int32]
@@ -60,39 +90,32 @@ class DeviceTable:
     shapes: NDArray[np.int64]
     units: NDArray[np.int32]
     scales: NDArray[np.float32]
-    converts: bool
 
     @classmethod
-    def of(cls, table: WaveTable, tile: int) -> DeviceTable:
-        """Compile a table for programs that move `tile` chunks each.
+    def of(cls, table: WaveTable, compiled: DevicePieces, tile: int) -> DeviceTable:
+        """The table for programs that move `tile` chunks each.
+
+        Args:
+            compiled: the pieces of `table`.
 
         Raises:
             InvalidTable: a piece has too many chunks.
         """
-        pieces = table.pieces[table.piece_units > 0]
-        units = table.piece_units[table.piece_units > 0]
-        widths = _widths(table.shapes, pieces)
-        rows, row_of_piece = np.unique(np.stack([pieces[:, SHAPE], widths], axis=1), axis=0, return_inverse=True)
-        row_of_piece = row_of_piece.ravel()
-        scaled = bool((table.scales != 1).any())
-        compiled = [_shape_row(table.shapes[shape], width, scaled) for shape, width in rows.tolist()]
-        shapes = np.array(compiled, dtype=np.int64).reshape(-1, SHAPE_COLUMNS)
-        chunks = units * shapes[row_of_piece, 5 : 6 + MAX_AXES].prod(axis=1)
+        rows = compiled.rows[table.which].copy()
+        ranges = np.array(table.ranges, dtype=np.int64).reshape(-1, 2)[table.pieces.rows[table.which, SHAPE]]
+        rows[:, 0] += table.shifts * table.pieces.source_strides[table.which]
+        rows[:, 3] = ranges[:, 0]
+        rows[:, 4] *= ranges[:, 1] - ranges[:, 0]
+        chunks = rows[:, 4]
         if len(chunks) and chunks.max() >= MAX_CHUNKS:
             raise InvalidTable(f"a piece has {chunks.max()} chunks; expected less than {MAX_CHUNKS}")
         tiles = -(-chunks // tile)
-        of_program = np.repeat(np.arange(len(pieces)), tiles)
-        first_program = np.concatenate([[0], np.cumsum(tiles)[:-1]]) if len(pieces) else tiles
-        programs = np.stack([of_program, np.arange(len(of_program)) - first_program[of_program]], axis=1)
-        columns = [pieces[:, SOURCE], pieces[:, DESTINATION], row_of_piece, pieces[:, FIRST], chunks, pieces[:, SCALE]]
-        return cls(
-            programs=programs.astype(np.int32),
-            pieces=np.stack(columns, axis=1),
-            shapes=shapes,
-            units=table.units,
-            scales=table.scales,
-            converts=any(shape.conversion is not None for shape in table.shapes),
-        )
+        behind = tiles.cumsum()
+        programs = np.empty((int(tiles.sum()), PROGRAM_COLUMNS), dtype=np.int32)
+        programs[:, 0] = np.arange(len(rows), dtype=np.int32).repeat(tiles)
+        programs[:, 1] = np.arange(len(programs), dtype=np.int32)
+        programs[:, 1] -= (behind - tiles).astype(np.int32).repeat(tiles)
+        return cls(programs, rows, compiled.shapes, table.units, compiled.scales)
 
     @property
     def sections(self) -> tuple[NDArray[np.int32] | NDArray[np.int64] | NDArray[np.float32], ...]:
@@ -101,8 +124,8 @@ class DeviceTable:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where in the buffer each section starts, and behind the last one where the buffer ends."""
-        ends = np.cumsum([-(-array.nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT for array in self.sections])
-        return (0, *(int(end) for end in ends))
+        sizes = (-(-array.nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT for array in self.sections)
+        return tuple(accumulate(sizes, initial=0))
 
     @property
     def num_bytes(self) -> int:
@@ -122,13 +145,17 @@ def divisor(d: int) -> tuple[int, int]:
     return ((1 << (32 + shift)) // d + 1, shift)
 
 
-def _widths(shapes: tuple[Shape, ...], pieces: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Per piece what one lane moves: the most bytes, up to 16, or elements, that its strides and addresses allow."""
-    limits = np.array([_limits(shape) for shape in shapes], dtype=np.int64).reshape(-1, 3)
-    source, destination, most = limits[pieces[:, SHAPE]].T
-    fits = (pieces[:, SOURCE] % source == 0) & (pieces[:, DESTINATION] % destination == 0)
-    converts = np.array([shape.conversion is not None for shape in shapes], dtype=bool)[pieces[:, SHAPE]]
-    copied = np.gcd(np.gcd(pieces[:, SOURCE], pieces[:, DESTINATION]), most)
+def _widths(pieces: Pieces) -> NDArray[np.int64]:
+    """Per piece what one lane moves: the most bytes, up to 16, or elements, that its strides and addresses allow.
+
+    The strides of source blocks among them: what a wave shifts does not make it less.
+    """
+    limits = np.array([_limits(shape) for shape in pieces.shapes], dtype=np.int64).reshape(-1, 3)
+    sources, destinations, shapes = (pieces.rows[:, column] for column in (SOURCE, DESTINATION, SHAPE))
+    source, destination, most = limits[shapes].T
+    fits = (sources % source == 0) & (destinations % destination == 0)
+    converts = np.array([shape.conversion is not None for shape in pieces.shapes], dtype=bool)[shapes]
+    copied = np.gcd(np.gcd(sources, destinations), most)
     return np.where(converts, np.where(fits, most, 1), copied)
 
 

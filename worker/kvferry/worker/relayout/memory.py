@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.worker.relayout.wave_table import InvalidTable
+from kvferry.worker.relayout.wave_table import DESTINATION, SHAPE, SOURCE, InvalidTable, Pieces, WaveTable
+
+_Made = TypeVar("_Made")
 
 
 class Memory:
@@ -16,33 +21,25 @@ class Memory:
 
     Args:
         tensors: any tensors; the whole storage of each counts, once.
-        name: what it is, for errors: `source`, `destination`.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], name: str) -> None:
-        self.name = name
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
         self._bytes = [
             torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             for _, tensor in sorted(storages.items())
         ]
-        self._starts = np.array([whole.data_ptr() for whole in self._bytes], dtype=np.int64)
-        self._stops = self._starts + np.array([whole.numel() for whole in self._bytes], dtype=np.int64)
+        self._starts = np.array([whole.data_ptr() for whole in self._bytes] or [0], dtype=np.int64)
+        self._stops = self._starts + np.array([whole.numel() for whole in self._bytes] or [0], dtype=np.int64)
 
-    def allocations_of(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Per range `[start, stop)` the index of the allocation that it lies in.
+    def allocations_of(self, address: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Per address the index of the allocation that it lies in, or of a neighbour where it lies in none."""
+        return np.asarray(np.maximum(np.searchsorted(self._starts, address, side="right") - 1, 0))
 
-        Raises:
-            InvalidTable: a range lies in none.
-        """
-        index = np.searchsorted(self._starts, start, side="right") - 1
-        outside = index < 0
-        if len(self._stops):
-            outside |= stop > self._stops[index]
-        if outside.any():
-            wrong = int(np.flatnonzero(outside)[0])
-            raise InvalidTable(f"{self.name} [{start[wrong]:#x}, {stop[wrong]:#x}) lies in none of the allocations")
-        return np.asarray(index)
+    def around(self, address: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Per address the offsets `[first, stop)` from it that its allocation has."""
+        index = self.allocations_of(address)
+        return self._starts[index] - address, self._stops[index] - address
 
     def bytes_of(self, allocation: int) -> torch.Tensor:
         """An allocation as uint8 `[bytes]`."""
@@ -51,3 +48,64 @@ class Memory:
     def start_of(self, allocation: int) -> int:
         """Address of an allocation's first byte."""
         return int(self._starts[allocation])
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How far the units of each shape of some pieces may begin from every piece's address: `[low, high]`, in the
+    source and in the destination, bytes."""
+
+    source: tuple[tuple[int, int], ...]
+    destination: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, pieces: Pieces, sources: Memory, destinations: Memory) -> Bounds:
+        """Those of pieces that read from some memory and write to other."""
+        sides = []
+        for side, memory in ((SOURCE, sources), (DESTINATION, destinations)):
+            first, stop = memory.around(pieces.rows[:, side])
+            found = []
+            for number, shape in enumerate(pieces.shapes):
+                own = pieces.rows[:, SHAPE] == number
+                found.append(
+                    (int(first[own].max()), int(stop[own].min()) - shape.extents[side]) if own.any() else (0, 0)
+                )
+            sides.append(tuple(found))
+        return cls(*sides)
+
+    def check(self, table: WaveTable) -> None:
+        """Refuse a wave that leaves the memory.
+
+        Raises:
+            InvalidTable: a unit of a shape reaches out of the allocation of one of its pieces.
+        """
+        if not len(table.shifts):
+            return  # no pieces
+        nearest, farthest = int(table.shifts.min()), int(table.shifts.max())
+        shapes = zip(table.pieces.shapes, table.reaches(), self.source, self.destination, strict=True)
+        for number, (shape, reach, source, destination) in enumerate(shapes):
+            if reach is None:
+                continue
+            shift = shape.source_block_stride
+            here = (reach.source_low + nearest * shift, reach.source_high + farthest * shift)
+            there = (reach.destination_low, reach.destination_high)
+            for name, (low, high), (least, most) in (("source", here, source), ("destination", there, destination)):
+                if low < least or high > most:
+                    raise InvalidTable(
+                        f"{name} of shape {number} at offsets {low} … {high} lies in none of the allocations; "
+                        f"expected {least} … {most}"
+                    )
+
+
+class OncePerPieces(Generic[_Made]):
+    """What is made of pieces once, and kept for as long as they are; it must not refer to them."""
+
+    def __init__(self, make: Callable[[Pieces], _Made]) -> None:
+        self._make = make
+        self._made: WeakKeyDictionary[Pieces, _Made] = WeakKeyDictionary()
+
+    def __call__(self, pieces: Pieces) -> _Made:
+        made = self._made.get(pieces)
+        if made is None:
+            made = self._made[pieces] = self._make(pieces)
+        return made

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from kvferry.worker.device import DeviceMark, clock_for
 from kvferry.worker.relayout.element_types import Conversion, ElementType
-from kvferry.worker.relayout.memory import Memory
+from kvferry.worker.relayout.memory import Bounds, Memory, OncePerPieces
 from kvferry.worker.relayout.shape import Shape
-from kvferry.worker.relayout.wave_table import DESTINATION, FIRST, SCALE, SHAPE, SOURCE, STOP, WaveTable
+from kvferry.worker.relayout.wave_table import DESTINATION, SCALE, SHAPE, SOURCE, WaveTable
 
 TORCH_TYPES = {
     ElementType.BFLOAT16: torch.bfloat16,
@@ -49,8 +49,9 @@ class ReferenceRelayout:
 
     def __init__(self, sources: Iterable[torch.Tensor], destinations: Iterable[torch.Tensor]) -> None:
         destinations = tuple(destinations)
-        self._sources = Memory(sources, "source")
-        self._destinations = Memory(destinations, "destination")
+        self._sources = Memory(sources)
+        self._destinations = Memory(destinations)
+        self._bounds = OncePerPieces(lambda pieces: Bounds.of(pieces, self._sources, self._destinations))
         self._clock = clock_for(destinations[0].device if destinations else torch.device("cpu"))
         self._launches = 0
 
@@ -61,13 +62,15 @@ class ReferenceRelayout:
 
     def try_start(self, table: WaveTable) -> DeviceMark:
         """Put a wave in place. See `Relayout.try_start`; on the CPU it is done when this returns."""
-        extents = table.extents()
-        sources = self._sources.allocations_of(extents.source_start, extents.source_stop)
-        destinations = self._destinations.allocations_of(extents.destination_start, extents.destination_stop)
-        pieces = table.pieces[table.piece_units > 0]
-        self._launches += bool(len(pieces))
-        for piece, source, destination in zip(pieces.tolist(), sources.tolist(), destinations.tolist(), strict=True):
-            shape, units = table.shapes[piece[SHAPE]], table.units[piece[FIRST] : piece[STOP]].astype(np.int64)
+        self._bounds(table.pieces).check(table)
+        rows, shapes, ranges = table.rows, table.pieces.shapes, table.ranges
+        sources = self._sources.allocations_of(table.pieces.rows[table.which, SOURCE])
+        destinations = self._destinations.allocations_of(rows[:, DESTINATION])
+        self._launches += any(ranges[shape][0] < ranges[shape][1] for shape in rows[:, SHAPE].tolist())
+        for piece, source, destination in zip(rows.tolist(), sources.tolist(), destinations.tolist(), strict=True):
+            shape, units = shapes[piece[SHAPE]], table.units[slice(*ranges[piece[SHAPE]])].astype(np.int64)
+            if not len(units):
+                continue
             sides = (
                 _Side.of(self._sources, source, piece[SOURCE], shape.source_pace, units[:, :2]),
                 _Side.of(self._destinations, destination, piece[DESTINATION], shape.destination_pace, units[:, 2:]),
@@ -75,7 +78,8 @@ class ReferenceRelayout:
             if shape.conversion is None:
                 _copy(shape, *sides)
             else:
-                _convert(shape, shape.conversion, *sides, table.scales[piece[SCALE] : piece[SCALE] + shape.scale_rows])
+                scales = table.pieces.scales[piece[SCALE] : piece[SCALE] + shape.scale_rows]
+                _convert(shape, shape.conversion, *sides, scales)
         return self._clock.mark()
 
 

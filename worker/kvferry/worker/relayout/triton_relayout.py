@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvferry.worker.device import DeviceMark, clock_for
-from kvferry.worker.relayout.device_table import DeviceTable
+from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
 from kvferry.worker.relayout.element_types import Conversion, ElementType
 from kvferry.worker.relayout.kernel import TILE, launch_relayout, tile_of
-from kvferry.worker.relayout.memory import Memory
+from kvferry.worker.relayout.memory import Bounds, Memory, OncePerPieces
 from kvferry.worker.relayout.shape import Shape
 from kvferry.worker.relayout.wave_table import InvalidTable, WaveTable
 
@@ -26,8 +28,30 @@ def room_for(largest: WaveTable) -> int:
 
     Pieces of one shape can differ in width, and each width (1, 2, 4, 8, 16) has a row.
     """
-    compiled = DeviceTable.of(largest, TILE)
+    compiled = DeviceTable.of(largest, DevicePieces.of(largest.pieces), TILE)
     return max(_LEAST_TABLE_BYTES, compiled.num_bytes + 2 * 5 * compiled.shapes.nbytes)
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """Room for one wave's table in host memory and on the device, as the types that its sections have.
+
+    Attributes:
+        mark: reached when the wave of the table that it holds is in place.
+    """
+
+    host: torch.Tensor
+    buffer: NDArray[np.uint8]
+    there: torch.Tensor
+    int32: torch.Tensor
+    int64: torch.Tensor
+    float32: torch.Tensor
+    mark: DeviceMark | None = None
+
+    @classmethod
+    def of(cls, host: torch.Tensor, there: torch.Tensor) -> _Slot:
+        int32, int64, float32 = (there.view(dtype) for dtype in (torch.int32, torch.int64, torch.float32))
+        return cls(host, host.numpy(), there, int32, int64, float32)
 
 
 class TritonRelayout:
@@ -57,15 +81,16 @@ class TritonRelayout:
     ) -> None:
         destinations = tuple(destinations)
         device = device or destinations[0].device
-        self._sources = Memory(sources, "source")
-        self._destinations = Memory(destinations, "destination")
+        own, others = Memory(sources), Memory(destinations)
+        self._bounds = OncePerPieces(lambda pieces: Bounds.of(pieces, own, others))
+        self._compiled = OncePerPieces(DevicePieces.of)
         self._device = device
         self._clock = clock_for(device)
         on_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
-        self._device_tables = torch.empty(tables, table_bytes, dtype=torch.uint8, device=device)
-        self._host_tables = torch.empty(tables, table_bytes, dtype=torch.uint8, pin_memory=on_cuda)
-        self._marks: list[DeviceMark | None] = [None] * tables
+        device_tables = torch.empty(tables, table_bytes, dtype=torch.uint8, device=device)
+        host_tables = torch.empty(tables, table_bytes, dtype=torch.uint8, pin_memory=on_cuda)
+        self._slots = [_Slot.of(host, there) for host, there in zip(host_tables, device_tables, strict=True)]
         self._tile = tile
         self._launches = 0
         self._warm_up()
@@ -81,41 +106,36 @@ class TritonRelayout:
         Raises:
             InvalidTable: also where the table is larger than `table_bytes`.
         """
-        extents = table.extents()
-        self._sources.allocations_of(extents.source_start, extents.source_stop)
-        self._destinations.allocations_of(extents.destination_start, extents.destination_stop)
-        slot = next((i for i, mark in enumerate(self._marks) if mark is None or mark.reached()), None)
+        self._bounds(table.pieces).check(table)
+        slot = next((slot for slot in self._slots if slot.mark is None or slot.mark.reached()), None)
         if slot is None:
             return None
         return self._launch(table, slot)
 
-    def _launch(self, table: WaveTable, slot: int) -> DeviceMark:
-        converts = any(shape.conversion is not None for shape in table.shapes)
+    def _launch(self, table: WaveTable, slot: _Slot) -> DeviceMark:
+        converts = table.pieces.converts
         tile = tile_of(self._tile, converts)
-        compiled = DeviceTable.of(table, tile)
-        room = self._host_tables.shape[1]
-        if compiled.num_bytes > room:
-            raise InvalidTable(f"a wave's table has {compiled.num_bytes} bytes; expected at most {room}")
-        host, there = self._host_tables[slot], self._device_tables[slot]
+        compiled = DeviceTable.of(table, self._compiled(table.pieces), tile)
+        if compiled.num_bytes > len(slot.buffer):
+            raise InvalidTable(f"a wave's table has {compiled.num_bytes} bytes; expected at most {len(slot.buffer)}")
         with self._on_stream():
             if len(compiled.programs):
-                compiled.write(host.numpy())
-                there[: compiled.num_bytes].copy_(host[: compiled.num_bytes], non_blocking=True)
-                programs, pieces, shapes, units, scales = (there[offset:] for offset in compiled.offsets[:-1])
+                compiled.write(slot.buffer)
+                slot.there[: compiled.num_bytes].copy_(slot.host[: compiled.num_bytes], non_blocking=True)
+                programs, pieces, shapes, units, scales, _ = compiled.offsets
                 launch_relayout(
-                    programs=programs.view(torch.int32),
-                    pieces=pieces.view(torch.int64),
-                    shapes=shapes.view(torch.int64),
-                    units=units.view(torch.int32),
-                    scales=scales.view(torch.float32),
+                    programs=slot.int32[programs // 4 :],
+                    pieces=slot.int64[pieces // 8 :],
+                    shapes=slot.int64[shapes // 8 :],
+                    units=slot.int32[units // 4 :],
+                    scales=slot.float32[scales // 4 :],
                     num_programs=len(compiled.programs),
                     converts=converts,
                     tile=tile,
                 )
                 self._launches += 1
-            mark = self._clock.mark()
-        self._marks[slot] = mark
-        return mark
+            slot.mark = self._clock.mark()
+        return slot.mark
 
     def _warm_up(self) -> None:
         """Compile both variants, by moving bytes of the table's own memory."""
@@ -123,12 +143,8 @@ class TritonRelayout:
         address = scratch.data_ptr()
         conversion = Conversion(ElementType.FLOAT32, ElementType.FLOAT8_E4M3)
         for shape in (Shape(axes=(), run=16), Shape(axes=(), run=4, conversion=conversion)):
-            table = WaveTable(
-                (shape,),
-                np.array([[address, address + 32, 0, 0, 1, 0]], dtype=np.int64),
-                np.zeros((1, 4), dtype=np.int32),
-            )
-            self._launch(table, 0)
+            table = WaveTable.of([shape], [(address, address + 32, 0, 0, 1, 0)], [(0, 0, 0, 0)])
+            self._launch(table, self._slots[0])
         if self._stream is not None:
             self._stream.synchronize()
         self._launches = 0

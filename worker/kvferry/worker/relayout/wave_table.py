@@ -1,24 +1,26 @@
-"""What one wave is to do: shapes, and three arrays whose rows are numbers only.
+"""What one wave is to do: pieces, which do not change from wave to wave, and units, which do.
 
-`pieces`, int64 `[T, 6]`: one row per thing to put in place, e.g. the K of one layer in one head range.
+`Pieces.rows`, int64 `[T, 4]`: one row per thing to put in place, e.g. the K of one layer in one head range.
 
-| column | name        | meaning                                                                            |
-| ------ | ----------- | ---------------------------------------------------------------------------------- |
-| 0      | SOURCE      | address of the piece's first byte in block 0, position 0 of the source             |
-| 1      | DESTINATION | the same in the cache: (`PagedTensor.base` and the first head)                     |
-| 2      | SHAPE       | index of its shape                                                                 |
-| 3, 4   | FIRST, STOP | the units `[first, stop)` that it has; every cache group has its own               |
-| 5      | SCALE       | first row of its scales; the row of a unit's element is this + Σ index of scaled axes |
+| column | name        | meaning                                                                               |
+| ------ | ----------- | ------------------------------------------------------------------------------------- |
+| 0      | SOURCE      | address of the piece's first byte in block 0, position 0 of the source                |
+| 1      | DESTINATION | the same in the cache: (`PagedTensor.base` and the first head)                        |
+| 2      | SHAPE       | index of its shape                                                                    |
+| 3      | SCALE       | first row of its scales; the row of a unit's element is this + Σ index of scaled axes |
 
-`units`, int32 `[U, 4]`: where a unit is: source block, source position, destination block, destination position. What
-a block and a position are is up to the strides of the shape; usually a source block is a chunk of the wave.
+`Pieces.scales`, float32 `[S, 2]`: the scale of the source and that of the destination.
 
-`scales`, float32 `[S, 2]`: the scale of the source and that of the destination.
+`WaveTable.units`, int32 `[U, 4]`: where a unit is: source block, source position, destination block, destination
+position. What a block and a position are is up to the strides of the shape; usually a source block is a chunk of the
+staging buffer. The pieces of a shape have the units `[first, stop)` of its range; a shape that several ranges of units
+have is listed once for each. A wave may shift each piece by source blocks, but no other way: so how wide its bytes can
+be accessed does not change.
 
 Example: a wave of 2 chunks of 64 bytes, each 2 heads of 4 tokens of 8 bytes (heads outermost), goes to a cache of
 blocks of 4 tokens with tokens outermost. `Shape.of([Axis(2, 32, 8), Axis(4, 8, 16)], 8, source_pace=(64, 0),
-destination_pace=(64, 0))`, one piece `(wave, cache, 0, 0, 2, 0)`, units `(0, 0, 7, 0)` and `(1, 0, 3, 0)`: the wave's
-byte 40 (chunk 0, head 1, token 1, byte 0) goes to the cache's 7·64 + 1·8 + 1·16 = 472.
+destination_pace=(64, 0))`, one piece `(wave, cache, 0, 0)`, the range `(0, 2)`, units `(0, 0, 7, 0)` and
+`(1, 0, 3, 0)`: the wave's byte 40 (chunk 0, head 1, token 1, byte 0) goes to the cache's 7·64 + 1·8 + 1·16 = 472.
 """
 
 from __future__ import annotations
@@ -34,8 +36,7 @@ from numpy.typing import NDArray
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.relayout.shape import Shape
 
-SOURCE, DESTINATION, SHAPE, FIRST, STOP, SCALE = range(6)
-SOURCE_BLOCK, SOURCE_POSITION, DESTINATION_BLOCK, DESTINATION_POSITION = range(4)
+SOURCE, DESTINATION, SHAPE, SCALE = range(4)
 
 NO_SCALES: NDArray[np.float32] = np.ones((1, 2), dtype=np.float32)
 """Row 0 for pieces whose scales are 1."""
@@ -45,18 +46,9 @@ class InvalidTable(LocalProtocolError):
     """A wave's table contradicts itself or leaves the memory that it may touch."""
 
 
-class Extents(NamedTuple):
-    """Per piece the half-open ranges of addresses that it touches; pieces without units are left out."""
-
-    source_start: NDArray[np.int64]
-    source_stop: NDArray[np.int64]
-    destination_start: NDArray[np.int64]
-    destination_stop: NDArray[np.int64]
-
-
 @dataclass(frozen=True, eq=False)
-class WaveTable:
-    """See the module.
+class Pieces:
+    """See the module. Made once for many waves; implementations keep what they derive for as long as it lives.
 
     Raises:
         InvalidTable: an array has another type or shape, or an index leaves its table, or a scale is not a finite
@@ -64,79 +56,131 @@ class WaveTable:
     """
 
     shapes: tuple[Shape, ...]
-    pieces: NDArray[np.int64]
-    units: NDArray[np.int32]
+    rows: NDArray[np.int64]
     scales: NDArray[np.float32] = field(default_factory=lambda: NO_SCALES)
 
     def __post_init__(self) -> None:
-        for name, columns, dtype in (("pieces", 6, np.int64), ("units", 4, np.int32), ("scales", 2, np.float32)):
-            array = getattr(self, name)
-            if array.ndim != 2 or array.shape[1] != columns or array.dtype != dtype:
-                raise InvalidTable(f"{name} are {array.dtype} {array.shape}, not {dtype.__name__} [n, {columns}]")
-        if not len(self.pieces):
+        _check_array("pieces", self.rows, 4, np.int64)
+        _check_array("scales", self.scales, 2, np.float32)
+        if not len(self.rows):
             return
         scale_rows = np.array([shape.scale_rows for shape in self.shapes], dtype=np.int64)
-        _within("shape", self.pieces[:, SHAPE], 0, len(self.shapes))
-        _within("first unit", self.pieces[:, FIRST], 0, len(self.units) + 1)
-        _within("stop unit", self.pieces[:, STOP] - self.pieces[:, FIRST], 0, len(self.units) + 1)
-        _within("stop unit", self.pieces[:, STOP], 0, len(self.units) + 1)
-        _within("scale row", self.pieces[:, SCALE], 0, len(self.scales) + 1 - scale_rows[self.pieces[:, SHAPE]])
-        if len(self.units) and self.units.min() < 0:
-            raise InvalidTable("a unit's block or position is negative")
+        _within("shape", self.rows[:, SHAPE], 0, len(self.shapes))
+        _within("scale row", self.rows[:, SCALE], 0, len(self.scales) + 1 - scale_rows[self.rows[:, SHAPE]])
         if not (np.isfinite(self.scales).all() and (self.scales > 0).all()):
             raise InvalidTable(f"scales must be finite and above 0: {self.scales[:4].tolist()} …")
+
+    @cached_property
+    def converts(self) -> bool:
+        """Whether any piece has a conversion."""
+        return any(shape.conversion is not None for shape in self.shapes)
+
+    @cached_property
+    def source_strides(self) -> NDArray[np.int64]:
+        """Bytes from one source block to the next, per piece."""
+        strides = np.array([shape.source_block_stride for shape in self.shapes], dtype=np.int64)
+        return np.asarray(strides[self.rows[:, SHAPE]])
+
+
+class Reach(NamedTuple):
+    """Least and largest offset of a shape's units, in the source and in the destination."""
+
+    source_low: int
+    source_high: int
+    destination_low: int
+    destination_high: int
+
+
+@dataclass(frozen=True, eq=False)
+class WaveTable:
+    """See the module.
+
+    Attributes:
+        ranges: the units `[first, stop)` of each shape.
+        shifts: source blocks by which each of the wave's pieces is shifted; int64, one number or one for each.
+        which: the pieces that the wave has.
+
+    Raises:
+        InvalidTable: the units have another type or shape or a negative place, or a range leaves them.
+    """
+
+    pieces: Pieces
+    ranges: tuple[tuple[int, int], ...]
+    units: NDArray[np.int32]
+    shifts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    which: slice = field(default_factory=lambda: slice(None))
+
+    def __post_init__(self) -> None:
+        _check_array("units", self.units, 4, np.int32)
+        if len(self.ranges) != len(self.pieces.shapes):
+            raise InvalidTable(f"{len(self.ranges)} ranges of units; expected one for each of the shapes")
+        for number, (first, stop) in enumerate(self.ranges):
+            if not 0 <= first <= stop <= len(self.units):
+                raise InvalidTable(f"units of shape {number} are [{first}, {stop}); expected some of {len(self.units)}")
+        if len(self.units) and self.units.min() < 0:
+            raise InvalidTable("a unit's block or position is negative")
 
     @classmethod
     def of(
         cls,
         shapes: Sequence[Shape],
-        pieces: Sequence[Sequence[int]],
-        units: Sequence[Sequence[int]],
+        rows: Sequence[Sequence[int]],
+        units: Sequence[Sequence[int]] | NDArray[np.int32],
         scales: Sequence[tuple[float, float]] = ((1.0, 1.0),),
     ) -> WaveTable:
-        """The table of plain rows; for tests and small things."""
+        """The table of plain rows, each with its range: source, destination, shape, first unit, stop unit, scale."""
+        kinds: dict[tuple[int, int, int], int] = {}
+        pieces = [(row[0], row[1], kinds.setdefault((row[2], row[3], row[4]), len(kinds)), row[5]) for row in rows]
         return cls(
-            tuple(shapes),
-            np.array(pieces, dtype=np.int64).reshape(-1, 6),
+            Pieces(
+                tuple(shapes[shape] for shape, _, _ in kinds),
+                np.array(pieces, dtype=np.int64).reshape(-1, 4),
+                np.array(scales, dtype=np.float32).reshape(-1, 2),
+            ),
+            tuple((first, stop) for _, first, stop in kinds),
             np.array(units, dtype=np.int32).reshape(-1, 4),
-            np.array(scales, dtype=np.float32).reshape(-1, 2),
         )
 
-    @cached_property
-    def piece_units(self) -> NDArray[np.int64]:
-        """Units of each piece."""
-        return np.asarray(self.pieces[:, STOP] - self.pieces[:, FIRST])
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The wave's pieces, where they are in this wave."""
+        rows = self.pieces.rows[self.which].copy()
+        rows[:, SOURCE] += self.shifts * self.pieces.source_strides[self.which]
+        return rows
 
     @cached_property
     def num_bytes(self) -> tuple[int, int]:
         """Bytes that the wave reads, and that it writes; its tables apart."""
-        per_unit = np.array([shape.unit_bytes for shape in self.shapes], dtype=np.int64).reshape(-1, 2)
-        total = (per_unit[self.pieces[:, SHAPE]] * self.piece_units[:, None]).sum(axis=0)
+        shapes = zip(self.pieces.shapes, self.ranges, strict=True)
+        of_shape = [[size * (stop - first) for size in shape.unit_bytes] for shape, (first, stop) in shapes]
+        total = np.array(of_shape, dtype=np.int64).reshape(-1, 2)[self.pieces.rows[self.which, SHAPE]].sum(axis=0)
         return (int(total[0]), int(total[1]))
 
-    def extents(self) -> Extents:
-        """What every piece touches, exactly: the units are looked at, once per distinct range and strides."""
-        paces = np.array([(*s.source_pace, *s.destination_pace) for s in self.shapes], dtype=np.int64).reshape(-1, 4)
-        sizes = np.array([shape.extents for shape in self.shapes], dtype=np.int64).reshape(-1, 2)
-        pieces = self.pieces[self.piece_units > 0]
-        keys = np.concatenate([pieces[:, FIRST : STOP + 1], paces[pieces[:, SHAPE]]], axis=1)
-        distinct, of_piece = np.unique(keys, axis=0, return_inverse=True)
-        reach = np.array([self._reach(*key) for key in distinct.tolist()], dtype=np.int64).reshape(-1, 4)
-        reach = reach[of_piece.ravel()]
-        size = sizes[pieces[:, SHAPE]]
-        source, destination = pieces[:, SOURCE], pieces[:, DESTINATION]
-        return Extents(
-            source + reach[:, 0],
-            source + reach[:, 1] + size[:, 0],
-            destination + reach[:, 2],
-            destination + reach[:, 3] + size[:, 1],
-        )
+    def reaches(self) -> list[Reach | None]:
+        """Of every shape how far from a piece's address its units begin, as if all blocks had all positions; None
+        without units."""
+        corners: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        found: list[Reach | None] = []
+        for shape, units in zip(self.pieces.shapes, self.ranges, strict=True):
+            if units not in corners and units[0] < units[1]:
+                own = self.units[slice(*units)]
+                corners[units] = (own.min(axis=0).tolist(), own.max(axis=0).tolist())
+            if units in corners:
+                offsets = [_offsets(shape, corner) for corner in corners[units]]
+                found.append(Reach(offsets[0][0], offsets[1][0], offsets[0][1], offsets[1][1]))
+            else:
+                found.append(None)
+        return found
 
-    def _reach(self, first: int, stop: int, *paces: int) -> tuple[int, ...]:
-        """Least and largest offset of the units `[first, stop)`, in the source and in the destination."""
-        offsets = self.units[first:stop].astype(np.int64) * np.array(paces, dtype=np.int64)
-        source, destination = offsets[:, 0] + offsets[:, 1], offsets[:, 2] + offsets[:, 3]
-        return (int(source.min()), int(source.max()), int(destination.min()), int(destination.max()))
+
+def _offsets(shape: Shape, unit: Sequence[int]) -> tuple[int, int]:
+    (here, at), (there, to) = shape.source_pace, shape.destination_pace
+    return (unit[0] * here + unit[1] * at, unit[2] * there + unit[3] * to)
+
+
+def _check_array(name: str, array: NDArray[np.generic], columns: int, dtype: type[np.generic]) -> None:
+    if array.ndim != 2 or array.shape[1] != columns or array.dtype != dtype:
+        raise InvalidTable(f"{name} are {array.dtype} {array.shape}, not {dtype.__name__} [n, {columns}]")
 
 
 def _within(name: str, found: NDArray[np.int64], start: int, stop: int | NDArray[np.int64]) -> None:
