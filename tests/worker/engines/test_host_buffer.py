@@ -61,6 +61,15 @@ def test_blocks_that_are_used_again_are_copied_again(any_rig: Rig) -> None:
         any_rig.transfer(producer, consumer, tokens=26, seed=seed)
 
 
+def test_what_does_not_change_from_copy_to_copy_is_made_once(rig: Rig) -> None:
+    producer = rig.engine("P", settings=ON_HOST)
+    mirror = producer.worker._mirror
+    assert mirror is not None
+    first, second = (mirror._table(blocks) for blocks in (((1, 2),), ((3,),)))
+    assert first.pieces is second.pieces
+    assert (first.units[:, 0].tolist(), second.units[:, 0].tolist()) == ([1, 2], [3])
+
+
 def test_a_host_buffer_without_a_pool_is_refused_by_name(rig: Rig) -> None:
     with pytest.raises(InvalidConfig) as refused:
         rig.engine("P", settings=replace(ON_HOST, staging_pool_bytes=0))

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.worker.relayout.device_table import MAX_CHUNKS, DevicePieces, DeviceTable, divisor
 from kvferry.worker.relayout.element_types import Conversion, ElementType
+from kvferry.worker.relayout.memory import Bounds, Memory
 from kvferry.worker.relayout.shape import Axis, Shape
-from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, Reach, WaveTable
+from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, WaveTable
 from tests.worker.relayout.cases import random_case
 
 SHAPE = Shape(axes=(Axis(3, 32, 64),), run=16, source_block_stride=128, destination_block_stride=256)
@@ -95,7 +97,7 @@ def test_the_reach_of_a_shape_is_that_of_the_units_it_has() -> None:
         [SHAPE], [(1000, 5000, 0, 0, 3, 0), (0, 0, 0, 0, 0, 0), (2000, 6000, 0, 3, 4, 0)],
         [(2, 0, 1, 0), (4, 0, 7, 0), (3, 0, 0, 0), (0, 0, 0, 0)],
     )  # fmt: skip
-    assert table.reaches() == [Reach(2 * 128, 4 * 128, 0, 7 * 256), None, Reach(0, 0, 0, 0)]
+    assert table.reaches() == [((2 * 128, 4 * 128), (0, 7 * 256)), None, ((0, 0), (0, 0))]
     assert table.num_bytes == (4 * 3 * 16, 4 * 3 * 16)
 
 
@@ -170,3 +172,12 @@ def test_sections_lie_apart_in_the_buffer_and_hold_what_they_held() -> None:
         assert offset % 256 == 0
         assert offset + section.nbytes <= stop
         assert (buffer[offset : offset + section.nbytes].view(section.dtype) == section.ravel()).all()
+
+
+def test_units_of_a_shape_that_no_piece_has_lead_nowhere() -> None:
+    memory = torch.zeros(32, dtype=torch.uint8)
+    at = np.array([[memory.data_ptr()] * 2 + [0, 0]], dtype=np.int64)
+    own = Memory([memory])
+    units = np.array([(0, 0, 0, 0), (7, 0, 7, 0)], dtype=np.int32)
+    table = WaveTable(Pieces((Shape(axes=(), run=32), SHAPE), at), ((0, 1), (1, 2)), units)
+    Bounds(table.pieces, own, own).check(table)

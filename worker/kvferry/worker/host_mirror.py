@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.host_memory import HostMemory
 from kvferry.worker.relayout.shape import Axis, Shape
-from kvferry.worker.relayout.wave_table import WaveTable
+from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 from kvferry.worker.staging import relayout_for
 
 WAVE_BYTES = 128 << 20
@@ -58,6 +59,13 @@ class HostMirror:
         self._pairs = [(tensor, _moved(tensor, moved)) for tensor in caches.tensors]
         self.caches = KvCaches(tuple(storages), tuple(copy for _, copy in self._pairs), torch.device("cpu"))
         self._relayout = relayout_for(caches.storages, storages, caches.device)
+        kinds: dict[tuple[Shape, _Kernel], int] = {}
+        rows = [
+            (tensor.base, copy.base, kinds.setdefault((_shape(tensor), _Kernel.of(tensor)), len(kinds)), 0)
+            for tensor, copy in self._pairs
+        ]
+        self._kernels = [kernel for _, kernel in kinds]
+        self._pieces = Pieces(tuple(shape for shape, _ in kinds), np.array(rows, dtype=np.int64).reshape(-1, 4))
 
     def waves(self, blocks: Blocks) -> deque[Blocks]:
         """A request's scheduler blocks, per cache group, in portions that are copied one by one; at least one."""
@@ -82,7 +90,8 @@ class HostMirror:
 
     def _block_bytes(self, group: int) -> int:
         """Bytes of one scheduler block of a group, in all of its tensors."""
-        return sum(tensor.block_bytes * self._ratio(tensor) for tensor, _ in self._pairs if tensor.group == group)
+        own = [tensor for tensor, _ in self._pairs if tensor.group == group]
+        return sum(tensor.block_bytes * self._ratio(_Kernel.of(tensor)) for tensor in own)
 
     @staticmethod
     def _portions(blocks: Blocks, sizes: Sequence[int]) -> Iterator[Blocks]:
@@ -92,30 +101,36 @@ class HostMirror:
                 yield tuple(ids[first : first + count] if other == group else () for other in range(len(blocks)))
 
     def _table(self, blocks: Blocks) -> WaveTable:
-        shapes: dict[Shape, int] = {}
-        pieces, units = [], [np.empty((0, 4), dtype=np.int32)]
-        ranges: dict[tuple[int, int], tuple[int, int]] = {}
+        ranges: dict[_Kernel, tuple[int, int]] = {}
+        units = [np.empty((0, 4), dtype=np.int32)]
         count = 0
-        for tensor, copy in self._pairs:
-            key = (tensor.group, tensor.block_tokens)
-            if key not in ranges:
-                kernel = self._kernel_blocks(tensor, blocks)
-                ranges[key] = (count, count + len(kernel))
-                count += len(kernel)
-                units.append(np.stack([kernel, np.zeros_like(kernel)] * 2, axis=1))
-            shape = _shape(tensor)
-            pieces.append((tensor.base, copy.base, shapes.setdefault(shape, len(shapes)), *ranges[key], 0))
-        return WaveTable.of(tuple(shapes), pieces, np.concatenate(units))
+        for kernel in dict.fromkeys(self._kernels):
+            ids = self._kernel_blocks(kernel, blocks)
+            ranges[kernel] = (count, count + len(ids))
+            count += len(ids)
+            units.append(np.stack([ids, np.zeros_like(ids)] * 2, axis=1))
+        return WaveTable(self._pieces, tuple(ranges[kernel] for kernel in self._kernels), np.concatenate(units))
 
-    def _kernel_blocks(self, tensor: PagedTensor, blocks: Blocks) -> np.ndarray:
-        ratio = self._ratio(tensor)
-        ids = np.array([block for block in blocks[tensor.group] if block != NULL_BLOCK], dtype=np.int64)
+    def _kernel_blocks(self, kernel: _Kernel, blocks: Blocks) -> np.ndarray:
+        ratio = self._ratio(kernel)
+        ids = np.array([block for block in blocks[kernel.group] if block != NULL_BLOCK], dtype=np.int64)
         return np.asarray((ids[:, None] * ratio + np.arange(ratio)).ravel().astype(np.int32))
 
-    def _ratio(self, tensor: PagedTensor) -> int:
+    def _ratio(self, kernel: _Kernel) -> int:
         """Kernel blocks of a scheduler block."""
-        group = self._groups[tensor.group]
-        return 1 if group.policy == "state" else group.block_tokens // tensor.block_tokens
+        group = self._groups[kernel.group]
+        return 1 if group.policy == "state" else group.block_tokens // kernel.block_tokens
+
+
+class _Kernel(NamedTuple):
+    """What tensors have in common whose blocks have the same numbers."""
+
+    group: int
+    block_tokens: int
+
+    @classmethod
+    def of(cls, tensor: PagedTensor) -> _Kernel:
+        return cls(tensor.group, tensor.block_tokens)
 
 
 def _moved(tensor: PagedTensor, moved: dict[int, tuple[int, int]]) -> PagedTensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -11,9 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.worker.relayout.wave_table import DESTINATION, SHAPE, SOURCE, InvalidTable, Pieces, WaveTable
+from kvferry.worker.relayout.wave_table import DESTINATION, SHAPE, SOURCE, InvalidTable, Pieces, Span, WaveTable
 
 _Made = TypeVar("_Made")
+_FAR = 1 << 62
+"""Farther than anything reaches: the bounds of a shape that no piece has."""
 
 
 class Memory:
@@ -50,28 +51,18 @@ class Memory:
         return int(self._starts[allocation])
 
 
-@dataclass(frozen=True, slots=True)
 class Bounds:
-    """How far the units of each shape of some pieces may begin from every piece's address: `[low, high]`, in the
-    source and in the destination, bytes."""
+    """How far from every piece's address the units of its shape may begin: the pieces' allocations, less a unit."""
 
-    source: tuple[tuple[int, int], ...]
-    destination: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, pieces: Pieces, sources: Memory, destinations: Memory) -> Bounds:
-        """Those of pieces that read from some memory and write to other."""
-        sides = []
+    def __init__(self, pieces: Pieces, sources: Memory, destinations: Memory) -> None:
+        self._sides: list[list[Span]] = []
         for side, memory in ((SOURCE, sources), (DESTINATION, destinations)):
             first, stop = memory.around(pieces.rows[:, side])
-            found = []
+            self._sides.append([])
             for number, shape in enumerate(pieces.shapes):
                 own = pieces.rows[:, SHAPE] == number
-                found.append(
-                    (int(first[own].max()), int(stop[own].min()) - shape.extents[side]) if own.any() else (0, 0)
-                )
-            sides.append(tuple(found))
-        return cls(*sides)
+                last = stop[own] - shape.extents[side]
+                self._sides[-1].append((int(first[own].max(initial=-_FAR)), int(last.min(initial=_FAR))))
 
     def check(self, table: WaveTable) -> None:
         """Refuse a wave that leaves the memory.
@@ -82,14 +73,13 @@ class Bounds:
         if not len(table.shifts):
             return  # no pieces
         nearest, farthest = int(table.shifts.min()), int(table.shifts.max())
-        shapes = zip(table.pieces.shapes, table.reaches(), self.source, self.destination, strict=True)
-        for number, (shape, reach, source, destination) in enumerate(shapes):
+        for number, (reach, *bounds) in enumerate(zip(table.reaches(), *self._sides, strict=True)):
             if reach is None:
                 continue
-            shift = shape.source_block_stride
-            here = (reach.source_low + nearest * shift, reach.source_high + farthest * shift)
-            there = (reach.destination_low, reach.destination_high)
-            for name, (low, high), (least, most) in (("source", here, source), ("destination", there, destination)):
+            (low, high), destination = reach
+            stride = table.pieces.shapes[number].source_block_stride
+            reached = ((low + nearest * stride, high + farthest * stride), destination)
+            for name, (low, high), (least, most) in zip(("source", "destination"), reached, bounds, strict=True):
                 if low < least or high > most:
                     raise InvalidTable(
                         f"{name} of shape {number} at offsets {low} … {high} lies in none of the allocations; "

@@ -51,7 +51,7 @@ class ReferenceRelayout:
         destinations = tuple(destinations)
         self._sources = Memory(sources)
         self._destinations = Memory(destinations)
-        self._bounds = OncePerPieces(lambda pieces: Bounds.of(pieces, self._sources, self._destinations))
+        self._bounds = OncePerPieces(lambda pieces: Bounds(pieces, self._sources, self._destinations))
         self._clock = clock_for(destinations[0].device if destinations else torch.device("cpu"))
         self._launches = 0
 

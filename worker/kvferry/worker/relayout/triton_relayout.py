@@ -82,7 +82,7 @@ class TritonRelayout:
         destinations = tuple(destinations)
         device = device or destinations[0].device
         own, others = Memory(sources), Memory(destinations)
-        self._bounds = OncePerPieces(lambda pieces: Bounds.of(pieces, own, others))
+        self._bounds = OncePerPieces(lambda pieces: Bounds(pieces, own, others))
         self._compiled = OncePerPieces(DevicePieces.of)
         self._device = device
         self._clock = clock_for(device)

@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,13 +81,8 @@ class Pieces:
         return np.asarray(strides[self.rows[:, SHAPE]])
 
 
-class Reach(NamedTuple):
-    """Least and largest offset of a shape's units, in the source and in the destination."""
-
-    source_low: int
-    source_high: int
-    destination_low: int
-    destination_high: int
+Span = tuple[int, int]
+"""The least and the largest of some offsets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,26 +150,24 @@ class WaveTable:
         total = np.array(of_shape, dtype=np.int64).reshape(-1, 2)[self.pieces.rows[self.which, SHAPE]].sum(axis=0)
         return (int(total[0]), int(total[1]))
 
-    def reaches(self) -> list[Reach | None]:
-        """Of every shape how far from a piece's address its units begin, as if all blocks had all positions; None
-        without units."""
-        corners: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-        found: list[Reach | None] = []
-        for shape, units in zip(self.pieces.shapes, self.ranges, strict=True):
-            if units not in corners and units[0] < units[1]:
-                own = self.units[slice(*units)]
-                corners[units] = (own.min(axis=0).tolist(), own.max(axis=0).tolist())
-            if units in corners:
-                offsets = [_offsets(shape, corner) for corner in corners[units]]
-                found.append(Reach(offsets[0][0], offsets[1][0], offsets[0][1], offsets[1][1]))
-            else:
-                found.append(None)
-        return found
+    def reaches(self) -> list[tuple[Span, Span] | None]:
+        """Per shape how far from a piece's address its units begin, in the source and in the destination, as if all
+        blocks had all positions; None without units."""
+        corners = {
+            units: (own.min(axis=0).tolist(), own.max(axis=0).tolist())
+            for units in dict.fromkeys(self.ranges)
+            if len(own := self.units[slice(*units)])
+        }
+        shapes = zip(self.pieces.shapes, self.ranges, strict=True)
+        return [_reach(shape, *corners[units]) if units in corners else None for shape, units in shapes]
 
 
-def _offsets(shape: Shape, unit: Sequence[int]) -> tuple[int, int]:
+def _reach(shape: Shape, low: Sequence[int], high: Sequence[int]) -> tuple[Span, Span]:
     (here, at), (there, to) = shape.source_pace, shape.destination_pace
-    return (unit[0] * here + unit[1] * at, unit[2] * there + unit[3] * to)
+    return (
+        (low[0] * here + low[1] * at, high[0] * here + high[1] * at),
+        (low[2] * there + low[3] * to, high[2] * there + high[3] * to),
+    )
 
 
 def _check_array(name: str, array: NDArray[np.generic], columns: int, dtype: type[np.generic]) -> None:
