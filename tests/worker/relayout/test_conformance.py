@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -158,6 +160,17 @@ def test_what_leaves_the_memory_is_refused(
     case = Case(WaveTable.of([shape], [piece], [unit]), np.zeros(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8))
     with pytest.raises(InvalidTable, match=message):
         run(case)
+
+
+@pytest.mark.parametrize(("shift", "refused"), [(0, False), (1, False), (2, True), (-1, True)])
+def test_what_is_shifted_out_of_the_source_is_refused(run: Runner, shift: int, refused: bool) -> None:
+    table = WaveTable.of([Shape(axes=(), run=32, source_block_stride=32)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)])
+    case = Case(replace(table, shifts=np.array([shift])), np.arange(64, dtype=np.uint8), np.zeros(32, dtype=np.uint8))
+    if refused:
+        with pytest.raises(InvalidTable, match=r"source .* lies in none"):
+            run(case)
+    else:
+        assert run(case).destination.tolist() == list(range(32 * shift, 32 * shift + 32))
 
 
 FAR = (1 << 31) + 3 * 4096
