@@ -45,7 +45,7 @@ def request_of(num_tokens: int, *, images: tuple[tuple[int, int], ...] = (), **s
 
 
 def digests_of(request: Any) -> tuple[str, ...]:
-    prompt = prompt_of(request)
+    prompt = prompt_of(request, request.num_prompt_tokens)
     assert prompt is not None
     return digest_chain(prompt, request.num_prompt_tokens)
 
@@ -152,7 +152,7 @@ def test_a_consumer_of_states_goes_on_after_the_last_but_one_token_only(held: in
     """A state that has seen the whole prompt would see its last token twice."""
     reception, loads, tally = reception_of(STATE, FULL)
     request = request_of(16)
-    prompt = prompt_of(request)
+    prompt = prompt_of(request, request.num_prompt_tokens)
     assert prompt is not None
     ticket = Ticket(
         version=1,

@@ -90,7 +90,7 @@ def test_as_many_end_as_it_takes_by_counts_of_owners_and_those_that_give_nothing
     kept = KeptBlocks()
     kept.bind(pool.owners)
     for name, blocks in pool.leases.items():
-        kept.keep(name, blocks)
+        kept.keep(name, tuple(blocks))
     demand = Demand(pool.free(), need, reserve, cap, slots_short, lasts)
     ended: list[str] = []
 

@@ -88,6 +88,6 @@ def _chosen(groups: Sequence[Sequence[KVCacheBlock]], block_ids: Sequence[int]) 
     return kept
 
 
-def kept_ids(block_ids: Sequence[Sequence[int]]) -> list[int]:
+def kept_ids(block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Every block of a request once, without the null block (0) where a window has left some: nobody can reuse that."""
-    return list(dict.fromkeys(filter(None, chain.from_iterable(block_ids))))
+    return tuple(dict.fromkeys(filter(None, chain.from_iterable(block_ids))))

@@ -52,14 +52,14 @@ class Offering:
         A token that was sampled last has no cache, nor has one certainly whose step is still in flight. What the
         modules of a multi-token predictor wrote for an answer's last tokens came from drafts: those are left out.
         """
-        prompt = prompt_of(request)
-        if request.status not in _ENDED_WELL or prompt is None:
+        if request.status not in _ENDED_WELL:
             return None
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         left_out = self._own.left_out if use is LeaseUse.TURN else 0  # of a prompt, before it was computed
         num_tokens = max(0, min(computed, len(request.all_token_ids) - 1) - left_out)
+        prompt = prompt_of(request, num_tokens)
         blocks = self._transferable(block_ids, num_tokens)
-        if not any(blocks):
+        if prompt is None or not any(blocks):
             return None
         return HeldTokens(request.request_id, num_tokens, blocks, digest_chain(prompt, num_tokens))
 

@@ -117,7 +117,7 @@ class Reception:
             self._own_leases[request.request_id] = RemoteLease.of(source).name
 
     def _accept_remote_prompt(self, request: Request, source: RemotePrefill, *, is_turn: bool = False) -> None:
-        prompt = prompt_of(request)
+        prompt = prompt_of(request, source.remote_num_tokens)
         if source.remote_engine_id == self._own.engine_id:
             self._keep_own(request, source)
         if not is_turn and not self._own.is_consumer:

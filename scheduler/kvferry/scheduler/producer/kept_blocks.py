@@ -7,7 +7,7 @@ those of its blocks that nobody else refers to. So references are counted, and t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from kvferry.protocol.errors import LocalProtocolError
 
@@ -60,10 +60,10 @@ class KeptBlocks:
         """The blocks of a request."""
         return self._of.get(request_id, ())
 
-    def keep(self, request_id: str, blocks: Iterable[int]) -> None:
-        """A request has ended, its blocks are held."""
-        self._of[request_id] = tuple(dict.fromkeys(blocks))
-        self._held.update(self._of[request_id])
+    def keep(self, request_id: str, blocks: tuple[int, ...]) -> None:
+        """A request has ended, its blocks are held: each is named once."""
+        self._of[request_id] = blocks
+        self._held.update(blocks)
 
     def end(self, request_id: str) -> None:
         """Nobody reads them any more; they come back when every worker has said so."""

@@ -6,7 +6,7 @@ No I/O, no clock: the caller brings the time. A slot is free, or belongs to exac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.protocol.errors import LocalProtocolError
@@ -157,12 +157,12 @@ class ProducerLedger:
         self.watcher.lease_opened(lease)
         return True
 
-    def finish(self, request_id: str, blocks: Blocks = (), kept: Iterable[int] = ()) -> Lease | None:
+    def finish(self, request_id: str, blocks: Blocks = (), kept: tuple[int, ...] = ()) -> Lease | None:
         """The request has ended well: keep its blocks. None when it has no lease.
 
         Args:
             blocks: what the workers are told of them.
-            kept: all that stay out of the pool.
+            kept: all that stay out of the pool, each once.
         """
         lease = self._by_request.get(request_id)
         if lease is None:
