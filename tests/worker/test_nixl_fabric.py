@@ -317,6 +317,48 @@ def test_an_envelope_around_something_else_is_refused_and_leaves_no_trace(
         assert arrivals(successor, 1) == [("consumer", b"hello")]
 
 
+MEET_AGAIN = """
+import json, os, numpy
+from kvferry.worker.fabric import DescriptorRows, MemoryKind, Region, TransferState
+from kvferry.worker.nixl_fabric import NixlFabric
+
+memory = numpy.zeros(64, dtype=numpy.uint8)
+producer, consumer = NixlFabric("producer"), NixlFabric("consumer")
+for fabric in (producer, consumer):
+    fabric.register([Region(memory.ctypes.data, memory.nbytes, MemoryKind.DRAM)])
+one = DescriptorRows.of(MemoryKind.DRAM, [(memory.ctypes.data, 64, 0, 64, 1)])
+index = numpy.zeros(1, dtype=numpy.int32)
+
+def meet():
+    peer = consumer.add_peer(producer.metadata())
+    local, remote = consumer.prepare_local(one), consumer.prepare_remote(peer, one)
+    read = consumer.post_read(local, index, remote, index)
+    while consumer.poll(read) is TransferState.IN_FLIGHT:
+        pass
+    for handle in (read, local, remote):
+        consumer.release(handle)
+    consumer.remove_peer(peer)
+
+def kept():
+    files = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    sockets = sum(os.path.islink(file) and os.readlink(file).startswith("socket") for file in files)
+    return sockets, sum(line.split()[1].endswith("s") for line in open("/proc/self/maps"))
+
+for _ in range(4):
+    meet()
+before = kept()
+for _ in range(16):
+    meet()
+print(json.dumps({"before": before, "after": kept()}))
+"""
+
+
+@pytest.mark.parametrize("in_shared_memory", ["y", "n"])
+def test_a_living_peer_that_is_met_again_and_again_adds_neither_connections_nor_segments(in_shared_memory: str) -> None:
+    found = in_a_process(MEET_AGAIN, UCX_MM_ERROR_HANDLING=in_shared_memory)
+    assert all(after - before < 8 for before, after in zip(found["before"], found["after"], strict=True)), found
+
+
 def _event_driven(bindings: Any) -> Any:
     config = bindings.nixlAgentConfig()
     config.useProgThread, config.pthrDelay = True, 20_000

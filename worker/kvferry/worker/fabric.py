@@ -215,8 +215,8 @@ class Fabric(Protocol):
     def remove_peer(self, peer: PeerAgent) -> None:
         """Forget a peer; its `RemoteDescriptors` are dead from here on. Idempotent.
 
-        Reads in flight go on and can be polled; the peer is disconnected when the last of them has ended or was
-        released, and only then can it be added again.
+        Reads in flight go on and can be polled; only when the last of them has ended or was released can it be added
+        again. Whether it is disconnected then is the fabric's affair.
         """
         ...
 

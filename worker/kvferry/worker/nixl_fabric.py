@@ -35,6 +35,7 @@ from kvferry.worker.fabric_metadata import check_agent_name, open_metadata, seal
 from kvferry.worker.index_pairs import check_index_pairs
 from kvferry.worker.nixl_agent import AgentConfig, NixlErrors, apply_ucx_defaults, load_bindings, make_agent
 from kvferry.worker.nixl_handles import NixlLocal, NixlPeer, NixlRemote, NixlTransfer
+from kvferry.worker.parted_peers import PartedPeers
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class NixlFabric:
         self._errors = NixlErrors(self._nixl)
         self._agent: Any = make_agent(self._nixl, agent_name, config or AgentConfig())
         self._peers: dict[PeerAgent, NixlPeer] = {}
+        self._parted = PartedPeers(self._forget)
         self._registered: list[Any] = []
         self._handles: set[NixlLocal | NixlRemote | NixlTransfer] = set()
         self._open_transfers = 0
@@ -96,15 +98,9 @@ class NixlFabric:
         if name == self.agent_name or peer in self._peers:
             known = "this agent" if name == self.agent_name else "known already; remove it first"
             raise InvalidMetadata("add peer", f"the agent is {known}", peer)
-        try:
-            loaded: bytes = agent.loadRemoteMD(body)
-        except self._errors.every as error:
-            self._quietly(agent.invalidateRemoteMD, name)
-            raise InvalidMetadata("add peer", f"NIXL refused it: {self._errors.describe(error)}", peer) from error
-        if loaded != name.encode():
-            self._quietly(agent.invalidateRemoteMD, loaded)
-            raise InvalidMetadata("add peer", f"the envelope and NIXL's part ({loaded[:64]!r}) differ in name", peer)
-        self._peers[peer] = NixlPeer(peer)
+        if not self._parted.take(name, body):
+            self._load(agent, peer, body)
+        self._peers[peer] = NixlPeer(peer, body)
         return peer
 
     def remove_peer(self, peer: PeerAgent) -> None:
@@ -195,6 +191,7 @@ class NixlFabric:
         if isinstance(handle, NixlTransfer):
             self._open_transfers -= 1
             self._release_raw(handle.raw)
+            handle.entry.is_sound &= handle.state is TransferState.DONE
             self._end(handle)
         else:
             self._quietly(self._agent.releasedDlistH, handle.raw)
@@ -240,6 +237,7 @@ class NixlFabric:
             self.release(handle)
         for entry in list(self._peers.values()):
             self.remove_peer(entry.name)
+        self._parted.clear()
         for descriptors in self._registered:
             self._quietly(agent.deregisterMem, descriptors)
         self._registered.clear()
@@ -249,6 +247,16 @@ class NixlFabric:
         if self._agent is None:
             raise FabricClosed(operation, f"agent {self.agent_name} is closed")
         return self._agent
+
+    def _load(self, agent: Any, peer: PeerAgent, body: bytes) -> None:
+        try:
+            loaded: bytes = agent.loadRemoteMD(body)
+        except self._errors.every as error:
+            self._quietly(agent.invalidateRemoteMD, peer)
+            raise InvalidMetadata("add peer", f"NIXL refused it: {self._errors.describe(error)}", peer) from error
+        if loaded != peer.encode():
+            self._quietly(agent.invalidateRemoteMD, loaded)
+            raise InvalidMetadata("add peer", f"the envelope and NIXL's part ({loaded[:64]!r}) differ in name", peer)
 
     def _peer(self, operation: str, entry: NixlPeer | None, peer: PeerAgent) -> NixlPeer:
         if entry is None or entry.removed:
@@ -284,6 +292,7 @@ class NixlFabric:
     def _failure(self, operation: str, error: Exception, entry: NixlPeer) -> PeerLost | TransferFailed:
         """The port's name for what NIXL raised about a peer; remembers that a dead peer is dead."""
         reason = self._errors.describe(error)
+        entry.is_sound = False
         # NOT_FOUND: another transfer noticed the death first, and NIXL dropped its entry by itself.
         if isinstance(error, (self._errors.disconnected, self._errors.not_found)):
             entry.lost = entry.lost or reason
@@ -297,6 +306,7 @@ class NixlFabric:
             self._end(transfer)
         elif status != self._nixl.NIXL_IN_PROG:
             transfer.failure = TransferFailed("transfer", f"NIXL's status is {status}", transfer.peer)
+            transfer.entry.is_sound = False
             self._end(transfer)
             raise transfer.failure
 
@@ -308,7 +318,13 @@ class NixlFabric:
         if entry.removed and not entry.in_flight and self._peers.get(entry.name) is entry:
             del self._peers[entry.name]
             self._leaving -= 1
-            self._quietly(self._agent.invalidateRemoteMD, entry.name)
+            if entry.is_sound:
+                self._parted.add(entry.name, entry.metadata)
+            else:
+                self._forget(entry.name)
+
+    def _forget(self, name: str) -> None:
+        self._quietly(self._agent.invalidateRemoteMD, name)
 
     def _release_raw(self, raw: int | None) -> None:
         if raw is not None:

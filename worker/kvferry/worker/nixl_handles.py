@@ -16,12 +16,19 @@ from kvferry.worker.fabric import (
 
 @dataclass(slots=True, eq=False)
 class NixlPeer:
-    """A peer from `add_peer` to its end. `removed` peers stay until the last of `in_flight` has ended."""
+    """A peer from `add_peer` to its end. `removed` peers stay until the last of `in_flight` has ended.
+
+    Attributes:
+        metadata: NIXL's part of it.
+        is_sound: nothing that was asked of it has failed, or was given up.
+    """
 
     name: PeerAgent
+    metadata: bytes
     in_flight: set[NixlTransfer] = field(default_factory=set)
     removed: bool = False
     lost: str | None = None
+    is_sound: bool = True
 
 
 class NixlLocal(LocalDescriptors):
