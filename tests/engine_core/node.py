@@ -194,12 +194,16 @@ class Node:
             self.step()
         return params
 
-    def close(self) -> None:
-        """End the engine. Whatever was done to it, its sums add up."""
+    def close(self, *, at_rest: bool = True) -> None:
+        """End the engine. Whatever was done to it, its sums add up.
+
+        Args:
+            at_rest: wait until nothing is under way before the workers end.
+        """
         ferry_of(self.engine.connector).scheduler_side.check_integrity()
         self.engine.close()
         try:
-            for worker in self.workers:
+            for worker in self.workers if at_rest else ():
                 comes_to_rest(ferry_of(worker).worker_side._worker)
         finally:
             for worker in self.workers:

@@ -1,4 +1,4 @@
-"""What else decides whether blocks may be taken: adapters, salts, pauses, and engines that end in the middle of it."""
+"""What else decides whether blocks may be taken: adapters, salts and pauses."""
 
 from __future__ import annotations
 
@@ -69,11 +69,3 @@ def test_a_paused_producer_gives_back_what_was_read_with_its_next_step(pair: tup
     consumer.engine.add("d", PROMPT, params, max_tokens=COUNT)
     assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
     producer.until(lambda: producer.engine.is_whole)
-
-
-def test_engines_that_end_in_the_middle_of_a_load_end_quietly(pair: tuple[Node, Node]) -> None:
-    producer, consumer = pair
-    for index in range(4):
-        prompt = tokens(100, seed=index + 20)
-        consumer.engine.add(f"d{index}", prompt, producer.prefill(f"p{index}", prompt), max_tokens=COUNT)
-    consumer.step()

@@ -1,0 +1,135 @@
+"""Engines that end in the middle of loads end quietly, and leave nothing that they opened."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from kvferry.worker.fabric import Transfer, TransferState
+from kvferry.worker.load import Load
+from kvferry.worker.worker import FerryWorker
+from tests.engine_core.driver import BLOCK_TOKENS, tokens
+from tests.engine_core.node import Node, ferry_of
+from tests.engine_core.toy_model import expected_tokens
+from tests.waiting import wait_until
+
+LOADS = 4
+TOKENS = 100
+COUNT = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries_have_opened_theirs() -> None:
+    producer, consumer = Node("kv_producer"), Node("kv_consumer")
+    _load(producer, consumer)
+    consumer.close()
+    producer.close()
+
+
+@pytest.mark.parametrize("first", ["producer", "consumer"])
+@pytest.mark.parametrize("stage", ["meeting", "reading"])
+def test_engines_that_end_in_the_middle_of_loads_end_quietly(
+    stage: str, first: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = _opened()
+    producer, consumer = Node("kv_producer"), Node("kv_consumer")
+    worker = _worker(consumer)
+    held = _hold_meeting(worker) if stage == "meeting" else _hold_reading(producer, consumer)
+    for index in range(LOADS):
+        prompt = tokens(TOKENS, seed=index + 20)
+        consumer.engine.add(f"d{index}", prompt, producer.prefill(f"p{index}", prompt), max_tokens=COUNT)
+    consumer.step()
+    wait_until(held.is_reached, "every load is in the middle")
+    assert worker._thread is not None
+    for node in (producer, consumer) if first == "producer" else (consumer, producer):
+        node.close(at_rest=False)
+    held.ends()
+
+    assert not worker._thread._thread.is_alive()
+    loads = list(worker._thread.runner.alive())
+    assert len(loads) == LOADS, "they were in the middle of it"
+    assert sum(load.transfers() for load in loads) == 0
+    assert worker._landing.free() == len(worker._landing.words)
+    assert worker._staging is not None
+    assert worker._staging.pool.free_bytes == worker._staging.pool.capacity
+    assert not _worker(producer)._table.held()
+    for node in (producer, consumer):
+        ferry_of(node.engine.connector).scheduler_side.check_integrity()
+        assert node.engine.blocks_at_start - node.engine.free_blocks == LOADS * -(-TOKENS // BLOCK_TOKENS)
+    wait_until(lambda: _opened() == before, "threads and files are gone")
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Where all loads stand still.
+
+    Attributes:
+        is_reached: whether they have come to it.
+        ends: lets them go on, where the end of the worker does not.
+    """
+
+    is_reached: Callable[[], bool]
+    ends: Callable[[], None] = lambda: None
+
+
+def _hold_meeting(worker: FerryWorker) -> _Held:
+    """A first contact that outlives both engines."""
+    introduce, reached, over = worker._introduce, threading.Event(), threading.Event()
+
+    def slow(key: Any) -> Any:
+        reached.set()
+        over.wait()
+        return introduce(key)
+
+    worker._introduce = slow  # type: ignore[method-assign]
+    return _Held(reached.is_set, over.set)
+
+
+def _hold_reading(producer: Node, consumer: Node) -> _Held:
+    """Reads of a producer that is known, each in flight until the transfer thread winds up."""
+    _load(producer, consumer)
+    worker = _worker(consumer)
+    assert worker._thread is not None
+    fabric, runner = worker._fabric, worker._thread.runner
+    post, poll, stop = fabric.post_read, fabric.poll, runner.stop
+    held = set[Transfer]()
+
+    def noted(local: Any, *rest: Any) -> Transfer:
+        transfer = post(local, *rest)
+        if local is not worker._landing.descriptors:
+            held.add(transfer)
+        return transfer
+
+    def slow(transfer: Transfer) -> TransferState:
+        return TransferState.IN_FLIGHT if transfer in held else poll(transfer)
+
+    def stopping() -> list[Load]:
+        held.clear()
+        return stop()
+
+    fabric.post_read, fabric.poll, runner.stop = noted, slow, stopping  # type: ignore[method-assign]
+    return _Held(lambda: len(held) == LOADS)
+
+
+def _load(producer: Node, consumer: Node) -> None:
+    prompt = tokens(TOKENS)
+    consumer.engine.add("whole", prompt, producer.prefill("whole-p", prompt), max_tokens=COUNT)
+    assert consumer.answer("whole").tokens == expected_tokens(prompt, COUNT)
+    producer.until(lambda: producer.engine.is_whole)
+
+
+def _worker(node: Node) -> FerryWorker:
+    worker: FerryWorker = ferry_of(node.workers[0]).worker_side._worker
+    return worker
+
+
+def _opened() -> tuple[int, int]:
+    """Threads and files of this process, those of libraries too."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
