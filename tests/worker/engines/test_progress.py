@@ -7,11 +7,12 @@ from collections import Counter
 
 import pytest
 
+from kvferry.protocol.slots import SlotState
 from kvferry.worker import transfer_thread
 from kvferry.worker.fabric import Transfer, TransferState
 from tests.waiting import wait_until
 from tests.worker.engine import Engine
-from tests.worker.engine_rig import OrderedLoad, Rig
+from tests.worker.engine_rig import Offer, OrderedLoad, Rig
 from tests.worker.engines.test_staging import HEADS_OUTER, STAGED, TOKENS_OUTER, staged_pair
 
 POLLS = 3
@@ -32,6 +33,13 @@ def _asynchronous(consumer: Engine) -> None:
         return TransferState.IN_FLIGHT if polled[transfer] <= POLLS else poll(transfer)
 
     consumer.fabric.poll = in_flight_first  # type: ignore[method-assign]
+
+
+def _ready_prefill(producer: Engine, tokens: int = 10) -> Offer:
+    """An offer whose lease is good: before that, a load asks again and again, without progress."""
+    offer = producer.prefill(tokens=tokens, seed=2)
+    wait_until(lambda: producer.word(offer) & 0xF == SlotState.READY, "the blocks may be read")
+    return offer
 
 
 def _note_pauses(consumer: Engine) -> list[int]:
@@ -64,7 +72,7 @@ def _load(rig: Rig, consumer: Engine, load: OrderedLoad, seed: int) -> None:
 def test_each_stage_of_a_load_begins_with_the_shortest_pause(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    offer = producer.prefill(tokens=10, seed=2)
+    offer = _ready_prefill(producer)
     _asynchronous(consumer)
     pauses_us = _note_pauses(consumer)
     _load(rig, consumer, consumer.load(offer.params), seed=2)
@@ -74,7 +82,7 @@ def test_each_stage_of_a_load_begins_with_the_shortest_pause(rig: Rig) -> None:
 def test_each_wave_of_a_staged_load_shortens_the_pause(rig: Rig) -> None:
     producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED)
     rig.transfer(producer, consumer)
-    offer = producer.prefill(tokens=64, seed=2)
+    offer = _ready_prefill(producer, tokens=64)
     _asynchronous(consumer)
     pauses_us = _note_pauses(consumer)
     _load(rig, consumer, consumer.load(offer.params), seed=2)
@@ -87,7 +95,7 @@ def test_each_wave_of_a_staged_load_shortens_the_pause(rig: Rig) -> None:
 def test_a_load_that_merely_polls_is_polled_less_and_less_often(rig: Rig, staged: bool) -> None:
     producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED) if staged else rig.pair()
     rig.transfer(producer, consumer)
-    offer = producer.prefill(tokens=10, seed=2)
+    offer = _ready_prefill(producer)
     pauses_us = _note_pauses(consumer)
     consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
     load = consumer.load(offer.params)
