@@ -139,6 +139,7 @@ def vllm_config(
         shutdown_timeout=shutdown_timeout,
     )
     config.cache_config.num_gpu_blocks = num_blocks
+    config.cache_config.kv_cache_layout = "LBHNC"  # as the engine core resolves it
     if states:
         config.cache_config.mamba_cache_mode = "align"
     config.parallel_config.pipeline_parallel_size = pp  # not before: the model has one layer only

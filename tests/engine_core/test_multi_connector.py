@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.protocol.errors import InvalidConfig
-from tests.engine_core.driver import tokens
+from tests.engine_core.driver import BLOCK_TOKENS, tokens
 from tests.engine_core.host_tier import STORES, Store
 from tests.engine_core.node import Node, ferry_of
 from tests.engine_core.test_handover import COUNT, decode
@@ -123,8 +132,39 @@ def test_a_prompt_whose_lease_is_over_is_computed_and_counted(make: Any) -> None
     assert counted(consumer, "failed_requests") == 0
 
 
-def test_two_children_that_hand_prompts_over_are_refused_by_name(make: Any) -> None:
-    producer = make("kv_producer", **children("kv_producer"))
-    side = ferry_of(producer.engine.connector).scheduler_side
-    with pytest.raises(InvalidConfig, match=r"connectors is 'object'; expected one child that hands prompts over"):
-        side.publish({(0, 0): object()})
+@pytest.fixture
+def stock_handshake(make: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Node], Any]]:
+    """What a worker of vLLM's own NixlConnector says, as the second child of a node's MultiConnector would make it."""
+    monkeypatch.setattr(CPUAttentionBackend, "get_supported_kernel_block_sizes", lambda *_: [MultipleOf(BLOCK_TOKENS)])
+    made: list[Any] = []
+
+    def describe(node: Node) -> Any:
+        config, caches = copy.copy(node.engine.config), node.engine.cache_config
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="NixlConnector", kv_role="kv_producer", engine_id="stock"
+        )
+        with set_current_vllm_config(config):
+            worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
+            made.append(worker)
+            worker.register_kv_caches(
+                allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout.LBHNC, [BLOCK_TOKENS])
+            )
+        return worker.get_handshake_metadata()
+
+    yield describe
+    for worker in made:
+        worker.shutdown()
+
+
+def test_a_second_child_that_hands_prompts_over_is_refused_by_name_and_harms_nothing(
+    make: Any, stock_handshake: Callable[[Node], Any]
+) -> None:
+    """vLLM gives all children the handshake of the first one that has any."""
+    producer, consumer = (make(role, **children(role)) for role in ("kv_producer", "kv_consumer"))
+    published = {(0, 0): stock_handshake(producer)}
+    with pytest.raises(
+        InvalidConfig, match=r"connectors is 'NixlHandshakePayload'; expected one child that hands prompts over"
+    ):
+        producer.engine.connector.set_xfer_handshake_metadata_pp_aware(published)
+    assert decode(consumer, "d", PROMPT, producer.prefill("p", PROMPT)) == 1
+    assert counted(consumer, "loads") == 1
