@@ -114,7 +114,7 @@ def _hold_reading(producer: Node, consumer: Node) -> _Held:
         held.clear()
         return stop()
 
-    fabric.post_read, fabric.poll, runner.stop = noted, slow, stopping  # type: ignore[method-assign]
+    fabric.post_read, fabric.poll, runner.stop = noted, slow, stopping  # type: ignore[assignment, method-assign]
     return _Held(lambda: len(held) == LOADS)
 
 
