@@ -70,8 +70,8 @@ class TailEraser:
             synchronize(caches.device)  # the zeros are written on another stream than they are read on
 
     def mark(self) -> DeviceMark:
-        """Reached when everything that was launched so far is done."""
-        return self._clock.mark()
+        """Reached when all that `erase` has launched so far is done."""
+        return self._relayout.mark() if self._relayout is not None else self._clock.mark()
 
     def erase(
         self, units: Mapping[TokenMap, UnitPairs], groups: Sequence[CacheGroup], request: RequestBlocks

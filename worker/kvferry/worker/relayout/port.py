@@ -30,3 +30,7 @@ class Relayout(Protocol):
             InvalidTable: the wave would touch memory that is not its own, or is too large. Nothing was begun.
         """
         ...
+
+    def mark(self) -> DeviceMark:
+        """Reached when every wave that was begun so far is done, one whose start raised included."""
+        ...

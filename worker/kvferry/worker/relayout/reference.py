@@ -60,6 +60,10 @@ class ReferenceRelayout:
         """Waves so far: this implementation launches no kernel of its own."""
         return self._launches
 
+    def mark(self) -> DeviceMark:
+        """See `Relayout.mark`."""
+        return self._clock.mark()
+
     def try_start(self, table: WaveTable) -> DeviceMark:
         """Put a wave in place. See `Relayout.try_start`; on the CPU it is done when this returns."""
         self._bounds(table.pieces).check(table)

@@ -112,6 +112,11 @@ class TritonRelayout:
             return None
         return self._launch(table, slot)
 
+    def mark(self) -> DeviceMark:
+        """See `Relayout.mark`: on the stream that waves are launched on."""
+        with self._on_stream():
+            return self._clock.mark()
+
     def _launch(self, table: WaveTable, slot: _Slot) -> DeviceMark:
         converts = table.pieces.converts
         tile = tile_of(self._tile, converts)
