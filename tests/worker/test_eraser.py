@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,9 +20,13 @@ from kvferry.protocol.geometry import Interleave
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.eraser import Gap, TailEraser, gaps
+from tests.fakes.cuda import FakeCuda
 from tests.worker.toy_caches import CacheShape, ToyCaches
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda", 1)
+WARM_UP_BYTES = 1536
+"""Of the table with which the kernel is compiled."""
 
 
 def same_blocks(group: CacheGroup, kernel_tokens: int, blocks: int, index: int = 0) -> TokenMap:
@@ -53,11 +59,60 @@ def shapes(draw: st.DrawFn) -> CacheShape:
     )
 
 
+@contextlib.contextmanager
+def fake_gpu() -> Iterator[FakeCuda]:
+    """A device whose kernel runs in numpy, with no more room for a table than the largest one is said to need."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with pytest.MonkeyPatch.context() as patched:
+        cuda = FakeCuda(GPU)
+        cuda.install(patched)
+        patched.setattr("kvferry.worker.relayout.triton_relayout._LEAST_TABLE_BYTES", WARM_UP_BYTES)
+        with cuda.memory():
+            yield cuda
+
+
 @given(shape=shapes(), draw=st.data())
 def test_exactly_the_cells_after_the_last_token_are_zeroed_in_every_tensor(
     shape: CacheShape, draw: st.DataObject
 ) -> None:
-    caches = ToyCaches(shape, poison=0xA5)
+    check_the_tail(shape, draw, CPU)
+
+
+@given(shape=shapes(), draw=st.data())
+def test_the_table_of_a_device_names_exactly_these_cells_and_has_room(shape: CacheShape, draw: st.DataObject) -> None:
+    with fake_gpu():
+        check_the_tail(shape, draw, GPU)
+
+
+def test_where_no_table_is_free_the_mark_begins_the_erase_when_it_is_asked() -> None:
+    shape = CacheShape(layers=2)
+    with fake_gpu() as cuda:
+        caches = ToyCaches(shape, 0xA5, GPU)
+        eraser = TailEraser(caches.kv)
+        relayout: Any = eraser._relayout
+        tables, cuda.calls = list(relayout._marks), []
+        relayout._marks[:] = [Unreached()] * len(tables)
+        units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [3], 2)
+        mark = eraser.erase(units, (shape.group,), request)
+        assert mark is not None
+        assert not mark.reached()
+        assert all((memory == 0xA5).all() for memory in caches.memory)
+        relayout._marks[:] = tables
+        assert mark.reached()
+        assert mark.reached()
+    assert cuda.names().count("launch") == 1
+    assert not any(caches.cells(layer)[3, :, 2:].any() for layer in range(shape.layers))
+
+
+class Unreached:
+    """A wave that does not end."""
+
+    def reached(self) -> bool:
+        return False
+
+
+def check_the_tail(shape: CacheShape, draw: st.DataObject, device: torch.device) -> None:
+    caches = ToyCaches(shape, 0xA5, device)
     stop = draw.draw(st.integers(1, (shape.blocks - 1) * shape.block_tokens), label="stop")
     count = -(-stop // shape.block_tokens)
     blocks = list(draw.draw(st.permutations(range(1, shape.blocks)), label="blocks")[:count])
