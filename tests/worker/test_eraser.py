@@ -104,6 +104,19 @@ def test_where_no_table_is_free_the_mark_begins_the_erase_when_it_is_asked() -> 
     assert not any(caches.cells(layer)[3, :, 2:].any() for layer in range(shape.layers))
 
 
+def test_the_room_for_tables_is_that_of_the_largest_and_no_less() -> None:
+    shape = CacheShape(layers=40, blocks=3, cell_bytes=15, one_storage=False)
+    with fake_gpu():
+        caches = ToyCaches(shape, 0xA5, GPU)
+        eraser = TailEraser(caches.kv)
+        units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [1], 3)
+        assert eraser.erase(units, (shape.group,), request) is not None
+        largest = eraser._table(eraser._cells([Gap(0, 0, 0, 4), Gap(0, 1, 0, 4)]))
+        relayout: Any = eraser._relayout
+        assert relayout.try_start(largest) is not None
+    assert not any(caches.cells(layer)[1, :, 3:].any() for layer in range(shape.layers))
+
+
 class Unreached:
     """A wave that does not end."""
 
