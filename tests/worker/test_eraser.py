@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -90,18 +91,34 @@ def test_where_no_table_is_free_the_mark_begins_the_erase_when_it_is_asked() -> 
         caches = ToyCaches(shape, 0xA5, GPU)
         eraser = TailEraser(caches.kv)
         relayout: Any = eraser._relayout
-        tables, cuda.calls = list(relayout._marks), []
-        relayout._marks[:] = [Unreached()] * len(tables)
+        cuda.calls = []
+        for slot in relayout._slots:
+            slot.mark = Unreached()
         units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [3], 2)
         mark = eraser.erase(units, (shape.group,), request)
         assert mark is not None
         assert not mark.reached()
         assert all((memory == 0xA5).all() for memory in caches.memory)
-        relayout._marks[:] = tables
+        relayout._slots[1].mark = None
         assert mark.reached()
         assert mark.reached()
     assert cuda.names().count("launch") == 1
     assert not any(caches.cells(layer)[3, :, 2:].any() for layer in range(shape.layers))
+
+
+def test_the_table_of_a_launch_that_raised_is_not_used_before_the_device_has_done_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = CacheShape(layers=2)
+    with fake_gpu():
+        eraser = TailEraser(ToyCaches(shape, 0xA5, GPU).kv)
+        relayout: Any = eraser._relayout
+        before = relayout._slots[0].mark
+        monkeypatch.setattr("kvferry.worker.relayout.triton_relayout.launch_relayout", Mock(side_effect=RuntimeError))
+        units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [3], 2)
+        with pytest.raises(RuntimeError):
+            eraser.erase(units, (shape.group,), request)
+        assert relayout._slots[0].mark is not before
 
 
 def test_the_room_for_tables_is_that_of_the_largest_and_no_less() -> None:

@@ -124,22 +124,24 @@ class TritonRelayout:
         if compiled.num_bytes > len(slot.buffer):
             raise InvalidTable(f"a wave's table has {compiled.num_bytes} bytes; expected at most {len(slot.buffer)}")
         with self._on_stream():
-            if len(compiled.programs):
-                compiled.write(slot.buffer)
-                slot.there[: compiled.num_bytes].copy_(slot.host[: compiled.num_bytes], non_blocking=True)
-                programs, pieces, shapes, units, scales, _ = compiled.offsets
-                launch_relayout(
-                    programs=slot.int32[programs // 4 :],
-                    pieces=slot.int64[pieces // 8 :],
-                    shapes=slot.int64[shapes // 8 :],
-                    units=slot.int32[units // 4 :],
-                    scales=slot.float32[scales // 4 :],
-                    num_programs=len(compiled.programs),
-                    converts=converts,
-                    tile=tile,
-                )
-                self._launches += 1
-            slot.mark = self._clock.mark()
+            try:
+                if len(compiled.programs):
+                    compiled.write(slot.buffer)
+                    slot.there[: compiled.num_bytes].copy_(slot.host[: compiled.num_bytes], non_blocking=True)
+                    programs, pieces, shapes, units, scales, _ = compiled.offsets
+                    launch_relayout(
+                        programs=slot.int32[programs // 4 :],
+                        pieces=slot.int64[pieces // 8 :],
+                        shapes=slot.int64[shapes // 8 :],
+                        units=slot.int32[units // 4 :],
+                        scales=slot.float32[scales // 4 :],
+                        num_programs=len(compiled.programs),
+                        converts=converts,
+                        tile=tile,
+                    )
+                    self._launches += 1
+            finally:
+                slot.mark = self._clock.mark()  # also where the launch raised: the device may still read the table
         return slot.mark
 
     def _warm_up(self) -> None:
