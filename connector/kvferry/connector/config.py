@@ -88,7 +88,7 @@ class FerryConfig:
     engine_ttl: float = _option(
         3600.0,
         number(-86400 * 365, 86400 * 365),
-        "seconds after which a producer that nothing was read from is forgotten and its memory given back; 0 or less: "
+        "seconds after which a producer that nothing was read from is forgotten, its plan and tables with it; 0 or less: "
         "never",
         peer=True,
     )
