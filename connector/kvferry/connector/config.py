@@ -88,8 +88,8 @@ class FerryConfig:
     engine_ttl: float = _option(
         3600.0,
         number(-86400 * 365, 86400 * 365),
-        "seconds after which a producer that nothing was read from is forgotten, its plan and tables with it; 0 or less: "
-        "never",
+        "seconds after which a producer that nothing was read from is forgotten, its plan and tables with it; 0 or "
+        "less: never",
         peer=True,
     )
     max_peers: int = _option(
