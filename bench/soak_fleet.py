@@ -247,7 +247,8 @@ class Fleet:
 
 
 def _is_at_rest(engine: SoakEngine) -> bool:
-    quiet = not (len(engine.leases) or len(engine.loads) or any(engine.alive))
+    flushing = any(worker._thread is not None and worker._thread.runner.flushing() for worker in engine.workers)
+    quiet = not (len(engine.leases) or len(engine.loads) or any(engine.alive) or flushing)
     return quiet and len(engine.free) == engine.blocks and not any(fabric.waiting for fabric in engine.fabrics)
 
 

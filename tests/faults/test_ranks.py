@@ -23,6 +23,7 @@ from tests.geometry.handmade import attention, pair, side
 from tests.geometry.pairs import Pair
 from tests.rig.engine import SETTINGS, RigEngine
 from tests.rig.handover import step_until
+from tests.worker.at_rest import comes_to_rest
 
 LEASE_S = 1.5
 SLACK_S = 10.0
@@ -84,7 +85,7 @@ class RankEngine(RigEngine):
         self.leases.check_integrity()
         self.loads.check_integrity()
         for worker in self.workers:
-            worker.check_integrity(at_rest=True)
+            comes_to_rest(worker)
             assert worker._thread is None or worker._thread._thread.is_alive()
 
 

@@ -39,7 +39,7 @@ def test_a_load_brings_every_byte_and_both_sides_are_told_once(any_rig: Rig) -> 
         consumer.step()
     assert producer.seen.sent == [offer.request_id]
     assert consumer.seen.loaded == [load.request_id]
-    assert consumer.fabric.transfers() == 0
+    wait_until(lambda: consumer.fabric.transfers() == 0, "its message is flushed")
     producer.leases.check_integrity()
 
 

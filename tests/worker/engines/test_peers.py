@@ -99,12 +99,12 @@ def test_an_engine_that_restarted_is_met_anew_and_its_former_life_is_forgotten(a
     any_rig.retire(producer)
     successor = any_rig.engine("P", port=producer.port)
     any_rig.transfer(successor, consumer, seed=2)
+    wait_until(lambda: old_agent not in consumer.fabric.peers, "the former life is disconnected")
     assert any_rig.until_over(consumer, consumer.load(old_offer.params)) in (
         FailureReason.REFUSED,
         FailureReason.TRANSFER,
     )
     any_rig.transfer(successor, consumer, seed=3)
-    wait_until(lambda: old_agent not in consumer.fabric.peers, "the former life is disconnected")
     assert len(consumer.fabric.peers) == 1
     assert consumer.fabric.prepared() == prepared
 
