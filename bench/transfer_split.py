@@ -26,10 +26,11 @@ def stages(stamps: Sequence[Stamp], routes: int) -> dict[str, float]:
     Args:
         routes: producer workers: so many posts are a fence, all others are data.
     """
-    posts = [stamp for stamp in stamps if stamp[0] == "post_read"]
+    named = {name: [stamp for stamp in stamps if stamp[0] == name] for name in ("order", "report", "notify")}
+    ordered, reported, notified = named["order"][0][1], named["report"][0][1], named["notify"][0][1]
+    # Reads behind the messages flush them: they are nobody's stage.
+    posts = [stamp for stamp in stamps if stamp[0] == "post_read" and stamp[1] < notified]
     first, data, second = posts[:routes], posts[routes:-routes], posts[-routes:]
-    named = {name: [stamp for stamp in stamps if stamp[0] == name] for name in ("order", "report", "notify", "release")}
-    ordered, reported = named["order"][0][1], named["report"][0][1]
     polls = [stamp for stamp in stamps if stamp[0] == "poll"]
     fence_read = max(stamp[2] for stamp in (*polls, *first) if stamp[1] < data[0][1])
     arrived = max(stamp[2] for stamp in (*polls, *data) if stamp[1] < second[0][1])

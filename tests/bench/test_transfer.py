@@ -64,6 +64,7 @@ def test_the_rivals_write_where_a_load_writes(bench: Bench, scenario: Scenario) 
     found = stages(loads.load([loads.order(other, MIB)], stamped=True).stamps, len(loads.peer.routes))
     assert list(found) == list(STAGES)
     assert all(us >= 0 for us in found.values())
+    assert min(found["first fence read"], found["second fence read"]) > 0
     bare.close()
     loads.close()
 
