@@ -28,7 +28,7 @@ def stages(stamps: Sequence[Stamp], routes: int) -> dict[str, float]:
     """
     named = {name: [stamp for stamp in stamps if stamp[0] == name] for name in ("order", "report", "notify")}
     ordered, reported, notified = named["order"][0][1], named["report"][0][1], named["notify"][0][1]
-    # Reads behind the messages flush them: they are nobody's stage.
+    # Reads that are posted behind the messages flush them, and belong to no stage.
     posts = [stamp for stamp in stamps if stamp[0] == "post_read" and stamp[1] < notified]
     first, data, second = posts[:routes], posts[routes:-routes], posts[-routes:]
     polls = [stamp for stamp in stamps if stamp[0] == "poll"]
