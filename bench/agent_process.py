@@ -33,7 +33,7 @@ import numpy as np
 from bench.llama import llama
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
-from kvferry.protocol.slots import SLOT_BYTES
+from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.worker.fabric import (
     DescriptorRows,
     FabricError,

@@ -24,7 +24,7 @@ import zmq
 from bench.llama import llama, worker_bytes
 from bench.nixl_prep import reserve
 from kvferry.protocol.handshake import EngineDescription, LeaseTable
-from kvferry.protocol.slots import SLOT_BYTES
+from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.tally import Tally
 from kvferry.worker.fabric import MemoryKind, Region

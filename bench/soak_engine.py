@@ -11,7 +11,7 @@ from bench.soak_memory import SoakMemory
 from kvferry.protocol.ids import epoch_to_text
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.seal import seal
+from kvferry.protocol.params_mac import seal
 from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.worker.fabric import Fabric

@@ -21,7 +21,7 @@ from bench.step_scenes import FabricKind
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.ids import epoch_to_text, new_epoch
 from kvferry.protocol.params import RemotePrefill, read_params
-from kvferry.protocol.seal import seal
+from kvferry.protocol.params_mac import seal
 from tests.engine_core.configs import BLOCK_TOKENS
 from tests.engine_core.node import Node
 from tests.engine_core.second_runner import no_forward

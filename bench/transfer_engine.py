@@ -16,10 +16,9 @@ from bench.transfer_memory import Memory
 from bench.transfer_shapes import FACTS, Scenario, Side
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.protocol.ids import epoch_to_text, new_boot_id, new_epoch
+from kvferry.protocol.ids import SlotState, epoch_to_text, new_boot_id, new_epoch, slot_word
 from kvferry.protocol.orders import LeaseHold, LeaseOpen, StepOrders, encode_head, encode_orders
-from kvferry.protocol.seal import new_seal_key
-from kvferry.protocol.slots import SlotState, slot_word
+from kvferry.protocol.params_mac import new_seal_key
 from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.tally import Tally
 from kvferry.worker.caches import KvCaches

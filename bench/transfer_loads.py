@@ -15,7 +15,7 @@ from bench.transfer_shapes import Scenario
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.orders import LoadOrder, StepOrders, encode_head, encode_orders
 from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.seal import seal
+from kvferry.protocol.params_mac import seal
 from kvferry.worker import transfer_thread
 from kvferry.worker.fabric import Fabric, PeerAgent
 from kvferry.worker.load_figures import LoadFigures

@@ -15,8 +15,8 @@ from bench.transfer_memory import IoVectors, Memory
 from bench.transfer_shapes import Scenario
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_tables
+from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.orders import LoadOrder
-from kvferry.protocol.slots import SLOT_BYTES
 from kvferry.worker.fabric_metadata import open_metadata
 from kvferry.worker.nixl_agent import AgentConfig, apply_ucx_defaults, load_bindings, make_agent
 from kvferry.worker.peer import Peer

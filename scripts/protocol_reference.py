@@ -11,7 +11,8 @@ from typing import Any, get_args, get_origin
 import msgspec
 from msgspec import inspect as types
 
-from kvferry.protocol import dump, geometry, handshake, ids, notifications, params
+from kvferry.protocol import description_json as dump
+from kvferry.protocol import geometry, handshake, ids, notifications, params
 
 _ATTRIBUTE = re.compile(r"^    ((?:\w+, )*\w+): ", re.MULTILINE)
 _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvferry.cli.bench.client import Listener
 from kvferry.cli.bench.listener import BenchListener
 from kvferry.cli.bench.messages import Join, Offer, Task
-from kvferry.protocol.secret_file import Secrets
+from kvferry.protocol.side_channel.secrets import Secrets
 from tests.scheduler.channel import HOST, free_port
 
 TAME = ("-m", "tests.cli.tame_owner")

@@ -27,7 +27,7 @@ from kvferry.cli.bench.messages import (
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import Hello, Refused
 from kvferry.protocol.handshake import encode as encode_channel
-from kvferry.protocol.secret_file import VARIABLE
+from kvferry.protocol.side_channel.secrets import VARIABLE
 from tests.cli.bench_listener import Served, bench_listening
 from tests.cli.command import run
 from tests.protocol.secret_files import NEW, OLD, OTHER, listing, write

@@ -15,9 +15,9 @@ from kvferry.cli.describe_command import read_address
 from kvferry.cli.errors import InvalidArgument
 from kvferry.cli.short_engine import engine_of_form
 from kvferry.cli.short_form import read_short_form
-from kvferry.protocol.dump import decode_dump, dump_of, engine_of
+from kvferry.protocol.description_json import decode_dump, dump_of, engine_of
 from kvferry.protocol.handshake import EngineDescription, Refused, encode
-from kvferry.protocol.secret_file import VARIABLE
+from kvferry.protocol.side_channel.secrets import VARIABLE
 from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.tally import Tally
 from tests.cli.command import run

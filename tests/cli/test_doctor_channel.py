@@ -19,7 +19,7 @@ from kvferry.cli.doctor.channel import (
 )
 from kvferry.cli.doctor.findings import Mark
 from kvferry.cli.doctor.gather_software import gather_channel, gather_secret
-from kvferry.protocol.secret_file import VARIABLE
+from kvferry.protocol.side_channel.secrets import VARIABLE
 from tests.protocol.secret_files import NEW, OLD, listing, write
 
 LOCAL = Channel("10.0.0.7", False, "10.0.0.7", False, {5600: ""})

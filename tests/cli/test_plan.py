@@ -24,7 +24,7 @@ from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusal import PlanRefused
 from kvferry.plan.transfer_plan import Placing
 from kvferry.plan.waves import source_table, source_units
-from kvferry.protocol.dump import dump_of, encode_dump
+from kvferry.protocol.description_json import dump_of, encode_dump
 from kvferry.protocol.handshake import EngineDescription
 from tests.cli.command import run
 from tests.cli.forms import DENSE, short_forms

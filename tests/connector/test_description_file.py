@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.connector.description_file import write_description
 from kvferry.plan.planner import plan_engine
-from kvferry.protocol.dump import decode_dump, dump_of, engine_of
+from kvferry.protocol.description_json import decode_dump, dump_of, engine_of
 from kvferry.protocol.errors import InvalidConfig
 from tests.cli.command import run
 from tests.engine_core.node import Node, stop_parallel_state

@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvferry.protocol.secret_file import read_secrets
+from kvferry.protocol.side_channel.secrets import read_secrets
 from tests.deploy.judging import programs
 from tests.deploy.launches import DEPLOY, KUBERNETES, documents, kubernetes, workloads
 

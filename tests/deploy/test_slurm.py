@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from vllm_router.launch_router import parse_router_args
 
-from kvferry.protocol.secret_file import read_secrets
+from kvferry.protocol.side_channel.secrets import read_secrets
 from tests.deploy.judging import documented_variables, judge_transfer_config, programs
 from tests.deploy.launches import DEPLOY, LAUNCHES, Launch
 from tests.waiting import wait_until

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.protocol import dump, geometry, handshake, notifications, params
+from kvferry.protocol import description_json as dump
+from kvferry.protocol import geometry, handshake, notifications, params
 from scripts import metric_table, protocol_reference
 from scripts.environment_variables import OF_ENGINES, OF_SCRIPTS, read_by_code
 from scripts.generate_docs import CLI_PAGE, DOCS, PICTURE, PICTURED, filled, main, pages

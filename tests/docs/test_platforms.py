@@ -16,7 +16,7 @@ import pytest
 import yaml
 from vllm_router.launch_router import parse_router_args
 
-from kvferry.protocol.secret_file import read_secrets
+from kvferry.protocol.side_channel.secrets import read_secrets
 from scripts.accuracy.variables import VARIABLES
 from scripts.doc_commands import checked_by
 from tests.deploy.dockerfile import read_dockerfile

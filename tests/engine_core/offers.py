@@ -12,7 +12,7 @@ from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.handshake import Release, Renew, decode_request
 from kvferry.protocol.ids import epoch_to_text, new_boot_id, new_epoch
 from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.seal import new_seal_key, seal
+from kvferry.protocol.params_mac import new_seal_key, seal
 from tests.engine_core.driver import BLOCK_TOKENS
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from kvferry.protocol.errors import InvalidSecretFile
-from kvferry.protocol.secret_file import VARIABLE, Secret
+from kvferry.protocol.side_channel.secrets import VARIABLE, Secret
 from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.node import Node, stop_parallel_state
 from tests.engine_core.toy_model import expected_tokens

@@ -10,7 +10,7 @@ import enum
 import threading
 from collections.abc import Callable
 
-from kvferry.protocol.slots import SLOT_BYTES
+from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.worker.fabric import (
     DescriptorRows,
     Fabric,

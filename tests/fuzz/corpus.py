@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 
-from kvferry.protocol.dump import dump_of, encode_dump
+from kvferry.protocol.description_json import dump_of, encode_dump
 from kvferry.protocol.handshake import encode
 from kvferry.protocol.notifications import MAGIC, encode_notification
 from kvferry.protocol.orders import encode_orders

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.ids import Epoch, epoch_to_text
+from kvferry.protocol.ids import EMPTY, Epoch, epoch_to_text
 from kvferry.protocol.notifications import Done, decode_notification, encode_notification
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
-from kvferry.protocol.slots import EMPTY
 from kvferry.worker.lease_table import MAX_CONSUMERS, LeaseTable
 from tests.fuzz.source import Source
 

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from kvferry.protocol.convert import as_type
+from kvferry.protocol.description_json import EngineDump, decode_dump, dump_of, encode_dump, engine_of
 from kvferry.protocol.digests import Prompt, shared_tokens
-from kvferry.protocol.dump import EngineDump, decode_dump, dump_of, encode_dump, engine_of
 from kvferry.protocol.errors import InputError, InvalidDump, InvalidMessage, InvalidParams
 from kvferry.protocol.handshake import (
     EngineDescription,
@@ -43,7 +43,7 @@ from kvferry.protocol.orders import (
     encode_orders,
 )
 from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill, read_params, read_turn
-from kvferry.protocol.seal import check_seal, seal
+from kvferry.protocol.params_mac import check_seal, seal
 from kvferry.scheduler.consumer.ledger import RemoteLease
 from kvferry.worker.fabric import InvalidMetadata
 from kvferry.worker.fabric_metadata import open_metadata, seal_metadata

@@ -13,9 +13,9 @@ from kvferry.plan import assignment, planner
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusal import PlanRefused
 from kvferry.plan.validity import MAX_BLOCK_TOKENS, check_description
-from kvferry.protocol import dump as dump_module
+from kvferry.protocol import description_json as dump_module
 from kvferry.protocol import handshake
-from kvferry.protocol.dump import decode_dump, dump_of, encode_dump
+from kvferry.protocol.description_json import decode_dump, dump_of, encode_dump
 from kvferry.protocol.errors import InputError, InvalidDump, InvalidMessage, InvalidParams
 from kvferry.protocol.geometry import MAX_SCALES, MAX_TENSORS, Interleave, PagedTensor, Place, Range
 from kvferry.protocol.handshake import (

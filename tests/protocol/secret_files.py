@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from kvferry.protocol.secret_file import Secret
+from kvferry.protocol.side_channel.secrets import Secret
 
 
 def secret(name: str) -> Secret:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.dump import DUMP_VERSION, EngineDump, decode_dump, dump_of, encode_dump, engine_of
+from kvferry.protocol.description_json import DUMP_VERSION, EngineDump, decode_dump, dump_of, encode_dump, engine_of
 from kvferry.protocol.errors import InvalidDump
 from kvferry.protocol.geometry import Interleave
 from tests.protocol.samples import KEY, make_description, make_tensor, make_worker
@@ -131,7 +131,7 @@ def test_what_is_no_dump_at_all_is_refused(text: bytes) -> None:
 
 
 def test_a_file_that_is_too_long_is_not_even_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.protocol.dump.MAX_DUMP_BYTES", len(TEXT) - 1)
+    monkeypatch.setattr("kvferry.protocol.description_json.MAX_DUMP_BYTES", len(TEXT) - 1)
     with pytest.raises(InvalidDump, match=f"at most {len(TEXT) - 1} bytes"):
         decode_dump(TEXT)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.protocol.hkdf import KEY_BYTES, derive_key
+from kvferry.protocol.side_channel.secrets import KEY_BYTES, derive_key
 
 VECTORS = {
     "A.1": (

@@ -5,8 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.ids import Epoch, epoch_from_text, epoch_to_text, new_boot_id, new_epoch
-from kvferry.protocol.slots import EMPTY, SLOT_BYTES, SlotState, slot_word
+from kvferry.protocol.ids import (
+    EMPTY,
+    SLOT_BYTES,
+    Epoch,
+    SlotState,
+    epoch_from_text,
+    epoch_to_text,
+    new_boot_id,
+    new_epoch,
+    slot_word,
+)
 
 EPOCHS = st.integers(1, 2**60 - 1).map(Epoch)
 

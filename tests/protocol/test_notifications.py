@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.notifications import (
-    MAGIC,
-    MAX_NOTIFICATION_BYTES,
-    Done,
-    decode_notification,
-    encode_notification,
-)
+from kvferry.protocol.notifications import MAGIC, MAX_NOTIFICATION_BYTES, Done, decode_notification, encode_notification
 from tests.protocol.frames import decode_plain, encode_plain, hostile_frames, refused, wrong_values
 from tests.protocol.samples import BOOT, EPOCH
 

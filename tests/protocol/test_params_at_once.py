@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvferry.protocol import params
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.params import RemotePrefill, read_params, read_turn
-from kvferry.protocol.seal import seal
+from kvferry.protocol.params_mac import seal
 from tests.protocol.samples import KEY, make_params
 
 Read = Callable[[Mapping[str, Any]], object]

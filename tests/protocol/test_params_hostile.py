@@ -23,7 +23,7 @@ from kvferry.protocol.params import (
     read_params,
     read_turn,
 )
-from kvferry.protocol.seal import check_seal, seal
+from kvferry.protocol.params_mac import check_seal, seal
 from tests.protocol.samples import KEY, make_params
 
 ABSENT = object()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.params import SHORTEST_LEASE_S, RemotePrefill, Ticket, read_params
-from kvferry.protocol.seal import SEAL_KEY_BYTES, Sealer, check_seal, new_seal_key, seal
+from kvferry.protocol.params_mac import SEAL_KEY_BYTES, Sealer, check_seal, new_seal_key, seal
 from tests.protocol.samples import KEY, make_params, make_ticket, params_of_length
 from tests.protocol.test_params import remote_prefills
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import InvalidConfig, InvalidSecretFile
-from kvferry.protocol.secret_file import (
+from kvferry.protocol.side_channel.secrets import (
     MAKE_ONE,
     MAX_FILE_BYTES,
     MAX_SECRETS,
@@ -79,7 +79,7 @@ def test_a_file_of_another_user_is_refused(path: Path, monkeypatch: pytest.Monke
     write(path, listing(OLD))
     owner = path.stat().st_uid
     status = os.stat_result((0o100600, 1, 1, 1, owner + 4711, 0, 65, 0, 0, 0))
-    monkeypatch.setattr("kvferry.protocol.secret_file.os.fstat", lambda _: status)
+    monkeypatch.setattr("kvferry.protocol.side_channel.secrets.os.fstat", lambda _: status)
     told = refusal(str(path))
     assert f"user {owner + 4711}" in told
     assert f"chown {os.geteuid()} {path}" in told
@@ -89,8 +89,8 @@ def test_a_file_of_root_is_taken(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """So is every secret that Kubernetes mounts."""
     write(path, listing(OLD))
     status = os.stat_result((0o100440, 1, 1, 1, 0, 0, 65, 0, 0, 0))
-    monkeypatch.setattr("kvferry.protocol.secret_file.os.fstat", lambda _: status)
-    monkeypatch.setattr("kvferry.protocol.secret_file.os.geteuid", lambda: 4711)
+    monkeypatch.setattr("kvferry.protocol.side_channel.secrets.os.fstat", lambda _: status)
+    monkeypatch.setattr("kvferry.protocol.side_channel.secrets.os.geteuid", lambda: 4711)
     assert read_secrets(str(path)) == (OLD,)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.protocol.channel_socket import Greeting
-from kvferry.protocol.secret_file import VARIABLE, Secrets
-from kvferry.protocol.secret_trials import SecretTrials, Verdict
+from kvferry.protocol.side_channel.key_trials import SecretTrials, Verdict
+from kvferry.protocol.side_channel.secrets import VARIABLE, Secrets
+from kvferry.protocol.side_channel.sockets import Greeting
 from tests.protocol.secret_files import NEW, OLD
 
 THROUGH, ONE_SIDED, DENIED, CUT = Greeting.THROUGH, Greeting.ONE_SIDED, Greeting.DENIED, Greeting.CUT

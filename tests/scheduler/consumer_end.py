@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.protocol.handshake import Release, Renew
-from kvferry.protocol.ids import epoch_from_text
+from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.notifications import Done, encode_notification
 from kvferry.protocol.orders import LoadOrder
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.slots import SlotState, slot_word
 from kvferry.scheduler.consumer.ended_leases import LeaseKey
 from kvferry.scheduler.consumer.ledger import ConsumerLedger, GiveBack, Keep, RemoteLease
 from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
-from kvferry.protocol.ids import epoch_to_text
+from kvferry.protocol.ids import SlotState, epoch_to_text, slot_word
 from kvferry.protocol.notifications import decode_notification
 from kvferry.protocol.orders import LeaseHold
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.slots import SlotState, slot_word
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import LeaseOrders, ProducerLedger
 from kvferry.scheduler.tally import Tally

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 
-from kvferry.protocol.secret_file import Secrets
+from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.lease_inbox import LeaseInbox, LeaseMessage
 from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.tally import Tally

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry.protocol.ids import epoch_from_text
+from kvferry.protocol.ids import EMPTY, SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
-from kvferry.protocol.slots import EMPTY, SlotState, slot_word
 from kvferry.scheduler.producer.ledger import LeaseOrders
 
 

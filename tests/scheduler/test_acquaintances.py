@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.protocol.channel_socket import watch_connection
 from kvferry.protocol.handshake import EngineDescription, Hello, encode
 from kvferry.protocol.orders import Meet
-from kvferry.protocol.secret_file import Secrets
-from kvferry.protocol.secret_trials import SecretTrials
+from kvferry.protocol.side_channel.key_trials import SecretTrials
+from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.side_channel.sockets import watch_connection
 from kvferry.scheduler.acquaintance import Acquaintance
 from kvferry.scheduler.acquaintances import Acquaintances
 from kvferry.scheduler.tally import Tally

@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.ids import Epoch
-from kvferry.protocol.slots import EMPTY, SlotState, slot_word
+from kvferry.protocol.ids import EMPTY, Epoch, SlotState, slot_word
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, ProducerLedger
 from kvferry.scheduler.tally import Tally

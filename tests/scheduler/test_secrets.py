@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvferry.protocol.channel_socket import KeyPair, asker_keys, listener_keys, protect_asker
 from kvferry.protocol.errors import HandshakeFailed, InvalidSecretFile, KvferryError, PeerRefused
 from kvferry.protocol.handshake import (
     MAX_REQUEST_BYTES,
@@ -26,7 +25,8 @@ from kvferry.protocol.handshake import (
     decode_reply,
     encode,
 )
-from kvferry.protocol.secret_file import VARIABLE, Secret, Secrets
+from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
+from kvferry.protocol.side_channel.sockets import KeyPair, asker_keys, listener_keys, protect_asker
 from kvferry.scheduler import refusals
 from kvferry.scheduler.consumer.ledger import GiveBack, Keep, RemoteLease
 from kvferry.scheduler.renewer import LeaseRenewer

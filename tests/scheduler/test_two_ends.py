@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.protocol.slots import EMPTY
+from kvferry.protocol.ids import EMPTY
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.tally import Tally
 from tests.scheduler.fleet import Fleet

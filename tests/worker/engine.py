@@ -19,7 +19,7 @@ from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
 from kvferry.protocol.ids import epoch_to_text, new_boot_id
 from kvferry.protocol.orders import StepOrders, encode_head, encode_orders
 from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.seal import new_seal_key, seal
+from kvferry.protocol.params_mac import new_seal_key, seal
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.producer.ledger import ProducerLedger

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvferry.protocol.slots import SLOT_BYTES
+from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.worker.fabric import (
     DescriptorRows,
     Fabric,

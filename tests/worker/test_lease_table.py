@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.protocol.ids import Epoch, epoch_to_text
+from kvferry.protocol.ids import EMPTY, SLOT_BYTES, Epoch, SlotState, epoch_to_text, slot_word
 from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
-from kvferry.protocol.slots import EMPTY, SLOT_BYTES, SlotState, slot_word
 from kvferry.worker.lease_table import LeaseTable
 
 SLOTS = 3

@@ -125,7 +125,7 @@ def scene() -> Iterator[Scene]:
 
 @pytest.fixture(autouse=True)
 def _no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.protocol.pauses.random.uniform", lambda *_: 1.0)
+    monkeypatch.setattr("kvferry.protocol.side_channel.backoff.random.uniform", lambda *_: 1.0)
 
 
 def test_a_peer_is_ready_after_a_real_read_and_gives_its_cells_back(scene: Scene) -> None:

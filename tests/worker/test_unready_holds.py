@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, cast
 
-from kvferry.protocol.ids import epoch_from_text
+from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
-from kvferry.protocol.slots import SlotState, slot_word
 from kvferry.worker.host_mirror import HostMirror
 from kvferry.worker.lease_table import LeaseTable
 from kvferry.worker.unready_holds import UnreadyHolds

@@ -18,7 +18,7 @@ from kvferry.cli.bench.report import as_json, print_outcome
 from kvferry.cli.describe_command import read_address
 from kvferry.cli.errors import InvalidArgument, one_of
 from kvferry.cli.options import number_option
-from kvferry.protocol.secret_file import secrets_from_environment
+from kvferry.protocol.side_channel.secrets import secrets_from_environment
 
 PORT = 5700
 _INTERRUPTED = 130

@@ -9,10 +9,10 @@ import sys
 from kvferry.cli.errors import InvalidArgument
 from kvferry.cli.options import number_option
 from kvferry.plan.validity import check_description
-from kvferry.protocol.dump import dump_of, encode_dump
+from kvferry.protocol.description_json import dump_of, encode_dump
 from kvferry.protocol.errors import PeerRefused
 from kvferry.protocol.handshake import UNKNOWN_ENGINE, EngineDescription, Hello, Refused
-from kvferry.protocol.secret_file import Secrets, secrets_from_environment
+from kvferry.protocol.side_channel.secrets import Secrets, secrets_from_environment
 from kvferry.worker.handshake_client import ask
 
 ASKER = "kvferry describe"

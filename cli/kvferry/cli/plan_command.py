@@ -17,7 +17,7 @@ from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusal import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
-from kvferry.protocol.dump import MAX_DUMP_BYTES
+from kvferry.protocol.description_json import MAX_DUMP_BYTES
 from kvferry.protocol.handshake import EngineDescription
 
 GOOD = 0

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from kvferry.cli.errors import InvalidShortForm
 from kvferry.cli.short_form import ShortForm
 from kvferry.cli.short_values import DTYPE_BYTES, LAYOUTS
-from kvferry.protocol.dump import EngineDump, WorkerDump
+from kvferry.protocol.description_json import EngineDump, WorkerDump
 from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Range, Topology
 from kvferry.protocol.handshake import CacheGroup, ModelFacts
 

@@ -20,7 +20,7 @@ from kvferry.cli.words import (
     spans,
     tokens_words,
 )
-from kvferry.protocol.dump import EngineDump
+from kvferry.protocol.description_json import EngineDump
 
 if TYPE_CHECKING:
     from rich.console import Console

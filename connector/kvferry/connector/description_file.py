@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from kvferry.protocol.dump import dump_of, encode_dump
+from kvferry.protocol.description_json import dump_of, encode_dump
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.handshake import EngineDescription
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvferry.connector.own_engine import OwnEngine
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.secret_file import Secrets
+from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.tally import Tally

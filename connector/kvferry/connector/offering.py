@@ -13,7 +13,7 @@ from kvferry.plan.windows import held_from
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.ids import epoch_to_text
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
-from kvferry.protocol.seal import Sealer
+from kvferry.protocol.params_mac import Sealer
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
 
 if TYPE_CHECKING:

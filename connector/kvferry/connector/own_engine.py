@@ -16,7 +16,7 @@ from kvferry.connector.prefill_prompt import tokens_left_out
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.ids import BootId, new_boot_id
-from kvferry.protocol.seal import new_seal_key
+from kvferry.protocol.params_mac import new_seal_key
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

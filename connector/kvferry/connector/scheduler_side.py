@@ -28,7 +28,7 @@ from kvferry.connector.shutdown import ShutdownNotice
 from kvferry.connector.stats import FerryStats
 from kvferry.connector.tracing_start import scheduler_tracing
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.protocol.secret_file import secrets_from_environment
+from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.states import LoadState
 from kvferry.scheduler.producer.confirmations import Confirmations

@@ -29,7 +29,7 @@ from kvferry.connector.states import groups_of_heads
 from kvferry.connector.stats import FerryStats
 from kvferry.connector.tracing_start import worker_tracing
 from kvferry.connector.tracing_worker import UNTRACED
-from kvferry.protocol.secret_file import secrets_from_environment
+from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.worker.nixl_agent import AgentConfig
 from kvferry.worker.nixl_fabric import NixlFabric
 from kvferry.worker.results import StepResults

@@ -24,7 +24,7 @@ from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
 from kvferry.protocol.ids import MAX_WORKERS, Address, Hex128, HexEpoch, Positive, SlotIndex, Text
-from kvferry.protocol.seal import SEAL_KEY_BYTES
+from kvferry.protocol.params_mac import SEAL_KEY_BYTES
 
 CHANNEL_VERSION = 1
 MAX_REQUEST_BYTES = 256 << 10

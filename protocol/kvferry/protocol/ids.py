@@ -2,10 +2,18 @@
 
 Integers above 2**53 do not survive routers that decode JSON numbers to float64, so an epoch travels as hexadecimal
 text; all others are small.
+
+The word in a lease slot, which a consumer reads before and after the data:
+
+    bits 63 … 4   epoch, 60 random bits, never zero
+    bits  3 … 0   state
+
+Eight bytes, little endian, written with one aligned store. An empty slot is 0.
 """
 
 from __future__ import annotations
 
+import enum
 import secrets
 from array import array
 from typing import Annotated, NewType
@@ -78,3 +86,21 @@ def epoch_to_text(epoch: Epoch) -> str:
 def epoch_from_text(text: str) -> Epoch:
     """Inverse of `epoch_to_text`; `text` has been validated as `HexEpoch`."""
     return Epoch(int(text, 16))
+
+
+SLOT_BYTES = 8
+EMPTY = 0
+
+
+class SlotState(enum.IntEnum):
+    """What a slot says about the blocks of its lease."""
+
+    COMPUTING = 1
+    """The producer may still write them."""
+    READY = 2
+    """They are complete and held."""
+
+
+def slot_word(epoch: Epoch, state: SlotState) -> int:
+    """The 64-bit word of a slot."""
+    return epoch << 4 | state

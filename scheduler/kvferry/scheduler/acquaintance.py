@@ -16,14 +16,6 @@ import math
 
 import zmq
 
-from kvferry.protocol.channel_socket import (
-    CURVE_OVERHEAD_BYTES,
-    Greeting,
-    heard,
-    keep_alive,
-    protect_asker,
-    watch_connection,
-)
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.handshake import (
     MAX_REPLY_BYTES,
@@ -36,9 +28,17 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.orders import Meet
-from kvferry.protocol.pauses import pause_s
-from kvferry.protocol.secret_file import Secrets
-from kvferry.protocol.secret_trials import SecretTrials, Verdict
+from kvferry.protocol.side_channel.backoff import pause_s
+from kvferry.protocol.side_channel.key_trials import SecretTrials, Verdict
+from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.side_channel.sockets import (
+    CURVE_OVERHEAD_BYTES,
+    Greeting,
+    heard,
+    keep_alive,
+    protect_asker,
+    watch_connection,
+)
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 
 import zmq
 
-from kvferry.protocol.channel_socket import derive_keys
 from kvferry.protocol.orders import Meet
-from kvferry.protocol.secret_file import Secrets
+from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.side_channel.sockets import derive_keys
 from kvferry.scheduler.acquaintance import Acquaintance
 from kvferry.scheduler.host_names import Found, HostNames, address_of
 from kvferry.scheduler.waking_queue import WakingQueue

@@ -18,7 +18,6 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from kvferry.protocol.channel_socket import derive_keys, listening_socket
 from kvferry.protocol.errors import InvalidConfig, InvalidMessage
 from kvferry.protocol.handshake import (
     CHANNEL_VERSION,
@@ -32,7 +31,8 @@ from kvferry.protocol.handshake import (
     decode_request,
     encode,
 )
-from kvferry.protocol.secret_file import Secrets
+from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.side_channel.sockets import derive_keys, listening_socket
 from kvferry.scheduler.awake_clock import AwakeClock
 from kvferry.scheduler.lease_inbox import LeaseInbox, LeaseMessage
 from kvferry.scheduler.refusals import Refusals

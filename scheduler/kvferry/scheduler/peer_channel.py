@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import zmq
 
-from kvferry.protocol.channel_socket import heard, keep_alive, protect_asker, watch_greetings
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import channel_address
-from kvferry.protocol.secret_file import Secrets
-from kvferry.protocol.secret_trials import SecretTrials, Verdict
+from kvferry.protocol.side_channel.key_trials import SecretTrials, Verdict
+from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.side_channel.sockets import heard, keep_alive, protect_asker, watch_greetings
 
 QUEUED_MESSAGES = 64
 _MOST_ANSWER_BYTES = 4096

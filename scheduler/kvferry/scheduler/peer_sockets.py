@@ -11,7 +11,7 @@ from collections.abc import Callable
 import zmq
 
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
-from kvferry.protocol.secret_file import Secrets
+from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.host_names import Found, HostNames, address_of
 from kvferry.scheduler.peer_channel import PeerChannel
 from kvferry.scheduler.tally import Tally

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ParamSpec
 
-from kvferry.protocol.channel_socket import derive_keys
 from kvferry.protocol.handshake import MAX_RENEWALS, Release, Renew, encode
-from kvferry.protocol.secret_file import Secrets
+from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.side_channel.sockets import derive_keys
 from kvferry.scheduler.consumer.ended_leases import LeaseKey
 from kvferry.scheduler.consumer.ledger import Drop, GiveBack, Keep, LeaseCommand, RemoteLease
 from kvferry.scheduler.host_names import Found

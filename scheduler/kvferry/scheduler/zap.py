@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import zmq
 
-from kvferry.protocol.channel_socket import ZAP_DOMAIN, asker_keys
-from kvferry.protocol.secret_file import Secrets
+from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.side_channel.sockets import ZAP_DOMAIN, asker_keys
 from kvferry.scheduler.refusals import Refusals
 
 _ADDRESS = "inproc://zeromq.zap.01"

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.seal import seal
+from kvferry.protocol.params_mac import seal
 from tests.worker.engine_rig import POISON, SETTINGS, Engine, Offer, Rig
 
 TOKENS = 10

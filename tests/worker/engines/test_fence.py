@@ -6,9 +6,8 @@ import threading
 
 import pytest
 
-from kvferry.protocol.ids import epoch_from_text
+from kvferry.protocol.ids import EMPTY, SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.slots import EMPTY, SlotState, slot_word
 from kvferry.worker.eraser import TailEraser
 from kvferry.worker.load import Load
 from kvferry.worker.peer import Peer

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.protocol.ids import epoch_from_text
-from kvferry.protocol.slots import EMPTY, SlotState, slot_word
+from kvferry.protocol.ids import EMPTY, SlotState, epoch_from_text, slot_word
 from tests.waiting import wait_until
 from tests.worker.engine_rig import SETTINGS, Offer, Rig
 from tests.worker.toy_caches import CacheShape

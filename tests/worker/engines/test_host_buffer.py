@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.ids import SlotState
 from kvferry.protocol.params import Blocks
-from kvferry.protocol.slots import SlotState
 from kvferry.worker import host_mirror
 from kvferry.worker.device import DeviceMark, HostClock
 from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.protocol.ids import epoch_from_text
+from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import FailureReason, LeaseOpen, StepOrders, encode_head, encode_orders
-from kvferry.protocol.slots import SlotState, slot_word
 from tests.worker.engine_rig import Rig
 
 EPOCH = "0" * 14 + "7"

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.ids import Epoch, epoch_to_text
+from kvferry.protocol.ids import EMPTY, Epoch, epoch_to_text
 from kvferry.protocol.notifications import MAGIC, Done, encode_notification
-from kvferry.protocol.slots import EMPTY
 from tests.fakes.memory_fabric import MemoryFabric
 from tests.waiting import wait_until
 from tests.worker.engine_rig import Engine, Offer, Rig

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvferry.protocol.slots import SlotState
+from kvferry.protocol.ids import SlotState
 from kvferry.worker import transfer_thread
 from kvferry.worker.fabric import Transfer, TransferState
 from tests.waiting import wait_until

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.protocol.slots import EMPTY
+from kvferry.protocol.ids import EMPTY
 from tests.waiting import wait_until
 from tests.worker.engine_rig import SETTINGS, Engine, Rig
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.slots import EMPTY
 from kvferry.worker.fabric import PeerLost, TransferFailed
 from tests.waiting import wait_until
 from tests.worker.engine_rig import Engine, Rig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.pauses import pause_s
+from kvferry.protocol.side_channel.backoff import pause_s
 from kvferry.worker.peer import PeerKey
 
 FIRST_S = 0.5

@@ -6,7 +6,6 @@ import time
 
 import zmq
 
-from kvferry.protocol.channel_socket import CURVE_OVERHEAD_BYTES, heard, keep_alive, protect_asker, watch_greetings
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import (
     MAX_REPLY_BYTES,
@@ -18,8 +17,15 @@ from kvferry.protocol.handshake import (
     decode_reply,
     encode,
 )
-from kvferry.protocol.secret_file import Secret, Secrets
-from kvferry.protocol.secret_trials import SecretTrials, Verdict
+from kvferry.protocol.side_channel.key_trials import SecretTrials, Verdict
+from kvferry.protocol.side_channel.secrets import Secret, Secrets
+from kvferry.protocol.side_channel.sockets import (
+    CURVE_OVERHEAD_BYTES,
+    heard,
+    keep_alive,
+    protect_asker,
+    watch_greetings,
+)
 from kvferry.worker.asking_threads import AskingThreads, Context, own_threads
 
 _MS = 1000

@@ -6,7 +6,7 @@ from collections.abc import Set
 
 import numpy as np
 
-from kvferry.protocol.slots import EMPTY, SLOT_BYTES
+from kvferry.protocol.ids import EMPTY, SLOT_BYTES
 from kvferry.worker.fabric import DescriptorRows, Fabric, LocalDescriptors, MemoryKind, Region
 
 

@@ -14,10 +14,9 @@ import numpy as np
 
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import LeaseTable as LeaseTableAddress
-from kvferry.protocol.ids import Epoch, epoch_from_text
+from kvferry.protocol.ids import EMPTY, SLOT_BYTES, Epoch, SlotState, epoch_from_text, slot_word
 from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
-from kvferry.protocol.slots import EMPTY, SLOT_BYTES, SlotState, slot_word
 
 _LIVE = (SlotState.COMPUTING, SlotState.READY)
 

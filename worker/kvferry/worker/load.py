@@ -21,11 +21,10 @@ from kvferry.plan.tokens import TokenMap
 from kvferry.plan.waves import source_units
 from kvferry.protocol.errors import InvalidParams, KvferryError
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.protocol.ids import epoch_from_text
+from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.notifications import Done, encode_notification
 from kvferry.protocol.orders import FailureReason, LoadOrder
-from kvferry.protocol.seal import check_seal
-from kvferry.protocol.slots import SlotState, slot_word
+from kvferry.protocol.params_mac import check_seal
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.eraser import TailEraser

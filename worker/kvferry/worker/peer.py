@@ -11,9 +11,9 @@ from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
 from kvferry.plan.waves import source_table
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription
+from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.orders import Meet
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.slots import SLOT_BYTES
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric import (
     DescriptorRows,

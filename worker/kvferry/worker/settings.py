@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.plan.cost import DIRECT_MIN_BYTES
-from kvferry.protocol.secret_file import Secrets
+from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.worker.reads import FAILED_READ_GRACE_S
 
 

@@ -18,7 +18,7 @@ from kvferry.protocol.errors import HandshakeFailed, InvalidConfig, InvalidMessa
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts, WorkerDescription
 from kvferry.protocol.orders import decode_head
-from kvferry.protocol.seal import SEAL_KEY_BYTES
+from kvferry.protocol.params_mac import SEAL_KEY_BYTES
 from kvferry.worker.asking_threads import AskingThreads
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import clock_for

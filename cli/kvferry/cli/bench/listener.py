@@ -31,10 +31,10 @@ from kvferry.cli.bench.messages import (
     encode,
 )
 from kvferry.cli.errors import InvalidArgument
-from kvferry.protocol.channel_socket import derive_keys, listening_socket
 from kvferry.protocol.errors import InvalidMessage, cut
 from kvferry.protocol.handshake import Refused, channel_address
-from kvferry.protocol.secret_file import Secrets
+from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.side_channel.sockets import derive_keys, listening_socket
 from kvferry.scheduler.refusals import Refusals
 from kvferry.scheduler.tally import Tally
 from kvferry.scheduler.unfinished import UnfinishedMessages

@@ -1,6 +1,6 @@
 """What listener and client of `kvferry bench` say to each other, and what each says to its child.
 
-Between machines: msgpack, one frame each way over the side channel's sockets (`kvferry.protocol.channel_socket`).
+Between machines: msgpack, one frame each way over the side channel's sockets (`kvferry.protocol.side_channel.sockets`).
 
     client                       listener
     Join{session, metadata}  →

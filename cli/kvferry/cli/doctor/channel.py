@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
-from kvferry.protocol.secret_file import MAKE_ONE, VARIABLE
+from kvferry.protocol.side_channel.secrets import MAKE_ONE, VARIABLE
 
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"

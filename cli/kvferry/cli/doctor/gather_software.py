@@ -13,7 +13,7 @@ from importlib import metadata
 from kvferry.cli.doctor.channel import DEFAULT_HOST, DEFAULT_PORT, HOST_VARIABLE, PORT_VARIABLE, Channel, SecretFacts
 from kvferry.cli.doctor.versions import NEEDED, VLLM_PACKAGES, Versions
 from kvferry.protocol.errors import InvalidSecretFile
-from kvferry.protocol.secret_file import VARIABLE, secrets_from_environment
+from kvferry.protocol.side_channel.secrets import VARIABLE, secrets_from_environment
 
 _NIXL_BUILDS = ("nixl-cu12", "nixl-cu13")
 

@@ -17,15 +17,9 @@ from msgspec import Meta
 from kvferry.protocol.convert import as_type
 from kvferry.protocol.errors import InvalidDump, cut
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
-from kvferry.protocol.handshake import (
-    CacheGroup,
-    EngineDescription,
-    LeaseTable,
-    ModelFacts,
-    WorkerDescription,
-)
+from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseTable, ModelFacts, WorkerDescription
 from kvferry.protocol.ids import MAX_WORKERS, Hex128, Positive, Text
-from kvferry.protocol.seal import SEAL_KEY_BYTES
+from kvferry.protocol.params_mac import SEAL_KEY_BYTES
 
 DUMP_VERSION = 1
 MAX_DUMP_BYTES = 256 << 20

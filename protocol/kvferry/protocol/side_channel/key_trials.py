@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import enum
 
-from kvferry.protocol.channel_socket import Greeting
-from kvferry.protocol.secret_file import VARIABLE, Secret, Secrets
+from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
+from kvferry.protocol.side_channel.sockets import Greeting
 
 _CUTS_IN_PLAIN = 3
 """A listener that is about to restart cuts a connection once; one that has a secret does it every time."""

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from kvferry.protocol.errors import InvalidSecretFile
-from kvferry.protocol.secret_file import VARIABLE, Secret, Secrets
+from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 
 ZAP_DOMAIN = b"kvferry"
 CURVE_OVERHEAD_BYTES = 64
