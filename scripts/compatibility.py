@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.cli.sides import read_pair
 from kvferry.plan.planner import plan_engine
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.geometry import Format, PagedTensor, Range
 from kvferry.protocol.handshake import EngineDescription

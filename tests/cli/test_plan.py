@@ -21,7 +21,7 @@ from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.copies import route_copies
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_engine
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import Placing
 from kvferry.plan.waves import source_table, source_units
 from kvferry.protocol.description_json import dump_of, encode_dump

@@ -15,7 +15,7 @@ from kvferry.cli.errors import InvalidShortForm
 from kvferry.cli.short_engine import engine_of_form, heads_of_rank
 from kvferry.cli.short_form import read_short_form
 from kvferry.cli.short_values import LAYOUTS
-from kvferry.plan.validity import check_description
+from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import EngineDump, WorkerDump, decode_dump, encode_dump, engine_of
 from kvferry.protocol.geometry import PagedTensor, Place, Range
 from kvferry.protocol.handshake import CacheGroup

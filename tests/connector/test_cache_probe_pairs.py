@@ -10,7 +10,7 @@ import pytest
 from kvferry.connector.cache_probe import arrangements_of
 from kvferry.connector.layout import discover, groups_of
 from kvferry.plan.planner import plan_engine
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.geometry import Place, Topology
 from tests.connector.caches import ALONE
 from tests.connector.written_caches import TOKENS, WIDTH, Rows, TurnedByHead, Written, layer_of, spec_of

@@ -16,7 +16,7 @@ from kvferry.connector.cache_probe import arrangements_of
 from kvferry.connector.cache_probe_values import VALUES, scales_of
 from kvferry.connector.layout import discover, groups_of
 from kvferry.plan.planner import plan_engine
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Format, PagedTensor, Place, Topology
 from tests.connector.caches import ALONE, bytes_of, storage_of

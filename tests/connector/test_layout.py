@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec, Unif
 from kvferry.connector.layout import discover, groups_of
 from kvferry.connector.sharding import Sharding
 from kvferry.plan.planner import plan_engine, plan_transfer
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
 from kvferry.protocol.handshake import CacheGroup

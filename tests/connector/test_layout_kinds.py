@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 from kvferry.connector.layout import discover, groups_of
 from kvferry.connector.sharding import Sharding
 from kvferry.plan.blocks import RequestBlocks
-from kvferry.plan.windows import first_needed
+from kvferry.plan.tokens import first_needed
 from kvferry.protocol.geometry import Interleave, Range
 from kvferry.protocol.handshake import CacheGroup
 from tests.connector.caches import (

@@ -14,7 +14,7 @@ from kvferry.connector.sharding import Sharding
 from kvferry.connector.states import groups_of_heads
 from kvferry.plan.blocks import RequestBlocks
 from kvferry.plan.planner import plan_engine
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Place, Range, Topology
 from kvferry.protocol.handshake import CacheGroup

@@ -11,8 +11,7 @@ import pytest
 
 from kvferry.plan import assignment, planner
 from kvferry.plan.planner import plan_transfer
-from kvferry.plan.refusal import PlanRefused
-from kvferry.plan.validity import MAX_BLOCK_TOKENS, check_description
+from kvferry.plan.refusals import MAX_BLOCK_TOKENS, PlanRefused, check_description
 from kvferry.protocol import description_json as dump_module
 from kvferry.protocol import handshake
 from kvferry.protocol.description_json import decode_dump, dump_of, encode_dump

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.bundles import grid
+from kvferry.plan.runs import grid
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Route
 from kvferry.plan.waves import SourceTable, SourceUnits, Window, next_window, source_table, source_units, window_reads

@@ -19,7 +19,7 @@ from kvferry.cli.short_engine import engine_of_form
 from kvferry.cli.short_form import read_short_form
 from kvferry.connector.config import FerryConfig, read_config
 from kvferry.plan.planner import plan_engine
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.scheduler.tally import Tally
 from kvferry.trace.reading import Recording, read_recording

@@ -9,8 +9,8 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.plan.planner import _differences, _is_alike
+from kvferry.plan.refusals import check_description
 from kvferry.plan.tokens import share_of
-from kvferry.plan.validity import check_description
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Range
 from kvferry.protocol.handshake import CacheGroup, EngineDescription

@@ -16,7 +16,7 @@ from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.copies import route_copies
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_engine
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import Placing, TransferPlan
 from tests.geometry.drawn import Drawn, drawn
 from tests.geometry.effects import CopyList, check_copies, number_names, produced, wanted

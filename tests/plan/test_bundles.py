@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.plan.bundles import Bundle, Part
-from kvferry.plan.merging import bundle
+from kvferry.plan.run_merger import bundle
+from kvferry.plan.runs import Bundle, Part
 from kvferry.plan.tokens import map_tokens
 from kvferry.protocol.geometry import PagedTensor, Range
 from tests.plan.samples import cell_bytes, other, strides, tensor

@@ -9,7 +9,7 @@ import pytest
 from kvferry.plan.conversion import Conversion, conversion_of, is_convertible, lacks_scales, needs_conversion
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import Placing, Route
 from kvferry.protocol.geometry import Format, PagedTensor, Range
 from tests.plan.samples import engine, other, tensor

@@ -11,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.descriptors import (
-    DescriptorPairs,
-    DescriptorTable,
-    descriptor_pairs,
-    route_tables,
-)
+from kvferry.plan.descriptors import DescriptorPairs, DescriptorTable, descriptor_pairs, route_tables
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Route

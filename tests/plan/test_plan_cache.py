@@ -14,7 +14,7 @@ from kvferry.plan import plan_cache
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.plan_cache import PlanCache
 from kvferry.plan.planner import plan_transfer
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription
 from tests.geometry.drawn import Drawn, drawn

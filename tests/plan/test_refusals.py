@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry.plan.planner import plan_transfer
-from kvferry.plan.refusal import PlanRefused, Reason
+from kvferry.plan.refusals import PlanRefused, Reason
 from kvferry.protocol.geometry import Format, Interleave, Place, Range
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
 from tests.plan.engines import sharded

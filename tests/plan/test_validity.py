@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.plan.descriptors import route_tables
 from kvferry.plan.planner import plan_transfer
-from kvferry.plan.refusal import PlanRefused
-from kvferry.plan.validity import check_description
+from kvferry.plan.refusals import PlanRefused, check_description
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import Interleave, Place, Range
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, decode_reply, encode

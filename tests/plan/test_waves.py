@@ -11,12 +11,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_request
-from kvferry.plan.bundles import Reading, grid
 from kvferry.plan.copies import route_copies
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_engine
-from kvferry.plan.refusal import PlanRefused
-from kvferry.plan.staging import Source
+from kvferry.plan.refusals import PlanRefused
+from kvferry.plan.runs import Reading, grid
+from kvferry.plan.staged_layout import Source
 from kvferry.plan.transfer_plan import Placing
 from kvferry.plan.waves import Window, next_window, source_table, source_units, window_reads
 from tests.geometry.drawn import Drawn, drawn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.plan.planner import plan_engine
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from scripts import compatibility
 from scripts.compatibility import MODELS, PAIRS, Pair, answer, engines, joined, table
 from scripts.generate_docs import COMPATIBILITY_PAGE

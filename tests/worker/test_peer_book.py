@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.plan.planner import plan_transfer
-from kvferry.plan.refusal import PlanRefused, Reason
+from kvferry.plan.refusals import PlanRefused, Reason
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.geometry import Place

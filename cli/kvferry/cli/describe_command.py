@@ -8,7 +8,7 @@ import sys
 
 from kvferry.cli.errors import InvalidArgument
 from kvferry.cli.options import number_option
-from kvferry.plan.validity import check_description
+from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import dump_of, encode_dump
 from kvferry.protocol.errors import PeerRefused
 from kvferry.protocol.handshake import UNKNOWN_ENGINE, EngineDescription, Hello, Refused

@@ -15,7 +15,7 @@ from kvferry.cli.sides import read_pair
 from kvferry.cli.summary import PlanSummary, Refusal, refusal_of, side_of, summarise
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_engine
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.description_json import MAX_DUMP_BYTES
 from kvferry.protocol.handshake import EngineDescription

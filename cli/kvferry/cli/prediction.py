@@ -12,12 +12,11 @@ import numpy as np
 
 from kvferry.cli.errors import InvalidArgument
 from kvferry.plan.blocks import NULL_BLOCK, RequestBlocks, pair_units
-from kvferry.plan.bundles import Bundle
 from kvferry.plan.cost import Costs
-from kvferry.plan.staging import Source
-from kvferry.plan.tokens import TokenMap, TokenSide
+from kvferry.plan.runs import Bundle
+from kvferry.plan.staged_layout import Source
+from kvferry.plan.tokens import TokenMap, TokenSide, first_needed
 from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
-from kvferry.plan.windows import first_needed
 from kvferry.protocol.handshake import CacheGroup
 
 DEFAULT_TOKENS = 8192

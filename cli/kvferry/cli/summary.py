@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvferry.cli.prediction import Effort, Units, bundle_effort, count_units, prompt_tokens, source_effort
-from kvferry.plan.bundles import Bundle
 from kvferry.plan.cost import Costs
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
+from kvferry.plan.runs import Bundle
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Route, TransferPlan
 from kvferry.protocol.geometry import Interleave, Place, Range, Topology

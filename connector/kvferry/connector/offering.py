@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connector.own_engine import OwnEngine
 from kvferry.connector.prompts import prompt_of
-from kvferry.plan.windows import held_from
+from kvferry.plan.tokens import held_from
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.ids import epoch_to_text
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket

@@ -11,7 +11,7 @@ from kvferry.connector.own_engine import OwnEngine
 from kvferry.connector.prefill_prompt import leave_out
 from kvferry.connector.prompts import has_tokens, prompt_of
 from kvferry.connector.tracing import UNTRACED, SchedulerTracing
-from kvferry.plan.windows import held_from, reaches_back
+from kvferry.plan.tokens import held_from, reaches_back
 from kvferry.protocol.digests import shared_tokens
 from kvferry.protocol.errors import ForeignParams, InvalidParams
 from kvferry.protocol.handshake import LeaseName

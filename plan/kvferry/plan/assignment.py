@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvferry.plan.refusal import PlanRefused, Reason
+from kvferry.plan.refusals import PlanRefused, Reason
 from kvferry.plan.tokens import share_of, shares_meet
 from kvferry.protocol.geometry import Interleave, Range
 from kvferry.protocol.handshake import WorkerDescription

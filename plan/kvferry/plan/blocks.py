@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.plan.tokens import TokenMap, TokenSide, in_share, slot_of, slots_before, token_of
+from kvferry.plan.tokens import TokenMap, TokenSide, first_needed, in_share, slot_of, slots_before, token_of
 from kvferry.plan.transfer_plan import TransferPlan
-from kvferry.plan.windows import first_needed
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.handshake import CacheGroup
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.bundles import MAX_DESCRIPTORS, Axis, Bundle, Pace, grid
+from kvferry.plan.runs import MAX_DESCRIPTORS, Axis, Bundle, Pace, grid
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Placing, Route
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvferry.plan.bundles import Bundle, Part, Reading
 from kvferry.plan.conversion import conversion_of, has_scales_by_head, needs_conversion
 from kvferry.plan.cost import Choice, Costs, Offer, cheapest, choose
-from kvferry.plan.refusal import PlanRefused, Reason
-from kvferry.plan.staging import Source, Unplaceable, differs, offers, sources
+from kvferry.plan.refusals import PlanRefused, Reason
+from kvferry.plan.runs import Bundle, Part, Reading
+from kvferry.plan.staged_layout import Source, Unplaceable, differs, offers, sources
 from kvferry.plan.tokens import TokenMap, map_tokens
 from kvferry.plan.transfer_plan import Placing, Slice
 from kvferry.protocol.geometry import PagedTensor, Range

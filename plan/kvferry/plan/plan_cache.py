@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from kvferry.plan.bundles import Bundle
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_transfer
-from kvferry.plan.staging import Source
+from kvferry.plan.runs import Bundle
+from kvferry.plan.staged_layout import Source
 from kvferry.plan.transfer_plan import Route, Slice, TransferPlan
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import EngineDescription, WorkerDescription

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvferry.plan.assignment import Assignment, Lack, assign
-from kvferry.plan.bundles import Bundle, Part
 from kvferry.plan.conversion import is_convertible, lacks_scales, needs_conversion
 from kvferry.plan.cost import PUBLISHED, Costs
-from kvferry.plan.merging import bundle
 from kvferry.plan.placing import TokenMaps, parts_of, place
-from kvferry.plan.refusal import PlanRefused, Reason
+from kvferry.plan.refusals import PlanRefused, Reason, check_description
+from kvferry.plan.run_merger import bundle
+from kvferry.plan.runs import Bundle, Part
 from kvferry.plan.tokens import map_tokens
 from kvferry.plan.transfer_plan import Route, TransferPlan
-from kvferry.plan.validity import check_description
 from kvferry.protocol.geometry import Interleave, PagedTensor, Range
 from kvferry.protocol.handshake import EngineDescription
 

@@ -6,8 +6,8 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.plan.bundles import Bundle
-from kvferry.plan.staging import Source
+from kvferry.plan.runs import Bundle
+from kvferry.plan.staged_layout import Source
 from kvferry.plan.tokens import TokenMap, shared_part
 from kvferry.protocol.geometry import PagedTensor, Place, Range
 

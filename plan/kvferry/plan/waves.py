@@ -14,7 +14,7 @@ import numpy as np
 
 from kvferry.plan.blocks import UnitPairs
 from kvferry.plan.descriptors import bundle_rows, row_indices
-from kvferry.plan.staging import Source
+from kvferry.plan.staged_layout import Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed, InputError, PeerRefused
 from kvferry.protocol.handshake import EngineDescription

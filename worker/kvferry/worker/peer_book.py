@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import HandshakeFailed, InputError, KvferryError, PeerRefused
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.back_off import BackOff, Unavailable

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.plan.staging import Placement
+from kvferry.plan.staged_layout import Placement
 from kvferry.plan.waves import SourceTable, SourceUnits, Window
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric import DescriptorRows, Fabric, LocalDescriptors, Region, RemoteDescriptors

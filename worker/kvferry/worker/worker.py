@@ -12,7 +12,7 @@ import msgspec
 
 from kvferry.plan.cost import Costs
 from kvferry.plan.plan_cache import PlanCache
-from kvferry.plan.refusal import PlanRefused
+from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed, InvalidConfig, InvalidMessage, PeerRefused
 from kvferry.protocol.geometry import Place, Topology

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.plan.bundles import MAX_DESCRIPTORS, Axis, Bundle, Part, Reading, grid
 from kvferry.plan.cost import Offer
-from kvferry.plan.merging import producer_runs
+from kvferry.plan.run_merger import producer_runs
+from kvferry.plan.runs import MAX_DESCRIPTORS, Axis, Bundle, Part, Reading, grid
 from kvferry.plan.tokens import TokenMap
 
 

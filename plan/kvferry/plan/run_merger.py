@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from kvferry.plan.bundles import Axis, Bundle, Pace, Part, Reading
 from kvferry.plan.conversion import Conversion
+from kvferry.plan.runs import Axis, Bundle, Pace, Part, Reading
 from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.geometry import PagedTensor
 

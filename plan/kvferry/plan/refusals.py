@@ -1,11 +1,45 @@
-"""What an engine's description must satisfy beyond its types, before any arithmetic trusts it."""
+"""Why two engines cannot be paired: every reason at once, each with what to change.
+
+Also the conditions that an engine's description must meet beyond its types, before any arithmetic trusts it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from kvferry.plan.tokens import share_of
-from kvferry.protocol.errors import InvalidMessage
+from kvferry.protocol.errors import InvalidMessage, KvferryError
 from kvferry.protocol.geometry import Interleave, PagedTensor
 from kvferry.protocol.handshake import EngineDescription
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One reason.
+
+    Attributes:
+        field: what differs, e.g. `tensor_parallel_size`.
+        producer, consumer: its value on either side, as text.
+        change: what an operator can do.
+    """
+
+    field: str
+    producer: str
+    consumer: str
+    change: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: producer {self.producer}, consumer {self.consumer}; {self.change}"
+
+
+class PlanRefused(KvferryError):
+    """Two engines that cannot be paired. `reasons` has all of them."""
+
+    def __init__(self, reasons: Sequence[Reason]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__("; ".join(f"({number}) {reason}" for number, reason in enumerate(self.reasons, 1)))
+
 
 MAX_BLOCK_TOKENS = 65536
 """Most tokens of a block that is divided into kernel blocks."""

@@ -1,4 +1,4 @@
-"""Bundles: paged tensors that are read alike, as contiguous runs with axes around them. `merging` makes them."""
+"""Bundles: paged tensors that are read alike, as contiguous runs with axes around them. `run_merger` makes them."""
 
 from __future__ import annotations
 
