@@ -11,9 +11,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.trace.chrome import chrome_trace
+from kvferry.trace.chrome import chrome_trace, lanes
 from kvferry.trace.clocks import compare
-from kvferry.trace.lanes import lanes
 from kvferry.trace.timeline import Timeline, timeline
 from tests.trace.simulated import MS, Simulation, Times
 from tests.trace.test_matching import matched

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.trace.offsets import offsets
+from kvferry.trace.clocks import offsets
 
 CLOCKS = tuple("abcde")
 PAIRS = st.tuples(st.sampled_from(CLOCKS), st.sampled_from(CLOCKS)).filter(lambda pair: pair[0] != pair[1])

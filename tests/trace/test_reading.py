@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.trace.errors import InvalidTrace
 from kvferry.trace.events import Dropped, Finished
-from kvferry.trace.merging import merge
-from kvferry.trace.reading import MAX_LINE_BYTES, Recording, read_recording
+from kvferry.trace.reading import MAX_LINE_BYTES, InvalidTrace, Recording, read_recording
+from kvferry.trace.summary import merge
 from tests.trace.simulated import BEGIN_NS, Simulation
 
 

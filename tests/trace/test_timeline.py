@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.trace.clocks import Clocks
-from kvferry.trace.durations import durations, outcomes
 from kvferry.trace.events import DecodeArrived, Finished, LoadOrdered, LoadReported
-from kvferry.trace.merging import merge, named
 from kvferry.trace.reading import read_recording
+from kvferry.trace.summary import durations, merge, named, outcomes
 from kvferry.trace.timeline import Timeline, timeline
 from tests.trace.simulated import MS, STAGES, Simulation, Times
 from tests.trace.test_matching import matched, processes

@@ -18,8 +18,8 @@ from kvferry.cli.timelines.page import page
 from kvferry.cli.timelines.report import Report, report
 from kvferry.cli.timelines.waterfall import draw
 from kvferry.trace.chrome import chrome_trace
-from kvferry.trace.merging import merge
 from kvferry.trace.reading import read_recording
+from kvferry.trace.summary import merge
 
 PAGE, PICTURE, TRACE = "waterfall.html", "waterfall.svg", "trace.json"
 ROWS_OF_A_PAGE = 200

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.trace.durations import HANDOVER
 from kvferry.trace.phases import Phase
+from kvferry.trace.summary import HANDOVER
 
 
 @dataclass(frozen=True, slots=True)

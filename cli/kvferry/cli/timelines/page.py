@@ -13,7 +13,7 @@ from kvferry.cli.timelines.quantities import engines_words, name_of, rate_words,
 from kvferry.cli.timelines.report import Report, told_first
 from kvferry.cli.timelines.waterfall import phases_of
 from kvferry.cli.words import decimal_bytes
-from kvferry.trace.durations import Durations
+from kvferry.trace.summary import Durations
 from kvferry.trace.timeline import Timeline, WorkerSpans
 
 _WIDTH, _ZERO, _RIGHT = 720.0, 150.0, 706.0

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.cli.words import counted
-from kvferry.trace.durations import Durations, durations, outcomes
-from kvferry.trace.merging import Merged, named
 from kvferry.trace.reading import Recording
+from kvferry.trace.summary import Durations, Merged, durations, named, outcomes
 from kvferry.trace.timeline import Timeline
 
 _MOST_NOTES = 8

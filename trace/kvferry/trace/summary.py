@@ -1,4 +1,4 @@
-"""How long each phase took over many handovers."""
+"""From recordings to timelines, the slowest handover first, and how long each phase took over all of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvferry.trace.clocks import Clocks, compare
+from kvferry.trace.matching import match
 from kvferry.trace.phases import Phase
-from kvferry.trace.timeline import Timeline
+from kvferry.trace.reading import Recording
+from kvferry.trace.timeline import Timeline, timeline
 
 HANDOVER = "handover"
 _FIRST = (Phase.PREFILL_QUEUE.value, Phase.PREFILL.value, HANDOVER)
@@ -53,3 +56,44 @@ def _of(phase: str, lasted: Sequence[int]) -> Durations:
 def _rank(lasted: Sequence[int], percent: int) -> int:
     """The nearest rank: the least value that so many per cent do not exceed."""
     return lasted[max(0, -(-percent * len(lasted) // 100) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """All handovers of a recording.
+
+    Attributes:
+        timelines: the slowest handover first; then those that never ended, the longest held first.
+    """
+
+    timelines: tuple[Timeline, ...]
+    clocks: Clocks
+
+
+def merge(recording: Recording) -> Merged:
+    """Join all processes' events, bring their clocks together and lay out every handover."""
+    handovers = match(recording.processes)
+    clocks = compare(handovers)
+    timelines = [timeline(handover, clocks) for handover in handovers]
+    timelines.sort(key=_slowness, reverse=True)
+    return Merged(tuple(timelines), clocks)
+
+
+def _slowness(one: Timeline) -> tuple[int, int]:
+    return (-1 if one.lasted_ns is None else one.lasted_ns, one.held.lasted_ns if one.held else 0)
+
+
+def named(one: Timeline, request: str) -> bool:
+    """Whether a text is the beginning of an id of the handover: the producer's, the consumer's, the client's, the
+    trace's or the lease's."""
+    handover = one.handover
+    arrivals = (handover.decode and handover.decode.arrived, handover.prefill and handover.prefill.arrived)
+    traces = (arrival.traceparent.partition("-")[2] for arrival in arrivals if arrival)
+    ids = (
+        handover.producer_request,
+        handover.consumer_request,
+        handover.correlation,
+        handover.lease.epoch if handover.lease else "",
+        *traces,
+    )
+    return any(known.startswith(request) for known in ids)
