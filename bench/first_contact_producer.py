@@ -25,8 +25,8 @@ from bench.llama import llama, worker_bytes
 from bench.nixl_prep import reserve
 from kvferry.protocol.handshake import EngineDescription, LeaseTable
 from kvferry.protocol.ids import SLOT_BYTES
-from kvferry.scheduler.listener import SideChannelListener
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state.counters import Tally
 from kvferry.worker.fabric import MemoryKind, Region
 from kvferry.worker.nixl_fabric import NixlFabric
 

@@ -25,8 +25,8 @@ from bench.provenance import begin
 from bench.scale_model import Fleet, Share, Slopes, play, walls
 from kvferry.protocol.handshake import Hello, LeaseName
 from kvferry.scheduler.consumer.ledger import Keep, RemoteLease
-from kvferry.scheduler.renewer import LeaseRenewer
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
+from kvferry.scheduler.state.counters import Tally
 from kvferry.worker.handshake_client import ask
 
 _BLOCKS = 1000

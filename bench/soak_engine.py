@@ -12,8 +12,8 @@ from kvferry.protocol.ids import epoch_to_text
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import seal
-from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.worker.fabric import Fabric
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker

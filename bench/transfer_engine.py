@@ -19,8 +19,8 @@ from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.ids import SlotState, epoch_to_text, new_boot_id, new_epoch, slot_word
 from kvferry.protocol.orders import LeaseHold, LeaseOpen, StepOrders, encode_head, encode_orders
 from kvferry.protocol.params_mac import new_seal_key
-from kvferry.scheduler.listener import SideChannelListener
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state.counters import Tally
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.nixl_fabric import NixlFabric
 from kvferry.worker.settings import WorkerSettings

@@ -18,8 +18,8 @@ from kvferry.cli.short_form import read_short_form
 from kvferry.protocol.description_json import decode_dump, dump_of, engine_of
 from kvferry.protocol.handshake import EngineDescription, Refused, encode
 from kvferry.protocol.side_channel.secrets import VARIABLE
-from kvferry.scheduler.listener import SideChannelListener
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state.counters import Tally
 from tests.cli.command import run
 from tests.protocol.samples import KEY, make_description, make_tensor, make_worker
 from tests.protocol.secret_files import NEW, OLD, listing, write

@@ -17,7 +17,7 @@ from kvferry.connector.correlation import CORRELATION_ARG, MAX_CORRELATION, Corr
 from kvferry.connector.correlation_middleware import MAX_SPACE, CorrelationMiddleware, Message, Receive, Scope, Send
 from kvferry.connector.correlation_source import CorrelationSource
 from kvferry.protocol.errors import InvalidCorrelation
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.state.counters import Tally
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=20),

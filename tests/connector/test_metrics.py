@@ -34,7 +34,7 @@ from kvferry.connector.peer_labels import PeerLabels
 from kvferry.connector.stats import FerryStats
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.producer.lease import LeaseUse
-from kvferry.scheduler.tally import CounterKey
+from kvferry.scheduler.state.counters import CounterKey
 from kvferry.worker.ended_load import EndedLoad
 from kvferry.worker.load_figures import LoadFigures
 from kvferry.worker.load_times import LoadTimes, Stage

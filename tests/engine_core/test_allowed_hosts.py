@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.scheduler import host_names
+from kvferry.scheduler.side_channel import addresses as host_names
 from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.offers import Eavesdropper, offer
 

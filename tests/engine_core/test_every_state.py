@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.scheduler.consumer.states import LoadState
-from kvferry.scheduler.producer.states import LeaseState
+from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.worker.fabric import Transfer, TransferState
 from kvferry.worker.nixl_fabric import NixlFabric
 from tests.engine_core.driver import tokens

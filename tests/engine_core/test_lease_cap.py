@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.scheduler.producer.kept_blocks import KeptBlocks
+from kvferry.scheduler.producer.block_references import KeptBlocks
 from tests.engine_core.driver import tokens
 from tests.engine_core.slow_router import HEARTBEAT_S, LEASE_S, PROMPT_TOKENS, REMOTE_DECODE
 from tests.engine_core.toy_model import expected_tokens

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.scheduler.producer.states import LeaseState
+from kvferry.scheduler.producer.lease import LeaseState
 from tests.engine_core.driver import tokens
 from tests.engine_core.test_handover import COUNT
 from tests.engine_core.toy_model import expected_tokens

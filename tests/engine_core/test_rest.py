@@ -13,7 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.messages import FerryWorkerMetadata
 from kvferry.protocol.handshake import Release, Renew
-from kvferry.scheduler.producer.states import LeaseState
+from kvferry.scheduler.producer.lease import LeaseState
 from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.node import Node
 from tests.engine_core.second_runner import SecondRunner

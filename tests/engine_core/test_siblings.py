@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvferry.scheduler.consumer.states import LoadState
+from kvferry.scheduler.consumer.remote_prompt import LoadState
 from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.offers import offer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.scheduler.awake_clock import AwakeClock
+from kvferry.scheduler.state.clock import AwakeClock
 from kvferry.worker.fabric import Transfer, TransferState
 from kvferry.worker.nixl_fabric import NixlFabric
 from tests.engine_core.driver import tokens

@@ -28,8 +28,8 @@ import zmq
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill, read_params
-from kvferry.scheduler import peer_sockets
 from kvferry.scheduler.consumer.ledger import ConsumerLedger, RemoteLease
+from kvferry.scheduler.side_channel import sender as peer_sockets
 from kvferry.worker.fabric import Fabric
 from kvferry.worker.nixl_fabric import NixlFabric
 from kvferry.worker.results import StepResults

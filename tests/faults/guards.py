@@ -183,7 +183,7 @@ def _never_late(advance: Function) -> Function:
 
 def _renew_nothing(_: Function) -> Function:
     def renew(ledger: Any, name: Any, _heard_s: float | None = None) -> bool:
-        from kvferry.scheduler.producer.states import LeaseState
+        from kvferry.scheduler.producer.lease import LeaseState
 
         lease = ledger._find(name)
         return lease is not None and lease.state is not LeaseState.ENDING
@@ -349,7 +349,7 @@ GUARDS = (
         "expiry",
         "a lease that nobody renews ends",
         (3,),
-        "kvferry.scheduler.awake_clock:AwakeClock.wind",
+        "kvferry.scheduler.state.clock:AwakeClock.wind",
         _always(0.0),
         (
             "tests/scheduler/test_lease_clock.py::"
@@ -420,7 +420,7 @@ GUARDS = (
         "awake",
         "a lease's clock stands while its producer does",
         (5,),
-        "kvferry.scheduler.awake_clock:AwakeClock.wind",
+        "kvferry.scheduler.state.clock:AwakeClock.wind",
         _count_sleep,
         ("tests/scheduler/test_lease_clock.py::test_a_pause_of_the_producer_itself_is_not_the_consumers_silence",),
     ),
@@ -428,7 +428,7 @@ GUARDS = (
         "listener",
         "nothing that arrives ends the listener's thread",
         (6,),
-        "kvferry.scheduler.listener:SideChannelListener._guarded",
+        "kvferry.scheduler.side_channel.server:SideChannelListener._guarded",
         _unguarded,
         ("tests/scheduler/test_listener.py::test_an_error_nobody_foresaw_is_counted_and_the_next_asker_is_answered",),
     ),
@@ -436,7 +436,7 @@ GUARDS = (
         "zap",
         "with a secret, only those who have it are heard",
         (6,),
-        "kvferry.scheduler.zap:ZapHandler._admits",
+        "kvferry.scheduler.side_channel.curve_auth:ZapHandler._admits",
         _always(True),
         ("tests/scheduler/test_secrets.py::test_a_key_that_is_not_of_a_listed_secret_is_not_admitted",),
     ),
@@ -465,7 +465,7 @@ GUARDS = (
         "recomputes",
         "a prompt that is computed locally instead is counted",
         (8,),
-        "kvferry.scheduler.tally:Tally.add",
+        "kvferry.scheduler.state.counters:Tally.add",
         _count_no_recomputes,
         (
             "tests/engine_core/test_metrics.py::test_what_happened_to_remote_prompts_shows_in_prometheus_under_its_reason",

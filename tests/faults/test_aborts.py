@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.scheduler.consumer.states import LoadState
+from kvferry.scheduler.consumer.remote_prompt import LoadState
 from tests.faults.fault_fabric import Point
 from tests.faults.fault_rig import BOUND_S, HASTY, FaultRig, fault_rig, faults_of, until_adds_up
 from tests.waiting import wait_until

@@ -22,10 +22,10 @@ from kvferry.protocol.handshake import (
     Renew,
     encode,
 )
-from kvferry.scheduler.lease_inbox import MAX_WAITING_LEASES
-from kvferry.scheduler.listener import SideChannelListener
-from kvferry.scheduler.tally import Tally
-from kvferry.scheduler.unfinished import MAX_UNFINISHED_BYTES
+from kvferry.scheduler.side_channel.connections import MAX_UNFINISHED_BYTES
+from kvferry.scheduler.side_channel.inbox import MAX_WAITING_LEASES
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state.counters import Tally
 from tests.fuzz.test_targets import hostile_bytes
 from tests.protocol.samples import BOOT, EPOCH, make_description
 from tests.scheduler.channel import HOST, ask, client, free_port, listening

@@ -21,7 +21,7 @@ from kvferry.connector.config import FerryConfig, read_config
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.state.counters import Tally
 from kvferry.trace.reading import Recording, read_recording
 from kvferry.worker.fabric import Fabric
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import zmq
 
 from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode_reply, encode
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.state.counters import Tally
 from tests.scheduler.recording_listener import RecordingListener
 
 HOST = "127.0.0.1"

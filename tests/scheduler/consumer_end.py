@@ -14,8 +14,8 @@ from kvferry.protocol.orders import LoadOrder
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ended_leases import LeaseKey
 from kvferry.scheduler.consumer.ledger import ConsumerLedger, GiveBack, Keep, RemoteLease
-from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
+from kvferry.scheduler.state.counters import Tally
 from tests.protocol.samples import BOOT
 from tests.scheduler.network import Network
 from tests.scheduler.producer_end import Producer, ProducerWorker

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE
+from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from tests.scheduler.consumer_end import Consumer
 from tests.scheduler.network import Network
 from tests.scheduler.producer_end import Producer, ProducerWorker

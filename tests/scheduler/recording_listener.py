@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.scheduler.lease_inbox import LeaseInbox, LeaseMessage
-from kvferry.scheduler.listener import SideChannelListener
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.side_channel.inbox import LeaseInbox, LeaseMessage
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state.counters import Tally
 
 
 class MessageInbox(LeaseInbox):

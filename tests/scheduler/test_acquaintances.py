@@ -18,9 +18,9 @@ from kvferry.protocol.orders import Meet
 from kvferry.protocol.side_channel.key_trials import SecretTrials
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import watch_connection
-from kvferry.scheduler.acquaintance import Acquaintance
-from kvferry.scheduler.acquaintances import Acquaintances
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.side_channel.prewarm_target import Acquaintance
+from kvferry.scheduler.side_channel.prewarmer import Acquaintances
+from kvferry.scheduler.state.counters import Tally
 from tests.protocol.samples import make_description
 from tests.protocol.secret_files import NEW, OLD, OTHER
 from tests.scheduler.channel import HOST, cpu_share, free_port, threads_named
@@ -128,7 +128,7 @@ def test_hosts_that_never_answer_and_names_that_are_never_found_delay_nobody(
         raise OSError("no such host")
 
     gone: queue.SimpleQueue[None] = queue.SimpleQueue()
-    monkeypatch.setattr("kvferry.scheduler.host_names.socket.getaddrinfo", stuck)
+    monkeypatch.setattr("kvferry.scheduler.side_channel.addresses.socket.getaddrinfo", stuck)
     silent = socket.create_server((HOST, 0))
     port = free_port()
     listen(port, life(1))
@@ -180,7 +180,7 @@ class LastTrial(SecretTrials):
 def test_nothing_is_said_over_the_connection_that_only_tells_why_no_secret_was_accepted(
     look_for: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.scheduler.acquaintance.SecretTrials", LastTrial)
+    monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.SecretTrials", LastTrial)
     plain = TalksNonsense()
     try:
         look_for([(HOST, plain.port)], secrets=(OLD,))
@@ -209,8 +209,10 @@ class TalksUnasked:
 def test_who_has_no_secret_is_not_taken_for_a_producer_by_answering_unasked(
     look_for: Any, found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.scheduler.acquaintance.SecretTrials", LastTrial)
-    monkeypatch.setattr("kvferry.scheduler.acquaintance.heard", lambda _: None)  # its greeting is read too late
+    monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.SecretTrials", LastTrial)
+    monkeypatch.setattr(
+        "kvferry.scheduler.side_channel.prewarm_target.heard", lambda _: None
+    )  # its greeting is read too late
     impostor = TalksUnasked(encode(life(1)))
     try:
         look_for([(HOST, impostor.port)], timeout_s=0.5, secrets=(OLD,))
@@ -231,8 +233,8 @@ def test_for_want_of_sockets_a_producer_is_looked_for_again_later(
             raise zmq.ZMQError(errno.EMFILE)
         return watch_connection(socket)
 
-    monkeypatch.setattr("kvferry.scheduler.acquaintance.watch_connection", none_left)
-    monkeypatch.setattr("kvferry.scheduler.acquaintance.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.watch_connection", none_left)
+    monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.FIRST_PAUSE_S", 0.01)
     port = free_port()
     listen(port, life(1))
     look_for([("localhost", port)])  # a name: what becomes of it is heard between two turns

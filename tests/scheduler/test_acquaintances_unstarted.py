@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvferry.scheduler.acquaintances import Acquaintances
+from kvferry.scheduler.side_channel.prewarmer import Acquaintances
 from tests.scheduler.channel import HOST
 from tests.scheduler.test_acquaintances import ME, TIMEOUT_S
 

@@ -6,12 +6,11 @@ import threading
 import time
 
 from kvferry.protocol.handshake import LeaseName
-from kvferry.scheduler.awake_clock import AwakeClock
-from kvferry.scheduler.listener import SideChannelListener
-from kvferry.scheduler.producer.lease import Lease
+from kvferry.scheduler.producer.lease import Lease, LeaseState
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.producer.states import LeaseState
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state.clock import AwakeClock
+from kvferry.scheduler.state.counters import Tally
 from tests.scheduler.channel import HOST, free_port
 from tests.waiting import wait_until
 

@@ -8,8 +8,8 @@ import socket
 from unittest import mock
 
 from kvferry.protocol.handshake import EngineDescription, Hello, encode
-from kvferry.scheduler.tally import Tally
-from kvferry.scheduler.unfinished import MAX_CONNECTIONS, UnfinishedMessages
+from kvferry.scheduler.side_channel.connections import MAX_CONNECTIONS, UnfinishedMessages
+from kvferry.scheduler.state.counters import Tally
 from tests.protocol.samples import make_description
 from tests.scheduler.channel import HOST, ask, client, listening
 from tests.waiting import wait_until
@@ -68,7 +68,7 @@ def test_a_file_that_is_another_connections_by_now_is_left_alone() -> None:
     file = accepted.detach()
     other, peer = socket.socketpair()
     other_file = other.detach()
-    with mock.patch("kvferry.scheduler.unfinished.os.dup", side_effect=lambda _: socket.dup(other_file)):
+    with mock.patch("kvferry.scheduler.side_channel.connections.os.dup", side_effect=lambda _: socket.dup(other_file)):
         assert known.accepted(1 << 20) == file
     peer.setblocking(False)
     assert not has_ended(peer)
@@ -85,7 +85,7 @@ def test_a_connection_of_the_engines_own_that_has_taken_over_a_files_number_is_n
     known.accepted(file)
     os.dup2(other, file)
     second.setblocking(False)
-    with mock.patch("kvferry.scheduler.unfinished._received", return_value=1 << 30):
+    with mock.patch("kvferry.scheduler.side_channel.connections._received", return_value=1 << 30):
         assert known.end_endless() == 0
     assert not has_ended(second)
     for one in (first, second, server, socket.socket(fileno=file), socket.socket(fileno=other)):

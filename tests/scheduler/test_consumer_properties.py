@@ -14,7 +14,7 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ended_leases import LeaseKey
 from kvferry.scheduler.consumer.ledger import ConsumerLedger, Drop, GiveBack, Keep, LeaseCommand, RemoteLease
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.state.counters import Tally
 from tests.protocol.samples import make_ticket, params_of_length
 
 

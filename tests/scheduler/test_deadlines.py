@@ -7,10 +7,9 @@ from hypothesis import given
 
 from kvferry.protocol.ids import Epoch
 from kvferry.scheduler.producer.deadlines import SPARE_ENTRIES, Deadlines
-from kvferry.scheduler.producer.lease import Lease, LeaseUse
+from kvferry.scheduler.producer.lease import Lease, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.producer.states import LeaseState
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.state.counters import Tally
 
 SLOTS = 64
 WEEK_S = 604800.0

@@ -10,11 +10,12 @@ from hypothesis import given
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.ids import Epoch
-from kvferry.scheduler.producer.eviction import Demand, Rank, evict, rank_of
-from kvferry.scheduler.producer.kept_blocks import KeptBlocks
+from kvferry.scheduler.producer.block_references import KeptBlocks
+from kvferry.scheduler.producer.eviction_order import Demand, Rank, evict, rank_of
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
-from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, ProducerLedger
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
+from kvferry.scheduler.state.counters import Tally
 
 BLOCKS = 12
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvferry.scheduler.host_names import MAX_LOOKUPS, Found, HostNames, address_of, look_up
+from kvferry.scheduler.side_channel.addresses import MAX_LOOKUPS, Found, HostNames, address_of, look_up
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvferry.protocol.handshake import LeaseName
-from kvferry.scheduler.producer.lease import Lease, LeaseUse
-from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, ProducerLedger
-from kvferry.scheduler.producer.states import LeaseState
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.producer.lease import Lease, LeaseState, LeaseUse
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
+from kvferry.scheduler.state.counters import Tally
 
 LEASE_S = 30.0
 HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
-from kvferry.scheduler import lease_inbox
-from kvferry.scheduler.lease_inbox import Heard, LeaseInbox
+from kvferry.scheduler.side_channel import inbox as lease_inbox
+from kvferry.scheduler.side_channel.inbox import Heard, LeaseInbox
 from tests.protocol.samples import BOOT, EPOCH
 
 A, B, C = (LeaseName(slot=slot, epoch=EPOCH) for slot in range(3))

@@ -25,8 +25,8 @@ from kvferry.protocol.handshake import (
     decode_reply,
     encode,
 )
-from kvferry.scheduler.listener import SideChannelListener
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state.counters import Tally
 from tests.protocol.frames import hostile_frames
 from tests.protocol.samples import BOOT, EPOCH, make_description, make_worker
 from tests.scheduler.channel import HOST, ask, client, cpu_share, free_port, listening, threads_named
@@ -275,8 +275,8 @@ def test_closing_joins_at_once_frees_the_port_and_may_be_repeated(tally: Tally) 
 
 def test_a_process_that_never_closes_it_still_ends() -> None:
     script = (
-        "from kvferry.scheduler.listener import SideChannelListener\n"
-        "from kvferry.scheduler.tally import Tally\n"
+        "from kvferry.scheduler.side_channel.server import SideChannelListener\n"
+        "from kvferry.scheduler.state.counters import Tally\n"
         f"kept = SideChannelListener('{HOST}', {free_port()}, Tally())\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)

@@ -7,12 +7,12 @@ import pytest
 
 from kvferry.protocol.orders import Meet, decode_orders, encode_orders
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.consumer import meetings
+from kvferry.scheduler.consumer import prewarm_queue as meetings
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.meetings import AGAIN_S, MAX_WAITING, Meetings
+from kvferry.scheduler.consumer.prewarm_queue import AGAIN_S, MAX_WAITING, Meetings
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.state.counters import Tally
 from kvferry.scheduler.step import next_orders
-from kvferry.scheduler.tally import Tally
 from tests.protocol.samples import BOOT, make_params, make_ticket
 
 PRODUCER = Meet.of(make_params())

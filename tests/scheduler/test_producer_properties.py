@@ -13,8 +13,9 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import EMPTY, Epoch, SlotState, slot_word
 from kvferry.scheduler.producer.lease import LeaseUse
-from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, ProducerLedger
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
+from kvferry.scheduler.state.counters import Tally
 from tests.scheduler.tables import WorkerTable
 
 SLOTS = 3

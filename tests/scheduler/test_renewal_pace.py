@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.scheduler.consumer.ledger import Keep
-from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.renewer import LeaseRenewer
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
+from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
+from kvferry.scheduler.state.counters import Tally
 from tests.scheduler.channel import listening
 from tests.scheduler.test_renewer import LONG_S, lease
 

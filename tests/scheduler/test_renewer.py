@@ -12,11 +12,12 @@ import msgspec
 import pytest
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
-from kvferry.scheduler import host_names, peer_sockets
 from kvferry.scheduler.consumer.ledger import Drop, GiveBack, Keep, LeaseCommand, RemoteLease
-from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.renewer import LeaseRenewer
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.side_channel import addresses as host_names
+from kvferry.scheduler.side_channel import sender as peer_sockets
+from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
+from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
+from kvferry.scheduler.state.counters import Tally
 from tests.protocol.samples import BOOT
 from tests.scheduler.channel import HOST, cpu_share, free_port, listening, threads_named
 from tests.scheduler.recording_listener import RecordingListener
@@ -91,7 +92,7 @@ def test_all_leases_of_one_producer_are_renewed_in_one_message(renewer: LeaseRen
 def test_more_leases_than_a_message_holds_are_renewed_in_several(
     renewer: LeaseRenewer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.scheduler.renewer.MAX_RENEWALS", 20)
+    monkeypatch.setattr("kvferry.scheduler.side_channel.heartbeat.MAX_RENEWALS", 20)
     with listening() as (listener, port):
         renewer.submit(Keep(lease(port, slot)) for slot in range(50))
         renewals = [listener.inbox.get(timeout=10) for _ in range(3)]
@@ -136,7 +137,7 @@ def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(renewer: Leas
 
 
 def test_what_waits_for_the_renewer_is_bounded(renewer: LeaseRenewer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.scheduler.renewer._MOST_WAITING", 100)
+    monkeypatch.setattr("kvferry.scheduler.side_channel.heartbeat._MOST_WAITING", 100)
     port = free_port()
     renewer.submit([Keep(lease(port, lease_s=LONG_S))])
     wait_until(lambda: renewer._inbox.empty() and renewer._sleeps_until_s < math.inf, "it has not been taken")

@@ -27,10 +27,10 @@ from kvferry.protocol.handshake import (
 )
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 from kvferry.protocol.side_channel.sockets import KeyPair, asker_keys, listener_keys, protect_asker
-from kvferry.scheduler import refusals
 from kvferry.scheduler.consumer.ledger import GiveBack, Keep, RemoteLease
-from kvferry.scheduler.renewer import LeaseRenewer
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.side_channel import connections as refusals
+from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
+from kvferry.scheduler.state.counters import Tally
 from kvferry.worker.handshake_client import fetch_description
 from tests.protocol.samples import BOOT, make_description
 from tests.protocol.secret_files import NEW, OLD, OTHER

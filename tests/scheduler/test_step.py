@@ -9,10 +9,11 @@ import pytest
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.orders import StepOrders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.listener import SideChannelListener
-from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE, ProducerLedger
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
+from kvferry.scheduler.state.counters import Tally
 from kvferry.scheduler.step import hear, next_orders
-from kvferry.scheduler.tally import Tally
 from tests.protocol.samples import BOOT, make_params
 from tests.scheduler.channel import free_port
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.state.counters import Tally
 
 
 def test_what_is_taken_was_counted_once_and_the_total_remains() -> None:

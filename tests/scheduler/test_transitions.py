@@ -12,11 +12,11 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.states import LOAD_TRANSITIONS, LoadEvent, LoadState
+from kvferry.scheduler.consumer.remote_prompt import LOAD_TRANSITIONS, LoadEvent, LoadState
+from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, LeaseEvent, LeaseState
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.producer.states import LEASE_TRANSITIONS, LeaseEvent, LeaseState
-from kvferry.scheduler.tally import Tally
-from kvferry.scheduler.transitions import TransitionTable
+from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.transitions import TransitionTable
 from tests.protocol.samples import make_params
 
 LEASE_TABLE = {

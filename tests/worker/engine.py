@@ -21,11 +21,11 @@ from kvferry.protocol.orders import StepOrders, encode_head, encode_orders
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import new_seal_key, seal
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.renewer import LeaseRenewer
+from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state.counters import Tally
 from kvferry.scheduler.step import hear, next_orders
-from kvferry.scheduler.tally import Tally
 from kvferry.worker.fabric import Fabric
 from kvferry.worker.results import StepResults
 from kvferry.worker.settings import WorkerSettings

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvferry.protocol.errors import InvalidCorrelation
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.state.counters import Tally
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.scheduler.producer.kept_blocks import KeptBlocks
+from kvferry.scheduler.producer.block_references import KeptBlocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -11,10 +11,10 @@ from kvferry.connector.reception import Reception
 from kvferry.connector.room import Room
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.states import LoadState
+from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.producer.states import LeaseState
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.state.counters import Tally
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from kvferry.connector.engine_loop import EngineLoop
 from kvferry.protocol.orders import Meet
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.scheduler.acquaintances import Acquaintances
+from kvferry.scheduler.side_channel.prewarmer import Acquaintances
 
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/\[\]]{1,253})):(?P<port>[0-9]{1,5})")
 

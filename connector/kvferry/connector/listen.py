@@ -9,9 +9,9 @@ from collections.abc import Callable
 from kvferry.connector.own_engine import OwnEngine
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state.counters import Tally
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.scheduler.refusals import REASONS
+from kvferry.scheduler.side_channel.connections import REASONS
 
 _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _BYTES = tuple(float(1 << power) for power in range(14, 37, 2))

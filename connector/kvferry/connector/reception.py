@@ -19,7 +19,7 @@ from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, re
 from kvferry.scheduler.consumer.ledger import ConsumerLedger, RemoteLease
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.state.counters import Tally
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

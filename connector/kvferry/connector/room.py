@@ -2,7 +2,7 @@
 
 A prompt's lease lives until its consumer has read it, an offer of a turn for minutes. Without this, an engine whose
 router is slow, or lost what it was answered, would fill up with blocks that nobody comes for, and requests would wait
-for them; and two engines that wait for each other's blocks would wait for ever. `eviction.py` has the order and the
+for them; and two engines that wait for each other's blocks would wait for ever. `eviction_order.py` has the order and the
 rules, `waiting.py` counts what requests lack; here is counted what vLLM has.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvferry.connector.own_engine import OwnEngine
 from kvferry.connector.rest import Rest
 from kvferry.connector.waiting import UnfinishedRequests
-from kvferry.scheduler.producer.eviction import Demand, Stall, evict
+from kvferry.scheduler.producer.eviction_order import Demand, Stall, evict
 from kvferry.scheduler.producer.lease import Lease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 

@@ -30,14 +30,13 @@ from kvferry.connector.tracing_start import scheduler_tracing
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.states import LoadState
-from kvferry.scheduler.producer.confirmations import Confirmations
-from kvferry.scheduler.producer.lease import LeaseUse
+from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.producer.states import LeaseState
-from kvferry.scheduler.renewer import LeaseRenewer
+from kvferry.scheduler.producer.worker_acks import Confirmations
+from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
+from kvferry.scheduler.state.counters import Tally
 from kvferry.scheduler.step import hear, next_orders
-from kvferry.scheduler.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

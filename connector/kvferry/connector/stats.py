@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from kvferry.connector.peer_labels import PeerLabels
 from kvferry.protocol.orders import FailureReason
-from kvferry.scheduler.tally import CounterKey
+from kvferry.scheduler.state.counters import CounterKey
 from kvferry.worker.ended_load import EndedLoad
 from kvferry.worker.results import StepResults
 

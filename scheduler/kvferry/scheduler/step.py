@@ -5,9 +5,9 @@ from __future__ import annotations
 from kvferry.protocol.handshake import Release, Renew
 from kvferry.protocol.orders import StepOrders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.listener import SideChannelListener
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.tally import Tally
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state.counters import Tally
 
 
 def next_orders(

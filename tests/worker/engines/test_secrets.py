@@ -10,7 +10,7 @@ import pytest
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.scheduler.refusals import REASONS
+from kvferry.scheduler.side_channel.connections import REASONS
 from tests.protocol.secret_files import NEW, OLD, OTHER
 from tests.worker.engine_rig import SETTINGS, Engine, Rig
 

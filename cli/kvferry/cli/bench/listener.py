@@ -35,10 +35,9 @@ from kvferry.protocol.errors import InvalidMessage, cut
 from kvferry.protocol.handshake import Refused, channel_address
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys, listening_socket
-from kvferry.scheduler.refusals import Refusals
-from kvferry.scheduler.tally import Tally
-from kvferry.scheduler.unfinished import UnfinishedMessages
-from kvferry.scheduler.zap import ZapHandler
+from kvferry.scheduler.side_channel.connections import Refusals, UnfinishedMessages
+from kvferry.scheduler.side_channel.curve_auth import ZapHandler
+from kvferry.scheduler.state.counters import Tally
 
 SILENT_S = 20.0
 """A client that says nothing for so long is gone; it says something every 2 s."""

@@ -14,10 +14,10 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.orders import LoadOrder, Meet
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ended_leases import MAX_ENDED_LEASES, EndedLeases, LeaseKey
-from kvferry.scheduler.consumer.meetings import Meetings
-from kvferry.scheduler.consumer.states import LOAD_TRANSITIONS, LoadEvent, LoadState
-from kvferry.scheduler.tally import Tally
-from kvferry.scheduler.watcher import Watcher
+from kvferry.scheduler.consumer.prewarm_queue import Meetings
+from kvferry.scheduler.consumer.remote_prompt import LOAD_TRANSITIONS, LoadEvent, LoadState
+from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.observer import Watcher
 
 _CLAIMING = (LoadState.OFFERED, LoadState.LOADING, LoadState.ABORTED)
 """Where a request has a claim on its lease."""

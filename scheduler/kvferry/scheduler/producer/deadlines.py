@@ -6,8 +6,7 @@ import heapq
 from collections.abc import Mapping
 
 from kvferry.protocol.ids import Epoch
-from kvferry.scheduler.producer.lease import Lease
-from kvferry.scheduler.producer.states import LeaseState
+from kvferry.scheduler.producer.lease import Lease, LeaseState
 
 SPARE_ENTRIES = 64
 """Entries of ended leases that are never worth a rebuild."""

@@ -14,16 +14,13 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, EpochDraw, epoch_from_text
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
-from kvferry.scheduler.awake_clock import AwakeClock
+from kvferry.scheduler.producer.block_references import KeptBlocks
 from kvferry.scheduler.producer.deadlines import Deadlines
-from kvferry.scheduler.producer.eviction import Candidate, Rank, rank_of
-from kvferry.scheduler.producer.kept_blocks import KeptBlocks
-from kvferry.scheduler.producer.lease import Lease, LeaseUse
-from kvferry.scheduler.producer.states import LEASE_TRANSITIONS, LeaseEvent, LeaseState
-from kvferry.scheduler.tally import Tally
-from kvferry.scheduler.watcher import Watcher
-
-HEARTBEATS_PER_LEASE = 6
+from kvferry.scheduler.producer.eviction_order import Candidate, Rank, rank_of
+from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, Lease, LeaseEvent, LeaseState, LeaseUse
+from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE, AwakeClock
+from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.observer import Watcher
 
 _OPENED, _REFUSED, _RELEASED = (
     {use: f"{use.value}_{what}" for use in LeaseUse} for what in ("opened", "refused", "released")

@@ -33,12 +33,11 @@ from kvferry.protocol.handshake import (
 )
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys, listening_socket
-from kvferry.scheduler.awake_clock import AwakeClock
-from kvferry.scheduler.lease_inbox import LeaseInbox, LeaseMessage
-from kvferry.scheduler.refusals import Refusals
-from kvferry.scheduler.tally import Tally
-from kvferry.scheduler.unfinished import LOOK_MS, UnfinishedMessages
-from kvferry.scheduler.zap import ZapHandler
+from kvferry.scheduler.side_channel.connections import LOOK_MS, Refusals, UnfinishedMessages
+from kvferry.scheduler.side_channel.curve_auth import ZapHandler
+from kvferry.scheduler.side_channel.inbox import LeaseInbox, LeaseMessage
+from kvferry.scheduler.state.clock import AwakeClock
+from kvferry.scheduler.state.counters import Tally
 
 logger = logging.getLogger(__name__)
 

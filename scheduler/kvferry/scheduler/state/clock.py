@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 
+HEARTBEATS_PER_LEASE = 6
+
+
 _LONGEST_PERIOD_S = 0.5
 
 

@@ -19,9 +19,9 @@ import zmq
 from kvferry.protocol.orders import Meet
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys
-from kvferry.scheduler.acquaintance import Acquaintance
-from kvferry.scheduler.host_names import Found, HostNames, address_of
-from kvferry.scheduler.waking_queue import WakingQueue
+from kvferry.scheduler.side_channel.addresses import Found, HostNames, address_of
+from kvferry.scheduler.side_channel.prewarm_target import Acquaintance
+from kvferry.scheduler.side_channel.wake_queue import WakingQueue
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import zmq
 
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import ZAP_DOMAIN, asker_keys
-from kvferry.scheduler.refusals import Refusals
+from kvferry.scheduler.side_channel.connections import Refusals
 
 _ADDRESS = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"

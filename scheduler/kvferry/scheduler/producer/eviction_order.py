@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry.scheduler.producer.kept_blocks import KeptBlocks
+from kvferry.scheduler.producer.block_references import KeptBlocks
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
 
 

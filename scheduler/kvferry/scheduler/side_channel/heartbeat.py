@@ -21,11 +21,11 @@ from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys
 from kvferry.scheduler.consumer.ended_leases import LeaseKey
 from kvferry.scheduler.consumer.ledger import Drop, GiveBack, Keep, LeaseCommand, RemoteLease
-from kvferry.scheduler.host_names import Found
-from kvferry.scheduler.peer_sockets import Endpoint, PeerSockets
-from kvferry.scheduler.producer.ledger import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.tally import Tally
-from kvferry.scheduler.waking_queue import WakingQueue
+from kvferry.scheduler.side_channel.addresses import Found
+from kvferry.scheduler.side_channel.sender import Endpoint, PeerSockets
+from kvferry.scheduler.side_channel.wake_queue import WakingQueue
+from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
+from kvferry.scheduler.state.counters import Tally
 
 logger = logging.getLogger(__name__)
 

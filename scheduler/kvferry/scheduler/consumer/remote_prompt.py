@@ -14,7 +14,7 @@ here.
 
 from __future__ import annotations
 
-from kvferry.scheduler.transitions import TableEnum, TransitionTable
+from kvferry.scheduler.state.transitions import TableEnum, TransitionTable
 
 
 class LoadState(TableEnum):
