@@ -34,7 +34,9 @@ from bench.llama import llama
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
 from kvferry.protocol.ids import SLOT_BYTES
-from kvferry.worker.fabric import (
+from kvferry.worker.fabric.agent import AgentConfig
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import (
     DescriptorRows,
     FabricError,
     LocalDescriptors,
@@ -43,9 +45,7 @@ from kvferry.worker.fabric import (
     RemoteDescriptors,
     TransferState,
 )
-from kvferry.worker.handshake_client import fetch_description
-from kvferry.worker.nixl_agent import AgentConfig
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.peers.handshake_client import fetch_description
 
 FIRST_BYTES = 64
 _ONE = np.zeros(1, dtype=np.int32)

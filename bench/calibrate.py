@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from kvferry.plan.cost import DIRECT_MIN_BYTES
-from kvferry.worker.fabric import DescriptorRows, MemoryKind, Region, TransferState
-from kvferry.worker.nixl_agent import apply_ucx_defaults
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.agent import apply_ucx_defaults
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region, TransferState
 
 SIZES = tuple(1 << power for power in range(9, 21))
 BUFFER_BYTES = 128 << 20

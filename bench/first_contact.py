@@ -24,7 +24,7 @@ from bench.figures import Chart, Results, Series, Table, Target, publish
 from bench.first_contact_consumer import OURS, PLAN_AGAIN, PROCESSOR, PUBLISHED, ConsumerProcess
 from bench.first_contact_producer import LAYERS, ProducerProcess
 from bench.provenance import begin
-from kvferry.worker.nixl_agent import ucx_defaults
+from kvferry.worker.fabric.agent import ucx_defaults
 
 BLOCKS = (100, 5_000, 100_000)
 SIZES = ((1, 1), (8, 4), (4, 8))

@@ -30,18 +30,17 @@ from bench.first_contact_producer import ENGINE, HOST, LAYERS, ProducerProcess
 from bench.llama import BLOCK_TOKENS, HEADS, TOKEN_BYTES, llama, worker_bytes
 from bench.nixl_prep import reserve
 from bench.published_descriptors import block_descriptors, split_for_rank
-from kvferry.plan.plan_cache import PlanCache
 from kvferry.protocol.handshake import EngineDescription, Hello, decode_reply, encode
-from kvferry.worker.asking_threads import AskingThreads
-from kvferry.worker.caches import KvCaches
-from kvferry.worker.fabric import DescriptorRows, Fabric, TransferState
-from kvferry.worker.fabric_metadata import open_metadata
-from kvferry.worker.handshake_client import exchange
-from kvferry.worker.landing import Landing
-from kvferry.worker.nixl_agent import AgentConfig, load_bindings, make_agent
-from kvferry.worker.nixl_fabric import NixlFabric
-from kvferry.worker.peer import PeerKey, connect
-from kvferry.worker.reads import Reader
+from kvferry.worker.fabric.agent import AgentConfig, load_bindings, make_agent
+from kvferry.worker.fabric.metadata import open_metadata
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import DescriptorRows, Fabric, TransferState
+from kvferry.worker.fabric.reads import Reader
+from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.memory.slot_reads import Landing
+from kvferry.worker.peers.handshake_client import AskingThreads, exchange
+from kvferry.worker.peers.peer import PeerKey, connect
+from kvferry.worker.peers.plan_cache import PlanCache
 
 OURS = ("hello", "decode", "plan", "hand over", "tables", "add_peer", "prepare", "first read")
 PUBLISHED = ("hello", "add_remote_agent", "descriptors", "prep_xfer_dlist", "first read")

@@ -27,8 +27,8 @@ from kvferry.protocol.handshake import EngineDescription, LeaseTable
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.counters import Tally
-from kvferry.worker.fabric import MemoryKind, Region
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import MemoryKind, Region
 
 HOST = "127.0.0.1"
 LAYERS = 30

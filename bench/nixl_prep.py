@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.worker.fabric import FabricError
-from kvferry.worker.nixl_agent import AgentConfig, apply_ucx_defaults, load_bindings, make_agent
+from kvferry.worker.fabric.agent import AgentConfig, apply_ucx_defaults, load_bindings, make_agent
+from kvferry.worker.fabric.port import FabricError
 
 STAGING_BYTES = 256 << 20
 _NO_RESERVE = 0x4000

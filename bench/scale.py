@@ -27,7 +27,7 @@ from kvferry.protocol.handshake import Hello, LeaseName
 from kvferry.scheduler.consumer.ledger import Keep, RemoteLease
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Tally
-from kvferry.worker.handshake_client import ask
+from kvferry.worker.peers.handshake_client import ask
 
 _BLOCKS = 1000
 _MEMORY = 1 << 16

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-"""As `kvferry.worker.back_off`."""
+"""As `kvferry.worker.peers.retry`."""
 
 
 @dataclass(frozen=True)

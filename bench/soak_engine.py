@@ -14,7 +14,7 @@ from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import seal
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.worker.fabric import Fabric
+from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker
 from tests.geometry.caches import Side, carve

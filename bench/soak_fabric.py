@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 from kvferry.protocol.notifications import Done, encode_notification
-from kvferry.worker.fabric import FabricError, PeerAgent, PeerLost, Transfer, TransferFailed, TransferState
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import FabricError, PeerAgent, PeerLost, Transfer, TransferFailed, TransferState
 from tests.faults.gates import GateFabric, Hold
 
 ERRORS: tuple[Callable[[], Exception], ...] = (

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry.protocol.geometry import PagedTensor
-from kvferry.worker.caches import KvCaches
+from kvferry.worker.memory.caches import KvCaches
 from tests.geometry.caches import Caches
 
 Bytes = npt.NDArray[np.uint8]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.worker.fabric import DescriptorRows, MemoryKind, Region
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region
 
 _BYTES = 64 << 20
 _DESCRIPTOR = 4096

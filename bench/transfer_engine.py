@@ -21,8 +21,8 @@ from kvferry.protocol.orders import LeaseHold, LeaseOpen, StepOrders, encode_hea
 from kvferry.protocol.params_mac import new_seal_key
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.counters import Tally
-from kvferry.worker.caches import KvCaches
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker, MakeFabric
 

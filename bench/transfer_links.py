@@ -26,16 +26,10 @@ from bench.transfer_measure import Bench
 from bench.transfer_memory import Memory
 from bench.transfer_rivals import BareNixl, pieces_of
 from bench.transfer_shapes import MIB, Scenario, equal_shards, other_layout, shown_bytes
-from kvferry.worker import load_runner, staged_reads
-from kvferry.worker.fabric import (
-    Fabric,
-    Indices,
-    LocalDescriptors,
-    RemoteDescriptors,
-    Transfer,
-    TransferState,
-)
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import Fabric, Indices, LocalDescriptors, RemoteDescriptors, Transfer, TransferState
+from kvferry.worker.loads import runner as load_runner
+from kvferry.worker.staging import staged_reads
 
 _WAVES = 8
 _LATENCY_S = 20e-6

@@ -17,11 +17,11 @@ from kvferry.protocol.orders import LoadOrder, StepOrders, encode_head, encode_o
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import seal
 from kvferry.worker import transfer_thread
-from kvferry.worker.fabric import Fabric, PeerAgent
-from kvferry.worker.load_figures import LoadFigures
-from kvferry.worker.nixl_fabric import NixlFabric
-from kvferry.worker.peer import Peer
-from kvferry.worker.results import ResultBox
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import Fabric, PeerAgent
+from kvferry.worker.loads.record import LoadFigures
+from kvferry.worker.loads.results import ResultBox
+from kvferry.worker.peers.peer import Peer
 from kvferry.worker.worker import MakeFabric
 
 _LOAD_S = 60.0

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvferry.worker.fabric import MemoryKind, Region
-from kvferry.worker.huge_pages import use_huge_pages
+from kvferry.worker.fabric.port import MemoryKind, Region
+from kvferry.worker.memory.huge_pages import use_huge_pages
 
 _HUGE_BYTES = 2 << 20
 _NO_HUGE_PAGES = 15

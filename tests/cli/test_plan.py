@@ -65,7 +65,7 @@ def costs_of(consumer: EngineDescription) -> Costs:
 
 
 def test_the_staging_pool_is_taken_for_as_large_as_a_worker_makes_it() -> None:
-    pool = pytest.importorskip("kvferry.worker.staging_pool").StagingPool
+    pool = pytest.importorskip("kvferry.worker.staging.pool").StagingPool
     worker = pytest.importorskip("kvferry.worker.worker")
     assert worker._STAGING_BYTES == {"cuda": POOL_BYTES_VRAM}
     assert worker._STAGING_BYTES_OF_OTHERS == POOL_BYTES_DRAM

@@ -17,7 +17,7 @@ from kvferry.connector.arrangement import BY_HEAD, OPAQUE, Arrangement
 from kvferry.connector.layout import discover
 from kvferry.connector.sharding import Sharding
 from kvferry.protocol.geometry import PagedTensor
-from kvferry.worker.caches import KvCaches
+from kvferry.worker.memory.caches import KvCaches
 from tests.engine_core.configs import vllm_config
 
 PATTERNS = {"cpu_attn/vec": "columns", "cpu_attn/vec16": "columns", "cpu_mla": "latent", "gpu_rows": "rows"}

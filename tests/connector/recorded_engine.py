@@ -25,7 +25,7 @@ from kvferry.connector.layout import discover, groups_of
 from kvferry.connector.own_engine import OwnEngine
 from kvferry.connector.sharding import Sharding
 from kvferry.protocol.geometry import Place, Topology
-from kvferry.worker.caches import KvCaches
+from kvferry.worker.memory.caches import KvCaches
 from tests.connector.caches import arranged, configs_for, storage_of, views_of
 from tests.connector.recorded import HEADS, Recorded, Specs
 from tests.connector.state_models import read, write

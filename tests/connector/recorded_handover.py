@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
 from tests.connector.caches import storage_of
 from tests.connector.recorded_engine import RecordedEngine
 from tests.geometry.requests import Request

@@ -35,11 +35,9 @@ from kvferry.connector.stats import FerryStats
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.state.counters import CounterKey
-from kvferry.worker.ended_load import EndedLoad
-from kvferry.worker.load_figures import LoadFigures
-from kvferry.worker.load_times import LoadTimes, Stage
-from kvferry.worker.peer import PeerKey
-from kvferry.worker.results import StepResults
+from kvferry.worker.loads.record import EndedLoad, LoadFigures, LoadTimes, Stage
+from kvferry.worker.loads.results import StepResults
+from kvferry.worker.peers.peer import PeerKey
 from tests.engine_core.configs import vllm_config
 from tests.engine_core.step_count import StepCount
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from kvferry.connector import metrics
 from kvferry.connector.metric_tables import OTHER_PEERS
 from kvferry.connector.peer_labels import PeerLabels
-from kvferry.worker.peer import PeerKey
+from kvferry.worker.peers.peer import PeerKey
 from tests.engine_core.configs import vllm_config
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.connector.shutdown import ShutdownNotice
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.worker.handshake_client import fetch_description
+from kvferry.worker.peers.handshake_client import fetch_description
 from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.node import Node
 from tests.engine_core.offers import Eavesdropper, offer

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.worker.fabric import Transfer, TransferState
-from kvferry.worker.load import Load
+from kvferry.worker.fabric.port import Transfer, TransferState
+from kvferry.worker.loads.load import Load
 from kvferry.worker.worker import FerryWorker
 from tests.engine_core.driver import BLOCK_TOKENS, tokens
 from tests.engine_core.node import Node, ferry_of

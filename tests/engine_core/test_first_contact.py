@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.worker.peer import PeerKey
+from kvferry.worker.peers.peer import PeerKey
 from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.node import Node, free_port
 from tests.engine_core.offers import offer

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.worker.load import Load
+from kvferry.worker.loads.load import Load
 from tests.engine_core.driver import BLOCK_TOKENS, tokens
 from tests.engine_core.node import Node
 from tests.engine_core.second_runner import FirstRunner, SecondRunner

@@ -14,7 +14,7 @@ import pytest
 from kvferry.connector.metric_tables import GAUGES, HISTOGRAMS
 from kvferry.connector.peer_labels import PeerLabels
 from kvferry.connector.stats import FerryStats
-from kvferry.worker.results import StepResults
+from kvferry.worker.loads.results import StepResults
 from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.node import Node
 from tests.engine_core.offers import offer

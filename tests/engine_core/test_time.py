@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.scheduler.state.clock import AwakeClock
-from kvferry.worker.fabric import Transfer, TransferState
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import Transfer, TransferState
 from tests.engine_core.driver import tokens
 from tests.engine_core.node import Node
 from tests.engine_core.toy_model import expected_tokens

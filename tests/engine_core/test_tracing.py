@@ -14,7 +14,7 @@ from kvferry.protocol.params import read_params
 from kvferry.trace.events import DecodeArrived, LeaseName, LoadEnded, LoadOrdered, LoadReported, Part, Recomputed
 from kvferry.trace.reading import read_recording
 from kvferry.trace.summary import merge
-from kvferry.worker.load_times import Stage
+from kvferry.worker.loads.record import Stage
 from tests.engine_core.driver import tokens
 from tests.engine_core.recorded_events import events_of, told_of
 

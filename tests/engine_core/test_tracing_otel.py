@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvferry.connector import tracing_start
-from kvferry.worker.load_times import Stage
+from kvferry.worker.loads.record import Stage
 from tests.engine_core.driver import tokens
 
 PROMPT = tokens(100)

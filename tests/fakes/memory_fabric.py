@@ -19,7 +19,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.worker.fabric import (
+from kvferry.worker.fabric.metadata import check_agent_name, open_metadata, seal_metadata
+from kvferry.worker.fabric.nixl_handles import check_index_pairs
+from kvferry.worker.fabric.port import (
     MAX_NOTIFICATION_BYTES,
     DescriptorOutOfRange,
     DescriptorRows,
@@ -40,8 +42,6 @@ from kvferry.worker.fabric import (
     TransferState,
     TransferTelemetry,
 )
-from kvferry.worker.fabric_metadata import check_agent_name, open_metadata, seal_metadata
-from kvferry.worker.index_pairs import check_index_pairs
 from tests.fakes.memory_network import Agent, AgentBody, Copy, MemoryNetwork, expand, lies_within
 
 __all__ = ["MemoryFabric", "MemoryNetwork"]
@@ -81,7 +81,7 @@ _Handle = TypeVar("_Handle", _Local, _Remote, _Transfer)
 
 
 class MemoryFabric:
-    """One agent on a `MemoryNetwork`. See `kvferry.worker.fabric.Fabric` for what the methods promise."""
+    """One agent on a `MemoryNetwork`. See `kvferry.worker.fabric.port.Fabric` for what the methods promise."""
 
     def __init__(self, agent_name: str, network: MemoryNetwork) -> None:
         check_agent_name(agent_name)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.worker.fabric import DescriptorRows, MemoryKind, Region
+from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region
 
 
 class AgentBody(msgspec.Struct, frozen=True):

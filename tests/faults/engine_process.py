@@ -30,9 +30,9 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill, read_params
 from kvferry.scheduler.consumer.ledger import ConsumerLedger, RemoteLease
 from kvferry.scheduler.side_channel import sender as peer_sockets
-from kvferry.worker.fabric import Fabric
-from kvferry.worker.nixl_fabric import NixlFabric
-from kvferry.worker.results import StepResults
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import Fabric
+from kvferry.worker.loads.results import StepResults
 from tests.faults.commands import SOCKETS_S, Start, State
 from tests.faults.fault_fabric import Delivery, FaultFabric, Point
 from tests.worker.engine_rig import SETTINGS, Engine, OrderedLoad

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from kvferry.protocol.ids import SLOT_BYTES
-from kvferry.worker.fabric import (
+from kvferry.worker.fabric.port import (
     DescriptorRows,
     Fabric,
     Indices,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.fabric import Fabric
+from kvferry.worker.fabric.port import Fabric
 from tests.faults.fault_fabric import FaultFabric
 from tests.waiting import wait_until
 from tests.worker.engine_rig import SETTINGS, Engine, Rig

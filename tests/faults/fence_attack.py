@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker import staged_reads
-from kvferry.worker.fabric import Fabric
-from kvferry.worker.nixl_fabric import NixlFabric
-from kvferry.worker.staging_pool import WAVES_PER_LOAD
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import Fabric
+from kvferry.worker.staging import staged_reads
+from kvferry.worker.staging.pool import WAVES_PER_LOAD
 from tests.faults.gates import GateFabric, Hold
 from tests.waiting import wait_until
 from tests.worker.engine_rig import SETTINGS, Engine, Offer, OrderedLoad

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvferry.worker.fabric import (
+from kvferry.worker.fabric.port import (
     Indices,
     LocalDescriptors,
     OpenHandles,

@@ -87,7 +87,7 @@ def _only_one_reading(before: bool) -> Callable[[Function], Function]:
 def _computing_will_do(check: Function) -> Function:
     def lenient(load: Any, peer: Any, *, wait_until_ready: bool) -> Any:
         from kvferry.protocol.ids import epoch_from_text
-        from kvferry.worker.load import LoadFailed
+        from kvferry.worker.loads.load import LoadFailed
 
         try:
             yield from check(load, peer, wait_until_ready=wait_until_ready)
@@ -224,7 +224,7 @@ GUARDS = (
         "fence-after",
         "the slot is read again after the data",
         (1, 2),
-        "kvferry.worker.load:Load._check_fence",
+        "kvferry.worker.loads.load:Load._check_fence",
         _only_one_reading(before=True),
         (
             f"{_ENGINES}/test_fence.py::test_blocks_that_were_given_away_during_the_read_are_never_believed[nixl]",
@@ -235,7 +235,7 @@ GUARDS = (
         "fence-before",
         "the slot is read before the data",
         (2,),
-        "kvferry.worker.load:Load._check_fence",
+        "kvferry.worker.loads.load:Load._check_fence",
         _only_one_reading(before=False),
         (f"{_ENGINES}/test_fence.py::test_a_lease_that_ended_before_the_read_is_not_read_from",),
     ),
@@ -243,7 +243,7 @@ GUARDS = (
         "fence-ready",
         "only READY is good after the data",
         (1,),
-        "kvferry.worker.load:Load._check_fence",
+        "kvferry.worker.loads.load:Load._check_fence",
         _computing_will_do,
         (f"{_ENGINES}/test_fence.py::test_a_lease_that_computes_again_after_the_read_is_no_good_either",),
     ),
@@ -251,7 +251,7 @@ GUARDS = (
         "slot-cleared",
         "a slot is cleared before its blocks are given away",
         (1, 2),
-        "kvferry.worker.lease_table:LeaseTable._clear",
+        "kvferry.worker.leases.table:LeaseTable._clear",
         _slot_stays,
         (f"{_ENGINES}/test_fence.py::test_a_lease_that_ended_before_the_read_is_not_read_from[memory]",),
     ),
@@ -259,7 +259,7 @@ GUARDS = (
         "ready",
         "a slot says READY when the device has finished with the blocks, not earlier",
         (1,),
-        "kvferry.worker.unready_holds:UnreadyHolds.step",
+        "kvferry.worker.leases.pending_ready:UnreadyHolds.step",
         _ready_at_once,
         (f"{_ENGINES}/test_good_loads.py::test_a_slot_says_ready_only_when_the_device_has_finished_with_the_blocks",),
     ),
@@ -267,7 +267,7 @@ GUARDS = (
         "device-mark",
         "nothing is read into blocks that the device may still write",
         (1,),
-        "kvferry.worker.load:Load.steps",
+        "kvferry.worker.loads.load:Load.steps",
         _load_at_once,
         (f"{_ENGINES}/test_good_loads.py::test_nothing_is_read_into_blocks_that_the_device_may_still_write",),
     ),
@@ -287,7 +287,7 @@ GUARDS = (
         "mac",
         "params are sealed by the engine that wrote them",
         (1,),
-        "kvferry.worker.load:check_seal",
+        "kvferry.worker.loads.load:check_seal",
         _nothing,
         (
             f"{_ENGINES}/test_bad_orders.py::test_params_that_a_client_has_changed_fail_by_their_seal",
@@ -298,7 +298,7 @@ GUARDS = (
         "epochs",
         "a lease is named by its slot and its epoch",
         (1, 6),
-        "kvferry.worker.lease_table:LeaseTable._find",
+        "kvferry.worker.leases.table:LeaseTable._find",
         _any_epoch,
         (
             "tests/worker/test_lease_table.py::"
@@ -310,7 +310,7 @@ GUARDS = (
         "tails",
         "what a load did not write of its blocks is zeroed",
         (1,),
-        "kvferry.worker.eraser:TailEraser.erase",
+        "kvferry.worker.memory.tail_zeroing:TailEraser.erase",
         _nothing,
         (f"{_ENGINES}/test_good_loads.py::test_a_load_brings_every_byte_and_both_sides_are_told_once",),
     ),
@@ -318,7 +318,7 @@ GUARDS = (
         "quarantine",
         "a failed load's blocks are named while anything may write them",
         (2,),
-        "kvferry.worker.load:Load.settle",
+        "kvferry.worker.loads.load:Load.settle",
         _always_safe,
         (
             f"{_ENGINES}/test_deadlines.py::"
@@ -337,7 +337,7 @@ GUARDS = (
         "distinct-done",
         "a worker that reports twice counts once",
         (2,),
-        "kvferry.worker.lease_table:LeaseTable.done",
+        "kvferry.worker.leases.table:LeaseTable.done",
         _count_messages,
         (
             "tests/worker/test_lease_table.py::test_a_worker_that_repeats_itself_does_not_stand_for_its_sibling",
@@ -361,7 +361,7 @@ GUARDS = (
         "deadline",
         "a load has a deadline",
         (3,),
-        "kvferry.worker.load_runner:LoadRunner._advance",
+        "kvferry.worker.loads.runner:LoadRunner._advance",
         _never_late,
         (
             f"{_ENGINES}/test_deadlines.py::"
@@ -372,7 +372,7 @@ GUARDS = (
         "former-lives",
         "what was known of an engine's former life goes when it comes back",
         (4,),
-        "kvferry.worker.peer_book:PeerBook._retire_former_lives",
+        "kvferry.worker.peers.registry:PeerBook._retire_former_lives",
         _nothing,
         (
             "tests/worker/test_peer_book.py::test_a_former_life_is_kept_while_reads_from_it_are_under_way",
@@ -384,7 +384,7 @@ GUARDS = (
         "lost-peers",
         "a peer that is lost is met anew",
         (4,),
-        "kvferry.worker.peer_book:PeerBook.lost",
+        "kvferry.worker.peers.registry:PeerBook.lost",
         _nothing,
         (f"{_ENGINES}/test_peers.py::test_a_peer_that_dies_during_a_read_fails_the_load_at_once",),
     ),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.worker.fabric import (
+from kvferry.worker.fabric.port import (
     DescriptorOutOfRange,
     FabricUnavailable,
     InvalidMetadata,
@@ -50,8 +50,8 @@ SIDES = ("producer", "consumer")
 
 @pytest.fixture(autouse=True)
 def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.back_off.FIRST_S", 0.005)
-    monkeypatch.setattr("kvferry.worker.back_off.LONGEST_S", 0.01)
+    monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 0.005)
+    monkeypatch.setattr("kvferry.worker.peers.retry.LONGEST_S", 0.01)
 
 
 def tell(

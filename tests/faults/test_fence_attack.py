@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import pytest
 
 from kvferry.protocol.params import RemotePrefill, read_params
-from kvferry.worker.load import Load
-from kvferry.worker.peer import Peer
+from kvferry.worker.loads.load import Load
+from kvferry.worker.peers.peer import Peer
 from tests.faults.fence_attack import (
     LEASE_S,
     PLACINGS,

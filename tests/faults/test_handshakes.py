@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvferry.protocol.handshake import CHANNEL_VERSION, EngineDescription, Refused, encode
-from kvferry.worker.handshake_client import fetch_description
+from kvferry.worker.peers.handshake_client import fetch_description
 from tests.faults.checks import check_survivor, transfer, until_idle, until_over, warmed_up
 from tests.faults.process import SLACK_S, Fleet
 from tests.faults.strangers import zmq_stranger

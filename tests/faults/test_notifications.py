@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.notifications import MAGIC, Done, encode_notification
-from kvferry.worker.handshake_client import fetch_description
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.peers.handshake_client import fetch_description
 from tests.faults.checks import check_survivor, transfer, until_good, until_idle, until_over, warmed_up
 from tests.faults.fault_fabric import Delivery, Point
 from tests.faults.process import SLACK_S, EngineProcess, Fleet

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.fabric import Fabric, PeerLost, TransferFailed
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import Fabric, PeerLost, TransferFailed
 from kvferry.worker.worker import FerryWorker
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.faults.fault_fabric import Delivery, FaultFabric, Point
@@ -165,8 +165,8 @@ def ranks(kind: str, producer_tp: int, consumer_tp: int) -> Iterator[Ranks]:
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.rig.cache_engine.LEASE_S", LEASE_S)
-    monkeypatch.setattr("kvferry.worker.back_off.FIRST_S", 0.005)
-    monkeypatch.setattr("kvferry.worker.back_off.LONGEST_S", 0.01)
+    monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 0.005)
+    monkeypatch.setattr("kvferry.worker.peers.retry.LONGEST_S", 0.01)
 
 
 def _unheard_of() -> Exception:

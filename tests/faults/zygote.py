@@ -15,7 +15,7 @@ import traceback
 import msgspec
 import torch
 
-from kvferry.worker.nixl_agent import load_bindings
+from kvferry.worker.fabric.agent import load_bindings
 from tests.faults.commands import Start
 from tests.faults.engine_process import run
 

@@ -9,7 +9,7 @@ from kvferry.protocol.description_json import dump_of, encode_dump
 from kvferry.protocol.handshake import encode
 from kvferry.protocol.notifications import MAGIC, encode_notification
 from kvferry.protocol.orders import encode_orders
-from kvferry.worker.fabric_metadata import seal_metadata
+from kvferry.worker.fabric.metadata import seal_metadata
 from tests.fuzz.mutation import DEPTH
 from tests.fuzz.targets import DONE, ORDERS, REPLIES, REQUESTS, SEALED
 from tests.protocol.samples import make_description, make_worker

@@ -21,10 +21,10 @@ from kvferry.plan.planner import plan_engine, plan_transfer
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.handshake import EngineDescription, LeaseTable, WorkerDescription
-from kvferry.worker.fabric import MemoryKind, Region
-from kvferry.worker.peer import PeerKey, connect, disconnect
-from kvferry.worker.reads import Reader
-from kvferry.worker.staging import Staging
+from kvferry.worker.fabric.port import MemoryKind, Region
+from kvferry.worker.fabric.reads import Reader
+from kvferry.worker.peers.peer import PeerKey, connect, disconnect
+from kvferry.worker.staging.buffer import Staging
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.fuzz.distortion import distorted
 from tests.fuzz.mutation import INTEGERS

@@ -45,8 +45,8 @@ from kvferry.protocol.orders import (
 from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.protocol.params_mac import check_seal, seal
 from kvferry.scheduler.consumer.ledger import RemoteLease
-from kvferry.worker.fabric import InvalidMetadata
-from kvferry.worker.fabric_metadata import open_metadata, seal_metadata
+from kvferry.worker.fabric.metadata import open_metadata, seal_metadata
+from kvferry.worker.fabric.port import InvalidMetadata
 from tests.fuzz.lease_target import leases
 from tests.fuzz.mutation import mutate
 from tests.fuzz.plan_targets import connecting, pairing, planning

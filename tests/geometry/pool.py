@@ -14,7 +14,7 @@ from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Route
 from kvferry.plan.waves import SourceTable, SourceUnits, Window, next_window, source_table, source_units, window_reads
 from kvferry.worker.relayout.wave_table import DESTINATION, SHAPE, SOURCE, WaveTable
-from kvferry.worker.staging import PreparedSource
+from kvferry.worker.staging.buffer import PreparedSource
 from tests.geometry.cells import Ints
 from tests.geometry.effects import CopyList
 

@@ -23,7 +23,7 @@ from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.scheduler.state.counters import Tally
 from kvferry.trace.reading import Recording, read_recording
-from kvferry.worker.fabric import Fabric
+from kvferry.worker.fabric.port import Fabric
 
 
 def layers_read(consumer: EngineDescription, producer: EngineDescription) -> int:

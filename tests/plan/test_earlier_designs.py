@@ -18,11 +18,11 @@ from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.copies import route_copies
 from kvferry.plan.cost import Costs
 from kvferry.plan.descriptors import route_tables
-from kvferry.plan.plan_cache import PlanCache
 from kvferry.plan.planner import plan_engine, plan_transfer
 from kvferry.plan.transfer_plan import Route, Slice, TransferPlan
 from kvferry.protocol.geometry import PagedTensor, Range
 from kvferry.protocol.handshake import EngineDescription, WorkerDescription
+from kvferry.worker.peers.plan_cache import PlanCache
 from tests.plan.engines import CELL_BYTES, CONV_CELL_BYTES, STATE_HEAD_BYTES, sharded
 from tests.plan.samples import other, worker
 

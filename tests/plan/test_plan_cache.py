@@ -10,13 +10,13 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from kvferry.plan import plan_cache
 from kvferry.plan.cost import PUBLISHED, Costs
-from kvferry.plan.plan_cache import PlanCache
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription
+from kvferry.worker.peers import plan_cache
+from kvferry.worker.peers.plan_cache import PlanCache
 from tests.geometry.drawn import Drawn, drawn
 from tests.geometry.handmade import attention, pair, side
 

@@ -22,9 +22,9 @@ from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.counters import Tally
 from kvferry.scheduler.step import hear, next_orders
-from kvferry.worker.caches import KvCaches
-from kvferry.worker.fabric import Fabric
-from kvferry.worker.load_figures import LoadFigures
+from kvferry.worker.fabric.port import Fabric
+from kvferry.worker.loads.record import LoadFigures
+from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker
 from tests.geometry.pairs import FACTS

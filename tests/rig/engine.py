@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvferry.protocol.params import RemotePrefill
-from kvferry.worker.fabric import Fabric
+from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.settings import WorkerSettings
 from tests.geometry.caches import Side, carve
 from tests.geometry.models import Model

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.settings import WorkerSettings
 from tests.geometry.effects import number_names
 from tests.geometry.pairs import Pair

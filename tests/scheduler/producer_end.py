@@ -16,7 +16,7 @@ from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import LeaseOrders, ProducerLedger
 from kvferry.scheduler.state.counters import Tally
-from kvferry.worker.lease_table import LeaseTable
+from kvferry.worker.leases.table import LeaseTable
 from tests.protocol.samples import make_ticket, params_of_length
 
 FREE = "free"

@@ -26,8 +26,8 @@ from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.counters import Tally
 from kvferry.scheduler.step import hear, next_orders
-from kvferry.worker.fabric import Fabric
-from kvferry.worker.results import StepResults
+from kvferry.worker.fabric.port import Fabric
+from kvferry.worker.loads.results import StepResults
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker, MakeFabric
 from scripts.accuracy.ports import free_ports

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 from kvferry.protocol.params import RemotePrefill, read_params
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
 from tests.worker.engine_rig import SETTINGS, Engine, OrderedLoad
 from tests.worker.toy_caches import CacheShape
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.fabric import Fabric
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import Fabric
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.waiting import deadline_s
 from tests.worker.engine import Engine, free_port

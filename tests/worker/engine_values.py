@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from kvferry.protocol.handshake import ModelFacts
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
-from kvferry.worker.ended_load import EndedLoad
-from kvferry.worker.load_figures import LoadFigures
+from kvferry.worker.loads.record import EndedLoad, LoadFigures
 from kvferry.worker.settings import WorkerSettings
 from tests.worker.toy_caches import Bytes, CacheShape
 

@@ -16,16 +16,8 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.worker.fabric import (
-    DescriptorRows,
-    Fabric,
-    Indices,
-    MemoryKind,
-    Region,
-    Transfer,
-    TransferState,
-)
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import DescriptorRows, Fabric, Indices, MemoryKind, Region, Transfer, TransferState
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 
 Memory = npt.NDArray[np.uint8]

@@ -14,8 +14,8 @@ from typing import TextIO
 
 import numpy as np
 
-from kvferry.worker.fabric import MemoryKind, Region
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import MemoryKind, Region
 
 
 def main(name: str, seed: int, size: int, answers: TextIO) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvferry.protocol.ids import SLOT_BYTES
-from kvferry.worker.fabric import (
+from kvferry.worker.fabric.port import (
     DescriptorRows,
     Fabric,
     Indices,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kvferry.worker.caches import KvCaches
-from kvferry.worker.device import HostClock, clock_for
-from kvferry.worker.fabric import MemoryKind, Region
+from kvferry.worker.fabric.port import MemoryKind, Region
+from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.memory.device import HostClock, clock_for
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvferry.protocol.errors import InputError
 from kvferry.worker.context_parallel import partition as partition_module
-from kvferry.worker.context_parallel.invalid_batch import InvalidBatch
 from kvferry.worker.context_parallel.partition import (
     MAX_ROWS,
+    InvalidBatch,
     Partition,
     most_rank_rows,
     partition_step,

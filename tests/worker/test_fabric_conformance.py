@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.worker.fabric import (
+from kvferry.worker.fabric.port import (
     DescriptorOutOfRange,
     DescriptorRows,
     FabricError,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvferry.worker.fabric import (
+from kvferry.worker.fabric.port import (
     MAX_NOTIFICATION_BYTES,
     FabricClosed,
     InvalidMetadata,

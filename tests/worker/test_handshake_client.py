@@ -14,8 +14,7 @@ import zmq
 
 from kvferry.protocol.errors import HandshakeFailed, InputError, KvferryError, PeerRefused
 from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode_request, encode
-from kvferry.worker.asking_threads import AskingThreads
-from kvferry.worker.handshake_client import fetch_description
+from kvferry.worker.peers.handshake_client import AskingThreads, fetch_description
 from tests.protocol.samples import make_description
 from tests.waiting import wait_until
 
@@ -102,7 +101,7 @@ def test_an_answer_of_several_frames_is_refused() -> None:
 
 
 def test_an_answer_longer_than_the_bound_is_never_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.handshake_client.MAX_REPLY_BYTES", 1000)
+    monkeypatch.setattr("kvferry.worker.peers.handshake_client.MAX_REPLY_BYTES", 1000)
     with answering(bytes(1001)) as (port, _), pytest.raises(HandshakeFailed, match="did not answer"):
         fetch(port, timeout_s=0.3)
 
@@ -149,7 +148,7 @@ def test_shared_threads_keep_no_socket_of_a_handshake_and_end_when_they_are_clos
 
 def test_handshakes_that_share_threads_start_none(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = AskingThreads()
-    monkeypatch.setattr("kvferry.worker.handshake_client.own_threads", lambda: pytest.fail("threads of its own"))
+    monkeypatch.setattr("kvferry.worker.peers.handshake_client.own_threads", lambda: pytest.fail("threads of its own"))
     for _ in range(2):
         with answering(encode(make_description())) as (port, _):
             assert fetch(port, threads=threads) == make_description()

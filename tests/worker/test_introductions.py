@@ -10,8 +10,8 @@ import pytest
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.worker.introductions import AHEAD, FOR_LOADS, Introductions
-from kvferry.worker.peer import PeerKey
+from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS, Introductions
+from kvferry.worker.peers.peer import PeerKey
 from tests.waiting import wait_until
 
 AT_ONCE, STRANGERS_AT_ONCE = FOR_LOADS.at_once, FOR_LOADS.strangers_at_once

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.worker.fabric import DescriptorRows, MemoryKind, Region, TransferState
-from kvferry.worker.landing import Landing
+from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region, TransferState
+from kvferry.worker.memory.slot_reads import Landing
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.protocol.ids import EMPTY, SLOT_BYTES, Epoch, SlotState, epoch_to_text, slot_word
 from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
-from kvferry.worker.lease_table import LeaseTable
+from kvferry.worker.leases.table import LeaseTable
 
 SLOTS = 3
 CONSUMERS = ("a" * 32, "b" * 32)

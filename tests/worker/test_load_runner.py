@@ -10,11 +10,11 @@ from typing import cast
 
 import pytest
 
-from kvferry.worker import load_runner
-from kvferry.worker.load import Load, LoadContext, Steps
-from kvferry.worker.load_runner import LoadRunner
-from kvferry.worker.load_times import LoadTimes
-from kvferry.worker.results import ResultBox
+from kvferry.worker.loads import runner as load_runner
+from kvferry.worker.loads.load import Load, LoadContext, Steps
+from kvferry.worker.loads.record import LoadTimes
+from kvferry.worker.loads.results import ResultBox
+from kvferry.worker.loads.runner import LoadRunner
 
 
 @pytest.fixture

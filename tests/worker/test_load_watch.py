@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.load_watch import SLACK_S, LoadWatch
-from kvferry.worker.results import StepResults
+from kvferry.worker.loads.results import StepResults
+from kvferry.worker.loads.watchdog import SLACK_S, LoadWatch
 
 TIMEOUT_S = 5.0
 LATE_S = TIMEOUT_S + SLACK_S
@@ -16,7 +16,7 @@ LATE_S = TIMEOUT_S + SLACK_S
 class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr("kvferry.worker.load_watch.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("kvferry.worker.loads.watchdog.time.monotonic", lambda: self.now_s)
         self.watch = LoadWatch(TIMEOUT_S)
 
     def look(self, **results: object) -> StepResults:

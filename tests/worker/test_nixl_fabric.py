@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.worker.fabric import (
+from kvferry.worker.fabric.agent import AgentConfig, apply_ucx_defaults, load_bindings, ucx_defaults
+from kvferry.worker.fabric.metadata import open_metadata, seal_metadata
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import (
     DescriptorOutOfRange,
     FabricUnavailable,
     InvalidMetadata,
@@ -25,9 +28,6 @@ from kvferry.worker.fabric import (
     Region,
     TransferState,
 )
-from kvferry.worker.fabric_metadata import open_metadata, seal_metadata
-from kvferry.worker.nixl_agent import AgentConfig, apply_ucx_defaults, load_bindings, ucx_defaults
-from kvferry.worker.nixl_fabric import NixlFabric
 from tests.worker.fabric_harness import arrivals, finish, indices, random_bytes, region, row, rows, until
 
 IDLE_S = 2.0
@@ -57,9 +57,9 @@ def in_a_process(program: str, **environ: str) -> dict[str, Any]:
 
 IDLE = f"""
 import json, time, numpy
-from kvferry.worker.fabric import MemoryKind, Region
-from kvferry.worker.nixl_agent import AgentConfig
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.port import MemoryKind, Region
+from kvferry.worker.fabric.agent import AgentConfig
+from kvferry.worker.fabric.nixl import NixlFabric
 memory = numpy.zeros(1 << 20, dtype=numpy.uint8)
 fabrics = [NixlFabric(name, AgentConfig(**CONFIG)) for name in ("idle", "peer")]
 for fabric in fabrics:
@@ -144,7 +144,7 @@ def test_ucx_defaults_fill_in_only_what_is_open_and_used(environ: dict[str, str]
 
 def test_applied_defaults_are_set_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     environ = {"UCX_LOG_LEVEL": "warn", "UCX_TLS": "sm,self"}
-    with caplog.at_level(logging.INFO, "kvferry.worker.nixl_agent"):
+    with caplog.at_level(logging.INFO, "kvferry.worker.fabric.agent"):
         apply_ucx_defaults(environ)
         apply_ucx_defaults(environ)
     assert environ == {"UCX_LOG_LEVEL": "warn", "UCX_TLS": "sm,self", **SHARED}
@@ -156,8 +156,8 @@ def test_applied_defaults_are_set_and_logged_once(caplog: pytest.LogCaptureFixtu
 
 MAKE = """
 import json, os
-from kvferry.worker.fabric import FabricUnavailable
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.port import FabricUnavailable
+from kvferry.worker.fabric.nixl import NixlFabric
 try:
     NixlFabric("agent").close()
     made = True
@@ -198,7 +198,7 @@ def test_ucx_takes_the_defaults_without_a_warning(transports: str) -> None:
 BINDINGS = """
 import json, sys
 sys.modules["BLOCKED"] = None
-from kvferry.worker.nixl_agent import load_bindings
+from kvferry.worker.fabric.agent import load_bindings
 print(json.dumps({"bindings": load_bindings().__name__}))
 """
 
@@ -319,8 +319,8 @@ def test_an_envelope_around_something_else_is_refused_and_leaves_no_trace(
 
 MEET_AGAIN = """
 import json, os, numpy
-from kvferry.worker.fabric import DescriptorRows, MemoryKind, Region, TransferState
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region, TransferState
+from kvferry.worker.fabric.nixl import NixlFabric
 
 memory = numpy.zeros(64, dtype=numpy.uint8)
 producer, consumer = NixlFabric("producer"), NixlFabric("consumer")

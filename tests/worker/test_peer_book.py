@@ -17,13 +17,13 @@ from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import EngineDescription, LeaseTable, WorkerDescription
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.back_off import BackOff
-from kvferry.worker.fabric import MemoryKind, OpenHandles, Region
-from kvferry.worker.introductions import AHEAD, FOR_LOADS
-from kvferry.worker.landing import Landing
-from kvferry.worker.peer import Peer, PeerKey
-from kvferry.worker.peer_book import PeerBook, Unavailable
-from kvferry.worker.reads import Reader
+from kvferry.worker.fabric.port import MemoryKind, OpenHandles, Region
+from kvferry.worker.fabric.reads import Reader
+from kvferry.worker.memory.slot_reads import Landing
+from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS
+from kvferry.worker.peers.peer import Peer, PeerKey
+from kvferry.worker.peers.registry import PeerBook, Unavailable
+from kvferry.worker.peers.retry import BackOff
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.plan import samples
 from tests.waiting import wait_until
@@ -138,8 +138,8 @@ def test_a_peer_is_ready_after_a_real_read_and_gives_its_cells_back(scene: Scene
 
 
 def test_the_back_off_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.back_off.FIRST_S", 1.0)
-    monkeypatch.setattr("kvferry.worker.back_off.LONGEST_S", 5.0)
+    monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 1.0)
+    monkeypatch.setattr("kvferry.worker.peers.retry.LONGEST_S", 5.0)
     scene.answer = scene.refuse
     now_s = 100.0
     for failures, pause_s in enumerate((1.0, 2.0, 4.0, 5.0, 5.0), 1):
@@ -321,7 +321,7 @@ def test_what_comes_and_goes_by_the_thousand_leaves_nothing(scene: Scene, monkey
 
 
 def test_failures_are_remembered_of_a_bounded_number_of_peers_and_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.back_off._MOST", 10)
+    monkeypatch.setattr("kvferry.worker.peers.retry._MOST", 10)
     back_off, why = BackOff(), Unavailable(FailureReason.HANDSHAKE, "nobody is there")
     keys = [KEY._replace(port=number) for number in range(30)]
     for key in keys:
@@ -498,7 +498,7 @@ def test_a_lasting_peer_is_met_although_no_load_wants_it_and_never_becomes_too_o
 def test_a_lasting_peer_that_could_not_be_met_or_was_lost_is_met_again_after_its_back_off(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.worker.back_off.FIRST_S", 10.0)
+    monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 10.0)
     scene.answer = scene.refuse
     scene.book.meet_for_good(KEY, 0.0)
     settle(scene, 0.0)

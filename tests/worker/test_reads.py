@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.worker.fabric import FabricClosed, InvalidRequest, PeerLost, Transfer, TransferFailed, TransferState
-from kvferry.worker.reads import LET_GO_S, Reader, Reads
+from kvferry.worker.fabric.port import FabricClosed, InvalidRequest, PeerLost, Transfer, TransferFailed, TransferState
+from kvferry.worker.fabric.reads import LET_GO_S, Reader, Reads
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.worker.fabric_harness import indices, random_bytes, region, row, rows
 from tests.worker.probe_fabric import ProbeFabric

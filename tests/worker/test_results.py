@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.results import ResultBox
+from kvferry.worker.loads.results import ResultBox
 
 LONG_S = 30.0
 

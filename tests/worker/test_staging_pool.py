@@ -8,7 +8,7 @@ from hypothesis import note, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.worker.staging_pool import PoolTooSmall, StagingPool, Wave
+from kvferry.worker.staging.pool import PoolTooSmall, StagingPool, Wave
 
 CELL = 256
 LOADS = tuple("abcdef")

@@ -8,9 +8,9 @@ from typing import Any, cast
 from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
-from kvferry.worker.host_mirror import HostMirror
-from kvferry.worker.lease_table import LeaseTable
-from kvferry.worker.unready_holds import UnreadyHolds
+from kvferry.worker.leases.pending_ready import UnreadyHolds
+from kvferry.worker.leases.table import LeaseTable
+from kvferry.worker.staging.host_buffer import HostMirror
 
 EPOCH = "000000000000abc"
 

@@ -13,7 +13,7 @@ from kvferry.protocol.description_json import dump_of, encode_dump
 from kvferry.protocol.errors import PeerRefused
 from kvferry.protocol.handshake import UNKNOWN_ENGINE, EngineDescription, Hello, Refused
 from kvferry.protocol.side_channel.secrets import Secrets, secrets_from_environment
-from kvferry.worker.handshake_client import ask
+from kvferry.worker.peers.handshake_client import ask
 
 ASKER = "kvferry describe"
 

@@ -33,7 +33,7 @@ from kvferry.plan.cost import DIRECT_MIN_BYTES
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.params import SHORTEST_LEASE_S
 from kvferry.trace.recorder_file import DEFAULT_BYTES, SMALLEST_BYTES
-from kvferry.worker.reads import FAILED_READ_GRACE_S
+from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
 
 logger = logging.getLogger(__name__)
 

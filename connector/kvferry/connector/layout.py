@@ -18,7 +18,7 @@ from kvferry.connector.states import describe_state
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Format, Interleave, PagedTensor
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.worker.caches import KvCaches
+from kvferry.worker.memory.caches import KvCaches
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec

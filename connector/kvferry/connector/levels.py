@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.worker.levels import WorkerLevels
+from kvferry.worker.loads.results import WorkerLevels
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -15,7 +15,7 @@ from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import WorkerDescription, decode_worker, encode
 from kvferry.protocol.orders import LeaseHold, StepOrders, decode_orders, encode_head, encode_orders
-from kvferry.worker.levels import WorkerLevels
+from kvferry.worker.loads.results import WorkerLevels
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from kvferry.connector.metric_tables import OTHER_PEERS
-from kvferry.worker.peer import PeerKey
+from kvferry.worker.peers.peer import PeerKey
 
 MAX_PEER_LABELS = 1024
 """The most that can be asked for; the front end makes no more, whatever workers tell."""

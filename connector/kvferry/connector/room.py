@@ -2,8 +2,8 @@
 
 A prompt's lease lives until its consumer has read it, an offer of a turn for minutes. Without this, an engine whose
 router is slow, or lost what it was answered, would fill up with blocks that nobody comes for, and requests would wait
-for them; and two engines that wait for each other's blocks would wait for ever. `eviction_order.py` has the order and the
-rules, `waiting.py` counts what requests lack; here is counted what vLLM has.
+for them; and two engines that wait for each other's blocks would wait for ever. `eviction_order.py` has the order and
+the rules, `waiting.py` counts what requests lack; here is counted what vLLM has.
 """
 
 from __future__ import annotations

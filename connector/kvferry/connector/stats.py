@@ -12,8 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from kvferry.connector.peer_labels import PeerLabels
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.state.counters import CounterKey
-from kvferry.worker.ended_load import EndedLoad
-from kvferry.worker.results import StepResults
+from kvferry.worker.loads.record import EndedLoad
+from kvferry.worker.loads.results import StepResults
 
 Counters = dict[str, dict[str, float]]
 """By metric and label value."""

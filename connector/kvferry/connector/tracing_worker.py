@@ -14,7 +14,7 @@ import msgspec
 from kvferry.trace.events import LoadEnded, StageSpan
 from kvferry.trace.recorder import Recorder
 from kvferry.trace.recorder_file import TraceFile
-from kvferry.worker.ended_load import EndedLoad
+from kvferry.worker.loads.record import EndedLoad
 
 _LONGEST_NAME = 4096
 _NS = 1_000_000_000

@@ -30,9 +30,9 @@ from kvferry.connector.stats import FerryStats
 from kvferry.connector.tracing_start import worker_tracing
 from kvferry.connector.tracing_worker import UNTRACED
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
-from kvferry.worker.nixl_agent import AgentConfig
-from kvferry.worker.nixl_fabric import NixlFabric
-from kvferry.worker.results import StepResults
+from kvferry.worker.fabric.agent import AgentConfig
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.loads.results import StepResults
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker
 

@@ -15,7 +15,7 @@
     ├── HandshakeFailed       no usable answer came from the other engine in time
     ├── PlanRefused           the two engines cannot be paired (`kvferry.plan`)
     ├── AttentionRefused      attention backends cannot be context parallel (`kvferry.worker.context_parallel`)
-    ├── FabricError           NIXL (`kvferry.worker.fabric`)
+    ├── FabricError           NIXL (`kvferry.worker.fabric.port`)
     └── LocalProtocolError    this process did something that its own state machine forbids: a bug in kvferry
 
 An `InputError` names the field, the value that was found and what was expected. It never stops an engine: whoever

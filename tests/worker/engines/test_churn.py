@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvferry.protocol.errors import HandshakeFailed
-from kvferry.worker.fabric import OpenHandles
-from kvferry.worker.handshake_client import fetch_description
-from kvferry.worker.introductions import Introductions
-from kvferry.worker.peer import PeerKey
+from kvferry.worker.fabric.port import OpenHandles
+from kvferry.worker.peers.handshake_client import fetch_description
+from kvferry.worker.peers.handshakes import Introductions
+from kvferry.worker.peers.peer import PeerKey
 from tests.waiting import wait_until
 from tests.worker.engine_rig import HOST, SETTINGS, Engine, Rig, free_port
 from tests.worker.toy_caches import CacheShape

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
-from kvferry.worker.peer import PeerKey, connect
+from kvferry.worker.peers.peer import PeerKey, connect
 from tests.worker.engine_rig import Engine, Rig
 
 
@@ -66,7 +66,7 @@ def test_what_a_first_contact_took_holds_all_of_its_parts(
         time.sleep(0.05)
         return connect(*args)
 
-    monkeypatch.setattr("kvferry.worker.peer_book.connect", slowly)
+    monkeypatch.setattr("kvferry.worker.peers.registry.connect", slowly)
     producer, consumer = rig.pair()
     with caplog.at_level(logging.INFO, logger="kvferry"):
         rig.transfer(producer, consumer)

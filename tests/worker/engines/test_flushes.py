@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.worker.fabric import FabricError, PeerLost, TransferFailed
+from kvferry.worker.fabric.port import FabricError, PeerLost, TransferFailed
 from tests.waiting import wait_until
 from tests.worker.at_rest import comes_to_rest
 from tests.worker.engine import Engine

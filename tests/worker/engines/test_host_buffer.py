@@ -10,11 +10,11 @@ import pytest
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.ids import SlotState
 from kvferry.protocol.params import Blocks
-from kvferry.worker import host_mirror
-from kvferry.worker.device import DeviceMark, HostClock
+from kvferry.worker.memory.device import DeviceMark, HostClock
 from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
 from kvferry.worker.relayout.shape import Axis, Shape
 from kvferry.worker.relayout.wave_table import WaveTable
+from kvferry.worker.staging import host_buffer as host_mirror
 from tests.worker.engine import Engine
 from tests.worker.engine_rig import SETTINGS, Rig
 from tests.worker.toy_caches import CacheShape

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.worker.host_memory import HostMemory
+from kvferry.worker.memory.host_memory import HostMemory
 from tests.fakes.cuda import FakeCuda
 from tests.fakes.memory_fabric import MemoryFabric
 from tests.worker.engine_rig import SETTINGS, Engine, Rig

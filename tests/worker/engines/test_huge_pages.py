@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from bench.transfer_memory import huge_bytes_at
 
-from kvferry.worker.fabric import MemoryKind, Region
-from kvferry.worker.huge_pages import Collapsed, use_huge_pages
+from kvferry.worker.fabric.port import MemoryKind, Region
+from kvferry.worker.memory.huge_pages import Collapsed, use_huge_pages
 from tests.worker.engine_rig import SETTINGS, Rig
 from tests.worker.probe_fabric import ProbeFabric
 from tests.worker.toy_caches import CacheShape

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.worker.fabric import DescriptorRows, MemoryKind
+from kvferry.worker.fabric.port import DescriptorRows, MemoryKind
 from tests.waiting import wait_until
 from tests.worker.engine_rig import SETTINGS, Engine, Rig
 from tests.worker.toy_caches import CacheShape

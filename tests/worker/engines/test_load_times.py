@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.load_times import LoadTimes, Stage
-from kvferry.worker.peer import PeerKey
+from kvferry.worker.loads.record import LoadTimes, Stage
+from kvferry.worker.peers.peer import PeerKey
 from tests.worker.engine_rig import SETTINGS, Rig
 from tests.worker.toy_caches import CacheShape
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.worker import transfer_thread
-from kvferry.worker.fabric import PeerAgent
-from kvferry.worker.load_figures import LoadFigures
+from kvferry.worker.fabric.port import PeerAgent
+from kvferry.worker.loads.record import LoadFigures
 from tests.waiting import wait_until
 from tests.worker.engine_rig import Engine, Rig
 

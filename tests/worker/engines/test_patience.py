@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from kvferry.worker.results import StepResults
+from kvferry.worker.loads.results import StepResults
 from tests.worker.engine_rig import Engine, OrderedLoad, Rig
 
 LONG_S = 30.0

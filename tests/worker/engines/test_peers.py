@@ -14,8 +14,8 @@ import pytest
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.fabric import PeerLost
-from kvferry.worker.handshake_client import fetch_description
+from kvferry.worker.fabric.port import PeerLost
+from kvferry.worker.peers.handshake_client import fetch_description
 from tests.waiting import wait_until
 from tests.worker.engine_rig import FACTS, SETTINGS, Rig, free_port
 from tests.worker.toy_caches import CacheShape
@@ -24,7 +24,7 @@ IMPATIENT = replace(SETTINGS, handshake_timeout_s=0.2)
 
 
 def short_back_off(monkeypatch: pytest.MonkeyPatch, first_s: float) -> None:
-    monkeypatch.setattr("kvferry.worker.back_off.FIRST_S", first_s)
+    monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", first_s)
 
 
 def test_a_dead_port_fails_the_load_within_the_handshake_timeout(rig: Rig) -> None:

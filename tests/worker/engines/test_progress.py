@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.protocol.ids import SlotState
 from kvferry.worker import transfer_thread
-from kvferry.worker.fabric import Transfer, TransferState
+from kvferry.worker.fabric.port import Transfer, TransferState
 from tests.waiting import wait_until
 from tests.worker.engine import Engine
 from tests.worker.engine_rig import Offer, OrderedLoad, Rig

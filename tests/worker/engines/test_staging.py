@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker import staged_reads
 from kvferry.worker.relayout.memory import Bounds
 from kvferry.worker.relayout.wave_table import Pieces
 from kvferry.worker.settings import WorkerSettings
-from kvferry.worker.staging_pool import StagingPool, Wave
+from kvferry.worker.staging import staged_reads
+from kvferry.worker.staging.pool import StagingPool, Wave
 from tests.worker.engine import Engine
 from tests.worker.engine_rig import SETTINGS, OrderedLoad, Rig
 from tests.worker.toy_caches import CacheShape

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.fabric import PeerLost, TransferFailed
+from kvferry.worker.fabric.port import PeerLost, TransferFailed
 from tests.waiting import wait_until
 from tests.worker.engine_rig import Engine, Rig
 
@@ -22,8 +22,8 @@ ALWAYS = 10**9
 
 @pytest.fixture(autouse=True)
 def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.back_off.FIRST_S", 0.01)
-    monkeypatch.setattr("kvferry.worker.back_off.LONGEST_S", 0.02)
+    monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 0.01)
+    monkeypatch.setattr("kvferry.worker.peers.retry.LONGEST_S", 0.02)
 
 
 def recovers(rig: Rig, producer: Engine, consumer: Engine) -> None:

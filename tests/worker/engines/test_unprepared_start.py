@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from kvferry.plan.plan_cache import PlanCache
-from kvferry.worker.asking_threads import AskingThreads
+from kvferry.worker.peers.handshake_client import AskingThreads
+from kvferry.worker.peers.plan_cache import PlanCache
 from tests.worker.engine_rig import Rig
 
 
@@ -26,7 +26,7 @@ def test_an_engine_starts_and_loads_although_nothing_could_be_prepared(
         raise error
 
     producer, consumer = rig.engine("P"), rig.engine("C")
-    monkeypatch.setattr("kvferry.worker.unforeseen.unforeseen._quiet_until_s", 0.0)
+    monkeypatch.setattr("kvferry.worker.fabric.errors.unforeseen._quiet_until_s", 0.0)
     with monkeypatch.context() as failing:
         failing.setattr(*part, fail)
         consumer.worker.meet_siblings(consumer.description.workers)

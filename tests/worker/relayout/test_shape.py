@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.worker.relayout.element_types import (
-    Conversion,
-    ElementType,
-    UnsupportedConversion,
-    element_type,
-)
+from kvferry.worker.relayout.element_types import Conversion, ElementType, UnsupportedConversion, element_type
 from kvferry.worker.relayout.shape import Axis, Shape
 from kvferry.worker.relayout.wave_table import WaveTable
 from tests.worker.relayout import definitions

@@ -16,14 +16,14 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.worker.fabric import LocalDescriptors, RemoteDescriptors, Transfer
-from kvferry.worker.landing import Landing
-from kvferry.worker.lease_table import LeaseTable
-from kvferry.worker.load_runner import LoadRunner
-from kvferry.worker.peer_book import PeerBook
-from kvferry.worker.reads import Reader
-from kvferry.worker.staging import Staging
-from kvferry.worker.unready_holds import UnreadyHolds
+from kvferry.worker.fabric.port import LocalDescriptors, RemoteDescriptors, Transfer
+from kvferry.worker.fabric.reads import Reader
+from kvferry.worker.leases.pending_ready import UnreadyHolds
+from kvferry.worker.leases.table import LeaseTable
+from kvferry.worker.loads.runner import LoadRunner
+from kvferry.worker.memory.slot_reads import Landing
+from kvferry.worker.peers.registry import PeerBook
+from kvferry.worker.staging.buffer import Staging
 
 
 @dataclass(frozen=True, slots=True)

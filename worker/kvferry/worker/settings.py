@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvferry.plan.cost import DIRECT_MIN_BYTES
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.worker.reads import FAILED_READ_GRACE_S
+from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class WorkerSettings:
     secrets: of the side channel.
     peer_ttl_s: after which a producer that was not read from is forgotten; 0 or less for never.
     max_peers: producers that are known at once, those apart that are being read from.
-    failed_read_grace_s: how long memory stays out of use after a read into it has failed (`kvferry.worker.reads`).
-    huge_pages_s: how long the start may take for moving host memory into huge pages (`kvferry.worker.huge_pages`).
+    failed_read_grace_s: how long memory stays out of use after a read into it has failed (`fabric.reads`).
+    huge_pages_s: how long the start may take for moving host memory into huge pages (`memory.huge_pages`).
     check_integrity: add everything up whenever anything may have changed, not only when there is nothing to do.
     """
 

@@ -22,19 +22,19 @@ from typing import ParamSpec
 
 from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
 from kvferry.protocol.orders import FailureReason, OrdersHead, decode_orders
-from kvferry.worker.device import DeviceMark, use_device
-from kvferry.worker.host_mirror import HostMirror
+from kvferry.worker.fabric.errors import unforeseen
+from kvferry.worker.gauges import LevelWatch
 from kvferry.worker.integrity import WorkerBooks
-from kvferry.worker.lease_table import LeaseTable
-from kvferry.worker.level_watch import LevelWatch
-from kvferry.worker.load import LoadContext
-from kvferry.worker.load_runner import LoadRunner
-from kvferry.worker.peer import PeerKey
-from kvferry.worker.reports import Reports
-from kvferry.worker.results import ResultBox
+from kvferry.worker.leases.notifications import Reports
+from kvferry.worker.leases.pending_ready import UnreadyHolds
+from kvferry.worker.leases.table import LeaseTable
+from kvferry.worker.loads.load import LoadContext
+from kvferry.worker.loads.results import ResultBox
+from kvferry.worker.loads.runner import LoadRunner
+from kvferry.worker.memory.device import DeviceMark, use_device
+from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.settings import WorkerSettings
-from kvferry.worker.unforeseen import unforeseen
-from kvferry.worker.unready_holds import UnreadyHolds
+from kvferry.worker.staging.host_buffer import HostMirror
 
 logger = logging.getLogger(__name__)
 

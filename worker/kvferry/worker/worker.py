@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvferry.plan.cost import Costs
-from kvferry.plan.plan_cache import PlanCache
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed, InvalidConfig, InvalidMessage, PeerRefused
@@ -19,26 +18,26 @@ from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts, WorkerDescription
 from kvferry.protocol.orders import decode_head
 from kvferry.protocol.params_mac import SEAL_KEY_BYTES
-from kvferry.worker.asking_threads import AskingThreads
-from kvferry.worker.caches import KvCaches
-from kvferry.worker.device import clock_for
-from kvferry.worker.eraser import TailEraser
-from kvferry.worker.fabric import Fabric, MemoryKind, Region
-from kvferry.worker.handshake_client import fetch_description
-from kvferry.worker.host_mirror import HostMirror
-from kvferry.worker.huge_pages import use_huge_pages
-from kvferry.worker.landing import Landing
-from kvferry.worker.lease_table import LeaseTable
-from kvferry.worker.load import LoadContext
-from kvferry.worker.load_watch import LoadWatch
-from kvferry.worker.peer import PeerKey
-from kvferry.worker.peer_book import PeerBook
-from kvferry.worker.reads import Reader
-from kvferry.worker.results import StepResults
+from kvferry.worker.fabric.errors import unforeseen
+from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
+from kvferry.worker.fabric.reads import Reader
+from kvferry.worker.leases.table import LeaseTable
+from kvferry.worker.loads.load import LoadContext
+from kvferry.worker.loads.results import StepResults
+from kvferry.worker.loads.watchdog import LoadWatch
+from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.memory.device import clock_for
+from kvferry.worker.memory.huge_pages import use_huge_pages
+from kvferry.worker.memory.slot_reads import Landing
+from kvferry.worker.memory.tail_zeroing import TailEraser
+from kvferry.worker.peers.handshake_client import AskingThreads, fetch_description
+from kvferry.worker.peers.peer import PeerKey
+from kvferry.worker.peers.plan_cache import PlanCache
+from kvferry.worker.peers.registry import PeerBook
 from kvferry.worker.settings import WorkerSettings
-from kvferry.worker.staging import Staging
+from kvferry.worker.staging.buffer import Staging
+from kvferry.worker.staging.host_buffer import HostMirror
 from kvferry.worker.transfer_thread import TransferThread
-from kvferry.worker.unforeseen import unforeseen
 
 logger = logging.getLogger(__name__)
 

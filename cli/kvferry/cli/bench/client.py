@@ -33,7 +33,7 @@ from kvferry.cli.bench.messages import (
 from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, PeerRefused
 from kvferry.protocol.handshake import Refused
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.worker.handshake_client import exchange
+from kvferry.worker.peers.handshake_client import exchange
 
 START_S = 120.0
 ALIVE_S = 2.0

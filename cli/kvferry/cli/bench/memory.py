@@ -12,7 +12,7 @@ from kvferry.cli.bench.content import Bytes
 from kvferry.cli.bench.messages import BenchFailed, Device, Kind
 from kvferry.cli.doctor.cuda_memory import CudaMemory, CudaUnavailable
 from kvferry.protocol.errors import KvferryError
-from kvferry.worker.fabric import DescriptorRows, Fabric, MemoryKind, Region
+from kvferry.worker.fabric.port import DescriptorRows, Fabric, MemoryKind, Region
 
 _MOST_REASON = 400
 

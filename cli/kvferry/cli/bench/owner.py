@@ -11,8 +11,8 @@ from kvferry.cli.bench.memory import Memory, registered_memories
 from kvferry.cli.bench.messages import Failed, Join, Met, Offer, OfferedMemory, Task
 from kvferry.cli.bench.pipe import Pipe, play
 from kvferry.protocol.errors import KvferryError
-from kvferry.worker.fabric import Fabric, FabricError, PeerAgent
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import Fabric, FabricError, PeerAgent
 
 MAX_ECHO_BYTES = 64
 _LOOK_S = 0.5e-3

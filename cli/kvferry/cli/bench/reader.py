@@ -27,8 +27,8 @@ from kvferry.cli.bench.messages import (
 )
 from kvferry.cli.bench.pipe import Pipe, play
 from kvferry.cli.words import binary_bytes
-from kvferry.worker.fabric import Fabric, Indices, LocalDescriptors, PeerAgent, RemoteDescriptors, TransferState
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import Fabric, Indices, LocalDescriptors, PeerAgent, RemoteDescriptors, TransferState
 
 WARM_UP = 3
 LEAST = 5

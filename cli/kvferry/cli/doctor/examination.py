@@ -21,7 +21,7 @@ from kvferry.cli.doctor.loopback import run_loopback
 
 def added_by_workers(environ: Mapping[str, str]) -> dict[str, str]:
     """What a worker adds to its environment before it makes an agent."""
-    from kvferry.worker.nixl_agent import ucx_defaults  # needs numpy, which may be what is missing
+    from kvferry.worker.fabric.agent import ucx_defaults  # needs numpy, which may be what is missing
 
     return ucx_defaults(environ)
 

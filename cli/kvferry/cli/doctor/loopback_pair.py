@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from kvferry.cli.doctor.cuda_memory import CudaMemory, CudaUnavailable
 from kvferry.protocol.errors import KvferryError
-from kvferry.worker.fabric import DescriptorRows, MemoryKind, PeerAgent, Region, TransferState
-from kvferry.worker.nixl_agent import load_bindings
-from kvferry.worker.nixl_fabric import NixlFabric
+from kvferry.worker.fabric.agent import load_bindings
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, PeerAgent, Region, TransferState
 
 ROW_BYTES = 1 << 20
 ROWS = 64

@@ -1,4 +1,4 @@
-"""A lease: one request's claim on a slot, and its states. The table is the whole truth; `ledger.py` only carries it out.
+"""A lease, one request's claim on a slot, and its states. The table is the truth; `ledger.py` only carries it out.
 
   open                finish                announce               sent
 ───────→ COMPUTING ───────────→ FINISHED ───────────→ HELD ────────────────→ (gone)

@@ -1,1 +1,1 @@
-"""The side channel: the server that answers, the heartbeat that renews leases, and the prewarmer that looks for producers."""
+"""The side channel: the server that answers, the heartbeat that renews leases, the prewarmer that finds producers."""

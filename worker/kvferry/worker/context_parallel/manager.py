@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.worker.context_parallel.invalid_batch import Counts, InvalidBatch, check_integer
 from kvferry.worker.context_parallel.partition import (
     MAX_RANKS,
     MAX_ROWS,
+    Counts,
+    InvalidBatch,
     Partition,
+    check_integer,
     most_rank_rows,
     partition_step,
     rank_inputs,

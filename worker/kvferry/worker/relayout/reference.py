@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.worker.device import DeviceMark, clock_for
+from kvferry.worker.memory.device import DeviceMark, clock_for
 from kvferry.worker.relayout.element_types import Conversion, ElementType
 from kvferry.worker.relayout.memory import Bounds, Memory, OncePerPieces
 from kvferry.worker.relayout.shape import Shape

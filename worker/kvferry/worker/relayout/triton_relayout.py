@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.worker.device import DeviceMark, clock_for
+from kvferry.worker.memory.device import DeviceMark, clock_for
 from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
 from kvferry.worker.relayout.element_types import Conversion, ElementType
 from kvferry.worker.relayout.kernel import TILE, launch_relayout, tile_of

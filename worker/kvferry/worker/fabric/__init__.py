@@ -1,0 +1,1 @@
+"""The fabric: a port for registering memory and reading from peers, and NIXL behind it."""

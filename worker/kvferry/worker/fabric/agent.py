@@ -1,0 +1,177 @@
+"""NIXL's raw agent: finding the bindings, configuring the agent, and naming its errors.
+
+The `nixl_agent` wrapper of NIXL's Python package is not used, because it fixes the delay of the progress thread at
+zero, with which the thread calls `poll(timeout=0)` for ever and takes a whole core; the delay can only be set on the
+raw configuration, before the agent is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from kvferry.worker.fabric.port import FabricUnavailable
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_US = 20_000
+"""Default for the progress thread: event driven, woken at least this often; 0.2 % of a core."""
+
+_SHARED_MEMORY = frozenset({"sm", "shm", "mm", "posix", "sysv", "xpmem"})
+_ALL_SHARED_MEMORY = frozenset({"sm", "shm", "mm"})
+_TCP = frozenset({"tcp"})
+_NO = frozenset({"n", "no", "off", "0"})
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """How an agent is made.
+
+    backends: NIXL plugins, in order. num_threads: extra threads of the UCX backend, 0 for none (see NIXL).
+    progress_thread: serve peers, and get messages out, while nobody calls the agent. Without it a message that was
+    sent before the connection stands leaves only while something is polled here (seen: never, on an idle sender).
+    progress_interval_us: at most this long between two rounds of that thread; at least 1, since 0 makes it spin.
+    capture_telemetry: time every transfer.
+    """
+
+    backends: tuple[str, ...] = ("UCX",)
+    progress_thread: bool = True
+    progress_interval_us: int = PROGRESS_INTERVAL_US
+    num_threads: int = 0
+    capture_telemetry: bool = True
+
+
+def ucx_defaults(environ: Mapping[str, str]) -> dict[str, str]:
+    """UCX settings that kvferry wants and that `environ` does not decide, each by itself.
+
+    Messages within a host go over loopback TCP, as UCX has it. Through shared memory, with `UCX_MM_ERROR_HANDLING=y`,
+    a process that is killed in the middle of a message, or stopped for long, can hang others (docs/reliability.md).
+
+    Where `UCX_TLS` admits shared memory and not TCP:
+
+    - `UCX_MM_ERROR_HANDLING=y`: without it `sm,self` cannot make an agent at all.
+
+    Where messages may go through shared memory, whether by this or by `environ`:
+
+    - `UCX_KEEPALIVE_INTERVAL=300s` instead of 20 s. Signs of life to a peer that takes none (frozen, or an agent that
+      was closed in a process that lives) fill its queue of 256, and then NIXL's progress thread spins on a core and
+      an agent that is closed hangs: after 85 minutes with one peer, 11 with eight, and 21 hours with 300 s. It is not
+      `inf`: over shared memory alone a read that is posted to a dead peer ends with the next sign of life, or never.
+
+    Where TCP may carry data:
+
+    - `UCX_TCP_TX_SEG_SIZE=256k` and `UCX_TCP_RX_SEG_SIZE=256k` instead of 8 KiB: reads of 1 MiB and more are two to
+      five times faster; memory per connection is the same within 0.05 MB.
+
+    What `UCX_TLS` excludes is left alone: UCX warns of settings that nothing uses.
+    """
+    transports = environ.get("UCX_TLS", "all")
+    uses_tcp = _may_use(transports, _TCP, _TCP)
+    chosen: dict[str, str] = {}
+    if _may_use(transports, _SHARED_MEMORY, _ALL_SHARED_MEMORY):
+        if not uses_tcp:
+            chosen["UCX_MM_ERROR_HANDLING"] = "y"
+        if environ.get("UCX_MM_ERROR_HANDLING", "n" if uses_tcp else "y").lower() not in _NO:
+            chosen["UCX_KEEPALIVE_INTERVAL"] = "300s"
+    if uses_tcp:
+        chosen |= {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
+    return {name: value for name, value in chosen.items() if name not in environ}
+
+
+def _may_use(transports: str, some: frozenset[str], all_of_them: frozenset[str]) -> bool:
+    """Whether `UCX_TLS` admits a kind of transport.
+
+    Args:
+        some: names that admit it, as far as they go.
+        all_of_them: names that exclude it altogether.
+    """
+    names = {name.strip() for name in transports.removeprefix("^").split(",")}
+    return not names & all_of_them if transports.startswith("^") else bool(names & (some | {"all"}))
+
+
+def apply_ucx_defaults(environ: MutableMapping[str, str]) -> None:
+    """Set `ucx_defaults` in the environment of this process; UCX reads it when an agent is made."""
+    chosen = ucx_defaults(environ)
+    environ.update(chosen)
+    for name, value in chosen.items():
+        logger.info("set %s=%s, which the environment left open", name, value)
+
+
+def load_bindings() -> ModuleType:
+    """NIXL's bindings, from whichever of nixl_cu12, nixl_cu13 … the meta package `nixl` chose.
+
+    Raises `FabricUnavailable` if there is none.
+    """
+    try:
+        api = importlib.import_module("nixl._api")
+        package = sys.modules[api.nixl_agent.__module__].__package__
+        return importlib.import_module(f"{package}._bindings")
+    except (ImportError, AttributeError, KeyError) as error:
+        raise FabricUnavailable("load NIXL", f"the Python package nixl is not usable: {error}") from error
+
+
+class NixlErrors:
+    """What a call into the bindings can raise, and how the port names it."""
+
+    def __init__(self, bindings: ModuleType) -> None:
+        self.disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
+        self.not_found: type[Exception] = bindings.nixlNotFoundError
+        self.invalid: tuple[type[Exception], ...] = (bindings.nixlInvalidParamError, bindings.nixlMismatchError)
+        named = [error for name, error in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error")]
+        # The rest is what pybind11 makes of C++ exceptions (std::length_error is ValueError, and so on) and of
+        # arguments and results that do not convert.
+        self.every: tuple[type[Exception], ...] = (
+            *named,
+            RuntimeError,
+            ValueError,
+            IndexError,
+            OverflowError,
+            MemoryError,
+            TypeError,
+        )
+
+    @staticmethod
+    def describe(error: BaseException) -> str:
+        """One line for a `FabricError`'s reason."""
+        return f"{type(error).__name__}: {error}"
+
+
+def make_agent(bindings: ModuleType, agent_name: str, config: AgentConfig) -> Any:
+    """The raw agent, its backends started.
+
+    Raises `FabricUnavailable` for a configuration that would spin, and if a backend is not installed or does not
+    start, as with `UCX_TLS` settings that leave it no transport.
+    """
+    if config.progress_interval_us < 1:
+        raise FabricUnavailable(
+            "make agent", f"progress_interval_us is {config.progress_interval_us}; expected at least 1"
+        )
+    raw = bindings.nixlAgentConfig()
+    raw.useProgThread = config.progress_thread
+    raw.useListenThread = False
+    raw.syncMode = bindings.NIXL_THREAD_SYNC_NONE
+    raw.pthrDelay = config.progress_interval_us
+    raw.captureTelemetry = config.capture_telemetry
+    try:
+        agent = bindings.nixlAgent(agent_name, raw)
+        installed = agent.getAvailPlugins()
+        missing = [name for name in config.backends if name not in installed]
+        if missing:
+            raise FabricUnavailable("make agent", f"NIXL has no backend {missing}; it has {installed}")
+        for name in config.backends:
+            agent.createBackend(name, _backend_options(name, config))
+    except NixlErrors(bindings).every as error:
+        reason = f"backends {list(config.backends)}: {NixlErrors.describe(error)}"
+        raise FabricUnavailable("make agent", reason) from error
+    return agent
+
+
+def _backend_options(backend: str, config: AgentConfig) -> dict[str, str]:
+    if config.num_threads > 0 and backend in ("UCX", "LIBFABRIC"):
+        return {"num_threads": str(config.num_threads)}
+    return {}

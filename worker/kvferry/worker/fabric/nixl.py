@@ -1,0 +1,337 @@
+"""`NixlFabric`: the port to the fabric (`fabric.port`), over NIXL. Nothing else in kvferry touches NIXL."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import MutableMapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvferry.worker.fabric.agent import AgentConfig, NixlErrors, apply_ucx_defaults, load_bindings, make_agent
+from kvferry.worker.fabric.metadata import check_agent_name, open_metadata, seal_metadata
+from kvferry.worker.fabric.nixl_handles import NixlLocal, NixlPeer, NixlRemote, NixlTransfer, check_index_pairs
+from kvferry.worker.fabric.parted_peers import PartedPeers
+from kvferry.worker.fabric.port import (
+    MAX_NOTIFICATION_BYTES,
+    DescriptorOutOfRange,
+    DescriptorRows,
+    FabricClosed,
+    FabricError,
+    FabricUnavailable,
+    Indices,
+    InvalidMetadata,
+    InvalidRequest,
+    LocalDescriptors,
+    MemoryKind,
+    OpenHandles,
+    PeerAgent,
+    PeerLost,
+    Region,
+    RemoteDescriptors,
+    Transfer,
+    TransferFailed,
+    TransferState,
+    TransferTelemetry,
+)
+
+logger = logging.getLogger(__name__)
+
+
+_Handle = TypeVar("_Handle", NixlLocal, NixlRemote, NixlTransfer)
+
+
+class NixlFabric:
+    """One NIXL agent. See `kvferry.worker.fabric.port.Fabric` for what the methods promise.
+
+    Args:
+        agent_name: unique among all agents that ever meet this one, so derive it from the boot and the rank.
+        config: how the agent is made.
+        environ: where `ucx_defaults` are looked up and set before the agent is made.
+
+    Raises `FabricUnavailable` if NIXL or a backend cannot be used.
+    """
+
+    def __init__(
+        self, agent_name: str, config: AgentConfig | None = None, *, environ: MutableMapping[str, str] = os.environ
+    ) -> None:
+        check_agent_name(agent_name)
+        apply_ucx_defaults(environ)
+        self.agent_name = agent_name
+        self._nixl = load_bindings()
+        self._errors = NixlErrors(self._nixl)
+        self._agent: Any = make_agent(self._nixl, agent_name, config or AgentConfig())
+        self._peers: dict[PeerAgent, NixlPeer] = {}
+        self._parted = PartedPeers(self._forget)
+        self._registered: list[Any] = []
+        self._handles: set[NixlLocal | NixlRemote | NixlTransfer] = set()
+        self._open_transfers = 0
+        self._leaving = 0
+        self._undecodable = 0
+
+    def register(self, regions: Sequence[Region]) -> None:
+        agent = self._open("register")
+        registered: list[Any] = []
+        try:
+            for kind in MemoryKind:
+                rows = [(region.address, region.length, region.device) for region in regions if region.kind is kind]
+                if rows:
+                    descriptors = self._nixl.nixlRegDList(self._kind(kind), np.array(rows, dtype=np.uint64))
+                    agent.registerMem(descriptors)
+                    registered.append(descriptors)
+        except self._errors.every as error:
+            for descriptors in registered:
+                self._quietly(agent.deregisterMem, descriptors)
+            reason = f"{len(regions)} regions were refused: {self._errors.describe(error)}"
+            raise FabricUnavailable("register", reason) from error
+        self._registered += registered
+
+    def metadata(self) -> bytes:
+        return seal_metadata(self.agent_name, self._open("metadata").getLocalMD())
+
+    def add_peer(self, metadata: bytes) -> PeerAgent:
+        agent = self._open("add peer")
+        name, body = open_metadata(metadata)
+        peer = PeerAgent(name)
+        if name == self.agent_name or peer in self._peers:
+            known = "this agent" if name == self.agent_name else "known already; remove it first"
+            raise InvalidMetadata("add peer", f"the agent is {known}", peer)
+        if not self._parted.take(name, body):
+            self._load(agent, peer, body)
+        self._peers[peer] = NixlPeer(peer, body)
+        return peer
+
+    def remove_peer(self, peer: PeerAgent) -> None:
+        self._open("remove peer")
+        entry = self._peers.get(peer)
+        if entry is not None and not entry.removed:
+            entry.removed = True
+            self._leaving += 1
+            self._forget_if_removed(entry)
+
+    def prepare_local(self, rows: DescriptorRows) -> LocalDescriptors:
+        raw = self._prepare("prepare local", self._nixl.NIXL_INIT_AGENT, rows, None)
+        return self._keep(NixlLocal(raw, rows.count))
+
+    def prepare_remote(self, peer: PeerAgent, rows: DescriptorRows) -> RemoteDescriptors:
+        self._open("prepare remote")
+        entry = self._peer("prepare remote", self._peers.get(peer), peer)
+        raw = self._prepare("prepare remote", peer, rows, peer)
+        return self._keep(NixlRemote(raw, rows.count, entry))
+
+    def post_read(
+        self, local: LocalDescriptors, local_indices: Indices, remote: RemoteDescriptors, remote_indices: Indices
+    ) -> Transfer:
+        agent = self._open("post read")
+        source, target = self._own(remote, NixlRemote), self._own(local, NixlLocal)
+        entry = self._peer("post read", source.entry, source.peer)
+        check_index_pairs(target, local_indices, source, remote_indices)
+        if len(local_indices) == 0:
+            return self._keep(NixlTransfer(None, entry, TransferState.DONE))
+        try:
+            raw = agent.makeXferReq(self._nixl.NIXL_READ, target.raw, local_indices, source.raw, remote_indices)
+        except self._errors.invalid as error:
+            # Ranges were checked above, so this is what only NIXL knows: the lengths of the descriptors.
+            raise InvalidRequest("post read", "a pair of descriptors differs in length", source.peer) from error
+        except self._errors.every as error:
+            raise self._failure("post read", error, entry) from error
+        try:
+            status = agent.postXferReq(raw)
+        except self._errors.every as error:
+            self._release_raw(raw)
+            raise self._failure("post read", error, entry) from error
+        transfer = self._keep(NixlTransfer(raw, entry, TransferState.IN_FLIGHT))
+        entry.in_flight.add(transfer)
+        try:
+            self._advance(transfer, status)
+        except FabricError:
+            self.release(transfer)
+            raise
+        return transfer
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        agent = self._open("poll")
+        mine = self._own(transfer, NixlTransfer)
+        if mine.failure is not None:
+            if isinstance(mine.failure, TransferFailed) and mine.entry.lost is not None:
+                mine.failure = PeerLost("poll", f"{mine.failure.reason}; and then: {mine.entry.lost}", mine.peer)
+            raise mine.failure.with_traceback(None)
+        if mine.state is TransferState.IN_FLIGHT:
+            try:
+                status = agent.getXferStatus(mine.raw)
+            except self._errors.every as error:
+                mine.failure = self._failure("poll", error, mine.entry)
+                self._end(mine)
+                raise mine.failure from error
+            self._advance(mine, status)
+        return mine.state
+
+    def telemetry(self, transfer: Transfer) -> TransferTelemetry | None:
+        agent = self._open("telemetry")
+        mine = self._own(transfer, NixlTransfer)
+        if mine.raw is None or mine.failure is not None or mine.state is not TransferState.DONE:
+            return None
+        try:
+            raw = agent.getXferTelemetry(mine.raw)
+        except self._nixl.nixlNoTelemetryError:
+            return None
+        return TransferTelemetry(
+            bytes=raw.totalBytes,
+            descriptors=raw.descCount,
+            post_us=float(raw.postDuration),
+            transfer_us=float(raw.xferDuration),
+        )
+
+    def release(self, handle: Transfer | LocalDescriptors | RemoteDescriptors) -> None:
+        if not isinstance(handle, (NixlLocal, NixlRemote, NixlTransfer)) or handle not in self._handles:
+            return
+        self._handles.remove(handle)
+        if isinstance(handle, NixlTransfer):
+            self._open_transfers -= 1
+            self._release_raw(handle.raw)
+            handle.entry.is_sound &= handle.state is TransferState.DONE
+            self._end(handle)
+        else:
+            self._quietly(self._agent.releasedDlistH, handle.raw)
+
+    def notify(self, peer: PeerAgent, message: bytes) -> None:
+        agent = self._open("notify")
+        entry = self._peer("notify", self._peers.get(peer), peer)
+        if len(message) > MAX_NOTIFICATION_BYTES:
+            reason = f"the message has {len(message)} bytes; expected at most {MAX_NOTIFICATION_BYTES}"
+            raise InvalidRequest("notify", reason, peer)
+        try:
+            agent.genNotif(peer, message)
+        except self._errors.every as error:
+            raise self._failure("notify", error, entry) from error
+
+    def take_notifications(self) -> list[tuple[str, bytes]]:
+        agent = self._open("take notifications")
+        try:
+            arrived: dict[str, list[bytes]] = agent.getNotifs({})
+        except UnicodeDecodeError as error:
+            # The bindings lose the whole batch if the name of one sender is not UTF-8. kvferry's always are.
+            self._undecodable += 1
+            if self._undecodable == 1:
+                logger.warning("agent=%s lost notifications: the name of a sender is %s", self.agent_name, error)
+            return []
+        except self._errors.every as error:
+            raise FabricUnavailable("take notifications", self._errors.describe(error)) from error
+        return [(sender, message) for sender, messages in arrived.items() for message in messages]
+
+    def open_handles(self) -> OpenHandles:
+        return OpenHandles(
+            transfers=self._open_transfers,
+            prepared=len(self._handles) - self._open_transfers,
+            peers=len(self._peers) - self._leaving,
+            leaving=self._leaving,
+        )
+
+    def close(self) -> None:
+        agent = self._agent
+        if agent is None:
+            return
+        for handle in list(self._handles):
+            self.release(handle)
+        for entry in list(self._peers.values()):
+            self.remove_peer(entry.name)
+        self._parted.clear()
+        for descriptors in self._registered:
+            self._quietly(agent.deregisterMem, descriptors)
+        self._registered.clear()
+        self._agent = None
+
+    def _open(self, operation: str) -> Any:
+        if self._agent is None:
+            raise FabricClosed(operation, f"agent {self.agent_name} is closed")
+        return self._agent
+
+    def _load(self, agent: Any, peer: PeerAgent, body: bytes) -> None:
+        try:
+            loaded: bytes = agent.loadRemoteMD(body)
+        except self._errors.every as error:
+            self._quietly(agent.invalidateRemoteMD, peer)
+            raise InvalidMetadata("add peer", f"NIXL refused it: {self._errors.describe(error)}", peer) from error
+        if loaded != peer.encode():
+            self._quietly(agent.invalidateRemoteMD, loaded)
+            raise InvalidMetadata("add peer", f"the envelope and NIXL's part ({loaded[:64]!r}) differ in name", peer)
+
+    def _peer(self, operation: str, entry: NixlPeer | None, peer: PeerAgent) -> NixlPeer:
+        if entry is None or entry.removed:
+            raise PeerLost(operation, "the peer was removed or never added", peer)
+        if entry.lost is not None:
+            raise PeerLost(operation, f"the peer is known to be dead: {entry.lost}", peer)
+        return entry
+
+    def _own(self, handle: Transfer | LocalDescriptors | RemoteDescriptors, kind: type[_Handle]) -> _Handle:
+        if not isinstance(handle, kind) or handle not in self._handles:
+            raise InvalidRequest("use handle", f"{type(handle).__name__} was released or is not of this fabric")
+        return handle
+
+    def _keep(self, handle: _Handle) -> _Handle:
+        self._handles.add(handle)
+        self._open_transfers += isinstance(handle, NixlTransfer)
+        return handle
+
+    def _kind(self, kind: MemoryKind) -> Any:
+        return self._nixl.DRAM_SEG if kind is MemoryKind.DRAM else self._nixl.VRAM_SEG
+
+    def _prepare(self, operation: str, owner: str, rows: DescriptorRows, peer: PeerAgent | None) -> int:
+        agent = self._open(operation)
+        try:
+            raw: int = agent.prepXferDlist(owner, self._kind(rows.kind), rows.rows)
+        except self._errors.not_found as error:
+            reason = f"{len(rows.rows)} {rows.kind.value} rows do not lie in registered regions"
+            raise DescriptorOutOfRange(operation, reason, peer) from error
+        except self._errors.every as error:
+            raise InvalidRequest(operation, self._errors.describe(error), peer) from error
+        return raw
+
+    def _failure(self, operation: str, error: Exception, entry: NixlPeer) -> PeerLost | TransferFailed:
+        """The port's name for what NIXL raised about a peer; remembers that a dead peer is dead."""
+        reason = self._errors.describe(error)
+        entry.is_sound = False
+        # NOT_FOUND: another transfer noticed the death first, and NIXL dropped its entry by itself.
+        if isinstance(error, (self._errors.disconnected, self._errors.not_found)):
+            entry.lost = entry.lost or reason
+            return PeerLost(operation, reason, entry.name)
+        return TransferFailed(operation, reason, entry.name)
+
+    def _advance(self, transfer: NixlTransfer, status: Any) -> None:
+        """Note what NIXL said; an error status is raised like an error, though only exceptions were ever seen."""
+        if status == self._nixl.NIXL_SUCCESS:
+            transfer.state = TransferState.DONE
+            self._end(transfer)
+        elif status != self._nixl.NIXL_IN_PROG:
+            transfer.failure = TransferFailed("transfer", f"NIXL's status is {status}", transfer.peer)
+            transfer.entry.is_sound = False
+            self._end(transfer)
+            raise transfer.failure
+
+    def _end(self, transfer: NixlTransfer) -> None:
+        transfer.entry.in_flight.discard(transfer)
+        self._forget_if_removed(transfer.entry)
+
+    def _forget_if_removed(self, entry: NixlPeer) -> None:
+        if entry.removed and not entry.in_flight and self._peers.get(entry.name) is entry:
+            del self._peers[entry.name]
+            self._leaving -= 1
+            if entry.is_sound:
+                self._parted.add(entry.name, entry.metadata)
+            else:
+                self._forget(entry.name)
+
+    def _forget(self, name: str) -> None:
+        self._quietly(self._agent.invalidateRemoteMD, name)
+
+    def _release_raw(self, raw: int | None) -> None:
+        if raw is not None:
+            self._quietly(self._agent.releaseXferReq, raw)
+
+    def _quietly(self, call: Any, argument: object) -> None:
+        """Clean up: what NIXL has to say about a dead peer's remains is logged, not raised."""
+        try:
+            call(argument)
+        except self._errors.every as error:
+            logger.debug("agent=%s clean-up: %s", self.agent_name, self._errors.describe(error))

@@ -1,0 +1,94 @@
+"""The state that `NixlFabric` keeps of its peers, prepared lists and transfers, and the index arrays of a read.
+
+Index arrays are checked before NIXL sees them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.worker.fabric.port import (
+    FabricError,
+    Indices,
+    InvalidRequest,
+    LocalDescriptors,
+    PeerAgent,
+    RemoteDescriptors,
+    Transfer,
+    TransferState,
+)
+
+
+def check_index_pairs(
+    local: LocalDescriptors, local_indices: Indices, remote: RemoteDescriptors, remote_indices: Indices
+) -> None:
+    """Raise `InvalidRequest` unless both are C-contiguous int32[n] of one n and every index is inside its list.
+
+    NIXL would check the ranges as well, but not say which index it was, and converts other dtypes with a copy.
+    """
+    _check_side("local", local.count, local_indices)
+    _check_side("remote", remote.count, remote_indices)
+    if len(local_indices) != len(remote_indices):
+        raise InvalidRequest("post read", f"{len(local_indices)} local indices, {len(remote_indices)} remote ones")
+
+
+def _is_inside(indices: Indices, count: int) -> bool:
+    if len(indices) == 1:  # a lease's slot, twice a load
+        return 0 <= int(indices[0]) < count
+    # One pass: as unsigned numbers, negative ones are larger than any count.
+    return bool(indices.view(np.uint32).max() < count)
+
+
+def _check_side(side: str, count: int, indices: Indices) -> None:
+    if indices.dtype != np.int32 or indices.ndim != 1 or not indices.flags.c_contiguous:
+        found = f"{indices.dtype}{list(indices.shape)}"
+        raise InvalidRequest("post read", f"{side} indices are {found}; expected a contiguous int32[n]")
+    if len(indices) and not _is_inside(indices, count):
+        outside = indices[(indices < 0) | (indices >= count)]
+        raise InvalidRequest("post read", f"{side} index {outside[0]} is outside [0, {count})")
+
+
+@dataclass(slots=True, eq=False)
+class NixlPeer:
+    """A peer from `add_peer` to its end. `removed` peers stay until the last of `in_flight` has ended.
+
+    Attributes:
+        metadata: NIXL's part of it.
+        is_sound: nothing that was asked of it has failed, or was given up.
+    """
+
+    name: PeerAgent
+    metadata: bytes
+    in_flight: set[NixlTransfer] = field(default_factory=set)
+    removed: bool = False
+    lost: str | None = None
+    is_sound: bool = True
+
+
+class NixlLocal(LocalDescriptors):
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: int, count: int) -> None:
+        super().__init__(count)
+        self.raw = raw
+
+
+class NixlRemote(RemoteDescriptors):
+    __slots__ = ("entry", "raw")
+
+    def __init__(self, raw: int, count: int, entry: NixlPeer) -> None:
+        super().__init__(count, entry.name)
+        self.raw, self.entry = raw, entry
+
+
+class NixlTransfer(Transfer):
+    """`raw` is None for an empty read, which NIXL never sees."""
+
+    __slots__ = ("entry", "failure", "raw", "state")
+
+    def __init__(self, raw: int | None, entry: NixlPeer, state: TransferState) -> None:
+        super().__init__(entry.name)
+        self.raw, self.entry, self.state = raw, entry, state
+        self.failure: FabricError | None = None

@@ -1,0 +1,346 @@
+"""The port to the RDMA fabric: what a worker needs of it, and nothing of how it is done.
+
+`NixlFabric` (`kvferry.worker.fabric.nixl`) is the real one; `tests/fakes/memory_fabric.py` is a fake that copies
+memory inside one process. One conformance suite, `tests/worker/test_fabric_conformance.py`, runs against both.
+
+Order of use: `register` → `metadata` (sent to the peer) → `add_peer` (with what the peer sent) → `prepare_local`,
+`prepare_remote` → `post_read` → `poll` until DONE → `release` … `remove_peer`, `close`. A fabric belongs to one
+thread at a time; nothing here locks.
+
+Errors, all of them `KvferryError`s that carry `operation`, `peer` and `reason`:
+
+    FabricError
+    ├── FabricClosed           the fabric was used after `close`
+    ├── FabricUnavailable      the library, its backend or the registration of memory failed
+    ├── InvalidMetadata        a peer's metadata cannot be used (it is input: anything may be in it)
+    ├── InvalidRequest         what was asked for does not fit together; nothing was posted
+    │   └── DescriptorOutOfRange  … rows that leave the registered regions of their owner
+    ├── PeerLost               the peer is gone: it died, was removed, or was never added
+    └── TransferFailed         a transfer ended without its data; the peer may be well
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.protocol.errors import KvferryError
+
+PeerAgent = NewType("PeerAgent", str)
+"""The name of a remote agent that this fabric knows."""
+
+Indices: TypeAlias = npt.NDArray[np.int32]
+"""[n] int32, C-contiguous: which descriptors of a prepared list take part, in order."""
+
+MAX_DESCRIPTORS = 2**31 - 1
+"""Descriptors that one prepared list can hold: they are picked by int32 indices."""
+
+MAX_NOTIFICATION_BYTES = 64 * 1024
+"""The longest message that `notify` takes."""
+
+_ADDRESS_END = 2**63 - 1
+
+
+class MemoryKind(enum.Enum):
+    """Where registered memory lies."""
+
+    DRAM = "DRAM"
+    VRAM = "VRAM"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory `[address, address + length)` of this process, in bytes, on `device` (0 for DRAM)."""
+
+    address: int
+    length: int
+    kind: MemoryKind
+    device: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DescriptorRows:
+    """Descriptors in the compressed form that costs O(rows): row i stands for `count[i]` descriptors.
+
+    `rows` is [R, 5] int64, columns `address, length, device, stride, count`, bytes. Descriptor j of a row is
+    `[address + j·stride, address + j·stride + length)` on `device`. Descriptors are numbered row by row: with
+    rows (1000, 16, 0, 64, 3) and (9000, 8, 0, 8, 2), descriptor 2 is [1128, 1144) and descriptor 3 is [9000, 9008).
+
+    The array is copied and frozen. Raises `InvalidRequest` for no rows, another shape or dtype, a length or count
+    below 1, a negative address, device or stride, a stride below the length where count > 1, an end beyond 2⁶³ − 1
+    or more than `MAX_DESCRIPTORS` descriptors.
+    """
+
+    kind: MemoryKind
+    rows: npt.NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        rows = self.rows
+        if rows.ndim != 2 or rows.shape[1] != 5 or rows.dtype != np.int64:
+            raise InvalidRequest("describe rows", f"rows are {rows.dtype}{list(rows.shape)}; expected int64[R, 5]")
+        if len(rows) == 0:
+            raise InvalidRequest("describe rows", "there are no rows")
+        address, length, device, stride, count = rows.T
+        legal = (length >= 1) & (count >= 1) & (address >= 0) & (device >= 0) & (stride >= 0)
+        legal &= (count == 1) | (stride >= length)
+        # In this order nothing overflows for legal rows; illegal ones are refused whatever comes out.
+        room = _ADDRESS_END - np.maximum(address, 0) - np.minimum(np.maximum(length, 0), _ADDRESS_END - address)
+        legal &= (length <= _ADDRESS_END - address) & (count - 1 <= room // np.maximum(stride, 1))
+        if not legal.all():
+            first = int(np.argmin(legal))
+            raise InvalidRequest(
+                "describe rows",
+                f"row {first} (address, length, device, stride, count) = {tuple(rows[first].tolist())} is no memory",
+            )
+        if sum(count.tolist()) > MAX_DESCRIPTORS:
+            raise InvalidRequest("describe rows", f"more than {MAX_DESCRIPTORS} descriptors in one list")
+        frozen = np.array(rows, order="C")
+        frozen.setflags(write=False)
+        object.__setattr__(self, "rows", frozen)
+
+    @classmethod
+    def of(cls, kind: MemoryKind, rows: Iterable[tuple[int, int, int, int, int]]) -> DescriptorRows:
+        """From `(address, length, device, stride, count)` tuples; raises `InvalidRequest` as the constructor does."""
+        try:
+            array = np.array(list(rows), dtype=np.int64).reshape(-1, 5)
+        except (OverflowError, ValueError, TypeError) as error:
+            raise InvalidRequest("describe rows", f"not rows of five 64-bit integers: {error}") from error
+        return cls(kind, array)
+
+    @property
+    def count(self) -> int:
+        """Descriptors that the rows stand for."""
+        return int(self.rows[:, 4].sum())
+
+
+class LocalDescriptors:
+    """Prepared descriptors of this process's memory: where reads land. Made by `prepare_local`."""
+
+    __slots__ = ("count",)
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+class RemoteDescriptors:
+    """Prepared descriptors of a peer's memory: what reads fetch. Made by `prepare_remote`, dead with the peer."""
+
+    __slots__ = ("count", "peer")
+
+    def __init__(self, count: int, peer: PeerAgent) -> None:
+        self.count = count
+        self.peer = peer
+
+
+class Transfer:
+    """A posted read. Made by `post_read`."""
+
+    __slots__ = ("peer",)
+
+    def __init__(self, peer: PeerAgent) -> None:
+        self.peer = peer
+
+
+class TransferState(enum.Enum):
+    """What `poll` can say; failures are raised."""
+
+    IN_FLIGHT = "in flight"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenHandles:
+    """What a fabric has handed out and not got back.
+
+    Attributes:
+        transfers: posted and not released.
+        prepared: prepared lists, local and remote, that were not released.
+        peers: added and not removed.
+        leaving: removed peers that are still connected because reads from them are in flight.
+    """
+
+    transfers: int = 0
+    prepared: int = 0
+    peers: int = 0
+    leaving: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTelemetry:
+    """What a finished transfer moved. `descriptors` counts what was posted, after merging of neighbours."""
+
+    bytes: int
+    descriptors: int
+    post_us: float
+    transfer_us: float
+
+
+class Fabric(Protocol):
+    """One agent on the fabric. Everything raises `FabricClosed` after `close`, except `release`, `open_handles` and
+    `close`."""
+
+    @property
+    def agent_name(self) -> str:
+        """The name under which peers know this agent and receive its notifications."""
+        ...
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Make memory reachable: for local reads to land in, and for peers that get `metadata` afterwards.
+
+        The memory stays registered until `close`; the caller keeps it mapped until then. Raises
+        `FabricUnavailable` if the fabric refuses a region; then none of `regions` is registered.
+        """
+        ...
+
+    def metadata(self) -> bytes:
+        """What a peer's `add_peer` needs: connection information and every region registered so far."""
+        ...
+
+    def add_peer(self, metadata: bytes) -> PeerAgent:
+        """Make a peer known by what its `metadata` returned.
+
+        Raises `InvalidMetadata` for bytes that are no metadata, and for an agent that is known already (dead ones
+        and those with a read in flight included) or is this one: whoever replaces a peer calls `remove_peer` first.
+        Contacts nobody; an unreachable peer is noticed by the first read. Damaged bytes are recognised, but what
+        lies under a good checksum is parsed by the fabric's own library, and bytes made up with intent can crash it:
+        take metadata from authenticated peers only.
+        """
+        ...
+
+    def remove_peer(self, peer: PeerAgent) -> None:
+        """Forget a peer; its `RemoteDescriptors` are dead from here on. Idempotent.
+
+        Reads in flight go on and can be polled; only when the last of them has ended or was released can it be added
+        again. Whether it is disconnected then is the fabric's affair.
+        """
+        ...
+
+    def prepare_local(self, rows: DescriptorRows) -> LocalDescriptors:
+        """Prepare own memory. Every row must lie in one registered region, else `DescriptorOutOfRange` is raised."""
+        ...
+
+    def prepare_remote(self, peer: PeerAgent, rows: DescriptorRows) -> RemoteDescriptors:
+        """Prepare a peer's memory.
+
+        Every row must lie in one of the regions in the metadata that `add_peer` was given, else
+        `DescriptorOutOfRange` is raised. Raises `PeerLost` for a peer that is unknown or known to be dead.
+        """
+        ...
+
+    def post_read(
+        self, local: LocalDescriptors, local_indices: Indices, remote: RemoteDescriptors, remote_indices: Indices
+    ) -> Transfer:
+        """Start reading descriptor `remote_indices[i]` into `local_indices[i]`, for every i.
+
+        May complete at once, and may take as long as that (the GIL is released). Neighbours are merged where both
+        sides ascend and adjoin, so sort the pairs. Empty index arrays make a transfer that is DONE and contacts
+        nobody. Raises `InvalidRequest` for arrays of another dtype, shape or unequal length, an index outside its
+        list, a pair of descriptors of unequal length or a released handle: then nothing was posted. Raises
+        `PeerLost` if the peer is gone, and `TransferFailed` otherwise, as `poll` does: parts may have been posted.
+        """
+        ...
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """Advance a transfer and tell its state; never waits. A transfer advances for certain only if polled.
+
+        Raises `PeerLost` or `TransferFailed`, again on every later call, and what its local descriptors hold is
+        undefined. After `PeerLost` nothing more is written there; after `TransferFailed` something may be, see there,
+        and once the peer is known to be dead later calls raise `PeerLost` instead. A frozen peer raises nothing:
+        deadlines are the caller's.
+        """
+        ...
+
+    def telemetry(self, transfer: Transfer) -> TransferTelemetry | None:
+        """Numbers of a transfer that is DONE and not released; None before, for an empty one, or if not captured."""
+        ...
+
+    def release(self, handle: Transfer | LocalDescriptors | RemoteDescriptors) -> None:
+        """Give a handle back. Idempotent; raises nothing, whatever became of the peer or the fabric.
+
+        Releasing a transfer that is in flight does **not** stop it: its bytes may still land, seconds later, even
+        after `remove_peer`. So release one only when `poll` said DONE or raised, or its peer is known to be dead;
+        until then its local memory must not be used for anything else. A prepared list may be released while
+        transfers that were posted from it are in flight.
+        """
+        ...
+
+    def notify(self, peer: PeerAgent, message: bytes) -> None:
+        """Send up to 64 KiB to a peer, without waiting.
+
+        Raises `PeerLost` for an unknown peer or one known to be dead, `InvalidRequest` for a longer message,
+        `TransferFailed` otherwise. A peer that has died unnoticed swallows the message.
+        """
+        ...
+
+    def take_notifications(self) -> list[tuple[str, bytes]]:
+        """(name of the sending agent, message) of everything that arrived since the last call.
+
+        In order for each sender. Anybody may have sent it, peer or not: nothing in it can be trusted, and nothing
+        in it makes this raise.
+        """
+        ...
+
+    def open_handles(self) -> OpenHandles:
+        """What has not been given back; in constant time. Raises nothing, not even after `close`."""
+        ...
+
+    def close(self) -> None:
+        """Drop handles and peers, deregister the memory, end the agent. Idempotent.
+
+        Own transfers in flight must have ended before. Reads of others are not stopped for certain: over shared
+        memory they succeed for as long as the memory stays mapped, so unmap nothing that peers may still read.
+        """
+        ...
+
+
+class FabricError(KvferryError):
+    """Base of what a fabric raises.
+
+    Args:
+        operation: what was being done, e.g. `post read`.
+        reason: what went wrong, in words.
+        peer: with whom, where there is one.
+    """
+
+    def __init__(self, operation: str, reason: str, peer: PeerAgent | None = None) -> None:
+        self.operation = operation
+        self.reason = reason
+        self.peer = peer
+        super().__init__(f"{operation}: {reason}" if peer is None else f"{operation}: {reason} (peer={peer})")
+
+
+class FabricClosed(FabricError):
+    """The fabric was used after `close`."""
+
+
+class FabricUnavailable(FabricError):
+    """The library, its backend or the registration of memory failed."""
+
+
+class InvalidMetadata(FabricError):
+    """A peer's metadata cannot be used."""
+
+
+class InvalidRequest(FabricError):
+    """Rows, indices or a handle that do not fit together; nothing was posted."""
+
+
+class DescriptorOutOfRange(InvalidRequest):
+    """Rows leave the registered regions of their owner."""
+
+
+class PeerLost(FabricError):
+    """The peer is gone: it died, was removed, or was never added."""
+
+
+class TransferFailed(FabricError):
+    """A transfer or a notification failed for another reason than a lost peer.
+
+    The parts of the transfer that were posted have been cancelled, which NIXL cannot confirm: while the peer lives,
+    treat their memory as if the transfer had been released in flight. (With UCX only lost peers have been seen.)
+    """

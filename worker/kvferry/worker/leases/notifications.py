@@ -1,0 +1,72 @@
+"""What consumers report: notifications, taken from the fabric and brought to the lease table.
+
+Anybody can send them, so each that is of no use is counted, and a line in the log says so once a second at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from kvferry.protocol.errors import InvalidMessage
+from kvferry.protocol.notifications import decode_notification
+from kvferry.worker.fabric.errors import unforeseen
+from kvferry.worker.fabric.port import Fabric
+from kvferry.worker.leases.table import LeaseTable
+from kvferry.worker.loads.results import ResultBox
+
+logger = logging.getLogger(__name__)
+
+_QUIET_S = 1.0
+
+
+class Reports:
+    """Used on the transfer thread."""
+
+    def __init__(self, fabric: Fabric, table: LeaseTable, results: ResultBox) -> None:
+        self._fabric = fabric
+        self._table = table
+        self._results = results
+        self._quiet_until_s = 0.0
+        self._unshown = 0
+
+    def take(self) -> bool:
+        """Take what has arrived. Returns whether there was anything.
+
+        Raises:
+            FabricError: the fabric failed.
+        """
+        arrived = self._fabric.take_notifications()
+        for sender, frame in arrived:
+            try:
+                self._take_one(sender, frame)
+            except Exception:  # noqa: BLE001 - shown, with its traceback
+                unforeseen.show("a notification is lost, others are taken")
+        return bool(arrived)
+
+    def _take_one(self, sender: str, frame: bytes) -> None:
+        try:
+            done = decode_notification(frame)
+            finished = self._table.done(done)
+        except InvalidMessage as invalid:
+            self._show(sender, invalid)
+            with self._results as results:
+                results.bad_notifications += 1
+            return
+        except KeyError:
+            logger.debug("ignored a notification of %s: no such lease", sender)
+            with self._results as results:
+                results.late_notifications += 1
+            return
+        logger.debug("slot=%d done by worker %d of %s", done.slot, done.worker, done.consumer)
+        if finished is not None:
+            with self._results as results:
+                results.sent.add(finished)
+
+    def _show(self, sender: str, invalid: InvalidMessage) -> None:
+        now_s = time.monotonic()
+        if now_s < self._quiet_until_s:
+            self._unshown += 1
+            return
+        logger.warning("ignored a notification of %s (and %d more before it): %s", sender, self._unshown, invalid)
+        self._quiet_until_s, self._unshown = now_s + _QUIET_S, 0

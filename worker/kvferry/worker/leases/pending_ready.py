@@ -1,0 +1,63 @@
+"""Leases whose blocks are held and may not be read yet: the device is still writing them, or they are being copied."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvferry.protocol.orders import LeaseHold
+from kvferry.protocol.params import Blocks
+from kvferry.worker.leases.table import LeaseTable
+from kvferry.worker.memory.device import DeviceMark
+from kvferry.worker.staging.host_buffer import HostMirror
+
+
+@dataclass(slots=True, eq=False)
+class _Unready:
+    """A hold that waits for the device.
+
+    Attributes:
+        mark: reached when everything that may write the blocks has finished; then, when they have been copied.
+        waves: what has yet to be copied before anybody may read.
+    """
+
+    hold: LeaseHold
+    mark: DeviceMark
+    waves: deque[Blocks]
+
+
+class UnreadyHolds:
+    """Used on the transfer thread.
+
+    Args:
+        mirror: where blocks are copied to before anybody may read them; None where peers read the caches.
+    """
+
+    def __init__(self, table: LeaseTable, mirror: HostMirror | None) -> None:
+        self._table = table
+        self._mirror = mirror
+        self._unready: list[_Unready] = []
+
+    def __len__(self) -> int:
+        return len(self._unready)
+
+    def add(self, hold: LeaseHold, mark: DeviceMark) -> None:
+        """Say READY when the mark is reached and the blocks are where peers read them."""
+        waves = self._mirror.waves(hold.blocks) if self._mirror is not None else deque[Blocks]()
+        self._unready.append(_Unready(hold, mark, waves))
+
+    def step(self) -> bool:
+        """Go on with those whose mark is reached. Returns whether there were any.
+
+        A lease that has ended meanwhile is left out: its blocks may be another request's by now.
+        """
+        self._unready = [one for one in self._unready if self._table.is_open(one.hold.slot, one.hold.epoch)]
+        reached = [one for one in self._unready if one.mark.reached()]
+        for one in reached:
+            self._unready.remove(one)
+            if not one.waves or self._mirror is None:
+                self._table.ready(one.hold)
+                continue
+            self._unready.append(one)  # first: whatever happens now, it is not lost, and not the first one next time
+            one.mark = self._mirror.try_copy(one.waves) or one.mark
+        return bool(reached)

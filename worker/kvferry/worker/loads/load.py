@@ -1,0 +1,339 @@
+"""One load, from its order to its last byte, told as the steps that it takes.
+
+The steps are generators: a `yield` says that there is nothing to do at present. Nothing waits, nothing sleeps; the
+transfer thread resumes every load in turn. What may still write into the request's blocks is in `reads`, `staged`
+and `erased` of the `Load` at every moment, whatever happens to the generator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_request
+from kvferry.plan.descriptors import descriptor_pairs
+from kvferry.plan.tokens import TokenMap
+from kvferry.plan.waves import source_units
+from kvferry.protocol.errors import InvalidParams, KvferryError
+from kvferry.protocol.handshake import CacheGroup
+from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
+from kvferry.protocol.notifications import Done, encode_notification
+from kvferry.protocol.orders import FailureReason, LoadOrder
+from kvferry.protocol.params_mac import check_seal
+from kvferry.worker.fabric.errors import unforeseen
+from kvferry.worker.fabric.port import Fabric, FabricError, Transfer, TransferState
+from kvferry.worker.fabric.reads import Reader, Reads
+from kvferry.worker.loads.record import LoadFigures, LoadTimes, Stage
+from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.memory.device import DeviceMark
+from kvferry.worker.memory.slot_reads import Landing
+from kvferry.worker.memory.tail_zeroing import TailEraser
+from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute
+from kvferry.worker.peers.registry import PeerBook, Unavailable
+from kvferry.worker.staging.buffer import Staging
+from kvferry.worker.staging.pool import Wave
+from kvferry.worker.staging.staged_reads import StagedFigures, StagedReads
+
+Steps = Generator[None, None, None]
+
+_ASK_AGAIN_S = 0.001
+
+
+class Planned(NamedTuple):
+    """What is read in place: descriptors before any are merged, and their bytes."""
+
+    num_bytes: int
+    descriptors: int
+
+
+class LoadFailed(KvferryError):
+    """A load that did not become good: the blocks hold nothing that may be used."""
+
+    def __init__(self, reason: FailureReason, detail: str) -> None:
+        self.reason = reason
+        super().__init__(detail)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadContext:
+    """What every load of a worker works with.
+
+    Attributes:
+        groups: this engine's cache groups.
+        boot: this engine's boot, for the producer's count of reporters.
+        worker: this worker's index in its engine.
+    """
+
+    reader: Reader
+    book: PeerBook
+    landing: Landing
+    staging: Staging | None
+    caches: KvCaches
+    eraser: TailEraser
+    groups: tuple[CacheGroup, ...]
+    boot: str
+    worker: int
+
+    @property
+    def fabric(self) -> Fabric:
+        return self.reader.fabric
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One load.
+
+    Attributes:
+        key: whom it is to be read from.
+        times: when each of its stages ended.
+        mark: when it is reached, the device has finished everything that was launched before the blocks were given
+            to this request.
+        peer: whom it reads from, once that has been met.
+        reads: what may still be written: into the request's blocks, or into `cells`.
+        staged: what goes through the staging pool, and may still write too.
+        erased: when the device has zeroed what was not loaded; until then it may still write as well.
+        figures: set when the load is good.
+        undelivered: producer workers that could not be told.
+    """
+
+    order: LoadOrder
+    mark: DeviceMark
+    context: LoadContext
+    ordered_s: float
+    key: PeerKey = field(init=False)
+    times: LoadTimes = field(init=False)
+    peer: Peer | None = None
+    reads: Reads = field(init=False)
+    staged: StagedReads | None = None
+    erased: DeviceMark | None = None
+    cells: tuple[int, ...] = ()
+    figures: LoadFigures | None = None
+    undelivered: int = 0
+
+    def __post_init__(self) -> None:
+        self.key = PeerKey.of(self.order.source)
+        self.times = LoadTimes(self.ordered_s)
+        self.reads = self.context.reader.reads()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it writes into, or might."""
+        return sum(len(blocks) for blocks in self.order.local_blocks)
+
+    def transfers(self) -> int:
+        """Transfers that have not been given back."""
+        return len(self.reads) + (self.staged.transfers() if self.staged is not None else 0)
+
+    def waves(self) -> list[Wave]:
+        """What it has of the staging pool."""
+        return self.staged.waves() if self.staged is not None else []
+
+    def steps(self) -> Steps:
+        """The load's life.
+
+        Raises:
+            LoadFailed: the blocks are not to be used.
+            FabricError: the fabric failed; the peer may be lost.
+        """
+        times, now_s = self.times, time.monotonic
+        times.go_on(Stage.MEETING, now_s())
+        peer = self.peer = yield from self._meet_peer()
+        units = self._pair_units(peer)
+        while not self.mark.reached():
+            yield
+        times.go_on(Stage.FENCE, now_s())
+        yield from self._check_fence(peer, wait_until_ready=True)
+        times.go_on(Stage.POSTING, now_s())
+        planned, handles = self._post_reads(peer, units)
+        times.go_on(Stage.READING, now_s())
+        yield from self._read_staged(peer, units)
+        yield from self._finish(handles)
+        times.go_on(Stage.FENCE_AGAIN, now_s())
+        try:
+            self.erased = self.context.eraser.erase(units, self.context.groups, self._blocks)
+        except Exception:
+            self.erased = self.context.eraser.mark()  # what was launched before it still writes
+            raise
+        yield from self._check_fence(peer, wait_until_ready=False)
+        while self.erased is not None and not self.erased.reached():
+            yield
+        self.figures = self._figures(planned, handles)
+        times.end(now_s())
+
+    def settle(self) -> bool:
+        """Release what can write no more; raises nothing, unless the device itself has failed.
+
+        Returns:
+            Whether nothing is in flight: the blocks are safe to use again.
+        """
+        none_is_read = self.reads.settle()
+        if none_is_read and self.cells:
+            self.context.landing.give_back(self.cells)
+            self.cells = ()
+        staged_is_safe = self.staged is None or self.staged.settle()
+        is_erased = self.erased is None or self.erased.reached()
+        return none_is_read and staged_is_safe and is_erased
+
+    def _meet_peer(self) -> Generator[None, None, Peer]:
+        while True:
+            found = self.context.book.get(self.key, time.monotonic())
+            if isinstance(found, Peer):
+                try:
+                    check_seal(self.order.source, found.description.seal_key)
+                except InvalidParams as invalid:
+                    raise LoadFailed(FailureReason.SEAL, str(invalid)) from None
+                return found
+            if isinstance(found, Unavailable):
+                raise LoadFailed(found.reason, found.text)
+            yield
+
+    def _pair_units(self, peer: Peer) -> dict[TokenMap, UnitPairs]:
+        source, groups = self.order.source, self.context.groups
+        if not len(source.remote_block_ids) == len(self.order.local_blocks) == len(groups):
+            text = f"{len(source.remote_block_ids)} groups of blocks; expected {len(groups)}"
+            raise LoadFailed(FailureReason.PARAMS, text)
+        slot = source.kvferry.lease_slot
+        if any(slot >= route.num_slots for route in peer.routes):
+            raise LoadFailed(FailureReason.PARAMS, f"lease_slot is {slot}; the producer has fewer")
+        try:
+            return pair_request(peer.plan, groups, peer.description.groups, self._blocks)
+        except InvalidParams as invalid:
+            raise LoadFailed(FailureReason.PARAMS, str(invalid)) from None
+
+    @property
+    def _blocks(self) -> RequestBlocks:
+        source, order = self.order.source, self.order
+        return RequestBlocks(
+            local=order.local_blocks,
+            remote=source.remote_block_ids,
+            first_token=order.first_token,
+            stop_token=order.stop_token,
+            num_tokens=source.remote_num_tokens,
+        )
+
+    def _check_fence(self, peer: Peer, *, wait_until_ready: bool) -> Steps:
+        """Read the lease's slot on every producer worker: only `epoch | READY` on all of them is good.
+
+        Before the data, a slot that still says COMPUTING is asked again.
+        """
+        ticket = self.order.source.kvferry
+        epoch = epoch_from_text(ticket.lease_epoch)
+        ready, computing = (slot_word(epoch, state) for state in (SlotState.READY, SlotState.COMPUTING))
+        if not peer.routes:
+            return  # this worker holds nothing of the model's caches, and nobody has to be told
+        yield from self._take_cells(len(peer.routes))
+        words = self.context.landing.words
+        while True:
+            words[list(self.cells)] = 0
+            handles = [self._read_slot(route, cell) for route, cell in zip(peer.routes, self.cells, strict=True)]
+            yield from self._finish(handles)
+            self._release(handles)
+            found = {int(words[cell]) for cell in self.cells}
+            if found == {ready}:
+                return
+            if not (wait_until_ready and found <= {ready, computing}):
+                when = "before" if wait_until_ready else "after"
+                raise LoadFailed(FailureReason.FENCE, f"the lease had ended {when} the read")
+            again_s = time.monotonic() + _ASK_AGAIN_S
+            while time.monotonic() < again_s:
+                yield
+
+    def _read_slot(self, route: PeerRoute, cell: int) -> Transfer:
+        """Read the lease's slot on one producer worker into `cell`."""
+        slot = np.array([self.order.source.kvferry.lease_slot], dtype=np.int32)
+        return self.reads.post(self.context.landing.descriptors, np.array([cell], dtype=np.int32), route.slots, slot)
+
+    def _take_cells(self, count: int) -> Steps:
+        if count > len(self.context.landing.words):
+            raise LoadFailed(FailureReason.PLAN, f"{count} producer workers; expected at most as many as cells land")
+        while not self.cells:
+            taken = self.context.landing.try_take(count)
+            if taken is not None:
+                self.cells = taken
+                return
+            yield
+
+    def _post_reads(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> tuple[Planned, list[Transfer]]:
+        num_bytes = descriptors = 0
+        handles = []
+        for prepared in (prepared for route in peer.routes for prepared in route.tables):
+            wanted = descriptor_pairs(prepared.table, units)
+            if len(wanted.local):
+                handles.append(self.reads.post(prepared.local, wanted.local, prepared.remote, wanted.remote))
+                num_bytes += wanted.num_bytes
+                descriptors += len(wanted.local)
+        return Planned(num_bytes, descriptors), handles
+
+    def _read_staged(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> Steps:
+        sources = [
+            (source, source_units(source.table.source, units[source.table.source.tokens]))
+            for route in peer.routes
+            for source in route.sources
+        ]
+        if sources and self.context.staging is not None:
+            peer_name = f"{peer.key}/{peer.key.boot}"
+            reads = StagedReads(self.context.reader, self.context.staging, self.order.request_id, peer_name)
+            self.staged = reads
+            yield from reads.steps(sources)
+
+    def _finish(self, handles: list[Transfer]) -> Steps:
+        """Until all of them are done. A transfer that raises ends the load; its siblings stay in `reads`."""
+        waiting = list(handles)
+        while True:
+            waiting = [x for x in waiting if self.context.fabric.poll(x) is TransferState.IN_FLIGHT]
+            if not waiting:
+                return
+            yield
+
+    def _release(self, handles: list[Transfer]) -> None:
+        for transfer in handles:
+            self.reads.finished(transfer)
+
+    def _figures(self, planned: Planned, handles: list[Transfer]) -> LoadFigures:
+        told = [self.context.fabric.telemetry(transfer) for transfer in handles]
+        known = [one for one in told if one is not None]
+        self._release(handles)
+        staged = self.staged.figures if self.staged is not None else StagedFigures()
+        self.times.relayout_s = staged.relayout_s
+        known += staged.telemetry
+        return LoadFigures(
+            planned_bytes=planned.num_bytes + staged.planned_bytes,
+            planned_descriptors=planned.descriptors + staged.planned_descriptors,
+            transferred_bytes=sum(one.bytes for one in known),
+            descriptors=sum(one.descriptors for one in known),
+            post_s=sum(one.post_us for one in known) / 1e6,
+            transfer_s=sum(one.transfer_us for one in known) / 1e6,
+            load_s=time.monotonic() - self.ordered_s,
+            staged_bytes=staged.planned_bytes,
+            waves=staged.waves,
+        )
+
+    def tell(self) -> None:
+        """Tell every producer worker that this worker needs nothing more under the lease; raises nothing.
+
+        A read is posted behind each message. Over TCP NIXL waits for an answer to the message before it calls the next
+        read of that peer done: 0.2 ms of the next load, unless it has been waited for by then (bench.transfer, lanes).
+        """
+        ticket = self.order.source.kvferry
+        for index, route in enumerate(self.peer.routes if self.peer is not None else ()):
+            message = Done(
+                slot=ticket.lease_slot,
+                epoch=ticket.lease_epoch,
+                consumer=self.context.boot,
+                worker=self.context.worker,
+                expected=route.route.expected,
+            )
+            try:
+                self.context.fabric.notify(route.agent, encode_notification(message))
+                with contextlib.suppress(FabricError):
+                    self._read_slot(route, self.cells[index])
+            except FabricError:
+                self.undelivered += 1  # the producer will free the blocks when their lease runs out
+            except Exception:  # noqa: BLE001 - shown, with its traceback
+                unforeseen.show(f"req={self.order.request_id}: the load is good, and a producer was not told")
+                self.undelivered += 1

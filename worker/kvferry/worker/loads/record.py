@@ -1,0 +1,177 @@
+"""The record of a load that is over: how it ended, when each stage ended, and what it adds to the worker's metrics.
+
+It is made on the transfer thread as the load ends; the step thread only passes it on.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvferry.protocol.orders import FailureReason
+from kvferry.worker.peers.peer import PeerKey
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """What a good load moved, and how long it took.
+
+    Attributes:
+        planned_bytes, planned_descriptors: by the plan, which merges nothing.
+        transferred_bytes, descriptors: as NIXL counted them, which merges neighbours: a descriptor is a run of bytes
+            that lie together on both sides.
+        post_s, transfer_s: as NIXL measured them, summed over the routes.
+        load_s: from the order to the last byte.
+        staged_bytes, waves: of the planned bytes those that went through the staging pool, and in how many waves.
+    """
+
+    planned_bytes: int
+    planned_descriptors: int
+    transferred_bytes: int
+    descriptors: int
+    post_s: float
+    transfer_s: float
+    load_s: float
+    staged_bytes: int = 0
+    waves: int = 0
+
+    @property
+    def run_bytes(self) -> float | None:
+        """Mean length of a run; None where NIXL counted nothing."""
+        return self.transferred_bytes / self.descriptors if self.descriptors else None
+
+
+class Stage(enum.Enum):
+    """What a load does, in its order. A stage begins when the one before it has ended.
+
+    Attributes:
+        QUEUED: it waits for its turn.
+        MEETING: it waits until its producer has been met, and the device is done with the blocks' last owner.
+        FENCE: it reads the lease's slots until the producer is ready.
+        POSTING: its reads are prepared and posted; where a post copies, it lasts until the bytes are here.
+        READING: what it reads is under way, and what is staged is put in place.
+        FENCE_AGAIN: it reads the slots once more, while what was not loaded is zeroed.
+    """
+
+    QUEUED = "queued"
+    MEETING = "meeting"
+    FENCE = "fence"
+    POSTING = "posting"
+    READING = "reading"
+    FENCE_AGAIN = "fence_again"
+
+
+@dataclass(slots=True)
+class LoadTimes:
+    """The stages of one load on the worker's monotonic clock, in seconds.
+
+    Attributes:
+        ordered_s: when the worker had the order.
+        stage: what it does now, or did when it ended.
+        ended_s: by stage, when it ended.
+        relayout_s: of `READING` the time in which waves were put in place, summed over waves.
+    """
+
+    ordered_s: float
+    stage: Stage = Stage.QUEUED
+    ended_s: dict[Stage, float] = field(default_factory=dict)
+    relayout_s: float = 0.0
+
+    def go_on(self, stage: Stage, now_s: float) -> None:
+        """The present stage has ended, and this one begins."""
+        self.ended_s[self.stage] = now_s
+        self.stage = stage
+
+    def end(self, now_s: float) -> None:
+        """The load has ended, well or badly."""
+        self.ended_s[self.stage] = now_s
+
+    def lasted_s(self, stage: Stage) -> float | None:
+        """How long a stage took; None when it has not ended."""
+        return self.all_lasted_s().get(stage)
+
+    def all_lasted_s(self) -> dict[Stage, float]:
+        """How long each stage took that has ended."""
+        lasted_s, begun_s = {}, self.ordered_s
+        for stage, ended_s in self.ended_s.items():
+            lasted_s[stage] = ended_s - begun_s
+            begun_s = ended_s
+        return lasted_s
+
+
+_STAGES = (("queue_s", Stage.QUEUED), ("meeting_s", Stage.MEETING), ("fence_s", Stage.FENCE))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAccount:
+    """One load's.
+
+    Attributes:
+        counters: by metric and label value, which is empty where the metric has no label.
+        samples: by metric.
+    """
+
+    counters: dict[str, dict[str, float]]
+    samples: dict[str, list[float]]
+
+    @classmethod
+    def of(cls, figures: LoadFigures, times: LoadTimes) -> LoadAccount:
+        """Of a load that has ended well."""
+        counters: dict[str, dict[str, float]] = {"placed_loads": {_placing(figures): 1}}
+        if figures.planned_bytes:
+            counters["planned_bytes"] = {"": figures.planned_bytes}
+        if figures.planned_descriptors:
+            counters["planned_descriptors"] = {"": figures.planned_descriptors}
+        samples = {
+            "transfer_s": [figures.transfer_s],
+            "post_s": [figures.post_s],
+            "transferred_bytes": [float(figures.transferred_bytes)],
+            "descriptors": [float(figures.descriptors)],
+            "load_s": [figures.load_s],
+        }
+        run_bytes = figures.run_bytes
+        if run_bytes is not None:
+            samples["run_bytes"] = [run_bytes]
+        lasted_s = times.all_lasted_s()
+        for name, stage in _STAGES:
+            if stage in lasted_s:
+                samples[name] = [lasted_s[stage]]
+        if Stage.READING in lasted_s:
+            samples["read_s"] = [lasted_s.get(Stage.POSTING, 0.0) + lasted_s[Stage.READING]]
+        if figures.staged_bytes:
+            counters["staged_bytes"] = {"": figures.staged_bytes}
+            samples["relayout_s"] = [times.relayout_s]
+        return cls(counters, samples)
+
+
+def _placing(figures: LoadFigures) -> str:
+    """Where the plan has its bytes read to, as the metric has it."""
+    if not figures.planned_bytes:
+        return "none"
+    if not figures.staged_bytes:
+        return "direct"
+    return "staged" if figures.staged_bytes >= figures.planned_bytes else "mixed"
+
+
+@dataclass(slots=True)
+class EndedLoad:
+    """What the transfer thread tells of it.
+
+    Attributes:
+        request_id: of this engine.
+        source: whom it was read from.
+        reason: why it failed; None for a good one.
+        figures: what a good one moved.
+        account: of a good one, for metrics.
+    """
+
+    request_id: str
+    source: PeerKey
+    times: LoadTimes
+    reason: FailureReason | None = None
+    figures: LoadFigures | None = None
+    account: LoadAccount | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.figures is not None:
+            self.account = LoadAccount.of(self.figures, self.times)

@@ -1,0 +1,99 @@
+"""The results that the transfer thread hands back to the step thread, gauges among them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from kvferry.protocol.orders import FailureReason
+from kvferry.worker.loads.record import EndedLoad, LoadFigures
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLevels:
+    """One worker's levels.
+
+    Attributes:
+        peers: producers that are ready to be read from.
+        staging_used_bytes: of the staging pool, those that some load has, quarantined ones included.
+        staging_pool_bytes: of the whole pool; 0 without one.
+    """
+
+    peers: int
+    staging_used_bytes: int
+    staging_pool_bytes: int
+
+
+@dataclass(slots=True)
+class StepResults:
+    """What happened since the last step.
+
+    Attributes:
+        sent: held requests that are over; each is reported once.
+        loaded: requests whose blocks are complete.
+        failed: requests whose blocks are not to be used, with the reason.
+        ended: the loads, good and bad, that the transfer thread has ended.
+        met_s: how long first contacts took that ended well.
+        levels: what this worker has at present; None when that has not changed.
+        undelivered: notifications that could not be sent.
+        bad_notifications: notifications that were not ours, malformed, or about no lease.
+        late_notifications: well-formed ones about a lease that is over.
+        alive: failed requests whose blocks may still be written; None when that has not changed.
+        quarantined_loads, quarantined_blocks: that have been put into quarantine.
+        graces_over: failed reads whose memory came back because a grace was over (`kvferry.worker.fabric.reads`).
+        integrity_errors: how often the books did not add up.
+        lost_orders: steps whose orders could not be read.
+    """
+
+    sent: set[str] = field(default_factory=set)
+    loaded: set[str] = field(default_factory=set)
+    failed: dict[str, FailureReason] = field(default_factory=dict)
+    ended: list[EndedLoad] = field(default_factory=list)
+    met_s: list[float] = field(default_factory=list)
+    levels: WorkerLevels | None = None
+    undelivered: int = 0
+    bad_notifications: int = 0
+    late_notifications: int = 0
+    alive: frozenset[str] | None = None
+    quarantined_loads: int = 0
+    quarantined_blocks: int = 0
+    graces_over: int = 0
+    integrity_errors: int = 0
+    lost_orders: int = 0
+
+    @property
+    def figures(self) -> list[LoadFigures]:
+        """What the good loads moved."""
+        return [load.figures for load in self.ended if load.figures is not None]
+
+
+class ResultBox:
+    """Where results wait for the next step, or a step for results."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._load_ended = threading.Condition(self._lock)
+        self._results = StepResults()
+
+    def __enter__(self) -> StepResults:
+        self._lock.acquire()
+        return self._results
+
+    def __exit__(self, *exc: object) -> None:
+        if self._has_load():
+            self._load_ended.notify_all()
+        self._lock.release()
+
+    def wait_for_load(self, timeout_s: float) -> None:
+        """Wait until a load has ended, well or badly; no longer than this."""
+        with self._lock:
+            self._load_ended.wait_for(self._has_load, timeout_s)
+
+    def take(self) -> StepResults:
+        """Everything since the last call."""
+        with self._lock:
+            taken, self._results = self._results, StepResults()
+        return taken
+
+    def _has_load(self) -> bool:
+        return bool(self._results.loaded or self._results.failed)

@@ -1,0 +1,261 @@
+"""The loads of a worker: those that wait for their turn, those that run, and failed ones in quarantine.
+
+A failed load is in quarantine while its blocks may still be written.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from kvferry.protocol.orders import FailureReason, LoadOrder
+from kvferry.worker.fabric.errors import unforeseen
+from kvferry.worker.fabric.port import FabricError, PeerLost
+from kvferry.worker.loads.load import Load, LoadContext, LoadFailed, Steps
+from kvferry.worker.loads.record import EndedLoad, Stage
+from kvferry.worker.loads.results import ResultBox
+from kvferry.worker.memory.device import DeviceMark
+from kvferry.worker.peers.peer import PeerKey
+
+
+class Quarantine:
+    """Used on the transfer thread."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[Load, float] = {}  # the oldest is first
+
+    def __len__(self) -> int:
+        return len(self._since_s)
+
+    def __iter__(self) -> Iterator[Load]:
+        return iter(self._since_s)
+
+    def add(self, load: Load, now_s: float) -> None:
+        """Something may still write into the blocks of a load that has failed."""
+        self._since_s[load] = now_s
+
+    def requests(self) -> frozenset[str]:
+        """Whose blocks must not be used."""
+        return frozenset(load.order.request_id for load in self._since_s)
+
+    def look(self) -> list[Load]:
+        """Let go of those whose blocks are safe.
+
+        Returns:
+            These.
+        """
+        over = [load for load in self._since_s if load.settle()]
+        for load in over:
+            del self._since_s[load]
+        return over
+
+    def oldest_s(self, now_s: float) -> float:
+        """Seconds that the oldest of them has been here; 0 when there is none."""
+        return now_s - next(iter(self._since_s.values())) if self._since_s else 0.0
+
+
+logger = logging.getLogger(__name__)
+
+_STRETCH_S = 100e-6
+"""So long loads are resumed at one go. A thousand loads take a millisecond and more, all of it under the interpreter's
+lock, and the engine's step thread would wait for that long whenever it wants the lock back. A post that let go of the
+lock for a while begins a new stretch: where posts copy, one load follows another."""
+
+
+class LoadRunner:
+    """Carries loads on. Used on the transfer thread.
+
+    Args:
+        results: where loads are reported.
+        timeout_s: after which a load has failed.
+        max_loads: loads that run at once.
+
+    Attributes:
+        round_s: how long it took last to resume every load once, posts that copied apart.
+    """
+
+    def __init__(self, context: LoadContext, results: ResultBox, timeout_s: float, max_loads: int) -> None:
+        self.timeout_s = timeout_s
+        self.quarantine = Quarantine()
+        self._context = context
+        self._results = results
+        self._max_loads = max_loads
+        self._waiting: deque[Load] = deque()
+        self._running: dict[Load, Steps] = {}
+        self._round: deque[Load] = deque()
+        self._flushing: list[Load] = []
+        self.round_s = self._stretched_s = 0.0
+        self._in_use: frozenset[PeerKey] | None = None
+
+    def add(self, order: LoadOrder, mark: DeviceMark, ordered_s: float) -> None:
+        """A load to be carried out when it is its turn."""
+        self._waiting.append(Load(order, mark, self._context, ordered_s))
+
+    def busy(self) -> bool:
+        """Whether `step` must be called again soon."""
+        return bool(self._running or self._waiting)
+
+    def is_amid_round(self) -> bool:
+        """Whether `step` has loads left that it has not resumed since it resumed the first one."""
+        return bool(self._round)
+
+    def in_use(self) -> frozenset[PeerKey]:
+        """Peers that something may be read from."""
+        if self._in_use is None:
+            self._in_use = frozenset(load.key for load in self.alive())
+        return self._in_use
+
+    def alive(self) -> Iterator[Load]:
+        """Loads that may have something: cells, waves, transfers."""
+        yield from self._running
+        yield from self._flushing
+        yield from self.quarantine
+
+    def flushing(self) -> int:
+        """Loads that are over, with reads behind their last messages still in flight."""
+        return len(self._flushing)
+
+    def waiting(self) -> int:
+        """Loads whose turn it is not."""
+        return len(self._waiting)
+
+    def step(self) -> bool:
+        """Resume every load once, or as many as fit into a stretch: the next call goes on with the others. Returns
+        whether there was progress: a load that ended, or came to its next stage or wave. A poll alone is none.
+
+        Those that run are late before those that wait, which then get their turn, and are late themselves.
+        """
+        while self._waiting and len(self._running) < self._max_loads:
+            load = self._waiting.popleft()
+            self._running[load] = load.steps()
+            self._in_use = None
+        if not self._round:
+            self._round.extend(self._running)
+        ended = moved = False
+        begun_s = time.monotonic()
+        while self._round:
+            load = self._round.popleft()
+            place = _place(load)
+            try:
+                ended |= self._advance(load, self._running[load])
+                moved |= _place(load) != place
+            except Exception:  # noqa: BLE001 - shown, with its traceback
+                unforeseen.show(f"req={load.order.request_id}: other loads go on")
+            if time.monotonic() >= max(begun_s, self._context.reader.let_go_s) + _STRETCH_S:
+                break
+        self._stretched_s += time.monotonic() - max(begun_s, self._context.reader.let_go_s)
+        if not self._round:
+            self.round_s, self._stretched_s = self._stretched_s, 0.0
+            ended |= self._look_into_quarantine() | self._end_flushes()
+        if ended:
+            self._in_use = None
+        return ended or moved
+
+    def stop(self) -> list[Load]:
+        """Go on with none of them.
+
+        Returns:
+            Those that something may still write for.
+        """
+        for steps in self._running.values():
+            steps.close()
+        return list(self.alive())
+
+    def _advance(self, load: Load, steps: Steps) -> bool:
+        """Resume one load. Returns whether it has ended."""
+        try:
+            if time.monotonic() - load.ordered_s > self.timeout_s:
+                steps.close()
+                raise LoadFailed(FailureReason.DEADLINE, f"not complete after {self.timeout_s:g} s")
+            next(steps)
+        except StopIteration:
+            self._succeed(load)
+        except LoadFailed as failed:
+            self._fail(load, failed.reason, str(failed))
+        except FabricError as error:
+            self._fail(load, FailureReason.TRANSFER, str(error))
+            if isinstance(error, PeerLost) and load.peer is not None:
+                self._context.book.lost(load.peer, str(error), time.monotonic())
+        except Exception as error:
+            logger.exception("req=%s peer=%s: an unforeseen error in a load", load.order.request_id, load.key)
+            self._fail(load, FailureReason.TRANSFER, repr(error))
+        else:
+            return False
+        return True
+
+    def _succeed(self, load: Load) -> None:
+        request_id, figures = load.order.request_id, load.figures
+        del self._running[load]
+        ended = EndedLoad(request_id, load.key, load.times, figures=figures)
+        with self._results as results:
+            results.loaded.add(request_id)
+            results.ended.append(ended)
+        load.tell()  # after the report: the engine waits for that
+        self._flushing.append(load)
+        if load.undelivered:
+            with self._results as results:
+                results.undelivered += load.undelivered
+        if figures is not None:
+            logger.debug(
+                "req=%s peer=%s loaded tokens %d…%d: %d B in %d descriptors (%d before merging), %.2f ms",
+                request_id,
+                load.key,
+                load.order.first_token,
+                load.order.stop_token,
+                figures.planned_bytes,
+                figures.descriptors,
+                figures.planned_descriptors,
+                figures.load_s * 1e3,
+            )
+
+    def _fail(self, load: Load, reason: FailureReason, detail: str) -> None:
+        """Report a failed load at once; its blocks stay in quarantine while anything may still write into them."""
+        request_id = load.order.request_id
+        load.times.end(time.monotonic())
+        self._running.pop(load, None)
+        safe = load.settle()
+        if not safe:
+            self.quarantine.add(load, time.monotonic())
+        logger.warning(
+            "req=%s peer=%s load failed (%s): %s%s",
+            request_id,
+            load.key,
+            reason.value,
+            detail,
+            "" if safe else "; its blocks are quarantined",
+        )
+        with self._results as results:
+            results.failed[request_id] = reason
+            results.ended.append(EndedLoad(request_id, load.key, load.times, reason))
+            if not safe:
+                results.alive = self.quarantine.requests()
+                results.quarantined_loads += 1
+                results.quarantined_blocks += load.num_blocks
+
+    def _end_flushes(self) -> bool:
+        in_flight = [load for load in self._flushing if not load.settle()]
+        ended = len(in_flight) < len(self._flushing)
+        self._flushing = in_flight
+        return ended
+
+    def _look_into_quarantine(self) -> bool:
+        now_s = time.monotonic()
+        oldest_s = self.quarantine.oldest_s(now_s)
+        over = self.quarantine.look()
+        if over:
+            logger.info(
+                "%s: the blocks are out of quarantine, the oldest after %.1f s; %d loads are left in it",
+                ", ".join(f"req={load.order.request_id}" for load in over[:8]),
+                oldest_s,
+                len(self.quarantine),
+            )
+            with self._results as results:
+                results.alive = self.quarantine.requests()
+        return bool(over)
+
+
+def _place(load: Load) -> tuple[Stage, int]:
+    """How far a load has come: its stage, and the changes of its waves."""
+    return load.times.stage, load.staged.changes if load.staged is not None else 0

@@ -1,0 +1,70 @@
+"""Loads as the step thread sees them: each is reported once, and in time, even by a transfer thread that is stuck.
+
+The transfer thread fails what is late by itself, unless it is kept in a call of the fabric. Then the step thread does,
+a little later, and the blocks count as alive until the transfer thread has spoken.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+from kvferry.protocol.orders import FailureReason
+from kvferry.worker.loads.results import StepResults
+
+logger = logging.getLogger(__name__)
+
+SLACK_S = 1.0
+"""So much later than the transfer thread would have."""
+
+
+class LoadWatch:
+    """Used on the step thread.
+
+    Args:
+        timeout_s: after which a load has failed.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._ordered_s: dict[str, float] = {}  # the oldest is first
+        self._given_up: set[str] = set()
+        self._alive: frozenset[str] = frozenset()
+        self._told: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        """Whether a load that was ordered has not been reported yet."""
+        return bool(self._ordered_s)
+
+    def ordered(self, request_ids: Iterable[str]) -> None:
+        """These are to be loaded."""
+        now_s = time.monotonic()
+        self._ordered_s.update(dict.fromkeys(request_ids, now_s))
+
+    def look(self, results: StepResults) -> None:
+        """Take out what has been reported already, and add what is overdue."""
+        over = results.loaded | results.failed.keys()
+        for request_id in over & self._given_up:
+            results.loaded.discard(request_id)
+            results.failed.pop(request_id, None)
+        self._given_up -= over
+        for request_id in over:
+            self._ordered_s.pop(request_id, None)
+        self._give_up(results, time.monotonic() - self._timeout_s - SLACK_S)
+        if results.alive is not None:
+            self._alive = results.alive
+        alive = self._alive | self._given_up
+        results.alive = alive if alive != self._told else None
+        self._told = alive
+
+    def _give_up(self, results: StepResults, overdue_s: float) -> None:
+        while self._ordered_s:
+            request_id, ordered_s = next(iter(self._ordered_s.items()))
+            if ordered_s > overdue_s:
+                return
+            del self._ordered_s[request_id]
+            self._given_up.add(request_id)
+            results.failed[request_id] = FailureReason.DEADLINE
+            results.quarantined_loads += 1
+            logger.error("req=%s load failed (deadline): the transfer thread is stuck in a call", request_id)

@@ -1,0 +1,43 @@
+"""The KV caches of this worker: the memory to register."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvferry.protocol.geometry import PagedTensor
+from kvferry.worker.fabric.port import MemoryKind, Region
+
+
+@dataclass(frozen=True, slots=True)
+class KvCaches:
+    """The caches of one worker, as tensors and as paged tensors.
+
+    Attributes:
+        storages: one tensor per distinct allocation, any dtype; every paged tensor lies in one of them.
+        tensors: their description, as peers get it.
+        device: where all of them are.
+    """
+
+    storages: tuple[torch.Tensor, ...]
+    tensors: tuple[PagedTensor, ...]
+    device: torch.device
+
+    @property
+    def kind(self) -> MemoryKind:
+        return MemoryKind.VRAM if self.device.type == "cuda" else MemoryKind.DRAM
+
+    @property
+    def device_index(self) -> int:
+        """The device in NIXL's counting: the ordinal of a GPU, 0 for host memory."""
+        return (self.device.index or 0) if self.device.type == "cuda" else 0
+
+    def regions(self) -> list[Region]:
+        """The memory to register: whole allocations, each once, however many layers lie in it."""
+        seen: dict[int, Region] = {}
+        for tensor in self.storages:
+            storage = tensor.untyped_storage()
+            address, length = storage.data_ptr(), storage.nbytes()
+            seen[address] = Region(address, length, self.kind, self.device_index)
+        return list(seen.values())

@@ -1,0 +1,168 @@
+"""A producer engine that this worker can read from: its agents, the plan and the prepared descriptors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvferry.plan.descriptors import DescriptorTable, route_tables
+from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
+from kvferry.plan.waves import source_table
+from kvferry.protocol.errors import InvalidMessage
+from kvferry.protocol.handshake import EngineDescription
+from kvferry.protocol.ids import SLOT_BYTES
+from kvferry.protocol.orders import Meet
+from kvferry.protocol.params import RemotePrefill
+from kvferry.worker.fabric.port import (
+    DescriptorRows,
+    Fabric,
+    LocalDescriptors,
+    MemoryKind,
+    PeerAgent,
+    RemoteDescriptors,
+)
+from kvferry.worker.fabric.reads import Handle, Reader
+from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.staging.buffer import PreparedSource, Staging
+
+
+class PeerKey(NamedTuple):
+    """One life of one engine at one address."""
+
+    host: str
+    port: int
+    engine_id: str
+    boot: str
+
+    @classmethod
+    def of(cls, source: RemotePrefill) -> PeerKey:
+        """Whom params speak of."""
+        return cls(source.remote_host, source.remote_port, source.remote_engine_id, source.kvferry.boot)
+
+    @classmethod
+    def of_meet(cls, meet: Meet) -> PeerKey:
+        """Whom an order to meet speaks of."""
+        return cls(meet.host, meet.port, meet.engine_id, meet.boot)
+
+    def __str__(self) -> str:
+        return f"{self.engine_id}@{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTable:
+    """A table of descriptors and both sides as the fabric prepared them."""
+
+    table: DescriptorTable
+    local: LocalDescriptors
+    remote: RemoteDescriptors
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRoute:
+    """One producer worker, ready to be read from.
+
+    Attributes:
+        slots: its lease table; descriptor `i` is slot `i`.
+        tables: what is read in place from this worker.
+        sources: what is read through the staging pool.
+    """
+
+    route: Route
+    agent: PeerAgent
+    slots: RemoteDescriptors
+    num_slots: int
+    tables: tuple[PreparedTable, ...]
+    sources: tuple[PreparedSource, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A producer engine, ready to be read from. `made` is what has to be given back, in the order of its making."""
+
+    key: PeerKey
+    description: EngineDescription
+    plan: TransferPlan
+    routes: tuple[PeerRoute, ...]
+    made: tuple[Handle, ...]
+
+
+def connect(
+    reader: Reader,
+    caches: KvCaches,
+    staging: Staging | None,
+    key: PeerKey,
+    description: EngineDescription,
+    plan: TransferPlan,
+) -> Peer:
+    """Make a planned producer known to the fabric and prepare its descriptors.
+
+    Args:
+        staging: the pool; None where the plan stages nothing.
+
+    Raises:
+        FabricError: the fabric refuses its metadata or its memory; nothing is left behind.
+        InvalidMessage: the description names memory of no known kind.
+    """
+    made: list[Handle] = []
+    try:
+        routes = tuple(
+            _connect_route(reader.fabric, caches, staging, route, description, made) for route in plan.routes
+        )
+    except Exception:
+        _undo(reader, made)
+        raise
+    return Peer(key, description, plan, routes, tuple(made))
+
+
+def disconnect(reader: Reader, peer: Peer) -> None:
+    """Give back everything that `connect` made; raises nothing. What is in flight goes on, and is to be polled."""
+    _undo(reader, peer.made)
+
+
+def _undo(reader: Reader, made: Sequence[Handle]) -> None:
+    for one in reversed(made):
+        reader.give_back(one)
+
+
+def _connect_route(
+    fabric: Fabric,
+    caches: KvCaches,
+    staging: Staging | None,
+    route: Route,
+    description: EngineDescription,
+    made: list[Handle],
+) -> PeerRoute:
+    worker = description.workers[route.worker]
+    agent = fabric.add_peer(worker.agent_metadata)
+    made.append(agent)
+    lease_table = worker.lease_table
+    row = (lease_table.address, SLOT_BYTES, 0, SLOT_BYTES, lease_table.slots)
+    slots = fabric.prepare_remote(agent, DescriptorRows.of(MemoryKind.DRAM, [row]))
+    made.append(slots)
+    try:
+        remote_kind = MemoryKind(worker.memory)
+    except ValueError:
+        raise InvalidMessage("workers.memory", worker.memory, "DRAM or VRAM") from None
+    tables = []
+    placing = Placing.DIRECT if staging is not None else None
+    for table in route_tables(route, caches.device_index, worker.device, placing):
+        local = fabric.prepare_local(DescriptorRows(caches.kind, table.local_rows))
+        made.append(local)
+        remote = fabric.prepare_remote(agent, DescriptorRows(remote_kind, table.remote_rows))
+        made.append(remote)
+        tables.append(PreparedTable(table, local, remote))
+    sources = []
+    if staging is not None:
+        for source in route.sources:
+            rows = source_table(source, worker.device)
+            chunks = staging.prepare(fabric, rows.run_bytes)
+            made.append(chunks)
+            remote = fabric.prepare_remote(agent, DescriptorRows(remote_kind, rows.rows))
+            made.append(remote)
+            sources.append(PreparedSource.of(rows, chunks, remote, staging.address))
+    return PeerRoute(route, agent, slots, lease_table.slots, tuple(tables), tuple(sources))
+
+
+Introduce = Callable[[PeerKey], tuple[EngineDescription, TransferPlan]]
+"""Fetches and plans a peer; waits, and so runs on a thread of its own. Raises KvferryError."""

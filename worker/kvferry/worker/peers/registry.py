@@ -1,0 +1,351 @@
+"""All producers that this worker knows, is getting to know, or has given up on for a while.
+
+Introductions run on threads of their own; everything that touches the fabric runs on the transfer thread, which calls
+`step`. A peer is forgotten, and everything that belongs to it given back, when it is lost, when another life of it
+or another engine at its address is met, when nothing was read from it for `ttl_s`, or when there are more than
+`most_peers`, the one that has been unused longest first. One that is being read from is kept until that is over.
+
+A *lasting* peer is one that the configuration names: it does not become too old, and is met again when it was lost or
+could not be met, until another life of it is named or it refuses.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.plan.refusals import PlanRefused
+from kvferry.protocol.errors import HandshakeFailed, InputError, KvferryError, PeerRefused
+from kvferry.protocol.orders import FailureReason
+from kvferry.worker.fabric.port import Transfer, TransferState
+from kvferry.worker.fabric.reads import Reader, Reads
+from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.memory.slot_reads import Landing
+from kvferry.worker.peers.handshakes import Found, Introductions
+from kvferry.worker.peers.peer import Introduce, Peer, PeerKey, connect, disconnect
+from kvferry.worker.peers.retry import BackOff, LastingPeers, Unavailable
+from kvferry.worker.staging.buffer import Staging
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["PeerBook", "Unavailable"]
+
+
+@dataclass(slots=True)
+class _Ready:
+    peer: Peer
+    used_s: float
+
+
+@dataclass(slots=True)
+class Warming:
+    """A first read: a real small one connects for certain, which nothing else in NIXL does.
+
+    Attributes:
+        reads: what may still land in `cells`.
+        transfers: the reads that were posted.
+        introduced_s: how long its description and the plan took, from the first time anybody asked.
+        prepared_s: how long the fabric took to prepare it.
+    """
+
+    peer: Peer
+    reads: Reads
+    cells: tuple[int, ...]
+    deadline_s: float
+    transfers: list[Transfer]
+    introduced_s: float
+    prepared_s: float
+
+
+class PeerBook:
+    """Peers by key.
+
+    Args:
+        introduce: fetches a description and plans it.
+        wake: called from any thread when there is something for `step`.
+        timeout_s: for the first read.
+        ttl_s: after which an unused peer is forgotten; 0 or less for never.
+        most_peers: that are known at once, those apart that are being read from.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        caches: KvCaches,
+        staging: Staging | None,
+        landing: Landing,
+        introduce: Introduce,
+        wake: Callable[[], None],
+        timeout_s: float,
+        *,
+        ttl_s: float = 3600.0,
+        most_peers: int = 1024,
+    ) -> None:
+        self._reader = reader
+        self._caches = caches
+        self._staging = staging
+        self._landing = landing
+        self._timeout_s = timeout_s
+        self._ttl_s = ttl_s
+        self._most_peers = most_peers
+        self._introductions = Introductions(introduce, wake)
+        self._back_off = BackOff()
+        self._warming: dict[PeerKey, Warming] = {}
+        self._ready: dict[PeerKey, _Ready] = {}  # the one used last is last
+        self._dying: list[Warming] = []
+        self._retired: list[Peer] = []
+        self._asked_s: dict[PeerKey, float] = {}
+        self._met_s: list[float] = []
+        self._lasting = LastingPeers()
+
+    def busy(self) -> bool:
+        """Whether `step` must be called again soon without being woken."""
+        return bool(self._warming) or self._introductions.has_arrivals()
+
+    def burying(self) -> bool:
+        """Whether `step` must be called again, at leisure: first reads were given up and have not ended."""
+        return bool(self._dying)
+
+    @property
+    def num_ready(self) -> int:
+        """Peers that can be read from at once."""
+        return len(self._ready)
+
+    def take_met_s(self) -> list[float]:
+        """How long first contacts took that have ended well since the last call, from the first time anybody asked."""
+        met_s, self._met_s = self._met_s, []
+        return met_s
+
+    def next_s(self) -> float | None:
+        """When `step` has to be called at the latest, if nothing happens: a peer will have been unused for too long,
+        or a lasting one is to be met."""
+        seek_s = self._lasting.next_s(self._ready)
+        due_s = [seek_s] if seek_s is not None else []
+        if self._ttl_s > 0 and self._ready:
+            due_s.append(next(iter(self._ready.values())).used_s + self._ttl_s)
+        return min(due_s, default=None)
+
+    def peers(self) -> Iterator[Peer]:
+        """Everybody who has something of the fabric."""
+        yield from (known.peer for known in self._ready.values())
+        yield from (warming.peer for warming in self.first_reads())
+        yield from self._retired
+
+    def first_reads(self) -> list[Warming]:
+        """First reads that are under way, or were given up and have not ended."""
+        return [*self._warming.values(), *self._dying]
+
+    def describe(self) -> str:
+        """How many there are of each kind, for an error."""
+        return (
+            f"{len(self._ready)} ready, {len(self._warming)} warming, {len(self._dying)} dying, "
+            f"{len(self._retired)} retired, {len(self._introductions)} asked, {len(self._back_off)} given up"
+        )
+
+    def get(self, key: PeerKey, now_s: float) -> Peer | Unavailable | None:
+        """The peer, or why there is none, or None while it is being introduced."""
+        if key in self._ready:
+            return self._used(key, now_s)
+        why = self._back_off.why_not(key, now_s)
+        if why is not None:
+            return why
+        if key not in self._warming:
+            full = self._introductions.ask(key)
+            if full is not None:
+                return Unavailable(FailureReason.HANDSHAKE, full)
+            self._asked_s.setdefault(key, now_s)
+        return None
+
+    def meet_for_good(self, key: PeerKey, now_s: float) -> None:
+        """The configuration names this peer, which has just answered: it is lasting, in place of another life at its
+        address."""
+        self._lasting.add(key)
+        self._back_off.answers(key)
+        self.meet(key, now_s)
+
+    def meet(self, key: PeerKey, now_s: float) -> None:
+        """Requests that are not scheduled yet name this peer: get to know it, as long as loads lack nothing by it."""
+        known = len(self._ready) + len(self._warming) + len(self._introductions)
+        if (
+            key in self._ready
+            or key in self._warming
+            or self._back_off.why_not(key, now_s) is not None
+            or known >= self._most_peers  # it would push one out
+            or 2 * self._landing.free() < len(self._landing.words)
+        ):
+            return
+        self._introductions.ask_ahead(key)
+        if key in self._introductions:
+            self._asked_s.setdefault(key, now_s)
+
+    def step(self, now_s: float, in_use: Collection[PeerKey]) -> bool:
+        """Bring introductions on. Returns whether anything changed.
+
+        Args:
+            in_use: peers that reads are in flight from; what belongs to them is kept.
+        """
+        changed = False
+        for key in in_use:
+            if key in self._ready:
+                self._used(key, now_s)
+        for key, found in self._introductions.arrivals():
+            self._arrived(key, found, now_s, in_use)
+            changed = True
+        for key, warming in list(self._warming.items()):
+            changed |= self._warm(key, warming, now_s)
+        self._dying = [warming for warming in self._dying if not self._bury(warming)]
+        for key in self._lasting.seek(now_s):
+            self.meet(key, now_s)
+        self._retire_unused(now_s, in_use)
+        self._disconnect_retired(in_use)
+        return changed
+
+    def lost(self, peer: Peer, why: str, now_s: float) -> None:
+        """The peer is gone: forget it, so that the next load meets it anew. One that has been met anew is not."""
+        known = self._ready.get(peer.key)
+        if known is not None and known.peer is peer:
+            logger.warning("peer=%s is lost: %s", peer.key, why)
+            del self._ready[peer.key]
+            disconnect(self._reader, peer)
+            self._give_up(peer.key, Unavailable(FailureReason.TRANSFER, why), now_s)
+
+    def close(self) -> None:
+        """Forget everybody."""
+        self._introductions.close()
+        for peer in (*(known.peer for known in self._ready.values()), *self._retired):
+            disconnect(self._reader, peer)
+        self._ready.clear()
+        self._retired.clear()
+
+    def _used(self, key: PeerKey, now_s: float) -> Peer:
+        known = self._ready.pop(key)
+        known.used_s = now_s
+        self._ready[key] = known
+        return known.peer
+
+    def _arrived(self, key: PeerKey, found: Found, now_s: float, in_use: Collection[PeerKey]) -> None:
+        if isinstance(found, Exception):
+            self._failed(key, found, now_s)
+            return
+        description, plan = found
+        self._retire_former_lives(key)
+        self._disconnect_retired(in_use)  # now: under another address its agents have the names of the new ones
+        cells = self._landing.try_take(len(plan.routes))
+        if cells is None:
+            self._give_up(key, Unavailable(FailureReason.HANDSHAKE, "too many reads in flight"), now_s)
+            return
+        began_s = time.perf_counter()
+        try:
+            peer = connect(self._reader, self._caches, self._staging, key, description, plan)
+        except Exception as error:  # noqa: BLE001 - judged in _failed
+            self._landing.give_back(cells)
+            self._failed(key, error, now_s)
+            return
+        introduced_s, prepared_s = now_s - self._asked_s.get(key, now_s), time.perf_counter() - began_s
+        warming = Warming(peer, self._reader.reads(), cells, now_s + self._timeout_s, [], introduced_s, prepared_s)
+        self._warming[key] = warming
+        try:
+            for cell, route in zip(cells, peer.routes, strict=True):
+                where = np.array([cell], dtype=np.int32)
+                first = np.zeros(1, dtype=np.int32)
+                warming.transfers.append(warming.reads.post(self._landing.descriptors, where, route.slots, first))
+        except Exception as error:  # noqa: BLE001 - judged in _failed
+            self._abandon(key, warming, error, now_s)
+
+    def _warm(self, key: PeerKey, warming: Warming, now_s: float) -> bool:
+        try:
+            states = [self._reader.fabric.poll(read) for read in warming.transfers]
+        except Exception as error:  # noqa: BLE001 - judged in _failed
+            self._abandon(key, warming, error, now_s)
+            return True
+        if any(state is TransferState.IN_FLIGHT for state in states):
+            if now_s < warming.deadline_s:
+                return False
+            late = HandshakeFailed(f"the first read took longer than {self._timeout_s:g} s")
+            self._abandon(key, warming, late, now_s)
+            return True
+        for read in warming.transfers:
+            warming.reads.finished(read)
+        self._landing.give_back(warming.cells)
+        del self._warming[key]
+        self._back_off.succeeded(key)
+        self._ready[key] = _Ready(warming.peer, now_s)
+        # Preparing may have been a part of this very step, which began at `now_s`.
+        at_least_s = warming.introduced_s + warming.prepared_s
+        self._met_s.append(max(now_s - self._asked_s.pop(key, now_s), at_least_s))
+        logger.info(
+            "peer=%s met in %.1f ms, of which described and planned %.1f, prepared %.1f: %s",
+            key,
+            self._met_s[-1] * 1e3,
+            warming.introduced_s * 1e3,
+            warming.prepared_s * 1e3,
+            warming.peer.plan.describe(),
+        )
+        return True
+
+    def _abandon(self, key: PeerKey, warming: Warming, error: Exception, now_s: float) -> None:
+        del self._warming[key]
+        self._failed(key, error, now_s)
+        if not self._bury(warming):
+            self._dying.append(warming)
+
+    def _bury(self, warming: Warming) -> bool:
+        """Give everything back once no read can land any more; a read that was not aborted still may."""
+        if not warming.reads.settle():
+            return False
+        self._landing.give_back(warming.cells)
+        disconnect(self._reader, warming.peer)
+        return True
+
+    def _failed(self, key: PeerKey, error: Exception, now_s: float) -> None:
+        """It could not be met."""
+        reason = _reason(error)
+        if reason is not FailureReason.HANDSHAKE:
+            self._lasting.drop(key)
+        self._give_up(key, Unavailable(reason, str(error) or repr(error)), now_s)
+        if not isinstance(error, KvferryError):
+            logger.error("peer=%s: the handshake failed in an unforeseen way", key, exc_info=error)
+
+    def _give_up(self, key: PeerKey, why: Unavailable, now_s: float) -> None:
+        self._asked_s.pop(key, None)
+        pause_s = self._back_off.failed(key, why, now_s)
+        logger.warning(
+            "peer=%s cannot be read from (%s), again in %.1f s: %s", key, why.reason.value, pause_s, why.text
+        )
+
+    def _retire_former_lives(self, key: PeerKey) -> None:
+        """One engine has one life and one address, and one address one engine: whatever else there was is over."""
+        for other in list(self._ready):
+            if other != key and (other.engine_id == key.engine_id or other[:2] == key[:2]):
+                logger.info("peer=%s is forgotten: it is %s now", other, key)
+                self._retired.append(self._ready.pop(other).peer)
+
+    def _retire_unused(self, now_s: float, in_use: Collection[PeerKey]) -> None:
+        """Those that were used are behind those that were not, and in `step` those in use have just been."""
+        while self._ready:
+            key, known = next(iter(self._ready.items()))
+            is_old = 0 < self._ttl_s <= now_s - known.used_s
+            if is_old and key in self._lasting:
+                self._used(key, now_s)
+                continue
+            if key in in_use or not (is_old or len(self._ready) > self._most_peers):
+                return
+            logger.info("peer=%s is forgotten: unused for %.0f s", key, now_s - known.used_s)
+            self._retired.append(self._ready.pop(key).peer)
+
+    def _disconnect_retired(self, in_use: Collection[PeerKey]) -> None:
+        for peer in [peer for peer in self._retired if peer.key not in in_use]:
+            self._retired.remove(peer)
+            disconnect(self._reader, peer)
+
+
+def _reason(error: Exception) -> FailureReason:
+    if isinstance(error, PlanRefused):
+        return FailureReason.PLAN
+    if isinstance(error, (PeerRefused, InputError)):
+        return FailureReason.REFUSED
+    return FailureReason.HANDSHAKE

@@ -1,0 +1,121 @@
+"""When a peer is tried again: peers that could not be connected are left alone for a while.
+
+Peers that the configuration names are connected before a load needs them, and again when they were lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from kvferry.protocol.orders import FailureReason
+from kvferry.protocol.side_channel.backoff import pause_s
+from kvferry.worker.peers.peer import PeerKey
+
+FIRST_S = 0.5
+LONGEST_S = 30.0
+_FORGET_AFTER_S = 600.0
+_MOST = 4096
+_FOR_WANT_OF_AN_ANSWER = (FailureReason.HANDSHAKE, FailureReason.TRANSFER)
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Why a peer cannot be read from at present."""
+
+    reason: FailureReason
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    why: Unavailable
+    failures: int
+    failed_s: float
+    until_s: float
+
+
+class BackOff:
+    """Twice as long after every failure, jittered so that a fleet does not knock in step; a success ends it.
+
+    It is one life of a peer that is left alone: one that has restarted is met at once. The latest `_MOST` are
+    remembered, and no longer than ten minutes after their time.
+    """
+
+    def __init__(self) -> None:
+        self._failures: dict[PeerKey, _Failure] = {}  # the latest one last
+
+    def __len__(self) -> int:
+        """Peers that are remembered."""
+        return len(self._failures)
+
+    def why_not(self, key: PeerKey, now_s: float) -> Unavailable | None:
+        """Why it is not to be met now; None when it may."""
+        failure = self._failures.get(key)
+        return failure.why if failure is not None and now_s < failure.until_s else None
+
+    def failed(self, key: PeerKey, why: Unavailable, now_s: float) -> float:
+        """It could not be met.
+
+        Returns:
+            The pause in seconds.
+        """
+        former = self._failures.pop(key, None)
+        failures = former.failures + 1 if former is not None else 1
+        pause = pause_s(failures, FIRST_S, LONGEST_S)
+        self._failures[key] = _Failure(why, failures, now_s, now_s + pause)
+        self._forget(now_s)
+        return pause
+
+    def answers(self, key: PeerKey) -> None:
+        """It was heard elsewhere just now: what has failed for want of an answer may be tried at once."""
+        failure = self._failures.get(key)
+        if failure is not None and failure.why.reason in _FOR_WANT_OF_AN_ANSWER:
+            del self._failures[key]
+
+    def succeeded(self, key: PeerKey) -> None:
+        """It was met."""
+        self._failures.pop(key, None)
+
+    def _forget(self, now_s: float) -> None:
+        while self._failures:
+            oldest = next(iter(self._failures))
+            if len(self._failures) <= _MOST and self._failures[oldest].until_s + _FORGET_AFTER_S >= now_s:
+                return
+            del self._failures[oldest]
+
+
+SEEK_S = 0.5
+"""How often it is looked whether they are to be met, while some are not known."""
+
+
+class LastingPeers:
+    """One life for each address; which of them may be met now is not decided here."""
+
+    def __init__(self) -> None:
+        self._keys: dict[tuple[str, int], PeerKey] = {}
+        self._seek_s = 0.0
+
+    def __contains__(self, key: PeerKey) -> bool:
+        return self._keys.get((key.host, key.port)) == key
+
+    def add(self, key: PeerKey) -> None:
+        """This life is at its address now; whatever was there before is over."""
+        self._keys[key.host, key.port] = key
+        self._seek_s = 0.0
+
+    def drop(self, key: PeerKey) -> None:
+        """There is no use in meeting it."""
+        if key in self:
+            del self._keys[key.host, key.port]
+
+    def next_s(self, known: Container[PeerKey]) -> float | None:
+        """When to look again; None while all are known."""
+        return self._seek_s if any(key not in known for key in self._keys.values()) else None
+
+    def seek(self, now_s: float) -> tuple[PeerKey, ...]:
+        """All of them when it is time to look, otherwise nobody."""
+        if not self._keys or now_s < self._seek_s:
+            return ()
+        self._seek_s = now_s + SEEK_S
+        return tuple(self._keys.values())

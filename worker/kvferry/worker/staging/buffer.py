@@ -1,0 +1,151 @@
+"""The staging pool of a worker, and what has been prepared for reading one source through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.plan.staged_layout import Placement
+from kvferry.plan.waves import SourceTable, SourceUnits, Window
+from kvferry.worker.fabric.port import DescriptorRows, Fabric, LocalDescriptors, Region, RemoteDescriptors
+from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.memory.host_memory import HostMemory
+from kvferry.worker.relayout.element_types import Conversion, element_type
+from kvferry.worker.relayout.port import Relayout
+from kvferry.worker.relayout.reference import ReferenceRelayout
+from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.wave_table import Pieces, WaveTable
+from kvferry.worker.staging.pool import StagingPool, Wave
+
+
+class Staging:
+    """One registered buffer, who has which part of it, and what puts the bytes in place.
+
+    Args:
+        caches: where the bytes belong.
+        capacity: bytes of the buffer.
+        on_host: the buffer is host memory, whatever the caches are, for fabrics that do not reach the device.
+
+    Attributes:
+        memory: of a buffer in host memory, to be pinned before the first load.
+
+    Raises:
+        PoolTooSmall: the capacity is not enough for a wave.
+        InvalidConfig: there is not so much host memory.
+    """
+
+    def __init__(self, caches: KvCaches, capacity: int, *, on_host: bool = False) -> None:
+        self.pool = StagingPool(capacity)
+        device = torch.device("cpu") if on_host else caches.device
+        self.memory = HostMemory(capacity, caches.device) if on_host else None
+        self._buffer = self.memory.tensor if self.memory else torch.empty(capacity, dtype=torch.uint8, device=device)
+        self._where = KvCaches((self._buffer,), (), device)
+        self.relayout = relayout_for([self._buffer], caches.storages, caches.device)
+
+    @property
+    def longest_run(self) -> int:
+        """Bytes of the longest run that is staged: two fit into any wave, so one does wherever the wave begins."""
+        return self.pool.largest_wave // 2
+
+    @property
+    def address(self) -> int:
+        """Address of the buffer's first byte."""
+        return self._buffer.data_ptr()
+
+    def region(self) -> Region:
+        """The memory to register."""
+        return Region(self.address, self.pool.capacity, self._where.kind, self._where.device_index)
+
+    def prepare(self, fabric: Fabric, run_bytes: int) -> LocalDescriptors:
+        """Descriptors of the buffer in chunks of `run_bytes`: descriptor `i` is the chunk at `i·run_bytes`."""
+        row = (self.address, run_bytes, self._where.device_index, run_bytes, self.pool.capacity // run_bytes)
+        return fabric.prepare_local(DescriptorRows.of(self._where.kind, [row]))
+
+
+def relayout_for(
+    sources: Sequence[torch.Tensor],
+    destinations: Sequence[torch.Tensor],
+    device: torch.device,
+    largest: WaveTable | None = None,
+) -> Relayout:
+    """What relays out on a device, ready to be used: kernels are compiled now. Either side may be host memory.
+
+    Args:
+        largest: as many pieces, units and chunks as any wave will have; None for room for the pool's waves.
+    """
+    if device.type == "cuda":
+        from kvferry.worker.relayout.triton_relayout import TABLE_BYTES, TritonRelayout, room_for
+
+        table_bytes = TABLE_BYTES if largest is None else room_for(largest)
+        return TritonRelayout(sources, destinations, device, table_bytes=table_bytes)
+    return ReferenceRelayout(sources, destinations)
+
+
+def chunks_of(wave: Wave, run_bytes: int) -> tuple[int, int]:
+    """The chunks of `run_bytes` that lie in a wave: the first one's number, and how many there are."""
+    first = -(-wave.start // run_bytes)
+    return first, max(0, wave.stop // run_bytes - first)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSource:
+    """One source of a peer, ready to be read through the pool.
+
+    Attributes:
+        chunks: the staging buffer in chunks of the source's run; descriptor `i` is chunk `i`.
+        remote: the producer's rows.
+        pieces: what is put in place; as if every run were in chunk 0, which is what a wave shifts.
+        runs: the run of each piece, ascending.
+    """
+
+    table: SourceTable
+    chunks: LocalDescriptors
+    remote: RemoteDescriptors
+    pieces: Pieces
+    runs: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls, table: SourceTable, chunks: LocalDescriptors, remote: RemoteDescriptors, address: int
+    ) -> PreparedSource:
+        """A source that is read into the staging buffer at `address`."""
+        placements = table.source.placements
+        placed = [(piece, shape) for shape, one in enumerate(placements) for piece in one.pieces]
+        placed.sort(key=lambda one: one[0].run)
+        rows = [(address + one.offset, one.local_base, shape, scale) for scale, (one, shape) in enumerate(placed)]
+        pieces = Pieces(
+            tuple(_shape(one, table.run_bytes) for one in placements),
+            np.array(rows, dtype=np.int64).reshape(-1, 4),
+            np.array([one.scales for one, _ in placed], dtype=np.float32).reshape(-1, 2),
+        )
+        return cls(table, chunks, remote, pieces, np.array([one.run for one, _ in placed], dtype=np.int64))
+
+    def wave_table(self, units: SourceUnits, window: Window, first_chunk: int) -> WaveTable:
+        """What is to be put in place of a window whose first chunk is number `first_chunk` of the staging buffer."""
+        first, stop = units.source_unit.searchsorted((window.first_unit, window.stop_unit))
+        which = slice(*self.runs.searchsorted((window.first_run, window.stop_run)))
+        # The first run's chunk of source unit 0 would be so many chunks from there; the units count from that one on.
+        shifts = (self.runs[which] - window.first_run) * window.units + (first_chunk - window.first_unit)
+        ranges = ((0, int(stop - first)),) * len(self.pieces.shapes)
+        return WaveTable(self.pieces, ranges, units.places[first:stop], shifts, which)
+
+
+def _shape(placement: Placement, run_bytes: int) -> Shape:
+    """A placement's shape; a source block is a chunk of the staging buffer."""
+    return Shape.of(
+        [Axis(axis.steps, axis.remote_stride, axis.local_stride) for axis in placement.axes],
+        placement.run,
+        source_pace=(run_bytes, placement.source_position_stride),
+        destination_pace=(placement.block_stride, placement.position_stride),
+        conversion=_conversion(placement),
+    )
+
+
+def _conversion(placement: Placement) -> Conversion | None:
+    if placement.dtypes is None:
+        return None
+    return Conversion(element_type(placement.dtypes[0]), element_type(placement.dtypes[1]))

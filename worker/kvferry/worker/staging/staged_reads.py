@@ -1,0 +1,219 @@
+"""The staged reads of one load: wave by wave through the pool, one being read while the one before is put in place."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.plan.waves import SourceUnits, Window, next_window, window_reads
+from kvferry.worker.fabric.port import Transfer, TransferState, TransferTelemetry
+from kvferry.worker.fabric.reads import Reader, Reads
+from kvferry.worker.memory.device import DeviceMark
+from kvferry.worker.relayout.wave_table import WaveTable
+from kvferry.worker.staging.buffer import PreparedSource, Staging, chunks_of
+from kvferry.worker.staging.pool import WAVES_PER_LOAD, Wave
+
+_MAX_UNITS = 32768
+"""Units of one wave: its table has a row for each."""
+
+MAX_WAVE_BYTES = 32 << 20
+"""Bytes of one wave, however large the pool is, unless a single run has more: its table has a row for every tile, and
+the kernel's room for tables is bounded."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A wave from its read to its last byte in place.
+
+    Attributes:
+        reads: what may be written into the wave.
+        transfer: its read; None once that has ended.
+        table: how its bytes are put in place.
+        mark: reached when they are; None before that has begun.
+        read_s: when it had been read.
+    """
+
+    wave: Wave
+    reads: Reads
+    transfer: Transfer | None = None
+    table: WaveTable | None = None
+    mark: DeviceMark | None = None
+    read_s: float = 0.0
+    quarantined: bool = False
+
+    def is_in_place(self) -> bool:
+        return self.mark is not None and self.mark.reached()
+
+    def is_safe(self) -> bool:
+        """Whether nothing is read into the wave any more, nor written from it."""
+        return self.reads.settle() and (self.mark is None or self.mark.reached())
+
+
+class _Cursor:
+    """How far a load has come: the sources that are left, and the last window of the first one."""
+
+    def __init__(self, sources: Iterable[tuple[PreparedSource, SourceUnits]]) -> None:
+        self._left = deque((source, units) for source, units in sources if len(units))
+        self._last: Window | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    @property
+    def source(self) -> tuple[PreparedSource, SourceUnits]:
+        return self._left[0]
+
+    @property
+    def chunks_left(self) -> int:
+        """Chunks of the first source that have not been read, rounded up to whole units."""
+        (source, units), last = self.source, self._last
+        if last is None:
+            return source.table.runs * len(units)
+        begun = last.stop_unit if last.stop_run == source.table.runs else last.first_unit
+        return source.table.runs * (len(units) - begun)
+
+    def go_on(self, chunks: int) -> Window:
+        """The next window of at most `chunks` chunks."""
+        source, units = self.source
+        window = next_window(source.table.runs, len(units), self._last, chunks)
+        if window is None:
+            raise RuntimeError("a source without units is never the first one")
+        self._last = window
+        if next_window(source.table.runs, len(units), window, 1) is None:
+            self._left.popleft()
+            self._last = None
+        return window
+
+
+@dataclass(slots=True)
+class StagedFigures:
+    """What went through the pool.
+
+    Attributes:
+        planned_bytes: that were to be read; more than arrives in the caches where whole blocks are read.
+        planned_descriptors: for them, before any were merged.
+        waves: how many.
+        relayout_s: from the end of each wave's read until it was found in place, summed.
+        telemetry: of every read, as the fabric has it.
+    """
+
+    planned_bytes: int = 0
+    planned_descriptors: int = 0
+    waves: int = 0
+    relayout_s: float = 0.0
+    telemetry: list[TransferTelemetry] = field(default_factory=list)
+
+
+class StagedReads:
+    """See the module. Used on the transfer thread only.
+
+    Args:
+        load, peer: for the pool's fairness.
+
+    Attributes:
+        changes: waves begun, waves read and waves in place, counted together: it grows with every progress.
+    """
+
+    def __init__(self, reader: Reader, staging: Staging, load: str, peer: str) -> None:
+        self.figures = StagedFigures()
+        self.changes = 0
+        self._reader = reader
+        self._staging = staging
+        self._load = load
+        self._peer = peer
+        self._flights: list[_Flight] = []
+
+    def steps(self, sources: Iterable[tuple[PreparedSource, SourceUnits]]) -> Generator[None, None, None]:
+        """Until every byte is in place.
+
+        Raises:
+            FabricError: a read failed; `settle` says when the waves are safe.
+        """
+        cursor = _Cursor(sources)
+        while cursor or self._flights:
+            while cursor and len(self._flights) < WAVES_PER_LOAD and self._try_begin(cursor):
+                pass
+            for flight in self._flights:
+                self._advance(flight)
+            self._finish([flight for flight in self._flights if flight.is_in_place()])
+            if cursor or self._flights:
+                yield
+
+    def settle(self) -> bool:
+        """Give back the waves that are safe, and put the others in quarantine; raises nothing.
+
+        Returns:
+            Whether none is left: nothing writes into the request's blocks.
+        """
+        self._staging.pool.withdraw(self._load)
+        self._give_back([flight for flight in self._flights if flight.is_safe()])
+        for flight in self._flights:
+            if not flight.quarantined:
+                self._staging.pool.quarantine(flight.wave)
+                flight.quarantined = True
+        return not self._flights
+
+    def waves(self) -> list[Wave]:
+        """What it has of the pool."""
+        return [flight.wave for flight in self._flights]
+
+    def transfers(self) -> int:
+        """Transfers that have not been given back."""
+        return sum(len(flight.reads) for flight in self._flights)
+
+    def _try_begin(self, cursor: _Cursor) -> bool:
+        """Post the read of the next window, unless the pool has no room now."""
+        source, units = cursor.source
+        size = source.table.run_bytes
+        pool = self._staging.pool
+        wanted = min((cursor.chunks_left + 1) * size, max(2 * size, MAX_WAVE_BYTES))
+        wave = pool.try_take(self._load, self._peer, wanted, at_least=2 * size)
+        if wave is None:
+            return False
+        flight = _Flight(wave, self._reader.reads())
+        self._flights.append(flight)  # first of all: whatever happens now, the wave is accounted for
+        first, count = chunks_of(wave, size)
+        window = cursor.go_on(min(count, _most_chunks(source, units)))
+        flight.table = source.wave_table(units, window, first)
+        local = np.arange(first, first + window.chunks, dtype=np.int32)
+        remote = window_reads(source.table, units, window)
+        flight.transfer = flight.reads.post(source.chunks, local, source.remote, remote)
+        self.figures.planned_bytes += window.chunks * size
+        self.figures.planned_descriptors += window.chunks
+        self.figures.waves += 1
+        self.changes += 1
+        return True
+
+    def _advance(self, flight: _Flight) -> None:
+        fabric = self._reader.fabric
+        if flight.transfer is not None and fabric.poll(flight.transfer) is TransferState.DONE:
+            told = fabric.telemetry(flight.transfer)
+            if told is not None:
+                self.figures.telemetry.append(told)
+            done, flight.transfer = flight.transfer, None
+            flight.read_s = time.monotonic()
+            flight.reads.finished(done)
+            self.changes += 1
+        if flight.transfer is None and flight.mark is None and flight.table is not None:
+            flight.mark = self._staging.relayout.try_start(flight.table)
+
+    def _finish(self, flights: list[_Flight]) -> None:
+        now_s = time.monotonic() if flights else 0.0
+        self.figures.relayout_s += sum(now_s - flight.read_s for flight in flights)
+        self.changes += len(flights)
+        self._give_back(flights)
+
+    def _give_back(self, flights: list[_Flight]) -> None:
+        for flight in flights:
+            self._staging.pool.give_back(flight.wave)
+            self._flights.remove(flight)
+
+
+def _most_chunks(source: PreparedSource, units: SourceUnits) -> int:
+    """Chunks whose units the table of one wave has room for."""
+    units_per_chunk = -(-len(units.source_unit) // len(units))
+    return source.table.runs * max(1, _MAX_UNITS // units_per_chunk)
