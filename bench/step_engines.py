@@ -65,7 +65,7 @@ def _fabric(kind: FabricKind, network: MemoryNetwork) -> Iterator[None]:
     if kind == "nixl":
         yield
         return
-    with mock.patch("kvferry.connector.worker_side.NixlFabric", lambda name, agent: MemoryFabric(name, network)):
+    with mock.patch("kvferry.connector.worker_side.side.NixlFabric", lambda name, agent: MemoryFabric(name, network)):
         yield
 
 

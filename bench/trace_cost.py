@@ -45,7 +45,7 @@ def _recording(folder: Path | None, *, spans: bool) -> Iterator[None]:
     more = {} if folder is None else {"trace_dir": str(folder)}
     with (
         mock.patch("kvferry.connector.connector.read_config", lambda extra, name: read_config({**extra, **more}, name)),
-        mock.patch("kvferry.connector.tracing_start.has_opentelemetry_on", return_value=spans),
+        mock.patch("kvferry.connector.tracing.start.has_opentelemetry_on", return_value=spans),
     ):
         yield
 
@@ -127,7 +127,7 @@ def _measure(steps: int, folder: Path) -> dict[str, dict[str, list[int]]]:
 
 def _nothing_ns() -> float:
     """A call that is not recorded, without the loop around it."""
-    from kvferry.connector.tracing import UNTRACED
+    from kvferry.connector.tracing.scheduler_events import UNTRACED
 
     tracing: Any = UNTRACED
 

@@ -41,7 +41,7 @@ OF_ENGINES = (
         "KVFERRY_CORRELATION_HEADER",
         "",
         "the header of HTTP requests whose value names a request across engines: a header's name, or `baggage:KEY` for "
-        "a member of W3C Baggage; read by the API servers that load `kvferry.connector.correlation_middleware`",
+        "a member of W3C Baggage; read by the API servers that load `kvferry.connector.tracing.correlation_middleware`",
     ),
     EnvironmentVariable(
         "KVFERRY_ALLOW_VLLM",

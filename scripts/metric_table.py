@@ -7,14 +7,14 @@ from scripts.metric_advice import ADVICE
 
 def exported() -> tuple[str, ...]:
     """All names without `vllm:` and `_total`."""
-    from kvferry.connector.metric_tables import COUNTERS, GAUGES, HISTOGRAMS
+    from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS
 
     return tuple(spec.exported for kind in (COUNTERS, GAUGES, HISTOGRAMS) for spec in kind.values())
 
 
 def table() -> str:
     """As Markdown. A metric without advice has an empty cell; a test says so."""
-    from kvferry.connector.metric_tables import COUNTERS, GAUGES, HISTOGRAMS
+    from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS
 
     rows = ["| metric | kind | meaning | do |", "| --- | --- | --- | --- |"]
     for counter in COUNTERS.values():

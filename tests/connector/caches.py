@@ -13,9 +13,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvferry.connector.arrangement import BY_HEAD, OPAQUE, Arrangement
-from kvferry.connector.layout import discover
-from kvferry.connector.sharding import Sharding
+from kvferry.connector.layout.block_layout import BY_HEAD, OPAQUE, Arrangement
+from kvferry.connector.layout.discovery import discover
+from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.worker.memory.caches import KvCaches
 from tests.engine_core.configs import vllm_config

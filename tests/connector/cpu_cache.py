@@ -12,9 +12,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
-from kvferry.connector.cache_probe import arrangements_of
-from kvferry.connector.layout import discover
-from kvferry.connector.sharding import Sharding
+from kvferry.connector.layout.discovery import discover
+from kvferry.connector.layout.probe import arrangements_of
+from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.geometry import PagedTensor
 from tests.connector.caches import bytes_of, config_of, full, group, storage_of, views_of
 

@@ -21,9 +21,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvferry.connector.layout import discover, groups_of
-from kvferry.connector.own_engine import OwnEngine
-from kvferry.connector.sharding import Sharding
+from kvferry.connector.engine.local_engine import OwnEngine
+from kvferry.connector.layout.discovery import discover, groups_of
+from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.worker.memory.caches import KvCaches
 from tests.connector.caches import arranged, configs_for, storage_of, views_of

@@ -13,10 +13,10 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
-from kvferry.connector.arrangement import BY_HEAD, OPAQUE
-from kvferry.connector.cache_probe import arrangements_of
-from kvferry.connector.cache_probe_scratch import Scratch
-from kvferry.connector.layout import discover
+from kvferry.connector.layout.block_layout import BY_HEAD, OPAQUE
+from kvferry.connector.layout.discovery import discover
+from kvferry.connector.layout.probe import arrangements_of
+from kvferry.connector.layout.probe_writes import Scratch
 from kvferry.protocol.geometry import Format, PagedTensor, Range
 from tests.connector.caches import ALONE, all_bytes_of, bytes_of, config_of, full, group, storage_of, views_of
 from tests.connector.written_caches import (

@@ -16,8 +16,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from kvferry.connector.arrangement import BY_HEAD, OPAQUE
-from kvferry.connector.cache_probe import arrangements_of
+from kvferry.connector.layout.block_layout import BY_HEAD, OPAQUE
+from kvferry.connector.layout.probe import arrangements_of
 from tests.connector.caches import config_of, full, group, views_of
 from tests.connector.cpu_cache import KINDS, Kind
 from tests.connector.cpu_cache import layer_of as cpu_layer_of

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.cache_probe import arrangements_of
-from kvferry.connector.layout import discover, groups_of
+from kvferry.connector.layout.discovery import discover, groups_of
+from kvferry.connector.layout.probe import arrangements_of
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.geometry import Place, Topology

@@ -13,9 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.correlation import CORRELATION_ARG, MAX_CORRELATION, Correlations, read_correlation
-from kvferry.connector.correlation_middleware import MAX_SPACE, CorrelationMiddleware, Message, Receive, Scope, Send
-from kvferry.connector.correlation_source import CorrelationSource
+from kvferry.connector.tracing.correlation import (
+    CORRELATION_ARG,
+    MAX_CORRELATION,
+    Correlations,
+    CorrelationSource,
+    read_correlation,
+)
+from kvferry.connector.tracing.correlation_middleware import (
+    MAX_SPACE,
+    CorrelationMiddleware,
+    Message,
+    Receive,
+    Scope,
+    Send,
+)
 from kvferry.protocol.errors import InvalidCorrelation
 from kvferry.scheduler.state.counters import Tally
 

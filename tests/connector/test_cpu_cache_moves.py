@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.layout import groups_of
+from kvferry.connector.layout.discovery import groups_of
 from kvferry.plan.blocks import RequestBlocks
 from kvferry.protocol.geometry import Place, Topology
 from tests.connector.cpu_cache import (

@@ -12,9 +12,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from kvferry.connector.cache_probe import arrangements_of
-from kvferry.connector.layout import discover
-from kvferry.connector.sharding import Sharding
+from kvferry.connector.layout.discovery import discover
+from kvferry.connector.layout.probe import arrangements_of
+from kvferry.connector.layout.sharding import Sharding
 from tests.connector.caches import bytes_of, config_of, group, storage_of, views_of
 
 LATENT, ROPE, BLOCK = 512, 64, 16

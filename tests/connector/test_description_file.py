@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.connector.description_file import write_description
+from kvferry.connector.engine.local_engine import write_description
 from kvferry.plan.planner import plan_engine
 from kvferry.protocol.description_json import decode_dump, dump_of, engine_of
 from kvferry.protocol.errors import InvalidConfig

@@ -12,7 +12,7 @@ import pytest
 from vllm.distributed import parallel_state
 
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.facts import (
+from kvferry.connector.engine.facts import (
     check_supported,
     facts_of,
     interleave_of,
@@ -21,7 +21,7 @@ from kvferry.connector.facts import (
     topology_of,
     worker_index,
 )
-from kvferry.connector.sharding import Sharding
+from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Interleave, Place, Topology
 from tests.connector.test_fingerprint import safetensors

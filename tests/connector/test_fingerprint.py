@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.connector.fingerprint import fingerprint, local_model_dir
+from kvferry.connector.engine.fingerprint import fingerprint, local_model_dir
 
 CONFIG: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "rope_scaling": {"factor": 2.0}}
 TENSOR_BYTES = 4096

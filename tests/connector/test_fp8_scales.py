@@ -11,10 +11,10 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
-from kvferry.connector.arrangement import BY_HEAD, OPAQUE
-from kvferry.connector.cache_probe import arrangements_of
-from kvferry.connector.cache_probe_values import VALUES, scales_of
-from kvferry.connector.layout import discover, groups_of
+from kvferry.connector.layout.block_layout import BY_HEAD, OPAQUE
+from kvferry.connector.layout.discovery import discover, groups_of
+from kvferry.connector.layout.probe import arrangements_of
+from kvferry.connector.layout.probe_writes import VALUES, scales_of
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InvalidConfig

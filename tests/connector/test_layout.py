@@ -11,8 +11,8 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
-from kvferry.connector.layout import discover, groups_of
-from kvferry.connector.sharding import Sharding
+from kvferry.connector.layout.discovery import discover, groups_of
+from kvferry.connector.layout.sharding import Sharding
 from kvferry.plan.planner import plan_engine, plan_transfer
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InvalidConfig

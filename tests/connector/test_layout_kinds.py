@@ -14,8 +14,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvferry.connector.layout import discover, groups_of
-from kvferry.connector.sharding import Sharding
+from kvferry.connector.layout.discovery import discover, groups_of
+from kvferry.connector.layout.sharding import Sharding
 from kvferry.plan.blocks import RequestBlocks
 from kvferry.plan.tokens import first_needed
 from kvferry.protocol.geometry import Interleave, Range

@@ -28,9 +28,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvferry.connector.arrangement import packing_of
-from kvferry.connector.layout import discover, groups_of
-from kvferry.connector.sharding import Sharding
+from kvferry.connector.layout.block_layout import packing_of
+from kvferry.connector.layout.discovery import discover, groups_of
+from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
 from tests.connector.caches import ALONE, arranged, config_of, described, full, group, views_of
 from tests.engine_core.configs import vllm_config

@@ -8,8 +8,8 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from kvferry.connector.layout import discover, groups_of
-from kvferry.connector.sharding import Sharding
+from kvferry.connector.layout.discovery import discover, groups_of
+from kvferry.connector.layout.sharding import Sharding
 from kvferry.plan.planner import plan_engine
 from kvferry.protocol.geometry import Interleave, Place, Topology
 from tests.connector.caches import arranged, config_of, full, group, views_of

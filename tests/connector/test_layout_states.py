@@ -9,9 +9,9 @@ import pytest
 import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from kvferry.connector.layout import discover, groups_of
-from kvferry.connector.sharding import Sharding
-from kvferry.connector.states import groups_of_heads
+from kvferry.connector.layout.discovery import discover, groups_of
+from kvferry.connector.layout.mamba_layout import groups_of_heads
+from kvferry.connector.layout.sharding import Sharding
 from kvferry.plan.blocks import RequestBlocks
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused

@@ -22,16 +22,9 @@ from prometheus_client import Counter as PromCounter
 from prometheus_client import Histogram as PromHistogram
 
 from kvferry.connector.connector import FerryConnector
-from kvferry.connector.metric_tables import (
-    COUNTERS,
-    HISTOGRAMS,
-    RECOMPUTE_REASONS,
-    RELEASE_WAYS,
-    TURN_RELEASE_WAYS,
-)
-from kvferry.connector.metrics import FerryPromMetrics
-from kvferry.connector.peer_labels import PeerLabels
-from kvferry.connector.stats import FerryStats
+from kvferry.connector.metrics.prometheus import FerryPromMetrics
+from kvferry.connector.metrics.stats import FerryStats, PeerLabels
+from kvferry.connector.metrics.tables import COUNTERS, HISTOGRAMS, RECOMPUTE_REASONS, RELEASE_WAYS, TURN_RELEASE_WAYS
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.state.counters import CounterKey

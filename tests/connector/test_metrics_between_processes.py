@@ -10,9 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from kvferry.connector.metric_tables import GAUGES
-from kvferry.connector.metrics import FerryPromMetrics
-from kvferry.connector.stats import FerryStats
+from kvferry.connector.metrics.prometheus import FerryPromMetrics
+from kvferry.connector.metrics.stats import FerryStats
+from kvferry.connector.metrics.tables import GAUGES
 from tests.engine_core.configs import vllm_config
 
 

@@ -12,8 +12,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, SlidingW
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.offering import Offering
-from kvferry.connector.own_engine import OwnEngine, block_spans
+from kvferry.connector.engine.local_engine import OwnEngine, block_spans
+from kvferry.connector.scheduler_side.params_builder import Offering
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.ids import Epoch
@@ -149,7 +149,7 @@ def test_a_model_with_a_recurrent_state_takes_turns_and_offers_none(
     monkeypatch: pytest.MonkeyPatch, ferry_log: pytest.LogCaptureFixture
 ) -> None:
     groups = (CacheGroup(policy="full", block_tokens=16), CacheGroup(policy="state", block_tokens=16))
-    monkeypatch.setattr("kvferry.connector.own_engine.groups_of", lambda config: groups)
+    monkeypatch.setattr("kvferry.connector.engine.local_engine.groups_of", lambda config: groups)
     made = both_roles()
     assert (made.offers_turns, made.takes_turns) == (False, True)
     assert "recurrent state" in ferry_log.records[-1].getMessage()

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvferry.connector import metrics
-from kvferry.connector.metric_tables import OTHER_PEERS
-from kvferry.connector.peer_labels import PeerLabels
+from kvferry.connector.metrics import prometheus as metrics
+from kvferry.connector.metrics.stats import PeerLabels
+from kvferry.connector.metrics.tables import OTHER_PEERS
 from kvferry.worker.peers.peer import PeerKey
 from tests.engine_core.configs import vllm_config
 

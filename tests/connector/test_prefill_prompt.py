@@ -12,10 +12,9 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvferry.connector.own_engine import OwnEngine
-from kvferry.connector.prefill_prompt import leave_out, tokens_left_out
-from kvferry.connector.prompts import prompt_of
-from kvferry.connector.reception import Reception
+from kvferry.connector.engine.local_engine import OwnEngine
+from kvferry.connector.engine.prompt import leave_out, prompt_of, tokens_left_out
+from kvferry.connector.scheduler_side.intake import Reception
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup

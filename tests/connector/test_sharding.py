@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.sharding import Sharding, same_in_all_layers
+from kvferry.connector.layout.sharding import Sharding, same_in_all_layers
 from kvferry.protocol.geometry import Range
 
 

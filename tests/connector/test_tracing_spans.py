@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from kvferry.connector.tracing_spans import RootSpan, Span, SpanBook, SpanItem, WorkerLoads
+from kvferry.connector.tracing.spans import RootSpan, Span, SpanBook, SpanItem, WorkerLoads
 from kvferry.trace.events import (
     DecodeArrived,
     Finished,

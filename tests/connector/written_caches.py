@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
-from kvferry.connector.arrangement import Arrangement
-from kvferry.connector.cache_probe import arrangements_of
+from kvferry.connector.layout.block_layout import Arrangement
+from kvferry.connector.layout.probe import arrangements_of
 from tests.connector.caches import config_of, group, views_of
 
 HEADS, TOKENS, WIDTH = 2, 16, 8

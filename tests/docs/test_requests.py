@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from kvferry.connector.metric_tables import COUNTERS
+from kvferry.connector.metrics.tables import COUNTERS
 from scripts.doc_commands import checked_by
 from tests.docs.shell import Shell, succeeded
 

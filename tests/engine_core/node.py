@@ -224,7 +224,7 @@ class Node:
         config = self.engine.config
         # One process has one rank, so a worker of several is told its place.
         told = mock.patch.multiple(
-            "kvferry.connector.worker_side",
+            "kvferry.connector.worker_side.side",
             place_of_this_worker=lambda: place,
             gather_workers=lambda mine, _: (mine,) * config.parallel_config.world_size,
         )

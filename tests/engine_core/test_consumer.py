@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.facts import is_alone
+from kvferry.connector.engine.facts import is_alone
 from tests.engine_core.driver import BLOCK_TOKENS, Engine, Scheduled, tokens
 from tests.engine_core.offers import Eavesdropper, offer
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.shutdown import ShutdownNotice
+from kvferry.connector.scheduler_side.drain import ShutdownNotice
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.worker.peers.handshake_client import fetch_description
 from tests.engine_core.driver import Engine, tokens

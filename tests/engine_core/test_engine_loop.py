@@ -13,7 +13,7 @@ import pytest
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
-from kvferry.connector.engine_loop import EngineLoop
+from kvferry.connector.vllm_internals import EngineLoop
 from tests.engine_core.driver import tokens
 from tests.engine_core.test_rest import prefill, work
 
@@ -58,7 +58,7 @@ def test_without_a_core_or_with_two_nobody_is_woken_and_nothing_happens(make_cor
 def test_a_lease_that_nobody_comes_for_ends_in_time_although_nobody_asks_the_engine_for_anything(
     make: Any, make_core: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.connector.rest.LONGEST_REST_S", LEASE_S / 6)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.LONGEST_REST_S", LEASE_S / 6)
     node = make("kv_producer", extra={"kv_lease_duration": LEASE_S})
     prefill(node, "p", tokens(100))
     core = make_core(node.engine.scheduler)

@@ -253,7 +253,7 @@ def test_a_read_that_overlaps_the_end_of_its_lease_is_not_believed(make: Any, mo
 
 def test_a_worker_that_does_not_find_itself_among_its_engines_workers_stops_the_start() -> None:
     """What the process groups tell is what the worker plans with."""
-    nobody = mock.patch("kvferry.connector.worker_side.gather_workers", return_value=())
+    nobody = mock.patch("kvferry.connector.worker_side.side.gather_workers", return_value=())
     with nobody, pytest.raises(InvalidMessage, match="0 workers"):
         Node("kv_producer")
 

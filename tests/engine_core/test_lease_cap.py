@@ -108,7 +108,7 @@ def test_blocks_are_counted_one_by_one_only_beyond_the_cap_and_not_in_every_step
         return count(kept)
 
     monkeypatch.setattr(KeptBlocks, "num_leased", counting)
-    monkeypatch.setattr("kvferry.connector.room._COUNT_S", 1.0)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.lease_eviction._COUNT_S", 1.0)
     slow = make_slow(max_leased_fraction=fraction)
     slow.prefill(*(f"p{index}" for index in range(9)))
     slow.step(round(2 * HEARTBEAT_S) + 12)

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.metric_tables import GAUGES, HISTOGRAMS
-from kvferry.connector.peer_labels import PeerLabels
-from kvferry.connector.stats import FerryStats
+from kvferry.connector.metrics.stats import FerryStats, PeerLabels
+from kvferry.connector.metrics.tables import GAUGES, HISTOGRAMS
 from kvferry.worker.loads.results import StepResults
 from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.node import Node

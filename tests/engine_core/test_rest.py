@@ -36,7 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine is: no test here is so slow that the engine would take a step by itself."""
-    monkeypatch.setattr("kvferry.connector.rest.LONGEST_REST_S", 3600.0)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.LONGEST_REST_S", 3600.0)
 
 
 def work(node: Node, most: int = 50) -> int:
@@ -211,7 +211,7 @@ def test_a_lease_that_ran_out_during_a_rest_ends_when_somebody_comes(
     make_engine: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvferry.connector.rest.LONGEST_REST_S", 0.5)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.LONGEST_REST_S", 0.5)
     engine = make_engine(lease_s=0.3)
     engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
     engine.step()
@@ -344,7 +344,7 @@ def test_whoever_calls_an_engine_that_has_rested_for_long_gets_one_step(
     params = prefill(producer, "p", PROMPT)
     decode(consumer, "d", PROMPT, params)
     wait_until_reported(producer)
-    monkeypatch.setattr("kvferry.connector.rest.LONGEST_REST_S", 0.5)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.LONGEST_REST_S", 0.5)
     time.sleep(0.6)
     assert producer.must_step
     producer.step()

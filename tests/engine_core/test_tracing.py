@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.tracing import UNTRACED
+from kvferry.connector.tracing.scheduler_events import UNTRACED
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.params import read_params
 from kvferry.trace.events import DecodeArrived, LeaseName, LoadEnded, LoadOrdered, LoadReported, Part, Recomputed
@@ -241,8 +241,8 @@ def test_an_engine_that_traces_nothing_has_no_thread_for_it_and_makes_no_event(
         raise AssertionError("an event was made")
 
     for name in ("DecodeArrived", "PrefillArrived", "PrefillScheduled", "LoadOrdered", "LoadReported", "Finished"):
-        monkeypatch.setattr(f"kvferry.connector.tracing.{name}", made)
-    monkeypatch.setattr("kvferry.connector.tracing_worker.LoadEnded", made)
+        monkeypatch.setattr(f"kvferry.connector.tracing.scheduler_events.{name}", made)
+    monkeypatch.setattr("kvferry.connector.tracing.worker_events.LoadEnded", made)
     producer, consumer = make("kv_producer"), make("kv_consumer")
     assert producer.engine.connector.scheduler_side.tracing is UNTRACED
     decode(consumer, "d", PROMPT, producer.prefill("p", PROMPT))

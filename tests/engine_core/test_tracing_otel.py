@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvferry.connector import tracing_start
+from kvferry.connector.tracing import start as tracing_start
 from kvferry.worker.loads.record import Stage
 from tests.engine_core.driver import tokens
 

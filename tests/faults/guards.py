@@ -275,7 +275,7 @@ GUARDS = (
         "digests",
         "matched tokens end at the last equal digest",
         (1,),
-        "kvferry.connector.reception:shared_tokens",
+        "kvferry.connector.scheduler_side.intake:shared_tokens",
         _whatever_comes,
         (
             "tests/engine_core/test_consumer.py::"
@@ -329,7 +329,7 @@ GUARDS = (
         "pinned",
         "blocks that are named so are kept out of the pool",
         (2,),
-        "kvferry.connector.quarantine:Quarantine._pin",
+        "kvferry.connector.scheduler_side.held_blocks:Quarantine._pin",
         _pin_nothing,
         ("tests/engine_core/test_quarantine.py::test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead",),
     ),
@@ -444,7 +444,7 @@ GUARDS = (
         "allowed-hosts",
         "nothing is sent to a host that is not listed",
         (6,),
-        "kvferry.connector.reception:Reception._may_connect",
+        "kvferry.connector.scheduler_side.intake:Reception._may_connect",
         _always(True),
         (
             "tests/engine_core/test_allowed_hosts.py::"

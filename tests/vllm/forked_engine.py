@@ -233,7 +233,7 @@ class _Engine:
         }
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | dict(spec.engine_args)))
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
-        from kvferry.connector import rest
+        from kvferry.connector.scheduler_side import idle as rest
 
         rest.LONGEST_REST_S = 0.05  # `free_blocks` is to know soon what is free
         self._asked = 0

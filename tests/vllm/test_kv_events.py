@@ -22,7 +22,7 @@ from tests.vllm.pair import TIMEOUT_S
 from tests.vllm.publishing_engine import BLOCK, publishing_server
 from tests.waiting import wait_until
 
-MIDDLEWARE = "kvferry.connector.correlation_middleware.CorrelationMiddleware"
+MIDDLEWARE = "kvferry.connector.tracing.correlation_middleware.CorrelationMiddleware"
 CORRELATION = "req-7f3a.1"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -27,13 +28,26 @@ from kvferry.connector.config_values import (
     whole,
     yes_or_no,
 )
-from kvferry.connector.known_producers import address_of
-from kvferry.connector.peer_labels import MAX_PEER_LABELS
 from kvferry.plan.cost import DIRECT_MIN_BYTES
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.params import SHORTEST_LEASE_S
 from kvferry.trace.recorder_file import DEFAULT_BYTES, SMALLEST_BYTES
 from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
+
+_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/\[\]]{1,253})):(?P<port>[0-9]{1,5})")
+
+
+MAX_PEER_LABELS = 1024
+"""The most that can be asked for; the front end makes no more, whatever workers tell."""
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[address]:port`. Raises `ValueError`, whose text is what is wrong."""
+    found = _ADDRESS.fullmatch(text)
+    if found is None or not 1 <= int(found["port"]) <= 65535:
+        raise ValueError(text)
+    return found["six"] or found["name"], int(found["port"])
+
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector.allowed_hosts import AllowedHosts
-from kvferry.connector.known_producers import address_of
+from kvferry.connector.config import address_of
 from kvferry.protocol.errors import InvalidConfig, shorten
 
 logger = logging.getLogger(__name__)

@@ -19,14 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.connector.config import check_role, read_config
-from kvferry.connector.facts import check_supported
+from kvferry.connector.engine.facts import check_supported
 from kvferry.connector.logs import join_vllm_log
 from kvferry.connector.messages import FerryMetadata
-from kvferry.connector.metrics import FerryPromMetrics
+from kvferry.connector.metrics.prometheus import FerryPromMetrics
+from kvferry.connector.metrics.stats import FerryStats
 from kvferry.connector.plugin import register
-from kvferry.connector.scheduler_side import SchedulerSide
-from kvferry.connector.stats import FerryStats
-from kvferry.connector.worker_side import WorkerSide
+from kvferry.connector.scheduler_side.side import SchedulerSide
+from kvferry.connector.worker_side.side import WorkerSide
 from kvferry.protocol.errors import LocalProtocolError
 
 if TYPE_CHECKING:

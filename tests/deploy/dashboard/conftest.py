@@ -25,4 +25,4 @@ def pytest_configure(config: pytest.Config) -> None:
         logging.getLogger("vllm").setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            importlib.import_module("kvferry.connector.metrics")
+            importlib.import_module("kvferry.connector.metrics.prometheus")

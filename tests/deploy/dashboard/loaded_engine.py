@@ -16,8 +16,8 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 
-from kvferry.connector.metric_tables import COUNTERS, GAUGES, HISTOGRAMS, PeerCounterSpec
-from kvferry.connector.stats import FerryStats
+from kvferry.connector.metrics.stats import FerryStats
+from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS, PeerCounterSpec
 from tests.engine_core.configs import vllm_config
 
 ENGINES = (0, 1)

@@ -11,7 +11,7 @@ from typing import Any
 import promql_parser
 import vllm
 
-from kvferry.connector.metric_tables import COUNTERS, GAUGES, HISTOGRAMS
+from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS
 
 _LOGGERS = Path(vllm.__file__).parent / "v1" / "metrics" / "loggers.py"
 OF_VLLM = {"vllm:kv_cache_usage_perc": "gauge", "vllm:request_success_total": "counter"}

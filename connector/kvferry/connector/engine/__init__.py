@@ -1,0 +1,1 @@
+"""The engine that this connector belongs to: its facts, its fingerprint, its own params and prompts."""

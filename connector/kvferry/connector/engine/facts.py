@@ -1,0 +1,173 @@
+"""What vLLM's configuration says about the model and about this worker's place, in kvferry's words."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm import envs
+
+from kvferry.connector.config import FerryConfig
+from kvferry.connector.engine.fingerprint import fingerprint, local_model_dir, read_model_config
+from kvferry.connector.layout.sharding import Sharding, same_in_all_layers
+from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.geometry import Interleave, Place, Topology
+from kvferry.protocol.handshake import ModelFacts
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+logger = logging.getLogger(__name__)
+
+
+def check_supported(vllm_config: VllmConfig, config: FerryConfig) -> None:
+    """Refuse at start what would corrupt caches later.
+
+    vLLM's `sleep` and `release_kv_cache_memory` do not ask for sleep mode: the cumem allocator is all that they need,
+    and they cannot be refused when they are called.
+
+    Raises:
+        InvalidConfig: naming the option and what to change.
+    """
+    model = vllm_config.model_config
+    if model.enable_sleep_mode:
+        raise InvalidConfig("enable_sleep_mode", True, "false: waking up remaps cache pages under registered memory")
+    if model.enable_cumem_allocator and not config.allow_cumem_allocator:
+        expected = (
+            "false: sleep and release_kv_cache_memory would remap cache pages under registered memory; "
+            "or true with allow_cumem_allocator, on an engine that neither is ever called on"
+        )
+        raise InvalidConfig("enable_cumem_allocator", True, expected)
+    parallel = vllm_config.parallel_config
+    uses_ray = parallel.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+    if uses_ray and parallel.pipeline_parallel_size > 1:
+        # This executor hands on what the last stage reports, so no lease would ever be over.
+        raise InvalidConfig("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0", "1 with several pipeline stages")
+
+
+def uses_host_buffer(vllm_config: VllmConfig) -> bool:
+    """Whether transfers go through host memory although the caches are on a device (`kv_buffer_device`)."""
+    transfer = vllm_config.kv_transfer_config
+    return bool(transfer.kv_buffer_device == "cpu" and vllm_config.device_config.device_type != "cpu")
+
+
+def is_alone(vllm_config: VllmConfig) -> bool:
+    """Whether nobody minds if a step that computes nothing takes a moment: no other stage has a micro-batch for this
+    one, and no other data-parallel rank waits at the next collective operation."""
+    parallel = vllm_config.parallel_config
+    return bool(parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1)
+
+
+def lease_slots(config: FerryConfig, vllm_config: VllmConfig) -> int:
+    """Slots of the lease table; scheduler and workers of one engine must agree, so both ask here."""
+    return config.lease_slots or max(1024, 4 * vllm_config.scheduler_config.max_num_seqs)
+
+
+def topology_of(vllm_config: VllmConfig) -> Topology:
+    """The engine's parallel sizes."""
+    parallel = vllm_config.parallel_config
+    return Topology(
+        pp=parallel.pipeline_parallel_size,
+        pcp=parallel.prefill_context_parallel_size,
+        tp=parallel.tensor_parallel_size,
+        dcp=parallel.decode_context_parallel_size,
+    )
+
+
+def place_of_this_worker() -> Place:
+    """Where this process stands among its engine's workers; vLLM's process groups must exist."""
+    from vllm.distributed import parallel_state
+
+    return Place(
+        pp=parallel_state.get_pp_group().rank_in_group,
+        pcp=parallel_state.get_pcp_group().rank_in_group,
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        dcp=parallel_state.get_dcp_group().rank_in_group,
+    )
+
+
+def interleave_of(vllm_config: VllmConfig, place: Place) -> Interleave:
+    """Which tokens this worker holds of the caches that decode context parallelism shares out (`spec.dcp_sharded`).
+
+    vLLM decides the length of the runs when it knows its block sizes, before workers register their caches.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size == 1:
+        return Interleave()
+    return Interleave(
+        ranks=parallel.decode_context_parallel_size,
+        rank=place.dcp,
+        run_tokens=parallel.cp_kv_cache_interleave_size,
+    )
+
+
+def worker_index(topology: Topology, place: Place) -> int:
+    """A worker's index in its engine: stage by stage, within a stage rank by rank."""
+    return (place.pp * topology.pcp + place.pcp) * topology.tp + place.tp
+
+
+def num_workers(topology: Topology) -> int:
+    """How many workers an engine has: those of `worker_index`."""
+    return topology.pp * topology.pcp * topology.tp
+
+
+def sharding_of(vllm_config: VllmConfig, place: Place) -> Sharding:
+    """How the KV heads of the model's layers, and of its drafter's, are spread over the tensor-parallel ranks."""
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
+    models = [vllm_config.model_config, *([draft] if draft is not None else [])]
+    total_heads = vllm_config.model_config.get_total_num_kv_heads()
+    return Sharding(
+        total_heads=total_heads,
+        rank=place.tp,
+        size=vllm_config.parallel_config.tensor_parallel_size,
+        uniform=all(
+            model.get_total_num_kv_heads() == total_heads
+            and same_in_all_layers(total_heads, model.hf_text_config.to_dict())
+            for model in models
+        ),
+    )
+
+
+def facts_of(vllm_config: VllmConfig, config: FerryConfig) -> ModelFacts:
+    """The facts that must be equal on both sides."""
+    model = vllm_config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    return ModelFacts(
+        model=str(model.model)[:512],
+        fingerprint=config.model_fingerprint or _fingerprint(vllm_config),
+        dtype=dtype,
+        cache_dtype=dtype if cache_dtype == "auto" else str(cache_dtype),
+        quantization=str(model.quantization or "none"),
+        max_model_tokens=model.max_model_len,
+        speculative=_speculative(vllm_config),
+    )
+
+
+def _fingerprint(vllm_config: VllmConfig) -> str:
+    model, load = vllm_config.model_config, vllm_config.load_config
+    is_dummy = str(load.load_format) == "dummy"
+    directory = None if is_dummy else local_model_dir(model.model, model.revision, load.download_dir)
+    found = fingerprint(_config_of(model, directory), directory, f"dummy:{model.seed}" if is_dummy else "")
+    if found.startswith("config:") and not is_dummy:
+        logger.warning(
+            "no weight files of %s are on this machine: engines with other weights of this configuration would be "
+            "taken for the same; name the weights with model_fingerprint",
+            model.model,
+        )
+    return found
+
+
+def _config_of(model: ModelConfig, directory: Path | None) -> dict[str, Any]:
+    """The model's configuration as its folder has it: vLLM and some models change theirs, and not in every process
+    alike (Falcon-H1 in its workers only)."""
+    overrides = getattr(model, "hf_overrides", None) or {}
+    kept = read_model_config(directory) if directory is not None and isinstance(overrides, dict) else None
+    return model.hf_config.to_dict() if kept is None else {"kept": kept, "overrides": overrides}
+
+
+def _speculative(vllm_config: VllmConfig) -> str:
+    speculative = vllm_config.speculative_config
+    return f"{speculative.method}" if speculative is not None else "none"

@@ -1,0 +1,163 @@
+"""This engine as the params that it writes name it, and what it may do with those that it gets.
+
+Its description is written where an operator asked for it, whole or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm import envs
+
+from kvferry.connector.config import FerryConfig
+from kvferry.connector.engine.facts import topology_of
+from kvferry.connector.engine.prompt import tokens_left_out
+from kvferry.connector.layout.discovery import groups_of
+from kvferry.protocol.description_json import dump_of, encode_dump
+from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.geometry import Topology
+from kvferry.protocol.handshake import CacheGroup, EngineDescription
+from kvferry.protocol.ids import BootId, new_boot_id
+from kvferry.protocol.params_mac import new_seal_key
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+_MODE = 0o644
+
+
+def write_description(name: str, engine: EngineDescription) -> Path:
+    """Write the dump of an engine; whoever reads the file meets the old one or the new one, never a part.
+
+    Args:
+        name: the path as configured; `{engine_id}` stands for the engine's id, in which slashes become underscores.
+
+    Raises:
+        InvalidConfig: it cannot be written; the text says why.
+    """
+    path = Path(name.replace("{engine_id}", engine.engine_id.replace("/", "_")))
+    try:
+        _replace(path, encode_dump(dump_of(engine)))
+    except (OSError, ValueError) as refused:
+        raise InvalidConfig("description_file", str(path), f"a file that can be written ({refused})") from None
+    return path
+
+
+def _replace(path: Path, content: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+            os.fchmod(stream.fileno(), _MODE)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnEngine:
+    """One life of this engine.
+
+    Attributes:
+        host, port: of its side channel.
+        block_spans: per cache group the tokens that one scheduler block covers on all ranks together.
+        left_out: how many of a prompt's last tokens are not computed where it is prefilled.
+        takes_turns: whether its prefills read what decoders hold of a conversation's last turn.
+        offers_turns: whether it offers its answers.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+    topology: Topology
+    groups: tuple[CacheGroup, ...]
+    block_spans: tuple[int, ...]
+    left_out: int
+    is_producer: bool
+    is_consumer: bool
+    takes_turns: bool
+    offers_turns: bool
+    boot: BootId = field(default_factory=new_boot_id)
+    seal_key: bytes = field(default_factory=new_seal_key, repr=False)
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> OwnEngine:
+        """A new life.
+
+        Raises:
+            InvalidConfig: a cache cannot be described.
+        """
+        transfer, topology = vllm_config.kv_transfer_config, topology_of(vllm_config)
+        groups = groups_of(kv_cache_config)
+        has_turns = config.bidirectional_kv_xfer
+        can_offer = has_turns and _can_offer_turns(groups, transfer.kv_load_failure_policy)
+        return cls(
+            engine_id=transfer.engine_id,
+            host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
+            port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT + vllm_config.parallel_config.data_parallel_index,
+            topology=topology,
+            groups=groups,
+            block_spans=block_spans(kv_cache_config, topology.dcp),
+            left_out=tokens_left_out(vllm_config, groups),
+            is_producer=transfer.is_kv_producer,
+            is_consumer=transfer.is_kv_consumer,
+            takes_turns=has_turns and transfer.is_kv_producer,
+            offers_turns=can_offer and transfer.is_kv_consumer,
+        )
+
+    @property
+    def is_read_from(self) -> bool:
+        """Whether other engines read its blocks: it needs a side channel."""
+        return self.is_producer or self.offers_turns
+
+    @property
+    def reads(self) -> bool:
+        """Whether it reads other engines' blocks."""
+        return self.is_consumer or self.takes_turns
+
+    @property
+    def is_all_or_nothing(self) -> bool:
+        """Whether a part of a sequence's cache is of no use: a window or a state belongs to its end."""
+        return any(group.policy != "full" for group in self.groups)
+
+    def without_scratch(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[Sequence[int], ...]:
+        """The blocks of a request per cache group, those of a state up to the one after `num_tokens` tokens: behind
+        them vLLM has blocks for the states of drafts."""
+        return tuple(
+            ids[: -(-num_tokens // span)] if group.policy == "state" else ids
+            for ids, group, span in zip(block_ids, self.groups, self.block_spans, strict=True)
+        )
+
+
+def _can_offer_turns(groups: tuple[CacheGroup, ...], failure_policy: str) -> bool:
+    if failure_policy != "recompute":
+        logger.warning(
+            "kv_load_failure_policy=%s: a turn whose offer has run out will end with an error; use recompute",
+            failure_policy,
+        )
+    if not any(group.policy == "state" for group in groups):
+        return True
+    # A step in flight when a request stops has put one token more into the state, in place.
+    logger.warning("bidirectional_kv_xfer: answers are not offered, since this model keeps a recurrent state")
+    return False
+
+
+def block_spans(kv_cache_config: KVCacheConfig, dcp: int) -> tuple[int, ...]:
+    """Per transferred cache group the tokens that a scheduler block covers: with `dcp` ranks that share tokens out, a
+    block of `n` local slots covers `n · dcp` tokens of the groups that vLLM shards."""
+    specs = (group.kv_cache_spec for group in kv_cache_config.transfer_groups)
+    return tuple(spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in specs)

@@ -1,0 +1,1 @@
+"""Layout discovery: from the cache tensors that vLLM registers to paged tensors."""

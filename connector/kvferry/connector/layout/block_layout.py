@@ -1,0 +1,282 @@
+"""How the bytes of a cache block are arranged: what a backend's paged tensors are.
+
+Strides say where things are only when it is known what is there. A *pattern* is a supposition about that: where the
+cells of K and V lie, as numbers made of a view's shape and strides. `probe` tests every pattern against what the
+backend really writes, and a layer is described by the one that was right. Where none was, a head of a block or a whole
+block is one opaque cell, in a format that no other arrangement has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvferry.connector.layout.sharding import Sharding
+from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.geometry import Range
+
+PLAIN = "plain"
+"""The packing of cells whose strides say everything."""
+
+BY_HEAD = "by_head"
+"""Instead of a pattern: each (block, head) has its bytes for itself, and they do not depend on which it is."""
+
+OPAQUE = ""
+"""Instead of a pattern: nothing is known of a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """What is known of how a layer's cache is arranged.
+
+    Attributes:
+        packing: the backend and everything that its arrangement depends on, see `packing_of`.
+        pattern: one of `PATTERNS`, or `BY_HEAD`, or `OPAQUE`.
+        dtype: what elements are where the view's dtype does not say it (float8 in a cache of bytes).
+        scales: static scales by kind, `value = stored · scale`: one for all heads of this worker or one for each.
+    """
+
+    packing: str
+    pattern: str = OPAQUE
+    dtype: str = ""
+    scales: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Where the cells of one kind are in a view, in elements.
+
+    Element `i` of (block, head, token) is at
+    `offset + block·view.stride(0) + head·head_stride + token·token_stride + i·element_stride`.
+    """
+
+    kind: str
+    heads: int
+    elements: int
+    offset: int
+    head_stride: int
+    token_stride: int
+    element_stride: int = 1
+
+    def of(self, view: torch.Tensor) -> torch.Tensor:
+        """These cells of a view as `[B, heads, N, elements]`."""
+        shape = (view.shape[0], self.heads, view.shape[2], self.elements)
+        strides = (view.stride(0), self.head_stride, self.token_stride, self.element_stride)
+        return view.as_strided(shape, strides, view.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One paged tensor of a layer, as `PagedTensor` has it; `offset` is from the layer's first byte to its first.
+
+    `dtype` is empty where it is that of the view.
+    """
+
+    kind: str
+    heads: Range
+    head_stride: int
+    cell_bytes: int
+    packing: str
+    tile_tokens: int
+    tile_stride: int = 0
+    offset: int = 0
+    element_bytes: int = 0
+    element_stride: int = 0
+    dtype: str = ""
+    scales: tuple[float, ...] = ()
+
+
+def _rows(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
+    """A row `[k | v]` for every (head, token), wherever heads and tokens are: the usual one on GPUs."""
+    width, width_v = spec.head_size, spec.head_size_v
+    if is_mla(spec) or view.shape[1] != spec.num_kv_heads or view.shape[3] != width + width_v:
+        return ()
+    strides = (view.stride(1), view.stride(2))
+    return (
+        Cells("k", spec.num_kv_heads, width, 0, *strides),
+        Cells("v", spec.num_kv_heads, width_v, width, *strides),
+    )
+
+
+def _columns(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
+    """K as `[D, N]`, then V as `[N, D]`, for every (block, head): CPU attention on most instruction sets."""
+    width, tokens = spec.head_size, view.shape[2]
+    if not _rows(view, spec) or spec.head_size_v != width or view.stride(2) != view.shape[3]:
+        return ()
+    return (
+        Cells("k", spec.num_kv_heads, width, 0, view.stride(1), 1, tokens),
+        Cells("v", spec.num_kv_heads, width, tokens * width, view.stride(1), width),
+    )
+
+
+def _planes(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
+    """Two slots in place of heads, one of K and one of V, with all heads of a token in a row."""
+    heads, width = spec.num_kv_heads, spec.head_size
+    if is_mla(spec) or view.shape[1] != 2 or view.shape[3] != heads * width or spec.head_size_v != width:
+        return ()
+    return (
+        Cells("k", heads, width, 0, width, view.stride(2)),
+        Cells("v", heads, width, view.stride(1), width, view.stride(2)),
+    )
+
+
+def _latent(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
+    """MLA: a row `[latent | rope]` for every token."""
+    if not is_mla(spec) or _is_indexer(spec) or view.shape[1] != 1 or view.shape[3] != spec.head_size:
+        return ()
+    return (Cells("mla", 1, spec.head_size, 0, 0, view.stride(2)),)
+
+
+PATTERNS: dict[str, Callable[[torch.Tensor, Any], tuple[Cells, ...]]] = {
+    "rows": _rows,
+    "columns": _columns,
+    "planes": _planes,
+    "latent": _latent,
+}
+"""By name the cells of a view `[B, H, N, C]` of a cache with a spec; none where the shape rules the pattern out."""
+
+
+def packing_of(layer: Any, layer_name: str) -> str:
+    """How a layer's backend arranges the bytes of a block: its name and everything the arrangement depends on.
+
+    For float8 that includes which one it is: vLLM keeps every kind in a cache of bytes, under one quantisation mode.
+    """
+    backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
+    name = str(backend.get_name()) if backend is not None else type(layer).__name__
+    stored = _float8_of(layer)
+    if name != "CPU_ATTN":
+        return name.lower() + stored
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = getattr(layer, "isa", None)
+    if isa is None:
+        from vllm.config import get_current_vllm_config
+
+        config = get_current_vllm_config()
+        isa = _get_attn_isa(
+            config.model_config.dtype,
+            config.cache_config.block_size,
+            layer.head_size,
+            getattr(layer, "kv_cache_dtype", None),
+        )
+    return f"cpu_attn/{isa}{stored}"
+
+
+def _float8_of(layer: Any) -> str:
+    """What a layer's cache holds, where its dtype does not tell; vLLM's `fp8` is its `fp8_e4m3`."""
+    cache_dtype = str(getattr(layer, "kv_cache_dtype", None))
+    if not cache_dtype.startswith("fp8"):
+        return ""
+    return "/fp8_e4m3" if cache_dtype == "fp8" else f"/{cache_dtype}"
+
+
+def parts_of(
+    layer: str, view: torch.Tensor, spec: Any, arrangement: Arrangement, sharding: Sharding
+) -> tuple[Part, ...]:
+    """What a layer's cache consists of.
+
+    Args:
+        view: `[B, H, N, C]`, content contiguous.
+
+    Raises:
+        InvalidConfig: the bytes of an opaque block do not lie together.
+    """
+    pattern = PATTERNS.get(arrangement.pattern)
+    cells = pattern(view, spec) if pattern is not None else ()
+    if cells:
+        return tuple(_part(one, view, arrangement, sharding, everybodys=is_mla(spec)) for one in cells)
+    if arrangement.pattern == BY_HEAD and heads_lie_together(view, spec):
+        return (_head_of_block(view, arrangement, sharding),)
+    return (_opaque_block(layer, view, spec, arrangement, sharding),)
+
+
+def heads_lie_together(view: torch.Tensor, spec: Any) -> bool:
+    """Whether the bytes of each (block, head) follow one another."""
+    return not is_mla(spec) and view.shape[1] == spec.num_kv_heads and bool(view.stride(2) == view.shape[3])
+
+
+def is_mla(spec: Any) -> bool:
+    """Whether a cache holds one latent vector a token, the same on every tensor-parallel rank."""
+    return type(spec).__name__ in ("MLAAttentionSpec", "SlidingWindowMLASpec")
+
+
+def _part(cells: Cells, view: torch.Tensor, arrangement: Arrangement, sharding: Sharding, *, everybodys: bool) -> Part:
+    item = view.element_size()
+    held, suffix = (Range(0, 1), "") if everybodys else _heads(sharding, cells.heads)
+    apart = cells.element_stride != 1
+    return Part(
+        kind=cells.kind,
+        heads=held,
+        head_stride=cells.head_stride * item if cells.heads > 1 else 0,
+        cell_bytes=cells.elements * item,
+        packing=PLAIN + suffix,
+        tile_tokens=1,
+        tile_stride=cells.token_stride * item,
+        offset=cells.offset * item,
+        element_bytes=item if apart else 0,
+        element_stride=cells.element_stride * item if apart else 0,
+        dtype=arrangement.dtype,
+        scales=arrangement.scales.get(cells.kind, ()),
+    )
+
+
+def _head_of_block(view: torch.Tensor, arrangement: Arrangement, sharding: Sharding) -> Part:
+    """K and V of a (block, head) as one cell."""
+    _, heads, tokens, content = (int(n) for n in view.shape)
+    item = view.element_size()
+    held, suffix = _heads(sharding, heads)
+    stride = view.stride(1) * item if heads > 1 else 0
+    return Part("kv", held, stride, tokens * content * item, _opaque(arrangement) + suffix, tokens)
+
+
+def _heads(sharding: Sharding, local_heads: int) -> tuple[Range, str]:
+    """The heads, and what the format says of them: where only the rank is known, ranks of equally many match."""
+    known = sharding.heads(local_heads)
+    if known is not None:
+        return known, ""
+    return Range(sharding.rank * local_heads, (sharding.rank + 1) * local_heads), _rank_of(sharding)
+
+
+def _rank_of(sharding: Sharding) -> str:
+    return f"/tp{sharding.size}" if sharding.size > 1 else ""
+
+
+def _opaque(arrangement: Arrangement) -> str:
+    """The packing of what cannot be looked into. Scales are part of it: it can only be copied as it is."""
+    told = [
+        f"{kind}={','.join(format(scale, '.9g') for scale in scales)}"
+        for kind, scales in sorted(arrangement.scales.items())
+        if set(scales) != {1.0}
+    ]
+    return "/".join([arrangement.packing, *told])
+
+
+def _opaque_block(layer: str, view: torch.Tensor, spec: Any, arrangement: Arrangement, sharding: Sharding) -> Part:
+    """All local heads of a block as one cell. Its axes belong to the format, from the outermost to the innermost with
+    their sizes, e.g. `heads2.tokens16.content512`: blocks of equal size may be arranged differently."""
+    item = view.element_size()
+    heads, tokens, content = shape = tuple(int(n) for n in view.shape[1:])
+    strides = tuple(int(n) * item for n in view.stride()[1:])
+    extent = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + item
+    if extent != heads * tokens * content * item:
+        raise InvalidConfig(
+            f"cache of layer {layer}",
+            f"strides {list(strides)} for {list(shape)}",
+            "blocks whose bytes lie together (set VLLM_KV_CACHE_LAYOUT to LBHNC)",
+        )
+    axes = zip(strides, (f"heads{heads}", f"tokens{tokens}", f"content{content}"), shape, strict=True)
+    order = ".".join(name for _, name, n in sorted(axes, reverse=True) if n > 1) or "one"
+    packing = f"{_opaque(arrangement)}/{order}"
+    if heads == 1 and is_mla(spec):
+        return Part("indexer" if _is_indexer(spec) else "kv", Range(0, 1), 0, extent, packing, tokens)
+    # One thing, whatever heads are in it: ranks of engines with equal tensor-parallel sizes match.
+    alone = Range(sharding.rank, sharding.rank + 1)
+    return Part("kv", alone, 0, extent, packing + _rank_of(sharding), tokens)
+
+
+def _is_indexer(spec: Any) -> bool:
+    """Whether a cache holds the keys by which sparse attention chooses its tokens."""
+    return str(getattr(getattr(spec, "cache_role", None), "value", "")) == "indexer"

@@ -1,0 +1,164 @@
+"""Layout discovery: from vLLM's cache tensors to paged tensors.
+
+Strides come from the registered tensors; what their bytes mean comes from the cache spec, and for attention from the
+backend: see `policies`, `block_layout` and `mamba_layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvferry.connector.layout.block_layout import Arrangement, parts_of
+from kvferry.connector.layout.mamba_layout import describe_state
+from kvferry.connector.layout.policies import policy_of
+from kvferry.connector.layout.sharding import Sharding
+from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.geometry import Format, Interleave, PagedTensor
+from kvferry.protocol.handshake import CacheGroup
+from kvferry.worker.memory.caches import KvCaches
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+_EVERY_TOKEN = Interleave()
+
+
+def groups_of(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
+    """The cache groups that take part in transfers.
+
+    Raises:
+        InvalidConfig: a group holds what kvferry cannot describe; the text names a layer and why.
+    """
+    return tuple(_group(group) for group in kv_cache_config.transfer_groups)
+
+
+def discover(
+    kv_caches: Mapping[str, torch.Tensor],
+    kv_cache_config: KVCacheConfig,
+    arrangements: Mapping[str, Arrangement],
+    sharding: Sharding,
+    *,
+    interleave: Interleave = _EVERY_TOKEN,
+    head_groups: int | None = None,
+) -> KvCaches:
+    """Describe the registered caches.
+
+    Args:
+        kv_caches: by layer the view `[B, H, N, C]`: of attention in elements of the cache's dtype, of a state in bytes.
+        arrangements: by layer how its attention backend arranges a block, see `cache_probe`.
+        interleave: which tokens this worker holds of the caches that ranks share out (decode context parallelism).
+        head_groups: how many groups share B and C of a Mamba-2 model, see `groups_of_heads`.
+
+    Raises:
+        InvalidConfig: naming the layer and why it cannot be described.
+    """
+    sharding = sharding.checked(_local_heads(kv_cache_config))
+    tensors: list[PagedTensor] = []
+    storages: dict[int, torch.Tensor] = {}
+    for index, group in enumerate(kv_cache_config.transfer_groups):
+        seen: set[tuple[int, ...]] = set()  # not across groups: vLLM lays all of them over the same bytes
+        for layer in group.layer_names:
+            view = kv_caches.get(layer)
+            if view is None:
+                continue  # a layer of another pipeline stage
+            spec = _layer_spec(group.kv_cache_spec, layer)
+            policy, _ = policy_of(layer, spec)
+            identity = (view.data_ptr(), *view.shape, *view.stride())
+            if identity in seen:
+                continue  # a layer that shares another's cache
+            seen.add(identity)
+            storages.setdefault(view.untyped_storage().data_ptr(), view)
+            if policy == "state":
+                blocks = kv_cache_config.num_blocks
+                tensors += describe_state(layer, index, spec, view, blocks, sharding, head_groups)
+                continue
+            share = interleave if spec.dcp_sharded else _EVERY_TOKEN
+            tensors += _describe(layer, index, spec, view, kv_cache_config.num_blocks, arrangements, sharding, share)
+    if not tensors:
+        raise InvalidConfig("kv_caches", sorted(kv_caches)[:4], "at least one layer with a transferable cache")
+    return KvCaches(tuple(storages.values()), tuple(tensors), next(iter(storages.values())).device)
+
+
+def _group(group: KVCacheGroupSpec) -> CacheGroup:
+    from vllm.v1 import kv_cache_interface as specs
+
+    # A pipeline stage may have none of a group's layers; the group's spec is the whole model's.
+    spec, layer = group.kv_cache_spec, next(iter(group.layer_names), "of another stage")
+    if group.host_resident or group.role is not specs.KVCacheGroupRole.DEFAULT:
+        expected = "caches in the device's memory (no hisparse_config)"
+        raise InvalidConfig(f"cache of layer {layer}", f"in a group of {group.role.value} in host memory", expected)
+    if isinstance(spec, specs.UniformTypeKVCacheSpecs):
+        policies = {policy_of(name, inner) for name, inner in spec.kv_cache_specs.items()}
+        if len(policies) != 1:
+            raise InvalidConfig(f"cache of layer {layer}", sorted(policies), "one policy for the whole group")
+        (policy, window) = policies.pop()
+    else:
+        policy, window = policy_of(layer, spec)
+    return CacheGroup(policy=policy, block_tokens=spec.block_size, window_tokens=window)
+
+
+def _layer_spec(spec: KVCacheSpec, layer: str) -> Any:
+    from vllm.v1 import kv_cache_interface as specs
+
+    return spec.kv_cache_specs[layer] if isinstance(spec, specs.UniformTypeKVCacheSpecs) else spec
+
+
+def _local_heads(kv_cache_config: KVCacheConfig) -> Iterator[int]:
+    """KV heads on this worker, of every layer whose heads are shared out."""
+    from vllm.v1 import kv_cache_interface as specs
+
+    everywhere = (specs.MLAAttentionSpec, specs.SlidingWindowMLASpec)
+    for group in kv_cache_config.transfer_groups:
+        for layer in group.layer_names:
+            spec = _layer_spec(group.kv_cache_spec, layer)
+            if isinstance(spec, specs.AttentionSpec) and not isinstance(spec, everywhere):
+                yield spec.num_kv_heads
+
+
+def _describe(
+    layer: str,
+    group: int,
+    spec: Any,
+    view: torch.Tensor,
+    num_blocks: int,
+    arrangements: Mapping[str, Arrangement],
+    sharding: Sharding,
+    interleave: Interleave,
+) -> list[PagedTensor]:
+    """The paged tensors of a layer of attention."""
+    where = f"cache of layer {layer}"
+    if view.dim() != 4:
+        raise InvalidConfig(where, f"shape {list(view.shape)}", "a view [blocks, heads, tokens, content]")
+    if layer not in arrangements:
+        raise InvalidConfig(where, "without a layer", "a cache whose attention backend is known")
+    blocks = view.shape[0]
+    if not num_blocks or blocks % num_blocks or spec.block_size % (blocks // num_blocks):
+        raise InvalidConfig(where, f"{blocks} kernel blocks", f"a multiple of {num_blocks} blocks")
+    if view.stride(3) != 1:
+        raise InvalidConfig(where, f"strides {list(view.stride())}", "contiguous content")
+    dtype, quantization = str(view.dtype).removeprefix("torch."), spec.kv_quant_mode.name.lower()
+    return [
+        PagedTensor(
+            layer=layer,
+            kind=part.kind,
+            group=group,
+            base=view.data_ptr() + part.offset,
+            blocks=blocks,
+            block_tokens=spec.block_size // (blocks // num_blocks),
+            block_stride=view.stride(0) * view.element_size(),
+            heads=part.heads,
+            head_stride=part.head_stride,
+            tile_tokens=part.tile_tokens,
+            tile_stride=part.tile_stride,
+            cell_bytes=part.cell_bytes,
+            element_bytes=part.element_bytes,
+            element_stride=part.element_stride,
+            interleave=interleave,
+            scales=part.scales,
+            format=Format(dtype=part.dtype or dtype, quantization=quantization, packing=part.packing),
+        )
+        for part in parts_of(layer, view, spec, arrangements[layer], sharding)
+    ]

@@ -1,0 +1,1 @@
+"""Metrics: their tables, their way between processes, and Prometheus."""

@@ -1,0 +1,173 @@
+"""Statistics on their way from workers and scheduler to the front end: plain counters, samples and gauges.
+
+Some metrics have a label for the producer. Clients choose what params name, so nothing that was only named gets a
+label: a load is good when its producer has been met and the seal of its params checked. And labels are never taken
+back, so there is a bound.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+from kvferry.connector.metrics.tables import OTHER_PEERS
+from kvferry.protocol.orders import FailureReason
+from kvferry.scheduler.state.counters import CounterKey
+from kvferry.worker.loads.record import EndedLoad
+from kvferry.worker.loads.results import StepResults
+from kvferry.worker.peers.peer import PeerKey
+
+_LONGEST = 128
+_UNCLEAN = re.compile(r"[^A-Za-z0-9.:_\-]")
+
+
+class PeerLabels:
+    """The first producers, by address: an engine that was restarted is the same one.
+
+    Args:
+        most: labels beside `other`.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[tuple[str, int], str] = {}
+
+    def of(self, source: PeerKey, *, is_good: bool) -> str:
+        """The label of a producer that a load from has ended, well or badly."""
+        address = (source.host, source.port)
+        known = self._known.get(address)
+        if known is None and is_good and len(self._known) < self._most:
+            known = self._known[address] = _UNCLEAN.sub("_", f"{source.host}:{source.port}"[-_LONGEST:])
+        return OTHER_PEERS if known is None else known
+
+
+Counters = dict[str, dict[str, float]]
+"""By metric and label value."""
+Samples = dict[str, list[float]]
+
+
+class FerryStats(KVConnectorStats):
+    """Counters by name and label, samples and gauges by name:
+    `{"counters": {name: {label: n}}, "samples": {name: [x]}, "gauges": {name: x}}`.
+
+    Counters and samples are added up, over workers and over steps. Gauges are only told by schedulers, of which an
+    engine has one: of what workers know it has the last word of each (`Levels`). So the latest gauge counts.
+    """
+
+    @classmethod
+    def of_counts(
+        cls,
+        counts: Mapping[CounterKey, float],
+        samples: Mapping[str, list[float]],
+        gauges: Mapping[str, float] | None = None,
+    ) -> FerryStats | None:
+        """Statistics of one step; None when there is nothing to tell."""
+        if not counts and not samples and not gauges:
+            return None
+        counters: Counters = {}
+        for (name, label), amount in counts.items():
+            counters.setdefault(name, {})[label] = amount
+        told = {name: list(values) for name, values in samples.items()}
+        return cls(data={"counters": counters, "samples": told, "gauges": dict(gauges or {})})
+
+    @classmethod
+    def of_results(cls, results: StepResults, labels: PeerLabels) -> FerryStats | None:
+        """What a worker's step tells; None when there is nothing to tell. The results' accounts are given away."""
+        counters, samples = _of_ended(results.ended, labels) if results.ended else ({}, {})
+        if results.failed:
+            counters.update(_failures(results.failed.values()))
+        numbers = _numbers_of(results)
+        if any(numbers):
+            counters.update({name: {"": number} for name, number in zip(_NUMBERS, numbers, strict=True) if number})
+        if results.met_s:
+            samples["handshake_s"] = list(results.met_s)
+        if not counters and not samples:
+            return None
+        return cls(data={"counters": counters, "samples": samples, "gauges": {}})
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {"counters": {}, "samples": {}, "gauges": {}}
+
+    def aggregate(self, other: KVConnectorStats) -> FerryStats:
+        _add(self.data.setdefault("counters", {}), other.data.get("counters", {}))
+        for name, values in other.data.get("samples", {}).items():
+            self.data.setdefault("samples", {}).setdefault(name, []).extend(values)
+        self.data.setdefault("gauges", {}).update(other.data.get("gauges", {}))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The interval in a few figures, for the log."""
+        samples: dict[str, list[float]] = self.data.get("samples", {})
+        counters: dict[str, dict[str, float]] = self.data.get("counters", {})
+        told: dict[str, int | float] = {
+            name: round(sum(by_label.values()), 6) for name, by_label in sorted(counters.items())
+        }
+        for name, values in sorted(samples.items()):
+            if values:
+                told[f"{name} mean"] = round(sum(values) / len(values), 6)
+        gauges: dict[str, float] = self.data.get("gauges", {})
+        return {**told, **gauges}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.get(kind) for kind in ("counters", "samples", "gauges"))
+
+
+_NUMBERS = {
+    "failed_notifications": "undelivered",
+    "bad_notifications": "bad_notifications",
+    "late_notifications": "late_notifications",
+    "quarantined_loads": "quarantined_loads",
+    "quarantined_blocks": "quarantined_blocks",
+    "graces_over": "graces_over",
+    "integrity_errors": "integrity_errors",
+    "lost_orders": "lost_orders",
+}
+"""Counters that a step's results have as they are, by metric."""
+_numbers_of = attrgetter(*_NUMBERS.values())
+
+
+def _failures(failed: Iterable[FailureReason]) -> Counters:
+    """Counters of loads that are reported as failed."""
+    reasons = [reason.value for reason in failed]
+    return {"failed_transfers": {"": len(reasons)}, "failed_loads": dict(Counter(reasons))}
+
+
+def _of_ended(ended: Sequence[EndedLoad], labels: PeerLabels) -> tuple[Counters, Samples]:
+    """Counters and samples of loads that are over. Most steps have one at most, whose account is passed on as it is."""
+    if len(ended) == 1 and (account := ended[0].account) is not None:
+        return {**account.counters, **_of_peer(ended[0], labels)}, account.samples
+    counters: Counters = {}
+    samples: Samples = {}
+    for load in ended:
+        _add(counters, _of_peer(load, labels))
+        if load.account is not None:
+            _add(counters, load.account.counters)
+            for name, values in load.account.samples.items():
+                samples.setdefault(name, []).extend(values)
+    return counters, samples
+
+
+def _of_peer(load: EndedLoad, labels: PeerLabels) -> Counters:
+    """Counters by producer of a load that is over."""
+    figures = load.figures
+    peer = labels.of(load.source, is_good=figures is not None)
+    if figures is None:
+        return {"peer_failed_loads": {peer: 1}}
+    return {
+        "peer_loads": {peer: 1},
+        "peer_bytes": {peer: figures.planned_bytes},
+        "peer_load_s": {peer: figures.load_s},
+    }
+
+
+def _add(counters: Counters, more: Mapping[str, Mapping[str, float]]) -> None:
+    """Add counters to others."""
+    for name, by_label in more.items():
+        ours = counters.setdefault(name, {})
+        for label, amount in by_label.items():
+            ours[label] = ours.get(label, 0) + amount

@@ -1,0 +1,170 @@
+"""Blocks of requests that have ended, kept out of the pool by references of this connector's own.
+
+vLLM can hold a request's blocks itself when it is asked to delay their free. But then the request stays in its
+scheduler, and an engine with such a request steps every millisecond, on more than one core, for as long as the blocks
+are held. So vLLM frees as ever, and here is one reference more on each block, taken before that.
+
+Blocks of failed loads are kept out of the pool in the same way until every worker says that nothing may still write
+them: vLLM frees a failed request's blocks at once, and they are pinned before that happens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.scheduler.producer.block_references import KeptBlocks
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+class HeldBlocks:
+    """One reference per request and block."""
+
+    def __init__(self) -> None:
+        self._manager: KVCacheManager | None = None
+        self._of: dict[str, list[list[KVCacheBlock]]] = {}
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Where the blocks belong."""
+        self._manager = manager
+
+    @property
+    def can_hold(self) -> bool:
+        """Whether the engine has told where its blocks belong."""
+        return self._manager is not None
+
+    def hold(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Keep blocks of a request whose blocks vLLM is about to free.
+
+        Args:
+            block_ids: these, all of them or all but the null block and what is there twice; see `kept_ids`.
+        """
+        if self._manager is None or request_id in self._of:
+            raise LocalProtocolError(f"req={request_id}: its blocks cannot be held, or are already")
+        groups = self._manager.get_blocks(request_id).blocks
+        kept = list(map(list, groups)) if sum(map(len, groups)) == len(block_ids) else _chosen(groups, block_ids)
+        for blocks in kept:
+            self._manager.block_pool.touch(blocks)
+        self._of[request_id] = kept
+
+    def give_back(self, request_id: str) -> None:
+        """Nobody reads them any more. As vLLM does it: the end of a sequence is reused before its beginning."""
+        kept = self._of.pop(request_id, None)
+        if kept is None or self._manager is None:
+            return
+        for blocks in kept:
+            self._manager.block_pool.free_blocks(reversed(blocks))
+
+    def check_integrity(self, kept: KeptBlocks) -> None:
+        """Check that there is a reference on every block that the leases count, and on no other.
+
+        Raises:
+            LocalProtocolError: with the sums.
+        """
+        if not self.can_hold:
+            return
+        if self._of.keys() != kept.requests():
+            raise LocalProtocolError(
+                f"held blocks: of {len(self._of)} requests, leases of {kept.num_requests} keep some"
+            )
+        for request_id, groups in self._of.items():
+            found = sorted(block.block_id for blocks in groups for block in blocks)
+            counted = sorted(kept.of(request_id))
+            if found != counted:
+                raise LocalProtocolError(
+                    f"req={request_id}: {len(found)} blocks are held, its lease keeps {len(counted)}"
+                )
+
+
+def _chosen(groups: Sequence[Sequence[KVCacheBlock]], block_ids: Sequence[int]) -> list[list[KVCacheBlock]]:
+    """Those of a request's blocks that are to be held; a block of two groups once."""
+    wanted, kept = set(block_ids), []
+    for blocks in groups:
+        chosen = [block for block in blocks if block.block_id in wanted]
+        wanted.difference_update([block.block_id for block in chosen])
+        kept.append(chosen)
+    return kept
+
+
+def kept_ids(block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Every block of a request once, without the null block (0) where a window has left some: nobody can reuse that."""
+    return tuple(dict.fromkeys(filter(None, chain.from_iterable(block_ids))))
+
+
+class Quarantine:
+    """Pins blocks by request."""
+
+    def __init__(self) -> None:
+        self._manager: KVCacheManager | None = None
+        self._alive: dict[int, frozenset[str]] = {}
+        self._pinned: dict[str, list[KVCacheBlock]] = {}
+        self._since_s: dict[str, float] = {}  # the oldest is first
+        self._told = True
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Where the blocks belong."""
+        self._manager = manager
+
+    def __len__(self) -> int:
+        """Requests whose blocks are pinned."""
+        return len(self._pinned)
+
+    def num_blocks(self) -> int:
+        """Blocks that are pinned."""
+        return sum(len(blocks) for blocks in self._pinned.values())
+
+    def update(self, alive: Mapping[int, frozenset[str]]) -> None:
+        """Take the workers' word on what may still be written. Call it before vLLM frees anything of this step."""
+        self._alive.update(alive)
+        named = frozenset().union(*self._alive.values()) if self._alive else frozenset()
+        for request_id in named - self._pinned.keys():
+            self._pin(request_id)
+        for request_id in self._pinned.keys() - named:
+            self._unpin(request_id)
+
+    def gauges(self, now_s: float) -> dict[str, float]:
+        """How much is pinned, and how long the oldest has been; {} when nothing is and that has been told."""
+        told, self._told = self._told, not self._pinned
+        if told and not self._pinned:
+            return {}
+        oldest_s = now_s - next(iter(self._since_s.values())) if self._since_s else 0.0
+        return {
+            "quarantined_requests_now": len(self),
+            "quarantined_blocks_now": self.num_blocks(),
+            "oldest_quarantine_s": oldest_s,
+        }
+
+    def check_integrity(self) -> None:
+        """Check that what may still be written is pinned, and that the pool has not given it away.
+
+        Raises:
+            LocalProtocolError: with the sums.
+        """
+        named = frozenset().union(*self._alive.values()) if self._alive else frozenset()
+        if self._manager is not None and named != self._pinned.keys():
+            raise LocalProtocolError(f"quarantine: {len(named)} requests are named, {len(self._pinned)} are pinned")
+        given = [block.block_id for blocks in self._pinned.values() for block in blocks if block.ref_cnt < 1]
+        if given:
+            raise LocalProtocolError(f"quarantine: {len(given)} of {self.num_blocks()} pinned blocks are in the pool")
+
+    def _pin(self, request_id: str) -> None:
+        if self._manager is None:
+            return
+        groups = self._manager.get_blocks(request_id).blocks
+        blocks = [block for group in groups for block in group if not block.is_null]
+        self._manager.block_pool.touch(blocks)
+        self._pinned[request_id] = blocks
+        self._since_s[request_id] = time.monotonic()
+        self._told = False
+
+    def _unpin(self, request_id: str) -> None:
+        blocks = self._pinned.pop(request_id)
+        del self._since_s[request_id]
+        if self._manager is not None:
+            self._manager.block_pool.free_blocks(reversed(blocks))

@@ -1,0 +1,89 @@
+"""When an engine that has no request may rest, and what it does first when it wakes.
+
+vLLM's loop sleeps until somebody wants something, unless the connector says that the engine must step. So this decides
+what a held lease costs: nothing while nobody wants the blocks. What happens meanwhile waits: consumers' reports with
+the workers, renewals and releases in the listener's inbox, the ends of leases for the next step. There is one after
+`LONGEST_REST_S`, unless the engine cannot be woken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from kvferry.connector.scheduler_side.held_blocks import Quarantine
+from kvferry.connector.vllm_internals import EngineLoop
+from kvferry.scheduler.producer.ledger import ProducerLedger
+
+LONGEST_REST_S = 15.0
+"""While it holds leases, an engine steps so often at least: then what it reports is hardly older. A step costs more
+than itself: vLLM's workers spin for a second after each before they sleep again."""
+
+
+class Rest:
+    """One engine's rest.
+
+    Args:
+        workers: of this engine.
+    """
+
+    def __init__(self, leases: ProducerLedger, quarantine: Quarantine, workers: int) -> None:
+        self._leases = leases
+        self._quarantine = quarantine
+        self._workers = frozenset(range(workers))
+        self._has_rested = False
+        self._unheard: set[int] = set()
+        self._patient_until_s = 0.0  # on the leases' clock
+        self._stepped_s = time.monotonic()
+        self._loop = EngineLoop()
+
+    def must_step(self, *, is_ending: bool) -> bool:
+        """Whether the engine must step although it has no request.
+
+        Args:
+            is_ending: the engine was asked to end. Then it waits for its leases, but not for its quarantine's sake.
+        """
+        leases, kept = self._leases, self._leases.kept
+        if leases.has_orders or kept.num_ending or leases.may_have_due or (len(self._quarantine) and not is_ending):
+            return True
+        if is_ending or not kept.num_held:
+            return kept.num_held > 0
+        if self._loop.is_paused:
+            return True  # as with requests: the pause is complete when nothing is held any more
+        if self._has_slept_long():
+            # Nobody asks an engine that sleeps. Who does now (the listener's thread, a call to empty its prefix cache)
+            # gets what one step can bring back.
+            return True
+        self._has_rested = True
+        return False
+
+    def look(self) -> None:
+        """Called on the listener's thread, twice a second or oftener: wake an engine that rests for long."""
+        if self._has_rested and self._has_slept_long():
+            self._loop.wake()
+
+    def begin_step(self) -> bool:
+        """A step begins. Returns whether every worker is to answer in it, be it that there is nothing new."""
+        self._stepped_s = time.monotonic()
+        if self._has_rested:
+            self._has_rested = False
+            self._unheard = set(self._workers)
+            self._patient_until_s = self._leases.clock_s + self._leases.heartbeat_s
+        return bool(self._unheard)
+
+    def heard(self, workers: Iterable[int]) -> None:
+        """These workers have told what they knew."""
+        self._unheard.difference_update(workers)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next step or two may tell of leases that were over before the engine woke."""
+        return self._has_rested or self.is_waking
+
+    def _has_slept_long(self) -> bool:
+        return time.monotonic() >= self._stepped_s + LONGEST_REST_S
+
+    @property
+    def is_waking(self) -> bool:
+        """Whether workers have not told yet what they heard during the rest: leases may be over that seem held."""
+        return bool(self._unheard) and self._leases.clock_s <= self._patient_until_s

@@ -1,0 +1,189 @@
+"""What the params of a new request ask for, and what becomes of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from kvferry.connector.allowed_hosts import AllowedHosts
+from kvferry.connector.engine.local_engine import OwnEngine
+from kvferry.connector.engine.prompt import has_tokens, leave_out, prompt_of
+from kvferry.connector.tracing.scheduler_events import UNTRACED, SchedulerTracing
+from kvferry.plan.tokens import held_from, reaches_back
+from kvferry.protocol.digests import shared_tokens
+from kvferry.protocol.errors import ForeignParams, InvalidParams
+from kvferry.protocol.handshake import LeaseName
+from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
+from kvferry.scheduler.consumer.ledger import ConsumerLedger, RemoteLease
+from kvferry.scheduler.producer.lease import LeaseUse
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.state.counters import Tally
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Reception:
+    """Decides about every request once, when it arrives.
+
+    Args:
+        allowed: the hosts that params may name; None for any.
+
+    Attributes:
+        wanted: requests whose blocks are for another engine when they end, and what for.
+    """
+
+    def __init__(
+        self,
+        own: OwnEngine,
+        leases: ProducerLedger,
+        loads: ConsumerLedger,
+        tally: Tally,
+        allowed: AllowedHosts | None = None,
+        tracing: SchedulerTracing = UNTRACED,
+    ) -> None:
+        self.wanted: dict[str, LeaseUse] = {}
+        self._own_leases: dict[str, LeaseName] = {}
+        self._own = own
+        self._leases = leases
+        self._loads = loads
+        self._tally = tally
+        self._allowed = allowed
+        self._tracing = tracing
+
+    def receive(self, request: Request) -> None:
+        """Understand the request's params before vLLM looks at them; what cannot be used is taken away."""
+        try:
+            params = read_params(request.kv_transfer_params)
+            if isinstance(params, RemoteDecode):
+                self._accept_prefill(request)
+            elif params is not None:
+                self._accept_remote_prompt(request, params)
+        except ForeignParams as foreign:
+            self._compute_here(request, "foreign_params", str(foreign))
+        except InvalidParams as invalid:
+            self._compute_here(request, "invalid_params", str(invalid))
+        except Exception as error:
+            # An exception here would end the engine's input loop. The request is served without a transfer.
+            logger.exception("req=%s: an unforeseen error in its params", request.request_id)
+            self._compute_here(request, "invalid_params", repr(error))
+
+    def allocated(self, request_id: str) -> None:
+        """The request has its blocks: of what a lease of this very engine kept for it, it has references of its own."""
+        name = self._own_leases.pop(request_id, None)
+        if name is not None:
+            self._leases.release(name)
+
+    def ended(self, request_id: str) -> LeaseUse | None:
+        """The request has ended, with or without blocks. Returns what its own blocks were wanted for."""
+        self.allocated(request_id)
+        return self.wanted.pop(request_id, None)
+
+    def _accept_prefill(self, request: Request) -> None:
+        if not self._own.is_producer:
+            self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
+        elif request.resumable or not has_tokens(request) or not leave_out(request, self._own.left_out):
+            self._tally.add("prefills_kept")
+            logger.info("req=%s cannot be decoded elsewhere, and is served without params", request.request_id)
+        else:
+            self.wanted[request.request_id] = LeaseUse.PROMPT
+            self._tracing.prefill_arrived(request)
+            logger.debug("req=%s is to be decoded elsewhere", request.request_id)
+            turn = read_turn(request.kv_transfer_params or {})
+            if turn is not None:
+                self._accept_turn(request, turn)
+
+    def _accept_turn(self, request: Request, turn: RemotePrefill) -> None:
+        """The router knows of a decoder that holds the last turn: this prefill may begin with that."""
+        if turn.remote_engine_id == self._own.engine_id:
+            self._keep_own(request, turn)
+        elif not self._may_connect(request, turn):
+            return
+        elif self._own.takes_turns:
+            self._accept_remote_prompt(request, turn, is_turn=True)
+        else:
+            if self._own.is_consumer:
+                self._loads.decline(turn)
+            self._compute_here(request, "turns_off", "bidirectional_kv_xfer is not set on this engine")
+
+    def _keep_own(self, request: Request, source: RemotePrefill) -> None:
+        """Both legs are on this engine: what the lease keeps is in the local prefix cache, and nothing else reads it.
+        It ends when the request has blocks or is over; until then it keeps others from taking what will be hit."""
+        if source.kvferry.boot == self._own.boot:
+            self._own_leases[request.request_id] = RemoteLease.of(source).name
+
+    def _accept_remote_prompt(self, request: Request, source: RemotePrefill, *, is_turn: bool = False) -> None:
+        prompt = prompt_of(request, source.remote_num_tokens)
+        if source.remote_engine_id == self._own.engine_id:
+            self._keep_own(request, source)
+        if not is_turn and not self._own.is_consumer:
+            self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
+        elif source.remote_engine_id == self._own.engine_id:
+            self._compute_here(request, "own_engine", "the params name this very engine")
+        elif not self._may_connect(request, source):
+            return
+        elif prompt is None:
+            self._compute_here(request, "prompt_embeds", "a prompt of embeddings has no tokens to compare")
+        elif request.abort_immediately:
+            # The front end rejected this request; it is here only so that the remote blocks are given back.
+            self._loads.decline(source)
+            request.kv_transfer_params = None
+        else:
+            shared = shared_tokens(prompt, source.kvferry.digests, source.remote_num_tokens)
+            self._offer(request, source, shared, is_turn=is_turn)
+            if self._own.offers_turns and not is_turn and not request.resumable:
+                self._expect_another_turn(request)
+
+    def _may_connect(self, request: Request, source: RemotePrefill) -> bool:
+        """Whether anything at all may be sent to the host that the params name; neither loads nor releases are."""
+        if self._allowed is None or self._allowed.allow(source.remote_host):
+            return True
+        self._compute_here(request, "host_not_allowed", f"allowed_hosts does not list {source.remote_host!r}")
+        return False
+
+    def _expect_another_turn(self, request: Request) -> None:
+        """Its answer is offered, if it came with a lease of its own: siblings have one response among them."""
+        if self._loads.state(request.request_id) is not None:
+            self.wanted[request.request_id] = LeaseUse.TURN
+
+    def _offer(self, request: Request, source: RemotePrefill, shared: int, *, is_turn: bool) -> None:
+        if self._own.is_all_or_nothing and shared < source.remote_num_tokens:
+            shared = 0
+        elif not self._windows_reach(source, request.num_prompt_tokens):
+            self._loads.decline(source)
+            self._compute_here(request, "window_edge", "it needs tokens that the producer, or vLLM here, gives back")
+            return
+        shared = min(shared, request.num_prompt_tokens)
+        refused = self._loads.offer(request.request_id, source, shared, time.monotonic(), is_turn=is_turn)
+        if refused is not None:
+            self._compute_here(request, refused, f"{source.remote_num_tokens} tokens of req={source.remote_request_id}")
+            return
+        self._tracing.decode_arrived(request, source, shared)
+        logger.debug(
+            "req=%s: %d of %d tokens are held by engine %s as req=%s slot=%d",
+            request.request_id,
+            shared,
+            request.num_prompt_tokens,
+            source.remote_engine_id,
+            source.remote_request_id,
+            source.kvferry.lease_slot,
+        )
+
+    def _windows_reach(self, source: RemotePrefill, prompt_tokens: int) -> bool:
+        num_tokens, told = source.remote_num_tokens, source.kvferry.held_from
+        if len(told) != len(self._own.groups):
+            sides = zip(self._own.block_spans, source.remote_block_ids, strict=False)
+            told = tuple(held_from(span, len(ids), num_tokens) for span, ids in sides)
+        return all(
+            reaches_back(group, span, first, num_tokens, prompt_tokens)
+            for group, span, first in zip(self._own.groups, self._own.block_spans, told, strict=False)
+        )
+
+    def _compute_here(self, request: Request, reason: str, detail: str) -> None:
+        self._tally.add("local_recomputes", reason)
+        self._tracing.computed_here(request, reason)
+        request.kv_transfer_params = None
+        logger.warning("req=%s is computed here (%s): %s", request.request_id, reason, detail)

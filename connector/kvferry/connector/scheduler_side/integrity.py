@@ -1,0 +1,99 @@
+"""Whether what the scheduler's parts believe of each other adds up, and adds up to what vLLM has."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, Quarantine
+from kvferry.connector.scheduler_side.intake import Reception
+from kvferry.connector.scheduler_side.lease_eviction import Room
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.producer.lease import LeaseState
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.state.counters import Tally
+
+logger = logging.getLogger(__name__)
+
+IDLE_PAUSE_S = 10.0
+"""An idle engine is checked so often at most."""
+
+_REST_TIMES = 200
+"""With tens of thousands of held blocks a check takes 50 ms: rest at least so many times as long."""
+
+
+class Integrity:
+    """Checks one engine's scheduler side.
+
+    Args:
+        always: whether `look` checks every time, and not only now and then when nothing is going on.
+        tally: counts `integrity_errors`.
+    """
+
+    def __init__(
+        self,
+        leases: ProducerLedger,
+        loads: ConsumerLedger,
+        reception: Reception,
+        room: Room,
+        quarantine: Quarantine,
+        held: HeldBlocks,
+        tally: Tally,
+        *,
+        always: bool,
+    ) -> None:
+        self._leases = leases
+        self._loads = loads
+        self._reception = reception
+        self._room = room
+        self._quarantine = quarantine
+        self._held = held
+        self._tally = tally
+        self._always = always
+        self._next_s = 0.0
+        self._has_told = False
+
+    def look(self) -> None:
+        """Check, if it is time to. An error is counted each time, logged once, and never raised: it says that this
+        connector has a bug, which must not end an engine that may still serve."""
+        if self._room.unfinished and not self._always:
+            return
+        began_s = time.monotonic()
+        if began_s < self._next_s and not self._always:
+            return
+        try:
+            self.check()
+        except Exception as error:
+            self._tally.add("integrity_errors")
+            if not self._has_told:
+                self._has_told = True
+                bug = None if isinstance(error, LocalProtocolError) else error
+                logger.error("the sums do not add up (told once; integrity_errors counts on): %s", error, exc_info=bug)
+        ended_s = time.monotonic()
+        self._next_s = ended_s + max(IDLE_PAUSE_S, _REST_TIMES * (ended_s - began_s))
+
+    def check(self) -> None:
+        """Check everything.
+
+        Raises:
+            LocalProtocolError: with the sums.
+        """
+        self._leases.check_integrity()
+        self._loads.check_integrity()
+        self._quarantine.check_integrity()
+        unfinished, wanted = set(self._room.unfinished), set(self._reception.wanted)
+        _check_known("requests that are to be held", wanted, unfinished)
+        _check_known("leases of running requests", set(self._leases.requests(LeaseState.COMPUTING)), wanted)
+        live = [state for state in LoadState if state is not LoadState.ABORTED]
+        _check_known("remote prompts", set(self._loads.requests(*live)), unfinished)
+        aborted = set(self._loads.requests(LoadState.ABORTED))
+        if aborted & unfinished:
+            raise LocalProtocolError(f"{len(aborted & unfinished)} of {len(aborted)} aborted loads have not ended")
+        self._held.check_integrity(self._leases.kept)
+
+
+def _check_known(what: str, found: set[str], among: set[str]) -> None:
+    if not found <= among:
+        raise LocalProtocolError(f"{what}: {len(found)}, of which {len(found - among)} are unknown: {among=}"[:2000])

@@ -1,0 +1,49 @@
+"""The side channel of an engine that others read from, opened where its configuration says."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Callable
+
+from kvferry.connector.engine.local_engine import OwnEngine
+from kvferry.protocol.handshake import LeaseName
+from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state.counters import Tally
+
+logger = logging.getLogger(__name__)
+
+
+def listen(
+    own: OwnEngine, tally: Tally, secrets: Secrets, leases: ProducerLedger, tick: Callable[[], None]
+) -> SideChannelListener | None:
+    """This engine's listener; None for one that nobody reads from.
+
+    Raises:
+        InvalidConfig: the address is taken, or the secrets cannot be used.
+    """
+    if not own.is_read_from:
+        return None
+    if not secrets and not _is_loopback(own.host):
+        logger.warning(
+            "the side channel on %s:%d answers anybody who can reach it; set KVFERRY_SECRET_FILE, or keep it on a "
+            "trusted network",
+            own.host,
+            own.port,
+        )
+
+    def knows(boot: str, name: LeaseName) -> bool:
+        return boot == own.boot and leases.knows(name)
+
+    return SideChannelListener(own.host, own.port, tally, secrets, leases.clock, tick, knows)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,106 @@
+"""What a request that has ended leaves behind: its blocks, and the params by which another engine reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+from kvferry.connector.engine.local_engine import OwnEngine
+from kvferry.connector.engine.prompt import prompt_of
+from kvferry.plan.tokens import held_from
+from kvferry.protocol.digests import digest_chain
+from kvferry.protocol.ids import epoch_to_text
+from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
+from kvferry.protocol.params_mac import Sealer
+from kvferry.scheduler.producer.lease import Lease, LeaseUse
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+_UNSEALED = "0" * 64
+_ENDED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTokens:
+    """Tokens whose cache is complete.
+
+    Attributes:
+        blocks: per cache group the last blocks of the sequence, without those that left their window.
+    """
+
+    request_id: str
+    num_tokens: int
+    blocks: Blocks
+    digests: tuple[str, ...]
+
+
+class Offering:
+    """Makes offers of one engine's requests."""
+
+    def __init__(self, own: OwnEngine, kv_cache_config: KVCacheConfig) -> None:
+        self._own = own
+        self._kv_cache_config = kv_cache_config
+        self._sealer = Sealer(own.seal_key)
+
+    def held(self, request: Request, block_ids: tuple[list[int], ...], use: LeaseUse) -> HeldTokens | None:
+        """What can be offered of a request that has ended; None when it ended badly or has nothing.
+
+        A token that was sampled last has no cache, nor has one certainly whose step is still in flight. What the
+        modules of a multi-token predictor wrote for an answer's last tokens came from drafts: those are left out.
+        """
+        if request.status not in _ENDED_WELL:
+            return None
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        left_out = self._own.left_out if use is LeaseUse.TURN else 0  # of a prompt, before it was computed
+        num_tokens = max(0, min(computed, len(request.all_token_ids) - 1) - left_out)
+        prompt = prompt_of(request, num_tokens)
+        blocks = self._transferable(block_ids, num_tokens)
+        if prompt is None or not any(blocks):
+            return None
+        return HeldTokens(request.request_id, num_tokens, blocks, digest_chain(prompt, num_tokens))
+
+    def params(self, held: HeldTokens, lease: Lease, lease_s: float) -> RemotePrefill:
+        """The offer, sealed."""
+        ticket = Ticket(
+            version=PARAMS_VERSION,
+            boot=self._own.boot,
+            lease_slot=lease.slot,
+            lease_epoch=epoch_to_text(lease.epoch),
+            lease_s=lease_s,
+            digests=held.digests,
+            mac=_UNSEALED,
+            held_from=tuple(
+                held_from(span, len(ids), held.num_tokens)
+                for span, ids in zip(self._own.block_spans, held.blocks, strict=True)
+            ),
+        )
+        unsealed = RemotePrefill(
+            remote_engine_id=self._own.engine_id,
+            remote_request_id=held.request_id,
+            remote_block_ids=held.blocks,
+            remote_host=self._own.host,
+            remote_port=self._own.port,
+            tp_size=self._own.topology.tp,
+            pp_size=self._own.topology.pp,
+            dcp_size=self._own.topology.dcp,
+            remote_num_tokens=held.num_tokens,
+            kvferry=ticket,
+        )
+        return self._sealer.seal(unsealed)
+
+    def _transferable(self, block_ids: tuple[list[int], ...], num_tokens: int) -> Blocks:
+        """The blocks of the first `num_tokens` tokens, without the null blocks of those that left their window.
+
+        vLLM may have one block more than that: a step that was in flight when the request stopped had its token too.
+        """
+        chosen = self._kv_cache_config.select_transfer_block_ids(block_ids)
+        clipped = [ids[: -(-num_tokens // span)] for ids, span in zip(chosen, self._own.block_spans, strict=True)]
+        return tuple(tuple(ids[_leading_nulls(ids) :]) for ids in clipped)
+
+
+def _leading_nulls(ids: list[int]) -> int:
+    return next((index for index, block in enumerate(ids) if block), len(ids))

@@ -1,0 +1,56 @@
+"""The producers that `meet_at_start` names, as the engine's step hears of them.
+
+They are looked for from the engine loop's first look on, not before: an engine that is still being made can neither be
+woken nor step. Who is found waits for the next step, and an engine that rests is woken for it.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+from kvferry.connector.config import address_of
+from kvferry.connector.vllm_internals import EngineLoop
+from kvferry.protocol.orders import Meet
+from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.scheduler.side_channel.prewarmer import Acquaintances
+
+
+class KnownProducers:
+    """One engine's. Costs nothing where nobody is named.
+
+    Args:
+        addresses: as in the configuration.
+        engine_id: this engine's.
+        timeout_s: for every attempt to reach one of them.
+        secrets: of the side channel.
+    """
+
+    def __init__(self, addresses: Sequence[str], engine_id: str, timeout_s: float, secrets: Secrets) -> None:
+        self._found: collections.deque[Meet] = collections.deque()
+        self._loop = EngineLoop()
+        self._is_started = False
+        self._search: Acquaintances | None = None
+        if addresses:
+            self._search = Acquaintances(map(address_of, addresses), engine_id, self._hear, timeout_s, secrets)
+
+    def look(self) -> bool:
+        """The engine's loop runs. Returns whether there is news for a step."""
+        if self._search is not None and not self._is_started:
+            self._is_started = True
+            self._search.start()
+        return bool(self._found)
+
+    def take(self) -> list[Meet]:
+        """Whoever was found since the last call."""
+        return [self._found.popleft() for _ in range(len(self._found))]
+
+    def close(self) -> None:
+        """Stop looking. Idempotent."""
+        if self._search is not None:
+            self._search.close()
+
+    def _hear(self, producer: Meet) -> None:
+        """On the thread that looks for them."""
+        self._found.append(producer)
+        self._loop.wake()

@@ -1,0 +1,328 @@
+"""The connector in the scheduler's process: vLLM's hooks carried to the two ledgers and the side channel."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvferry.connector.allowed_hosts import AllowedHosts
+from kvferry.connector.config import FerryConfig
+from kvferry.connector.engine.facts import facts_of, is_alone, lease_slots, num_workers, uses_host_buffer
+from kvferry.connector.engine.local_engine import OwnEngine, write_description
+from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata, workers_of
+from kvferry.connector.metrics.stats import FerryStats
+from kvferry.connector.scheduler_side.drain import Ending, ShutdownNotice
+from kvferry.connector.scheduler_side.gauges import Levels
+from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, Quarantine, kept_ids
+from kvferry.connector.scheduler_side.idle import Rest
+from kvferry.connector.scheduler_side.intake import Reception
+from kvferry.connector.scheduler_side.integrity import Integrity
+from kvferry.connector.scheduler_side.lease_eviction import Room
+from kvferry.connector.scheduler_side.listen import listen
+from kvferry.connector.scheduler_side.params_builder import Offering
+from kvferry.connector.scheduler_side.prewarm import KnownProducers
+from kvferry.connector.tracing.correlation import Correlations
+from kvferry.connector.tracing.start import scheduler_tracing
+from kvferry.protocol.handshake import EngineDescription
+from kvferry.protocol.side_channel.secrets import secrets_from_environment
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.producer.worker_acks import Confirmations
+from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
+from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.step import hear, next_orders
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_NOTHING = FerryMetadata()
+_UNDER_WAY = (LoadState.LOADING, LoadState.ABORTED)
+_HELD = (LeaseState.HELD, LeaseState.ENDING)
+
+
+class SchedulerSide:
+    """One engine's scheduler half.
+
+    Raises:
+        InvalidConfig: the side channel's address is taken, its secrets cannot be used, or a cache cannot be described.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> None:
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._secrets = secrets_from_environment()
+        self._recomputes: bool = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        self._copies_blocks = uses_host_buffer(vllm_config)
+        self._facts = facts_of(vllm_config, config)
+        self._own = OwnEngine.of(vllm_config, kv_cache_config, config)
+        self.tally = Tally()
+        self.leases = ProducerLedger(
+            lease_slots(config, vllm_config),
+            config.kv_lease_duration,
+            self.tally,
+            turn_s=config.decoder_kv_blocks_ttl,
+        )
+        self.loads = ConsumerLedger(self.tally, config.kv_recompute_threshold)
+        allowed = AllowedHosts.of(config.allowed_hosts) if config.allowed_hosts is not None else None
+        self.tracing = scheduler_tracing(vllm_config, config, self._own)
+        self.leases.watcher = self.loads.watcher = self.tracing
+        self._reception = Reception(self._own, self.leases, self.loads, self.tally, allowed, self.tracing)
+        self._offering = Offering(self._own, kv_cache_config)
+        self._correlations = Correlations(self.tally)
+        self._levels = Levels(self.leases, self.loads)
+        self._quarantine = Quarantine()
+        self._held = HeldBlocks()
+        self._confirmations = Confirmations(num_workers(self._own.topology))
+        self._rest = Rest(self.leases, self._quarantine, self._confirmations.workers)
+        self._room = Room(vllm_config, self._own, self.leases, self._rest, config.max_leased_fraction)
+        self._integrity = Integrity(
+            self.leases,
+            self.loads,
+            self._reception,
+            self._room,
+            self._quarantine,
+            self._held,
+            self.tally,
+            always=config.debug_check_integrity,
+        )
+        self._is_alone = is_alone(vllm_config)
+        self._shutdown = ShutdownNotice()
+        self._ending = Ending(self._shutdown, self.leases, float(vllm_config.shutdown_timeout))
+        self._renewer = LeaseRenewer(self.tally, self._secrets) if self._own.reads else None
+        self._listener = listen(self._own, self.tally, self._secrets, self.leases, self._rest.look)
+        self._known = KnownProducers(
+            config.meet_at_start, self._own.engine_id, config.handshake_timeout_s, self._secrets
+        )
+
+    # What vLLM calls when requests come and go.
+
+    def on_new_request(self, request: Request) -> None:
+        """Understand the request's params before vLLM looks at them."""
+        correlation = self._correlations.of(request)
+        if correlation is not None:
+            logger.debug("req=%s correlation=%s", request.request_id, correlation)
+        self._reception.receive(request)
+        self._room.arrived(request)
+        self._say()
+
+    def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
+        """Tokens beyond the local prefix hit that can be loaded; None when vLLM is to ask again in the next step, since
+        the request is to have a lease and a slot may be free then."""
+        if request.request_id in self._reception.wanted and not self.leases.free_slots and self._rest.has_news:
+            return None
+        return self.loads.matched_tokens(request.request_id, num_local_tokens)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """vLLM has given the request blocks."""
+        self._room.admitted(request)
+        use = self._reception.wanted.get(request.request_id)
+        if use is not None and not self.leases.open(request.request_id, use):
+            slots = self.leases.slots
+            logger.warning("req=%s is served without a lease: all %d are taken, or its own", request.request_id, slots)
+            del self._reception.wanted[request.request_id]
+        self._reception.allocated(request.request_id)
+        if self.loads.state(request.request_id) is not None:
+            local = self._local_blocks(request, blocks) if num_external_tokens else ()
+            waits_since_s = self.loads.waits_since_s(request.request_id)
+            self.loads.allocated(request.request_id, num_external_tokens, local)
+            if waits_since_s is not None and self.loads.state(request.request_id) is LoadState.LOADING:
+                self.tally.sample("order_wait_s", time.monotonic() - waits_since_s)
+            self._say()
+
+    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended.
+
+        Returns:
+            Whether vLLM is to hold its blocks, which it never is (`HeldBlocks`), and what its answer carries.
+        """
+        self.loads.finished(request.request_id)
+        self._room.finished(request.request_id)
+        self.tracing.finished(request.request_id)
+        self._say()
+        use = self._reception.ended(request.request_id)
+        if use is None or self.leases.state(request.request_id) is not LeaseState.COMPUTING:
+            return False, None  # a lease that is held is of a request before this one, with the same id
+        held = self._offering.held(request, block_ids, use)
+        if held is None or (self._ending.has_begun and use is LeaseUse.TURN) or not self._held.can_hold:
+            self.leases.abandon(request.request_id)
+            return False, None
+        kept = kept_ids(block_ids)
+        lease = self.leases.finish(request.request_id, held.blocks if self._copies_blocks else (), kept)
+        if lease is None:
+            return False, None
+        self._held.hold(request.request_id, kept)
+        self.tracing.params_given(lease, held.num_tokens)
+        logger.debug("req=%s slot=%d holds %d tokens", request.request_id, lease.slot, held.num_tokens)
+        params = self._offering.params(held, lease, self.leases.lease_s)
+        return False, params.to_json(is_turn=use is LeaseUse.TURN)
+
+    # What vLLM calls once a step.
+
+    def build_metadata(self, *, is_idle: bool) -> FerryMetadata:
+        """Everything that changed since the last step, for the workers.
+
+        Args:
+            is_idle: no token is scheduled in this step.
+        """
+        if self._listener is not None:
+            # Before room is made: an engine that was idle has not heard yet which leases are claimed.
+            hear(self._listener, self.leases, self._own.boot, self.tally)
+        asks = self._rest.begin_step()
+        self._ending.step()
+        self._room.make()
+        if self._known.look():
+            for producer in self._known.take():
+                self.loads.introduce(producer, time.monotonic())
+        may_expire = not self._rest.is_waking  # else leases that were read during the rest would count as expired
+        orders = next_orders(self.leases, self.loads, self._own.boot, time.monotonic(), may_expire=may_expire)
+        self._integrity.look()
+        metadata = _NOTHING
+        if orders:
+            self.tracing.ordered(orders.loads)
+            metadata = FerryMetadata.of(orders)
+        is_idle = is_idle and self._is_alone
+        return FerryMetadata(metadata.head, metadata.frame, asks, is_idle) if asks or is_idle else metadata
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """What the workers report; vLLM frees nothing of this step before it."""
+        told = output.kv_connector_worker_meta
+        if isinstance(told, FerryWorkerMetadata):
+            self._quarantine.update(told.alive)
+            self._levels.heard(told.levels)
+            self.tracing.told(told.loads)
+            self._free(told)
+        failed = output.failed_recving or set()
+        for request_id in output.finished_recving or ():
+            if self.loads.state(request_id) not in _UNDER_WAY:
+                continue  # another child of a MultiConnector has loaded it
+            self.tracing.reported(request_id, good=request_id not in failed)
+            if request_id in failed:
+                lost = self.loads.failed(request_id)
+                if lost is not None and self._recomputes:
+                    self.tally.add("local_recomputes", "load_failed")
+                    self.tracing.recomputed(lost, "load_failed")
+                else:
+                    self.tally.add("failed_requests")
+                continue
+            prompt = self.loads.loaded(request_id)
+            if prompt is not None:
+                self.tally.sample("handover_s", time.monotonic() - prompt.offered_s)
+        self._say()
+        self._integrity.look()
+
+    def take_stats(self) -> FerryStats | None:
+        """Counters and samples since the last call, and gauges that have changed."""
+        gauges = {**self._quarantine.gauges(time.monotonic()), **self._levels.changes()}
+        return FerryStats.of_counts(self.tally.take(), self.tally.take_samples(), gauges)
+
+    # What vLLM calls once, or rarely.
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """The engine's block pool, for blocks that must not be reused yet."""
+        self._quarantine.bind(manager)
+        self._held.bind(manager)
+        self._room.bind(manager)
+        self._levels.bind(manager)
+
+    def publish(self, workers: Mapping[tuple[int, int], object]) -> None:
+        """The workers have described themselves: answer handshakes from now on.
+
+        Raises:
+            InvalidConfig: the description was to be written to a file, and cannot be; or it is not kvferry's.
+        """
+        described = workers_of(workers.values())
+        if not described:
+            return
+        engine = EngineDescription(
+            engine_id=self._own.engine_id,
+            boot=self._own.boot,
+            seal_key=self._own.seal_key,
+            facts=self._facts,
+            topology=self._own.topology,
+            groups=self._own.groups,
+            workers=described,
+        )
+        if self._listener is not None:
+            self._listener.publish(engine)
+        if self._config.description_file is not None:
+            logger.info("described this engine in %s", write_description(self._config.description_file, engine))
+
+    def must_step(self) -> bool:
+        """Whether the engine must step although it has no request; otherwise it rests, however much it holds."""
+        return self._known.look() or self._rest.must_step(is_ending=self._ending.is_asked)
+
+    def has_coming_blocks(self) -> bool:
+        """Whether a running request need not be preempted, since blocks are coming in a step or two."""
+        return self._room.is_coming
+
+    def reset(self) -> bool:
+        """The weights have changed, or are about to: no cache of before may be taken for one of after.
+
+        Every held lease ends, through the fence. A request that runs keeps what it has computed, so it will offer
+        nothing; one that has nothing yet, or was preempted, gets a lease with a new epoch when it begins. Prompts whose
+        load has not begun are computed here, since what their producer holds is of before.
+
+        Returns:
+            Whether nothing of before is left. While blocks are loaded there is, and vLLM is to ask again.
+        """
+        self.leases.release_all("reset")
+        for request_id in self.leases.requests(LeaseState.COMPUTING):
+            self.leases.abandon(request_id, "reset")
+        for request_id in list(self._reception.wanted):
+            if self._room.unfinished[request_id].num_computed_tokens:
+                del self._reception.wanted[request_id]
+        self.loads.decline_offered("reset")
+        self._say()
+        return not self.loads.requests(*_UNDER_WAY)
+
+    def check_integrity(self) -> None:
+        """Check that everything adds up.
+
+        Raises:
+            LocalProtocolError: with the sums.
+        """
+        self._integrity.check()
+
+    def close(self) -> None:
+        """Give leases of other engines back, and stop the threads. Idempotent."""
+        self.loads.give_all_back()
+        self._say()
+        self._known.close()
+        if self._listener is not None:
+            self._listener.close()
+        if self._renewer is not None:
+            self._renewer.close()
+        self.tracing.close()
+
+    # How it does it.
+
+    def _local_blocks(self, request: Request, blocks: KVCacheBlocks) -> tuple[Sequence[int], ...]:
+        """Where the request's tokens are to be loaded, per transferred cache group."""
+        chosen = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
+        return self._own.without_scratch(chosen, self.loads.shared_tokens(request.request_id))
+
+    def _free(self, told: FerryWorkerMetadata) -> None:
+        """Give back what every worker calls over; of leases alone whose hold the workers know."""
+        for worker, reported in told.over.items():
+            held = [request_id for request_id in reported if self.leases.state(request_id) in _HELD]
+            for request_id in self._confirmations.take(worker, held):
+                self.leases.sent(request_id)
+                self._held.give_back(request_id)
+                logger.debug("req=%s: its blocks are free", request_id)
+        self._rest.heard(told.over)
+
+    def _say(self) -> None:
+        """Hand the ledger's commands to the thread that sends them."""
+        if self._renewer is not None and self.loads.has_commands:
+            self._renewer.submit(self.loads.take_commands())

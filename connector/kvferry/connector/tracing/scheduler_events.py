@@ -1,0 +1,230 @@
+"""What the scheduler's half does, as events: for the file in `trace_dir` and for OpenTelemetry.
+
+`SchedulerTracing` is told of everything and does nothing: that is an engine that traces nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvferry.connector.tracing.correlation import correlation_of
+from kvferry.connector.tracing.spans import SpanItem, WorkerLoads
+from kvferry.protocol.errors import InputError, InvalidCorrelation
+from kvferry.protocol.ids import epoch_to_text
+from kvferry.protocol.orders import LoadOrder
+from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
+from kvferry.scheduler.consumer.ledger import RemoteLease, RemotePrompt
+from kvferry.scheduler.producer.lease import Lease
+from kvferry.scheduler.state.observer import Watcher
+from kvferry.trace.events import (
+    DecodeArrived,
+    DecodeScheduled,
+    Event,
+    Finished,
+    LeaseName,
+    LeaseOver,
+    LoadOrdered,
+    LoadReported,
+    ParamsGiven,
+    PrefillArrived,
+    PrefillScheduled,
+    Recomputed,
+)
+from kvferry.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+_LONGEST_NAME = 4096
+_LONGEST_TRACEPARENT = 256
+
+
+class SchedulerTracing(Watcher):
+    """Does nothing. All of it is called by the step thread; nothing raises, or waits."""
+
+    def prefill_arrived(self, request: Request) -> None:
+        """A prompt is to be decoded elsewhere."""
+
+    def decode_arrived(self, request: Request, source: RemotePrefill, shared_tokens: int) -> None:
+        """A prompt came with usable params."""
+
+    def computed_here(self, request: Request, reason: str) -> None:
+        """A prompt came with params that are not used; they are still in the request."""
+
+    def params_given(self, lease: Lease, num_tokens: int) -> None:
+        """A request has ended, and its answer carries params."""
+
+    def ordered(self, loads: Sequence[LoadOrder]) -> None:
+        """The workers are told to load these."""
+
+    def scheduled(self, output: SchedulerOutput) -> None:
+        """A step is about to be taken."""
+
+    def told(self, loads: Mapping[int, bytes]) -> None:
+        """By worker, what has become of its loads."""
+
+    def reported(self, request_id: str, *, good: bool) -> None:
+        """Every worker has reported a load."""
+
+    def finished(self, request_id: str) -> None:
+        """A request of any kind has ended."""
+
+    def close(self) -> None:
+        """Write what is not written yet. Idempotent."""
+
+
+UNTRACED = SchedulerTracing()
+
+
+class RecordedScheduler(SchedulerTracing):
+    """Records all of it.
+
+    Args:
+        boot: this engine's.
+        file: of `trace_dir`; None without one.
+        spans: where the engine has OpenTelemetry on.
+    """
+
+    def __init__(
+        self,
+        boot: str,
+        file: Recorder[Event] | None,
+        spans: Recorder[SpanItem] | None,
+    ) -> None:
+        self._boot = boot
+        self._file = file
+        self._spans = spans
+        self._decoding: set[str] = set()
+        self._unscheduled: set[str] = set()
+
+    def prefill_arrived(self, request: Request) -> None:
+        self._record(
+            PrefillArrived(
+                at_ns=time.time_ns(),
+                request=_name(request.request_id),
+                tokens=request.num_prompt_tokens,
+                correlation=_correlation(request),
+                traceparent=_traceparent(request),
+            )
+        )
+
+    def decode_arrived(self, request: Request, source: RemotePrefill, shared_tokens: int) -> None:
+        self._expect(request.request_id)
+        self._record(
+            DecodeArrived(
+                at_ns=time.time_ns(),
+                request=_name(request.request_id),
+                lease=LeaseName(boot=source.kvferry.boot, epoch=source.kvferry.lease_epoch),
+                producer=source.remote_engine_id,
+                remote_request=source.remote_request_id,
+                tokens=shared_tokens,
+                correlation=_correlation(request),
+                traceparent=_traceparent(request),
+            )
+        )
+
+    def computed_here(self, request: Request, reason: str) -> None:
+        self._expect(request.request_id)
+        lease = _lease_in(request.kv_transfer_params)
+        self._record(Recomputed(at_ns=time.time_ns(), request=_name(request.request_id), reason=reason, lease=lease))
+
+    def recomputed(self, prompt: RemotePrompt, reason: str) -> None:
+        lease = _remote_name(prompt.lease)
+        self._record(Recomputed(at_ns=time.time_ns(), request=_name(prompt.request_id), reason=reason, lease=lease))
+
+    def lease_opened(self, lease: Lease) -> None:
+        name = self._own_name(lease)
+        self._record(PrefillScheduled(at_ns=time.time_ns(), request=_name(lease.request_id), lease=name))
+
+    def params_given(self, lease: Lease, num_tokens: int) -> None:
+        name = self._own_name(lease)
+        self._record(ParamsGiven(at_ns=time.time_ns(), request=_name(lease.request_id), lease=name, tokens=num_tokens))
+
+    def lease_over(self, lease: Lease, how: str) -> None:
+        name = self._own_name(lease)
+        self._record(LeaseOver(at_ns=time.time_ns(), request=_name(lease.request_id), lease=name, how=how))
+
+    def ordered(self, loads: Sequence[LoadOrder]) -> None:
+        for load in loads:
+            self._record(
+                LoadOrdered(
+                    at_ns=time.time_ns(),
+                    request=_name(load.request_id),
+                    first_token=load.first_token,
+                    stop_token=load.stop_token,
+                )
+            )
+
+    def scheduled(self, output: SchedulerOutput) -> None:
+        if self._unscheduled:
+            for request in output.scheduled_new_reqs:
+                if request.req_id in self._unscheduled:
+                    self._unscheduled.remove(request.req_id)
+                    self._record(DecodeScheduled(at_ns=time.time_ns(), request=_name(request.req_id)))
+
+    def told(self, loads: Mapping[int, bytes]) -> None:
+        if self._spans is not None:
+            for worker, ended in loads.items():
+                self._spans.record(WorkerLoads(worker, ended))
+
+    def reported(self, request_id: str, *, good: bool) -> None:
+        self._record(LoadReported(at_ns=time.time_ns(), request=_name(request_id), good=good))
+
+    def finished(self, request_id: str) -> None:
+        if request_id in self._decoding:
+            self._decoding.remove(request_id)
+            self._unscheduled.discard(request_id)
+            self._record(Finished(at_ns=time.time_ns(), request=_name(request_id)))
+
+    def close(self) -> None:
+        for recorder in (self._file, self._spans):
+            if recorder is not None:
+                recorder.close()
+
+    def _expect(self, request_id: str) -> None:
+        self._decoding.add(request_id)
+        self._unscheduled.add(request_id)
+
+    def _record(self, event: Event) -> None:
+        if self._file is not None:
+            self._file.record(event)
+        if self._spans is not None:
+            self._spans.record(event)
+
+    def _own_name(self, lease: Lease) -> LeaseName:
+        return LeaseName(boot=self._boot, epoch=epoch_to_text(lease.epoch))
+
+
+def _name(request_id: str) -> str:
+    return request_id[:_LONGEST_NAME]
+
+
+def _remote_name(lease: RemoteLease) -> LeaseName:
+    return LeaseName(boot=lease.boot, epoch=lease.name.epoch)
+
+
+def _lease_in(params: object) -> LeaseName | None:
+    """The lease that a request's params are about, where they can be read."""
+    try:
+        source = read_params(params)
+        if isinstance(source, RemoteDecode) and isinstance(params, dict):
+            source = read_turn(params)
+    except InputError:
+        return None
+    return _remote_name(RemoteLease.of(source)) if isinstance(source, RemotePrefill) else None
+
+
+def _correlation(request: Request) -> str:
+    """What the client calls it; what cannot be used is counted where requests arrive."""
+    try:
+        return correlation_of(request) or ""
+    except InvalidCorrelation:
+        return ""
+
+
+def _traceparent(request: Request) -> str:
+    headers = request.trace_headers
+    return str(headers.get("traceparent", ""))[:_LONGEST_TRACEPARENT] if headers else ""

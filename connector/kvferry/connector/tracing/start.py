@@ -1,0 +1,77 @@
+"""Opens what an engine records into, as its configuration says."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from kvferry.connector.config import FerryConfig
+from kvferry.connector.engine.local_engine import OwnEngine
+from kvferry.connector.tracing.scheduler_events import UNTRACED, RecordedScheduler, SchedulerTracing
+from kvferry.connector.tracing.spans import SpanItem
+from kvferry.connector.tracing.worker_events import UNTRACED as UNTRACED_WORKER
+from kvferry.connector.tracing.worker_events import LoadFile, RecordedWorker, ToldWorker, WorkerTracing
+from kvferry.protocol.geometry import Place
+from kvferry.trace.events import TRACE_VERSION, Event, Part, ProcessStarted
+from kvferry.trace.recorder import Recorder
+from kvferry.trace.recorder_file import TraceFile
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def scheduler_tracing(vllm_config: VllmConfig, config: FerryConfig, own: OwnEngine) -> SchedulerTracing:
+    """What the scheduler's half tells of itself.
+
+    Raises:
+        InvalidConfig: nothing can be written in `trace_dir`.
+    """
+    opened = _file(vllm_config, config, Part.SCHEDULER, own.boot, "")
+    spans = _spans() if has_opentelemetry_on(vllm_config) else None
+    if opened is None and spans is None:
+        return UNTRACED
+    file: Recorder[Event] | None = None if opened is None else Recorder(opened)
+    return RecordedScheduler(own.boot, file, spans)
+
+
+def worker_tracing(vllm_config: VllmConfig, config: FerryConfig, place: Place) -> WorkerTracing:
+    """What a worker's half tells of itself; its engine's boot it does not know.
+
+    Raises:
+        InvalidConfig: nothing can be written in `trace_dir`.
+    """
+    opened = _file(vllm_config, config, Part.WORKER, "", str(place))
+    recorded = UNTRACED_WORKER if opened is None else RecordedWorker(Recorder(LoadFile(opened)))
+    return ToldWorker(recorded) if has_opentelemetry_on(vllm_config) else recorded
+
+
+def has_opentelemetry_on(vllm_config: VllmConfig) -> bool:
+    """vLLM starts with an endpoint only where OpenTelemetry is installed."""
+    return vllm_config.observability_config.otlp_traces_endpoint is not None
+
+
+def _spans() -> Recorder[SpanItem]:
+    from opentelemetry import trace
+
+    from kvferry.connector.tracing.spans import SpanSink
+
+    return Recorder(SpanSink(trace.get_tracer("kvferry")), "kvferry-spans")
+
+
+def _file(vllm_config: VllmConfig, config: FerryConfig, part: Part, boot: str, place: str) -> TraceFile | None:
+    if config.trace_dir is None:
+        return None
+    transfer = vllm_config.kv_transfer_config
+    started = ProcessStarted(
+        at_ns=time.time_ns(),
+        trace_version=TRACE_VERSION,
+        part=part,
+        engine_id=transfer.engine_id,
+        boot=boot,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        place=place,
+    )
+    return TraceFile(config.trace_dir, transfer.kv_role, started, config.trace_max_bytes)

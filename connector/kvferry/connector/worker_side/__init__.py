@@ -1,0 +1,1 @@
+"""The connector in a worker's process."""

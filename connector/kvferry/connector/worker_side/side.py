@@ -1,0 +1,197 @@
+"""The connector in a worker's process: vLLM's hooks carried to the worker."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvferry.connector.config import FerryConfig
+from kvferry.connector.engine.facts import (
+    facts_of,
+    interleave_of,
+    lease_slots,
+    place_of_this_worker,
+    sharding_of,
+    topology_of,
+    uses_host_buffer,
+    worker_index,
+)
+from kvferry.connector.layout.discovery import discover, groups_of
+from kvferry.connector.layout.mamba_layout import groups_of_heads
+from kvferry.connector.layout.probe import arrangements_of
+from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry.connector.metrics.stats import FerryStats, PeerLabels
+from kvferry.connector.tracing.start import worker_tracing
+from kvferry.connector.tracing.worker_events import UNTRACED
+from kvferry.connector.worker_side.all_gather import engine_groups, gather_workers
+from kvferry.protocol.side_channel.secrets import secrets_from_environment
+from kvferry.worker.fabric.agent import AgentConfig
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.loads.results import StepResults
+from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.worker import FerryWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+_IDLE_PATIENCE_S = 2e-3
+"""So long a step that computes nothing waits for a load; vLLM would sleep and step again. So a load of a few megabytes
+is reported in the step that ordered it, and an engine that waits for a long one steps less often."""
+
+
+class WorkerSide:
+    """One worker's half; it comes to life with the caches."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._worker: FerryWorker | None = None
+        self._index = 0
+        self._handshake: FerryHandshake | None = None
+        self._step = StepResults()
+        self._has_told = True
+        self._labels = PeerLabels(config.max_peer_labels)
+        self._is_asked = False
+        self._is_idle = False
+        self._tracing = UNTRACED
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Describe and register the caches, and learn of the engine's other workers; all of them must do it together.
+
+        Raises:
+            InvalidConfig: a cache cannot be described.
+            SiblingFailed: another worker of this engine has failed.
+            FabricError: NIXL cannot be used, or refuses the memory.
+        """
+        started_s = time.monotonic()
+        groups = engine_groups()
+        try:
+            self._worker = self._make_worker(kv_caches)
+        except Exception as error:
+            gather_workers(error, groups)  # raises it, once the others know
+            raise
+        siblings = gather_workers(self._worker.description, groups)
+        self._worker.meet_siblings(siblings)
+        place = self._worker.description.place
+        self._handshake = FerryHandshake.of(place, siblings)
+        logger.info(
+            "worker %s registered %d paged tensors in %.2f s",
+            place,
+            len(self._worker.description.tensors),
+            time.monotonic() - started_s,
+        )
+
+    def describe(self) -> FerryHandshake | None:
+        """This worker as peers need it, with its replicas; None before the caches exist."""
+        return self._handshake
+
+    def bind(self, metadata: FerryMetadata) -> None:
+        """Start what the scheduler ordered; it runs beside the forward pass."""
+        self._is_asked |= metadata.asks
+        self._is_idle = metadata.is_idle
+        if metadata.head and self._worker is not None:
+            self._worker.carry_out(metadata.head, metadata.frame)
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """The loads that ended since the last step. The rest of the step's results waits for the calls that follow.
+
+        Leases that are over are no business of vLLM's, which does not hold their blocks: see `take_metadata`.
+        """
+        patience_s = _IDLE_PATIENCE_S if self._is_idle else 0.0
+        self._step = self._worker.take_results(patience_s) if self._worker is not None else StepResults()
+        self._has_told = False
+        if self._step.ended:
+            self._tracing.ended(self._step.ended)
+        failed = set(self._step.failed)
+        return KVConnectorTransferResults(
+            finished_sending=set(),
+            finished_recving=self._step.loaded | failed,
+            failed_recving=failed,
+        )
+
+    def take_stats(self) -> FerryStats | None:
+        """Figures of the step whose results were taken last."""
+        if self._has_told:
+            return None
+        self._has_told = True
+        return FerryStats.of_results(self._step, self._labels)
+
+    def take_metadata(self) -> FerryWorkerMetadata | None:
+        """Which leases are over, what loads did; which blocks may still be written, and the worker's levels, when they
+        have changed."""
+        alive, over, is_asked = self._step.alive, frozenset(self._step.sent), self._is_asked
+        levels, loads = self._step.levels, self._tracing.take_told()
+        self._step.alive, self._step.sent, self._step.levels, self._is_asked = None, set(), None, False
+        if alive is None and not over and not is_asked and levels is None and not loads:
+            return None
+        return FerryWorkerMetadata(
+            alive={} if alive is None else {self._index: alive},
+            over={self._index: over} if over or is_asked else {},
+            levels={} if levels is None else {self._index: levels},
+            loads={self._index: loads} if loads else {},
+        )
+
+    def close(self) -> None:
+        """Stop the thread and give the memory back. Idempotent."""
+        if self._worker is not None:
+            self._worker.close()
+        self._tracing.close()
+
+    def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> FerryWorker:
+        vllm_config, config = self._vllm_config, self._config
+        topology, place = topology_of(vllm_config), place_of_this_worker()
+        self._tracing = worker_tracing(vllm_config, config, place)
+        layers = vllm_config.compilation_config.static_forward_context
+        arrangements = arrangements_of(layers, kv_caches, self._kv_cache_config, vllm_config.model_config.dtype)
+        caches = discover(
+            kv_caches,
+            self._kv_cache_config,
+            arrangements,
+            sharding_of(vllm_config, place),
+            interleave=interleave_of(vllm_config, place),
+            head_groups=groups_of_heads(vllm_config.model_config.hf_text_config.to_dict()),
+        )
+        self._index = worker_index(topology, place)
+        agent = AgentConfig(backends=config.backends, num_threads=config.num_threads)
+        return FerryWorker(
+            engine_id=vllm_config.kv_transfer_config.engine_id,
+            place=place,
+            index=self._index,
+            topology=topology,
+            facts=facts_of(vllm_config, config),
+            groups=groups_of(self._kv_cache_config),
+            caches=caches,
+            settings=WorkerSettings(
+                lease_slots=lease_slots(config, vllm_config),
+                handshake_timeout_s=config.handshake_timeout_s,
+                load_timeout_s=config.load_timeout_s,
+                max_loads=config.max_loads,
+                staging_pool_bytes=self._pool_bytes(),
+                direct_min_bytes=config.direct_min_bytes,
+                host_buffer=uses_host_buffer(vllm_config),
+                is_read_from=vllm_config.kv_transfer_config.is_kv_producer or config.bidirectional_kv_xfer,
+                secrets=secrets_from_environment(),
+                peer_ttl_s=config.engine_ttl,
+                max_peers=config.max_peers,
+                failed_read_grace_s=config.failed_read_grace_s,
+                huge_pages_s=config.huge_pages_s,
+                check_integrity=config.debug_check_integrity,
+            ),
+            make_fabric=lambda name: NixlFabric(name, agent),
+        )
+
+    def _pool_bytes(self) -> int | None:
+        """The pool's size; an engine that never reads needs none."""
+        transfer = self._vllm_config.kv_transfer_config
+        reads = transfer.is_kv_consumer or self._config.bidirectional_kv_xfer
+        if not reads and not uses_host_buffer(self._vllm_config):
+            return 0
+        return self._config.staging_pool_bytes
