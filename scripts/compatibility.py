@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.cli.sides import read_pair
+from kvferry.cli.plan.sides import read_pair
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan

@@ -44,7 +44,7 @@ _CONSOLE = re.compile(r"(<!-- console -->\n```console\n\$ kvferry )([^\n]*)\n.*?
 
 def command_tables() -> dict[str, str]:
     """Every generated table of the commands' page by name, as Markdown."""
-    from kvferry.cli.short_form import KEYS, defaults
+    from kvferry.cli.plan.short_form import KEYS, defaults
 
     rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
     for name, key in KEYS.items():

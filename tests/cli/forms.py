@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from kvferry.cli.short_values import DTYPE_BYTES, LAYOUTS
+from kvferry.cli.plan.short_values import DTYPE_BYTES, LAYOUTS
 
 DENSE = "layers=4,heads=4,dim=8,blocks=64"
 """A small engine; what is appended says the rest."""

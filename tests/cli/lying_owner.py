@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.cli.bench import owner
-from kvferry.cli.bench.content import content
+from kvferry.cli.bench.cases import content
 from kvferry.cli.bench.memory import Memory
 from kvferry.cli.bench.pipe import play
 

@@ -18,9 +18,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.cli.bench.cases import RUN_BYTES, Case, cases_of
+from kvferry.cli.bench.cases import RUN_BYTES, Case, cases_of, content, count_wrong
 from kvferry.cli.bench.client import Outcome, run_client
-from kvferry.cli.bench.content import content, count_wrong
 from kvferry.cli.bench.messages import BenchFailed, Reads, Task
 from kvferry.cli.bench.report import print_outcome
 from tests.cli.bench_listener import TASK, bench_listening

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.copy_lines import blocks_of, copy_lines, decode_request
-from kvferry.cli.errors import InvalidRequest
-from kvferry.cli.sides import read_pair
+from kvferry.cli.arguments import InvalidRequest
+from kvferry.cli.plan.copies import blocks_of, copy_lines, decode_request
+from kvferry.cli.plan.sides import read_pair
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.copies import route_copies
 from kvferry.plan.planner import plan_engine

@@ -11,10 +11,9 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.cli.describe_command import read_address
-from kvferry.cli.errors import InvalidArgument
-from kvferry.cli.short_engine import engine_of_form
-from kvferry.cli.short_form import read_short_form
+from kvferry.cli.arguments import InvalidArgument, read_address
+from kvferry.cli.plan.short_engine import engine_of_form
+from kvferry.cli.plan.short_form import read_short_form
 from kvferry.protocol.description_json import decode_dump, dump_of, engine_of
 from kvferry.protocol.handshake import EngineDescription, Refused, encode
 from kvferry.protocol.side_channel.secrets import VARIABLE

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli import doctor_command
+from kvferry.cli.doctor import command as doctor_command
+from kvferry.cli.doctor.command import print_findings
 from kvferry.cli.doctor.examination import examine
 from kvferry.cli.doctor.findings import Finding, Mark, broken, gathered, look, not_done, ok
-from kvferry.cli.doctor_command import print_findings
 from tests.cli.command import run
 from tests.packaging.outside import PACKAGES
 

@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.cli.doctor.devices import DISTANCES, Devices, Gpu, NicPort, PciPlace, distance, judge_devices, nearest
+from kvferry.cli.doctor.devices import (
+    DISTANCES,
+    Devices,
+    Gpu,
+    NicPort,
+    PciPlace,
+    distance,
+    gather_devices,
+    judge_devices,
+    nearest,
+)
 from kvferry.cli.doctor.findings import Mark
-from kvferry.cli.doctor.gather_devices import gather_devices
 
 HOST = "pci0000:16"
 SWITCH = (HOST, "0000:16:01.0", "0000:17:00.0")

@@ -10,19 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.cli.doctor.findings import Mark
-from kvferry.cli.doctor.gather_host import (
+from kvferry.cli.doctor.host import (
+    Clock,
+    ForeignMemory,
+    HugePages,
+    Processors,
     gather_clock,
     gather_foreign_memory,
     gather_huge_pages,
     gather_limits,
     gather_processors,
     gather_shared_memory,
-)
-from kvferry.cli.doctor.host import (
-    Clock,
-    ForeignMemory,
-    HugePages,
-    Processors,
     judge_clock,
     judge_foreign_memory,
     judge_huge_pages,
@@ -227,5 +225,5 @@ def test_a_read_that_the_kernel_allows_returns_the_bytes(monkeypatch: pytest.Mon
     found = gather_foreign_memory()
     if found.refused:
         pytest.skip(f"this machine refuses process_vm_readv: {found.refused}")
-    monkeypatch.setattr("kvferry.cli.doctor.gather_host.os.getpid", lambda: 2**22 + 1)
+    monkeypatch.setattr("kvferry.cli.doctor.host.os.getpid", lambda: 2**22 + 1)
     assert gather_foreign_memory().refused == errno.errorcode[errno.ESRCH]

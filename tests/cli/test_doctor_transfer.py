@@ -16,16 +16,7 @@ from kvferry.cli.doctor.cuda_memory import CudaMemory, CudaUnavailable
 from kvferry.cli.doctor.findings import Finding, Mark
 from kvferry.cli.doctor.loopback import run_loopback
 from kvferry.cli.doctor.loopback_pair import ROW_BYTES, ROWS, TOTAL_BYTES, pattern
-from kvferry.cli.doctor.transfer import (
-    MEETING,
-    STARTING,
-    TOO_LATE,
-    Loopback,
-    Read,
-    UcxLog,
-    judge_loopback,
-    read_log,
-)
+from kvferry.cli.doctor.transfer import MEETING, STARTING, TOO_LATE, Loopback, Read, UcxLog, judge_loopback, read_log
 
 LOG = """\
 [1795314891.7] [host:12157:0]     ucp_context.c:2753 UCX  INFO  Version 1.23.0 (loaded from /x/libucp.so)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.picture import draw, palette
-from kvferry.cli.picture_layout import RIGHT, TOP, arrange, patches
-from kvferry.cli.sides import read_pair
-from kvferry.cli.summary import PlanSummary, summarise
+from kvferry.cli.plan.picture import draw, palette
+from kvferry.cli.plan.picture_layout import RIGHT, TOP, arrange, patches
+from kvferry.cli.plan.sides import read_pair
+from kvferry.cli.plan.summary import PlanSummary, summarise
 from kvferry.cli.svg import element, text
 from kvferry.plan.cost import PUBLISHED
 from kvferry.plan.planner import plan_engine

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.plan_command import POOL_BYTES_DRAM, POOL_BYTES_VRAM, longest_staged_run
-from kvferry.cli.sides import read_pair
-from kvferry.cli.summary import Flow, PlanSummary, Read, Refusal, summarise
+from kvferry.cli.plan.command import POOL_BYTES_DRAM, POOL_BYTES_VRAM, longest_staged_run
+from kvferry.cli.plan.sides import read_pair
+from kvferry.cli.plan.summary import Flow, PlanSummary, Read, Refusal, summarise
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.copies import route_copies
 from kvferry.plan.cost import PUBLISHED, Costs

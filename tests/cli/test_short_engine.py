@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.errors import InvalidShortForm
-from kvferry.cli.short_engine import engine_of_form, heads_of_rank
-from kvferry.cli.short_form import read_short_form
-from kvferry.cli.short_values import LAYOUTS
+from kvferry.cli.arguments import InvalidShortForm
+from kvferry.cli.plan.short_engine import engine_of_form, heads_of_rank
+from kvferry.cli.plan.short_form import read_short_form
+from kvferry.cli.plan.short_values import LAYOUTS
 from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import EngineDump, WorkerDump, decode_dump, encode_dump, engine_of
 from kvferry.protocol.geometry import PagedTensor, Place, Range

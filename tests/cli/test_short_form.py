@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.cli.errors import InvalidShortForm
-from kvferry.cli.short_form import KEYS, MAX_LENGTH, ShortForm, defaults, even_stages, read_short_form
-from kvferry.cli.short_values import ConvPart
+from kvferry.cli.arguments import InvalidShortForm
+from kvferry.cli.plan.short_form import KEYS, MAX_LENGTH, ShortForm, defaults, even_stages, read_short_form
+from kvferry.cli.plan.short_values import ConvPart
 
 ATTENTION = "layers=32,heads=8,dim=128"
 

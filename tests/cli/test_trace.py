@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from kvferry.cli.timelines.quantities import short_id, ticks, time_words
-from kvferry.cli.trace_command import HANDOVERS_OF_A_TRACE, PAGE, PICTURE, TRACE
+from kvferry.cli.trace.command import HANDOVERS_OF_A_TRACE, PAGE, PICTURE, TRACE
+from kvferry.cli.trace.report import short_id, ticks, time_words
 from kvferry.trace.events import LoadEnded
 from tests.cli.command import run
 from tests.trace.example import write_example
@@ -225,7 +225,7 @@ def test_what_is_wrong_is_told_in_one_line(arguments: list[str], field: str, exa
 
 def test_a_very_long_recording_is_cut_to_what_a_viewer_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert HANDOVERS_OF_A_TRACE >= 1000
-    monkeypatch.setattr("kvferry.cli.trace_command.HANDOVERS_OF_A_TRACE", 2)
+    monkeypatch.setattr("kvferry.cli.trace.command.HANDOVERS_OF_A_TRACE", 2)
     ran = run("trace", str(write_example(tmp_path / "in")), "-o", str(tmp_path / "a.json"))
     assert "the 2 slowest of 25 handovers are in the trace" in ran.out
     names = {event["name"] for event in json.loads((tmp_path / "a.json").read_text())["traceEvents"]}

@@ -367,7 +367,7 @@ def test_every_way_in_which_a_lease_ends_has_its_label() -> None:
     written |= set().union(*(texts(argument(call, 1, "how")) for call in calls("abandon")))
     for ending in ("release_all", "release_idle_turns"):
         written |= set().union(*(texts(argument(call, 0, "how")) for call in calls(ending)))
-    written |= set().union(*(texts(argument(call, 1, "how")) for call in calls("end", "producer/eviction.py")))
+    written |= set().union(*(texts(argument(call, 1, "how")) for call in calls("end", "producer/eviction_order.py")))
     written |= {"done", "release", "abandoned"} | counted()["leases_released"]
     assert written - {"", "<how>", "<lease.ended_by>"} == set(TURN_RELEASE_WAYS)
     assert set(TURN_RELEASE_WAYS) - set(RELEASE_WAYS) == {"room"}

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.cli.short_engine import engine_of_form
-from kvferry.cli.short_form import read_short_form
+from kvferry.cli.plan.short_engine import engine_of_form
+from kvferry.cli.plan.short_form import read_short_form
 from kvferry.protocol.description_json import decode_dump, encode_dump, engine_of
 from scripts.doc_commands import checked_by
 from tests.docs.shell import ROOT, Shell, succeeded

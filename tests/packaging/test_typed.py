@@ -15,8 +15,8 @@ from tests.packaging.conftest import Distributions
 from tests.packaging.outside import PACKAGES, Installed
 
 PROGRAM = """\
-from kvferry.cli.short_engine import engine_of_form
-from kvferry.cli.short_form import read_short_form
+from kvferry.cli.plan.short_engine import engine_of_form
+from kvferry.cli.plan.short_form import read_short_form
 from kvferry.connector.config import FerryConfig, read_config
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused

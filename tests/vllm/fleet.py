@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from kvferry.cli.describe_command import fetch
+from kvferry.cli.plan.describe import fetch
 from scripts.accuracy.client import ASK_FOR_PREFILL
 from scripts.accuracy.engines import EngineSpec, Transfer
 from tests.vllm.forked_server import ForkedServer

@@ -145,31 +145,31 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _run_plan(options: argparse.Namespace) -> int:
-    from kvferry.cli.plan_command import run_plan
+    from kvferry.cli.plan.command import run_plan
 
     return run_plan(options)
 
 
 def _run_describe(options: argparse.Namespace) -> int:
-    from kvferry.cli.describe_command import run_describe
+    from kvferry.cli.plan.describe import run_describe
 
     return run_describe(options)
 
 
 def _run_doctor(options: argparse.Namespace) -> int:
-    from kvferry.cli.doctor_command import run_doctor
+    from kvferry.cli.doctor.command import run_doctor
 
     return run_doctor(options)
 
 
 def _run_bench(options: argparse.Namespace) -> int:
-    from kvferry.cli.bench_command import run_bench
+    from kvferry.cli.bench.command import run_bench
 
     return run_bench(options)
 
 
 def _run_trace(options: argparse.Namespace) -> int:
-    from kvferry.cli.trace_command import run_trace
+    from kvferry.cli.trace.command import run_trace
 
     return run_trace(options)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from kvferry.connector.allowed_hosts import AllowedHosts
 from kvferry.connector.config_values import (
     Range,
+    address_of,
     addresses,
     hosts,
     name,
@@ -34,19 +34,8 @@ from kvferry.protocol.params import SHORTEST_LEASE_S
 from kvferry.trace.recorder_file import DEFAULT_BYTES, SMALLEST_BYTES
 from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
 
-_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/\[\]]{1,253})):(?P<port>[0-9]{1,5})")
-
-
 MAX_PEER_LABELS = 1024
 """The most that can be asked for; the front end makes no more, whatever workers tell."""
-
-
-def address_of(text: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[address]:port`. Raises `ValueError`, whose text is what is wrong."""
-    found = _ADDRESS.fullmatch(text)
-    if found is None or not 1 <= int(found["port"]) <= 65535:
-        raise ValueError(text)
-    return found["six"] or found["name"], int(found["port"])
 
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector.allowed_hosts import AllowedHosts
-from kvferry.connector.config import address_of
 from kvferry.protocol.errors import InvalidConfig, shorten
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,17 @@ MAX_MET_AT_START = 256
 
 _CHOICES = {"true": True, "1": True, "false": False, "0": False}
 """Of text in lower case: the upstream guide writes `"True"`, in quotes."""
+
+
+_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/\[\]]{1,253})):(?P<port>[0-9]{1,5})")
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[address]:port`. Raises `ValueError`, whose text is what is wrong."""
+    found = _ADDRESS.fullmatch(text)
+    if found is None or not 1 <= int(found["port"]) <= 65535:
+        raise ValueError(text)
+    return found["six"] or found["name"], int(found["port"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,14 @@
-"""What is measured: sizes by powers of four, in one descriptor and in runs of 16 KiB."""
+"""What is measured: sizes by powers of four, in one descriptor and in runs of 16 KiB.
+
+The owner's memory has known content, so that a copy of it can be checked.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.cli.bench.messages import MIN_BYTES, Kind
 
@@ -35,3 +41,22 @@ def cases_of(kind: Kind, max_bytes: int) -> list[Case]:
             found.append(Case(kind, num_bytes, RUN_BYTES))
         num_bytes *= _STEP
     return found
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def content(seed: int, length: int) -> Bytes:
+    """`length` bytes, a multiple of 8; of a longer one it is the beginning.
+
+    The same on every machine and with every numpy, whose raw streams are fixed.
+    """
+    return np.random.PCG64(seed).random_raw(length // 8).astype("<u8", copy=False).view(np.uint8)
+
+
+def count_wrong(found: Bytes, expected: Bytes) -> tuple[int, int]:
+    """(bytes that differ, offset of the first of them or -1); the lengths are equal, and multiples of 8."""
+    if np.array_equal(found.view(np.uint64), expected.view(np.uint64)):
+        return 0, -1
+    differs = found != expected
+    return int(np.count_nonzero(differs)), int(np.argmax(differs))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from kvferry.cli.arguments import InvalidArgument
 from kvferry.cli.bench.child import OWNER, Child
 from kvferry.cli.bench.messages import (
     MAX_FRAME_BYTES,
@@ -30,7 +31,6 @@ from kvferry.cli.bench.messages import (
     decode_request,
     encode,
 )
-from kvferry.cli.errors import InvalidArgument
 from kvferry.protocol.errors import InvalidMessage, cut
 from kvferry.protocol.handshake import Refused, channel_address
 from kvferry.protocol.side_channel.secrets import Secrets

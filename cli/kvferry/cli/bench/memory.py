@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvferry.cli.bench.content import Bytes
+from kvferry.cli.bench.cases import Bytes
 from kvferry.cli.bench.messages import BenchFailed, Device, Kind
 from kvferry.cli.doctor.cuda_memory import CudaMemory, CudaUnavailable
 from kvferry.protocol.errors import KvferryError

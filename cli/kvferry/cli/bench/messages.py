@@ -67,7 +67,7 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="bench leave"):
 
 
 class OfferedMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that may be read: `length` bytes, which are `kvferry.cli.bench.content.content(seed, length)`."""
+    """Memory that may be read: `length` bytes, which are `kvferry.cli.bench.cases.content(seed, length)`."""
 
     kind: Kind
     address: Address

@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 
-from kvferry.cli.bench.content import content
+from kvferry.cli.bench.cases import content
 from kvferry.cli.bench.memory import Memory, registered_memories
 from kvferry.cli.bench.messages import Failed, Join, Met, Offer, OfferedMemory, Task
 from kvferry.cli.bench.pipe import Pipe, play

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.cli.bench.cases import RUN_BYTES, Case, cases_of
-from kvferry.cli.bench.content import Bytes, content, count_wrong
+from kvferry.cli.bench.cases import RUN_BYTES, Bytes, Case, cases_of, content, count_wrong
 from kvferry.cli.bench.memory import Memory, registered_memories, rows_of
 from kvferry.cli.bench.messages import (
     MIN_BYTES,
@@ -26,7 +25,7 @@ from kvferry.cli.bench.messages import (
     Task,
 )
 from kvferry.cli.bench.pipe import Pipe, play
-from kvferry.cli.words import binary_bytes
+from kvferry.cli.formatting import binary_bytes
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import Fabric, Indices, LocalDescriptors, PeerAgent, RemoteDescriptors, TransferState
 

@@ -7,10 +7,10 @@ from typing import TextIO
 
 import msgspec
 
+from kvferry.cli.arguments import InvalidArgument
 from kvferry.cli.bench.client import Outcome
 from kvferry.cli.bench.messages import Reads
-from kvferry.cli.errors import InvalidArgument
-from kvferry.cli.words import binary_bytes, counted
+from kvferry.cli.formatting import binary_bytes, counted
 
 SCHEMA = 1
 _COLUMNS = ("memory", ">size", ">descriptors", ">reads", ">GB/s", ">p50 µs", ">p99 µs", "bytes")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvferry.cli.doctor import channel, devices, host, limits, transfer, ucx, versions
+from kvferry.cli.doctor.devices import gather_devices
 from kvferry.cli.doctor.findings import Finding, Unknown, gathered, judged
-from kvferry.cli.doctor.gather_devices import gather_devices
-from kvferry.cli.doctor.gather_host import (
+from kvferry.cli.doctor.gather_software import gather_channel, gather_secret, gather_versions, try_port
+from kvferry.cli.doctor.host import (
     gather_clock,
     gather_foreign_memory,
     gather_huge_pages,
@@ -15,7 +16,6 @@ from kvferry.cli.doctor.gather_host import (
     gather_processors,
     gather_shared_memory,
 )
-from kvferry.cli.doctor.gather_software import gather_channel, gather_secret, gather_versions, try_port
 from kvferry.cli.doctor.loopback import run_loopback
 
 

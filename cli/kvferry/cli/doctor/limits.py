@@ -96,5 +96,5 @@ def judge_shared_memory(shm: SharedMemory | None) -> Iterator[Finding]:
 
 
 def _shown(amount: int) -> str:
-    """Not `kvferry.cli.words`: that needs msgspec, which may be what is missing."""
+    """Not `kvferry.cli.plan.formatting`: that needs msgspec, which may be what is missing."""
     return f"{amount / (1 << 30):.1f} GiB" if amount >= 1 << 30 else f"{amount / (1 << 20):.0f} MiB"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
-from kvferry.connector.config import address_of
+from kvferry.connector.config_values import address_of
 from kvferry.connector.vllm_internals import EngineLoop
 from kvferry.protocol.orders import Meet
 from kvferry.protocol.side_channel.secrets import Secrets

@@ -10,7 +10,9 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Iterator
 
-from kvferry.cli.picture_layout import (
+from kvferry.cli.formatting import counted, decimal_bytes, span, spans
+from kvferry.cli.plan.formatting import group_words, sizes
+from kvferry.cli.plan.picture_layout import (
     CARD_WIDTH,
     LEFT,
     RIGHT,
@@ -23,9 +25,8 @@ from kvferry.cli.picture_layout import (
     arrange,
     patches,
 )
-from kvferry.cli.summary import PlanSummary, Shard, Side
+from kvferry.cli.plan.summary import PlanSummary, Shard, Side
 from kvferry.cli.svg import FONT, element, plain, text
-from kvferry.cli.words import counted, decimal_bytes, group_words, sizes, span, spans
 from kvferry.protocol.geometry import Interleave
 
 _PALETTE = (

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvferry.cli.svg import element, plain
-from kvferry.cli.timelines.look import class_of, look
-from kvferry.cli.timelines.quantities import ticks, time_words
+from kvferry.cli.trace.report import ticks, time_words
+from kvferry.cli.trace.theme import class_of, look
 from kvferry.trace.timeline import Span, Timeline, WorkerSpans
 
 BAR, THIN, GAP, HELD = 17.0, 5.0, 2.0, 3.0

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, get_args
 
+from kvferry.cli.arguments import InvalidArgument, number_option, one_of, read_address
 from kvferry.cli.bench.client import Listener, run_client
 from kvferry.cli.bench.listener import BenchListener
 from kvferry.cli.bench.messages import MAX_BYTES, MIN_BYTES, Device, Progress, Task
 from kvferry.cli.bench.report import as_json, print_outcome
-from kvferry.cli.describe_command import read_address
-from kvferry.cli.errors import InvalidArgument, one_of
-from kvferry.cli.options import number_option
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 
 PORT = 5700

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from kvferry.cli.errors import InvalidShortForm, one_of
-from kvferry.cli.short_values import (
+from kvferry.cli.arguments import InvalidShortForm, one_of
+from kvferry.cli.plan.short_values import (
     DTYPE_BYTES,
     LAYOUTS,
     MAX_LAYERS,

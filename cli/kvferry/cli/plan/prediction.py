@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.cli.errors import InvalidArgument
+from kvferry.cli.arguments import InvalidArgument
 from kvferry.plan.blocks import NULL_BLOCK, RequestBlocks, pair_units
 from kvferry.plan.cost import Costs
 from kvferry.plan.runs import Bundle

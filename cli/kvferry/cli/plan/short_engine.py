@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from kvferry.cli.errors import InvalidShortForm
-from kvferry.cli.short_form import ShortForm
-from kvferry.cli.short_values import DTYPE_BYTES, LAYOUTS
+from kvferry.cli.arguments import InvalidShortForm
+from kvferry.cli.plan.short_form import ShortForm
+from kvferry.cli.plan.short_values import DTYPE_BYTES, LAYOUTS
 from kvferry.protocol.description_json import EngineDump, WorkerDump
 from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Range, Topology
 from kvferry.protocol.handshake import CacheGroup, ModelFacts

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvferry.cli.errors import InvalidArgument
-from kvferry.cli.short_engine import UNKNOWN_MODEL, engine_of_form
-from kvferry.cli.short_form import read_short_form
+from kvferry.cli.arguments import InvalidArgument
+from kvferry.cli.plan.short_engine import UNKNOWN_MODEL, engine_of_form
+from kvferry.cli.plan.short_form import read_short_form
 from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import MAX_DUMP_BYTES, EngineDump, decode_dump, engine_of
 from kvferry.protocol.handshake import EngineDescription, ModelFacts

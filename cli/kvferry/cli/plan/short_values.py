@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kvferry.cli.errors import InvalidShortForm, one_of
+from kvferry.cli.arguments import InvalidShortForm, one_of
 
 DTYPE_BYTES = {
     "bfloat16": 2,

@@ -1,50 +1,11 @@
-"""Numbers and engines in words, the same in tables and pictures."""
+"""Engines in words, the same in tables and pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from kvferry.cli.summary import Flow, Shard, Side
-from kvferry.protocol.geometry import Interleave, Place, Range
+from kvferry.cli.formatting import counted, span
+from kvferry.cli.plan.summary import Flow, Shard, Side
+from kvferry.protocol.geometry import Interleave, Place
 from kvferry.protocol.handshake import CacheGroup
-
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB")
-
-
-def binary_bytes(num_bytes: float) -> str:
-    """Sizes of memory: `16 KiB`, `1.5 GiB`."""
-    return _scaled(num_bytes, 1024, _BINARY)
-
-
-def decimal_bytes(num_bytes: float) -> str:
-    """What goes over a link: `1.07 GB`."""
-    return _scaled(num_bytes, 1000, _DECIMAL)
-
-
-def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
-    for unit in units[:-1]:
-        if value < step:
-            return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
-        value /= step
-    return f"{value:.3g} {units[-1]}"
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 worker`, `2 workers`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def span(held: Range) -> str:
-    """A half-open range by its first and last: `0…3`, `5`, or a dash."""
-    if not len(held):
-        return "–"
-    return f"{held.start}" if len(held) == 1 else f"{held.start}…{held.stop - 1}"
-
-
-def spans(held: Iterable[Range]) -> str:
-    """Several of them."""
-    return ", ".join(span(one) for one in held)
 
 
 def sizes(side: Side) -> str:

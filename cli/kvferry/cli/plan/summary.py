@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kvferry.cli.prediction import Effort, Units, bundle_effort, count_units, prompt_tokens, source_effort
+from kvferry.cli.plan.prediction import Effort, Units, bundle_effort, count_units, prompt_tokens, source_effort
 from kvferry.plan.cost import Costs
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.runs import Bundle

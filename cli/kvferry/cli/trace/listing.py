@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-from kvferry.cli.errors import InvalidArgument
-from kvferry.cli.timelines.look import label_of, meaning_of
-from kvferry.cli.timelines.quantities import engines_words, name_of, rate_words, time_words
-from kvferry.cli.timelines.report import Report, told_first
+from kvferry.cli.arguments import InvalidArgument
+from kvferry.cli.trace.report import Report, engines_words, name_of, rate_words, time_words, told_first
+from kvferry.cli.trace.theme import label_of, meaning_of
 from kvferry.trace.timeline import Timeline
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")

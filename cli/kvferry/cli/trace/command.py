@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvferry.cli.errors import InvalidArgument
-from kvferry.cli.options import whole_option
-from kvferry.cli.timelines.as_json import as_json
-from kvferry.cli.timelines.listing import print_listing
-from kvferry.cli.timelines.page import page
-from kvferry.cli.timelines.report import Report, report
-from kvferry.cli.timelines.waterfall import draw
+from kvferry.cli.arguments import InvalidArgument, whole_option
+from kvferry.cli.trace.as_json import as_json
+from kvferry.cli.trace.listing import print_listing
+from kvferry.cli.trace.page import page
+from kvferry.cli.trace.report import Report, report
+from kvferry.cli.trace.waterfall import draw
 from kvferry.trace.chrome import chrome_trace
 from kvferry.trace.reading import read_recording
 from kvferry.trace.summary import merge

@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TextIO
 
+from kvferry.cli.arguments import InvalidArgument, number_option, whole_option
 from kvferry.cli.doctor.examination import examine
 from kvferry.cli.doctor.findings import Finding, Mark
-from kvferry.cli.errors import InvalidArgument
-from kvferry.cli.options import number_option, whole_option
 
 SCHEMA = 1
 _COLOURS = {Mark.OK: "green", Mark.LOOK: "yellow", Mark.BROKEN: "bold red", Mark.NOT_DONE: "dim"}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvferry.cli.formatting import counted
 from kvferry.cli.svg import FONT, element, plain
-from kvferry.cli.timelines.bars import Scale, axis, bar, height_of, scale_for
-from kvferry.cli.timelines.look import LOOKS, class_of, style
-from kvferry.cli.timelines.quantities import engines_words, name_of, rate_words, time_words
-from kvferry.cli.words import counted
+from kvferry.cli.trace.bars import Scale, axis, bar, height_of, scale_for
+from kvferry.cli.trace.report import engines_words, name_of, rate_words, time_words
+from kvferry.cli.trace.theme import LOOKS, class_of, style
 from kvferry.trace.timeline import Timeline
 
 WIDTH = 1240.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.cli.timelines.report import Report
+from kvferry.cli.trace.report import Report
 from kvferry.trace.timeline import Span, Timeline
 
 SCHEMA = 1

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.cli.summary import Flow, PlanSummary, Read, Reader, Shard, Side
-from kvferry.cli.words import span
+from kvferry.cli.formatting import span
+from kvferry.cli.plan.summary import Flow, PlanSummary, Read, Reader, Shard, Side
 from kvferry.protocol.geometry import Place
 
 TOP = 116.0

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 
-from kvferry.cli.errors import InvalidArgument
-from kvferry.cli.options import number_option
+from kvferry.cli.arguments import number_option, read_address
 from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import dump_of, encode_dump
 from kvferry.protocol.errors import PeerRefused
@@ -26,19 +24,12 @@ def run_describe(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(encode_dump(dump).decode())
         return 0
-    from kvferry.cli.summary import side_of
-    from kvferry.cli.tables import console, print_engine
+    from kvferry.cli.plan.summary import side_of
+    from kvferry.cli.plan.tables import print_engine
+    from kvferry.cli.tables import console
 
     print_engine(console(sys.stdout), dump, side_of(engine))
     return 0
-
-
-def read_address(text: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[host]:port`. Raises `InvalidArgument`."""
-    found = re.fullmatch(r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<name>[^\s:/\[\]]+)):(?P<port>[0-9]{1,5})", text)
-    if not found or not 1 <= int(found["port"]) <= 65535:
-        raise InvalidArgument("HOST:PORT", text, "host:port, or [address]:port for IPv6, with a port from 1 to 65535")
-    return found["six"] or found["name"], int(found["port"])
 
 
 def fetch(host: str, port: int, timeout_s: float, secrets: Secrets = ()) -> EngineDescription:

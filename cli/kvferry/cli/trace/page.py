@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from kvferry.cli.formatting import decimal_bytes
 from kvferry.cli.svg import element, plain
-from kvferry.cli.timelines.bars import Scale, axis, bar, height_of, scale_for, segment, shown_workers
-from kvferry.cli.timelines.look import LOOKS, class_of, label_of, meaning_of, style
-from kvferry.cli.timelines.quantities import engines_words, name_of, rate_words, time_words
-from kvferry.cli.timelines.report import Report, told_first
-from kvferry.cli.timelines.waterfall import phases_of
-from kvferry.cli.words import decimal_bytes
+from kvferry.cli.trace.bars import Scale, axis, bar, height_of, scale_for, segment, shown_workers
+from kvferry.cli.trace.report import Report, engines_words, name_of, rate_words, time_words, told_first
+from kvferry.cli.trace.theme import LOOKS, class_of, label_of, meaning_of, style
+from kvferry.cli.trace.waterfall import phases_of
 from kvferry.trace.summary import Durations
 from kvferry.trace.timeline import Timeline, WorkerSpans
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import msgspec
 
-from kvferry.cli.errors import InvalidArgument
-from kvferry.cli.options import number_option, whole_option, write_file
-from kvferry.cli.prediction import MAX_TOKENS
-from kvferry.cli.sides import read_pair
-from kvferry.cli.summary import PlanSummary, Refusal, refusal_of, side_of, summarise
+from kvferry.cli.arguments import InvalidArgument, number_option, whole_option, write_file
+from kvferry.cli.plan.prediction import MAX_TOKENS
+from kvferry.cli.plan.sides import read_pair
+from kvferry.cli.plan.summary import PlanSummary, Refusal, refusal_of, side_of, summarise
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
@@ -44,7 +43,7 @@ def run_plan(options: argparse.Namespace) -> int:
         return REFUSED
     summary = summarise(consumer, producer, plans, costs, tokens=tokens, link_gb_s=link_gb_s)
     if options.svg:
-        from kvferry.cli.picture import draw
+        from kvferry.cli.plan.picture import draw
 
         write_file("--svg", options.svg, draw(summary).encode())
     if options.copies:
@@ -79,7 +78,8 @@ def _print_summary(options: argparse.Namespace, summary: PlanSummary) -> None:
     if options.json:
         _print_json(summary)
         return
-    from kvferry.cli.tables import console, print_plan
+    from kvferry.cli.plan.tables import print_plan
+    from kvferry.cli.tables import console
 
     print_plan(console(sys.stdout), summary)
 
@@ -90,7 +90,8 @@ def _print_refused(
     if options.json:
         _print_json(refusal)
         return
-    from kvferry.cli.tables import console, print_refusal
+    from kvferry.cli.plan.tables import print_refusal
+    from kvferry.cli.tables import console
 
     sides = (("producer", side_of(producer)), ("consumer", side_of(consumer)))
     print_refusal(console(sys.stdout), refusal, sides)
@@ -106,7 +107,7 @@ def _write_copies(
     producer: EngineDescription,
     plans: tuple[TransferPlan, ...],
 ) -> None:
-    from kvferry.cli.copy_lines import copy_lines, read_request
+    from kvferry.cli.plan.copies import copy_lines, read_request
 
     request = read_request(options.copies, consumer, producer)
     lines = copy_lines(plans, consumer, producer, request)

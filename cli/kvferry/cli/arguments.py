@@ -1,0 +1,78 @@
+"""Arguments and options: their values, and errors that name the field, the value and what is accepted.
+
+InputError (`kvferry.protocol.errors`)
+├── InvalidArgument   an argument or option
+├── InvalidShortForm  an engine written as `layers=32,heads=8,…`
+└── InvalidRequest    the file of `--copies`
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvferry.protocol.errors import InputError
+
+
+def read_address(text: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[host]:port`. Raises `InvalidArgument`."""
+    found = re.fullmatch(r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<name>[^\s:/\[\]]+)):(?P<port>[0-9]{1,5})", text)
+    if not found or not 1 <= int(found["port"]) <= 65535:
+        raise InvalidArgument("HOST:PORT", text, "host:port, or [address]:port for IPv6, with a port from 1 to 65535")
+    return found["six"] or found["name"], int(found["port"])
+
+
+class InvalidArgument(InputError):
+    """An argument or option that cannot be used."""
+
+    what = "argument"
+
+
+class InvalidShortForm(InputError):
+    """A short form of an engine that cannot be used."""
+
+    what = "short form"
+
+
+class InvalidRequest(InputError):
+    """A request for `--copies` that cannot be used."""
+
+    what = "request"
+
+
+def one_of(found: str, accepted: Iterable[str]) -> str:
+    """`did you mean …? one of …`, the guess only where something comes close."""
+    names = list(accepted)
+    near = difflib.get_close_matches(found.lower(), [name.lower() for name in names], n=1)
+    begun = [name for name in names if len(found) > 2 and name.lower().startswith(found.lower())]
+    guess = begun[0] if begun else next((name for name in names if near and name.lower() == near[0]), None)
+    return f"{f'did you mean {guess}? ' if guess else ''}one of {', '.join(names)}"
+
+
+def whole_option(name: str, text: str, low: int, high: int) -> int:
+    """A whole number. Raises `InvalidArgument`."""
+    if not re.fullmatch(r"[0-9]{1,15}", text) or not low <= int(text) <= high:
+        raise InvalidArgument(name, text, f"a whole number from {low} to {high}")
+    return int(text)
+
+
+def number_option(name: str, text: str, low: float, high: float) -> float:
+    """A number. Raises `InvalidArgument`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise InvalidArgument(name, text, f"a number from {low:g} to {high:g}")
+    return value
+
+
+def write_file(name: str, path: str, content: bytes) -> None:
+    """Write what an option asks for. Raises `InvalidArgument`."""
+    try:
+        Path(path).write_bytes(content)
+    except (OSError, ValueError) as refused:
+        raise InvalidArgument(name, path, f"a file that can be written ({refused})") from None

@@ -1,0 +1,131 @@
+"""Tables of `plan` and `describe` for people; needs rich, which the extra `cli` brings.
+
+Where the output is no terminal, lines are 132 characters wide and carry no colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from kvferry.cli.formatting import binary_bytes, counted, decimal_bytes, span, spans
+from kvferry.cli.plan.formatting import engine_words, group_words, tokens_words
+from kvferry.cli.plan.summary import Flow, PlanSummary, Read, Reader, Refusal, Side
+from kvferry.cli.tables import new_table
+from kvferry.protocol.description_json import EngineDump
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_plan(out: Console, summary: PlanSummary) -> None:
+    """A workable pair."""
+    _print_sides(out, (("producer", summary.producer), ("consumer", summary.consumer)))
+    reasons: dict[str, int] = {}
+    several = len(summary.producer.groups) > 1
+    columns = ["consumer", "reads from", *(["group"] if several else []), "layers", "heads", ">bytes", ">runs"]
+    table = new_table([*columns, ">descriptors", "placed"])
+    for reader in summary.workers:
+        for row in _reader_rows(reader, reasons, several):
+            table.add_row(*row)
+        table.add_section()
+    out.print(table)
+    for reason, number in reasons.items():
+        out.print(f"({number}) {reason}")
+    out.print()
+    _print_time(out, summary)
+    out.print("\nin the log of each consumer worker:")
+    for reader in summary.workers:
+        out.print(reader.log, soft_wrap=True)
+
+
+def print_refusal(out: Console, refusal: Refusal, sides: Sequence[tuple[str, Side]]) -> None:
+    """An unworkable pair: all reasons, each with what to change."""
+    _print_sides(out, sides)
+    out.print("this pair cannot work:")
+    for number, reason in enumerate(refusal.reasons, 1):
+        out.print(
+            f"{number:>4}. {reason.field}: producer {reason.producer}, consumer {reason.consumer}", soft_wrap=True
+        )
+        out.print(f"      {reason.change}", soft_wrap=True)
+
+
+def print_engine(out: Console, dump: EngineDump, side: Side) -> None:
+    """One engine: what it serves, its groups, its workers."""
+    facts = dump.facts
+    out.print(f"engine {dump.engine_id}: {engine_words(side)}")
+    named = (("model", facts.model), ("fingerprint", facts.fingerprint), ("dtype", facts.dtype))
+    more = (("cache", facts.cache_dtype), ("quantisation", facts.quantization), ("speculative", facts.speculative))
+    for name, value in (*named, *more):
+        out.print(f"  {name:<13} {value}")
+    for index, group in enumerate(dump.groups):
+        out.print(f"  {f'group {index}':<13} {group_words(group)}")
+    table = new_table(["worker", "memory", ">device", "layers", "heads", "tokens", ">tensors", ">cache"])
+    for worker, shard in zip(dump.workers, side.workers, strict=True):
+        table.add_row(
+            str(shard.place),
+            worker.memory,
+            str(worker.device),
+            span(shard.layers),
+            span(shard.heads),
+            tokens_words(shard.interleave),
+            str(len(worker.tensors)),
+            binary_bytes(shard.cache_bytes),
+        )
+    out.print(table)
+
+
+def _print_sides(out: Console, sides: Iterable[tuple[str, Side]]) -> None:
+    for role, side in sides:
+        name = "" if side.engine_id == role else f" {side.engine_id}:"
+        out.print(f"{role}{name} {engine_words(side)}")
+    out.print()
+
+
+def _print_time(out: Console, summary: PlanSummary) -> None:
+    link = f"{decimal_bytes(summary.link_bytes)} over the links, " if summary.link_bytes != summary.bytes else ""
+    out.print(
+        f"a prompt of {counted(summary.tokens, 'token')}: {decimal_bytes(summary.bytes)}, {link}"
+        f"{summary.bytes_per_token:g} B/token, {counted(summary.descriptors, 'descriptor')}"
+    )
+    out.print(
+        f"predicted: {summary.predicted_ms:.3f} ms over {summary.link_gb_s:g} GB/s a worker; "
+        f"{summary.slowest.side} {summary.slowest.place} is the slowest"
+    )
+
+
+def _reader_rows(reader: Reader, reasons: dict[str, int], several: bool) -> Iterable[list[str]]:
+    """The rows of one consumer worker; its name and each producer's only once."""
+    name = str(reader.place)
+    if not reader.flows:
+        yield [name, "nobody"]
+    for flow in reader.flows:
+        producer = str(flow.producer)
+        if not flow.reads:
+            yield [name, producer, *([""] if several else []), "", "", "", "", "", "release only"]
+        for read in flow.reads:
+            yield [name, producer, *_read_cells(flow, read, reasons, several)]
+            name = producer = ""
+        name = ""
+
+
+def _read_cells(flow: Flow, read: Read, reasons: dict[str, int], several: bool) -> list[str]:
+    unit = "request" if read.policy == "state" else counted(read.unit_tokens, "token")
+    number = reasons.setdefault(read.reason, len(reasons) + 1)
+    descriptors = f"{read.runs}"
+    if read.placing == "staged":
+        staged = sum(one.descriptors for one in flow.staged)
+        descriptors = f"{staged}" if read is _first_staged(flow) else "with it"
+    return [
+        *([f"{read.group} {read.policy}"] if several else []),
+        f"{read.layers} × {' '.join(read.kinds)}",
+        spans(read.heads),
+        decimal_bytes(read.bytes),
+        f"{read.unit_runs} × {read.run_bytes} B / {unit}",
+        descriptors,
+        f"{read.placing} ({number})",
+    ]
+
+
+def _first_staged(flow: Flow) -> Read:
+    return next(read for read in flow.reads if read.placing == "staged")

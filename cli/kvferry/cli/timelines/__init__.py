@@ -1,1 +1,0 @@
-"""Timelines of handovers as a picture, a page, tables and JSON."""
