@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.worker.fabric.parted_peers import PartedPeers
+from kvferry.worker.fabric.nixl_handles import PartedPeers
 
 
 def test_a_peer_is_taken_back_once_and_is_never_forgotten_meanwhile() -> None:

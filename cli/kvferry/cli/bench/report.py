@@ -46,7 +46,7 @@ def print_outcome(stream: TextIO, outcome: Outcome) -> None:
     """A table where rich is installed, else plain lines."""
     rows = list(_rows(outcome))
     try:
-        from kvferry.cli.tables import console, new_table
+        from kvferry.cli.formatting import console, new_table
 
         table = new_table(_COLUMNS)
         for row in rows:

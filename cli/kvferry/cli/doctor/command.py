@@ -57,7 +57,7 @@ def print_findings(stream: TextIO, findings: Sequence[Finding]) -> None:
 
 
 def _print_table(stream: TextIO, findings: Sequence[Finding]) -> None:
-    from kvferry.cli.tables import console
+    from kvferry.cli.formatting import console
 
     out = console(stream)
     from rich import box

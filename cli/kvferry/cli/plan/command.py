@@ -78,8 +78,8 @@ def _print_summary(options: argparse.Namespace, summary: PlanSummary) -> None:
     if options.json:
         _print_json(summary)
         return
+    from kvferry.cli.formatting import console
     from kvferry.cli.plan.tables import print_plan
-    from kvferry.cli.tables import console
 
     print_plan(console(sys.stdout), summary)
 
@@ -90,8 +90,8 @@ def _print_refused(
     if options.json:
         _print_json(refusal)
         return
+    from kvferry.cli.formatting import console
     from kvferry.cli.plan.tables import print_refusal
-    from kvferry.cli.tables import console
 
     sides = (("producer", side_of(producer)), ("consumer", side_of(consumer)))
     print_refusal(console(sys.stdout), refusal, sides)

@@ -24,9 +24,9 @@ def run_describe(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(encode_dump(dump).decode())
         return 0
+    from kvferry.cli.formatting import console
     from kvferry.cli.plan.summary import side_of
     from kvferry.cli.plan.tables import print_engine
-    from kvferry.cli.tables import console
 
     print_engine(console(sys.stdout), dump, side_of(engine))
     return 0

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.cli.formatting import binary_bytes, counted, decimal_bytes, span, spans
+from kvferry.cli.formatting import binary_bytes, counted, decimal_bytes, new_table, span, spans
 from kvferry.cli.plan.formatting import engine_words, group_words, tokens_words
 from kvferry.cli.plan.summary import Flow, PlanSummary, Read, Reader, Refusal, Side
-from kvferry.cli.tables import new_table
 from kvferry.protocol.description_json import EngineDump
 
 if TYPE_CHECKING:

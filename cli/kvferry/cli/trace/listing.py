@@ -63,7 +63,7 @@ def _safe(words: str) -> str:
 def _print_table(stream: TextIO, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     cells = [[_safe(cell) for cell in row] for row in rows]
     try:
-        from kvferry.cli.tables import console, new_table
+        from kvferry.cli.formatting import console, new_table
 
         out = console(stream)
     except InvalidArgument:

@@ -17,7 +17,7 @@ from kvferry.protocol.orders import LoadOrder
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.scheduler.consumer.ledger import RemoteLease, RemotePrompt
 from kvferry.scheduler.producer.lease import Lease
-from kvferry.scheduler.state.observer import Watcher
+from kvferry.scheduler.state.transitions import Watcher
 from kvferry.trace.events import (
     DecodeArrived,
     DecodeScheduled,

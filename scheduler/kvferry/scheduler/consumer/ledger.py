@@ -17,7 +17,7 @@ from kvferry.scheduler.consumer.ended_leases import MAX_ENDED_LEASES, EndedLease
 from kvferry.scheduler.consumer.prewarm_queue import Meetings
 from kvferry.scheduler.consumer.remote_prompt import LOAD_TRANSITIONS, LoadEvent, LoadState
 from kvferry.scheduler.state.counters import Tally
-from kvferry.scheduler.state.observer import Watcher
+from kvferry.scheduler.state.transitions import Watcher
 
 _CLAIMING = (LoadState.OFFERED, LoadState.LOADING, LoadState.ABORTED)
 """Where a request has a claim on its lease."""

@@ -20,7 +20,7 @@ from kvferry.scheduler.producer.eviction_order import Candidate, Rank, rank_of
 from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, Lease, LeaseEvent, LeaseState, LeaseUse
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE, AwakeClock
 from kvferry.scheduler.state.counters import Tally
-from kvferry.scheduler.state.observer import Watcher
+from kvferry.scheduler.state.transitions import Watcher
 
 _OPENED, _REFUSED, _RELEASED = (
     {use: f"{use.value}_{what}" for use in LeaseUse} for what in ("opened", "refused", "released")

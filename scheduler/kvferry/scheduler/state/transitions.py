@@ -1,12 +1,16 @@
-"""A transition table, and what happens to those who leave it."""
+"""Transition tables of state machines, and the observer of what the ledgers decide."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvferry.protocol.errors import LocalProtocolError
+
+if TYPE_CHECKING:
+    from kvferry.scheduler.consumer.ledger import RemotePrompt
+    from kvferry.scheduler.producer.lease import Lease
 
 
 class TableEnum(enum.Enum):
@@ -39,3 +43,16 @@ class TransitionTable(Generic[State, Event]):
             return self.transitions[state, event]
         except KeyError:
             raise LocalProtocolError(f"{subject}: {event.name} cannot happen in state {state.name}") from None
+
+
+class Watcher:
+    """Does nothing. Whoever wants to know overrides; no method raises, or waits."""
+
+    def lease_opened(self, lease: Lease) -> None:
+        """A request has a slot."""
+
+    def lease_over(self, lease: Lease, how: str) -> None:
+        """Its blocks are given back, or never were held; `how` as the counters of leases that are over have it."""
+
+    def recomputed(self, prompt: RemotePrompt, reason: str) -> None:
+        """A prompt that was offered is computed here; `reason` as `local_recomputes` has it."""

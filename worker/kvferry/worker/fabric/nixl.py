@@ -11,8 +11,14 @@ import numpy as np
 
 from kvferry.worker.fabric.agent import AgentConfig, NixlErrors, apply_ucx_defaults, load_bindings, make_agent
 from kvferry.worker.fabric.metadata import check_agent_name, open_metadata, seal_metadata
-from kvferry.worker.fabric.nixl_handles import NixlLocal, NixlPeer, NixlRemote, NixlTransfer, check_index_pairs
-from kvferry.worker.fabric.parted_peers import PartedPeers
+from kvferry.worker.fabric.nixl_handles import (
+    NixlLocal,
+    NixlPeer,
+    NixlRemote,
+    NixlTransfer,
+    PartedPeers,
+    check_index_pairs,
+)
 from kvferry.worker.fabric.port import (
     MAX_NOTIFICATION_BYTES,
     DescriptorOutOfRange,
