@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.scheduler.producer.worker_acks import Confirmations
+from kvferry.scheduler.producer.lease import Confirmations
 
 
 def test_a_request_is_over_when_the_last_worker_has_said_so() -> None:

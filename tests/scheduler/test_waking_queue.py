@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from kvferry.scheduler.side_channel.wake_queue import WakingQueue
+from kvferry.scheduler.side_channel.inbox import WakingQueue
 
 WRITERS, EACH = 4, 2000
 

@@ -19,8 +19,8 @@ from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_units
 from kvferry.plan.tokens import TokenMap, TokenSide
 from kvferry.protocol.geometry import Interleave
 from kvferry.protocol.handshake import CacheGroup
+from kvferry.worker.loads.tail_zeroing import Gap, TailEraser, gaps
 from kvferry.worker.memory.caches import KvCaches
-from kvferry.worker.memory.tail_zeroing import Gap, TailEraser, gaps
 from tests.fakes.cuda import FakeCuda
 from tests.worker.toy_caches import CacheShape, ToyCaches
 

@@ -9,7 +9,7 @@ import pytest
 from kvferry.protocol.ids import EMPTY, SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.load import Load
-from kvferry.worker.memory.tail_zeroing import TailEraser
+from kvferry.worker.loads.tail_zeroing import TailEraser
 from kvferry.worker.peers.peer import Peer
 from tests.waiting import wait_until
 from tests.worker.engine_rig import Engine, Offer, Rig

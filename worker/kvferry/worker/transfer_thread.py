@@ -23,13 +23,12 @@ from typing import ParamSpec
 from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
 from kvferry.protocol.orders import FailureReason, OrdersHead, decode_orders
 from kvferry.worker.fabric.errors import unforeseen
-from kvferry.worker.gauges import LevelWatch
 from kvferry.worker.integrity import WorkerBooks
 from kvferry.worker.leases.notifications import Reports
 from kvferry.worker.leases.pending_ready import UnreadyHolds
 from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.loads.load import LoadContext
-from kvferry.worker.loads.results import ResultBox
+from kvferry.worker.loads.results import LevelWatch, ResultBox
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.memory.device import DeviceMark, use_device
 from kvferry.worker.peers.peer import PeerKey

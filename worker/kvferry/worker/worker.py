@@ -24,12 +24,12 @@ from kvferry.worker.fabric.reads import Reader
 from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.loads.load import LoadContext
 from kvferry.worker.loads.results import StepResults
+from kvferry.worker.loads.tail_zeroing import TailEraser
 from kvferry.worker.loads.watchdog import LoadWatch
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.device import clock_for
 from kvferry.worker.memory.huge_pages import use_huge_pages
 from kvferry.worker.memory.slot_reads import Landing
-from kvferry.worker.memory.tail_zeroing import TailEraser
 from kvferry.worker.peers.handshake_client import AskingThreads, fetch_description
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.peers.plan_cache import PlanCache

@@ -28,9 +28,8 @@ from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LoadState
-from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
+from kvferry.scheduler.producer.lease import Confirmations, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.producer.worker_acks import Confirmations
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Tally
 from kvferry.scheduler.step import hear, next_orders

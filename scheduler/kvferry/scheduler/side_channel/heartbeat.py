@@ -22,8 +22,8 @@ from kvferry.protocol.side_channel.sockets import derive_keys
 from kvferry.scheduler.consumer.ended_leases import LeaseKey
 from kvferry.scheduler.consumer.ledger import Drop, GiveBack, Keep, LeaseCommand, RemoteLease
 from kvferry.scheduler.side_channel.addresses import Found
+from kvferry.scheduler.side_channel.inbox import WakingQueue
 from kvferry.scheduler.side_channel.sender import Endpoint, PeerSockets
-from kvferry.scheduler.side_channel.wake_queue import WakingQueue
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.state.counters import Tally
 

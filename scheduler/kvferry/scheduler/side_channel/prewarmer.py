@@ -20,8 +20,8 @@ from kvferry.protocol.orders import Meet
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys
 from kvferry.scheduler.side_channel.addresses import Found, HostNames, address_of
+from kvferry.scheduler.side_channel.inbox import WakingQueue
 from kvferry.scheduler.side_channel.prewarm_target import Acquaintance
-from kvferry.scheduler.side_channel.wake_queue import WakingQueue
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from kvferry.worker.fabric.errors import unforeseen
 from kvferry.worker.fabric.port import Fabric, FabricError, Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads
 from kvferry.worker.loads.record import LoadFigures, LoadTimes, Stage
+from kvferry.worker.loads.tail_zeroing import TailEraser
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.device import DeviceMark
 from kvferry.worker.memory.slot_reads import Landing
-from kvferry.worker.memory.tail_zeroing import TailEraser
 from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute
 from kvferry.worker.peers.registry import PeerBook, Unavailable
 from kvferry.worker.staging.buffer import Staging

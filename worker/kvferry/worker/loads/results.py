@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.record import EndedLoad, LoadFigures
+from kvferry.worker.peers.registry import PeerBook
+from kvferry.worker.staging.buffer import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +99,24 @@ class ResultBox:
 
     def _has_load(self) -> bool:
         return bool(self._results.loaded or self._results.failed)
+
+
+class LevelWatch:
+    """Used on the transfer thread, which alone changes what is watched."""
+
+    def __init__(self, book: PeerBook, staging: Staging | None, results: ResultBox) -> None:
+        self._book = book
+        self._pool = staging.pool if staging is not None else None
+        self._results = results
+        self._told = (-1, -1)
+
+    def look(self) -> None:
+        """Tell what has changed; the latest word counts."""
+        used = self._pool.used_bytes if self._pool is not None else 0
+        now = (self._book.num_ready, used)
+        if now == self._told:
+            return
+        self._told = now
+        capacity = self._pool.capacity if self._pool is not None else 0
+        with self._results as results:
+            results.levels = WorkerLevels(*now, capacity)

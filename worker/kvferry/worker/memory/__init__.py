@@ -1,1 +1,1 @@
-"""The memory of a worker: its caches, devices, the slots that it reads, and the zeroing of tails."""
+"""The memory of a worker: its caches, its device, host memory, and the slots that it reads."""
