@@ -143,7 +143,7 @@ def test_without_the_key_nobody_is_looked_for(make: Any) -> None:
     consumer = make("kv_consumer")
     consumer.step()
     assert not consumer.must_step
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvferry-acquaintances"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvferry-prewarmer"]
 
 
 def test_an_engine_with_producers_that_are_not_there_starts_rests_and_ends(make: Any) -> None:

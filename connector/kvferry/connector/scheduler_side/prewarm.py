@@ -13,7 +13,7 @@ from kvferry.connector.config_values import address_of
 from kvferry.connector.vllm_internals import EngineLoop
 from kvferry.protocol.orders import Meet
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.scheduler.side_channel.prewarmer import Acquaintances
+from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
 
 
 class KnownProducers:
@@ -30,9 +30,9 @@ class KnownProducers:
         self._found: collections.deque[Meet] = collections.deque()
         self._loop = EngineLoop()
         self._is_started = False
-        self._search: Acquaintances | None = None
+        self._search: PeerPrewarmer | None = None
         if addresses:
-            self._search = Acquaintances(map(address_of, addresses), engine_id, self._hear, timeout_s, secrets)
+            self._search = PeerPrewarmer(map(address_of, addresses), engine_id, self._hear, timeout_s, secrets)
 
     def look(self) -> bool:
         """The engine's loop runs. Returns whether there is news for a step."""

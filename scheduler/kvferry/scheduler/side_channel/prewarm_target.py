@@ -1,11 +1,11 @@
-"""One producer that this engine is configured to know: who answers at its address.
+"""One producer to be prewarmed: which engine answers at its address.
 
-    resting ──► looking up ──► asking ──► known
-       ▲             │            │          │
-       └─────────────┴────────────┴──────────┘   nobody there, not ready, or gone: after a pause
+    backing off ──► looking up ──► asking ──► known
+         ▲               │            │          │
+         └───────────────┴────────────┴──────────┘   no answer, not ready, or connection ended
 
-A listener tells its engine's id to who does not know it, and its boot to who does: so it is asked twice. The connection
-then stands, with nothing said over it, until it ends, which is how a restart is noticed.
+A listener answers a wrong engine id with its own, and the right one with its boot: so it is asked twice. The connection
+then stays open and idle until it ends, which is how a restart is noticed.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class _State(enum.Enum):
-    RESTING = enum.auto()
+    BACKING_OFF = enum.auto()
     LOOKING_UP = enum.auto()
     ASKING = enum.auto()
     KNOWN = enum.auto()
 
 
-class Acquaintance:
+class PrewarmTarget:
     """Belongs to one thread; waits for nothing.
 
     Args:
@@ -80,13 +80,13 @@ class Acquaintance:
         self._context = context
         self._trials = SecretTrials(secrets)
         self._address = ""
-        self._state = _State.RESTING
+        self._state = _State.BACKING_OFF
         self._failures = 0
 
     def turn(self, now_s: float) -> bool:
         """Something is due. Returns whether the host is to be looked up now, for `found`."""
         if self._state is _State.ASKING:
-            self.rest(f"no answer within {self._timeout_s:g} s", now_s)
+            self.back_off(f"no answer within {self._timeout_s:g} s", now_s)
             return False
         self._state, self.due_s = _State.LOOKING_UP, math.inf
         return True
@@ -96,7 +96,7 @@ class Acquaintance:
         if self._state is not _State.LOOKING_UP:
             return
         if address is None:
-            self.rest("its name cannot be looked up", now_s)
+            self.back_off("its name cannot be looked up", now_s)
             return
         self._state, self._address, self.due_s = _State.ASKING, address, now_s + self._timeout_s
         self._trials = SecretTrials(self._secrets)
@@ -109,16 +109,16 @@ class Acquaintance:
             if self.sockets:
                 self._hear_greeting(now_s)
         except (zmq.ZMQError, InputError) as bad:
-            self.rest(str(bad), now_s)
+            self.back_off(str(bad), now_s)
             return None
         return met
 
-    def rest(self, why: str, now_s: float) -> None:
-        """It cannot be known now: leave it alone for a while, longer each time."""
+    def back_off(self, why: str, now_s: float) -> None:
+        """This attempt failed: close the connection and try again later, after a longer delay each time."""
         with contextlib.suppress(zmq.ZMQError):
             self.close()
         self._failures += 1
-        self._state, self.trouble = _State.RESTING, why
+        self._state, self.trouble = _State.BACKING_OFF, why
         self.due_s = now_s + pause_s(self._failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class Acquaintance:
         except zmq.Again:
             return None
         if self._state is not _State.ASKING or not self._trials.may_speak:
-            return None  # nobody has asked; and who has none of the secrets says nothing that counts
+            return None  # not asked yet; answers of a peer without the secret are ignored
         answer = decode_answerer(frames[-1])
         if isinstance(answer, Answerer):
             self._state, self.due_s, self.trouble, self._failures = _State.KNOWN, math.inf, "", 0
@@ -144,7 +144,7 @@ class Acquaintance:
         if answer.field == "engine_id" and answer.value == UNKNOWN_ENGINE:
             self._ask(answer.expected)
         else:
-            self.rest(_refusal(answer), now_s)
+            self.back_off(_refusal(answer), now_s)
         return None
 
     def _hear_greeting(self, now_s: float) -> None:
@@ -153,7 +153,7 @@ class Acquaintance:
             return
         if self._state is _State.KNOWN:
             if greeting is Greeting.ENDED:
-                self.rest("its connection has ended", now_s)
+                self.back_off("its connection has ended", now_s)
             return
         if greeting is Greeting.ENDED:
             return  # of an attempt; what came of it is told by itself
@@ -162,7 +162,7 @@ class Acquaintance:
             self.close()
             self._open(now_s)
         elif verdict is Verdict.REFUSED:
-            self.rest(self._trials.why, now_s)
+            self.back_off(self._trials.why, now_s)
 
     def _open(self, now_s: float) -> None:
         try:
@@ -171,7 +171,7 @@ class Acquaintance:
             if self._trials.may_speak:
                 self._ask(UNKNOWN_ENGINE)
         except zmq.ZMQError as refused:  # of what cannot be connected to, or for want of sockets
-            self.rest(str(refused), now_s)
+            self.back_off(str(refused), now_s)
 
     def _prepared(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """A socket, and the one on which it tells how it is greeted."""

@@ -1,7 +1,8 @@
-"""Producers that this engine is configured to know are looked for from the start, so that no request meets one first.
+"""Producers that the configuration names are found before the first request needs one.
 
-One thread asks who answers at each address and says so; when an address is answered by a new life, it says so again.
-The workers are told by the next step's orders. Nobody waits for it, and an address where nobody is delays no other.
+One thread asks which engine answers at each address and reports it, and again when the engine there has restarted. The
+next step's orders pass it to the workers. Nothing waits for this thread, and an address without an answer delays no
+other.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys
 from kvferry.scheduler.side_channel.addresses import Found, HostNames, address_of
 from kvferry.scheduler.side_channel.inbox import WakingQueue
-from kvferry.scheduler.side_channel.prewarm_target import Acquaintance
+from kvferry.scheduler.side_channel.prewarm_target import PrewarmTarget
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,13 @@ _JOIN_S = 5.0
 _LONGEST_WAIT_MS = 60_000
 
 
-class Acquaintances:
-    """Looks for producers from `start` until `close`.
+class PeerPrewarmer:
+    """Finds the producers at these addresses, from `start` until `close`.
 
     Args:
         addresses: hosts and ports of their side channels, as requests will name them.
         asker: this engine, which may be among them and is left out.
-        tell: called on this class's thread with everybody who has answered.
+        tell: called on this class's thread with every producer that has answered.
         timeout_s: for each attempt.
         secrets: of the side channel.
 
@@ -57,19 +58,19 @@ class Acquaintances:
         self._inbox: WakingQueue[Found | None] = WakingQueue()
         self._names = HostNames(self._inbox.put)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._all = [
-            Acquaintance(host, port, asker, timeout_s, secrets, self._context)
+        self._targets = [
+            PrewarmTarget(host, port, asker, timeout_s, secrets, self._context)
             for host, port in dict.fromkeys(addresses)
         ]
         self._shown: dict[tuple[str, int], str] = {}
-        self._thread = threading.Thread(target=self._run, name="kvferry-acquaintances", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvferry-prewarmer", daemon=True)
 
     def start(self) -> None:
-        """Begin; once. Without a thread of the system's nobody is looked for, and requests meet producers first."""
+        """Start the thread; once. When the system gives none, peers are not prewarmed and loads make the handshakes."""
         try:
             self._thread.start()
         except RuntimeError as error:
-            logger.error("producers that are known at the start are not looked for: %s", error)
+            logger.error("peers are not prewarmed: %s", error)
 
     def close(self) -> None:
         """Stop the thread. Idempotent."""
@@ -82,14 +83,14 @@ class Acquaintances:
     def _run(self) -> None:
         try:
             while self._wait():
-                for one in list(self._all):
-                    self._turn(one, time.monotonic())
+                for target in list(self._targets):
+                    self._turn(target, time.monotonic())
         finally:
             self._end()
 
     def _end(self) -> None:
-        for one in self._all:
-            one.close()
+        for target in self._targets:
+            target.close()
         self._context.destroy(linger=0)
         self._inbox.close()
 
@@ -97,10 +98,10 @@ class Acquaintances:
         """Until there is something to do. Returns whether to go on."""
         poller = zmq.Poller()
         poller.register(self._inbox.fileno(), zmq.POLLIN)
-        for one in self._all:
-            for socket in one.sockets:
+        for target in self._targets:
+            for socket in target.sockets:
                 poller.register(socket, zmq.POLLIN)
-        due_s = min((one.due_s for one in self._all), default=math.inf)
+        due_s = min((target.due_s for target in self._targets), default=math.inf)
         # Rounded up: a wait of less than a millisecond would not wait at all, and spin.
         left_ms = math.ceil(min((due_s - time.monotonic()) * 1000, _LONGEST_WAIT_MS))
         poller.poll(0 if not self._inbox.empty() else max(0, left_ms))
@@ -109,44 +110,44 @@ class Acquaintances:
                 found = self._inbox.get()
                 if found is None:
                     return False
-                for one in self._all:
-                    if one.host == found.host:
-                        one.found(found.address, time.monotonic())
+                for target in self._targets:
+                    if target.host == found.host:
+                        target.found(found.address, time.monotonic())
         return True
 
-    def _turn(self, one: Acquaintance, now_s: float) -> None:
+    def _turn(self, target: PrewarmTarget, now_s: float) -> None:
         try:
-            self._bring_on(one, now_s)
+            self._advance(target, now_s)
         except Exception as bug:
-            # Whoever it was about, the others are still to be looked for, and it is itself, later.
-            logger.exception("the producer at %s:%d could not be looked for", one.host, one.port)
-            one.rest(repr(bug), now_s)
-        self._show(one)
+            # The others go on, and this one is tried again later.
+            logger.exception("prewarming %s:%d failed", target.host, target.port)
+            target.back_off(repr(bug), now_s)
+        self._show(target)
 
-    def _bring_on(self, one: Acquaintance, now_s: float) -> None:
-        if one.sockets:
-            met = one.hear(now_s)
+    def _advance(self, target: PrewarmTarget, now_s: float) -> None:
+        if target.sockets:
+            met = target.hear(now_s)
             if met is not None:
-                self._met(one, met)
-        if one.due_s <= now_s and one.turn(now_s):
-            address = address_of(one.host)
+                self._met(target, met)
+        if target.due_s <= now_s and target.turn(now_s):
+            address = address_of(target.host)
             if address is not None:
-                one.found(address, now_s)
+                target.found(address, now_s)
             else:
-                self._names.find(one.host)
+                self._names.find(target.host)
 
-    def _met(self, one: Acquaintance, met: Meet) -> None:
+    def _met(self, target: PrewarmTarget, met: Meet) -> None:
         if met.engine_id == self._asker:
-            one.close()
-            self._all.remove(one)
+            target.close()
+            self._targets.remove(target)
             return
         logger.info("peer=%s@%s:%d answers", met.engine_id, met.host, met.port)
         self._tell(met)
 
-    def _show(self, one: Acquaintance) -> None:
-        """Trouble is worth one line, until it is over or another one."""
-        where = (one.host, one.port)
-        if one.trouble != self._shown.get(where, ""):
-            self._shown[where] = one.trouble
-            if one.trouble:
-                logger.warning("the producer at %s:%d is looked for: %s", *where, one.trouble)
+    def _show(self, target: PrewarmTarget) -> None:
+        """Log trouble once, until it is over or changes."""
+        where = (target.host, target.port)
+        if target.trouble != self._shown.get(where, ""):
+            self._shown[where] = target.trouble
+            if target.trouble:
+                logger.warning("prewarming %s:%d: %s", *where, target.trouble)

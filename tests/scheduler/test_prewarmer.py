@@ -1,4 +1,4 @@
-"""Producers that a configuration names: found when they come and when they restart, and waited for by nobody."""
+"""The prewarmer finds the producers that a configuration names when they start and restart, and blocks nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvferry.protocol.orders import Meet
 from kvferry.protocol.side_channel.key_trials import SecretTrials
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import watch_connection
-from kvferry.scheduler.side_channel.prewarm_target import Acquaintance
-from kvferry.scheduler.side_channel.prewarmer import Acquaintances
+from kvferry.scheduler.side_channel.prewarm_target import PrewarmTarget
+from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
 from kvferry.scheduler.state.counters import Tally
 from tests.protocol.samples import make_description
 from tests.protocol.secret_files import NEW, OLD, OTHER
@@ -48,18 +48,18 @@ def found() -> Found:
 
 
 @pytest.fixture
-def look_for(found: Found) -> Iterator[Callable[..., Acquaintances]]:
-    made: list[Acquaintances] = []
+def look_for(found: Found) -> Iterator[Callable[..., PeerPrewarmer]]:
+    made: list[PeerPrewarmer] = []
 
     def build(addresses: Sequence[tuple[str, int]], timeout_s: float = TIMEOUT_S, secrets: Secrets = ()) -> Any:
-        made.append(Acquaintances(addresses, ME, found.met.put, timeout_s, secrets))
+        made.append(PeerPrewarmer(addresses, ME, found.met.put, timeout_s, secrets))
         made[-1].start()
         return made[-1]
 
     yield build
     for one in made:
         one.close()
-    assert not threads_named("kvferry-acquaintances")
+    assert not threads_named("kvferry-prewarmer")
 
 
 @pytest.fixture
@@ -86,7 +86,9 @@ def meet(port: int, description: EngineDescription, host: str = HOST) -> Meet:
 
 
 @pytest.mark.parametrize("host", [HOST, "localhost"])
-def test_who_answers_is_told_although_nobody_knew_its_name(host: str, listen: Any, look_for: Any, found: Found) -> None:
+def test_an_engine_that_answers_is_reported_although_its_id_was_unknown(
+    host: str, listen: Any, look_for: Any, found: Found
+) -> None:
     port = free_port()
     listen(port, life(1))
     look_for([(host, port), (host, port)])
@@ -106,7 +108,7 @@ def test_a_producer_that_comes_later_and_is_not_ready_at_first_is_found_when_it_
         found.met.get(timeout=0.5)
     listener.publish(life(1))
     assert found.next() == meet(port, life(1))
-    assert f"{HOST}:{port} is looked for: no answer within 0.2 s" in caplog.text
+    assert f"prewarming {HOST}:{port}: no answer within 0.2 s" in caplog.text
 
 
 def test_a_producer_that_restarts_is_found_again_with_its_new_life(listen: Any, look_for: Any, found: Found) -> None:
@@ -119,7 +121,7 @@ def test_a_producer_that_restarts_is_found_again_with_its_new_life(listen: Any, 
     assert found.next() == meet(port, life(2, "another"))
 
 
-def test_hosts_that_never_answer_and_names_that_are_never_found_delay_nobody(
+def test_hosts_that_never_answer_and_names_that_are_never_found_delay_no_other(
     listen: Any, look_for: Any, found: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stuck(host: str, *_: object, **__: object) -> None:
@@ -184,7 +186,7 @@ def test_nothing_is_said_over_the_connection_that_only_tells_why_no_secret_was_a
     plain = TalksNonsense()
     try:
         look_for([(HOST, plain.port)], secrets=(OLD,))
-        wait_until(lambda: "it has no secret" in caplog.text, "it is told")
+        wait_until(lambda: "it has no secret" in caplog.text, "it is logged")
         assert not plain.was_asked()
     finally:
         plain.close()
@@ -247,29 +249,29 @@ def test_a_bug_with_one_producer_does_not_keep_the_others_from_being_found(
 ) -> None:
     port, odd = free_port(), free_port()
 
-    def turn(self: Acquaintance, now_s: float) -> bool:
+    def turn(self: PrewarmTarget, now_s: float) -> bool:
         if self.port == odd:
             raise RuntimeError("a bug")
         return honest(self, now_s)
 
-    honest = Acquaintance.turn
-    monkeypatch.setattr(Acquaintance, "turn", turn)
+    honest = PrewarmTarget.turn
+    monkeypatch.setattr(PrewarmTarget, "turn", turn)
     listen(port, life(1))
     look_for([(HOST, odd), (HOST, port)])
     assert found.next() == meet(port, life(1))
-    assert f"the producer at {HOST}:{odd} could not be looked for" in caplog.text
+    assert f"prewarming {HOST}:{odd} failed" in caplog.text
 
 
-def test_where_the_system_gives_no_thread_nobody_is_looked_for_and_nothing_fails(
+def test_where_the_system_gives_no_thread_peers_are_not_prewarmed_and_nothing_fails(
     found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", none_left)
-    one = Acquaintances([(HOST, 1)], ME, found.met.put, TIMEOUT_S)
+    one = PeerPrewarmer([(HOST, 1)], ME, found.met.put, TIMEOUT_S)
     one.start()
-    assert "not looked for: can't start new thread" in caplog.text
+    assert "not prewarmed: can't start new thread" in caplog.text
     one.close()
 
 
@@ -300,8 +302,8 @@ def test_with_secrets_each_is_tried_and_without_the_right_one_nothing_is_told(
     listen(plain, life(3))
     look_for([(HOST, locked), (HOST, plain), (HOST, port)], secrets=(NEW, OLD))
     assert found.next() == meet(port, life(1))
-    wait_until(lambda: f"{HOST}:{locked} is looked for: it has none of the secrets" in caplog.text, "it is told")
-    wait_until(lambda: f"{HOST}:{plain} is looked for: it has no secret" in caplog.text, "it is told")
+    wait_until(lambda: f"prewarming {HOST}:{locked}: it has none of the secrets" in caplog.text, "it is told")
+    wait_until(lambda: f"prewarming {HOST}:{plain}: it has no secret" in caplog.text, "it is logged")
     assert found.met.empty()
 
 
