@@ -100,9 +100,9 @@ def meet(producer: Any, consumer_tp: int, blocks: int) -> dict[str, float]:
     parts = Parts()
     timed: Any = _Timed(fabric, parts)
     reader = Reader(timed)
-    introduced: queue.SimpleQueue[tuple[EngineDescription, Any]] = queue.SimpleQueue()
+    described_and_planned: queue.SimpleQueue[tuple[EngineDescription, Any]] = queue.SimpleQueue()
 
-    def introduce() -> None:
+    def describe_and_plan() -> None:
         with parts("hello"):
             frame = exchange(HOST, producer.port, encode(Hello(engine_id=ENGINE, asker="C")), _TIMEOUT_S, (), threads)
         with parts("decode"):
@@ -110,13 +110,13 @@ def meet(producer: Any, consumer_tp: int, blocks: int) -> dict[str, float]:
         assert isinstance(described, EngineDescription)
         with parts("plan"):
             plan = plans.plan(described)
-        introduced.put((described, plan))
+        described_and_planned.put((described, plan))
 
     processor_s = time.process_time()
     try:
         with parts("hand over"):
-            threading.Thread(target=introduce).start()
-            description, plan = introduced.get(timeout=_TIMEOUT_S)
+            threading.Thread(target=describe_and_plan).start()
+            description, plan = described_and_planned.get(timeout=_TIMEOUT_S)
         parts.seconds["hand over"] -= sum(parts.seconds[name] for name in ("hello", "decode", "plan"))
         key = PeerKey(HOST, producer.port, ENGINE, description.boot)
         with parts("tables"):

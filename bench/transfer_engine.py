@@ -60,7 +60,7 @@ def make_worker(
 
 
 @dataclass(frozen=True)
-class Introduction:
+class ProducerAddress:
     """What a consumer's bench knows of a producer beside what the side channel tells."""
 
     pid: int
@@ -106,8 +106,8 @@ class Producer:
         self.huge_bytes = sum(memory.huge_bytes for memory in memories[: side.tp])
         self._next = 0
 
-    def introduce(self) -> Introduction:
-        return Introduction(os.getpid(), self.port, self.boot, self.engine_id, self.seal_key, self.huge_bytes)
+    def address(self) -> ProducerAddress:
+        return ProducerAddress(os.getpid(), self.port, self.boot, self.engine_id, self.seal_key, self.huge_bytes)
 
     def lease(self, count: int) -> list[Lease]:
         """That many leases that may be read from at once; every slot is used once."""
@@ -159,7 +159,7 @@ def serve(channel: Connection, pool_bytes: int, ranks: int, device_name: str) ->
             if argument.huge not in memories:
                 memories = {argument.huge: _memories(ranks, pool_bytes, argument.huge, device)}
             producer = Producer(argument, memories[argument.huge])
-            answer = producer.introduce()
+            answer = producer.address()
         elif producer is not None:
             answer = producer.lease(argument) if what == "lease" else producer.idle_cpu(argument)
         channel.send(answer)

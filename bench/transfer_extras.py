@@ -25,9 +25,9 @@ _COLLAPSED_BYTES = 256 * MIB
 def extras(bench: Bench, pool_bytes: int, *, huge: bool, turns: int) -> list[Table]:
     """All of them, over equal shards with runs of 4 KiB."""
     scenario = equal_shards(4096, 16 * MIB, pool_bytes, huge=huge)
-    introduction = bench.ask("scenario", scenario)
+    address = bench.ask("scenario", scenario)
     idle = bench.ask("idle_cpu", _IDLE_S)
-    loads = Loads(scenario, bench.target, introduction)
+    loads = Loads(scenario, bench.target, address)
     bare: BareNixl | None = None
     try:
         loads.load([loads.order(bench.leases(1)[0], MIB)])

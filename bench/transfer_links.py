@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from bench.figures import Table
-from bench.transfer_engine import Introduction, serve
+from bench.transfer_engine import ProducerAddress, serve
 from bench.transfer_loads import Loads
 from bench.transfer_measure import Bench
 from bench.transfer_memory import Memory
@@ -186,8 +186,8 @@ def _consumer(link: Link, scenario: Scenario, target: Memory) -> Iterator[tuple[
 @contextmanager
 def _loads(link: Link, scenario: Scenario, channel: Connection, target: Memory) -> Iterator[tuple[Bench, Loads]]:
     bench = Bench(channel, target=target, source=target)
-    introduction: Introduction = bench.ask("scenario", scenario)
-    loads = Loads(scenario, target, introduction, link.make_fabric)
+    address: ProducerAddress = bench.ask("scenario", scenario)
+    loads = Loads(scenario, target, address, link.make_fabric)
     try:
         loads.load([loads.order(bench.leases(1)[0], MIB)])  # the first contact
         yield bench, loads

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from bench.transfer_engine import HOST, Introduction, Lease, make_worker
+from bench.transfer_engine import HOST, Lease, ProducerAddress, make_worker
 from bench.transfer_memory import Memory
 from bench.transfer_shapes import Scenario
 from kvferry.protocol.ids import new_boot_id
@@ -86,10 +86,10 @@ class Loads:
     """One consumer engine of one worker."""
 
     def __init__(
-        self, scenario: Scenario, memory: Memory, introduction: Introduction, make_fabric: MakeFabric = NixlFabric
+        self, scenario: Scenario, memory: Memory, address: ProducerAddress, make_fabric: MakeFabric = NixlFabric
     ) -> None:
         self.scenario = scenario
-        self._from = introduction
+        self._from = address
         self._boot = new_boot_id()
         self._number = 0
         self.worker = make_worker("consumer", scenario, scenario.consumer, 0, memory, make_fabric)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from bench.transfer_engine import Introduction, Lease
+from bench.transfer_engine import Lease, ProducerAddress
 from bench.transfer_loads import Loads
 from bench.transfer_memory import Memory
 from bench.transfer_rivals import BareNixl, kernel_reads, memory_copies, pieces_of
@@ -92,14 +92,14 @@ def measure(
         turns: how often each candidate has its turn, by the request's bytes.
         split: the sizes of which the stages are wanted too.
     """
-    introduction: Introduction = bench.ask("scenario", scenario)
-    loads = Loads(scenario, bench.target, introduction)
+    address: ProducerAddress = bench.ask("scenario", scenario)
+    loads = Loads(scenario, bench.target, address)
     bare: BareNixl | None = None
     try:
         loads.load([loads.order(bench.leases(1)[0], MIB)])  # the first contact
         bare = BareNixl(scenario, bench.target, loads.peer)
         wanted = [size for size in sizes if size <= scenario.most_bytes]
-        cells = [_cell(bench, loads, bare, introduction.pid, size, turns(size)) for size in wanted]
+        cells = [_cell(bench, loads, bare, address.pid, size, turns(size)) for size in wanted]
         found = {size: _split(bench, loads, size, turns(size)) for size in split if size in wanted}
         return Measured(scenario, cells, found)
     finally:

@@ -137,7 +137,7 @@ class Node:
             for place, worker in zip(places, self.workers, strict=True)
         }
         self.engine.connector.set_xfer_handshake_metadata_pp_aware(between_processes(described))
-        self._introduce_workers()
+        self._add_siblings()
         self.method = "step"
         """The order of calls: a method of the runner."""
 
@@ -214,7 +214,7 @@ class Node:
         outputs = [ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=one) for one in told]
         self.engine.finish(answered, worker=self._aggregator.aggregate(outputs).kv_connector_output)
 
-    def _introduce_workers(self) -> None:
+    def _add_siblings(self) -> None:
         """What the process groups of several ranks do while the caches are registered."""
         halves = [ferry_of(worker).worker_side._worker for worker in self.workers]
         for half in halves:

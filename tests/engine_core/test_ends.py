@@ -81,14 +81,14 @@ class _Held:
 
 def _hold_meeting(worker: FerryWorker) -> _Held:
     """A first contact that outlives both engines."""
-    introduce, reached, over = worker._introduce, threading.Event(), threading.Event()
+    handshake, reached, over = worker._handshake, threading.Event(), threading.Event()
 
     def slow(key: Any) -> Any:
         reached.set()
         over.wait()
-        return introduce(key)
+        return handshake(key)
 
-    worker._introduce = slow  # type: ignore[method-assign]
+    worker._handshake = slow  # type: ignore[method-assign]
     return _Held(reached.is_set, over.set)
 
 

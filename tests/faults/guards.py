@@ -167,8 +167,8 @@ def _hear_everybody(_: Function) -> Function:
     return hear
 
 
-def _meet_any_life(introduce: Function) -> Function:
-    return lambda worker, key: introduce(worker, key._replace(boot=_AnyBoot(key.boot)))
+def _accept_any_boot(handshake: Function) -> Function:
+    return lambda worker, key: handshake(worker, key._replace(boot=_AnyBoot(key.boot)))
 
 
 def _never_late(advance: Function) -> Function:
@@ -392,8 +392,8 @@ GUARDS = (
         "boots",
         "params of a former life are refused",
         (4,),
-        "kvferry.worker.worker:FerryWorker._introduce",
-        _meet_any_life,
+        "kvferry.worker.worker:FerryWorker._handshake",
+        _accept_any_boot,
         (f"{_ENGINES}/test_peers.py::test_params_of_a_former_life_are_refused_when_only_the_new_one_was_met",),
     ),
     Guard(

@@ -96,14 +96,14 @@ def test_aborted_while_it_waits_for_its_turn(rig: FaultRig) -> None:
 def test_aborted_while_the_handshake_waits_for_an_answer(rig: FaultRig, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer = rig.engine("P"), rig.engine("C")
     asked, answer = threading.Event(), threading.Event()
-    introduce = consumer.worker._introduce
+    handshake = consumer.worker._handshake
 
     def slow(key: Any) -> Any:
         asked.set()
         assert answer.wait(BOUND_S)
-        return introduce(key)
+        return handshake(key)
 
-    monkeypatch.setattr(consumer.worker, "_introduce", slow)
+    monkeypatch.setattr(consumer.worker, "_handshake", slow)
     load = consumer.load(producer.prefill(10, 4).params)
     wait_until(asked.is_set, "the producer is asked", BOUND_S)
     abort(consumer, load)

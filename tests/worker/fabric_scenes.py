@@ -21,7 +21,7 @@ LOST_WITHIN_S = 10.0
 
 
 class Pair:
-    """A producer with random bytes and a consumer with guard bytes, introduced to each other."""
+    """A producer with random bytes and a consumer with guard bytes that know each other."""
 
     def __init__(self, harness: Harness, size: int = 1 << 16, seed: int = 7) -> None:
         self.source: Memory = random_bytes(seed, size)

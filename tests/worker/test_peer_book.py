@@ -64,7 +64,7 @@ class Scene:
             self.caches.kv,
             None,
             self.landing,
-            self._introduce,
+            self._handshake,
             self.awake.set,
             timeout_s=1.0,
             ttl_s=TTL_S,
@@ -83,7 +83,7 @@ class Scene:
         )
         return samples.engine(workers=[worker], engine_id=name, groups=(caches.shape.group,))
 
-    def _introduce(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
+    def _handshake(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
         self.asked.append(key)
         return self.answer(key)
 
@@ -100,9 +100,9 @@ class Scene:
         self.answer = self.found.__getitem__
 
     def meet(self, now_s: float, key: PeerKey = KEY, in_use: Collection[PeerKey] = ()) -> Peer | Unavailable | None:
-        """Ask for the peer, let its introduction end, and bring the book forward."""
+        """Ask for the peer, let its handshake end, and step the book."""
         self.awake.clear()
-        if self.book.get(key, now_s) is None and key in self.book._introductions:
+        if self.book.get(key, now_s) is None and key in self.book._handshakes:
             assert self.awake.wait(60)
         self.book.step(now_s, in_use)
         self.book.step(now_s, in_use)
@@ -210,7 +210,7 @@ def test_a_former_life_is_kept_while_reads_from_it_are_under_way(scene: Scene) -
 
 def test_engines_that_do_not_answer_cannot_pile_up_without_bound(scene: Scene) -> None:
     known = scene.meet(0.0)
-    scene.book._introductions._for_loads.limits = replace(FOR_LOADS, asked=20)
+    scene.book._handshakes._for_loads.limits = replace(FOR_LOADS, asked=20)
     answered = threading.Event()
 
     def later(key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
@@ -384,10 +384,10 @@ def test_other_engines_are_not_forgotten_with_it(scene: Scene) -> None:
 
 
 def ahead(scene: Scene, now_s: float, key: PeerKey = KEY) -> None:
-    """Only waiting requests name the peer; let its introduction end, and bring the book forward."""
+    """Only waiting requests name the peer; let its handshake end, and step the book."""
     scene.awake.clear()
     scene.book.meet(key, now_s)
-    if key in scene.book._introductions:
+    if key in scene.book._handshakes:
         assert scene.awake.wait(60)
     for _ in range(3):
         scene.book.step(now_s, ())
@@ -433,7 +433,7 @@ def test_peers_that_no_load_waits_for_are_connected_one_at_a_turn_behind_those_t
     """Connecting takes milliseconds of the thread that moves loads on."""
     monkeypatch.setattr(threading.Thread, "start", lambda thread: thread.run())
     first, second, third = fleet(scene, 3)
-    scene.book._introductions._answered.update(dict.fromkeys((first.host, second.host, third.host)))
+    scene.book._handshakes._answered.update(dict.fromkeys((first.host, second.host, third.host)))
     scene.book.meet(first, 0.0)
     scene.book.meet(second, 0.0)
     assert scene.book.get(third, 0.0) is None
@@ -459,7 +459,7 @@ def test_many_that_do_not_answer_take_no_place_from_the_peers_of_loads(scene: Sc
     for number in range(200):
         scene.book.meet(KEY._replace(host=f"10.0.1.{number}"), 0.0)
     wait_until(lambda: len(scene.asked) == AHEAD.strangers_at_once, "as many are asked as may be")
-    assert len(scene.book._introductions) == AHEAD.asked
+    assert len(scene.book._handshakes) == AHEAD.asked
     scene.awake.clear()
     scene.book.get(KEY, 0.0)
     assert scene.awake.wait(10)
@@ -472,16 +472,16 @@ def test_many_that_do_not_answer_take_no_place_from_the_peers_of_loads(scene: Sc
 
 
 def settle(scene: Scene, now_s: float) -> None:
-    """Let introductions that are under way end, and bring the book forward."""
+    """Let handshakes under way end, then step the book."""
     scene.book.step(now_s, ())
-    wait_until(lambda: not _asking(scene) or scene.awake.is_set(), "the introduction has ended")
+    wait_until(lambda: not _asking(scene) or scene.awake.is_set(), "the handshake has ended")
     scene.awake.clear()
     for _ in range(3):
         scene.book.step(now_s, ())
 
 
 def _asking(scene: Scene) -> bool:
-    return len(scene.book._introductions) > 0
+    return len(scene.book._handshakes) > 0
 
 
 def test_a_lasting_peer_is_met_although_no_load_wants_it_and_never_becomes_too_old(scene: Scene) -> None:

@@ -12,7 +12,7 @@ from typing import NoReturn
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.worker.fabric.port import OpenHandles
 from kvferry.worker.peers.handshake_client import fetch_description
-from kvferry.worker.peers.handshakes import Introductions
+from kvferry.worker.peers.handshakes import Handshakes
 from kvferry.worker.peers.peer import PeerKey
 from tests.waiting import wait_until
 from tests.worker.engine_rig import HOST, SETTINGS, Engine, Rig, free_port
@@ -34,7 +34,7 @@ def _fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _handshakes() -> int:
+def _handshake_threads() -> int:
     return sum(thread.name == "kvferry-handshake" for thread in threading.enumerate())
 
 
@@ -60,7 +60,7 @@ def test_producers_that_come_and_go_leave_nothing_with_their_consumer() -> None:
                 _at_rest(consumer)
                 gc.collect()
                 before = (_fds(), threading.active_count(), _rss_bytes(), len(gc.get_objects()))
-        wait_until(lambda: not _handshakes(), "no handshake is under way", 60.0)
+        wait_until(lambda: not _handshake_threads(), "no handshake is under way", 60.0)
         handles = _at_rest(consumer)
         assert handles.peers <= MAX_PEERS
         assert handles.prepared == 1 + handles.peers * _lists_of_a_peer(consumer)
@@ -89,19 +89,19 @@ def _lists_of_a_peer(consumer: Engine) -> int:
 
 
 def test_handshakes_that_fail_leave_no_thread_socket_or_descriptor_behind() -> None:
-    def introduce(key: PeerKey) -> NoReturn:
+    def handshake(key: PeerKey) -> NoReturn:
         fetch_description(key.host, key.port, key.engine_id, "C", 0.2)
         raise AssertionError("nobody is there")
 
-    book = Introductions(introduce, lambda: None)
+    handshakes = Handshakes(handshake, lambda: None)
 
     def fail(count: int) -> None:
         for _ in range(count):
-            assert book.ask(PeerKey(HOST, free_port(), "P", "0" * 32)) is None
+            assert handshakes.ask(PeerKey(HOST, free_port(), "P", "0" * 32)) is None
 
         def over() -> bool:
-            assert all(isinstance(found, HandshakeFailed) for _, found in book.arrivals())
-            return not len(book) and not _handshakes()
+            assert all(isinstance(found, HandshakeFailed) for _, found in handshakes.arrivals())
+            return not len(handshakes) and not _handshake_threads()
 
         wait_until(over, "no handshake is under way", 60.0)
 

@@ -111,7 +111,7 @@ def test_a_handshake_that_outlasts_the_load_fails_it_in_time(rig: Rig, monkeypat
     producer, consumer = rig.pair(settings=HURRIED)
     offer = producer.prefill(tokens=10)
     over = threading.Event()
-    monkeypatch.setattr(consumer.worker, "_introduce", lambda _: over.wait(120))
+    monkeypatch.setattr(consumer.worker, "_handshake", lambda _: over.wait(120))
     assert rig.until_over(consumer, consumer.load(offer.params)) is FailureReason.DEADLINE
     assert not consumer.seen.alive
     over.set()

@@ -10,7 +10,7 @@ from tests.worker.engine_rig import Rig
 
 
 def test_registering_a_remote_engine_again_changes_nothing(rig: Rig) -> None:
-    """Many loads, one introduction, one plan, one set of prepared descriptors."""
+    """Many loads, one handshake, one plan, one set of prepared descriptors."""
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     known, prepared = set(consumer.fabric.peers), consumer.fabric.prepared()

@@ -228,7 +228,7 @@ class FerryWorker:
                 self._caches,
                 self._staging,
                 self._landing,
-                self._introduce,
+                self._handshake,
                 thread.wake,
                 settings.handshake_timeout_s,
                 ttl_s=settings.peer_ttl_s,
@@ -267,7 +267,7 @@ class FerryWorker:
         except Exception:  # noqa: BLE001 - shown, with its traceback
             unforeseen.show("a first contact could not be prepared; the engine starts without")
 
-    def _introduce(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
+    def _handshake(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
         """Fetch a producer's description and plan it; on a thread that may wait."""
         if key.engine_id == self._engine_id:
             raise HandshakeFailed("the params name this very engine")

@@ -1,19 +1,19 @@
-"""First contacts under way: who is asked to describe itself, on how many threads, and who waits for one.
+"""Handshakes under way and waiting: which producers are asked for their description, on how many threads.
 
 Clients choose the hosts that params name, so a host may be one that never answers and keeps a thread until the
-handshake's timeout. What that can cost others is bounded by counting: a *stranger* is a host that has never answered,
+handshake's timeout. What that costs other hosts is bounded: a *stranger* is a host that has never answered,
 or did not the last time.
 
-- 48 of 64 contacts at once may be with strangers, 4 with any one of them; hosts that answer have 16 for themselves.
-- So with up to 48 contacts to black holes under way a live host is asked at once, and with more of them it waits for
+- 48 of 64 handshakes at once may be with strangers, 4 with any one of them; hosts that answer have 16 for themselves.
+- So with up to 48 handshakes to black holes under way a live host is asked at once, and with more of them it waits for
   no longer than one handshake's timeout for every 48 that were named before it; a host that has answered before does
   not wait for strangers at all.
-- 256 contacts wait or are under way, 32 of them to any one stranger. Who comes then is refused, not queued.
+- 256 handshakes wait or are under way, 32 of them to any one stranger. More are refused, not queued.
 
-All of that is for peers that a load waits for. Those that only requests in the queue name have a lane of their own
-beside it, so that they take no place from a load; a load that needs one of them takes it over as it is.
+These limits are for peers that a load waits for. Peers to be prewarmed have a lane of their own, so that they take no
+place from a load; a load that needs one of them takes its handshake over as it is.
 
-A thread lives for one contact, so that none is left when nobody has to be met.
+Each thread makes one handshake and ends.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed, InputError, PeerRefused
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.worker.peers.peer import Introduce, PeerKey
+from kvferry.worker.peers.peer import Handshake, PeerKey
 
 
 @dataclass(frozen=True, slots=True)
-class ContactLimits:
-    """Most contacts. A *stranger* is a host that has never answered, or did not the last time.
+class HandshakeLimits:
+    """Most handshakes. A *stranger* is a host that has never answered, or did not the last time.
 
     Attributes:
         at_once, strangers_at_once: under way, of all hosts and of all strangers.
@@ -50,10 +50,10 @@ class ContactLimits:
 
 
 @dataclass(slots=True)
-class ContactLane:
-    """Contacts that share limits."""
+class HandshakeLane:
+    """Handshakes that share limits."""
 
-    limits: ContactLimits
+    limits: HandshakeLimits
     waiting: dict[PeerKey, None] = field(default_factory=dict)
     asking: set[PeerKey] = field(default_factory=set)
 
@@ -64,7 +64,7 @@ class ContactLane:
         return key in self.waiting or key in self.asking
 
     def why_full(self, host: str, answered: Container[str]) -> str | None:
-        """Why nobody of this host can be added; None when somebody can."""
+        """Why no engine of this host can be added; None when one can."""
         if len(self) >= self.limits.asked:
             return f"{len(self)} other engines have not answered yet"
         if host not in answered:
@@ -74,7 +74,7 @@ class ContactLane:
         return None
 
     def begin(self, answered: Container[str]) -> list[PeerKey]:
-        """Who is to be asked now; they are under way from here on."""
+        """The peers to ask now; their handshakes are under way from here on."""
         limits, begun = self.limits, []
         hosts = Counter(key.host for key in self.asking)
         strangers = sum(count for host, count in hosts.items() if host not in answered)
@@ -94,10 +94,10 @@ class ContactLane:
         return begun
 
 
-FOR_LOADS = ContactLimits(
+FOR_LOADS = HandshakeLimits(
     at_once=64, strangers_at_once=48, per_host=16, per_stranger=4, asked=256, asked_of_a_stranger=32
 )
-AHEAD = ContactLimits(at_once=8, strangers_at_once=2, per_host=4, per_stranger=1, asked=64, asked_of_a_stranger=8)
+AHEAD = HandshakeLimits(at_once=8, strangers_at_once=2, per_host=4, per_stranger=1, asked=64, asked_of_a_stranger=8)
 """Two strangers: four are planned at a time, and a stranger can describe an engine that takes seconds."""
 
 _HOSTS_REMEMBERED = 4096
@@ -105,32 +105,32 @@ _HOSTS_REMEMBERED = 4096
 Found = tuple[EngineDescription, TransferPlan] | Exception
 
 
-class Introductions:
+class Handshakes:
     """See the module. `ask` and `arrivals` belong to one thread.
 
     Args:
-        introduce: fetches a description and plans it; waits.
-        wake: called from any thread when somebody has arrived.
+        handshake: fetches a description and plans it; waits.
+        wake: called from any thread when a handshake has ended.
     """
 
-    def __init__(self, introduce: Introduce, wake: Callable[[], None]) -> None:
-        self._introduce = introduce
+    def __init__(self, handshake: Handshake, wake: Callable[[], None]) -> None:
+        self._handshake = handshake
         self._wake = wake
         self._arrived: queue.SimpleQueue[tuple[PeerKey, Found]] = queue.SimpleQueue()
         self._found: dict[PeerKey, Found] = {}
-        self._for_loads = ContactLane(FOR_LOADS)
-        self._ahead = ContactLane(AHEAD)
+        self._for_loads = HandshakeLane(FOR_LOADS)
+        self._ahead = HandshakeLane(AHEAD)
         self._answered: dict[str, None] = {}
 
     def __len__(self) -> int:
-        """Contacts that wait or are under way."""
+        """Handshakes that wait or are under way."""
         return len(self._for_loads) + len(self._ahead)
 
     def __contains__(self, key: PeerKey) -> bool:
         return key in self._for_loads or key in self._ahead
 
     def ask(self, key: PeerKey) -> str | None:
-        """Have a peer introduced, once, for a load.
+        """Request the handshake with a peer, once, for a load.
 
         Returns:
             Why that cannot be; None when it will be.
@@ -151,13 +151,13 @@ class Introductions:
         return None
 
     def ask_ahead(self, key: PeerKey) -> None:
-        """Have a peer introduced that no load waits for yet, if there is room."""
+        """Request the handshake with a peer that no load waits for yet, if the lane is not full."""
         if key not in self and self._ahead.why_full(key.host, self._answered) is None:
             self._ahead.waiting[key] = None
             self._begin()
 
     def arrivals(self) -> Iterator[tuple[PeerKey, Found]]:
-        """Who has been introduced, or why not: all that loads wait for, and after them one of the others."""
+        """Handshakes that have ended, with their results: all that loads wait for, and after them one of the others."""
         while not self._arrived.empty():
             key, found = self._arrived.get()
             self._found[key] = found
@@ -172,25 +172,25 @@ class Introductions:
             yield key, found
 
     def has_arrivals(self) -> bool:
-        """Whether `arrivals` has more, which nobody is woken for."""
+        """Whether `arrivals` has more; `wake` is not called for them."""
         return bool(self._found)
 
     def close(self) -> None:
-        """Begin no other. Contacts under way end by themselves, and nobody hears of them."""
+        """Begin no other. Handshakes under way end by themselves; their results are dropped."""
         self._for_loads.waiting.clear()
         self._ahead.waiting.clear()
 
     def _begin(self) -> None:
         for key in (*self._for_loads.begin(self._answered), *self._ahead.begin(self._answered)):
             try:
-                threading.Thread(target=self._meet, args=(key,), name="kvferry-handshake", daemon=True).start()
+                threading.Thread(target=self._run, args=(key,), name="kvferry-handshake", daemon=True).start()
             except RuntimeError as error:  # the system gives no more threads
                 self._arrived.put((key, HandshakeFailed(f"no thread for the handshake: {error}")))
                 self._wake()
 
-    def _meet(self, key: PeerKey) -> None:
+    def _run(self, key: PeerKey) -> None:
         try:
-            found: Found = self._introduce(key)
+            found: Found = self._handshake(key)
         except Exception as error:  # noqa: BLE001 - it crosses the thread and is judged there
             found = error
         self._arrived.put((key, found))
@@ -205,5 +205,5 @@ class Introductions:
 
 
 def _is_answer(found: Found) -> bool:
-    """Whether somebody was there, whatever was said."""
+    """Whether the host answered, a refusal included."""
     return not isinstance(found, Exception) or isinstance(found, (PeerRefused, PlanRefused, InputError))

@@ -164,5 +164,5 @@ def _connect_route(
     return PeerRoute(route, agent, slots, lease_table.slots, tuple(tables), tuple(sources))
 
 
-Introduce = Callable[[PeerKey], tuple[EngineDescription, TransferPlan]]
+Handshake = Callable[[PeerKey], tuple[EngineDescription, TransferPlan]]
 """Fetches and plans a peer; waits, and so runs on a thread of its own. Raises KvferryError."""

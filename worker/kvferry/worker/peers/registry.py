@@ -1,6 +1,6 @@
 """All producers that this worker knows, is getting to know, or has given up on for a while.
 
-Introductions run on threads of their own; everything that touches the fabric runs on the transfer thread, which calls
+Handshakes run on threads of their own; everything that touches the fabric runs on the transfer thread, which calls
 `step`. A peer is forgotten, and everything that belongs to it given back, when it is lost, when another life of it
 or another engine at its address is met, when nothing was read from it for `ttl_s`, or when there are more than
 `most_peers`, the one that has been unused longest first. One that is being read from is kept until that is over.
@@ -25,8 +25,8 @@ from kvferry.worker.fabric.port import Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.slot_reads import Landing
-from kvferry.worker.peers.handshakes import Found, Introductions
-from kvferry.worker.peers.peer import Introduce, Peer, PeerKey, connect, disconnect
+from kvferry.worker.peers.handshakes import Found, Handshakes
+from kvferry.worker.peers.peer import Handshake, Peer, PeerKey, connect, disconnect
 from kvferry.worker.peers.retry import BackOff, LastingPeers, Unavailable
 from kvferry.worker.staging.buffer import Staging
 
@@ -48,7 +48,7 @@ class Warming:
     Attributes:
         reads: what may still land in `cells`.
         transfers: the reads that were posted.
-        introduced_s: how long its description and the plan took, from the first time anybody asked.
+        described_s: how long its description and the plan took, from the first request for it.
         prepared_s: how long the fabric took to prepare it.
     """
 
@@ -57,7 +57,7 @@ class Warming:
     cells: tuple[int, ...]
     deadline_s: float
     transfers: list[Transfer]
-    introduced_s: float
+    described_s: float
     prepared_s: float
 
 
@@ -65,7 +65,7 @@ class PeerBook:
     """Peers by key.
 
     Args:
-        introduce: fetches a description and plans it.
+        handshake: fetches a description and plans it.
         wake: called from any thread when there is something for `step`.
         timeout_s: for the first read.
         ttl_s: after which an unused peer is forgotten; 0 or less for never.
@@ -78,7 +78,7 @@ class PeerBook:
         caches: KvCaches,
         staging: Staging | None,
         landing: Landing,
-        introduce: Introduce,
+        handshake: Handshake,
         wake: Callable[[], None],
         timeout_s: float,
         *,
@@ -92,7 +92,7 @@ class PeerBook:
         self._timeout_s = timeout_s
         self._ttl_s = ttl_s
         self._most_peers = most_peers
-        self._introductions = Introductions(introduce, wake)
+        self._handshakes = Handshakes(handshake, wake)
         self._back_off = BackOff()
         self._warming: dict[PeerKey, Warming] = {}
         self._ready: dict[PeerKey, _Ready] = {}  # the one used last is last
@@ -104,7 +104,7 @@ class PeerBook:
 
     def busy(self) -> bool:
         """Whether `step` must be called again soon without being woken."""
-        return bool(self._warming) or self._introductions.has_arrivals()
+        return bool(self._warming) or self._handshakes.has_arrivals()
 
     def burying(self) -> bool:
         """Whether `step` must be called again, at leisure: first reads were given up and have not ended."""
@@ -143,18 +143,18 @@ class PeerBook:
         """How many there are of each kind, for an error."""
         return (
             f"{len(self._ready)} ready, {len(self._warming)} warming, {len(self._dying)} dying, "
-            f"{len(self._retired)} retired, {len(self._introductions)} asked, {len(self._back_off)} given up"
+            f"{len(self._retired)} retired, {len(self._handshakes)} asked, {len(self._back_off)} given up"
         )
 
     def get(self, key: PeerKey, now_s: float) -> Peer | Unavailable | None:
-        """The peer, or why there is none, or None while it is being introduced."""
+        """The peer, or why there is none, or None during its handshake."""
         if key in self._ready:
             return self._used(key, now_s)
         why = self._back_off.why_not(key, now_s)
         if why is not None:
             return why
         if key not in self._warming:
-            full = self._introductions.ask(key)
+            full = self._handshakes.ask(key)
             if full is not None:
                 return Unavailable(FailureReason.HANDSHAKE, full)
             self._asked_s.setdefault(key, now_s)
@@ -169,7 +169,7 @@ class PeerBook:
 
     def meet(self, key: PeerKey, now_s: float) -> None:
         """Requests that are not scheduled yet name this peer: get to know it, as long as loads lack nothing by it."""
-        known = len(self._ready) + len(self._warming) + len(self._introductions)
+        known = len(self._ready) + len(self._warming) + len(self._handshakes)
         if (
             key in self._ready
             or key in self._warming
@@ -178,12 +178,12 @@ class PeerBook:
             or 2 * self._landing.free() < len(self._landing.words)
         ):
             return
-        self._introductions.ask_ahead(key)
-        if key in self._introductions:
+        self._handshakes.ask_ahead(key)
+        if key in self._handshakes:
             self._asked_s.setdefault(key, now_s)
 
     def step(self, now_s: float, in_use: Collection[PeerKey]) -> bool:
-        """Bring introductions on. Returns whether anything changed.
+        """Advance handshakes and first reads. Returns whether anything changed.
 
         Args:
             in_use: peers that reads are in flight from; what belongs to them is kept.
@@ -192,7 +192,7 @@ class PeerBook:
         for key in in_use:
             if key in self._ready:
                 self._used(key, now_s)
-        for key, found in self._introductions.arrivals():
+        for key, found in self._handshakes.arrivals():
             self._arrived(key, found, now_s, in_use)
             changed = True
         for key, warming in list(self._warming.items()):
@@ -215,7 +215,7 @@ class PeerBook:
 
     def close(self) -> None:
         """Forget everybody."""
-        self._introductions.close()
+        self._handshakes.close()
         for peer in (*(known.peer for known in self._ready.values()), *self._retired):
             disconnect(self._reader, peer)
         self._ready.clear()
@@ -245,8 +245,8 @@ class PeerBook:
             self._landing.give_back(cells)
             self._failed(key, error, now_s)
             return
-        introduced_s, prepared_s = now_s - self._asked_s.get(key, now_s), time.perf_counter() - began_s
-        warming = Warming(peer, self._reader.reads(), cells, now_s + self._timeout_s, [], introduced_s, prepared_s)
+        described_s, prepared_s = now_s - self._asked_s.get(key, now_s), time.perf_counter() - began_s
+        warming = Warming(peer, self._reader.reads(), cells, now_s + self._timeout_s, [], described_s, prepared_s)
         self._warming[key] = warming
         try:
             for cell, route in zip(cells, peer.routes, strict=True):
@@ -275,13 +275,13 @@ class PeerBook:
         self._back_off.succeeded(key)
         self._ready[key] = _Ready(warming.peer, now_s)
         # Preparing may have been a part of this very step, which began at `now_s`.
-        at_least_s = warming.introduced_s + warming.prepared_s
+        at_least_s = warming.described_s + warming.prepared_s
         self._met_s.append(max(now_s - self._asked_s.pop(key, now_s), at_least_s))
         logger.info(
             "peer=%s met in %.1f ms, of which described and planned %.1f, prepared %.1f: %s",
             key,
             self._met_s[-1] * 1e3,
-            warming.introduced_s * 1e3,
+            warming.described_s * 1e3,
             warming.prepared_s * 1e3,
             warming.peer.plan.describe(),
         )

@@ -1,4 +1,4 @@
-"""First contacts: hosts that never answer cost the others nothing, however many of them clients name."""
+"""Handshakes: hosts that never answer cost the others nothing, however many of them clients name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS, Introductions
+from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS, Handshakes
 from kvferry.worker.peers.peer import PeerKey
 from tests.waiting import wait_until
 
@@ -25,10 +25,10 @@ class Scene:
         self.lock = threading.Lock()
         self.asked: list[PeerKey] = []
         self.let_go = threading.Event()
-        self.met: list[PeerKey] = []
-        self.book = Introductions(self._introduce, lambda: None)
+        self.ended: list[PeerKey] = []
+        self.handshakes = Handshakes(self._handshake, lambda: None)
 
-    def _introduce(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
+    def _handshake(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
         with self.lock:
             self.asked.append(key)
         if not key.host.startswith("dark"):
@@ -37,10 +37,10 @@ class Scene:
         raise HandshakeFailed("nobody is there")
 
     def ask(self, host: str, number: int = 0) -> str | None:
-        return self.book.ask(PeerKey(host, 5600 + number, f"E{number}", "0" * 32))
+        return self.handshakes.ask(PeerKey(host, 5600 + number, f"E{number}", "0" * 32))
 
     def take(self) -> None:
-        self.met += [key for key, _ in self.book.arrivals()]
+        self.ended += [key for key, _ in self.handshakes.arrivals()]
 
     def asked_of(self, prefix: str) -> int:
         with self.lock:
@@ -49,19 +49,19 @@ class Scene:
     def is_asked(self, host: str, count: int = 1) -> None:
         wait_until(lambda: self.asked_of(host) >= count, f"{host} is asked", 60.0)
 
-    def has_met_all(self, count: int) -> None:
-        def met() -> bool:
+    def has_ended_all(self, count: int) -> None:
+        def ended() -> bool:
             self.take()
-            return len(self.met) == count
+            return len(self.ended) == count
 
-        wait_until(met, f"all {count} are met", 60.0)
+        wait_until(ended, f"all {count} have ended", 60.0)
 
-    def has_met(self, host: str) -> None:
-        def met() -> bool:
+    def has_ended(self, host: str) -> None:
+        def ended() -> bool:
             self.take()
-            return any(key.host == host for key in self.met)
+            return any(key.host == host for key in self.ended)
 
-        wait_until(met, f"{host} is met", 60.0)
+        wait_until(ended, f"{host} has ended", 60.0)
 
 
 def _threads() -> int:
@@ -76,9 +76,9 @@ def scene() -> Iterator[Scene]:
 
     def over() -> bool:
         made.take()
-        return not len(made.book) and not _threads()
+        return not len(made.handshakes) and not _threads()
 
-    wait_until(over, "no contact is under way, and no thread is left", 60.0)
+    wait_until(over, "no handshake is under way, and no thread is left", 60.0)
 
 
 def test_black_holes_named_in_a_row_do_not_delay_the_first_contact_with_a_live_host(scene: Scene) -> None:
@@ -86,20 +86,20 @@ def test_black_holes_named_in_a_row_do_not_delay_the_first_contact_with_a_live_h
         assert scene.ask(f"dark{number}") is None
     scene.is_asked("dark", STRANGERS_AT_ONCE - 1)
     assert scene.ask("live") is None
-    scene.has_met("live")
-    assert not any(key.host.startswith("dark") for key in scene.met), "they are all still waited for"
+    scene.has_ended("live")
+    assert not any(key.host.startswith("dark") for key in scene.ended), "they are all still waited for"
 
 
 def test_a_host_that_has_answered_before_does_not_wait_for_any_number_of_strangers(scene: Scene) -> None:
     scene.ask("live")
-    scene.has_met("live")
+    scene.has_ended("live")
     for number in range(200):
         assert scene.ask(f"dark{number}") is None
     scene.is_asked("dark", STRANGERS_AT_ONCE)
-    scene.met.clear()
+    scene.ended.clear()
     for number in range(1, 9):
         assert scene.ask("live", number) is None
-    scene.has_met_all(8)
+    scene.has_ended_all(8)
     assert scene.asked_of("dark") == STRANGERS_AT_ONCE
 
 
@@ -109,25 +109,25 @@ def test_one_stranger_gets_few_threads_and_few_places_in_the_queue(scene: Scene)
     assert all(answer is not None for answer in answers[32:])
     scene.is_asked("dark", 4)
     assert scene.ask("live") is None
-    scene.has_met("live")
+    scene.has_ended("live")
     assert scene.asked_of("dark") == 4
 
 
 def test_the_engines_of_one_host_are_all_asked_once_the_first_has_answered(scene: Scene) -> None:
     for number in range(16):
         assert scene.ask("live", number) is None
-    scene.has_met_all(16)
-    assert sorted(key.port for key in scene.met) == [5600 + number for number in range(16)]
+    scene.has_ended_all(16)
+    assert sorted(key.port for key in scene.ended) == [5600 + number for number in range(16)]
 
 
 def test_a_host_that_answered_once_and_then_no_more_is_a_stranger_again(scene: Scene) -> None:
-    scene.book._answered["dark"] = None
+    scene.handshakes._answered["dark"] = None
     for number in range(2):
         scene.ask("dark", number)
     scene.is_asked("dark", 2)
     scene.let_go.set()
-    scene.has_met("dark")
-    assert "dark" not in scene.book._answered
+    scene.has_ended("dark")
+    assert "dark" not in scene.handshakes._answered
 
 
 def test_who_waits_is_asked_in_turn_when_others_have_been_met_or_given_up(scene: Scene) -> None:
@@ -137,14 +137,14 @@ def test_who_waits_is_asked_in_turn_when_others_have_been_met_or_given_up(scene:
     assert scene.ask("live") is None
     assert scene.asked_of("live") == 0, "it is a stranger among too many"
     scene.let_go.set()
-    scene.has_met("live")
+    scene.has_ended("live")
     assert scene.asked_of("dark") == STRANGERS_AT_ONCE + 10
 
 
 def test_nobody_is_asked_twice_at_a_time_and_there_is_an_end_to_the_queue(scene: Scene) -> None:
     for _ in range(3):
         assert scene.ask("dark0") is None
-    assert len(scene.book) == 1
+    assert len(scene.handshakes) == 1
     answers = [scene.ask(f"dark{number}") for number in range(1, 300)]
     assert answers.count(None) == 255
     assert answers[-1] == "256 other engines have not answered yet"
@@ -156,7 +156,7 @@ def test_threads_exist_only_while_somebody_is_asked(scene: Scene) -> None:
         scene.ask(f"dark{number}")
     scene.is_asked("dark", STRANGERS_AT_ONCE)
     assert _threads() == STRANGERS_AT_ONCE <= AT_ONCE
-    scene.book.close()
+    scene.handshakes.close()
     scene.let_go.set()
     wait_until(lambda: not _threads(), "they end", 60.0)
     scene.take()
@@ -172,21 +172,21 @@ def test_a_system_that_gives_no_more_threads_fails_the_contact_and_nothing_else(
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         assert scene.ask("live") is None
-    ((key, found),) = scene.book.arrivals()
+    ((key, found),) = scene.handshakes.arrivals()
     assert isinstance(found, HandshakeFailed)
-    assert key not in scene.book
+    assert key not in scene.handshakes
     assert scene.ask("live") is None
-    scene.has_met("live")
+    scene.has_ended("live")
 
 
 def _key(host: str, number: int = 0) -> PeerKey:
     return PeerKey(host, 5600 + number, f"E{number}", "0" * 32)
 
 
-def test_whoever_is_asked_ahead_takes_no_place_from_those_that_loads_wait_for(scene: Scene) -> None:
+def test_handshakes_ahead_of_loads_take_no_place_from_those_that_loads_wait_for(scene: Scene) -> None:
     for number in range(100):
-        scene.book.ask_ahead(_key(f"dark-ahead{number}"))
-    assert len(scene.book) == AHEAD.asked
+        scene.handshakes.ask_ahead(_key(f"dark-ahead{number}"))
+    assert len(scene.handshakes) == AHEAD.asked
     for number in range(STRANGERS_AT_ONCE):
         assert scene.ask(f"dark{number}") is None
     scene.is_asked("dark", STRANGERS_AT_ONCE + AHEAD.strangers_at_once)
@@ -196,14 +196,14 @@ def test_whoever_is_asked_ahead_takes_no_place_from_those_that_loads_wait_for(sc
 def test_a_load_takes_over_a_contact_that_waits_or_is_under_way(scene: Scene) -> None:
     """It is not asked twice, and does not wait behind those that no load waits for."""
     for number in range(AHEAD.strangers_at_once):
-        scene.book.ask_ahead(_key(f"dark{number}"))
+        scene.handshakes.ask_ahead(_key(f"dark{number}"))
     scene.is_asked("dark", AHEAD.strangers_at_once)
-    scene.book.ask_ahead(_key("live"))
+    scene.handshakes.ask_ahead(_key("live"))
     assert scene.asked_of("live") == 0
     assert scene.ask("live") is None
-    scene.has_met("live")
+    scene.has_ended("live")
     assert scene.ask("dark0") is None
     assert scene.asked_of("dark") == AHEAD.strangers_at_once
-    scene.book.ask_ahead(_key("dark-more"))
+    scene.handshakes.ask_ahead(_key("dark-more"))
     scene.is_asked("dark-more")
-    assert len(scene.book) == AHEAD.strangers_at_once + 1, "the place of the one that was taken over is free"
+    assert len(scene.handshakes) == AHEAD.strangers_at_once + 1, "the place of the one that was taken over is free"
