@@ -3,7 +3,7 @@
     make count bytes                    → agents [{metadata, address}], seconds []
     connect agent peer bytes            → seconds: known, prepared, and a first read of 64 bytes
     read agent bytes repeats patience_s → seconds [], error; with `announced` an empty answer first: it begins now
-    meet agents port                    → seconds []: each asks a producer's side channel, plans, and reads 8 bytes,
+    contact agents port                    → seconds []: each asks a producer's side channel, plans, and reads 8 bytes,
                                           all at once, each on a thread of its own
     send agent                          → one empty answer; it sends messages to its peer until it is killed
     receive agent                       → messages: how many have come since it was last asked
@@ -73,7 +73,7 @@ class Agent:
         self._prepare(num_bytes)
         return seconds
 
-    def meet(self, port: int) -> float:
+    def make_contact(self, port: int) -> float:
         """What a worker does on first contact, the tables of its layers apart; returns seconds."""
         blocks = 1000
         engine = llama("C", tp=1, layout="HND", blocks=blocks, bases={0: 1 << 44}, layers=30)
@@ -155,10 +155,10 @@ def _obey(agents: list[Agent | None], order: dict[str, Any], answers: TextIO) ->
         made = [one for one in agents[-order["count"] :] if one is not None]
         told = [{"metadata": one.fabric.metadata().hex(), "address": one.address} for one in made]
         return {"agents": told, "seconds": seconds}
-    if order["do"] == "meet":
-        meeting = [one for one in (agents[index] for index in order["agents"]) if one is not None]
-        with ThreadPoolExecutor(len(meeting)) as pool:
-            return {"seconds": list(pool.map(lambda one: one.meet(order["port"]), meeting))}
+    if order["do"] == "contact":
+        asking = [one for one in (agents[index] for index in order["agents"]) if one is not None]
+        with ThreadPoolExecutor(len(asking)) as pool:
+            return {"seconds": list(pool.map(lambda one: one.make_contact(order["port"]), asking))}
     agent = agents[order["agent"]]
     if agent is None:
         raise ValueError(f"agent {order['agent']} was closed")

@@ -3,7 +3,7 @@
     python -m bench.engine_contact            # about 10 minutes on two cores
     python -m bench.engine_contact --quick    # one pair each, 3 minutes
 
-One producer and three consumers at a time, each meeting it once; the connectors take turns. It writes
+One producer and three consumers at a time, each contacting it once; the connectors take turns. It writes
 `results/engine_contact.json`. Ctrl-C ends all servers.
 """
 

@@ -1,4 +1,4 @@
-"""What a consumer's worker does when it meets a producer for the first time, part by part, beside the published way.
+"""What a consumer's worker does at its first contact with a producer, part by part, beside the published way.
 
     python -m bench.first_contact            # 100, 5,000 and 100,000 blocks; results/first_contact.json; 3 minutes
     python -m bench.first_contact --quick    # 100 and 5,000 blocks; half a minute
@@ -84,7 +84,7 @@ def measure(producer_tp: int, consumer_tp: int, blocks: int, repeats: int) -> Me
         for way, ucx in (("ours", {}), ("published", {}), ("published", ucx_defaults(os.environ)))
     ]
     try:
-        ours, published, alike = in_turn([way.meet for way in ways], repeats)
+        ours, published, alike = in_turn([way.make_contact for way in ways], repeats)
     finally:
         for way in ways:
             way.close()

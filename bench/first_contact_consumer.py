@@ -1,7 +1,7 @@
 """The consumer's end of a first contact, kvferry's way and the published way: seconds by part.
 
 Each way has a process of its own, so that neither has UCX set up by the other: kvferry sets what `ucx_defaults` says,
-and the published connector nothing. A line of input is one meeting, with a new agent; the answer is a line of JSON.
+and the published connector nothing. A line of input is one contact, with a new agent; the answer is a line of JSON.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Timed:
         return getattr(self._fabric, name)
 
 
-def meet(producer: Any, consumer_tp: int, blocks: int) -> dict[str, float]:
+def make_contact(producer: Any, consumer_tp: int, blocks: int) -> dict[str, float]:
     """What `FerryWorker` does, one part after the other."""
     memory, base = reserve(worker_bytes(consumer_tp, blocks, LAYERS))
     engine = llama("C", tp=consumer_tp, layout="HND", blocks=blocks, bases={0: base}, layers=LAYERS)
@@ -150,7 +150,7 @@ def _elsewhere(engine: EngineDescription) -> EngineDescription:
     return msgspec.structs.replace(engine, workers=tuple(workers))
 
 
-def meet_published(producer: Any, producer_tp: int, consumer_tp: int, blocks: int) -> dict[str, float]:
+def make_contact_published(producer: Any, producer_tp: int, consumer_tp: int, blocks: int) -> dict[str, float]:
     """The published connector's way (see `bench.published_descriptors`), and a first read as its first request does."""
     ranks = max(1, producer_tp // consumer_tp)
     sizes = [HEADS // tp * BLOCK_TOKENS * TOKEN_BYTES for tp in (consumer_tp, producer_tp)]
@@ -230,7 +230,7 @@ def _finish(in_flight: Any) -> None:
 
 
 class ConsumerProcess:
-    """One way of meeting a producer, in a process of its own.
+    """One way of a first contact, in a process of its own.
 
     Args:
         way: `ours` or `published`.
@@ -257,7 +257,7 @@ class ConsumerProcess:
             text=True,
         )
 
-    def meet(self) -> dict[str, float]:
+    def make_contact(self) -> dict[str, float]:
         """Meet the producer with a new agent; seconds by part."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -279,9 +279,9 @@ def main(told: TextIO, way: str, where: str, producer_tp: int, consumer_tp: int,
     producer = SimpleNamespace(**json.loads(where))
     for _ in sys.stdin:
         if way == "ours":
-            parts = meet(producer, consumer_tp, blocks)
+            parts = make_contact(producer, consumer_tp, blocks)
         else:
-            parts = meet_published(producer, producer_tp, consumer_tp, blocks)
+            parts = make_contact_published(producer, producer_tp, consumer_tp, blocks)
         print(json.dumps(parts), file=told, flush=True)
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""A producer to be met: one process with its listener, the agents of all its ranks, and caches that nobody touches.
+"""A producer to contact: one process with its listener, the agents of all its ranks, and caches that nobody touches.
 
 It answers on two ports: kvferry's side channel, and the published connector's way, one question for every rank. Its
 first line says where; the end of its input ends it.

@@ -4,7 +4,7 @@
     python -m bench.scale --quick    # up to 16 agents; under a minute
 
 Every consumer agent asks the producer's side channel, plans, and reads 8 bytes: all of one run at once, each on a
-thread of its own, in one process or in a process each. Besides, one agent meets as many producers. What one more peer
+thread of its own, in one process or in a process each. Also, one agent contacts as many producers. What one more peer
 costs goes into the model of `bench.scale_model`.
 """
 
@@ -50,7 +50,7 @@ Looked = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Met:
+class Connected:
     """One run: seconds of every handshake, and what each of them cost the producer and one consumer process.
 
     The consumer's part is of agents with one peer each, and so of the first connection of an agent.
@@ -70,8 +70,8 @@ class Met:
         return [self.transports, self.how, self.agents, statistics.median(ordered) * 1e3, last * 1e3, *shares]
 
 
-def meet(transports: str, agents: int, processes: int) -> Met:
-    """`agents` in so many processes meet a new producer at once."""
+def make_contact(transports: str, agents: int, processes: int) -> Connected:
+    """`agents` in so many processes connect to a new producer at once."""
     producer = ProducerProcess(1, _BLOCKS, _TRANSPORTS[transports])
     consumers = [AgentProcess(_TRANSPORTS[transports]) for _ in range(processes)]
     each = agents // processes
@@ -82,7 +82,7 @@ def meet(transports: str, agents: int, processes: int) -> Met:
             consumer.answer()
         before: tuple[Looked, Looked] = (usage(producer.pid), consumers[0].tell("usage"))
         for consumer in consumers:
-            consumer.send("meet", agents=list(range(each)), port=producer.port)
+            consumer.send("contact", agents=list(range(each)), port=producer.port)
         seconds = [one for consumer in consumers for one in consumer.answer()["seconds"]]
         time.sleep(_SETTLE_S)
         after = (usage(producer.pid), consumers[0].tell("usage"))
@@ -92,10 +92,10 @@ def meet(transports: str, agents: int, processes: int) -> Met:
         producer.close()
     how = "threads of one process" if processes == 1 else "a process each"
     owner, reader = Share.between(before[0], after[0], agents), Share.between(before[1], after[1], each)
-    return Met(transports, how, agents, seconds, owner, reader)
+    return Connected(transports, how, agents, seconds, owner, reader)
 
 
-def meet_many(transports: str, producers: int) -> Share:
+def make_contact_many(transports: str, producers: int) -> Share:
     """What each of so many producers costs the one agent that reads from all of them."""
     owners, reader = AgentProcess(_TRANSPORTS[transports]), AgentProcess(_TRANSPORTS[transports])
     try:
@@ -152,7 +152,7 @@ def renew(producers: int, seconds: float) -> tuple[Share, Share, float]:
 
 
 def slopes_of(
-    found: Sequence[Met], readers: Mapping[str, Share], sockets: tuple[Share, Share, float], hello_s: float
+    found: Sequence[Connected], readers: Mapping[str, Share], sockets: tuple[Share, Share, float], hello_s: float
 ) -> dict[str, Slopes]:
     """By transports; the owner's share is of the largest run."""
     by_transports = {}
@@ -163,7 +163,7 @@ def slopes_of(
 
 
 def results_of(
-    found: Sequence[Met],
+    found: Sequence[Connected],
     readers: Mapping[str, Share],
     sockets: tuple[Share, Share, float],
     hello_s: float,
@@ -289,10 +289,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = []
     for transports, count, processes in runs:
         started_s = time.monotonic()
-        found.append(meet(transports, count, processes))
+        found.append(make_contact(transports, count, processes))
         took_s = time.monotonic() - started_s
         print(f"{transports}, {count} agents in {processes} processes: {took_s:.0f} s", flush=True)
-    readers = {transports: meet_many(transports, 8 if quick else 64) for transports in _TRANSPORTS}
+    readers = {transports: make_contact_many(transports, 8 if quick else 64) for transports in _TRANSPORTS}
     sockets = renew(64 if quick else 256, 2.0 if quick else 6.0)
     hello_s = hello_seconds(50 if quick else 400)
     publish("scale", results_of(found, readers, sockets, hello_s, quick=quick), started)

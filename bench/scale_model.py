@@ -1,4 +1,4 @@
-"""What grows with what in a fleet, and which limit is met first; a fleet that meets all at once, played through.
+"""What grows with what in a fleet, and which limit is met first; a fleet that connects all at once, played through.
 
     slopes = Slopes(Share(0.5, 2.0, 0.0), Share(0.1, 2.0, 0.0), Share(0.02, 1.0, 0.0), hello_s=0.001)
     Fleet(producers=500, consumers=500, workers=8).per_process(slopes)["owner"].files  # 1,000: 500 readers, 2 each
@@ -96,7 +96,7 @@ def walls(slopes: Slopes, limits: Share) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Played:
-    """How a fleet met all at once: seconds until half of the handshakes and the last were over; and timeouts."""
+    """How a fleet connected all at once: seconds until half of the handshakes and the last were over; and timeouts."""
 
     half_s: float
     last_s: float
@@ -113,15 +113,15 @@ def play(fleet: Fleet, *, hello_s: float, timeout_s: float, seed: int = 1) -> Pl
     asked: list[tuple[float, int, int]] = [(0.0, asker, 0) for asker in range(fleet.handshakes)]
     heapq.heapify(asked)
     free_s, timeouts = 0.0, 0
-    met: list[float] = []
+    connected: list[float] = []
     while asked:
         at_s, asker, failures = heapq.heappop(asked)
         free_s = max(free_s, at_s) + hello_s
         if free_s - at_s <= timeout_s:
-            met.append(free_s)
+            connected.append(free_s)
             continue
         timeouts += 1
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(failures, 16)) * draw.uniform(0.5, 1.5)
         heapq.heappush(asked, (at_s + timeout_s + pause_s, asker, failures + 1))
-    met.sort()
-    return Played(met[len(met) // 2], met[-1], timeouts)
+    connected.sort()
+    return Played(connected[len(connected) // 2], connected[-1], timeouts)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.serve_figures import ContactFigures
 from bench.serve_load import NO_LOGPROBS, Tick, hand_over, make_cases, run_all, through
-from bench.serve_measure import Ask, meet
+from bench.serve_measure import Ask, make_contact
 from bench.serve_setups import PAGES, Setup, start_all
 from scripts.accuracy.client import Client
 from scripts.accuracy.engines import Engine, EngineSpec, Transfer
@@ -53,7 +53,7 @@ def contact_specs(setup: Setup, model: str, consumers: int) -> list[EngineSpec]:
 async def measure_contacts(
     figures: ContactFigures, consumers: int, logs: Path, tell: Callable[[str], None], tick: Tick
 ) -> None:
-    """Start the engines, warm up each by itself, then let each consumer meet the producer."""
+    """Start the engines, warm up each by itself, then let each consumer make its first contact."""
     model = str(small_model(MODEL, default_cache_dir()))
     figures.blocks = BLOCKS
     figures.layers = json.loads((Path(model) / "config.json").read_text())["num_hidden_layers"]
@@ -72,7 +72,7 @@ async def measure_contacts(
                 await asyncio.sleep(QUIET_S)
                 before = consumer.log_path.stat().st_size
                 deliver: Ask = partial(hand_over, client, producer.base_url, consumer.base_url, _TIMEOUT_S)
-                figures.contacts.append(await meet(deliver, _WORDS, name=consumer.spec.name))
+                figures.contacts.append(await make_contact(deliver, _WORDS, name=consumer.spec.name))
                 figures.said = figures.said or _said(consumer, before)
 
 

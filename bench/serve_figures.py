@@ -31,7 +31,7 @@ def median(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """Handovers between two engines that had never met; the first one beside those that follow."""
+    """Handovers between two engines without an earlier contact; the first one beside those that follow."""
 
     first_s: float
     warm_s: tuple[float, ...]

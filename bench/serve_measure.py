@@ -42,7 +42,7 @@ Ask = Callable[[Case], Awaitable[Timing]]
 
 
 class ContactFailed(RuntimeError):
-    """Two engines did not meet."""
+    """Two engines could not connect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ async def measure(
         if has_pair:
             tell("first contact")
             try:
-                figures.contact = await meet(deliver)
+                figures.contact = await make_contact(deliver)
             except ContactFailed as failed:
                 figures.notes.append(str(failed))
             await run_all(deliver, make_cases("warm pair", amounts.lengths), 1, tick, amounts.budget_s)
@@ -117,7 +117,7 @@ async def measure(
             figures.leased = cores_used([running.producer], amounts.watch_s)[running.producer.spec.name]
 
 
-async def meet(deliver: Ask, vocabulary: range = VOCABULARY, name: str = "contact") -> Contact:
+async def make_contact(deliver: Ask, vocabulary: range = VOCABULARY, name: str = "contact") -> Contact:
     """The first handover between two engines, and some more.
 
     Args:

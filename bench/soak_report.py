@@ -26,7 +26,7 @@ MOST_ADDED = {"rss_mb": 8.0, "own_mb": 8.0, "objects": 5000.0, "fds": 12.0, "thr
 of 3,000 requests. `objects` is five of each request; that consumers remember ended leases is one of them, until 65,536
 are remembered. A descriptor left by every request would be 1,000."""
 FEWEST_FOR_A_SLOPE = 3000
-"""Requests. Memory grows until every pair of workers has met and the allocators have seen the largest wave."""
+"""Requests. Memory grows until every pair of workers is connected and the allocators have seen the largest wave."""
 _WHAT = """\
 Is every load right byte for byte or reported failed, and does what the process takes stay bounded? Six engines of
 kvferry with shards, blocks and layouts of their own live in one process on real NIXL; some of the requests between them

@@ -97,7 +97,7 @@ class Producer:
             workers=tuple(worker.description for worker in self.workers),
         )
         for worker in self.workers:
-            worker.meet_siblings(description.workers)
+            worker.add_siblings(description.workers)
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             self.port: int = probe.getsockname()[1]

@@ -166,7 +166,7 @@ def _row(link: Link, bench: Bench, loads: Loads, size: int, turns: int) -> tuple
 
 @contextmanager
 def _consumer(link: Link, scenario: Scenario, target: Memory) -> Iterator[tuple[Bench, Loads]]:
-    """A producer's process and a consumer that has met it."""
+    """A producer's process and a connected consumer."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     with mock.patch.dict(os.environ, link.environ):

@@ -93,7 +93,7 @@ class Loads:
         self._boot = new_boot_id()
         self._number = 0
         self.worker = make_worker("consumer", scenario, scenario.consumer, 0, memory, make_fabric)
-        self.worker.meet_siblings((self.worker.description,))
+        self.worker.add_siblings((self.worker.description,))
         with mock.patch.object(transfer_thread, "ResultBox", StampedBox):
             self._box()
         fabric = self.worker._fabric
@@ -107,7 +107,7 @@ class Loads:
 
     @property
     def peer(self) -> Peer:
-        """The producer, once it was met."""
+        """The producer, once connected."""
         book = self.worker._book
         if book is None:
             raise RuntimeError("nothing has been loaded yet")

@@ -44,7 +44,7 @@ HANDOVER = Row(
             (
                 Query(mean("kvferry_order_wait_seconds"), "until it is ordered"),
                 Query(mean("kvferry_load_queue_seconds"), "until its turn"),
-                Query(mean("kvferry_load_meeting_seconds"), "meeting the producer"),
+                Query(mean("kvferry_load_connecting_seconds"), "connecting to the producer"),
                 Query(mean("kvferry_load_fence_seconds"), "until the producer is ready"),
                 Query(mean("kvferry_load_read_seconds"), "reading"),
             ),

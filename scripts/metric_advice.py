@@ -64,7 +64,7 @@ ADVICE: dict[str, str] = {
     "kvferry_peers_now": "On decoders as many as producers. At `max_peers`: first contacts again and again.",
     "kvferry_order_wait_seconds": "High: prompts wait for blocks or steps of the decoder, not for kvferry.",
     "kvferry_load_queue_seconds": "Above a step: more loads at once than `max_loads`, or a busy transfer thread.",
-    "kvferry_load_meeting_seconds": "High beyond first contacts: the device is busy with the blocks' last owner.",
+    "kvferry_load_connecting_seconds": "High beyond first contacts: the device is busy with the blocks' last owner.",
     "kvferry_load_fence_seconds": "High: the producer's last step was still under way; its steps are long.",
     "kvferry_load_read_seconds": "Against `nixl_xfer_time_seconds`: more is waiting for the pool, or relayout.",
     "kvferry_relayout_seconds": "High: the device is busy, or runs are very short; `kvferry plan` for the pair.",

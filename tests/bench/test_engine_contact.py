@@ -13,14 +13,14 @@ from bench.serve_load import Tick
 from bench.serve_setups import CALM, KVFERRY, Setup
 
 
-def met(setup: Setup, *first_s: float, error: str = "") -> ContactFigures:
+def contacted(setup: Setup, *first_s: float, error: str = "") -> ContactFigures:
     contacts = [Contact(one, (0.01, 0.01, 0.5)) for one in first_s]
     return ContactFigures(setup, 5500, 30, contacts, error=error)
 
 
 @pytest.mark.parametrize(("peer_s", "is_met"), [(0.42, True), (0.39, False)])
 def test_what_counts_is_a_quarter_of_what_the_peers_first_takes_longer(peer_s: float, is_met: bool) -> None:
-    found = {"kvferry": met(KVFERRY, 0.11, 0.02, 0.9), "calm": met(CALM, peer_s)}
+    found = {"kvferry": contacted(KVFERRY, 0.11, 0.02, 0.9), "calm": contacted(CALM, peer_s)}
     (target,) = engine_contact.targets(found)
     assert target.name == "first contact, 5,500 blocks × 30 layers"
     assert target.met is is_met
@@ -28,7 +28,7 @@ def test_what_counts_is_a_quarter_of_what_the_peers_first_takes_longer(peer_s: f
 
 
 def test_every_pair_is_shown_and_what_ended_early() -> None:
-    found = {"kvferry": met(KVFERRY, 0.11, 0.02), "calm": met(CALM, error="gone")}
+    found = {"kvferry": contacted(KVFERRY, 0.11, 0.02), "calm": contacted(CALM, error="gone")}
     assert [row[1] for row in engine_contact.table(found).rows] == [2]
     assert [row[-1] for row in engine_contact.table(found).rows] == ["10–100"]
     assert [row[3] for row in engine_contact.singly(found).rows] == ["10 10 500"] * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from bench.first_contact import Measured, in_turn, results_of
 from bench.first_contact_consumer import PLAN_AGAIN, PROCESSOR
-from bench.scale import Met, slopes_of
+from bench.scale import Connected, slopes_of
 from bench.scale_model import Share
 
 
@@ -47,9 +47,9 @@ def test_targets_are_of_large_caches_and_shares_of_the_published_way() -> None:
 def test_the_owners_slope_is_of_the_largest_run_over_the_same_transports_and_the_readers_of_one_agent() -> None:
     none, owner = Share(0.0, 0.0, 0.0), Share(0.1, 2.0, 0.0)
     found = [
-        Met("TCP", "threads of one process", 8, [0.1], Share(9.0, 9.0, 9.0), none),
-        Met("TCP", "threads of one process", 64, [0.1], owner, none),
-        Met("one host", "threads of one process", 128, [0.1], none, none),
+        Connected("TCP", "threads of one process", 8, [0.1], Share(9.0, 9.0, 9.0), none),
+        Connected("TCP", "threads of one process", 64, [0.1], owner, none),
+        Connected("one host", "threads of one process", 128, [0.1], none, none),
     ]
     reader, socket = Share(0.03, 2.0, 0.0), Share(0.06, 2.0, 0.0)
     slopes = slopes_of(found, {"TCP": reader}, (socket, none, 0.2), 0.001)

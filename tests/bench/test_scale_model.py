@@ -36,7 +36,7 @@ def test_a_listener_serves_askers_one_after_the_other() -> None:
     assert played.timeouts == 0
 
 
-def test_askers_that_give_up_come_back_until_everybody_has_met() -> None:
+def test_askers_that_give_up_come_back_until_all_are_connected() -> None:
     played = play(Fleet(1, 100, 1), hello_s=0.1, timeout_s=5.0)
     assert played.timeouts >= 50
     assert played.last_s > 10.0

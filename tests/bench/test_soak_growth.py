@@ -26,7 +26,7 @@ def test_each_gauge_that_grows_by_more_than_its_limit_is_named(name: str) -> Non
     assert grown(figures(FEWEST_FOR_A_SLOPE - 1, **{name: 1.1 * most})) == []
 
 
-def test_what_meeting_living_peers_again_left_once_would_be_named() -> None:
+def test_what_reconnecting_living_peers_left_once_would_be_named() -> None:
     """Measured before the mend, with messages in shared memory and over TCP: segments that count as resident, files."""
     assert [said.partition(",")[0] for said in grown(figures(35_357, rss_mb=31.7, own_mb=0.7))] == ["memory"]
     assert [said.partition(":")[0] for said in grown(figures(31_024, rss_mb=0.6, fds=535.7))] == ["file descriptors"]

@@ -1,4 +1,4 @@
-"""An owner without NIXL, for tests of the listener: it meets anybody, refuses `refuse`, dies of `crash`, and hangs at
+"""An owner without NIXL, for tests of the listener: it accepts clients, refuses `refuse`, dies of `crash`, and hangs at
 `hang`."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 
-from kvferry.cli.bench.messages import Failed, Join, Met, Offer, OfferedMemory
+from kvferry.cli.bench.messages import Connected, Failed, Join, Offer, OfferedMemory
 from kvferry.cli.bench.pipe import Pipe, play
 
 MEMORY = OfferedMemory(kind="DRAM", address=4096, length=4096, seed=1)
@@ -24,7 +24,7 @@ def own(pipe: Pipe) -> None:
             if asked.agent_metadata == b"hang":
                 time.sleep(3600)
             refused = asked.agent_metadata == b"refuse"
-            pipe.tell(Failed(reason="no metadata") if refused else Met())
+            pipe.tell(Failed(reason="no metadata") if refused else Connected())
 
 
 if __name__ == "__main__":

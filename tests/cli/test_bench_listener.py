@@ -106,7 +106,7 @@ def test_metadata_that_kills_an_owner_costs_the_listener_only_that_owner(served:
 
 
 def test_an_owner_that_hangs_is_replaced(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "MEET_S", 0.1)
+    monkeypatch.setattr(listener_module, "CONNECT_S", 0.1)
     with pytest.raises(BenchFailed, match="hangs"):
         served.join(b"hang")
     session, _ = served.join()

@@ -16,7 +16,7 @@ from kvferry.cli.doctor.cuda_memory import CudaMemory, CudaUnavailable
 from kvferry.cli.doctor.findings import Finding, Mark
 from kvferry.cli.doctor.loopback import run_loopback
 from kvferry.cli.doctor.loopback_pair import ROW_BYTES, ROWS, TOTAL_BYTES, pattern
-from kvferry.cli.doctor.transfer import MEETING, STARTING, TOO_LATE, Loopback, Read, UcxLog, judge_loopback, read_log
+from kvferry.cli.doctor.transfer import CONNECTING, STARTING, TOO_LATE, Loopback, Read, UcxLog, judge_loopback, read_log
 
 LOG = """\
 [1795314891.7] [host:12157:0]     ucp_context.c:2753 UCX  INFO  Version 1.23.0 (loaded from /x/libucp.so)
@@ -73,7 +73,7 @@ def test_a_slow_a_wrong_and_a_refused_transfer(read: Read, mark: Mark, said: str
     ("stage", "load", "mark"),
     [
         (STARTING, 0.1, Mark.LOOK),
-        (MEETING, 0.1, Mark.LOOK),
+        (CONNECTING, 0.1, Mark.LOOK),
         ("reading DRAM", 0.1, Mark.BROKEN),
         ("reading DRAM", 9.0, Mark.LOOK),
     ],
@@ -87,7 +87,7 @@ def test_a_missed_deadline_proves_something_only_while_a_read_is_under_way_on_an
 
 def test_what_failed_is_broken_on_a_busy_machine_too_and_ucx_has_the_last_word() -> None:
     log = UcxLog("1.23.0", error="no transport")
-    failed = Loopback("nixl_cu12", log=log, stage=MEETING, failure="refused", load_per_core=9.0)
+    failed = Loopback("nixl_cu12", log=log, stage=CONNECTING, failure="refused", load_per_core=9.0)
     finding = judged(failed)["loopback transfer"]
     assert (finding.mark, finding.found) == (Mark.BROKEN, "refused while making two agents; UCX says: no transport")
 
@@ -129,9 +129,9 @@ def test_a_pair_that_tells_everything_is_heard() -> None:
     ("lines", "then", "stage", "said"),
     [
         ((), "raise ValueError('odd')", STARTING, "its process ended: ValueError: odd"),
-        (({"bindings": "x"},), "os.abort()", MEETING, "its process ended"),
+        (({"bindings": "x"},), "os.abort()", CONNECTING, "its process ended"),
         (({"bindings": "x"}, {"reading": "DRAM"}), "os.abort()", "reading DRAM", "its process ended"),
-        (({"bindings": "x"}, {"failed": "make agent: no"}), "", MEETING, "make agent: no"),
+        (({"bindings": "x"}, {"failed": "make agent: no"}), "", CONNECTING, "make agent: no"),
     ],
 )
 def test_a_pair_that_dies_or_fails_is_told_with_what_it_was_doing(

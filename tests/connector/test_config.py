@@ -68,7 +68,7 @@ def test_our_own_keys_reach_the_configuration() -> None:
         "debug_check_integrity": True,
         "allow_cumem_allocator": True,
         "allowed_hosts": ("10.1.0.0/16", "*.prefill.example"),
-        "meet_at_start": ("10.1.2.3:5600", "[fd00::1]:65535", "p0.example:1"),
+        "prewarm_peers": ("10.1.2.3:5600", "[fd00::1]:65535", "p0.example:1"),
         "model_fingerprint": "llama",
         "description_file": "/run/kvferry/{engine_id}.json",
     }
@@ -187,7 +187,7 @@ WRONG: dict[str, list[Any]] = {
     "debug_check_integrity": ["on", 2, 0.0, []],
     "allow_cumem_allocator": ["on", 2, 0.0, []],
     "allowed_hosts": ["10.1.2.3", [], [5], [""], ["10.1.2.3/16"], ["*"], ["a;b"], ["10.1"], ["p0:5600"], True],
-    "meet_at_start": [
+    "prewarm_peers": [
         "10.1.2.3:5600",
         [5],
         [""],
@@ -230,14 +230,14 @@ def test_turns_in_both_directions_go_with_any_role(role: str) -> None:
     check_role(read_config({"bidirectional_kv_xfer": True}), role)
 
 
-def test_producers_to_meet_are_for_consumers_and_must_be_allowed() -> None:
-    named = {"meet_at_start": ["10.1.2.3:5600", "p0.example:5600"]}
+def test_producers_to_prewarm_are_for_consumers_and_must_be_allowed() -> None:
+    named = {"prewarm_peers": ["10.1.2.3:5600", "p0.example:5600"]}
     for role in ("kv_consumer", "kv_both"):
         check_role(read_config(named), role)
         check_role(read_config({**named, "allowed_hosts": ["10.1.0.0/16", "*.example"]}), role)
-        with pytest.raises(InvalidConfig, match=r"meet_at_start is 'p0\.example:5600'; .* allowed_hosts"):
+        with pytest.raises(InvalidConfig, match=r"prewarm_peers is 'p0\.example:5600'; .* allowed_hosts"):
             check_role(read_config({**named, "allowed_hosts": ["10.1.0.0/16"]}), role)
-    with pytest.raises(InvalidConfig, match=r"meet_at_start .* kv_producer"):
+    with pytest.raises(InvalidConfig, match=r"prewarm_peers .* kv_producer"):
         check_role(read_config(named), "kv_producer")
 
 

@@ -61,7 +61,7 @@ STAGED = EndedLoad("s", SOURCE, times(), figures=replace(FIGURES, staged_bytes=4
 EVERYTHING = StepResults(
     failed={reason.value: reason for reason in FailureReason},
     ended=[ENDED, STAGED, EndedLoad("f", SOURCE, times(), FailureReason.FENCE)],
-    met_s=[0.25, 0.5],
+    handshake_s=[0.25, 0.5],
     undelivered=2,
     bad_notifications=3,
     late_notifications=4,
@@ -185,7 +185,7 @@ def test_a_workers_step_counts_its_failures_notifications_bytes_and_times() -> N
         "run_bytes": [30.0, 30.0],
         "load_s": [0.75, 0.75],
         "queue_s": [1.0, 1.0],
-        "meeting_s": [2.0, 2.0],
+        "connecting_s": [2.0, 2.0],
         "fence_s": [4.0, 4.0],
         "read_s": [24.0, 24.0],
         "relayout_s": [0.125],

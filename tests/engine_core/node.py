@@ -218,7 +218,7 @@ class Node:
         """What the process groups of several ranks do while the caches are registered."""
         halves = [ferry_of(worker).worker_side._worker for worker in self.workers]
         for half in halves:
-            half.meet_siblings([one.description for one in halves])
+            half.add_siblings([one.description for one in halves])
 
     def _add_worker(self, runner: RunnerType, place: Place, cache_config: Any) -> dict[str, torch.Tensor]:
         config = self.engine.config

@@ -24,7 +24,7 @@ class Stranger:
         self._server.setblocking(False)
         self.port: int = self._server.getsockname()[1]
 
-    def was_met(self) -> bool:
+    def was_asked(self) -> bool:
         try:
             self._server.accept()[0].close()
         except BlockingIOError:
@@ -96,7 +96,7 @@ def test_whatever_names_a_host_that_is_not_listed_leads_to_no_connection_and_no_
         assert computed_here(engine, "d") or "turn" in how
     engine.connector.scheduler_side.close()  # whatever was to be sent has been sent
     engine.step()
-    assert not stranger.was_met()
+    assert not stranger.was_asked()
     assert asked_names == []
     assert engine.counted("loads") == engine.counted("leases_given_back") == 0
     tally = engine.connector.scheduler_side.tally
@@ -108,7 +108,7 @@ def test_without_a_list_the_same_params_lead_to_a_connection(make: Any, stranger
     engine.add("d", PROMPT, offer(PROMPT, port=stranger.port))
     engine.abort("d")
     engine.connector.scheduler_side.close()
-    assert stranger.was_met()
+    assert stranger.was_asked()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "p0.prefill.example"])

@@ -33,14 +33,14 @@ def _libraries_have_opened_theirs() -> None:
 
 
 @pytest.mark.parametrize("first", ["producer", "consumer"])
-@pytest.mark.parametrize("stage", ["meeting", "reading"])
+@pytest.mark.parametrize("stage", ["connecting", "reading"])
 def test_engines_that_end_in_the_middle_of_loads_end_quietly(
     stage: str, first: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = _opened()
     producer, consumer = Node("kv_producer"), Node("kv_consumer")
     worker = _worker(consumer)
-    held = _hold_meeting(worker) if stage == "meeting" else _hold_reading(producer, consumer)
+    held = _hold_connecting(worker) if stage == "connecting" else _hold_reading(producer, consumer)
     for index in range(LOADS):
         prompt = tokens(TOKENS, seed=index + 20)
         consumer.engine.add(f"d{index}", prompt, producer.prefill(f"p{index}", prompt), max_tokens=COUNT)
@@ -79,7 +79,7 @@ class _Held:
     ends: Callable[[], None] = lambda: None
 
 
-def _hold_meeting(worker: FerryWorker) -> _Held:
+def _hold_connecting(worker: FerryWorker) -> _Held:
     """A first contact that outlives both engines."""
     handshake, reached, over = worker._handshake, threading.Event(), threading.Event()
 

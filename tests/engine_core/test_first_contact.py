@@ -1,4 +1,4 @@
-"""First contact while a request waits: a consumer with full slots meets the producer before the load is ordered."""
+"""First contact while a request waits: a consumer with full slots prewarms the producer before the load is ordered."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def knows(consumer: Node, params: dict[str, Any]) -> bool:
 
 
 def has_given_up(consumer: Node) -> bool:
-    """Whether some producer could not be met."""
+    """Whether a first contact has failed."""
     book = consumer.workers[0].worker_side._worker._book
     return book is not None and len(book._back_off) > 0
 
@@ -51,7 +51,7 @@ def test_a_request_that_waits_for_a_slot_finds_its_producer_met_when_it_is_sched
     assert producer.engine.counted("handshakes_served") == tp, "nobody asked twice"
 
 
-def test_a_producer_that_cannot_be_met_ahead_costs_its_request_what_it_always_cost(make: Any) -> None:
+def test_a_producer_that_cannot_be_prewarmed_costs_its_request_what_it_always_cost(make: Any) -> None:
     producer = make("kv_producer")
     consumer = make("kv_consumer", max_num_seqs=1, extra={"handshake_timeout_s": 0.3})
     params = producer.prefill("p", PROMPT)
@@ -68,13 +68,13 @@ def test_a_producer_that_cannot_be_met_ahead_costs_its_request_what_it_always_co
     assert consumer.engine.counted("local_recomputes", "load_failed") == 1
 
 
-@pytest.mark.parametrize(("allowed", "met"), [(["127.0.0.1"], 1), (["10.0.0.0/8"], 0)])
-def test_only_hosts_that_are_allowed_are_named_to_the_workers(allowed: list[str], met: int) -> None:
+@pytest.mark.parametrize(("allowed", "handshakes"), [(["127.0.0.1"], 1), (["10.0.0.0/8"], 0)])
+def test_only_hosts_that_are_allowed_are_named_to_the_workers(allowed: list[str], handshakes: int) -> None:
     engine = Engine("FerryConnector", module="kvferry.connector", role="kv_consumer", extra={"allowed_hosts": allowed})
     try:
         engine.add("d", PROMPT, offer(PROMPT))
         orders = engine.step().metadata.orders()
-        assert len(orders.meets if orders is not None else ()) == met
+        assert len(orders.prewarms if orders is not None else ()) == handshakes
     finally:
         engine.close()
 
@@ -106,7 +106,7 @@ def test_a_producer_that_the_configuration_names_is_met_before_there_is_any_requ
     make: Any, tp: int
 ) -> None:
     producer = make("kv_producer")
-    consumer = make("kv_consumer", tp=tp, extra={"meet_at_start": [f"127.0.0.1:{producer.port}"]})
+    consumer = make("kv_consumer", tp=tp, extra={"prewarm_peers": [f"127.0.0.1:{producer.port}"]})
     finds(consumer, producer)
     assert not consumer.must_step, "it rests"
     asked = times_described(producer)
@@ -128,7 +128,7 @@ def test_a_producer_that_the_configuration_names_is_met_before_there_is_any_requ
 
 def test_an_engine_that_rests_is_woken_when_a_producer_is_found(make: Any, make_core: Any) -> None:
     port = free_port()
-    consumer = make("kv_consumer", extra={"meet_at_start": [f"127.0.0.1:{port}"]})
+    consumer = make("kv_consumer", extra={"prewarm_peers": [f"127.0.0.1:{port}"]})
     core = make_core(consumer.engine.scheduler)
     assert not core.has_work(), "nobody is there yet"
     producer = make("kv_producer", port=port)
@@ -147,7 +147,7 @@ def test_without_the_key_nobody_is_looked_for(make: Any) -> None:
 
 
 def test_an_engine_with_producers_that_are_not_there_starts_rests_and_ends(make: Any) -> None:
-    consumer = make("kv_consumer", extra={"meet_at_start": [f"127.0.0.1:{free_port()}", "nowhere.invalid:1"]})
+    consumer = make("kv_consumer", extra={"prewarm_peers": [f"127.0.0.1:{free_port()}", "nowhere.invalid:1"]})
     assert not consumer.must_step
     consumer.engine.add("d", PROMPT, None, max_tokens=COUNT)
     assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)

@@ -94,7 +94,7 @@ def test_the_stages_of_a_load_are_parts_of_its_time(make: Callable[..., Node]) -
     producer, consumer = make("kv_producer"), make("kv_consumer")
     hand_over(producer, consumer)
     hand_over(producer, consumer, "again", tokens(50, seed=9))
-    stages = [samples(consumer.engine, name) for name in ("queue_s", "meeting_s", "fence_s", "read_s")]
+    stages = [samples(consumer.engine, name) for name in ("queue_s", "connecting_s", "fence_s", "read_s")]
     for load, parts in zip(samples(consumer.engine, "load_s"), zip(*stages, strict=True), strict=True):
         assert 0 < sum(parts) <= load
     waits, whole = samples(consumer.engine, "order_wait_s"), samples(consumer.engine, "handover_s")
@@ -108,9 +108,9 @@ def test_a_first_contact_is_told_once_by_every_worker(make: Callable[..., Node],
     producer, consumer = make("kv_producer"), make("kv_consumer", tp=tp)
     for name in ("a", "b", "c"):
         hand_over(producer, consumer, name, tokens(40, seed=ord(name)))
-    met = samples(consumer.engine, "handshake_s")
-    assert len(met) == tp
-    assert all(value > 0 for value in met)
+    handshakes = samples(consumer.engine, "handshake_s")
+    assert len(handshakes) == tp
+    assert all(value > 0 for value in handshakes)
     assert gauges(consumer.engine, "peers_now")[-1] == 1, "of the worker with most, not of all of them"
 
 

@@ -20,7 +20,7 @@ COUNT = 4
 PROMPT = tokens(40)
 
 
-def _meet(producer: Node, consumer: Node) -> None:
+def _connect(producer: Node, consumer: Node) -> None:
     """A first load; on a busy machine it may take longer than the deadline, and is tried again."""
     for attempt in itertools.count():
         prompt = tokens(20, seed=100 + attempt)
@@ -52,7 +52,7 @@ def test_a_load_that_hangs_costs_its_deadline_and_its_blocks_until_it_is_dead(
         make("kv_producer", **config),
         make("kv_consumer", policy=policy, extra={"load_timeout_s": 0.3}, **config),
     )
-    _meet(producer, consumer)
+    _connect(producer, consumer)
     params = producer.prefill("p", PROMPT)
     hanging.set()
     consumer.engine.add("d", PROMPT, params, max_tokens=COUNT)
@@ -74,7 +74,7 @@ def test_an_abort_of_a_load_that_hangs_gives_the_blocks_back_when_it_is_dead(
     make: Any, hanging: threading.Event
 ) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer", extra={"load_timeout_s": 0.3})
-    _meet(producer, consumer)
+    _connect(producer, consumer)
     params = producer.prefill("p", PROMPT)
     hanging.set()
     consumer.engine.add("d", PROMPT, params, max_tokens=COUNT)

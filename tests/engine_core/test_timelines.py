@@ -36,7 +36,7 @@ def test_a_handover_between_two_engines_is_one_row_with_every_phase(make: Any, t
     assert (one["producer_request"], one["outcome"], one["missing"], one["tokens"]) == ("p", "loaded", [], 100)
     assert [phase["phase"] for phase in one["phases"]] == [
         *("prefill_queue", "prefill", "router", "decode_queue", "order"),
-        *("queued", "meeting", "fence", "posting", "reading", "fence_again"),
+        *("queued", "connecting", "fence", "posting", "reading", "fence_again"),
         *("report", "first_step"),
     ]
     times = [at for phase in one["phases"] for at in (phase["begun_ms"], phase["ended_ms"])]

@@ -150,7 +150,7 @@ def test_a_load_that_failed_says_where(make: Any, folder: Path, extra: dict[str,
     assert events[3].lease == lease_of(params)
     (load,) = events_of(folder, consumer, Part.WORKER)
     assert (load.reason, load.bytes) == ("handshake", 0)
-    assert [one.stage for one in load.stages] == ["queued", "meeting"]
+    assert [one.stage for one in load.stages] == ["queued", "connecting"]
 
 
 def test_a_load_that_fails_a_request_is_not_called_a_recompute(make: Any, folder: Path, extra: dict[str, Any]) -> None:

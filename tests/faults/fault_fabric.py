@@ -70,7 +70,7 @@ class FaultFabric(ProbeFabric):
         self._slots: set[LocalDescriptors] = set()
         self._reads: set[Transfer] = set()
         self._read_from: set[PeerAgent] = set()
-        self._met: set[PeerAgent] = set()
+        self._connected: set[PeerAgent] = set()
 
     def stop_at(self, point: Point, reached: Callable[[Point], None]) -> None:
         """The next call that gets there says so and waits for `go`. Call it while nothing is under way."""
@@ -120,9 +120,9 @@ class FaultFabric(ProbeFabric):
         elif remote.peer in self._read_from:
             self._read_from.discard(remote.peer)
             self._at(Point.SECOND_FENCE)
-        elif remote.peer in self._met:
+        elif remote.peer in self._connected:
             self._at(Point.FENCE)
-        self._met.add(remote.peer)  # the first read of a peer only warms it up
+        self._connected.add(remote.peer)  # the first read of a peer only warms it up
         made = super().post_read(local, local_indices, remote, remote_indices)
         if local not in self._slots:
             self._reads.add(made)
@@ -145,7 +145,7 @@ class FaultFabric(ProbeFabric):
 
     def remove_peer(self, peer: PeerAgent) -> None:
         super().remove_peer(peer)
-        self._met.discard(peer)
+        self._connected.discard(peer)
         self._read_from.discard(peer)
 
     def notify(self, peer: PeerAgent, message: bytes) -> None:

@@ -23,7 +23,7 @@ LEASE_S = 0.05
 SHAPE = CacheShape(blocks=24)
 PROMPTS = 7
 PATIENCE_S = 120.0
-"""For whatever is over in milliseconds on a quiet machine. No load may end by its deadline, or a meeting: the fence is
+"""For whatever is over in milliseconds on a quiet machine. No load or handshake may end by its deadline: the fence is
 to decide, however slow the machine is."""
 TOKENS = 11
 """Three blocks, the last one not full: seven prompts have 21 of the 23 blocks, so the next seven get blocks of each."""

@@ -377,12 +377,12 @@ GUARDS = (
         (
             "tests/worker/test_peer_book.py::test_a_former_life_is_kept_while_reads_from_it_are_under_way",
             f"{_ENGINES}/test_peers.py::"
-            "test_an_engine_that_restarted_is_met_anew_and_its_former_life_is_forgotten[nixl]",
+            "test_an_engine_that_restarted_is_connected_anew_and_its_former_life_is_forgotten[nixl]",
         ),
     ),
     Guard(
         "lost-peers",
-        "a peer that is lost is met anew",
+        "a peer that is lost is connected anew",
         (4,),
         "kvferry.worker.peers.registry:PeerBook.lost",
         _nothing,
@@ -394,7 +394,7 @@ GUARDS = (
         (4,),
         "kvferry.worker.worker:FerryWorker._handshake",
         _accept_any_boot,
-        (f"{_ENGINES}/test_peers.py::test_params_of_a_former_life_are_refused_when_only_the_new_one_was_met",),
+        (f"{_ENGINES}/test_peers.py::test_params_of_a_former_life_are_refused_when_only_the_new_one_is_known",),
     ),
     Guard(
         "boots-heard",

@@ -1,7 +1,7 @@
 """The fabric raises from every single call that a handover makes, one call at a time.
 
-A clean story is told first, and counted: a consumer meets a producer and loads, the producer goes and comes back in
-another life, and is met and loaded from again. Then it is told once more for every call that was counted and every
+A clean story is told first, and counted: a consumer contacts a producer and loads, the producer goes and comes back in
+another life, and is loaded from again. Then it is told once more for every call that was counted and every
 error, with that call raising. Each load is good, byte for byte, or reported failed; afterwards nothing is left behind.
 """
 

@@ -53,7 +53,7 @@ def test_a_producer_that_is_killed_at_any_point_fails_that_load_and_no_later_one
     (producer,) = fleet.start(start)
     before = warmed_up(producer, consumer)
     for point in points(environ):
-        if point is Point.FIRST_CONTACT:  # the next producer has not been met
+        if point is Point.FIRST_CONTACT:  # the next producer is not connected yet
             producer.kill()
             (producer,) = fleet.start(start)
         load = stop_load(producer, consumer, point)

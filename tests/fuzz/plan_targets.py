@@ -224,7 +224,7 @@ def ends() -> Ends:
 
 
 def connecting(data: bytes) -> None:
-    """A producer that says anything of itself, met by a worker: it is prepared, or refused and nothing is left."""
+    """A producer that says anything of itself, seen by a worker: it is prepared, or refused and nothing is left."""
     source = Source(data)
     both = ends()
     staging = both.staging if source.number(2) else None

@@ -34,8 +34,8 @@ from kvferry.protocol.orders import (
     LeaseHold,
     LeaseOpen,
     LoadOrder,
-    Meet,
     OrdersHead,
+    Prewarm,
     StepOrders,
     decode_head,
     decode_orders,
@@ -77,7 +77,7 @@ ORDERS = StepOrders(
     opens=(LeaseOpen(slot=4, epoch=EPOCH),),
     holds=(LeaseHold(request_id="r2", slot=5, epoch=EPOCH, blocks=((1, 2), ())),),
     loads=(LoadOrder(request_id="r3", source=SEALED, local_blocks=((1,), (2,)), first_token=0, stop_token=300),),
-    meets=(Meet.of(SEALED),),
+    prewarms=(Prewarm.of(SEALED),),
 )
 
 

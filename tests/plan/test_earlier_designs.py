@@ -353,7 +353,7 @@ class TestTransferTopology:
     def test_registering_an_engine_again_gives_the_same_plan(self) -> None:
         """After a restart, from another message, and from the plan that was kept of the engine before it.
 
-        That a worker meets an engine once, and never itself, is in tests/worker/engines/test_earlier_designs.py.
+        A worker connects to an engine once, and never to itself: is in tests/worker/engines/test_earlier_designs.py.
         """
         consumer, producer = sharded("D", tp=2, model="hybrid"), sharded(tp=4, model="hybrid")
         message = msgspec.msgpack.encode(other(producer, boot="1" * 32))

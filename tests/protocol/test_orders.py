@@ -13,8 +13,8 @@ from kvferry.protocol.orders import (
     LeaseHold,
     LeaseOpen,
     LoadOrder,
-    Meet,
     OrdersHead,
+    Prewarm,
     StepOrders,
     decode_head,
     decode_orders,
@@ -40,7 +40,7 @@ def make_orders(request_id: str = "cmpl-1") -> StepOrders:
                 stop_token=300,
             ),
         ),
-        meets=(Meet.of(make_params()),),
+        prewarms=(Prewarm.of(make_params()),),
     )
 
 
@@ -64,7 +64,7 @@ def test_ends_stand_before_opens_because_a_slot_may_change_hands_within_one_step
 def test_orders_are_true_when_there_is_anything_to_do() -> None:
     assert not StepOrders(boot=BOOT)
     full = make_orders()
-    for name in ("ends", "opens", "holds", "loads", "meets"):
+    for name in ("ends", "opens", "holds", "loads", "prewarms"):
         assert StepOrders(boot=BOOT, **{name: getattr(full, name)})
 
 
@@ -88,8 +88,8 @@ def test_hostile_frames_are_invalid_messages() -> None:
     plain["loads"][0]["source"]["remote_port"] = 0
     assert refused(decode_orders, encode_plain(plain)).field == "loads[0].source.remote_port"
     plain = decode_plain(valid)
-    plain["meets"][0]["host"] = "a\nb"
-    assert refused(decode_orders, encode_plain(plain)).field == "meets[0].host"
+    plain["prewarms"][0]["host"] = "a\nb"
+    assert refused(decode_orders, encode_plain(plain)).field == "prewarms[0].host"
 
 
 def test_the_head_has_what_is_opened_and_the_names_of_the_loads() -> None:

@@ -94,7 +94,7 @@ class CacheEngine:
             workers=tuple(worker.description for worker in self.workers),
         )
         for worker in self.workers:
-            worker.meet_siblings(self.description.workers)
+            worker.add_siblings(self.description.workers)
         self.listener = SideChannelListener(HOST, self.port, self.tally)
         self.listener.publish(self.description)
         self.renewer = LeaseRenewer(self.tally)

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from kvferry.protocol.handshake import EngineDescription, Hello, encode
-from kvferry.protocol.orders import Meet
+from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.key_trials import SecretTrials
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import watch_connection
@@ -36,10 +36,10 @@ class Found:
     """What was found, in order."""
 
     def __init__(self) -> None:
-        self.met: queue.SimpleQueue[Meet] = queue.SimpleQueue()
+        self.producers: queue.SimpleQueue[Prewarm] = queue.SimpleQueue()
 
-    def next(self) -> Meet:
-        return self.met.get(timeout=SOON_S)
+    def next(self) -> Prewarm:
+        return self.producers.get(timeout=SOON_S)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def look_for(found: Found) -> Iterator[Callable[..., PeerPrewarmer]]:
     made: list[PeerPrewarmer] = []
 
     def build(addresses: Sequence[tuple[str, int]], timeout_s: float = TIMEOUT_S, secrets: Secrets = ()) -> Any:
-        made.append(PeerPrewarmer(addresses, ME, found.met.put, timeout_s, secrets))
+        made.append(PeerPrewarmer(addresses, ME, found.producers.put, timeout_s, secrets))
         made[-1].start()
         return made[-1]
 
@@ -81,8 +81,8 @@ def life(number: int, engine_id: str = "prefill-0") -> EngineDescription:
     return msgspec.structs.replace(make_description(), engine_id=engine_id, boot=f"{number:032x}")
 
 
-def meet(port: int, description: EngineDescription, host: str = HOST) -> Meet:
-    return Meet(host=host, port=port, engine_id=description.engine_id, boot=description.boot, is_lasting=True)
+def prewarm(port: int, description: EngineDescription, host: str = HOST) -> Prewarm:
+    return Prewarm(host=host, port=port, engine_id=description.engine_id, boot=description.boot, is_lasting=True)
 
 
 @pytest.mark.parametrize("host", [HOST, "localhost"])
@@ -92,8 +92,8 @@ def test_an_engine_that_answers_is_reported_although_its_id_was_unknown(
     port = free_port()
     listen(port, life(1))
     look_for([(host, port), (host, port)])
-    assert found.next() == meet(port, life(1), host)
-    assert found.met.empty()
+    assert found.next() == prewarm(port, life(1), host)
+    assert found.producers.empty()
 
 
 def test_a_producer_that_comes_later_and_is_not_ready_at_first_is_found_when_it_is(
@@ -102,12 +102,12 @@ def test_a_producer_that_comes_later_and_is_not_ready_at_first_is_found_when_it_
     port = free_port()
     look_for([(HOST, port)], timeout_s=0.2)
     with pytest.raises(queue.Empty):
-        found.met.get(timeout=0.5)
+        found.producers.get(timeout=0.5)
     listener = listen(port)
     with pytest.raises(queue.Empty):
-        found.met.get(timeout=0.5)
+        found.producers.get(timeout=0.5)
     listener.publish(life(1))
-    assert found.next() == meet(port, life(1))
+    assert found.next() == prewarm(port, life(1))
     assert f"prewarming {HOST}:{port}: no answer within 0.2 s" in caplog.text
 
 
@@ -115,10 +115,10 @@ def test_a_producer_that_restarts_is_found_again_with_its_new_life(listen: Any, 
     port = free_port()
     first = listen(port, life(1))
     look_for([(HOST, port)])
-    assert found.next() == meet(port, life(1))
+    assert found.next() == prewarm(port, life(1))
     first.close()
     listen(port, life(2, "another"))
-    assert found.next() == meet(port, life(2, "another"))
+    assert found.next() == prewarm(port, life(2, "another"))
 
 
 def test_hosts_that_never_answer_and_names_that_are_never_found_delay_no_other(
@@ -136,7 +136,7 @@ def test_hosts_that_never_answer_and_names_that_are_never_found_delay_no_other(
     listen(port, life(1))
     dark = [(HOST, silent.getsockname()[1]), ("slow.example", 1), (HOST, free_port())]
     look_for([*dark, (HOST, port)], timeout_s=60.0)
-    assert found.next() == meet(port, life(1))
+    assert found.next() == prewarm(port, life(1))
     gone.put(None)
     silent.close()
 
@@ -146,8 +146,8 @@ def test_this_very_engine_is_left_out(listen: Any, look_for: Any, found: Found) 
     listen(mine, life(1, ME))
     look_for([(HOST, mine), (HOST, other)])
     listen(other, life(2))
-    assert found.next() == meet(other, life(2))
-    assert found.met.empty()
+    assert found.next() == prewarm(other, life(2))
+    assert found.producers.empty()
 
 
 class TalksNonsense:
@@ -220,7 +220,7 @@ def test_who_has_no_secret_is_not_taken_for_a_producer_by_answering_unasked(
         look_for([(HOST, impostor.port)], timeout_s=0.5, secrets=(OLD,))
         impostor.talk()
         wait_until(lambda: "no answer within 0.5 s" in caplog.text, "it is given up")
-        assert found.met.empty()
+        assert found.producers.empty()
     finally:
         impostor.close()
 
@@ -240,7 +240,7 @@ def test_for_want_of_sockets_a_producer_is_looked_for_again_later(
     port = free_port()
     listen(port, life(1))
     look_for([("localhost", port)])  # a name: what becomes of it is heard between two turns
-    assert found.next() == meet(port, life(1), "localhost")
+    assert found.next() == prewarm(port, life(1), "localhost")
     assert "Too many open files" in caplog.text
 
 
@@ -258,7 +258,7 @@ def test_a_bug_with_one_producer_does_not_keep_the_others_from_being_found(
     monkeypatch.setattr(PrewarmTarget, "turn", turn)
     listen(port, life(1))
     look_for([(HOST, odd), (HOST, port)])
-    assert found.next() == meet(port, life(1))
+    assert found.next() == prewarm(port, life(1))
     assert f"prewarming {HOST}:{odd} failed" in caplog.text
 
 
@@ -269,7 +269,7 @@ def test_where_the_system_gives_no_thread_peers_are_not_prewarmed_and_nothing_fa
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", none_left)
-    one = PeerPrewarmer([(HOST, 1)], ME, found.met.put, TIMEOUT_S)
+    one = PeerPrewarmer([(HOST, 1)], ME, found.producers.put, TIMEOUT_S)
     one.start()
     assert "not prewarmed: can't start new thread" in caplog.text
     one.close()
@@ -287,8 +287,8 @@ def test_an_answer_that_is_none_is_a_failed_attempt_and_the_next_one_may_be_bett
         liar.answer()
         liar._answers = (encode(life(3)), b"unasked", b"again")
         liar.answer()
-        assert found.next() == meet(liar.port, life(3))
-        assert found.met.empty()
+        assert found.next() == prewarm(liar.port, life(3))
+        assert found.producers.empty()
     finally:
         liar.close()
 
@@ -301,10 +301,10 @@ def test_with_secrets_each_is_tried_and_without_the_right_one_nothing_is_told(
     listen(locked, life(2), (OTHER,))
     listen(plain, life(3))
     look_for([(HOST, locked), (HOST, plain), (HOST, port)], secrets=(NEW, OLD))
-    assert found.next() == meet(port, life(1))
+    assert found.next() == prewarm(port, life(1))
     wait_until(lambda: f"prewarming {HOST}:{locked}: it has none of the secrets" in caplog.text, "it is told")
     wait_until(lambda: f"prewarming {HOST}:{plain}: it has no secret" in caplog.text, "it is logged")
-    assert found.met.empty()
+    assert found.producers.empty()
 
 
 def test_while_a_producer_is_known_and_another_is_missing_the_thread_rests(

@@ -15,7 +15,7 @@ def write_example(folder: Path) -> Path:
     producers = [simulation.engine("prefill-0"), simulation.engine("prefill-1", ahead_ns=7 * MS)]
     consumers = [simulation.engine(f"decode-{number}", workers=2) for number in range(2)]
     wrong: dict[int, tuple[Times, dict[str, str]]] = {
-        0: (Times(stages={0: {"meeting": 41 * MS}, 1: {"meeting": 38 * MS}}), {}),
+        0: (Times(stages={0: {"connecting": 41 * MS}, 1: {"connecting": 38 * MS}}), {}),
         5: (Times(prefill_queue=30 * MS, decode_queue=64 * MS), {}),
         7: (Times(stages={1: {"reading": 55 * MS}}), {}),
         9: (Times(stages={0: {"fence": 30 * MS}, 1: {"fence": 31 * MS}}), {"reason": "fence", "recomputed": "fence"}),

@@ -33,7 +33,7 @@ MS = 1_000_000
 BEGIN_NS = 1_790_000_000_000_000_000
 STAGES = {
     "queued": MS // 10,
-    "meeting": MS // 20,
+    "connecting": MS // 20,
     "fence": MS // 4,
     "posting": MS // 2,
     "reading": 4 * MS,

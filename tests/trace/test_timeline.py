@@ -82,7 +82,7 @@ def test_a_failed_load_ends_where_it_failed_and_its_request_is_recomputed() -> N
     simulation.handover(simulation.engine("p"), consumer, reason="deadline", recomputed="load")
     (one,) = timelines(simulation)
     assert one.outcome == "recomputed: load (deadline)"
-    assert [span.phase for span in one.workers[0].spans] == ["queued", "meeting", "fence"]
+    assert [span.phase for span in one.workers[0].spans] == ["queued", "connecting", "fence"]
     assert (one.bytes, one.gb_s) == (0, None)
 
 

@@ -85,7 +85,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def fast_pair(pair: Pair) -> Pair:
-    """The pair, with the peer met once."""
+    """The pair, after a first contact with the peer."""
     assert pair.hand_over(long_prompt("Warm up")).status_code == 200
     return pair
 

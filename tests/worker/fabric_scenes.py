@@ -1,4 +1,4 @@
-"""Who meets whom in the conformance suite: producers with random bytes, consumers with guard bytes."""
+"""The two sides of the conformance suite: producers with random bytes, consumers with guard bytes."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Mortal:
         self.consumer = harness.fabric("survivor")
         self.consumer.register([region(self.target)])
         self.local = self.consumer.prepare_local(rows(row(self.target, 0, 64, 64, 1024)))
-        self.meet(name)
+        self.connect(name)
 
-    def meet(self, name: str, seed: int = 11) -> None:
+    def connect(self, name: str, seed: int = 11) -> None:
         self.producer = self.harness.producer(name, seed, 1 << 16)
         self.content = random_bytes(seed, 1 << 16)
         self.peer = self.consumer.add_peer(self.producer.metadata)

@@ -180,7 +180,7 @@ def test_after_a_peer_died_its_successor_is_read_under_the_same_or_another_name(
     assert mortal.post_raises_peer_lost()
     mortal.consumer.release(mortal.remote)
     mortal.consumer.remove_peer(mortal.peer)
-    mortal.meet(name, seed=12)
+    mortal.connect(name, seed=12)
     mortal.read()
 
 

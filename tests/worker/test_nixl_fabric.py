@@ -329,7 +329,7 @@ for fabric in (producer, consumer):
 one = DescriptorRows.of(MemoryKind.DRAM, [(memory.ctypes.data, 64, 0, 64, 1)])
 index = numpy.zeros(1, dtype=numpy.int32)
 
-def meet():
+def connect():
     peer = consumer.add_peer(producer.metadata())
     local, remote = consumer.prepare_local(one), consumer.prepare_remote(peer, one)
     read = consumer.post_read(local, index, remote, index)
@@ -345,10 +345,10 @@ def kept():
     return sockets, sum(line.split()[1].endswith("s") for line in open("/proc/self/maps"))
 
 for _ in range(4):
-    meet()
+    connect()
 before = kept()
 for _ in range(16):
-    meet()
+    connect()
 print(json.dumps({"before": before, "after": kept()}))
 """
 

@@ -1,4 +1,4 @@
-"""The book of peers by itself: back-off, first reads, and what is given back when a peer cannot be met."""
+"""The book of peers by itself: back-off, first reads, and what is given back when a peer cannot be connected."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Scene:
         self.found[key] = (there, self.good[1])
         self.answer = self.found.__getitem__
 
-    def meet(self, now_s: float, key: PeerKey = KEY, in_use: Collection[PeerKey] = ()) -> Peer | Unavailable | None:
+    def connect(self, now_s: float, key: PeerKey = KEY, in_use: Collection[PeerKey] = ()) -> Peer | Unavailable | None:
         """Ask for the peer, let its handshake end, and step the book."""
         self.awake.clear()
         if self.book.get(key, now_s) is None and key in self.book._handshakes:
@@ -129,7 +129,7 @@ def _no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_peer_is_ready_after_a_real_read_and_gives_its_cells_back(scene: Scene) -> None:
-    peer = scene.meet(0.0)
+    peer = scene.connect(0.0)
     assert isinstance(peer, Peer)
     assert scene.fabric.calls["post_read"] == len(peer.routes) == 1
     assert scene.landing.free() == CELLS
@@ -143,14 +143,14 @@ def test_the_back_off_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.
     scene.answer = scene.refuse
     now_s = 100.0
     for failures, pause_s in enumerate((1.0, 2.0, 4.0, 5.0, 5.0), 1):
-        found = scene.meet(now_s)
+        found = scene.connect(now_s)
         assert found == Unavailable(FailureReason.HANDSHAKE, "nobody is there")
         assert len(scene.asked) == failures
         assert scene.book.get(KEY, now_s + pause_s - 0.01) == found
         assert len(scene.asked) == failures, "it was asked again before the back-off was over"
         now_s += pause_s
     scene.answer = lambda _: scene.good
-    assert isinstance(scene.meet(now_s), Peer)
+    assert isinstance(scene.connect(now_s), Peer)
     peer = scene.book.get(KEY, now_s)
     assert isinstance(peer, Peer)
     scene.book.lost(peer, "the test wanted it", now_s)
@@ -160,11 +160,11 @@ def test_the_back_off_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.
 
 def test_a_lost_peer_that_was_met_anew_is_not_lost_again(scene: Scene) -> None:
     """Otherwise whoever is slow to notice throws away the connection that others have made since."""
-    former = scene.meet(0.0)
+    former = scene.connect(0.0)
     assert isinstance(former, Peer)
     scene.book.lost(former, "the test wanted it", 0.0)
     assert scene.nothing_is_left()
-    present = scene.meet(100.0)
+    present = scene.connect(100.0)
     assert isinstance(present, Peer)
     scene.book.lost(former, "said late", 100.0)
     assert scene.book.get(KEY, 100.0) is present
@@ -172,7 +172,7 @@ def test_a_lost_peer_that_was_met_anew_is_not_lost_again(scene: Scene) -> None:
 
 def test_a_first_read_that_does_not_end_gives_nothing_back_before_it_has(scene: Scene) -> None:
     scene.network.freeze("producer")
-    assert scene.meet(0.0) is None
+    assert scene.connect(0.0) is None
     assert scene.book.busy()
     scene.book.step(1.1, ())
     found = scene.book.get(KEY, 1.1)
@@ -185,11 +185,11 @@ def test_a_first_read_that_does_not_end_gives_nothing_back_before_it_has(scene: 
     scene.book.step(2.0, ())
     assert scene.nothing_is_left()
     assert not scene.book.burying()
-    assert isinstance(scene.meet(100.0), Peer)
+    assert isinstance(scene.connect(100.0), Peer)
 
 
 def test_a_former_life_is_kept_while_reads_from_it_are_under_way(scene: Scene) -> None:
-    former = scene.meet(0.0)
+    former = scene.connect(0.0)
     assert isinstance(former, Peer)
     successor = MemoryFabric("successor", scene.network)
     slots = Region(scene.words.ctypes.data, scene.words.nbytes, MemoryKind.DRAM)
@@ -209,7 +209,7 @@ def test_a_former_life_is_kept_while_reads_from_it_are_under_way(scene: Scene) -
 
 
 def test_engines_that_do_not_answer_cannot_pile_up_without_bound(scene: Scene) -> None:
-    known = scene.meet(0.0)
+    known = scene.connect(0.0)
     scene.book._handshakes._for_loads.limits = replace(FOR_LOADS, asked=20)
     answered = threading.Event()
 
@@ -229,10 +229,10 @@ def test_engines_that_do_not_answer_cannot_pile_up_without_bound(scene: Scene) -
 def test_without_a_free_cell_a_peer_is_tried_again_later(scene: Scene) -> None:
     taken = scene.landing.try_take(CELLS)
     assert taken is not None
-    assert isinstance(scene.meet(0.0), Unavailable)
+    assert isinstance(scene.connect(0.0), Unavailable)
     assert not scene.fabric.peers
     scene.landing.give_back(taken)
-    assert isinstance(scene.meet(100.0), Peer)
+    assert isinstance(scene.connect(100.0), Peer)
 
 
 def fleet(scene: Scene, count: int) -> list[PeerKey]:
@@ -247,7 +247,7 @@ def fleet(scene: Scene, count: int) -> list[PeerKey]:
 
 def test_a_peer_that_is_not_read_from_for_its_time_is_forgotten_and_met_anew(scene: Scene) -> None:
     (key,) = fleet(scene, 1)
-    assert isinstance(scene.meet(100.0, key), Peer)
+    assert isinstance(scene.connect(100.0, key), Peer)
     assert isinstance(scene.book.get(key, 150.0), Peer)
     assert scene.book.next_s() == 150.0 + TTL_S
     scene.book.step(150.0 + TTL_S - 0.01, ())
@@ -256,12 +256,12 @@ def test_a_peer_that_is_not_read_from_for_its_time_is_forgotten_and_met_anew(sce
     assert scene.nothing_is_left()
     assert scene.fabric.prepared() == 1, "the landing's own"
     assert scene.book.next_s() is None
-    assert isinstance(scene.meet(150.0 + TTL_S, key), Peer), "it is not held against it"
+    assert isinstance(scene.connect(150.0 + TTL_S, key), Peer), "it is not held against it"
 
 
 def test_a_peer_that_is_read_from_for_longer_than_its_time_is_kept(scene: Scene) -> None:
     (key,) = fleet(scene, 1)
-    scene.meet(0.0, key)
+    scene.connect(0.0, key)
     scene.book.step(10 * TTL_S, {key})
     assert scene.fabric.peers == {key.engine_id}
     scene.book.step(11 * TTL_S - 1.0, ())
@@ -273,7 +273,7 @@ def test_a_peer_that_is_read_from_for_longer_than_its_time_is_kept(scene: Scene)
 def test_a_time_of_nothing_is_for_ever(scene: Scene) -> None:
     scene.book._ttl_s = 0.0
     (key,) = fleet(scene, 1)
-    scene.meet(0.0, key)
+    scene.connect(0.0, key)
     assert scene.book.next_s() is None
     scene.book.step(1e9, ())
     assert scene.fabric.peers == {key.engine_id}
@@ -282,15 +282,15 @@ def test_a_time_of_nothing_is_for_ever(scene: Scene) -> None:
 def test_of_too_many_peers_the_one_that_was_unused_longest_is_forgotten_and_none_in_use(scene: Scene) -> None:
     first, second, third, fourth, fifth = fleet(scene, 5)
     for now_s, key in enumerate((first, second, third)):
-        assert isinstance(scene.meet(float(now_s), key), Peer)
+        assert isinstance(scene.connect(float(now_s), key), Peer)
     assert isinstance(scene.book.get(first, 10.0), Peer)
-    assert isinstance(scene.meet(11.0, fourth), Peer)
+    assert isinstance(scene.connect(11.0, fourth), Peer)
     assert scene.fabric.peers == {key.engine_id for key in (first, third, fourth)}
     scene.book.step(12.0, {third, first, fourth})
-    scene.meet(14.0, fifth, {third, first, fourth, fifth})
+    scene.connect(14.0, fifth, {third, first, fourth, fifth})
     assert scene.fabric.peers == {"P0", "P2", "P3", "P4"}
     for key in (first, third, fourth, fifth):
-        assert isinstance(scene.book.get(key, 14.0), Peer), "one that is read from is not met anew"
+        assert isinstance(scene.book.get(key, 14.0), Peer), "one that is read from is not connected anew"
     scene.book.step(15.0, ())
     assert len(scene.fabric.peers) == 3
 
@@ -304,10 +304,10 @@ def test_what_comes_and_goes_by_the_thousand_leaves_nothing(scene: Scene, monkey
         key = KEY._replace(host=f"10.1.{number % 50}.1", engine_id=f"E{number}", boot=f"{number:032x}")
         if number % 7 == 3:
             scene.answer = scene.refuse
-            assert isinstance(scene.meet(now_s, key), Unavailable)
+            assert isinstance(scene.connect(now_s, key), Unavailable)
             continue
         scene.add(key)
-        peer = scene.meet(now_s, key)
+        peer = scene.connect(now_s, key)
         assert isinstance(peer, Peer)
         if number % 3 == 0:
             scene.book.lost(peer, "the test wanted it", now_s)
@@ -336,11 +336,11 @@ def test_failures_are_remembered_of_a_bounded_number_of_peers_and_for_a_while(mo
 def test_a_restart_is_not_held_up_by_the_back_off_of_the_former_life(scene: Scene) -> None:
     scene.answer = scene.refuse
     for now_s in (0.0, 10.0, 20.0, 40.0):
-        assert isinstance(scene.meet(now_s), Unavailable)
+        assert isinstance(scene.connect(now_s), Unavailable)
     assert isinstance(scene.book.get(KEY, 41.0), Unavailable), "it is left alone"
     reborn = KEY._replace(boot="1" * 32)
     scene.add(reborn)
-    assert isinstance(scene.meet(41.0, reborn), Peer)
+    assert isinstance(scene.connect(41.0, reborn), Peer)
 
 
 @pytest.mark.parametrize(
@@ -355,30 +355,30 @@ def test_a_restart_is_not_held_up_by_the_back_off_of_the_former_life(scene: Scen
 )
 def test_a_former_life_is_forgotten_at_once(scene: Scene, other: dict[str, Any]) -> None:
     scene.add(KEY, agent="former")
-    assert isinstance(scene.meet(0.0), Peer)
+    assert isinstance(scene.connect(0.0), Peer)
     successor = KEY._replace(**other)
     scene.add(successor, agent="successor")
-    assert isinstance(scene.meet(0.0, successor), Peer)
+    assert isinstance(scene.connect(0.0, successor), Peer)
     assert scene.fabric.peers == {"successor"}
-    assert scene.book.get(KEY, 0.0) is None, "it would have to be met anew"
+    assert scene.book.get(KEY, 0.0) is None, "it would have to be connected anew"
 
 
 def test_the_same_life_under_another_address_is_met_there_although_its_agents_have_the_same_names(scene: Scene) -> None:
     scene.add(KEY, agent="P")
-    assert isinstance(scene.meet(0.0), Peer)
+    assert isinstance(scene.connect(0.0), Peer)
     moved = KEY._replace(host="10.9.9.9")
     scene.add(moved, agent="P")
-    assert isinstance(scene.meet(0.0, moved), Peer)
+    assert isinstance(scene.connect(0.0, moved), Peer)
     assert scene.fabric.peers == {"P"}
 
 
 def test_other_engines_are_not_forgotten_with_it(scene: Scene) -> None:
     one, other = fleet(scene, 2)
-    scene.meet(0.0, one)
-    scene.meet(0.0, other)
+    scene.connect(0.0, one)
+    scene.connect(0.0, other)
     reborn = one._replace(boot="1" * 32)
     scene.add(reborn, agent="reborn")
-    scene.meet(0.0, reborn)
+    scene.connect(0.0, reborn)
     assert scene.fabric.peers == {"P1", "reborn"}
     assert isinstance(scene.book.get(other, 0.0), Peer)
 
@@ -386,7 +386,7 @@ def test_other_engines_are_not_forgotten_with_it(scene: Scene) -> None:
 def ahead(scene: Scene, now_s: float, key: PeerKey = KEY) -> None:
     """Only waiting requests name the peer; let its handshake end, and step the book."""
     scene.awake.clear()
-    scene.book.meet(key, now_s)
+    scene.book.prewarm(key, now_s)
     if key in scene.book._handshakes:
         assert scene.awake.wait(60)
     for _ in range(3):
@@ -402,7 +402,7 @@ def test_a_peer_that_waiting_requests_name_is_ready_when_the_first_load_comes(sc
     assert len(scene.asked) == 1, "one that is known is not asked again"
 
 
-def test_a_peer_that_could_not_be_met_ahead_is_left_alone_for_the_usual_time(scene: Scene) -> None:
+def test_a_peer_that_could_not_be_prewarmed_is_left_alone_for_the_usual_time(scene: Scene) -> None:
     scene.answer = scene.refuse
     ahead(scene, 0.0)
     ahead(scene, 0.1)
@@ -413,7 +413,7 @@ def test_a_peer_that_could_not_be_met_ahead_is_left_alone_for_the_usual_time(sce
     assert isinstance(scene.book.get(KEY, 100.0), Peer)
 
 
-def test_nobody_is_met_ahead_who_would_push_out_a_peer_or_take_the_cells_of_loads(scene: Scene) -> None:
+def test_no_peer_is_prewarmed_that_would_push_out_a_peer_or_take_the_cells_of_loads(scene: Scene) -> None:
     first, second, third, fourth = fleet(scene, 4)
     taken = scene.landing.try_take(CELLS // 2 + 1)
     assert taken is not None
@@ -424,7 +424,7 @@ def test_nobody_is_met_ahead_who_would_push_out_a_peer_or_take_the_cells_of_load
         ahead(scene, 1.0, key)
     assert scene.asked == [first, second, third]
     assert scene.fabric.peers == {"P0", "P1", "P2"}
-    assert isinstance(scene.meet(2.0, fourth), Peer), "a load that needs it meets it all the same"
+    assert isinstance(scene.connect(2.0, fourth), Peer), "a load that needs it connects all the same"
 
 
 def test_peers_that_no_load_waits_for_are_connected_one_at_a_turn_behind_those_that_loads_wait_for(
@@ -434,8 +434,8 @@ def test_peers_that_no_load_waits_for_are_connected_one_at_a_turn_behind_those_t
     monkeypatch.setattr(threading.Thread, "start", lambda thread: thread.run())
     first, second, third = fleet(scene, 3)
     scene.book._handshakes._answered.update(dict.fromkeys((first.host, second.host, third.host)))
-    scene.book.meet(first, 0.0)
-    scene.book.meet(second, 0.0)
+    scene.book.prewarm(first, 0.0)
+    scene.book.prewarm(second, 0.0)
     assert scene.book.get(third, 0.0) is None
     turns: list[list[str]] = []
     while not turns or scene.book.busy():
@@ -457,7 +457,7 @@ def test_many_that_do_not_answer_take_no_place_from_the_peers_of_loads(scene: Sc
     scene.answer = later
     scene.book._most_peers = 1024
     for number in range(200):
-        scene.book.meet(KEY._replace(host=f"10.0.1.{number}"), 0.0)
+        scene.book.prewarm(KEY._replace(host=f"10.0.1.{number}"), 0.0)
     wait_until(lambda: len(scene.asked) == AHEAD.strangers_at_once, "as many are asked as may be")
     assert len(scene.book._handshakes) == AHEAD.asked
     scene.awake.clear()
@@ -484,8 +484,8 @@ def _asking(scene: Scene) -> bool:
     return len(scene.book._handshakes) > 0
 
 
-def test_a_lasting_peer_is_met_although_no_load_wants_it_and_never_becomes_too_old(scene: Scene) -> None:
-    scene.book.meet_for_good(KEY, 0.0)
+def test_a_lasting_peer_is_connected_although_no_load_wants_it_and_never_becomes_too_old(scene: Scene) -> None:
+    scene.book.prewarm_static(KEY, 0.0)
     assert scene.book.next_s() == 0.0
     settle(scene, 0.0)
     assert scene.book.next_s() == TTL_S
@@ -495,12 +495,12 @@ def test_a_lasting_peer_is_met_although_no_load_wants_it_and_never_becomes_too_o
     assert scene.asked == [KEY]
 
 
-def test_a_lasting_peer_that_could_not_be_met_or_was_lost_is_met_again_after_its_back_off(
+def test_a_lasting_peer_that_could_not_be_connected_or_was_lost_is_connected_again_after_its_back_off(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 10.0)
     scene.answer = scene.refuse
-    scene.book.meet_for_good(KEY, 0.0)
+    scene.book.prewarm_static(KEY, 0.0)
     settle(scene, 0.0)
     settle(scene, 9.0)
     assert len(scene.asked) == 1, "it was asked again before the back-off was over"
@@ -516,15 +516,15 @@ def test_a_lasting_peer_that_could_not_be_met_or_was_lost_is_met_again_after_its
     assert len(scene.asked) == 3
 
 
-def test_a_lasting_peer_that_answers_again_is_met_at_once_however_often_it_did_not(scene: Scene) -> None:
+def test_a_lasting_peer_that_answers_again_is_connected_at_once_however_often_it_did_not(scene: Scene) -> None:
     """The engine's scheduler has heard it; otherwise loads would be refused for as long as the back-off has grown."""
     scene.answer = scene.refuse
-    scene.book.meet_for_good(KEY, 0.0)
+    scene.book.prewarm_static(KEY, 0.0)
     for now_s in range(0, 600, 60):
         settle(scene, float(now_s))
     assert isinstance(scene.book.get(KEY, 540.1), Unavailable)
     scene.answer = lambda _: scene.good
-    scene.book.meet_for_good(KEY, 540.2)
+    scene.book.prewarm_static(KEY, 540.2)
     settle(scene, 540.2)
     assert isinstance(scene.book.get(KEY, 540.2), Peer)
 
@@ -535,7 +535,7 @@ def test_a_lasting_peer_that_refused_is_left_alone_although_it_answers(scene: Sc
 
     scene.answer = refuse
     for now_s in (0.0, 0.001):
-        scene.book.meet_for_good(KEY, now_s)
+        scene.book.prewarm_static(KEY, now_s)
         settle(scene, now_s)
     assert len(scene.asked) == 1
 
@@ -546,7 +546,7 @@ def test_a_lasting_peer_that_refuses_is_left_alone(scene: Scene, error: Exceptio
         raise error
 
     scene.answer = refuse
-    scene.book.meet_for_good(KEY, 0.0)
+    scene.book.prewarm_static(KEY, 0.0)
     settle(scene, 0.0)
     settle(scene, 1000.0)
     assert len(scene.asked) == 1
@@ -555,12 +555,12 @@ def test_a_lasting_peer_that_refuses_is_left_alone(scene: Scene, error: Exceptio
 
 def test_another_life_takes_the_place_of_a_lasting_peer(scene: Scene) -> None:
     scene.add(KEY)
-    scene.book.meet_for_good(KEY, 0.0)
+    scene.book.prewarm_static(KEY, 0.0)
     settle(scene, 0.0)
     later = KEY._replace(boot="1" * 32)
     scene.add(later, "P2")
-    scene.book.meet_for_good(later, 1.0)
+    scene.book.prewarm_static(later, 1.0)
     settle(scene, 1.0)
     settle(scene, 1000.0)
     assert isinstance(scene.book.get(later, 1000.0), Peer)
-    assert scene.asked == [KEY, later], "the former life is met no more"
+    assert scene.asked == [KEY, later], "the former life is not connected again"

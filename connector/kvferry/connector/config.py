@@ -143,7 +143,7 @@ class FerryConfig:
         "hosts that this engine connects to when params name them, as they name them; default any. "
         '`["10.1.0.0/16", "*.prefill.example"]`; see docs/protocol.md',
     )
-    meet_at_start: tuple[str, ...] = _option(
+    prewarm_peers: tuple[str, ...] = _option(
         (),
         addresses,
         "side channels of producers that a consumer gets to know as it starts, and again when they restart, so that no "
@@ -219,13 +219,13 @@ def check_role(config: FerryConfig, kv_role: str | None) -> None:
     """Compare the configuration with the engine's role.
 
     Raises:
-        InvalidConfig: `meet_at_start` with a role that does not consume, or with a host that `allowed_hosts` does not
+        InvalidConfig: `prewarm_peers` with a role that does not consume, or with a host that `allowed_hosts` does not
             list.
     """
-    if config.meet_at_start and kv_role == "kv_producer":
-        raise InvalidConfig("meet_at_start", list(config.meet_at_start), "none: a kv_producer reads from nobody")
+    if config.prewarm_peers and kv_role == "kv_producer":
+        raise InvalidConfig("prewarm_peers", list(config.prewarm_peers), "none: a kv_producer reads from no engine")
     if config.allowed_hosts is not None:
         allowed = AllowedHosts.of(config.allowed_hosts)
-        for one in config.meet_at_start:
+        for one in config.prewarm_peers:
             if not allowed.allow(address_of(one)[0]):
-                raise InvalidConfig("meet_at_start", one, "hosts that allowed_hosts lists")
+                raise InvalidConfig("prewarm_peers", one, "hosts that allowed_hosts lists")

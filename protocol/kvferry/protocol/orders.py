@@ -70,11 +70,11 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
     stop_token: Address
 
 
-class Meet(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that wait name this producer, or the configuration does: meet it before a load from it is ordered.
+class Prewarm(msgspec.Struct, frozen=True, kw_only=True):
+    """Connect to this producer before a load from it is ordered: waiting requests or the configuration name it.
 
     Attributes:
-        is_lasting: the configuration names it: keep it, and try again when it cannot be met.
+        is_lasting: the configuration names it: keep it, and try again after failures.
     """
 
     host: Text
@@ -84,8 +84,8 @@ class Meet(msgspec.Struct, frozen=True, kw_only=True):
     is_lasting: bool = False
 
     @classmethod
-    def of(cls, source: RemotePrefill) -> Meet:
-        """Whom params speak of."""
+    def of(cls, source: RemotePrefill) -> Prewarm:
+        """The producer that params name."""
         return cls(
             host=source.remote_host,
             port=source.remote_port,
@@ -103,11 +103,11 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
     opens: tuple[LeaseOpen, ...] = ()
     holds: tuple[LeaseHold, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
-    meets: tuple[Meet, ...] = ()
+    prewarms: tuple[Prewarm, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.ends or self.opens or self.holds or self.loads or self.meets)
+        return bool(self.ends or self.opens or self.holds or self.loads or self.prewarms)
 
 
 class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):

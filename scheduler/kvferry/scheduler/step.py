@@ -29,7 +29,7 @@ def next_orders(
         opens=due.opens,
         holds=due.holds,
         loads=loads.take_orders(),
-        meets=loads.take_meets(),
+        prewarms=loads.take_prewarms(),
     )
 
 

@@ -29,7 +29,7 @@ def test_a_producer_is_met_while_its_first_request_waits_and_the_load_asks_nobod
     producer, consumer = rig.pair()
     offer = producer.prefill(10)
     wait_in_the_queue(consumer, offer.params)
-    rig.step_until(lambda: knows(consumer, offer.params), "the producer is met")
+    rig.step_until(lambda: knows(consumer, offer.params), "the producer is connected")
     assert not consumer.seen.loaded
     assert not consumer.seen.failed
     producer.listener.close()  # nobody answers a handshake any more
@@ -50,7 +50,7 @@ def test_a_first_contact_that_fails_is_no_failed_load(rig: Rig) -> None:
         book = consumer.worker._book
         return book is not None and len(book._back_off) > 0
 
-    rig.step_until(given_up, "the producer cannot be met")
+    rig.step_until(given_up, "the producer cannot be connected")
     assert not consumer.seen.failed
     consumer.loads.finished("waits")
     load = consumer.load(producer.prefill(10, 2).params)
@@ -70,7 +70,7 @@ def test_what_a_first_contact_took_holds_all_of_its_parts(
     producer, consumer = rig.pair()
     with caplog.at_level(logging.INFO, logger="kvferry"):
         rig.transfer(producer, consumer)
-    (said,) = [text for record in caplog.records if "met in" in (text := record.getMessage())]
+    (said,) = [text for record in caplog.records if "connected in" in (text := record.getMessage())]
     all_ms, planned_ms, prepared_ms = map(float, re.findall(r"(?:in|planned|prepared) ([\d.]+)", said))
     assert prepared_ms >= 50.0
     assert all_ms >= planned_ms + prepared_ms - 0.2, "each is rounded"

@@ -25,11 +25,11 @@ def test_the_stages_of_a_good_load_follow_each_other_and_fill_its_time(any_rig: 
     assert sum(one or 0.0 for one in lasted) == pytest.approx(load.figures.load_s, abs=1e-3)
 
 
-def test_a_first_load_spends_its_time_on_meeting_its_producer(rig: Rig) -> None:
+def test_a_first_load_spends_its_time_on_connecting_to_its_producer(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     rig.transfer(producer, consumer, seed=2)
-    first, second = (load.times.lasted_s(Stage.MEETING) or 0.0 for load in consumer.seen.ended)
+    first, second = (load.times.lasted_s(Stage.CONNECTING) or 0.0 for load in consumer.seen.ended)
     assert first > second
 
 
@@ -46,7 +46,7 @@ def test_a_failed_load_tells_the_stage_in_which_it_failed(any_rig: Rig) -> None:
         FailureReason.FENCE,
     )
     assert load.times.stage is Stage.FENCE
-    assert list(load.times.ended_s) == [Stage.QUEUED, Stage.MEETING, Stage.FENCE]
+    assert list(load.times.ended_s) == [Stage.QUEUED, Stage.CONNECTING, Stage.FENCE]
 
 
 def test_what_is_put_in_place_is_timed(rig: Rig) -> None:
@@ -62,8 +62,8 @@ def test_what_is_put_in_place_is_timed(rig: Rig) -> None:
 
 def test_a_stage_that_has_not_ended_has_no_length() -> None:
     times = LoadTimes(ordered_s=5.0)
-    times.go_on(Stage.MEETING, 7.0)
+    times.go_on(Stage.CONNECTING, 7.0)
     assert times.lasted_s(Stage.QUEUED) == 2.0
-    assert times.lasted_s(Stage.MEETING) is None
+    assert times.lasted_s(Stage.CONNECTING) is None
     times.end(7.5)
-    assert times.lasted_s(Stage.MEETING) == 0.5
+    assert times.lasted_s(Stage.CONNECTING) == 0.5

@@ -1,4 +1,4 @@
-"""Producers that cannot be met, are refused, die, or come back: said by name, and never at another's expense."""
+"""Producers that cannot be connected, are refused, die, or come back: said by name, and never at another's expense."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_params_that_name_the_engine_itself_are_refused_without_a_connection(rig
     assert consumer.tally.total("handshakes_served") == 0
 
 
-def test_an_engine_that_restarted_is_met_anew_and_its_former_life_is_forgotten(any_rig: Rig) -> None:
+def test_an_engine_that_restarted_is_connected_anew_and_its_former_life_is_forgotten(any_rig: Rig) -> None:
     producer, consumer = any_rig.pair()
     any_rig.transfer(producer, consumer)
     old_offer = producer.prefill(tokens=10, seed=1)
@@ -109,7 +109,7 @@ def test_an_engine_that_restarted_is_met_anew_and_its_former_life_is_forgotten(a
     assert consumer.fabric.prepared() == prepared
 
 
-def test_params_of_a_former_life_are_refused_when_only_the_new_one_was_met(rig: Rig) -> None:
+def test_params_of_a_former_life_are_refused_when_only_the_new_one_is_known(rig: Rig) -> None:
     producer, consumer = rig.pair()
     old_offer = producer.prefill(tokens=10)
     rig.retire(producer)

@@ -46,7 +46,7 @@ def _note_pauses(consumer: Engine) -> list[int]:
     """The pauses that loads wait for from now on, in µs, one after every round of the thread."""
     thread = consumer.worker._thread
     assert thread is not None
-    wait_until(lambda: thread._is_idle() and not _is_meeting() and thread._inbox.empty(), "nothing else is due")
+    wait_until(lambda: thread._is_idle() and not _is_connecting() and thread._inbox.empty(), "nothing else is due")
     step, pauses_us = thread._step, list[int]()
 
     def noted() -> None:
@@ -58,7 +58,7 @@ def _note_pauses(consumer: Engine) -> list[int]:
     return pauses_us
 
 
-def _is_meeting() -> bool:
+def _is_connecting() -> bool:
     """Whether a handshake's thread has not ended: the last that it does is to wake the transfer thread, which may have
     taken what it brought and ended the load before."""
     return any(thread.name == "kvferry-handshake" for thread in threading.enumerate())

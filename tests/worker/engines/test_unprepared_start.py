@@ -29,6 +29,6 @@ def test_an_engine_starts_and_loads_although_nothing_could_be_prepared(
     monkeypatch.setattr("kvferry.worker.fabric.errors.unforeseen._quiet_until_s", 0.0)
     with monkeypatch.context() as failing:
         failing.setattr(*part, fail)
-        consumer.worker.meet_siblings(consumer.description.workers)
+        consumer.worker.add_siblings(consumer.description.workers)
     assert "a first contact could not be prepared" in caplog.text
     rig.transfer(producer, consumer, tokens=23, seed=3)

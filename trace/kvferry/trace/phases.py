@@ -16,7 +16,7 @@ class Phase(enum.Enum):
         ORDER: the order to load is on its way to the worker.
         LOAD: the workers load, and did not say more.
         QUEUED: the load waits for its turn.
-        MEETING: it waits until the producer has been met, and the device is done with the blocks' last owner.
+        CONNECTING: it waits until the producer is connected and the device is done with the blocks' last owner.
         FENCE: it waits until the producer's worker says that the blocks are ready.
         POSTING: its reads are prepared and posted.
         READING: bytes are under way, and staged ones are put in place.
@@ -33,7 +33,7 @@ class Phase(enum.Enum):
     ORDER = "order"
     LOAD = "load"
     QUEUED = "queued"
-    MEETING = "meeting"
+    CONNECTING = "connecting"
     FENCE = "fence"
     POSTING = "posting"
     READING = "reading"

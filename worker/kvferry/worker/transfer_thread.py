@@ -249,9 +249,9 @@ class TransferThread:
             results.sent.update(request_id for request_id in sent if request_id is not None)
         for order in orders.loads:
             self.runner.add(order, item.mark, item.arrived_s)
-        for meet in orders.meets:
-            get_to_know = self._book.meet_for_good if meet.is_lasting else self._book.meet
-            get_to_know(PeerKey.of_meet(meet), item.arrived_s)
+        for prewarm in orders.prewarms:
+            add = self._book.prewarm_static if prewarm.is_lasting else self._book.prewarm
+            add(PeerKey.of_prewarm(prewarm), item.arrived_s)
 
     def _lose(self, head: OrdersHead) -> None:
         """Our own bug. Nothing of these loads has begun, so their blocks are safe."""
@@ -268,7 +268,7 @@ class TransferThread:
         progress |= self._survive(self.runner.step)
         self._reader.try_again()
         self._tell_graces()
-        self._tell_met()
+        self._report_handshakes()
         self._levels.look()
         if progress:
             self._pause_s = _SHORTEST_PAUSE_S
@@ -293,10 +293,10 @@ class TransferThread:
                 results.graces_over += over - self._graces_told
             self._graces_told = over
 
-    def _tell_met(self) -> None:
-        if met_s := self._book.take_met_s():
+    def _report_handshakes(self) -> None:
+        if handshake_s := self._book.take_handshake_s():
             with self.results as results:
-                results.met_s += met_s
+                results.handshake_s += handshake_s
 
     def _check_books(self) -> None:
         """Never stops the thread; an error is counted each time, and shown when it is another one."""

@@ -143,7 +143,7 @@ class FerryWorker:
         self._watch = LoadWatch(settings.load_timeout_s)
         self._lost_orders = 0
 
-    def meet_siblings(self, workers: Sequence[WorkerDescription]) -> None:
+    def add_siblings(self, workers: Sequence[WorkerDescription]) -> None:
         """Learn of all workers of this engine, this one at its own index: reads are spread over all of them.
 
         Without it, a worker plans as if it were the only one, and producers with several readers would be told wrong

@@ -20,10 +20,10 @@ from kvferry.cli.bench.messages import (
     VERSION,
     Alive,
     BenchFailed,
+    Connected,
     Failed,
     Join,
     Leave,
-    Met,
     Noted,
     Offer,
     Reply,
@@ -43,7 +43,7 @@ SILENT_S = 20.0
 """A client that says nothing for so long is gone; it says something every 2 s."""
 START_S = 120.0
 """What loading NIXL may take, on a machine that does other things as well."""
-MEET_S = 10.0
+CONNECT_S = 10.0
 _LOOK_MS = 50
 _MOST_FAILURES = 3
 
@@ -51,7 +51,7 @@ _MOST_FAILURES = 3
 class _Stage(enum.Enum):
     STARTING = "starting"
     READY = "ready"
-    MEETING = "meeting a client"
+    CONNECTING = "connecting to a client"
     SERVING = "busy with another client; it serves one after the other"
 
 
@@ -172,7 +172,7 @@ class BenchListener:
                 self._told_ready = True
                 kinds = " and ".join(memory.kind for memory in told.memories)
                 self._say(f"listening on {self._where}, with {kinds}{f' ({told.no_cuda})' if told.no_cuda else ''}")
-        elif isinstance(told, Met) and self._offer is not None:
+        elif isinstance(told, Connected) and self._offer is not None:
             self._stage, self._until_s = _Stage.SERVING, time.monotonic() + SILENT_S
             self._say(f"{self._client} reads")
             self._answer(self._asker, self._offer)
@@ -180,7 +180,7 @@ class BenchListener:
             self._owner_failed(told.reason)
 
     def _owner_failed(self, reason: str) -> None:
-        if self._stage is _Stage.MEETING:
+        if self._stage is _Stage.CONNECTING:
             self._say(f"{self._client} was refused: {cut(reason)}")
             self._answer(self._asker, Refused(field="agent_metadata", value="unusable", expected=cut(reason)))
         elif self._stage is _Stage.SERVING:
@@ -234,7 +234,7 @@ class BenchListener:
         elif self._stage is not _Stage.READY or self._owner is None:
             self._answer(asker, Refused(field="listener", value=self._stage.value, expected="ready; try again"))
         else:
-            self._stage, self._until_s = _Stage.MEETING, time.monotonic() + MEET_S
+            self._stage, self._until_s = _Stage.CONNECTING, time.monotonic() + CONNECT_S
             self._session, self._asker, self._client = join.session, asker, join.host
             self._owner.tell(join)
 

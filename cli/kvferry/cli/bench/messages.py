@@ -98,7 +98,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, tag="task"):
     timeout_s: float = 0.0
 
 
-class Met(msgspec.Struct, frozen=True, kw_only=True, tag="met"):
+class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
     """An owner: the client's agent is known."""
 
 
@@ -164,7 +164,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
 Request = Join | Alive | Leave
 Reply = Offer | Noted | Refused
 ToChild = Task | Join | Offer
-FromChild = Offer | Met | Ready | Progress | FirstContact | Reads | Echoes | Failed | Done
+FromChild = Offer | Connected | Ready | Progress | FirstContact | Reads | Echoes | Failed | Done
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

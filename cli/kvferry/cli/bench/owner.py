@@ -8,7 +8,7 @@ import time
 
 from kvferry.cli.bench.cases import content
 from kvferry.cli.bench.memory import Memory, registered_memories
-from kvferry.cli.bench.messages import Failed, Join, Met, Offer, OfferedMemory, Task
+from kvferry.cli.bench.messages import Connected, Failed, Join, Offer, OfferedMemory, Task
 from kvferry.cli.bench.pipe import Pipe, play
 from kvferry.protocol.errors import KvferryError
 from kvferry.worker.fabric.nixl import NixlFabric
@@ -26,7 +26,7 @@ def fill(memory: Memory, seed: int) -> None:
 
 
 def own(pipe: Pipe) -> None:
-    """Say where the memory is, meet one client, and send its notifications back until the parent has enough."""
+    """Say where the memory is, connect to one client, and send its notifications back until the parent has enough."""
     task = pipe.take()
     if not isinstance(task, Task):
         return
@@ -39,10 +39,10 @@ def own(pipe: Pipe) -> None:
         offered.append(OfferedMemory(kind=memory.kind, address=memory.address, length=memory.length, seed=seed))
     host = socket.gethostname()[:256] or "unnamed"
     pipe.tell(Offer(host=host, agent_metadata=fabric.metadata(), memories=tuple(offered), no_cuda=no_cuda))
-    _echo(fabric, _meet(fabric, pipe), pipe)
+    _echo(fabric, _connect(fabric, pipe), pipe)
 
 
-def _meet(fabric: Fabric, pipe: Pipe) -> PeerAgent:
+def _connect(fabric: Fabric, pipe: Pipe) -> PeerAgent:
     """The first client whose metadata is some."""
     while True:
         asked = pipe.take()
@@ -52,7 +52,7 @@ def _meet(fabric: Fabric, pipe: Pipe) -> PeerAgent:
             except KvferryError as refused:
                 pipe.tell(Failed(reason=str(refused)))
             else:
-                pipe.tell(Met())
+                pipe.tell(Connected())
                 return peer
 
 

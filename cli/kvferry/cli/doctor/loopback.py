@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli.doctor.transfer import MEETING, READING, STARTING, TOO_LATE, Loopback, Read, read_log
+from kvferry.cli.doctor.transfer import CONNECTING, READING, STARTING, TOO_LATE, Loopback, Read, read_log
 
 _COMMAND = ("-m", "kvferry.cli.doctor.loopback_pair")
 ERRORS = "errors"
@@ -72,7 +72,7 @@ class _Told:
 
     def _note(self, told: Mapping[str, Any]) -> None:
         if "bindings" in told:
-            self.bindings, self.stage = told["bindings"], MEETING
+            self.bindings, self.stage = told["bindings"], CONNECTING
         elif "reading" in told:
             self.stage = f"{READING} {told['reading']}"
         elif "no_cuda" in told:

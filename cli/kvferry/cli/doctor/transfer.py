@@ -53,7 +53,7 @@ class Loopback:
         bindings: the package that was loaded, e.g. `nixl_cu12`.
         reads: one per kind of memory that was tried.
         log: the reader's log of UCX.
-        files_per_peer: files that the reader had more after it met the owner; None if it did not come to that.
+        files_per_peer: files that the reader had more after it connected to the owner; None if it did not come to that.
         no_cuda: why GPU memory was not tried, `""` if it was.
         stage: what was being done when it ended early, `""` if it did not.
         failure: why it ended early: an error's text, or that the time was over.
@@ -71,7 +71,7 @@ class Loopback:
 
 
 STARTING = "loading NIXL"
-MEETING = "making two agents"
+CONNECTING = "making two agents"
 READING = "reading"
 TOO_LATE = "not done in time"
 

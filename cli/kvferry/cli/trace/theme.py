@@ -37,8 +37,8 @@ LOOKS = {
     Phase.ORDER.value: Look("order", "#d8c9a3", _DARK, "the order to load goes to the workers"),
     Phase.LOAD.value: Look("load", "#3f9d6b", _LIGHT, "the workers load; what they did is not recorded"),
     Phase.QUEUED.value: Look("load queued", "#fbe08b", _DARK, "the worker has other loads to do first"),
-    Phase.MEETING.value: Look(
-        "meeting", "#ee7b30", _DARK, "first contact with the producer, or the device is not done"
+    Phase.CONNECTING.value: Look(
+        "connecting", "#ee7b30", _DARK, "first contact with the producer, or the device is not done"
     ),
     Phase.FENCE.value: Look("fence", "#dc4a4a", _LIGHT, "the producer's worker is not ready"),
     Phase.POSTING.value: Look("posting", "#45c4b6", _DARK, "reads are prepared and posted"),

@@ -1,7 +1,7 @@
 """Statistics on their way from workers and scheduler to the front end: plain counters, samples and gauges.
 
 Some metrics have a label for the producer. Clients choose what params name, so nothing that was only named gets a
-label: a load is good when its producer has been met and the seal of its params checked. And labels are never taken
+label: a load is good when its producer has been connected and the seal of its params checked. And labels are never taken
 back, so there is a bound.
 """
 
@@ -84,8 +84,8 @@ class FerryStats(KVConnectorStats):
         numbers = _numbers_of(results)
         if any(numbers):
             counters.update({name: {"": number} for name, number in zip(_NUMBERS, numbers, strict=True) if number})
-        if results.met_s:
-            samples["handshake_s"] = list(results.met_s)
+        if results.handshake_s:
+            samples["handshake_s"] = list(results.handshake_s)
         if not counters and not samples:
             return None
         return cls(data={"counters": counters, "samples": samples, "gauges": {}})

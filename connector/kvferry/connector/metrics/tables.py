@@ -227,9 +227,9 @@ HISTOGRAMS: Mapping[str, HistogramSpec] = {
     "queue_s": HistogramSpec(
         "kvferry_load_queue_seconds", "Time from a load's order until it was its turn, by worker.", _SECONDS
     ),
-    "meeting_s": HistogramSpec(
-        "kvferry_load_meeting_seconds",
-        "Time after that until its producer was met, and the device was done with the blocks' last owner.",
+    "connecting_s": HistogramSpec(
+        "kvferry_load_connecting_seconds",
+        "Time after that until its producer was connected, and the device was done with the blocks' last owner.",
         _SECONDS,
     ),
     "fence_s": HistogramSpec(

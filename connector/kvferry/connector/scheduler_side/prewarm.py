@@ -1,7 +1,7 @@
-"""The producers that `meet_at_start` names, as the engine's step hears of them.
+"""The producers that `prewarm_peers` names, handed to the engine's next step when they answer.
 
-They are looked for from the engine loop's first look on, not before: an engine that is still being made can neither be
-woken nor step. Who is found waits for the next step, and an engine that rests is woken for it.
+The search starts at the engine loop's first poll, not before: an engine that is still being made can neither be woken
+nor step. A producer that has answered waits for the next step, and an idle engine is woken for it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from kvferry.connector.config_values import address_of
 from kvferry.connector.vllm_internals import EngineLoop
-from kvferry.protocol.orders import Meet
+from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
 
 
 class KnownProducers:
-    """One engine's. Costs nothing where nobody is named.
+    """One engine's. Starts no thread when the list is empty.
 
     Args:
         addresses: as in the configuration.
@@ -27,7 +27,7 @@ class KnownProducers:
     """
 
     def __init__(self, addresses: Sequence[str], engine_id: str, timeout_s: float, secrets: Secrets) -> None:
-        self._found: collections.deque[Meet] = collections.deque()
+        self._found: collections.deque[Prewarm] = collections.deque()
         self._loop = EngineLoop()
         self._is_started = False
         self._search: PeerPrewarmer | None = None
@@ -41,8 +41,8 @@ class KnownProducers:
             self._search.start()
         return bool(self._found)
 
-    def take(self) -> list[Meet]:
-        """Whoever was found since the last call."""
+    def take(self) -> list[Prewarm]:
+        """The producers that have answered since the last call."""
         return [self._found.popleft() for _ in range(len(self._found))]
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class KnownProducers:
         if self._search is not None:
             self._search.close()
 
-    def _hear(self, producer: Meet) -> None:
-        """On the thread that looks for them."""
+    def _hear(self, producer: Prewarm) -> None:
+        """Called on the prewarmer's thread."""
         self._found.append(producer)
         self._loop.wake()

@@ -101,7 +101,7 @@ class SchedulerSide:
         self._renewer = LeaseRenewer(self.tally, self._secrets) if self._own.reads else None
         self._listener = listen(self._own, self.tally, self._secrets, self.leases, self._rest.look)
         self._known = KnownProducers(
-            config.meet_at_start, self._own.engine_id, config.handshake_timeout_s, self._secrets
+            config.prewarm_peers, self._own.engine_id, config.handshake_timeout_s, self._secrets
         )
 
     # What vLLM calls when requests come and go.
@@ -182,7 +182,7 @@ class SchedulerSide:
         self._room.make()
         if self._known.look():
             for producer in self._known.take():
-                self.loads.introduce(producer, time.monotonic())
+                self.loads.prewarm_static(producer, time.monotonic())
         may_expire = not self._rest.is_waking  # else leases that were read during the rest would count as expired
         orders = next_orders(self.leases, self.loads, self._own.boot, time.monotonic(), may_expire=may_expire)
         self._integrity.look()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def engine_groups() -> list[ProcessGroup]:
-    """The CPU groups in which this worker meets all others of its engine, from the innermost axis out: tensor parallel,
+    """The CPU groups that this worker shares with its engine's others, from the innermost axis out: tensor parallel,
     prefill context parallel, pipeline. Those of one rank are left out. Not vLLM's world group: with data parallelism it
     spans several engines.
     """

@@ -79,7 +79,7 @@ class WorkerSide:
             gather_workers(error, groups)  # raises it, once the others know
             raise
         siblings = gather_workers(self._worker.description, groups)
-        self._worker.meet_siblings(siblings)
+        self._worker.add_siblings(siblings)
         place = self._worker.description.place
         self._handshake = FerryHandshake.of(place, siblings)
         logger.info(

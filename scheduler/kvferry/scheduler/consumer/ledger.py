@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.orders import LoadOrder, Meet
+from kvferry.protocol.orders import LoadOrder, Prewarm
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ended_leases import MAX_ENDED_LEASES, EndedLeases, LeaseKey
-from kvferry.scheduler.consumer.prewarm_queue import Meetings
+from kvferry.scheduler.consumer.prewarm_queue import PrewarmQueue
 from kvferry.scheduler.consumer.remote_prompt import LOAD_TRANSITIONS, LoadEvent, LoadState
 from kvferry.scheduler.state.counters import Tally
 from kvferry.scheduler.state.transitions import Watcher
@@ -120,7 +120,7 @@ class ConsumerLedger:
         self._by_request: dict[str, RemotePrompt] = {}
         self._claims: dict[LeaseKey, str] = {}
         self._ended = EndedLeases(max_ended)
-        self._meetings = Meetings()
+        self._prewarms = PrewarmQueue()
         self._orders: list[LoadOrder] = []
         self._commands: list[LeaseCommand] = []
         self.in_flight = 0
@@ -178,12 +178,12 @@ class ConsumerLedger:
         self._by_request[request_id] = RemotePrompt(request_id, source, lease, shared_tokens, now_s, is_turn)
         self._claims[lease.key] = request_id
         self._commands.append(Keep(lease, at_once=is_turn))
-        self._meetings.expect(Meet.of(source), now_s)
+        self._prewarms.expect(Prewarm.of(source), now_s)
         return None
 
-    def introduce(self, producer: Meet, now_s: float) -> None:
-        """The configuration names this producer, and it is there: the workers are to meet it for good."""
-        self._meetings.introduce(producer, now_s)
+    def prewarm_static(self, producer: Prewarm, now_s: float) -> None:
+        """A producer that the configuration names has answered: the workers prewarm it and keep it."""
+        self._prewarms.add_static(producer, now_s)
 
     def decline(self, source: RemotePrefill) -> None:
         """Whom these params were for never came to be: give the lease back, unless a request has it or had it."""
@@ -258,7 +258,7 @@ class ConsumerLedger:
             return None
         self._advance(prompt, LoadEvent.FAILED)
         self.in_flight -= 1
-        self._meetings.forget(Meet.of(prompt.source))
+        self._prewarms.forget(Prewarm.of(prompt.source))
         self._give_back(prompt.lease)
         return prompt
 
@@ -293,9 +293,9 @@ class ConsumerLedger:
         orders, self._orders = self._orders, []
         return tuple(orders)
 
-    def take_meets(self) -> tuple[Meet, ...]:
-        """The producers that new requests name, for the workers to meet before a load is ordered."""
-        return self._meetings.take()
+    def take_prewarms(self) -> tuple[Prewarm, ...]:
+        """The producers for the workers to prewarm before a load is ordered."""
+        return self._prewarms.take()
 
     @property
     def has_commands(self) -> bool:

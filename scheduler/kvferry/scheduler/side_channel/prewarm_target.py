@@ -27,7 +27,7 @@ from kvferry.protocol.handshake import (
     decode_answerer,
     encode,
 )
-from kvferry.protocol.orders import Meet
+from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.backoff import pause_s
 from kvferry.protocol.side_channel.key_trials import SecretTrials, Verdict
 from kvferry.protocol.side_channel.secrets import Secrets
@@ -102,16 +102,16 @@ class PrewarmTarget:
         self._trials = SecretTrials(self._secrets)
         self._open(now_s)
 
-    def hear(self, now_s: float) -> Meet | None:
+    def hear(self, now_s: float) -> Prewarm | None:
         """Bring it on by what can be read. Returns who has answered, once per connection."""
         try:
-            met = self._hear_answer(now_s)
+            producer = self._hear_answer(now_s)
             if self.sockets:
                 self._hear_greeting(now_s)
         except (zmq.ZMQError, InputError) as bad:
             self.back_off(str(bad), now_s)
             return None
-        return met
+        return producer
 
     def back_off(self, why: str, now_s: float) -> None:
         """This attempt failed: close the connection and try again later, after a longer delay each time."""
@@ -130,7 +130,7 @@ class PrewarmTarget:
             monitor.close(linger=0)
             socket.close(linger=0)
 
-    def _hear_answer(self, now_s: float) -> Meet | None:
+    def _hear_answer(self, now_s: float) -> Prewarm | None:
         try:
             frames = self.sockets[0].recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -140,7 +140,9 @@ class PrewarmTarget:
         answer = decode_answerer(frames[-1])
         if isinstance(answer, Answerer):
             self._state, self.due_s, self.trouble, self._failures = _State.KNOWN, math.inf, "", 0
-            return Meet(host=self.host, port=self.port, engine_id=answer.engine_id, boot=answer.boot, is_lasting=True)
+            return Prewarm(
+                host=self.host, port=self.port, engine_id=answer.engine_id, boot=answer.boot, is_lasting=True
+            )
         if answer.field == "engine_id" and answer.value == UNKNOWN_ENGINE:
             self._ask(answer.expected)
         else:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 
 import zmq
 
-from kvferry.protocol.orders import Meet
+from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys
 from kvferry.scheduler.side_channel.addresses import Found, HostNames, address_of
@@ -48,7 +48,7 @@ class PeerPrewarmer:
         self,
         addresses: Iterable[tuple[str, int]],
         asker: str,
-        tell: Callable[[Meet], None],
+        tell: Callable[[Prewarm], None],
         timeout_s: float,
         secrets: Secrets = (),
     ) -> None:
@@ -126,9 +126,9 @@ class PeerPrewarmer:
 
     def _advance(self, target: PrewarmTarget, now_s: float) -> None:
         if target.sockets:
-            met = target.hear(now_s)
-            if met is not None:
-                self._met(target, met)
+            producer = target.hear(now_s)
+            if producer is not None:
+                self._answered(target, producer)
         if target.due_s <= now_s and target.turn(now_s):
             address = address_of(target.host)
             if address is not None:
@@ -136,13 +136,13 @@ class PeerPrewarmer:
             else:
                 self._names.find(target.host)
 
-    def _met(self, target: PrewarmTarget, met: Meet) -> None:
-        if met.engine_id == self._asker:
+    def _answered(self, target: PrewarmTarget, producer: Prewarm) -> None:
+        if producer.engine_id == self._asker:
             target.close()
             self._targets.remove(target)
             return
-        logger.info("peer=%s@%s:%d answers", met.engine_id, met.host, met.port)
-        self._tell(met)
+        logger.info("peer=%s@%s:%d answers", producer.engine_id, producer.host, producer.port)
+        self._tell(producer)
 
     def _show(self, target: PrewarmTarget) -> None:
         """Log trouble once, until it is over or changes."""

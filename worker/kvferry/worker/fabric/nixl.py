@@ -52,7 +52,7 @@ class NixlFabric:
     """One NIXL agent. See `kvferry.worker.fabric.port.Fabric` for what the methods promise.
 
     Args:
-        agent_name: unique among all agents that ever meet this one, so derive it from the boot and the rank.
+        agent_name: unique among all agents that ever connect to this one, so derive it from the boot and the rank.
         config: how the agent is made.
         environ: where `ucx_defaults` are looked up and set before the agent is made.
 

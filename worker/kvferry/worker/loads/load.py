@@ -93,7 +93,7 @@ class Load:
         times: when each of its stages ended.
         mark: when it is reached, the device has finished everything that was launched before the blocks were given
             to this request.
-        peer: whom it reads from, once that has been met.
+        peer: the peer it reads from, once connected.
         reads: what may still be written: into the request's blocks, or into `cells`.
         staged: what goes through the staging pool, and may still write too.
         erased: when the device has zeroed what was not loaded; until then it may still write as well.
@@ -141,8 +141,8 @@ class Load:
             FabricError: the fabric failed; the peer may be lost.
         """
         times, now_s = self.times, time.monotonic
-        times.go_on(Stage.MEETING, now_s())
-        peer = self.peer = yield from self._meet_peer()
+        times.go_on(Stage.CONNECTING, now_s())
+        peer = self.peer = yield from self._connect_peer()
         units = self._pair_units(peer)
         while not self.mark.reached():
             yield
@@ -179,7 +179,7 @@ class Load:
         is_erased = self.erased is None or self.erased.reached()
         return none_is_read and staged_is_safe and is_erased
 
-    def _meet_peer(self) -> Generator[None, None, Peer]:
+    def _connect_peer(self) -> Generator[None, None, Peer]:
         while True:
             found = self.context.book.get(self.key, time.monotonic())
             if isinstance(found, Peer):

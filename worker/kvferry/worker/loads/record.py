@@ -46,7 +46,7 @@ class Stage(enum.Enum):
 
     Attributes:
         QUEUED: it waits for its turn.
-        MEETING: it waits until its producer has been met, and the device is done with the blocks' last owner.
+        CONNECTING: it waits until its producer is connected and the device is done with the blocks' last owner.
         FENCE: it reads the lease's slots until the producer is ready.
         POSTING: its reads are prepared and posted; where a post copies, it lasts until the bytes are here.
         READING: what it reads is under way, and what is staged is put in place.
@@ -54,7 +54,7 @@ class Stage(enum.Enum):
     """
 
     QUEUED = "queued"
-    MEETING = "meeting"
+    CONNECTING = "connecting"
     FENCE = "fence"
     POSTING = "posting"
     READING = "reading"
@@ -99,7 +99,7 @@ class LoadTimes:
         return lasted_s
 
 
-_STAGES = (("queue_s", Stage.QUEUED), ("meeting_s", Stage.MEETING), ("fence_s", Stage.FENCE))
+_STAGES = (("queue_s", Stage.QUEUED), ("connecting_s", Stage.CONNECTING), ("fence_s", Stage.FENCE))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class StepResults:
         loaded: requests whose blocks are complete.
         failed: requests whose blocks are not to be used, with the reason.
         ended: the loads, good and bad, that the transfer thread has ended.
-        met_s: how long first contacts took that ended well.
+        handshake_s: how long first contacts took that succeeded.
         levels: what this worker has at present; None when that has not changed.
         undelivered: notifications that could not be sent.
         bad_notifications: notifications that were not ours, malformed, or about no lease.
@@ -51,7 +51,7 @@ class StepResults:
     loaded: set[str] = field(default_factory=set)
     failed: dict[str, FailureReason] = field(default_factory=dict)
     ended: list[EndedLoad] = field(default_factory=list)
-    met_s: list[float] = field(default_factory=list)
+    handshake_s: list[float] = field(default_factory=list)
     levels: WorkerLevels | None = None
     undelivered: int = 0
     bad_notifications: int = 0

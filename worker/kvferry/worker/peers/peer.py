@@ -12,7 +12,7 @@ from kvferry.plan.waves import source_table
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.ids import SLOT_BYTES
-from kvferry.protocol.orders import Meet
+from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.params import RemotePrefill
 from kvferry.worker.fabric.port import (
     DescriptorRows,
@@ -41,9 +41,9 @@ class PeerKey(NamedTuple):
         return cls(source.remote_host, source.remote_port, source.remote_engine_id, source.kvferry.boot)
 
     @classmethod
-    def of_meet(cls, meet: Meet) -> PeerKey:
-        """Whom an order to meet speaks of."""
-        return cls(meet.host, meet.port, meet.engine_id, meet.boot)
+    def of_prewarm(cls, prewarm: Prewarm) -> PeerKey:
+        """The producer that an order to prewarm names."""
+        return cls(prewarm.host, prewarm.port, prewarm.engine_id, prewarm.boot)
 
     def __str__(self) -> str:
         return f"{self.engine_id}@{self.host}:{self.port}"

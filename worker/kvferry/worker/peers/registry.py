@@ -2,11 +2,11 @@
 
 Handshakes run on threads of their own; everything that touches the fabric runs on the transfer thread, which calls
 `step`. A peer is forgotten, and everything that belongs to it given back, when it is lost, when another life of it
-or another engine at its address is met, when nothing was read from it for `ttl_s`, or when there are more than
+or another engine at its address is connected, when nothing was read from it for `ttl_s`, or when there are more than
 `most_peers`, the one that has been unused longest first. One that is being read from is kept until that is over.
 
-A *lasting* peer is one that the configuration names: it does not become too old, and is met again when it was lost or
-could not be met, until another life of it is named or it refuses.
+A *lasting* peer is one that the configuration names: it does not expire, and is connected again after it was lost or
+a first contact with it failed, until it has restarted or refuses.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class PeerBook:
         self._dying: list[Warming] = []
         self._retired: list[Peer] = []
         self._asked_s: dict[PeerKey, float] = {}
-        self._met_s: list[float] = []
+        self._handshake_s: list[float] = []
         self._lasting = LastingPeers()
 
     def busy(self) -> bool:
@@ -115,14 +115,14 @@ class PeerBook:
         """Peers that can be read from at once."""
         return len(self._ready)
 
-    def take_met_s(self) -> list[float]:
-        """How long first contacts took that have ended well since the last call, from the first time anybody asked."""
-        met_s, self._met_s = self._met_s, []
-        return met_s
+    def take_handshake_s(self) -> list[float]:
+        """How long first contacts took that have succeeded since the last call, each from the first request for it."""
+        handshake_s, self._handshake_s = self._handshake_s, []
+        return handshake_s
 
     def next_s(self) -> float | None:
         """When `step` has to be called at the latest, if nothing happens: a peer will have been unused for too long,
-        or a lasting one is to be met."""
+        or a lasting one is to be connected."""
         seek_s = self._lasting.next_s(self._ready)
         due_s = [seek_s] if seek_s is not None else []
         if self._ttl_s > 0 and self._ready:
@@ -160,15 +160,15 @@ class PeerBook:
             self._asked_s.setdefault(key, now_s)
         return None
 
-    def meet_for_good(self, key: PeerKey, now_s: float) -> None:
+    def prewarm_static(self, key: PeerKey, now_s: float) -> None:
         """The configuration names this peer, which has just answered: it is lasting, in place of another life at its
         address."""
         self._lasting.add(key)
         self._back_off.answers(key)
-        self.meet(key, now_s)
+        self.prewarm(key, now_s)
 
-    def meet(self, key: PeerKey, now_s: float) -> None:
-        """Requests that are not scheduled yet name this peer: get to know it, as long as loads lack nothing by it."""
+    def prewarm(self, key: PeerKey, now_s: float) -> None:
+        """Connect to this peer before a load needs it, as long as loads lack nothing by it."""
         known = len(self._ready) + len(self._warming) + len(self._handshakes)
         if (
             key in self._ready
@@ -199,13 +199,13 @@ class PeerBook:
             changed |= self._warm(key, warming, now_s)
         self._dying = [warming for warming in self._dying if not self._bury(warming)]
         for key in self._lasting.seek(now_s):
-            self.meet(key, now_s)
+            self.prewarm(key, now_s)
         self._retire_unused(now_s, in_use)
         self._disconnect_retired(in_use)
         return changed
 
     def lost(self, peer: Peer, why: str, now_s: float) -> None:
-        """The peer is gone: forget it, so that the next load meets it anew. One that has been met anew is not."""
+        """Forget a peer that is gone; the next load connects anew. One that has been connected anew stays."""
         known = self._ready.get(peer.key)
         if known is not None and known.peer is peer:
             logger.warning("peer=%s is lost: %s", peer.key, why)
@@ -276,11 +276,11 @@ class PeerBook:
         self._ready[key] = _Ready(warming.peer, now_s)
         # Preparing may have been a part of this very step, which began at `now_s`.
         at_least_s = warming.described_s + warming.prepared_s
-        self._met_s.append(max(now_s - self._asked_s.pop(key, now_s), at_least_s))
+        self._handshake_s.append(max(now_s - self._asked_s.pop(key, now_s), at_least_s))
         logger.info(
-            "peer=%s met in %.1f ms, of which described and planned %.1f, prepared %.1f: %s",
+            "peer=%s connected in %.1f ms, of which described and planned %.1f, prepared %.1f: %s",
             key,
-            self._met_s[-1] * 1e3,
+            self._handshake_s[-1] * 1e3,
             warming.described_s * 1e3,
             warming.prepared_s * 1e3,
             warming.peer.plan.describe(),
@@ -302,7 +302,7 @@ class PeerBook:
         return True
 
     def _failed(self, key: PeerKey, error: Exception, now_s: float) -> None:
-        """It could not be met."""
+        """Its first contact failed."""
         reason = _reason(error)
         if reason is not FailureReason.HANDSHAKE:
             self._lasting.drop(key)

@@ -38,7 +38,7 @@ class _Failure:
 class BackOff:
     """Twice as long after every failure, jittered so that a fleet does not knock in step; a success ends it.
 
-    It is one life of a peer that is left alone: one that has restarted is met at once. The latest `_MOST` are
+    It is one life of a peer that is left alone: one that has restarted is connected at once. The latest `_MOST` are
     remembered, and no longer than ten minutes after their time.
     """
 
@@ -50,12 +50,12 @@ class BackOff:
         return len(self._failures)
 
     def why_not(self, key: PeerKey, now_s: float) -> Unavailable | None:
-        """Why it is not to be met now; None when it may."""
+        """Why not to connect to it now; None when it may be tried."""
         failure = self._failures.get(key)
         return failure.why if failure is not None and now_s < failure.until_s else None
 
     def failed(self, key: PeerKey, why: Unavailable, now_s: float) -> float:
-        """It could not be met.
+        """Its first contact failed.
 
         Returns:
             The pause in seconds.
@@ -74,7 +74,7 @@ class BackOff:
             del self._failures[key]
 
     def succeeded(self, key: PeerKey) -> None:
-        """It was met."""
+        """Its first contact succeeded."""
         self._failures.pop(key, None)
 
     def _forget(self, now_s: float) -> None:
@@ -86,11 +86,11 @@ class BackOff:
 
 
 SEEK_S = 0.5
-"""How often it is looked whether they are to be met, while some are not known."""
+"""How often to check whether they are to be connected, while some are not known."""
 
 
 class LastingPeers:
-    """One life for each address; which of them may be met now is not decided here."""
+    """One life for each address. Back-off is not decided here."""
 
     def __init__(self) -> None:
         self._keys: dict[tuple[str, int], PeerKey] = {}
@@ -105,7 +105,7 @@ class LastingPeers:
         self._seek_s = 0.0
 
     def drop(self, key: PeerKey) -> None:
-        """There is no use in meeting it."""
+        """Connecting to it is of no use."""
         if key in self:
             del self._keys[key.host, key.port]
 

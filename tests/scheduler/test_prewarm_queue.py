@@ -1,35 +1,35 @@
-"""Which producers the workers are told to meet before a load is ordered, how often, and how much is remembered."""
+"""Which producers the workers prewarm before a load is ordered, how often, and how much is remembered."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from kvferry.protocol.orders import Meet, decode_orders, encode_orders
+from kvferry.protocol.orders import Prewarm, decode_orders, encode_orders
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer import prewarm_queue as meetings
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.prewarm_queue import AGAIN_S, MAX_WAITING, Meetings
+from kvferry.scheduler.consumer.prewarm_queue import AGAIN_S, MAX_WAITING, PrewarmQueue
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state.counters import Tally
 from kvferry.scheduler.step import next_orders
 from tests.protocol.samples import BOOT, make_params, make_ticket
 
-PRODUCER = Meet.of(make_params())
+PRODUCER = Prewarm.of(make_params())
 
 
 def source(slot: int, **changes: object) -> RemotePrefill:
     return make_params(ticket=make_ticket(lease_slot=slot), **changes)
 
 
-def test_the_producer_of_a_prompt_is_named_in_the_orders_of_the_next_step_and_not_again_in_the_one_after() -> None:
+def test_the_producer_of_a_prompt_is_prewarmed_by_the_orders_of_the_next_step_and_not_again_by_the_one_after() -> None:
     tally = Tally()
     leases, loads = ProducerLedger(4, 6.0, tally), ConsumerLedger(tally)
     assert loads.offer("d1", source(1), 300, 5.0) is None
     assert loads.offer("d2", source(2), 300, 5.0) is None
     assert loads.offer("d3", source(3, remote_port=77), 300, 5.0) is None
     orders = next_orders(leases, loads, BOOT, 5.0)
-    assert [(meet.engine_id, meet.host, meet.port, meet.boot) for meet in orders.meets] == [
+    assert [(prewarm.engine_id, prewarm.host, prewarm.port, prewarm.boot) for prewarm in orders.prewarms] == [
         ("prefill-0", "10.0.0.1", 5600, BOOT),
         ("prefill-0", "10.0.0.1", 77, BOOT),
     ]
@@ -40,74 +40,74 @@ def test_the_producer_of_a_prompt_is_named_in_the_orders_of_the_next_step_and_no
 @pytest.mark.parametrize(
     ("slot", "shared", "why"), [(1, 300, "lease_in_use"), (2, 0, "other_prompt"), (3, 300, "lease_over")]
 )
-def test_whoever_is_computed_here_names_nobody(slot: int, shared: int, why: str) -> None:
+def test_a_request_that_is_computed_here_prewarms_no_producer(slot: int, shared: int, why: str) -> None:
     loads = ConsumerLedger(Tally())
     assert loads.offer("first", source(1), 300, 0.0) is None
     loads.decline(source(3))
-    loads.take_meets()
+    loads.take_prewarms()
     assert loads.offer("second", source(slot), shared, 2 * AGAIN_S) == why
     loads.decline(source(4))
-    assert loads.take_meets() == ()
+    assert loads.take_prewarms() == ()
 
 
 def test_after_a_while_and_after_a_failed_load_the_next_request_names_its_producer_again() -> None:
     """A worker may have forgotten it, and says nothing of it."""
     loads = ConsumerLedger(Tally())
     loads.offer("d1", source(1), 300, 0.0)
-    assert loads.take_meets() == (PRODUCER,)
+    assert loads.take_prewarms() == (PRODUCER,)
     loads.offer("d2", source(2), 300, AGAIN_S - 0.01)
-    assert loads.take_meets() == ()
+    assert loads.take_prewarms() == ()
     loads.offer("d3", source(3), 300, AGAIN_S)
-    assert loads.take_meets() == (PRODUCER,)
+    assert loads.take_prewarms() == (PRODUCER,)
     loads.allocated("d3", loads.matched_tokens("d3", 0), ((1,), (2,)))
     loads.failed("d3")
     loads.offer("d4", source(4), 300, AGAIN_S + 0.01)
-    assert loads.take_meets() == (PRODUCER,)
+    assert loads.take_prewarms() == (PRODUCER,)
 
 
 def test_a_restarted_producer_is_another_one() -> None:
-    met = Meetings()
-    met.expect(PRODUCER, 0.0)
-    met.take()
-    met.expect(Meet.of(make_params(ticket=make_ticket(boot="f" * 32))), 0.0)
-    assert len(met.take()) == 1
+    prewarms = PrewarmQueue()
+    prewarms.expect(PRODUCER, 0.0)
+    prewarms.take()
+    prewarms.expect(Prewarm.of(make_params(ticket=make_ticket(boot="f" * 32))), 0.0)
+    assert len(prewarms.take()) == 1
 
 
 def test_what_is_remembered_and_what_one_step_says_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients choose the names. Whoever was not named is so with the next request that needs it."""
+    """Clients choose the names. A producer left out is named with the next request that needs it."""
     monkeypatch.setattr(meetings, "MAX_NAMED", 100)
-    met = Meetings()
-    named = [Meet.of(make_params(remote_host=f"10.0.1.{number}")) for number in range(MAX_WAITING + 1)]
+    prewarms = PrewarmQueue()
+    named = [Prewarm.of(make_params(remote_host=f"10.0.1.{number}")) for number in range(MAX_WAITING + 1)]
     for one in named:
-        met.expect(one, 0.0)
-    assert met.take() == tuple(named[:MAX_WAITING])
-    met.expect(named[-1], 0.0)
-    assert met.take() == (named[-1],)
+        prewarms.expect(one, 0.0)
+    assert prewarms.take() == tuple(named[:MAX_WAITING])
+    prewarms.expect(named[-1], 0.0)
+    assert prewarms.take() == (named[-1],)
     for number in range(1000):
-        met.expect(Meet.of(make_params(remote_port=1 + number)), 1.0)
-        met.take()
-    assert len(met) == 100
-    met.expect(named[0], 1.0)
-    assert met.take() == (named[0],), "the oldest was forgotten, and is named again"
+        prewarms.expect(Prewarm.of(make_params(remote_port=1 + number)), 1.0)
+        prewarms.take()
+    assert len(prewarms) == 100
+    prewarms.expect(named[0], 1.0)
+    assert prewarms.take() == (named[0],), "the oldest was forgotten, and is named again"
 
 
 def test_a_producer_that_the_configuration_names_is_named_for_good_and_requests_need_not_name_it_for_a_while() -> None:
     loads = ConsumerLedger(Tally())
     lasting = msgspec.structs.replace(PRODUCER, is_lasting=True)
-    loads.introduce(lasting, 0.0)
+    loads.prewarm_static(lasting, 0.0)
     loads.offer("d1", source(1), 300, 1.0)
     orders = next_orders(ProducerLedger(4, 6.0, Tally()), loads, BOOT, 1.0)
-    assert orders.meets == (lasting,)
-    assert decode_orders(encode_orders(orders)).meets == (lasting,)
+    assert orders.prewarms == (lasting,)
+    assert decode_orders(encode_orders(orders)).prewarms == (lasting,)
     loads.offer("d2", source(2), 300, AGAIN_S)
-    assert loads.take_meets() == (PRODUCER,), "the workers may have lost it"
+    assert loads.take_prewarms() == (PRODUCER,), "the workers may have lost it"
 
 
 def test_more_producers_than_one_step_names_are_all_named_when_the_configuration_names_them() -> None:
-    met = Meetings()
+    prewarms = PrewarmQueue()
     named = [
         msgspec.structs.replace(PRODUCER, host=f"10.0.1.{number}", is_lasting=True) for number in range(2 * MAX_WAITING)
     ]
     for one in named:
-        met.introduce(one, 0.0)
-    assert met.take() == tuple(named)
+        prewarms.add_static(one, 0.0)
+    assert prewarms.take() == tuple(named)
