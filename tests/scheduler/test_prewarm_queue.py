@@ -91,14 +91,14 @@ def test_what_is_remembered_and_what_one_step_says_is_bounded(monkeypatch: pytes
     assert prewarms.take() == (named[0],), "the oldest was forgotten, and is named again"
 
 
-def test_a_producer_that_the_configuration_names_is_named_for_good_and_requests_need_not_name_it_for_a_while() -> None:
+def test_a_static_producer_is_prewarmed_once_and_requests_need_not_name_it_for_a_while() -> None:
     loads = ConsumerLedger(Tally())
-    lasting = msgspec.structs.replace(PRODUCER, is_lasting=True)
-    loads.prewarm_static(lasting, 0.0)
+    static = msgspec.structs.replace(PRODUCER, is_static=True)
+    loads.prewarm_static(static, 0.0)
     loads.offer("d1", source(1), 300, 1.0)
     orders = next_orders(ProducerLedger(4, 6.0, Tally()), loads, BOOT, 1.0)
-    assert orders.prewarms == (lasting,)
-    assert decode_orders(encode_orders(orders)).prewarms == (lasting,)
+    assert orders.prewarms == (static,)
+    assert decode_orders(encode_orders(orders)).prewarms == (static,)
     loads.offer("d2", source(2), 300, AGAIN_S)
     assert loads.take_prewarms() == (PRODUCER,), "the workers may have lost it"
 
@@ -106,7 +106,7 @@ def test_a_producer_that_the_configuration_names_is_named_for_good_and_requests_
 def test_more_producers_than_one_step_names_are_all_named_when_the_configuration_names_them() -> None:
     prewarms = PrewarmQueue()
     named = [
-        msgspec.structs.replace(PRODUCER, host=f"10.0.1.{number}", is_lasting=True) for number in range(2 * MAX_WAITING)
+        msgspec.structs.replace(PRODUCER, host=f"10.0.1.{number}", is_static=True) for number in range(2 * MAX_WAITING)
     ]
     for one in named:
         prewarms.add_static(one, 0.0)

@@ -82,7 +82,7 @@ def life(number: int, engine_id: str = "prefill-0") -> EngineDescription:
 
 
 def prewarm(port: int, description: EngineDescription, host: str = HOST) -> Prewarm:
-    return Prewarm(host=host, port=port, engine_id=description.engine_id, boot=description.boot, is_lasting=True)
+    return Prewarm(host=host, port=port, engine_id=description.engine_id, boot=description.boot, is_static=True)
 
 
 @pytest.mark.parametrize("host", [HOST, "localhost"])

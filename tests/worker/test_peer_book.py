@@ -484,7 +484,7 @@ def _asking(scene: Scene) -> bool:
     return len(scene.book._handshakes) > 0
 
 
-def test_a_lasting_peer_is_connected_although_no_load_wants_it_and_never_becomes_too_old(scene: Scene) -> None:
+def test_a_static_peer_is_connected_although_no_load_wants_it_and_never_becomes_too_old(scene: Scene) -> None:
     scene.book.prewarm_static(KEY, 0.0)
     assert scene.book.next_s() == 0.0
     settle(scene, 0.0)
@@ -495,7 +495,7 @@ def test_a_lasting_peer_is_connected_although_no_load_wants_it_and_never_becomes
     assert scene.asked == [KEY]
 
 
-def test_a_lasting_peer_that_could_not_be_connected_or_was_lost_is_connected_again_after_its_back_off(
+def test_a_static_peer_that_could_not_be_connected_or_was_lost_is_connected_again_after_its_back_off(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 10.0)
@@ -516,7 +516,7 @@ def test_a_lasting_peer_that_could_not_be_connected_or_was_lost_is_connected_aga
     assert len(scene.asked) == 3
 
 
-def test_a_lasting_peer_that_answers_again_is_connected_at_once_however_often_it_did_not(scene: Scene) -> None:
+def test_a_static_peer_that_answers_again_is_connected_at_once_however_often_it_did_not(scene: Scene) -> None:
     """The engine's scheduler has heard it; otherwise loads would be refused for as long as the back-off has grown."""
     scene.answer = scene.refuse
     scene.book.prewarm_static(KEY, 0.0)
@@ -529,7 +529,7 @@ def test_a_lasting_peer_that_answers_again_is_connected_at_once_however_often_it
     assert isinstance(scene.book.get(KEY, 540.2), Peer)
 
 
-def test_a_lasting_peer_that_refused_is_left_alone_although_it_answers(scene: Scene) -> None:
+def test_a_static_peer_that_refused_is_left_alone_although_it_answers(scene: Scene) -> None:
     def refuse(_: PeerKey) -> tuple[EngineDescription, TransferPlan]:
         raise PeerRefused("other weights")
 
@@ -541,7 +541,7 @@ def test_a_lasting_peer_that_refused_is_left_alone_although_it_answers(scene: Sc
 
 
 @pytest.mark.parametrize("error", [PeerRefused("it has restarted"), PlanRefused([Reason("dtype", "a", "b", "c")])])
-def test_a_lasting_peer_that_refuses_is_left_alone(scene: Scene, error: Exception) -> None:
+def test_a_static_peer_that_refuses_is_left_alone(scene: Scene, error: Exception) -> None:
     def refuse(_: PeerKey) -> tuple[EngineDescription, TransferPlan]:
         raise error
 
@@ -553,7 +553,7 @@ def test_a_lasting_peer_that_refuses_is_left_alone(scene: Scene, error: Exceptio
     assert scene.book.next_s() is None
 
 
-def test_another_life_takes_the_place_of_a_lasting_peer(scene: Scene) -> None:
+def test_a_restarted_engine_takes_the_place_of_its_static_peer(scene: Scene) -> None:
     scene.add(KEY)
     scene.book.prewarm_static(KEY, 0.0)
     settle(scene, 0.0)

@@ -74,14 +74,14 @@ class Prewarm(msgspec.Struct, frozen=True, kw_only=True):
     """Connect to this producer before a load from it is ordered: waiting requests or the configuration name it.
 
     Attributes:
-        is_lasting: the configuration names it: keep it, and try again after failures.
+        is_static: the configuration names it: keep it, and try again after failures.
     """
 
     host: Text
     port: Port
     engine_id: Text
     boot: Hex128
-    is_lasting: bool = False
+    is_static: bool = False
 
     @classmethod
     def of(cls, source: RemotePrefill) -> Prewarm:

@@ -250,7 +250,7 @@ class TransferThread:
         for order in orders.loads:
             self.runner.add(order, item.mark, item.arrived_s)
         for prewarm in orders.prewarms:
-            add = self._book.prewarm_static if prewarm.is_lasting else self._book.prewarm
+            add = self._book.prewarm_static if prewarm.is_static else self._book.prewarm
             add(PeerKey.of_prewarm(prewarm), item.arrived_s)
 
     def _lose(self, head: OrdersHead) -> None:

@@ -40,7 +40,7 @@ class PrewarmQueue:
 
     def add_static(self, producer: Prewarm, now_s: float) -> None:
         """A producer that the configuration names has answered, for the first time or after a restart."""
-        self._remember(msgspec.structs.replace(producer, is_lasting=False), now_s)
+        self._remember(msgspec.structs.replace(producer, is_static=False), now_s)
         self._waiting.append(producer)
 
     def forget(self, producer: Prewarm) -> None:

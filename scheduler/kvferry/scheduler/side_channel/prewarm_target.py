@@ -140,9 +140,7 @@ class PrewarmTarget:
         answer = decode_answerer(frames[-1])
         if isinstance(answer, Answerer):
             self._state, self.due_s, self.trouble, self._failures = _State.KNOWN, math.inf, "", 0
-            return Prewarm(
-                host=self.host, port=self.port, engine_id=answer.engine_id, boot=answer.boot, is_lasting=True
-            )
+            return Prewarm(host=self.host, port=self.port, engine_id=answer.engine_id, boot=answer.boot, is_static=True)
         if answer.field == "engine_id" and answer.value == UNKNOWN_ENGINE:
             self._ask(answer.expected)
         else:

@@ -5,7 +5,7 @@ Handshakes run on threads of their own; everything that touches the fabric runs 
 or another engine at its address is connected, when nothing was read from it for `ttl_s`, or when there are more than
 `most_peers`, the one that has been unused longest first. One that is being read from is kept until that is over.
 
-A *lasting* peer is one that the configuration names: it does not expire, and is connected again after it was lost or
+A *static* peer is one that the configuration names: it does not expire, and is connected again after it was lost or
 a first contact with it failed, until it has restarted or refuses.
 """
 
@@ -27,7 +27,7 @@ from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.slot_reads import Landing
 from kvferry.worker.peers.handshakes import Found, Handshakes
 from kvferry.worker.peers.peer import Handshake, Peer, PeerKey, connect, disconnect
-from kvferry.worker.peers.retry import BackOff, LastingPeers, Unavailable
+from kvferry.worker.peers.retry import BackOff, StaticPeers, Unavailable
 from kvferry.worker.staging.buffer import Staging
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class PeerBook:
         self._retired: list[Peer] = []
         self._asked_s: dict[PeerKey, float] = {}
         self._handshake_s: list[float] = []
-        self._lasting = LastingPeers()
+        self._static = StaticPeers()
 
     def busy(self) -> bool:
         """Whether `step` must be called again soon without being woken."""
@@ -122,9 +122,9 @@ class PeerBook:
 
     def next_s(self) -> float | None:
         """When `step` has to be called at the latest, if nothing happens: a peer will have been unused for too long,
-        or a lasting one is to be connected."""
-        seek_s = self._lasting.next_s(self._ready)
-        due_s = [seek_s] if seek_s is not None else []
+        or a static one is to be connected."""
+        check_s = self._static.next_s(self._ready)
+        due_s = [check_s] if check_s is not None else []
         if self._ttl_s > 0 and self._ready:
             due_s.append(next(iter(self._ready.values())).used_s + self._ttl_s)
         return min(due_s, default=None)
@@ -161,9 +161,9 @@ class PeerBook:
         return None
 
     def prewarm_static(self, key: PeerKey, now_s: float) -> None:
-        """The configuration names this peer, which has just answered: it is lasting, in place of another life at its
-        address."""
-        self._lasting.add(key)
+        """The configuration names this peer, which has just answered: it becomes static, in place of the one that was
+        at its address."""
+        self._static.add(key)
         self._back_off.answers(key)
         self.prewarm(key, now_s)
 
@@ -198,7 +198,7 @@ class PeerBook:
         for key, warming in list(self._warming.items()):
             changed |= self._warm(key, warming, now_s)
         self._dying = [warming for warming in self._dying if not self._bury(warming)]
-        for key in self._lasting.seek(now_s):
+        for key in self._static.seek(now_s):
             self.prewarm(key, now_s)
         self._retire_unused(now_s, in_use)
         self._disconnect_retired(in_use)
@@ -305,7 +305,7 @@ class PeerBook:
         """Its first contact failed."""
         reason = _reason(error)
         if reason is not FailureReason.HANDSHAKE:
-            self._lasting.drop(key)
+            self._static.drop(key)
         self._give_up(key, Unavailable(reason, str(error) or repr(error)), now_s)
         if not isinstance(error, KvferryError):
             logger.error("peer=%s: the handshake failed in an unforeseen way", key, exc_info=error)
@@ -329,7 +329,7 @@ class PeerBook:
         while self._ready:
             key, known = next(iter(self._ready.items()))
             is_old = 0 < self._ttl_s <= now_s - known.used_s
-            if is_old and key in self._lasting:
+            if is_old and key in self._static:
                 self._used(key, now_s)
                 continue
             if key in in_use or not (is_old or len(self._ready) > self._most_peers):

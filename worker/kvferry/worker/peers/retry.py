@@ -85,24 +85,24 @@ class BackOff:
             del self._failures[oldest]
 
 
-SEEK_S = 0.5
+CHECK_S = 0.5
 """How often to check whether they are to be connected, while some are not known."""
 
 
-class LastingPeers:
+class StaticPeers:
     """One life for each address. Back-off is not decided here."""
 
     def __init__(self) -> None:
         self._keys: dict[tuple[str, int], PeerKey] = {}
-        self._seek_s = 0.0
+        self._check_s = 0.0
 
     def __contains__(self, key: PeerKey) -> bool:
         return self._keys.get((key.host, key.port)) == key
 
     def add(self, key: PeerKey) -> None:
-        """This life is at its address now; whatever was there before is over."""
+        """This engine is at its address now, in place of the one that was."""
         self._keys[key.host, key.port] = key
-        self._seek_s = 0.0
+        self._check_s = 0.0
 
     def drop(self, key: PeerKey) -> None:
         """Connecting to it is of no use."""
@@ -110,12 +110,12 @@ class LastingPeers:
             del self._keys[key.host, key.port]
 
     def next_s(self, known: Container[PeerKey]) -> float | None:
-        """When to look again; None while all are known."""
-        return self._seek_s if any(key not in known for key in self._keys.values()) else None
+        """When the next check is due; None while all are known."""
+        return self._check_s if any(key not in known for key in self._keys.values()) else None
 
     def seek(self, now_s: float) -> tuple[PeerKey, ...]:
-        """All of them when it is time to look, otherwise nobody."""
-        if not self._keys or now_s < self._seek_s:
+        """All of them when a check is due, otherwise none."""
+        if not self._keys or now_s < self._check_s:
             return ()
-        self._seek_s = now_s + SEEK_S
+        self._check_s = now_s + CHECK_S
         return tuple(self._keys.values())
