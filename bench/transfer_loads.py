@@ -108,10 +108,10 @@ class Loads:
     @property
     def peer(self) -> Peer:
         """The producer, once connected."""
-        book = self.worker._book
-        if book is None:
+        registry = self.worker._registry
+        if registry is None:
             raise RuntimeError("nothing has been loaded yet")
-        return next(book.peers())
+        return next(registry.peers())
 
     def order(self, lease: Lease, request_bytes: int, share: int = 0) -> LoadOrder:
         """The order to load a request of so many bytes under a lease."""
@@ -154,8 +154,8 @@ class Loads:
         step = StepOrders(boot=self._boot, loads=tuple(orders))
         head, frame = encode_head(step), encode_orders(step)
         box = self._box()
-        book = self.worker._book
-        routes = len(self.peer.routes) if book is not None and any(book.peers()) else self.scenario.producer.tp
+        registry = self.worker._registry
+        routes = len(self.peer.routes) if registry is not None and any(registry.peers()) else self.scenario.producer.tp
         box.expect(len(orders), len(orders) * routes)
         stamps: list[Stamp] = []
         undo = _stamp(self.worker._fabric, stamps) if stamped else None

@@ -24,14 +24,14 @@ COUNT = 5
 def knows(consumer: Node, params: dict[str, Any]) -> bool:
     """Whether every worker can read from the producer of these params."""
     key = PeerKey(params["remote_host"], params["remote_port"], params["remote_engine_id"], params["kvferry"]["boot"])
-    books = [worker.worker_side._worker._book for worker in consumer.workers]
-    return all(book is not None and key in book._ready for book in books)
+    registries = [worker.worker_side._worker._registry for worker in consumer.workers]
+    return all(registry is not None and key in registry._ready for registry in registries)
 
 
 def has_given_up(consumer: Node) -> bool:
     """Whether a first contact has failed."""
-    book = consumer.workers[0].worker_side._worker._book
-    return book is not None and len(book._back_off) > 0
+    registry = consumer.workers[0].worker_side._worker._registry
+    return registry is not None and len(registry._back_off) > 0
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -372,10 +372,10 @@ GUARDS = (
         "former-lives",
         "what was known of an engine's former life goes when it comes back",
         (4,),
-        "kvferry.worker.peers.registry:PeerBook._retire_former_lives",
+        "kvferry.worker.peers.registry:PeerRegistry._retire_former_lives",
         _nothing,
         (
-            "tests/worker/test_peer_book.py::test_a_former_life_is_kept_while_reads_from_it_are_under_way",
+            "tests/worker/test_peer_registry.py::test_a_former_life_is_kept_while_reads_from_it_are_under_way",
             f"{_ENGINES}/test_peers.py::"
             "test_an_engine_that_restarted_is_connected_anew_and_its_former_life_is_forgotten[nixl]",
         ),
@@ -384,7 +384,7 @@ GUARDS = (
         "lost-peers",
         "a peer that is lost is connected anew",
         (4,),
-        "kvferry.worker.peers.registry:PeerBook.lost",
+        "kvferry.worker.peers.registry:PeerRegistry.lost",
         _nothing,
         (f"{_ENGINES}/test_peers.py::test_a_peer_that_dies_during_a_read_fails_the_load_at_once",),
     ),

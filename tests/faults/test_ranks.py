@@ -238,8 +238,8 @@ def test_a_producer_rank_whose_agent_is_gone_fails_the_ranks_that_read_it_and_fr
         readers = {
             index
             for index, worker in enumerate(rig.consumer.workers)
-            if worker._book is not None
-            for peer in worker._book.peers()
+            if worker._registry is not None
+            for peer in worker._registry.peers()
             if any(route.route.worker == gone for route in peer.routes)
         }
         assert readers

@@ -247,9 +247,9 @@ class Engine:
         """Change the deadlines of a worker that has begun; so no test depends on how fast a good load is."""
         worker = self.worker
         assert worker._thread is not None
-        assert worker._book is not None
+        assert worker._registry is not None
         worker._settings = replace(worker._settings, load_timeout_s=load_s, handshake_timeout_s=handshake_s)
-        worker._thread.runner.timeout_s, worker._book._timeout_s = load_s, handshake_s
+        worker._thread.runner.timeout_s, worker._registry._timeout_s = load_s, handshake_s
 
     def free(self, load: OrderedLoad) -> None:
         """The request that was loaded has been answered."""

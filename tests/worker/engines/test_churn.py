@@ -83,8 +83,8 @@ def test_producers_that_come_and_go_leave_nothing_with_their_consumer() -> None:
 
 
 def _lists_of_a_peer(consumer: Engine) -> int:
-    assert consumer.worker._book is not None
-    (lists,) = {len(peer.made) - len(peer.routes) for peer in consumer.worker._book.peers()}
+    assert consumer.worker._registry is not None
+    (lists,) = {len(peer.made) - len(peer.routes) for peer in consumer.worker._registry.peers()}
     return lists
 
 

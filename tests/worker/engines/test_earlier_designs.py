@@ -1,4 +1,4 @@
-"""`TransferTopology.register_remote_engine`: here it is the book of peers that knows other engines.
+"""`TransferTopology.register_remote_engine`: here the peer registry knows other engines.
 
 The rest of the earlier designs is answered by the plan: tests/plan/test_earlier_designs.py.
 """

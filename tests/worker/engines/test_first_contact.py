@@ -21,8 +21,8 @@ def wait_in_the_queue(consumer: Engine, params: RemotePrefill, name: str = "wait
 
 
 def knows(consumer: Engine, params: RemotePrefill) -> bool:
-    book = consumer.worker._book
-    return book is not None and PeerKey.of(params) in book._ready
+    registry = consumer.worker._registry
+    return registry is not None and PeerKey.of(params) in registry._ready
 
 
 def test_a_producer_is_met_while_its_first_request_waits_and_the_load_asks_nobody(rig: Rig) -> None:
@@ -47,8 +47,8 @@ def test_a_first_contact_that_fails_is_no_failed_load(rig: Rig) -> None:
     wait_in_the_queue(consumer, offer.params)
 
     def given_up() -> bool:
-        book = consumer.worker._book
-        return book is not None and len(book._back_off) > 0
+        registry = consumer.worker._registry
+        return registry is not None and len(registry._back_off) > 0
 
     rig.step_until(given_up, "the producer cannot be connected")
     assert not consumer.seen.failed

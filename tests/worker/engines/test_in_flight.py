@@ -103,12 +103,12 @@ def test_a_first_read_that_failed_keeps_its_cell_for_the_grace(
         rig.network.fail_reads(producer.fabric.agent_name)
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
-    landing, book = consumer.worker._landing, consumer.worker._book
-    assert book is not None
+    landing, registry = consumer.worker._landing, consumer.worker._registry
+    assert registry is not None
     assert landing.free() == len(landing.words) - 1
-    assert book.burying()
+    assert registry.burying()
     consumer.worker.check_integrity()
     assert consumer.worker._thread is not None
     consumer.worker._thread._reader.grace_s = 0.0
-    wait_until(lambda: not book.burying(), "the grace is over", 60.0)
+    wait_until(lambda: not registry.burying(), "the grace is over", 60.0)
     consumer.worker.check_integrity(at_rest=True)

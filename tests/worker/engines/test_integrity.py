@@ -42,9 +42,9 @@ def _prepare_a_list(engine: Engine) -> Callable[[], object]:
 
 
 def _post_a_read(engine: Engine) -> Callable[[], object]:
-    book = engine.worker._book
-    assert book is not None
-    (peer,) = book.peers()
+    registry = engine.worker._registry
+    assert registry is not None
+    (peer,) = registry.peers()
     zero = np.zeros(1, dtype=np.int32)
     made = engine.fabric.inner.post_read(engine.worker._landing.descriptors, zero, peer.routes[0].slots, zero)
     return lambda: engine.fabric.inner.release(made)

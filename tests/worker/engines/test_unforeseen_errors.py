@@ -31,7 +31,9 @@ def recovers(rig: Rig, producer: Engine, consumer: Engine) -> None:
     consumer.fabric.faults.clear()
     rig.step_until(lambda: not consumer.seen.alive, "the quarantine is over")
     rig.step_until(lambda: len(producer.leases) == 0, "the producer's blocks are free")
-    wait_until(lambda: not consumer.worker._book or not consumer.worker._book.burying(), "the failed peer is buried")
+    wait_until(
+        lambda: not consumer.worker._registry or not consumer.worker._registry.burying(), "the failed peer is buried"
+    )
     rig.step_until(lambda: _works(rig, producer, consumer), "a later load is good")
     assert consumer.worker._landing.free() == len(consumer.worker._landing.words)
 
@@ -101,14 +103,14 @@ def test_a_fabric_without_notifications_stops_neither_the_ends_of_leases_nor_loa
     rig.transfer(one, other)
 
 
-def test_leases_become_ready_although_the_peer_book_is_broken(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_become_ready_although_the_peer_registry_is_broken(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = rig.pair()
     rig.transfer(other, one)
 
     def broken(*_: object) -> bool:
         raise RuntimeError("unheard of")
 
-    monkeypatch.setattr(one.worker._book, "step", broken)
+    monkeypatch.setattr(one.worker._registry, "step", broken)
     rig.transfer(one, other)
     rig.transfer(other, one)
 

@@ -22,7 +22,7 @@ from kvferry.worker.leases.pending_ready import UnreadyHolds
 from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.memory.slot_reads import Landing
-from kvferry.worker.peers.registry import PeerBook
+from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.staging.buffer import Staging
 
 
@@ -36,7 +36,7 @@ class WorkerBooks:
     table: LeaseTable
     unready: UnreadyHolds
     runner: LoadRunner
-    book: PeerBook
+    registry: PeerRegistry
 
     def check(self, *, at_rest: bool = False) -> None:
         """Add everything up, in time that grows with what is alive.
@@ -57,11 +57,11 @@ class WorkerBooks:
     def describe(self) -> str:
         """All the sums in a line."""
         runner, landing = self.runner, self.landing
-        first_reads, loads = self.book.first_reads(), list(runner.alive())
+        first_reads, loads = self.registry.first_reads(), list(runner.alive())
         pool = self.staging.pool if self.staging is not None else None
         return (
             f"loads: {runner.waiting()} waiting, {len(loads) - len(runner.quarantine) - runner.flushing()} running, "
-            f"{runner.flushing()} flushing, {len(runner.quarantine)} quarantined; peers: {self.book.describe()}; "
+            f"{runner.flushing()} flushing, {len(runner.quarantine)} quarantined; peers: {self.registry.describe()}; "
             f"cells: {len(landing.words)} = {landing.free()} free + {sum(len(one.cells) for one in loads)} of loads + "
             f"{sum(len(one.cells) for one in first_reads)} of first reads; "
             f"transfers: {sum(one.transfers() for one in loads)} of loads, "
@@ -73,7 +73,7 @@ class WorkerBooks:
 
     def _cells(self) -> list[str]:
         landing = self.landing
-        owners = [one.cells for one in self.runner.alive()] + [one.cells for one in self.book.first_reads()]
+        owners = [one.cells for one in self.runner.alive()] + [one.cells for one in self.registry.first_reads()]
         taken = Counter(cell for cells in owners for cell in cells)
         wrong = [f"cell {cell} has {count} owners" for cell, count in taken.items() if count > 1]
         if taken:  # a set of all free cells takes a while, and an idle worker has taken none
@@ -84,12 +84,12 @@ class WorkerBooks:
 
     def _handles(self) -> list[str]:
         has, refused = self.reader.fabric.open_handles(), self.reader.refused()
-        peers = list(self.book.peers())
+        peers = list(self.registry.peers())
         agents = sum(len(peer.routes) for peer in peers)
         lists = sum(isinstance(one, (LocalDescriptors, RemoteDescriptors)) for one in refused)
         expected = {
             "transfers": sum(one.transfers() for one in self.runner.alive())
-            + sum(len(one.reads) for one in self.book.first_reads())
+            + sum(len(one.reads) for one in self.registry.first_reads())
             + sum(isinstance(one, Transfer) for one in refused),
             "prepared": self.landing.is_prepared + sum(len(peer.made) for peer in peers) - agents + lists,
             "peers": agents + sum(isinstance(one, str) for one in refused),
@@ -126,7 +126,7 @@ class WorkerBooks:
         left = {
             "loads wait": self.runner.waiting(),
             "loads run or are quarantined": len(list(self.runner.alive())),
-            "first reads have not ended": len(self.book.first_reads()),
+            "first reads have not ended": len(self.registry.first_reads()),
             "handles were not taken back": len(self.reader.refused()),
             "transfers are open": has.transfers,
             "peers are leaving": has.leaving,

@@ -104,12 +104,12 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
 
     def start(self, context: LoadContext) -> None:
-        """Begin; the context's fabric is this thread's from now on. It comes late: its peer book wakes the thread."""
+        """Begin; the context's fabric is this thread's from now on. It comes late: its registry wakes the thread."""
         self._reader = context.reader
-        self._book = context.book
+        self._registry = context.registry
         self._device = context.caches.device
         self.runner = LoadRunner(context, self.results, self._settings.load_timeout_s, self._settings.max_loads)
-        self._levels = LevelWatch(context.book, context.staging, self.results)
+        self._levels = LevelWatch(context.registry, context.staging, self.results)
         self._reports = Reports(context.fabric, self._table, self.results)
         self._books = WorkerBooks(
             reader=context.reader,
@@ -118,7 +118,7 @@ class TransferThread:
             table=self._table,
             unready=self._unready,
             runner=self.runner,
-            book=context.book,
+            registry=context.registry,
         )
         self._thread.start()
 
@@ -214,7 +214,7 @@ class TransferThread:
         pause_s = self._pause()
         if pause_s is not None:
             return pause_s
-        due_s = self._book.next_s()
+        due_s = self._registry.next_s()
         if not self._is_checked:
             due_s = min(self._next_check_s(), math.inf if due_s is None else due_s)
         return None if due_s is None else max(due_s - time.monotonic(), 0.0) + _LONGEST_PAUSE_S
@@ -224,12 +224,12 @@ class TransferThread:
 
     def _pause(self) -> float | None:
         """How long to wait before looking again at what goes on without being told; None when nothing does."""
-        if self.runner.busy() or len(self._unready) or self._book.busy():
+        if self.runner.busy() or len(self._unready) or self._registry.busy():
             return _SHORTEST_PAUSE_S if self.runner.is_amid_round() else self._pause_s
         pauses_s = []
         if self._table.held():
             pauses_s.append(self._notification_pause_s)
-        if len(self.runner.quarantine) or self.runner.flushing() or self._book.burying() or self._reader.refused():
+        if len(self.runner.quarantine) or self.runner.flushing() or self._registry.burying() or self._reader.refused():
             pauses_s.append(_QUARANTINE_PAUSE_S)
         return min(pauses_s, default=None)
 
@@ -250,7 +250,7 @@ class TransferThread:
         for order in orders.loads:
             self.runner.add(order, item.mark, item.arrived_s)
         for prewarm in orders.prewarms:
-            add = self._book.prewarm_static if prewarm.is_static else self._book.prewarm
+            add = self._registry.prewarm_static if prewarm.is_static else self._registry.prewarm
             add(PeerKey.of_prewarm(prewarm), item.arrived_s)
 
     def _lose(self, head: OrdersHead) -> None:
@@ -261,7 +261,7 @@ class TransferThread:
             results.failed.update(dict.fromkeys(head.loads, FailureReason.ORDERS))
 
     def _step(self) -> None:
-        progress = self._survive(self._book.step, time.monotonic(), self.runner.in_use())
+        progress = self._survive(self._registry.step, time.monotonic(), self.runner.in_use())
         progress |= self._survive(self._unready.step)
         if self._table.held():
             progress |= self._take_reports()
@@ -294,7 +294,7 @@ class TransferThread:
             self._graces_told = over
 
     def _report_handshakes(self) -> None:
-        if handshake_s := self._book.take_handshake_s():
+        if handshake_s := self._registry.take_handshake_s():
             with self.results as results:
                 results.handshake_s += handshake_s
 

@@ -33,7 +33,7 @@ from kvferry.worker.memory.slot_reads import Landing
 from kvferry.worker.peers.handshake_client import AskingThreads, fetch_description
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.peers.plan_cache import PlanCache
-from kvferry.worker.peers.registry import PeerBook
+from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.host_buffer import HostMirror
@@ -139,7 +139,7 @@ class FerryWorker:
         self._eraser = TailEraser(caches)
         self._clock = clock_for(caches.device)
         self._thread: TransferThread | None = None
-        self._book: PeerBook | None = None
+        self._registry: PeerRegistry | None = None
         self._watch = LoadWatch(settings.load_timeout_s)
         self._lost_orders = 0
 
@@ -211,8 +211,8 @@ class FerryWorker:
         if self._thread is not None and not self._thread.close():
             logger.error("the transfer thread is stuck in a call; what it uses is left alone")
             return
-        if self._book is not None:
-            self._book.close()
+        if self._registry is not None:
+            self._registry.close()
         self._fabric.close()
         for memory in self._host_memory:
             memory.unpin()
@@ -223,7 +223,7 @@ class FerryWorker:
             settings = self._settings
             thread = TransferThread(self._table, self._mirror, settings)
             reader = Reader(self._fabric, settings.failed_read_grace_s)
-            self._book = PeerBook(
+            self._registry = PeerRegistry(
                 reader,
                 self._caches,
                 self._staging,
@@ -237,7 +237,7 @@ class FerryWorker:
             thread.start(
                 LoadContext(
                     reader=reader,
-                    book=self._book,
+                    registry=self._registry,
                     landing=self._landing,
                     staging=self._staging,
                     caches=self._caches,

@@ -34,7 +34,7 @@ from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.device import DeviceMark
 from kvferry.worker.memory.slot_reads import Landing
 from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute
-from kvferry.worker.peers.registry import PeerBook, Unavailable
+from kvferry.worker.peers.registry import PeerRegistry, Unavailable
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.pool import Wave
 from kvferry.worker.staging.staged_reads import StagedFigures, StagedReads
@@ -70,7 +70,7 @@ class LoadContext:
     """
 
     reader: Reader
-    book: PeerBook
+    registry: PeerRegistry
     landing: Landing
     staging: Staging | None
     caches: KvCaches
@@ -181,7 +181,7 @@ class Load:
 
     def _connect_peer(self) -> Generator[None, None, Peer]:
         while True:
-            found = self.context.book.get(self.key, time.monotonic())
+            found = self.context.registry.get(self.key, time.monotonic())
             if isinstance(found, Peer):
                 try:
                     check_seal(self.order.source, found.description.seal_key)

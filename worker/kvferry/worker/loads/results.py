@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.record import EndedLoad, LoadFigures
-from kvferry.worker.peers.registry import PeerBook
+from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.staging.buffer import Staging
 
 
@@ -104,8 +104,8 @@ class ResultBox:
 class LevelWatch:
     """Used on the transfer thread, which alone changes what is watched."""
 
-    def __init__(self, book: PeerBook, staging: Staging | None, results: ResultBox) -> None:
-        self._book = book
+    def __init__(self, registry: PeerRegistry, staging: Staging | None, results: ResultBox) -> None:
+        self._registry = registry
         self._pool = staging.pool if staging is not None else None
         self._results = results
         self._told = (-1, -1)
@@ -113,7 +113,7 @@ class LevelWatch:
     def look(self) -> None:
         """Tell what has changed; the latest word counts."""
         used = self._pool.used_bytes if self._pool is not None else 0
-        now = (self._book.num_ready, used)
+        now = (self._registry.num_ready, used)
         if now == self._told:
             return
         self._told = now

@@ -177,7 +177,7 @@ class LoadRunner:
         except FabricError as error:
             self._fail(load, FailureReason.TRANSFER, str(error))
             if isinstance(error, PeerLost) and load.peer is not None:
-                self._context.book.lost(load.peer, str(error), time.monotonic())
+                self._context.registry.lost(load.peer, str(error), time.monotonic())
         except Exception as error:
             logger.exception("req=%s peer=%s: an unforeseen error in a load", load.order.request_id, load.key)
             self._fail(load, FailureReason.TRANSFER, repr(error))

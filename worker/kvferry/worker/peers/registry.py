@@ -1,4 +1,4 @@
-"""All producers that this worker knows, is getting to know, or has given up on for a while.
+"""The producers that this worker is connected to, is connecting to, or backs off from.
 
 Handshakes run on threads of their own; everything that touches the fabric runs on the transfer thread, which calls
 `step`. A peer is forgotten, and everything that belongs to it given back, when it is lost, when another life of it
@@ -32,7 +32,7 @@ from kvferry.worker.staging.buffer import Staging
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PeerBook", "Unavailable"]
+__all__ = ["PeerRegistry", "Unavailable"]
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Warming:
     prepared_s: float
 
 
-class PeerBook:
+class PeerRegistry:
     """Peers by key.
 
     Args:
@@ -130,7 +130,7 @@ class PeerBook:
         return min(due_s, default=None)
 
     def peers(self) -> Iterator[Peer]:
-        """Everybody who has something of the fabric."""
+        """All peers that hold resources of the fabric."""
         yield from (known.peer for known in self._ready.values())
         yield from (warming.peer for warming in self.first_reads())
         yield from self._retired
@@ -214,7 +214,7 @@ class PeerBook:
             self._give_up(peer.key, Unavailable(FailureReason.TRANSFER, why), now_s)
 
     def close(self) -> None:
-        """Forget everybody."""
+        """Forget all peers."""
         self._handshakes.close()
         for peer in (*(known.peer for known in self._ready.values()), *self._retired):
             disconnect(self._reader, peer)

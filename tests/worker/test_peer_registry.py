@@ -1,4 +1,4 @@
-"""The book of peers by itself: back-off, first reads, and what is given back when a peer cannot be connected."""
+"""The peer registry by itself: back-off, first reads, and what is given back when a peer cannot be connected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvferry.worker.fabric.reads import Reader
 from kvferry.worker.memory.slot_reads import Landing
 from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS
 from kvferry.worker.peers.peer import Peer, PeerKey
-from kvferry.worker.peers.registry import PeerBook, Unavailable
+from kvferry.worker.peers.registry import PeerRegistry, Unavailable
 from kvferry.worker.peers.retry import BackOff
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.plan import samples
@@ -37,7 +37,7 @@ Answer = Callable[[PeerKey], "tuple[EngineDescription, TransferPlan]"]
 
 
 class Scene:
-    """A consumer's book, a producer on the fake network, and a clock that stands still."""
+    """A consumer's registry, a producer on the fake network, and a clock that stands still."""
 
     def __init__(self) -> None:
         self.network = MemoryNetwork()
@@ -59,7 +59,7 @@ class Scene:
         self.answer: Answer = lambda _: self.good
         self.awake = threading.Event()
         self.reader = Reader(self.fabric)
-        self.book = PeerBook(
+        self.registry = PeerRegistry(
             self.reader,
             self.caches.kv,
             None,
@@ -100,13 +100,13 @@ class Scene:
         self.answer = self.found.__getitem__
 
     def connect(self, now_s: float, key: PeerKey = KEY, in_use: Collection[PeerKey] = ()) -> Peer | Unavailable | None:
-        """Ask for the peer, let its handshake end, and step the book."""
+        """Ask for the peer, let its handshake end, and step the registry."""
         self.awake.clear()
-        if self.book.get(key, now_s) is None and key in self.book._handshakes:
+        if self.registry.get(key, now_s) is None and key in self.registry._handshakes:
             assert self.awake.wait(60)
-        self.book.step(now_s, in_use)
-        self.book.step(now_s, in_use)
-        return self.book.get(key, now_s)
+        self.registry.step(now_s, in_use)
+        self.registry.step(now_s, in_use)
+        return self.registry.get(key, now_s)
 
     def refuse(self, _: PeerKey) -> tuple[EngineDescription, TransferPlan]:
         raise HandshakeFailed("nobody is there")
@@ -119,7 +119,7 @@ class Scene:
 def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
-    made.book.close()
+    made.registry.close()
     made.fabric.close()
 
 
@@ -134,7 +134,7 @@ def test_a_peer_is_ready_after_a_real_read_and_gives_its_cells_back(scene: Scene
     assert scene.fabric.calls["post_read"] == len(peer.routes) == 1
     assert scene.landing.free() == CELLS
     assert scene.fabric.transfers() == 0
-    assert not scene.book.busy()
+    assert not scene.registry.busy()
 
 
 def test_the_back_off_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,45 +146,45 @@ def test_the_back_off_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.
         found = scene.connect(now_s)
         assert found == Unavailable(FailureReason.HANDSHAKE, "nobody is there")
         assert len(scene.asked) == failures
-        assert scene.book.get(KEY, now_s + pause_s - 0.01) == found
+        assert scene.registry.get(KEY, now_s + pause_s - 0.01) == found
         assert len(scene.asked) == failures, "it was asked again before the back-off was over"
         now_s += pause_s
     scene.answer = lambda _: scene.good
     assert isinstance(scene.connect(now_s), Peer)
-    peer = scene.book.get(KEY, now_s)
+    peer = scene.registry.get(KEY, now_s)
     assert isinstance(peer, Peer)
-    scene.book.lost(peer, "the test wanted it", now_s)
-    assert isinstance(scene.book.get(KEY, now_s + 0.99), Unavailable)
-    assert scene.book.get(KEY, now_s + 1.0) is None, "after a success the back-off starts anew"
+    scene.registry.lost(peer, "the test wanted it", now_s)
+    assert isinstance(scene.registry.get(KEY, now_s + 0.99), Unavailable)
+    assert scene.registry.get(KEY, now_s + 1.0) is None, "after a success the back-off starts anew"
 
 
 def test_a_lost_peer_that_was_met_anew_is_not_lost_again(scene: Scene) -> None:
     """Otherwise whoever is slow to notice throws away the connection that others have made since."""
     former = scene.connect(0.0)
     assert isinstance(former, Peer)
-    scene.book.lost(former, "the test wanted it", 0.0)
+    scene.registry.lost(former, "the test wanted it", 0.0)
     assert scene.nothing_is_left()
     present = scene.connect(100.0)
     assert isinstance(present, Peer)
-    scene.book.lost(former, "said late", 100.0)
-    assert scene.book.get(KEY, 100.0) is present
+    scene.registry.lost(former, "said late", 100.0)
+    assert scene.registry.get(KEY, 100.0) is present
 
 
 def test_a_first_read_that_does_not_end_gives_nothing_back_before_it_has(scene: Scene) -> None:
     scene.network.freeze("producer")
     assert scene.connect(0.0) is None
-    assert scene.book.busy()
-    scene.book.step(1.1, ())
-    found = scene.book.get(KEY, 1.1)
+    assert scene.registry.busy()
+    scene.registry.step(1.1, ())
+    found = scene.registry.get(KEY, 1.1)
     assert isinstance(found, Unavailable)
     assert found.reason is FailureReason.HANDSHAKE
-    assert scene.book.burying()
-    assert not scene.book.busy()
+    assert scene.registry.burying()
+    assert not scene.registry.busy()
     assert scene.landing.free() == CELLS - 1
     scene.network.thaw("producer")
-    scene.book.step(2.0, ())
+    scene.registry.step(2.0, ())
     assert scene.nothing_is_left()
-    assert not scene.book.burying()
+    assert not scene.registry.burying()
     assert isinstance(scene.connect(100.0), Peer)
 
 
@@ -198,19 +198,19 @@ def test_a_former_life_is_kept_while_reads_from_it_are_under_way(scene: Scene) -
     scene.answer = lambda _: (there, scene.good[1])
     key = KEY._replace(boot="1" * 32)
     scene.awake.clear()
-    assert scene.book.get(key, 0.0) is None
+    assert scene.registry.get(key, 0.0) is None
     assert scene.awake.wait(10)
     for _ in range(3):
-        scene.book.step(0.0, {KEY})
-    assert isinstance(scene.book.get(key, 0.0), Peer)
+        scene.registry.step(0.0, {KEY})
+    assert isinstance(scene.registry.get(key, 0.0), Peer)
     assert scene.fabric.peers == {"producer", "successor"}
-    scene.book.step(0.0, {key})
+    scene.registry.step(0.0, {key})
     assert scene.fabric.peers == {"successor"}
 
 
 def test_engines_that_do_not_answer_cannot_pile_up_without_bound(scene: Scene) -> None:
     known = scene.connect(0.0)
-    scene.book._handshakes._for_loads.limits = replace(FOR_LOADS, asked=20)
+    scene.registry._handshakes._for_loads.limits = replace(FOR_LOADS, asked=20)
     answered = threading.Event()
 
     def later(key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
@@ -218,10 +218,10 @@ def test_engines_that_do_not_answer_cannot_pile_up_without_bound(scene: Scene) -
         return scene.refuse(key)
 
     scene.answer = later
-    answers = [scene.book.get(KEY._replace(host=f"10.0.1.{n}"), 0.0) for n in range(25)]
+    answers = [scene.registry.get(KEY._replace(host=f"10.0.1.{n}"), 0.0) for n in range(25)]
     assert answers[:20] == [None] * 20
     assert all(isinstance(answer, Unavailable) for answer in answers[20:])
-    assert scene.book.get(KEY, 0.0) is known, "a peer that is known is none of those"
+    assert scene.registry.get(KEY, 0.0) is known, "a peer that is known is none of those"
     answered.set()
     wait_until(lambda: len(scene.asked) == 21, "all have been asked")
 
@@ -248,34 +248,34 @@ def fleet(scene: Scene, count: int) -> list[PeerKey]:
 def test_a_peer_that_is_not_read_from_for_its_time_is_forgotten_and_met_anew(scene: Scene) -> None:
     (key,) = fleet(scene, 1)
     assert isinstance(scene.connect(100.0, key), Peer)
-    assert isinstance(scene.book.get(key, 150.0), Peer)
-    assert scene.book.next_s() == 150.0 + TTL_S
-    scene.book.step(150.0 + TTL_S - 0.01, ())
+    assert isinstance(scene.registry.get(key, 150.0), Peer)
+    assert scene.registry.next_s() == 150.0 + TTL_S
+    scene.registry.step(150.0 + TTL_S - 0.01, ())
     assert scene.fabric.peers == {key.engine_id}
-    scene.book.step(150.0 + TTL_S, ())
+    scene.registry.step(150.0 + TTL_S, ())
     assert scene.nothing_is_left()
     assert scene.fabric.prepared() == 1, "the landing's own"
-    assert scene.book.next_s() is None
+    assert scene.registry.next_s() is None
     assert isinstance(scene.connect(150.0 + TTL_S, key), Peer), "it is not held against it"
 
 
 def test_a_peer_that_is_read_from_for_longer_than_its_time_is_kept(scene: Scene) -> None:
     (key,) = fleet(scene, 1)
     scene.connect(0.0, key)
-    scene.book.step(10 * TTL_S, {key})
+    scene.registry.step(10 * TTL_S, {key})
     assert scene.fabric.peers == {key.engine_id}
-    scene.book.step(11 * TTL_S - 1.0, ())
+    scene.registry.step(11 * TTL_S - 1.0, ())
     assert scene.fabric.peers == {key.engine_id}, "its time begins when it is not read from any more"
-    scene.book.step(11 * TTL_S, ())
+    scene.registry.step(11 * TTL_S, ())
     assert scene.nothing_is_left()
 
 
 def test_a_time_of_nothing_is_for_ever(scene: Scene) -> None:
-    scene.book._ttl_s = 0.0
+    scene.registry._ttl_s = 0.0
     (key,) = fleet(scene, 1)
     scene.connect(0.0, key)
-    assert scene.book.next_s() is None
-    scene.book.step(1e9, ())
+    assert scene.registry.next_s() is None
+    scene.registry.step(1e9, ())
     assert scene.fabric.peers == {key.engine_id}
 
 
@@ -283,15 +283,15 @@ def test_of_too_many_peers_the_one_that_was_unused_longest_is_forgotten_and_none
     first, second, third, fourth, fifth = fleet(scene, 5)
     for now_s, key in enumerate((first, second, third)):
         assert isinstance(scene.connect(float(now_s), key), Peer)
-    assert isinstance(scene.book.get(first, 10.0), Peer)
+    assert isinstance(scene.registry.get(first, 10.0), Peer)
     assert isinstance(scene.connect(11.0, fourth), Peer)
     assert scene.fabric.peers == {key.engine_id for key in (first, third, fourth)}
-    scene.book.step(12.0, {third, first, fourth})
+    scene.registry.step(12.0, {third, first, fourth})
     scene.connect(14.0, fifth, {third, first, fourth, fifth})
     assert scene.fabric.peers == {"P0", "P2", "P3", "P4"}
     for key in (first, third, fourth, fifth):
-        assert isinstance(scene.book.get(key, 14.0), Peer), "one that is read from is not connected anew"
-    scene.book.step(15.0, ())
+        assert isinstance(scene.registry.get(key, 14.0), Peer), "one that is read from is not connected anew"
+    scene.registry.step(15.0, ())
     assert len(scene.fabric.peers) == 3
 
 
@@ -310,14 +310,14 @@ def test_what_comes_and_goes_by_the_thousand_leaves_nothing(scene: Scene, monkey
         peer = scene.connect(now_s, key)
         assert isinstance(peer, Peer)
         if number % 3 == 0:
-            scene.book.lost(peer, "the test wanted it", now_s)
+            scene.registry.lost(peer, "the test wanted it", now_s)
         assert len(scene.fabric.peers) <= 3
         assert scene.landing.free() == CELLS
-    scene.book.step(now_s + 2 * TTL_S, ())
+    scene.registry.step(now_s + 2 * TTL_S, ())
     assert scene.nothing_is_left()
     assert scene.fabric.prepared() == 1, "the landing's own"
     assert scene.fabric.open_handles() == OpenHandles(prepared=1)
-    assert scene.book.describe().startswith("0 ready, 0 warming, 0 dying, 0 retired, 0 asked")
+    assert scene.registry.describe().startswith("0 ready, 0 warming, 0 dying, 0 retired, 0 asked")
 
 
 def test_failures_are_remembered_of_a_bounded_number_of_peers_and_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def test_a_restart_is_not_held_up_by_the_back_off_of_the_former_life(scene: Scen
     scene.answer = scene.refuse
     for now_s in (0.0, 10.0, 20.0, 40.0):
         assert isinstance(scene.connect(now_s), Unavailable)
-    assert isinstance(scene.book.get(KEY, 41.0), Unavailable), "it is left alone"
+    assert isinstance(scene.registry.get(KEY, 41.0), Unavailable), "it is left alone"
     reborn = KEY._replace(boot="1" * 32)
     scene.add(reborn)
     assert isinstance(scene.connect(41.0, reborn), Peer)
@@ -360,7 +360,7 @@ def test_a_former_life_is_forgotten_at_once(scene: Scene, other: dict[str, Any])
     scene.add(successor, agent="successor")
     assert isinstance(scene.connect(0.0, successor), Peer)
     assert scene.fabric.peers == {"successor"}
-    assert scene.book.get(KEY, 0.0) is None, "it would have to be connected anew"
+    assert scene.registry.get(KEY, 0.0) is None, "it would have to be connected anew"
 
 
 def test_the_same_life_under_another_address_is_met_there_although_its_agents_have_the_same_names(scene: Scene) -> None:
@@ -380,23 +380,23 @@ def test_other_engines_are_not_forgotten_with_it(scene: Scene) -> None:
     scene.add(reborn, agent="reborn")
     scene.connect(0.0, reborn)
     assert scene.fabric.peers == {"P1", "reborn"}
-    assert isinstance(scene.book.get(other, 0.0), Peer)
+    assert isinstance(scene.registry.get(other, 0.0), Peer)
 
 
 def ahead(scene: Scene, now_s: float, key: PeerKey = KEY) -> None:
-    """Only waiting requests name the peer; let its handshake end, and step the book."""
+    """Only waiting requests name the peer; let its handshake end, and step the registry."""
     scene.awake.clear()
-    scene.book.prewarm(key, now_s)
-    if key in scene.book._handshakes:
+    scene.registry.prewarm(key, now_s)
+    if key in scene.registry._handshakes:
         assert scene.awake.wait(60)
     for _ in range(3):
-        scene.book.step(now_s, ())
+        scene.registry.step(now_s, ())
 
 
 def test_a_peer_that_waiting_requests_name_is_ready_when_the_first_load_comes(scene: Scene) -> None:
     ahead(scene, 0.0)
     assert scene.fabric.calls["post_read"] == 1
-    assert isinstance(scene.book.get(KEY, 0.0), Peer)
+    assert isinstance(scene.registry.get(KEY, 0.0), Peer)
     assert len(scene.asked) == 1
     ahead(scene, 1.0)
     assert len(scene.asked) == 1, "one that is known is not asked again"
@@ -407,10 +407,10 @@ def test_a_peer_that_could_not_be_prewarmed_is_left_alone_for_the_usual_time(sce
     ahead(scene, 0.0)
     ahead(scene, 0.1)
     assert len(scene.asked) == 1
-    assert scene.book.get(KEY, 0.1) == Unavailable(FailureReason.HANDSHAKE, "nobody is there")
+    assert scene.registry.get(KEY, 0.1) == Unavailable(FailureReason.HANDSHAKE, "nobody is there")
     scene.answer = lambda _: scene.good
     ahead(scene, 100.0)
-    assert isinstance(scene.book.get(KEY, 100.0), Peer)
+    assert isinstance(scene.registry.get(KEY, 100.0), Peer)
 
 
 def test_no_peer_is_prewarmed_that_would_push_out_a_peer_or_take_the_cells_of_loads(scene: Scene) -> None:
@@ -433,14 +433,14 @@ def test_peers_that_no_load_waits_for_are_connected_one_at_a_turn_behind_those_t
     """Connecting takes milliseconds of the thread that moves loads on."""
     monkeypatch.setattr(threading.Thread, "start", lambda thread: thread.run())
     first, second, third = fleet(scene, 3)
-    scene.book._handshakes._answered.update(dict.fromkeys((first.host, second.host, third.host)))
-    scene.book.prewarm(first, 0.0)
-    scene.book.prewarm(second, 0.0)
-    assert scene.book.get(third, 0.0) is None
+    scene.registry._handshakes._answered.update(dict.fromkeys((first.host, second.host, third.host)))
+    scene.registry.prewarm(first, 0.0)
+    scene.registry.prewarm(second, 0.0)
+    assert scene.registry.get(third, 0.0) is None
     turns: list[list[str]] = []
-    while not turns or scene.book.busy():
+    while not turns or scene.registry.busy():
         before = set(scene.fabric.peers)
-        scene.book.step(0.0, ())
+        scene.registry.step(0.0, ())
         turns.append(sorted(scene.fabric.peers - before))
     assert turns[:2] == [["P0", "P2"], ["P1"]]
 
@@ -455,43 +455,43 @@ def test_many_that_do_not_answer_take_no_place_from_the_peers_of_loads(scene: Sc
         return scene.good
 
     scene.answer = later
-    scene.book._most_peers = 1024
+    scene.registry._most_peers = 1024
     for number in range(200):
-        scene.book.prewarm(KEY._replace(host=f"10.0.1.{number}"), 0.0)
+        scene.registry.prewarm(KEY._replace(host=f"10.0.1.{number}"), 0.0)
     wait_until(lambda: len(scene.asked) == AHEAD.strangers_at_once, "as many are asked as may be")
-    assert len(scene.book._handshakes) == AHEAD.asked
+    assert len(scene.registry._handshakes) == AHEAD.asked
     scene.awake.clear()
-    scene.book.get(KEY, 0.0)
+    scene.registry.get(KEY, 0.0)
     assert scene.awake.wait(10)
-    scene.book.step(0.0, ())
-    scene.book.step(0.0, ())
-    assert isinstance(scene.book.get(KEY, 0.0), Peer)
+    scene.registry.step(0.0, ())
+    scene.registry.step(0.0, ())
+    assert isinstance(scene.registry.get(KEY, 0.0), Peer)
     assert len(scene.asked) == AHEAD.strangers_at_once + 1
     answered.set()
-    scene.book.close()
+    scene.registry.close()
 
 
 def settle(scene: Scene, now_s: float) -> None:
-    """Let handshakes under way end, then step the book."""
-    scene.book.step(now_s, ())
+    """Let handshakes under way end, then step the registry."""
+    scene.registry.step(now_s, ())
     wait_until(lambda: not _asking(scene) or scene.awake.is_set(), "the handshake has ended")
     scene.awake.clear()
     for _ in range(3):
-        scene.book.step(now_s, ())
+        scene.registry.step(now_s, ())
 
 
 def _asking(scene: Scene) -> bool:
-    return len(scene.book._handshakes) > 0
+    return len(scene.registry._handshakes) > 0
 
 
 def test_a_static_peer_is_connected_although_no_load_wants_it_and_never_becomes_too_old(scene: Scene) -> None:
-    scene.book.prewarm_static(KEY, 0.0)
-    assert scene.book.next_s() == 0.0
+    scene.registry.prewarm_static(KEY, 0.0)
+    assert scene.registry.next_s() == 0.0
     settle(scene, 0.0)
-    assert scene.book.next_s() == TTL_S
+    assert scene.registry.next_s() == TTL_S
     for hours in (1, 2, 3):
         settle(scene, hours * TTL_S)
-    assert isinstance(scene.book.get(KEY, 3 * TTL_S), Peer)
+    assert isinstance(scene.registry.get(KEY, 3 * TTL_S), Peer)
     assert scene.asked == [KEY]
 
 
@@ -500,33 +500,33 @@ def test_a_static_peer_that_could_not_be_connected_or_was_lost_is_connected_agai
 ) -> None:
     monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 10.0)
     scene.answer = scene.refuse
-    scene.book.prewarm_static(KEY, 0.0)
+    scene.registry.prewarm_static(KEY, 0.0)
     settle(scene, 0.0)
     settle(scene, 9.0)
     assert len(scene.asked) == 1, "it was asked again before the back-off was over"
-    assert scene.book.next_s() is not None, "somebody must look again"
+    assert scene.registry.next_s() is not None, "somebody must look again"
     scene.answer = lambda _: scene.good
     settle(scene, 11.0)
-    assert scene.book.next_s() == 11.0 + TTL_S
-    peer = scene.book.get(KEY, 11.0)
+    assert scene.registry.next_s() == 11.0 + TTL_S
+    peer = scene.registry.get(KEY, 11.0)
     assert isinstance(peer, Peer)
-    scene.book.lost(peer, "the test wanted it", 20.0)
+    scene.registry.lost(peer, "the test wanted it", 20.0)
     settle(scene, 31.0)
-    assert isinstance(scene.book.get(KEY, 31.0), Peer)
+    assert isinstance(scene.registry.get(KEY, 31.0), Peer)
     assert len(scene.asked) == 3
 
 
 def test_a_static_peer_that_answers_again_is_connected_at_once_however_often_it_did_not(scene: Scene) -> None:
     """The engine's scheduler has heard it; otherwise loads would be refused for as long as the back-off has grown."""
     scene.answer = scene.refuse
-    scene.book.prewarm_static(KEY, 0.0)
+    scene.registry.prewarm_static(KEY, 0.0)
     for now_s in range(0, 600, 60):
         settle(scene, float(now_s))
-    assert isinstance(scene.book.get(KEY, 540.1), Unavailable)
+    assert isinstance(scene.registry.get(KEY, 540.1), Unavailable)
     scene.answer = lambda _: scene.good
-    scene.book.prewarm_static(KEY, 540.2)
+    scene.registry.prewarm_static(KEY, 540.2)
     settle(scene, 540.2)
-    assert isinstance(scene.book.get(KEY, 540.2), Peer)
+    assert isinstance(scene.registry.get(KEY, 540.2), Peer)
 
 
 def test_a_static_peer_that_refused_is_left_alone_although_it_answers(scene: Scene) -> None:
@@ -535,7 +535,7 @@ def test_a_static_peer_that_refused_is_left_alone_although_it_answers(scene: Sce
 
     scene.answer = refuse
     for now_s in (0.0, 0.001):
-        scene.book.prewarm_static(KEY, now_s)
+        scene.registry.prewarm_static(KEY, now_s)
         settle(scene, now_s)
     assert len(scene.asked) == 1
 
@@ -546,21 +546,21 @@ def test_a_static_peer_that_refuses_is_left_alone(scene: Scene, error: Exception
         raise error
 
     scene.answer = refuse
-    scene.book.prewarm_static(KEY, 0.0)
+    scene.registry.prewarm_static(KEY, 0.0)
     settle(scene, 0.0)
     settle(scene, 1000.0)
     assert len(scene.asked) == 1
-    assert scene.book.next_s() is None
+    assert scene.registry.next_s() is None
 
 
 def test_a_restarted_engine_takes_the_place_of_its_static_peer(scene: Scene) -> None:
     scene.add(KEY)
-    scene.book.prewarm_static(KEY, 0.0)
+    scene.registry.prewarm_static(KEY, 0.0)
     settle(scene, 0.0)
     later = KEY._replace(boot="1" * 32)
     scene.add(later, "P2")
-    scene.book.prewarm_static(later, 1.0)
+    scene.registry.prewarm_static(later, 1.0)
     settle(scene, 1.0)
     settle(scene, 1000.0)
-    assert isinstance(scene.book.get(later, 1000.0), Peer)
+    assert isinstance(scene.registry.get(later, 1000.0), Peer)
     assert scene.asked == [KEY, later], "the former life is not connected again"
