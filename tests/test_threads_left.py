@@ -38,7 +38,7 @@ def test_with_a_module_that_leaves_one(_of_module): pass
 
 def test_that_leaves_one(): begin("kvferry-transfer")
 
-def test_that_leaves_a_strangers_one(): begin("somebody")
+def test_that_leaves_another_ones_thread(): begin("somebody")
 """
 
 

@@ -119,8 +119,8 @@ def test_one_client_after_the_other_each_with_memory_of_its_own(served: Served) 
     busy = served.asker().ask(other)
     assert isinstance(busy, Refused)
     assert busy.value.startswith("busy")
-    for stranger in (Alive(session=SESSION), Leave(session=SESSION, wrong=0, complete=True)):
-        refused = served.asker().ask(stranger)
+    for message in (Alive(session=SESSION), Leave(session=SESSION, wrong=0, complete=True)):
+        refused = served.asker().ask(message)
         assert isinstance(refused, Refused)
         assert refused.field == "session"
     assert served.asker().ask(Alive(session=session)) == Noted()

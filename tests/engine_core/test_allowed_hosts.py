@@ -16,7 +16,7 @@ from tests.engine_core.offers import Eavesdropper, offer
 PROMPT = tokens(40)
 
 
-class Stranger:
+class OtherPeer:
     """A host that must not be connected to: this machine, under a name or address that nobody listed."""
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class Stranger:
 
 
 @pytest.fixture
-def stranger() -> Iterator[Stranger]:
-    stranger = Stranger()
-    yield stranger
-    stranger.close()
+def other_peer() -> Iterator[OtherPeer]:
+    other_peer = OtherPeer()
+    yield other_peer
+    other_peer.close()
 
 
 @pytest.fixture
@@ -81,10 +81,10 @@ HOSTS = ["127.0.0.1", "::ffff:127.0.0.1", "0x7f.1", "2130706433", "localhost", "
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("how", ["a prompt", "a rejected prompt", "an aborted prompt", "a turn", "a turn unasked for"])
 def test_whatever_names_a_host_that_is_not_listed_leads_to_no_connection_and_no_look_up(
-    make: Any, stranger: Stranger, asked_names: list[str], host: str, how: str
+    make: Any, other_peer: OtherPeer, asked_names: list[str], host: str, how: str
 ) -> None:
     engine = make(ALLOWED, bidirectional_kv_xfer=how == "a turn")
-    params = offer(PROMPT, port=stranger.port, remote_host=host, lease_s=0.05)
+    params = offer(PROMPT, port=other_peer.port, remote_host=host, lease_s=0.05)
     if "turn" in how:
         params |= {"do_remote_prefill": False, "do_remote_decode": True}
     engine.add("d", PROMPT, params, abort_immediately=how == "a rejected prompt")
@@ -96,19 +96,19 @@ def test_whatever_names_a_host_that_is_not_listed_leads_to_no_connection_and_no_
         assert computed_here(engine, "d") or "turn" in how
     engine.connector.scheduler_side.close()  # whatever was to be sent has been sent
     engine.step()
-    assert not stranger.was_asked()
+    assert not other_peer.was_asked()
     assert asked_names == []
     assert engine.counted("loads") == engine.counted("leases_given_back") == 0
     tally = engine.connector.scheduler_side.tally
     assert tally.total("local_recomputes", "host_not_allowed") == 1
 
 
-def test_without_a_list_the_same_params_lead_to_a_connection(make: Any, stranger: Stranger) -> None:
+def test_without_a_list_the_same_params_lead_to_a_connection(make: Any, other_peer: OtherPeer) -> None:
     engine = make(None)
-    engine.add("d", PROMPT, offer(PROMPT, port=stranger.port))
+    engine.add("d", PROMPT, offer(PROMPT, port=other_peer.port))
     engine.abort("d")
     engine.connector.scheduler_side.close()
-    assert stranger.was_asked()
+    assert other_peer.was_asked()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "p0.prefill.example"])

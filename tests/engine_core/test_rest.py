@@ -183,7 +183,7 @@ def test_two_ranks_free_nothing_until_the_later_one_has_reported(make: Any) -> N
     for _ in range(3):
         report(1, "p")
     report(7, "p")
-    report(0, "stranger")
+    report(0, "unknown")
     assert used(producer.engine) == before
     report(0, "p")
     assert producer.engine.is_whole

@@ -13,8 +13,8 @@ import msgspec
 from kvferry.protocol.handshake import CHANNEL_VERSION, EngineDescription, Refused, encode
 from kvferry.worker.peers.handshake_client import fetch_description
 from tests.faults.checks import check_survivor, transfer, until_idle, until_over, warmed_up
+from tests.faults.impostors import zmq_impostor
 from tests.faults.process import SLACK_S, Fleet
-from tests.faults.strangers import zmq_stranger
 from tests.worker.engine import free_port
 from tests.worker.engine_values import HOST
 
@@ -72,7 +72,7 @@ def test_a_bad_answer_fails_the_load_in_time_and_costs_nothing(fleet: Fleet) -> 
     for name, (tamper, expected) in TAMPERED.items():
         port = free_port()
         params = producer.prefill(13, 5, remote_port=port)
-        with zmq_stranger(port, lambda: tamper(description), forward_to=producer.port):  # noqa: B023 - used at once
+        with zmq_impostor(port, lambda: tamper(description), forward_to=producer.port):  # noqa: B023 - used at once
             began_s = time.monotonic()
             reason = until_over(consumer, consumer.load(params, 5), HANDSHAKE_S + SLACK_S)
             assert reason == expected, name

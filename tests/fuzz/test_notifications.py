@@ -32,11 +32,11 @@ def done(offer: Offer, worker: int = 0, expected: int = 1, consumer: str = "c" *
     return encode_notification(message)
 
 
-class Stranger:
+class OtherPeer:
     """Somebody who reaches a producer's fabric and can send it anything."""
 
     def __init__(self, rig: Rig, producer: Engine) -> None:
-        self.fabric = MemoryFabric("stranger", rig.network)
+        self.fabric = MemoryFabric("other", rig.network)
         self.peer = self.fabric.add_peer(producer.fabric.metadata())
 
     def tell(self, *messages: bytes) -> None:
@@ -48,7 +48,7 @@ def test_no_notification_ends_a_lease_without_its_epoch_or_stops_the_thread(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer, consumer = rig.pair()
-    stranger, offer = Stranger(rig, producer), producer.prefill(tokens=10, seed=1)
+    other_peer, offer = OtherPeer(rig, producer), producer.prefill(tokens=10, seed=1)
     forged = st.builds(
         lambda worker, expected, epoch: done(offer, worker, expected, epoch=f"{epoch:015x}"),
         st.integers(0, MAX_WORKERS - 1),
@@ -59,7 +59,7 @@ def test_no_notification_ends_a_lease_without_its_epoch_or_stops_the_thread(
     @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.lists(hostile_bytes("notification") | hostile_bytes("request") | forged, max_size=8))
     def fuzz(messages: list[bytes]) -> None:
-        stranger.tell(*messages)
+        other_peer.tell(*messages)
 
     with caplog.at_level(logging.WARNING):
         fuzz()
@@ -72,17 +72,17 @@ def test_no_notification_ends_a_lease_without_its_epoch_or_stops_the_thread(
 def test_who_knows_the_epoch_can_end_that_lease_alone_and_then_no_load_of_it_is_good(rig: Rig) -> None:
     """The worst that a consumer can do with lies about its numbers: its own lease ends early, or by its time."""
     producer, consumer = rig.pair()
-    stranger, mine, other = (
-        Stranger(rig, producer),
+    other_peer, mine, other = (
+        OtherPeer(rig, producer),
         producer.prefill(tokens=10, seed=1),
         producer.prefill(tokens=10, seed=2),
     )
-    stranger.tell(done(mine, worker=0, expected=MAX_WORKERS), done(mine, worker=0, expected=MAX_WORKERS))
+    other_peer.tell(done(mine, worker=0, expected=MAX_WORKERS), done(mine, worker=0, expected=MAX_WORKERS))
     load = consumer.load(other.params)
     rig.step_until(lambda: other.request_id in producer.seen.sent, "the other lease ends as ever")
     assert load.request_id in consumer.seen.loaded
     assert mine.request_id not in producer.seen.sent, "one of many reports ended it"
-    stranger.tell(done(mine, worker=3, expected=1, consumer="d" * 32))
+    other_peer.tell(done(mine, worker=3, expected=1, consumer="d" * 32))
     rig.step_until(lambda: mine.request_id in producer.seen.sent, "who knows the epoch may say that all is read")
     late = consumer.load(mine.params)
     assert rig.until_over(consumer, late) is not None, "nothing is decoded from a lease that is over"
@@ -90,11 +90,11 @@ def test_who_knows_the_epoch_can_end_that_lease_alone_and_then_no_load_of_it_is_
 
 def test_any_number_of_consumers_under_one_lease_costs_the_memory_of_eight(rig: Rig) -> None:
     producer, _ = rig.pair()
-    stranger, offer = Stranger(rig, producer), producer.prefill(tokens=10, seed=1)
+    other_peer, offer = OtherPeer(rig, producer), producer.prefill(tokens=10, seed=1)
     ticket = offer.params.kvferry
     count = 300
     for index in range(count):
-        stranger.tell(done(offer, worker=MAX_WORKERS - 1, expected=2, consumer=f"{index:032x}"))
+        other_peer.tell(done(offer, worker=MAX_WORKERS - 1, expected=2, consumer=f"{index:032x}"))
     beyond = count - MAX_CONSUMERS
     heard = producer.seen.counts
     rig.step_until(lambda: heard["bad_notifications"] == beyond, "those beyond the eighth are bad", timeout_s=60)

@@ -23,5 +23,5 @@ def test_what_one_worker_says_twice_counts_once() -> None:
 
 def test_a_worker_that_the_engine_does_not_have_is_nobody() -> None:
     confirmations = Confirmations(2)
-    assert [confirmations.take(stranger, ["a"]) for stranger in (-1, 2, 7)] == [[], [], []]
+    assert [confirmations.take(unknown, ["a"]) for unknown in (-1, 2, 7)] == [[], [], []]
     assert len(confirmations) == 0

@@ -35,25 +35,25 @@ def _wait_for(tally: Tally, count: int) -> None:
     wait_until(lambda: tally.total("side_channel_refusals", "too_many") >= count, "one more gives way")
 
 
-def test_strangers_that_say_nothing_make_room_for_the_next_and_not_engines_that_speak() -> None:
+def test_connections_that_send_nothing_make_room_for_the_next_and_engines_that_send_stay() -> None:
     tally = Tally()
     with listening(tally) as (listener, port), client(port) as engine:
         listener.publish(make_description())
         listener._unfinished.most = MOST
-        strangers: list[socket.socket] = []
+        silent: list[socket.socket] = []
         for number in range(5 * MOST):
             engine.send_multipart([b"", HELLO])
             assert engine.recv_multipart()[0] == b""
-            strangers.append(socket.create_connection((HOST, port)))
+            silent.append(socket.create_connection((HOST, port)))
             over = number + 2 - MOST
             if over > 0:
                 _wait_for(tally, over)
-        left = [one for one in strangers if not has_ended(one)]
+        left = [one for one in silent if not has_ended(one)]
         assert len(left) <= MOST
-        assert all(has_ended(one) for one in strangers[:MOST])
+        assert all(has_ended(one) for one in silent[:MOST])
         assert tally.total("handshakes_served") == 5 * MOST, "the engine was answered every time"
         assert isinstance(ask(port), EngineDescription)
-        for one in strangers:
+        for one in silent:
             one.close()
 
 

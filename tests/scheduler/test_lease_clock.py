@@ -143,7 +143,7 @@ def test_a_lease_that_nobody_was_told_of_disappears_without_a_word() -> None:
     assert ledger.open("b")
 
 
-def test_strangers_are_counted_and_change_nothing() -> None:
+def test_renewals_and_releases_of_unknown_leases_are_counted_and_change_nothing() -> None:
     clocked = Clocked()
     lease = clocked.finish()
     clocked.step()

@@ -124,7 +124,7 @@ class ProducerHistories(RuleBasedStateMachine):
         lease.deadline_s = max(lease.deadline_s, self.clock_s + LEASE_S)
 
     @rule(slot=st.integers(0, SLOTS + 1), epoch=st.integers(1, 3), data=st.data())
-    def strangers_are_told_no(self, slot: int, epoch: int, data: st.DataObject) -> None:
+    def unknown_names_are_refused(self, slot: int, epoch: int, data: st.DataObject) -> None:
         """A guessed epoch, a slot that is none, a lease that is over or computing."""
         guess = LeaseName(slot=slot, epoch=f"{epoch << 50:015x}")
         assert not self.ledger.release(guess)

@@ -159,13 +159,13 @@ def test_many_refusals_are_all_counted_and_few_are_logged(tally: Tally, caplog: 
 
 def test_a_key_that_is_not_of_a_listed_secret_is_not_admitted(tally: Tally) -> None:
     """Somebody knows the listener's public key, and has no secret."""
-    stranger = KeyPair.of(os.urandom(32))
+    other_peer = KeyPair.of(os.urandom(32))
     with listening((OLD, NEW), tally) as (listener, port), client(port) as sock:
         sock.disconnect(f"tcp://{HOST}:{port}")
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.CURVE_SERVERKEY, listener_keys(OLD).public)
-        sock.setsockopt(zmq.CURVE_PUBLICKEY, stranger.public)
-        sock.setsockopt(zmq.CURVE_SECRETKEY, stranger.private)
+        sock.setsockopt(zmq.CURVE_PUBLICKEY, other_peer.public)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, other_peer.private)
         sock.connect(f"tcp://{HOST}:{port}")
         sock.send_multipart([b"", HELLO])
         wait_until(lambda: tally.total("side_channel_refusals", "other_secret") == 1, "it is refused")

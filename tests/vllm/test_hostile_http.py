@@ -143,7 +143,7 @@ def test_bad_params_are_counted_by_what_is_wrong_with_them(outcomes: Outcomes) -
 
 def test_params_of_another_prompt_are_not_believed(fast_pair: Pair) -> None:
     pair = fast_pair
-    mine, other = long_prompt("My own", 12), long_prompt("A stranger's", 12)
+    mine, other = long_prompt("My own", 12), long_prompt("Another one's", 12)
     want = pair.plain(pair.producer, mine)
     params = pair.prefill(other)
     before = pair.consumer.metrics()

@@ -14,7 +14,7 @@ from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS, Handshakes
 from kvferry.worker.peers.peer import PeerKey
 from tests.waiting import wait_until
 
-AT_ONCE, STRANGERS_AT_ONCE = FOR_LOADS.at_once, FOR_LOADS.strangers_at_once
+AT_ONCE, UNVERIFIED_AT_ONCE = FOR_LOADS.at_once, FOR_LOADS.unverified_at_once
 ANSWER = PeerRefused("it has restarted")
 
 
@@ -82,28 +82,28 @@ def scene() -> Iterator[Scene]:
 
 
 def test_black_holes_named_in_a_row_do_not_delay_the_first_contact_with_a_live_host(scene: Scene) -> None:
-    for number in range(STRANGERS_AT_ONCE - 1):
+    for number in range(UNVERIFIED_AT_ONCE - 1):
         assert scene.ask(f"dark{number}") is None
-    scene.is_asked("dark", STRANGERS_AT_ONCE - 1)
+    scene.is_asked("dark", UNVERIFIED_AT_ONCE - 1)
     assert scene.ask("live") is None
     scene.has_ended("live")
     assert not any(key.host.startswith("dark") for key in scene.ended), "they are all still waited for"
 
 
-def test_a_host_that_has_answered_before_does_not_wait_for_any_number_of_strangers(scene: Scene) -> None:
+def test_a_host_that_has_answered_before_does_not_wait_for_any_number_of_unverified_hosts(scene: Scene) -> None:
     scene.ask("live")
     scene.has_ended("live")
     for number in range(200):
         assert scene.ask(f"dark{number}") is None
-    scene.is_asked("dark", STRANGERS_AT_ONCE)
+    scene.is_asked("dark", UNVERIFIED_AT_ONCE)
     scene.ended.clear()
     for number in range(1, 9):
         assert scene.ask("live", number) is None
     scene.has_ended_all(8)
-    assert scene.asked_of("dark") == STRANGERS_AT_ONCE
+    assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE
 
 
-def test_one_stranger_gets_few_threads_and_few_places_in_the_queue(scene: Scene) -> None:
+def test_one_unverified_host_gets_few_threads_and_few_places_in_the_queue(scene: Scene) -> None:
     answers = [scene.ask("dark", number) for number in range(40)]
     assert answers[:32] == [None] * 32
     assert all(answer is not None for answer in answers[32:])
@@ -120,7 +120,7 @@ def test_the_engines_of_one_host_are_all_asked_once_the_first_has_answered(scene
     assert sorted(key.port for key in scene.ended) == [5600 + number for number in range(16)]
 
 
-def test_a_host_that_answered_once_and_then_no_more_is_a_stranger_again(scene: Scene) -> None:
+def test_a_host_that_answered_once_and_then_no_more_is_unverified_again(scene: Scene) -> None:
     scene.handshakes._answered["dark"] = None
     for number in range(2):
         scene.ask("dark", number)
@@ -131,14 +131,14 @@ def test_a_host_that_answered_once_and_then_no_more_is_a_stranger_again(scene: S
 
 
 def test_who_waits_is_asked_in_turn_when_others_have_been_met_or_given_up(scene: Scene) -> None:
-    for number in range(STRANGERS_AT_ONCE + 10):
+    for number in range(UNVERIFIED_AT_ONCE + 10):
         scene.ask(f"dark{number}")
-    scene.is_asked("dark", STRANGERS_AT_ONCE)
+    scene.is_asked("dark", UNVERIFIED_AT_ONCE)
     assert scene.ask("live") is None
-    assert scene.asked_of("live") == 0, "it is a stranger among too many"
+    assert scene.asked_of("live") == 0, "it is one of too many unverified hosts"
     scene.let_go.set()
     scene.has_ended("live")
-    assert scene.asked_of("dark") == STRANGERS_AT_ONCE + 10
+    assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE + 10
 
 
 def test_nobody_is_asked_twice_at_a_time_and_there_is_an_end_to_the_queue(scene: Scene) -> None:
@@ -154,13 +154,13 @@ def test_threads_exist_only_while_somebody_is_asked(scene: Scene) -> None:
     assert _threads() == 0
     for number in range(300):
         scene.ask(f"dark{number}")
-    scene.is_asked("dark", STRANGERS_AT_ONCE)
-    assert _threads() == STRANGERS_AT_ONCE <= AT_ONCE
+    scene.is_asked("dark", UNVERIFIED_AT_ONCE)
+    assert _threads() == UNVERIFIED_AT_ONCE <= AT_ONCE
     scene.handshakes.close()
     scene.let_go.set()
     wait_until(lambda: not _threads(), "they end", 60.0)
     scene.take()
-    assert scene.asked_of("dark") == STRANGERS_AT_ONCE, "after the end nobody else is asked"
+    assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE, "after the end nobody else is asked"
 
 
 def test_a_system_that_gives_no_more_threads_fails_the_contact_and_nothing_else(
@@ -187,23 +187,23 @@ def test_handshakes_ahead_of_loads_take_no_place_from_those_that_loads_wait_for(
     for number in range(100):
         scene.handshakes.ask_ahead(_key(f"dark-ahead{number}"))
     assert len(scene.handshakes) == AHEAD.asked
-    for number in range(STRANGERS_AT_ONCE):
+    for number in range(UNVERIFIED_AT_ONCE):
         assert scene.ask(f"dark{number}") is None
-    scene.is_asked("dark", STRANGERS_AT_ONCE + AHEAD.strangers_at_once)
-    assert scene.asked_of("dark-ahead") == AHEAD.strangers_at_once
+    scene.is_asked("dark", UNVERIFIED_AT_ONCE + AHEAD.unverified_at_once)
+    assert scene.asked_of("dark-ahead") == AHEAD.unverified_at_once
 
 
 def test_a_load_takes_over_a_contact_that_waits_or_is_under_way(scene: Scene) -> None:
     """It is not asked twice, and does not wait behind those that no load waits for."""
-    for number in range(AHEAD.strangers_at_once):
+    for number in range(AHEAD.unverified_at_once):
         scene.handshakes.ask_ahead(_key(f"dark{number}"))
-    scene.is_asked("dark", AHEAD.strangers_at_once)
+    scene.is_asked("dark", AHEAD.unverified_at_once)
     scene.handshakes.ask_ahead(_key("live"))
     assert scene.asked_of("live") == 0
     assert scene.ask("live") is None
     scene.has_ended("live")
     assert scene.ask("dark0") is None
-    assert scene.asked_of("dark") == AHEAD.strangers_at_once
+    assert scene.asked_of("dark") == AHEAD.unverified_at_once
     scene.handshakes.ask_ahead(_key("dark-more"))
     scene.is_asked("dark-more")
-    assert len(scene.handshakes) == AHEAD.strangers_at_once + 1, "the place of the one that was taken over is free"
+    assert len(scene.handshakes) == AHEAD.unverified_at_once + 1, "the place of the one that was taken over is free"

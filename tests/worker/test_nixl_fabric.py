@@ -264,11 +264,11 @@ def test_a_sender_whose_name_is_not_text_does_not_stop_notifications(
 def test_a_foreign_agent_with_a_proper_name_is_reported_as_the_sender(two: tuple[NixlFabric, NixlFabric]) -> None:
     producer, _ = two
     bindings = load_bindings()
-    foreign = bindings.nixlAgent("stranger", _event_driven(bindings))
+    foreign = bindings.nixlAgent("other", _event_driven(bindings))
     foreign.createBackend("UCX", {})
     foreign.loadRemoteMD(open_metadata(producer.metadata())[1])
     foreign.genNotif("producer", b"\x00\xff" * 3)
-    assert arrivals(producer, 1) == [("stranger", b"\x00\xff" * 3)]
+    assert arrivals(producer, 1) == [("other", b"\x00\xff" * 3)]
 
 
 def test_a_peer_that_nixl_forgot_by_itself_is_lost(two: tuple[NixlFabric, NixlFabric]) -> None:

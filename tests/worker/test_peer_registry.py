@@ -458,7 +458,7 @@ def test_many_that_do_not_answer_take_no_place_from_the_peers_of_loads(scene: Sc
     scene.registry._most_peers = 1024
     for number in range(200):
         scene.registry.prewarm(KEY._replace(host=f"10.0.1.{number}"), 0.0)
-    wait_until(lambda: len(scene.asked) == AHEAD.strangers_at_once, "as many are asked as may be")
+    wait_until(lambda: len(scene.asked) == AHEAD.unverified_at_once, "as many are asked as may be")
     assert len(scene.registry._handshakes) == AHEAD.asked
     scene.awake.clear()
     scene.registry.get(KEY, 0.0)
@@ -466,7 +466,7 @@ def test_many_that_do_not_answer_take_no_place_from_the_peers_of_loads(scene: Sc
     scene.registry.step(0.0, ())
     scene.registry.step(0.0, ())
     assert isinstance(scene.registry.get(KEY, 0.0), Peer)
-    assert len(scene.asked) == AHEAD.strangers_at_once + 1
+    assert len(scene.asked) == AHEAD.unverified_at_once + 1
     answered.set()
     scene.registry.close()
 

@@ -85,7 +85,7 @@ SICK: dict[str, dict[str, str]] = {
     "KvferrySecretsDiffer": {'vllm:kvferry_side_channel_refusals_total{reason="one_sided"}': "0+1x120"},
     "KvferrySideChannelFlooded": {"vllm:kvferry_dropped_messages_total": "0+1x120"},
     "KvferryRenewalsNotSent": {"vllm:kvferry_side_channel_errors_total": "0+1x120"},
-    "KvferryStrangersSpeak": {"vllm:kvferry_bad_frames_total": "0+1x120"},
+    "KvferryInvalidMessages": {"vllm:kvferry_bad_frames_total": "0+1x120"},
 }
 """By alert, what differs from a healthy engine."""
 

@@ -27,7 +27,7 @@ MALFORMED = {
 
 def _send(rig: Rig, producer: Engine, *frames: bytes) -> None:
     """From an agent that the producer has never heard of."""
-    fabric = MemoryFabric(f"stranger-{len(rig.network._by_name)}", rig.network)
+    fabric = MemoryFabric(f"other-{len(rig.network._by_name)}", rig.network)
     peer = fabric.add_peer(producer.fabric.metadata())
     for frame in frames:
         fabric.notify(peer, frame)

@@ -116,9 +116,9 @@ class WorkerBooks:
         aside = sum(wave.num_bytes for one in self.runner.quarantine for wave in one.waves())
         if aside != pool.quarantined_bytes:
             wrong.append(f"{pool.quarantined_bytes} B of the pool are quarantined, {aside} B of quarantined loads")
-        strangers = set(pool.waiting) - {one.order.request_id for one in running}
-        if strangers:
-            wrong.append(f"who waits for the pool does not run: {sorted(strangers)}")
+        unknown = set(pool.waiting) - {one.order.request_id for one in running}
+        if unknown:
+            wrong.append(f"loads that wait for the pool do not run: {sorted(unknown)}")
         return wrong
 
     def _unrest(self) -> list[str]:

@@ -50,7 +50,7 @@ _MORE_CELLS = 4096
 """Where lease slots land: one word per producer worker and load."""
 
 _PLANS_AT_ONCE = 4
-"""Planning holds the interpreter's lock, and strangers can describe engines that take seconds to plan."""
+"""Planning holds the interpreter's lock, and any peer can describe engines that take seconds to plan."""
 
 _MOST_REHEARSED = 64
 """Workers of an engine that is planned with itself at its start; more take seconds."""

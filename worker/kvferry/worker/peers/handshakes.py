@@ -1,14 +1,15 @@
 """Handshakes under way and waiting: which producers are asked for their description, on how many threads.
 
 Clients choose the hosts that params name, so a host may be one that never answers and keeps a thread until the
-handshake's timeout. What that costs other hosts is bounded: a *stranger* is a host that has never answered,
-or did not the last time.
+handshake's timeout. What that costs other hosts is bounded by limits for *unverified* hosts, which have
+never answered or did not the last time.
 
-- 48 of 64 handshakes at once may be with strangers, 4 with any one of them; hosts that answer have 16 for themselves.
+- 48 of 64 handshakes at once may be with unverified hosts, 4 with any one of them; the others have 16
+  for themselves.
 - So with up to 48 handshakes to black holes under way a live host is asked at once, and with more of them it waits for
   no longer than one handshake's timeout for every 48 that were named before it; a host that has answered before does
-  not wait for strangers at all.
-- 256 handshakes wait or are under way, 32 of them to any one stranger. More are refused, not queued.
+  not wait for unverified ones at all.
+- 256 handshakes wait or are under way, 32 of them to any one unverified host. More are refused, not queued.
 
 These limits are for peers that a load waits for. Peers to be prewarmed have a lane of their own, so that they take no
 place from a load; a load that needs one of them takes its handshake over as it is.
@@ -33,20 +34,20 @@ from kvferry.worker.peers.peer import Handshake, PeerKey
 
 @dataclass(frozen=True, slots=True)
 class HandshakeLimits:
-    """Most handshakes. A *stranger* is a host that has never answered, or did not the last time.
+    """Most handshakes. An *unverified* host has never answered, or did not the last time.
 
     Attributes:
-        at_once, strangers_at_once: under way, of all hosts and of all strangers.
-        per_host, per_stranger: under way with one of them.
-        asked, asked_of_a_stranger: waiting or under way.
+        at_once, unverified_at_once: under way, with all hosts and with all unverified ones.
+        per_host, per_unverified_host: under way with one of them.
+        asked, asked_of_unverified_host: waiting or under way.
     """
 
     at_once: int
-    strangers_at_once: int
+    unverified_at_once: int
     per_host: int
-    per_stranger: int
+    per_unverified_host: int
     asked: int
-    asked_of_a_stranger: int
+    asked_of_unverified_host: int
 
 
 @dataclass(slots=True)
@@ -69,7 +70,7 @@ class HandshakeLane:
             return f"{len(self)} other engines have not answered yet"
         if host not in answered:
             of_host = sum(other.host == host for other in (*self.waiting, *self.asking))
-            if of_host >= self.limits.asked_of_a_stranger:
+            if of_host >= self.limits.asked_of_unverified_host:
                 return f"{of_host} engines of this host have not answered yet"
         return None
 
@@ -77,28 +78,30 @@ class HandshakeLane:
         """The peers to ask now; their handshakes are under way from here on."""
         limits, begun = self.limits, []
         hosts = Counter(key.host for key in self.asking)
-        strangers = sum(count for host, count in hosts.items() if host not in answered)
+        unverified = sum(count for host, count in hosts.items() if host not in answered)
         for key in list(self.waiting):
             if len(self.asking) >= limits.at_once:
                 break
-            is_stranger = key.host not in answered
-            if is_stranger and strangers >= limits.strangers_at_once:
+            is_unverified = key.host not in answered
+            if is_unverified and unverified >= limits.unverified_at_once:
                 continue
-            if hosts[key.host] >= (limits.per_stranger if is_stranger else limits.per_host):
+            if hosts[key.host] >= (limits.per_unverified_host if is_unverified else limits.per_host):
                 continue
             del self.waiting[key]
             self.asking.add(key)
             hosts[key.host] += 1
-            strangers += is_stranger
+            unverified += is_unverified
             begun.append(key)
         return begun
 
 
 FOR_LOADS = HandshakeLimits(
-    at_once=64, strangers_at_once=48, per_host=16, per_stranger=4, asked=256, asked_of_a_stranger=32
+    at_once=64, unverified_at_once=48, per_host=16, per_unverified_host=4, asked=256, asked_of_unverified_host=32
 )
-AHEAD = HandshakeLimits(at_once=8, strangers_at_once=2, per_host=4, per_stranger=1, asked=64, asked_of_a_stranger=8)
-"""Two strangers: four are planned at a time, and a stranger can describe an engine that takes seconds."""
+AHEAD = HandshakeLimits(
+    at_once=8, unverified_at_once=2, per_host=4, per_unverified_host=1, asked=64, asked_of_unverified_host=8
+)
+"""Two unverified hosts: four plans are made at a time, and such a host can describe an engine that takes seconds."""
 
 _HOSTS_REMEMBERED = 4096
 

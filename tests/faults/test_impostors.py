@@ -1,4 +1,4 @@
-"""A producer has died, and somebody else listens at its address."""
+"""A producer has died, and another process listens at its address."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from tests.faults.checks import check_survivor, transfer, until_idle, until_over, warmed_up
 from tests.faults.commands import Start
+from tests.faults.impostors import GARBAGE, HTTP, HUGE_FRAME, tcp_impostor, zmq_impostor
 from tests.faults.process import SLACK_S, Fleet
-from tests.faults.strangers import GARBAGE, HTTP, HUGE_FRAME, tcp_stranger, zmq_stranger
 from tests.worker.engine import free_port
 
 HANDSHAKE_S = 2.0
@@ -20,14 +20,14 @@ Listen = Callable[[int], AbstractContextManager[None]]
 
 
 def tcp(says: bytes) -> Listen:
-    return lambda port: tcp_stranger(port, says)
+    return lambda port: tcp_impostor(port, says)
 
 
 def answers(*frames: bytes) -> Listen:
-    return lambda port: zmq_stranger(port, lambda: list(frames))
+    return lambda port: zmq_impostor(port, lambda: list(frames))
 
 
-STRANGERS: dict[str, tuple[Listen, str]] = {
+IMPOSTORS: dict[str, tuple[Listen, str]] = {
     "one that accepts and says nothing": (tcp(b""), "handshake"),
     "one that says garbage": (tcp(GARBAGE), "handshake"),
     "an HTTP server": (tcp(HTTP), "handshake"),
@@ -43,7 +43,7 @@ def test_whoever_listens_at_a_dead_producers_port_fails_that_load_and_no_later_o
     consumer = fleet.engine("C", handshake_timeout_s=HANDSHAKE_S)
     (producer,) = fleet.start(start)
     before = warmed_up(producer, consumer)
-    for name, (listen, expected) in STRANGERS.items():
+    for name, (listen, expected) in IMPOSTORS.items():
         producer.kill()
         (unmet,) = fleet.start(start)
         params = unmet.prefill(13, 5)

@@ -1,4 +1,4 @@
-"""Whoever else may listen where a producer is believed to be."""
+"""Other processes that listen where a producer is expected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Answer = Callable[[], list[bytes]]
 
 
 @contextlib.contextmanager
-def tcp_stranger(port: int, says: bytes) -> Iterator[None]:
+def tcp_impostor(port: int, says: bytes) -> Iterator[None]:
     """A TCP server that says the same to everybody, and listens to nobody."""
     connections: list[socket.socket] = []
     with socket.create_server((HOST, port)) as server:
@@ -50,7 +50,7 @@ def tcp_stranger(port: int, says: bytes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def zmq_stranger(port: int, answer: Answer, forward_to: int | None = None) -> Iterator[None]:
+def zmq_impostor(port: int, answer: Answer, forward_to: int | None = None) -> Iterator[None]:
     """A ROUTER that answers every `Hello`; what else it hears it hands on to the listener at `forward_to`."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
