@@ -225,7 +225,7 @@ def test_a_lease_that_ran_out_during_a_rest_ends_when_somebody_comes(
     step = engine.schedule()
     assert [end.request_id for end in step.metadata.orders().ends] == ["p"]
     engine.finish(step)
-    assert engine.scheduler.has_requests(), "its workers have not confirmed"
+    assert engine.scheduler.has_requests(), "its workers have not acknowledged"
     engine.step(over={"p"})
     assert engine.is_whole
     assert not engine.scheduler.has_requests()

@@ -28,7 +28,7 @@ from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LoadState
-from kvferry.scheduler.producer.lease import Confirmations, LeaseState, LeaseUse
+from kvferry.scheduler.producer.lease import LeaseState, LeaseUse, WorkerAcks
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Tally
@@ -82,8 +82,8 @@ class SchedulerSide:
         self._levels = Levels(self.leases, self.loads)
         self._quarantine = Quarantine()
         self._held = HeldBlocks()
-        self._confirmations = Confirmations(num_workers(self._own.topology))
-        self._rest = Rest(self.leases, self._quarantine, self._confirmations.workers)
+        self._acks = WorkerAcks(num_workers(self._own.topology))
+        self._rest = Rest(self.leases, self._quarantine, self._acks.workers)
         self._room = Room(vllm_config, self._own, self.leases, self._rest, config.max_leased_fraction)
         self._integrity = Integrity(
             self.leases,
@@ -315,7 +315,7 @@ class SchedulerSide:
         """Give back what every worker calls over; of leases alone whose hold the workers know."""
         for worker, reported in told.over.items():
             held = [request_id for request_id in reported if self.leases.state(request_id) in _HELD]
-            for request_id in self._confirmations.take(worker, held):
+            for request_id in self._acks.take(worker, held):
                 self.leases.sent(request_id)
                 self._held.give_back(request_id)
                 logger.debug("req=%s: its blocks are free", request_id)

@@ -96,8 +96,8 @@ class Lease:
         return f"req={self.request_id} slot={self.slot}"
 
 
-class Confirmations:
-    """Counts distinct workers, so that a report which comes twice counts once.
+class WorkerAcks:
+    """Counts distinct workers, so that a repeated acknowledgement counts once.
 
     Args:
         workers: of this engine, in all its pipeline stages and with all replicas; they are numbered from 0.
@@ -108,7 +108,7 @@ class Confirmations:
         self._missing: dict[str, set[int]] = {}
 
     def __len__(self) -> int:
-        """Requests that some workers, but not all, have confirmed."""
+        """Requests that some workers, but not all, have acknowledged."""
         return len(self._missing)
 
     def requests(self) -> set[str]:
@@ -116,9 +116,9 @@ class Confirmations:
         return set(self._missing)
 
     def take(self, worker: int, request_ids: Iterable[str]) -> list[str]:
-        """A worker says that it has cleared the slots of these requests. Returns those that are over now.
+        """A worker has cleared the slots of these requests. Returns those that all workers have acknowledged now.
 
-        A worker that this engine does not have is nobody.
+        Unknown worker ids are ignored.
         """
         if not 0 <= worker < self.workers:
             return []
