@@ -433,10 +433,10 @@ GUARDS = (
         ("tests/scheduler/test_listener.py::test_an_error_nobody_foresaw_is_counted_and_the_next_asker_is_answered",),
     ),
     Guard(
-        "zap",
-        "with a secret, only those who have it are heard",
+        "curve-auth",
+        "with a secret, only peers that have it are admitted",
         (6,),
-        "kvferry.scheduler.side_channel.curve_auth:ZapHandler._admits",
+        "kvferry.scheduler.side_channel.curve_auth:CurveAuth._admits",
         _always(True),
         ("tests/scheduler/test_secrets.py::test_a_key_that_is_not_of_a_listed_secret_is_not_admitted",),
     ),

@@ -15,7 +15,7 @@ import zmq
 
 from kvferry.protocol.handshake import EngineDescription, Hello, encode
 from kvferry.protocol.orders import Prewarm
-from kvferry.protocol.side_channel.key_trials import SecretTrials
+from kvferry.protocol.side_channel.key_trials import KeyTrials
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import watch_connection
 from kvferry.scheduler.side_channel.prewarm_target import PrewarmTarget
@@ -171,7 +171,7 @@ class TalksNonsense:
         self._context.destroy(linger=0)
 
 
-class LastTrial(SecretTrials):
+class LastTrial(KeyTrials):
     """No secret was accepted: the connection in plain that tells why."""
 
     def __init__(self, secrets: Secrets) -> None:
@@ -182,7 +182,7 @@ class LastTrial(SecretTrials):
 def test_nothing_is_said_over_the_connection_that_only_tells_why_no_secret_was_accepted(
     look_for: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.SecretTrials", LastTrial)
+    monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.KeyTrials", LastTrial)
     plain = TalksNonsense()
     try:
         look_for([(HOST, plain.port)], secrets=(OLD,))
@@ -211,7 +211,7 @@ class TalksUnasked:
 def test_who_has_no_secret_is_not_taken_for_a_producer_by_answering_unasked(
     look_for: Any, found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.SecretTrials", LastTrial)
+    monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.KeyTrials", LastTrial)
     monkeypatch.setattr(
         "kvferry.scheduler.side_channel.prewarm_target.heard", lambda _: None
     )  # its greeting is read too late

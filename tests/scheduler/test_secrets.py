@@ -417,9 +417,9 @@ def test_a_producer_without_the_secret_delays_no_other(tally: Tally) -> None:
 
 def test_an_error_in_the_gatekeeper_stops_nothing(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
     with listening((OLD,), tally) as (listener, port):
-        assert listener._zap is not None
+        assert listener._curve_auth is not None
         with monkeypatch.context() as patch:
-            patch.setattr(listener._zap, "_admits", lambda frames: 1 / 0)
+            patch.setattr(listener._curve_auth, "_admits", lambda frames: 1 / 0)
             with pytest.raises(KvferryError):
                 fetch_description(HOST, port, "prefill-0", "test", 0.3, (OLD,))
             wait_until(lambda: tally.total("bad_frames") >= 1, "the error is counted")

@@ -36,7 +36,7 @@ from kvferry.protocol.handshake import Refused, channel_address
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys, listening_socket
 from kvferry.scheduler.side_channel.connections import Refusals, UnfinishedMessages
-from kvferry.scheduler.side_channel.curve_auth import ZapHandler
+from kvferry.scheduler.side_channel.curve_auth import CurveAuth
 from kvferry.scheduler.state.counters import Tally
 
 SILENT_S = 20.0
@@ -84,7 +84,7 @@ class BenchListener:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._unfinished = UnfinishedMessages()
         self._refusals = Refusals(self.tally, self._unfinished)
-        self._zap = ZapHandler(self._context, secrets, self._refusals) if secrets else None
+        self._curve_auth = CurveAuth(self._context, secrets, self._refusals) if secrets else None
         self._socket = self._bind(host, port, secrets)
         self._owner: Child | None = None
         self._failures = 0
@@ -108,8 +108,8 @@ class BenchListener:
         sockets = [self._socket]
         if self._refusals.monitor is not None:
             sockets.append(self._refusals.monitor)
-        if self._zap is not None:
-            sockets.append(self._zap.socket)
+        if self._curve_auth is not None:
+            sockets.append(self._curve_auth.socket)
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, zmq.POLLIN)
@@ -118,8 +118,8 @@ class BenchListener:
             self._guarded(self._take_one)
         if self._refusals.monitor in ready:
             self._guarded(self._refusals.hear)
-        if self._zap is not None and self._zap.socket in ready:
-            self._guarded(self._zap.answer)
+        if self._curve_auth is not None and self._curve_auth.socket in ready:
+            self._guarded(self._curve_auth.answer)
         self._unfinished.end_endless()
         self._hear_owner()
         self._look_at_clock()

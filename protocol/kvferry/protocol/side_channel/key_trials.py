@@ -32,7 +32,7 @@ class Verdict(enum.Enum):
     """There is no use in going on; `why` says why."""
 
 
-class SecretTrials:
+class KeyTrials:
     """The attempts at one listener.
 
     Attributes:

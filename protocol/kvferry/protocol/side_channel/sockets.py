@@ -83,7 +83,7 @@ def keep_alive(socket: zmq.Socket[bytes]) -> None:
 
 
 def protect_listener(socket: zmq.Socket[bytes], secrets: Secrets) -> None:
-    """Before `bind`: the listener has the first secret's keys. Whom it admits is ZAP's to say."""
+    """Before `bind`: the listener has the first secret's keys. Which connections it admits is decided over ZAP."""
     if secrets:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, listener_keys(secrets[0]).private)

@@ -1,4 +1,4 @@
-"""Who may speak to a listener that has a secret: ZMQ asks here about every connection (ZAP, ZMQ's RFC 27).
+"""CURVE authentication: ZMQ asks the listener about every connection (ZAP, ZMQ's RFC 27).
 
 The question comes over a socket inside the process, so the listener's own thread answers it in its own loop.
 """
@@ -17,8 +17,8 @@ _QUESTION_FRAMES = 9
 """Who asks, an empty frame, version, number, domain, address, identity, mechanism, and CURVE's one credential."""
 
 
-class ZapHandler:
-    """Admits exactly those who have one of the listed secrets.
+class CurveAuth:
+    """Admits connections whose key derives from one of the listed secrets.
 
     Args:
         context: of the listener's socket; make this before that is bound.

@@ -29,7 +29,7 @@ from kvferry.protocol.handshake import (
 )
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.backoff import pause_s
-from kvferry.protocol.side_channel.key_trials import SecretTrials, Verdict
+from kvferry.protocol.side_channel.key_trials import KeyTrials, Verdict
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import (
     CURVE_OVERHEAD_BYTES,
@@ -78,7 +78,7 @@ class PrewarmTarget:
         self._timeout_s = timeout_s
         self._secrets = secrets
         self._context = context
-        self._trials = SecretTrials(secrets)
+        self._trials = KeyTrials(secrets)
         self._address = ""
         self._state = _State.BACKING_OFF
         self._failures = 0
@@ -99,7 +99,7 @@ class PrewarmTarget:
             self.back_off("its name cannot be looked up", now_s)
             return
         self._state, self._address, self.due_s = _State.ASKING, address, now_s + self._timeout_s
-        self._trials = SecretTrials(self._secrets)
+        self._trials = KeyTrials(self._secrets)
         self._open(now_s)
 
     def hear(self, now_s: float) -> Prewarm | None:

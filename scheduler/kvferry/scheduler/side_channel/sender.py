@@ -15,7 +15,7 @@ import zmq
 
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import channel_address
-from kvferry.protocol.side_channel.key_trials import SecretTrials, Verdict
+from kvferry.protocol.side_channel.key_trials import KeyTrials, Verdict
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import heard, keep_alive, protect_asker, watch_greetings
 from kvferry.scheduler.side_channel.addresses import Found, HostNames, address_of
@@ -47,7 +47,7 @@ class PeerChannel:
         self._context = context
         self._port = port
         self._address = ""
-        self._trials = SecretTrials(secrets)
+        self._trials = KeyTrials(secrets)
         self._socket: zmq.Socket[bytes] | None = None
         self._waiting: list[bytes] = []
 

@@ -34,7 +34,7 @@ from kvferry.protocol.handshake import (
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys, listening_socket
 from kvferry.scheduler.side_channel.connections import LOOK_MS, Refusals, UnfinishedMessages
-from kvferry.scheduler.side_channel.curve_auth import ZapHandler
+from kvferry.scheduler.side_channel.curve_auth import CurveAuth
 from kvferry.scheduler.side_channel.inbox import LeaseInbox, LeaseMessage
 from kvferry.scheduler.state.clock import AwakeClock
 from kvferry.scheduler.state.counters import Tally
@@ -84,7 +84,7 @@ class SideChannelListener:
         self._context = zmq.Context(io_threads=1)
         self._unfinished = UnfinishedMessages()
         self._refusals = Refusals(tally, self._unfinished)
-        self._zap = ZapHandler(self._context, secrets, self._refusals) if secrets else None
+        self._curve_auth = CurveAuth(self._context, secrets, self._refusals) if secrets else None
         self._socket = self._bind(host, port, secrets)
         self._control, self._controlled = self._pair()
         self._thread = threading.Thread(target=self._serve, name="kvferry-listener", daemon=True)
@@ -130,8 +130,8 @@ class SideChannelListener:
         served: dict[zmq.Socket[bytes], Callable[[], None]] = {self._socket: self._take_one}
         if self._refusals.monitor is not None:
             served[self._refusals.monitor] = self._refusals.hear
-        if self._zap is not None:
-            served[self._zap.socket] = self._zap.answer
+        if self._curve_auth is not None:
+            served[self._curve_auth.socket] = self._curve_auth.answer
         poller = zmq.Poller()
         for socket in (self._controlled, *served):
             poller.register(socket, zmq.POLLIN)

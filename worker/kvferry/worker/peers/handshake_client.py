@@ -24,7 +24,7 @@ from kvferry.protocol.handshake import (
     decode_reply,
     encode,
 )
-from kvferry.protocol.side_channel.key_trials import SecretTrials, Verdict
+from kvferry.protocol.side_channel.key_trials import KeyTrials, Verdict
 from kvferry.protocol.side_channel.secrets import Secret, Secrets
 from kvferry.protocol.side_channel.sockets import (
     CURVE_OVERHEAD_BYTES,
@@ -178,7 +178,7 @@ def exchange(
     deadline_s = time.monotonic() + timeout_s
     try:
         with threads.use(host) if threads is not None else own_threads() as context:
-            frames = _answer(context, host, port, request, SecretTrials(secrets), deadline_s)
+            frames = _answer(context, host, port, request, KeyTrials(secrets), deadline_s)
     except zmq.Again:
         raise HandshakeFailed(f"{where} did not answer within {timeout_s:g} s") from None
     except (zmq.ZMQError, ValueError) as refused:
@@ -189,7 +189,7 @@ def exchange(
 
 
 def _answer(
-    context: Context, host: str, port: int, request: bytes, trials: SecretTrials, deadline_s: float
+    context: Context, host: str, port: int, request: bytes, trials: KeyTrials, deadline_s: float
 ) -> list[bytes]:
     """The answer over a connection that was made with the secret that the listener has.
 
@@ -216,7 +216,7 @@ def _answer(
             raise PeerRefused(f"{host}:{port} cannot be spoken to: {trials.why}")
 
 
-def _heard(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], trials: SecretTrials, deadline_s: float) -> Verdict:
+def _heard(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], trials: KeyTrials, deadline_s: float) -> Verdict:
     """How the greeting went; an answer is there already where it was `SPEAK` and nobody said so yet.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.protocol.side_channel.key_trials import SecretTrials, Verdict
+from kvferry.protocol.side_channel.key_trials import KeyTrials, Verdict
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secrets
 from kvferry.protocol.side_channel.sockets import Greeting
 from tests.protocol.secret_files import NEW, OLD
@@ -13,8 +13,8 @@ THROUGH, ONE_SIDED, DENIED, CUT = Greeting.THROUGH, Greeting.ONE_SIDED, Greeting
 SPEAK, WAIT, AGAIN, REFUSED = Verdict.SPEAK, Verdict.WAIT, Verdict.AGAIN, Verdict.REFUSED
 
 
-def tried(secrets: Secrets, *greetings: Greeting) -> tuple[list[Verdict], SecretTrials]:
-    trials = SecretTrials(secrets)
+def tried(secrets: Secrets, *greetings: Greeting) -> tuple[list[Verdict], KeyTrials]:
+    trials = KeyTrials(secrets)
     return [trials.heard(greeting) for greeting in greetings], trials
 
 
