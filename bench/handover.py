@@ -5,7 +5,7 @@
     python -m bench.handover --quick
 
 80 layers of K and V, 8 heads of 128 elements in bfloat16, tensor parallel 1: 327,680 B a token. A handover is from the
-order to the result, with both reads of the lease's slot, the check of the seal, the relayout of what was staged, and
+order to the result, with both reads of the lease's slot, the check of the MAC, the relayout of what was staged, and
 the notification of the producer. Blocks lie scattered on both sides. No machine with a GPU has run it yet.
 """
 
@@ -42,7 +42,7 @@ HANDOVER, BARE, COPY = "kvferry", "bare NIXL, the same descriptors", "plain copy
 _NO_LEASE = Lease(0, "0" * 14 + "1", "none")
 WHAT = (
     "The cache of a prompt of a Llama-70B goes from a producer's process to a consumer's: from the order to the "
-    "result, with both reads of the lease's slot, the check of the seal, the relayout and the notification. Beside it, "
+    "result, with both reads of the lease's slot, the check of the MAC, the relayout and the notification. Beside it, "
     "in turn: a bare NIXL loop with the same descriptors where nothing is staged, and a plain copy of as many bytes."
 )
 

@@ -54,7 +54,7 @@ def llama(
     return EngineDescription(
         engine_id=engine_id,
         boot="0" * 32,
-        seal_key=bytes(32),
+        mac_key=bytes(32),
         facts=_FACTS,
         topology=Topology(tp=tp),
         groups=(CacheGroup(policy="full", block_tokens=BLOCK_TOKENS),),

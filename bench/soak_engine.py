@@ -11,7 +11,7 @@ from bench.soak_memory import SoakMemory
 from kvferry.protocol.ids import epoch_to_text
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.params_mac import seal
+from kvferry.protocol.params_mac import sign_params
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.worker.fabric.port import Fabric
@@ -122,7 +122,7 @@ class SoakEngine(CacheEngine):
             remote_num_tokens=tokens,
             kvferry=ticket,
         )
-        return seal(params, self._seal_key)
+        return sign_params(params, self._mac_key)
 
     def landed(self, request_id: str) -> Landed | None:
         """What became of a load, once every worker has reported it."""

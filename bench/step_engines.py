@@ -21,7 +21,7 @@ from bench.step_scenes import FabricKind
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.ids import epoch_to_text, new_epoch
 from kvferry.protocol.params import RemotePrefill, read_params
-from kvferry.protocol.params_mac import seal
+from kvferry.protocol.params_mac import sign_params
 from tests.engine_core.configs import BLOCK_TOKENS
 from tests.engine_core.node import Node
 from tests.engine_core.second_runner import no_forward
@@ -191,16 +191,16 @@ def fly(consumer: TimedNode, stuck: TimedNode, prompts: Prompts, count: int, blo
     """`count` loads from a producer that does not answer any more: in flight for ever."""
     params = hand_over(stuck, consumer, prompts, blocks)
     consumer.network.freeze(stuck.agent_name)
-    seal_key = stuck.engine.connector.scheduler_side._own.seal_key
+    mac_key = stuck.engine.connector.scheduler_side._own.mac_key
     for index in range(count):
         name, prompt = prompts.next(blocks)
-        consumer.engine.add(name, prompt, another_offer(params, prompt, blocks, index, seal_key))
+        consumer.engine.add(name, prompt, another_offer(params, prompt, blocks, index, mac_key))
         if index % _MOST_AT_ONCE == 0:
             consumer.step()
     consumer.until(lambda: consumer.loads_running() >= count)
 
 
-def another_offer(params: Any, prompt: Sequence[int], blocks: int, index: int, seal_key: bytes) -> dict[str, Any]:
+def another_offer(params: Any, prompt: Sequence[int], blocks: int, index: int, mac_key: bytes) -> dict[str, Any]:
     """What the same producer would have written for another prompt."""
     source = read_params(params)
     assert isinstance(source, RemotePrefill)
@@ -217,4 +217,4 @@ def another_offer(params: Any, prompt: Sequence[int], blocks: int, index: int, s
         remote_num_tokens=len(prompt),
         kvferry=ticket,
     )
-    return seal(mine, seal_key).to_json()
+    return sign_params(mine, mac_key).to_json()

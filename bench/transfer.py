@@ -5,7 +5,7 @@
     python -m bench.transfer --device cuda
 
 A load is a whole one, through a worker and its transfer thread: from the order to the result, with both reads of the
-lease's slot, the check of the seal, and the notification of the producer. In the same run, in turn with it: a bare NIXL
+lease's slot, the check of the MAC, and the notification of the producer. In the same run, in turn with it: a bare NIXL
 loop with one agent and the very same descriptors (make, post, poll, release, index arrays at hand), `process_vm_readv`
 of the same pieces, and memcpy of as many pieces within one process. With `--device cuda` the caches are in the memory
 of one GPU; no machine with one has run it yet.
@@ -39,7 +39,7 @@ _RANKS = 2
 _LINKS_POOL_BYTES = 128 * MIB
 WHAT = (
     "Throughput of whole loads between two processes: from the order to the result, with both reads of the lease's "
-    "slot, the check of the seal and the notification of the producer. Beside it, in turn, a bare NIXL loop with the "
+    "slot, the check of the MAC and the notification of the producer. Beside it, in turn, a bare NIXL loop with the "
     "same descriptors and one agent, process_vm_readv of the same pieces, and memcpy of as many within one process."
 )
 

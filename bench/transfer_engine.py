@@ -18,7 +18,7 @@ from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.ids import SlotState, epoch_to_text, new_boot_id, new_epoch, slot_word
 from kvferry.protocol.orders import LeaseHold, LeaseOpen, StepOrders, encode_head, encode_orders
-from kvferry.protocol.params_mac import new_seal_key
+from kvferry.protocol.params_mac import new_mac_key
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.counters import Tally
 from kvferry.worker.fabric.nixl import NixlFabric
@@ -67,7 +67,7 @@ class ProducerAddress:
     port: int
     boot: str
     engine_id: str
-    seal_key: bytes
+    mac_key: bytes
     huge_bytes: int
 
 
@@ -85,12 +85,12 @@ class Producer:
 
     def __init__(self, scenario: Scenario, memories: Sequence[Memory]) -> None:
         side = scenario.producer
-        self.boot, self.seal_key, self.engine_id = new_boot_id(), new_seal_key(), f"producer-{os.getpid()}"
+        self.boot, self.mac_key, self.engine_id = new_boot_id(), new_mac_key(), f"producer-{os.getpid()}"
         self.workers = [make_worker(self.engine_id, scenario, side, rank, memories[rank]) for rank in range(side.tp)]
         description = EngineDescription(
             engine_id=self.engine_id,
             boot=self.boot,
-            seal_key=self.seal_key,
+            mac_key=self.mac_key,
             facts=FACTS,
             topology=Topology(tp=side.tp),
             groups=(scenario.group(side),),
@@ -107,7 +107,7 @@ class Producer:
         self._next = 0
 
     def address(self) -> ProducerAddress:
-        return ProducerAddress(os.getpid(), self.port, self.boot, self.engine_id, self.seal_key, self.huge_bytes)
+        return ProducerAddress(os.getpid(), self.port, self.boot, self.engine_id, self.mac_key, self.huge_bytes)
 
     def lease(self, count: int) -> list[Lease]:
         """That many leases that may be read from at once; every slot is used once."""

@@ -15,7 +15,7 @@ from bench.transfer_shapes import Scenario
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.orders import LoadOrder, StepOrders, encode_head, encode_orders
 from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.params_mac import seal
+from kvferry.protocol.params_mac import sign_params
 from kvferry.worker import transfer_thread
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import Fabric, PeerAgent
@@ -139,7 +139,7 @@ class Loads:
         self._number += 1
         return LoadOrder(
             request_id=f"decode-{self._number}",
-            source=seal(params, source.seal_key),
+            source=sign_params(params, source.mac_key),
             local_blocks=(scenario.request_blocks(scenario.consumer, request_bytes, 2, share),),
             first_token=0,
             stop_token=tokens,

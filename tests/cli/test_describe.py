@@ -29,7 +29,7 @@ FORM = "layers=6,heads=8,dim=16,tp=2,pp=2,window=64@0-4/2"
 
 def engine(**changes: object) -> EngineDescription:
     described = engine_of(engine_of_form(read_short_form(FORM), "prefill-0"))
-    return msgspec.structs.replace(described, seal_key=KEY, boot="ab" * 16, **changes)
+    return msgspec.structs.replace(described, mac_key=KEY, boot="ab" * 16, **changes)
 
 
 @contextlib.contextmanager
@@ -69,10 +69,10 @@ def test_an_engine_with_a_secret_is_described_to_those_who_have_the_file(
         listener.close()
 
 
-def test_the_key_of_the_seal_is_not_shown() -> None:
+def test_the_mac_key_is_not_shown() -> None:
     with published(engine()) as address:
         shown = run("describe", address, "--json").out + run("describe", address).out
-    for secret in (KEY.hex(), "seal_key", "agent", "lease"):
+    for secret in (KEY.hex(), "mac_key", "agent", "lease"):
         assert secret not in shown
 
 

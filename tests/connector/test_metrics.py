@@ -194,7 +194,7 @@ def test_a_workers_step_counts_its_failures_notifications_bytes_and_times() -> N
 
 
 def test_the_log_gets_sums_and_means_and_after_a_reset_nothing() -> None:
-    told = stats({("loads", ""): 2, ("failed_loads", "plan"): 1, ("failed_loads", "seal"): 4}, {"load_s": [0.5, 1.0]})
+    told = stats({("loads", ""): 2, ("failed_loads", "plan"): 1, ("failed_loads", "mac"): 4}, {"load_s": [0.5, 1.0]})
     assert told.reduce() == {"failed_loads": 5, "loads": 2, "load_s mean": 0.75}
     told.reset()
     assert told.is_empty()

@@ -119,5 +119,5 @@ def test_bounds_in_the_reference_are_those_of_the_types() -> None:
     assert "| `lease_slot` | integer, from 0 below 2²⁴ | required |" in messages
     assert "| `remote_port` | integer, from 1 to 65,535 | required |" in messages
     assert "| `digests` | list (1 to 65,536) of 32 hex digits | required |" in messages
-    assert "| `seal_key` | bytes, 32 bytes | required |" in messages
+    assert "| `mac_key` | bytes, 32 bytes | required |" in messages
     assert "| `boot` | 32 hex digits or null | `null` |" in messages

@@ -44,7 +44,7 @@ def prefill(form: str) -> Iterator[str]:
     """An engine that describes itself; gives its address."""
     with listening() as (listener, port):
         engine = engine_of_form(read_short_form(form), "prefill-0")
-        listener.publish(msgspec.structs.replace(engine_of(engine), seal_key=KEY, boot="ab" * 16))
+        listener.publish(msgspec.structs.replace(engine_of(engine), mac_key=KEY, boot="ab" * 16))
         yield f"{HOST}:{port}"
 
 
@@ -104,6 +104,6 @@ def test_one_end_reads_what_the_other_offers(shell: Shell) -> None:
 def test_a_guard_that_is_off_fails_its_tests() -> None:
     (command,) = checked_by(f"{_HERE}test_a_guard_that_is_off_fails_its_tests")
     shell = Shell(ROOT, ROOT)
-    done = shell.run(f"{command.text} -q -p no:cacheprovider -k fail_by_their_seal")
+    done = shell.run(f"{command.text} -q -p no:cacheprovider -k fail_by_their_mac")
     assert re.search(r"\b\d+ failed", succeeded(done, 1)), done.stdout
     assert " passed" not in done.stdout.splitlines()[-1]

@@ -12,7 +12,7 @@ from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.handshake import Release, Renew, decode_request
 from kvferry.protocol.ids import epoch_to_text, new_boot_id, new_epoch
 from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.params_mac import new_seal_key, seal
+from kvferry.protocol.params_mac import new_mac_key, sign_params
 from tests.engine_core.driver import BLOCK_TOKENS
 
 
@@ -38,7 +38,7 @@ def offer(prompt: Sequence[int], *, port: int = 9, slot: int = 0, lease_s: float
         "remote_num_tokens": len(prompt),
         **flat,
     }
-    return seal(RemotePrefill(**values, kvferry=ticket), new_seal_key()).to_json()
+    return sign_params(RemotePrefill(**values, kvferry=ticket), new_mac_key()).to_json()
 
 
 class Eavesdropper:

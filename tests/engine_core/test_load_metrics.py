@@ -187,7 +187,7 @@ def test_a_load_that_fails_is_told_by_producer_once_that_is_known(make: Callable
         consumer.engine.add(name, prompt, params, max_tokens=2)
         consumer.answer(name)
     consumer.step()
-    assert consumer.engine.counted("failed_loads", "seal") == 2
+    assert consumer.engine.counted("failed_loads", "mac") == 2
     assert consumer.engine.counted("peer_failed_loads", "other") == 1, "clients cannot make labels"
     assert consumer.engine.counted("peer_failed_loads", f"127.0.0.1:{producer.port}") == 1
 

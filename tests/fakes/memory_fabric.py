@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.worker.fabric.metadata import check_agent_name, open_metadata, seal_metadata
+from kvferry.worker.fabric.metadata import check_agent_name, open_metadata, wrap_metadata
 from kvferry.worker.fabric.nixl_handles import check_index_pairs
 from kvferry.worker.fabric.port import (
     MAX_NOTIFICATION_BYTES,
@@ -103,7 +103,7 @@ class MemoryFabric:
     def metadata(self) -> bytes:
         self._open("metadata")
         regions = tuple((region.address, region.length, region.kind, region.device) for region in self._regions)
-        return seal_metadata(self.agent_name, msgspec.msgpack.encode(AgentBody(self._agent.incarnation, regions)))
+        return wrap_metadata(self.agent_name, msgspec.msgpack.encode(AgentBody(self._agent.incarnation, regions)))
 
     def add_peer(self, metadata: bytes) -> PeerAgent:
         self._open("add peer")

@@ -285,13 +285,13 @@ GUARDS = (
     ),
     Guard(
         "mac",
-        "params are sealed by the engine that wrote them",
+        "params have the MAC of the engine that wrote them",
         (1,),
-        "kvferry.worker.loads.load:check_seal",
+        "kvferry.worker.loads.load:check_params_mac",
         _nothing,
         (
-            f"{_ENGINES}/test_bad_orders.py::test_params_that_a_client_has_changed_fail_by_their_seal",
-            f"{_ENGINES}/test_bad_orders.py::test_tickets_that_a_client_has_changed_fail_by_their_seal",
+            f"{_ENGINES}/test_bad_orders.py::test_params_that_a_client_has_changed_fail_by_their_mac",
+            f"{_ENGINES}/test_bad_orders.py::test_tickets_that_a_client_has_changed_fail_by_their_mac",
         ),
     ),
     Guard(

@@ -83,7 +83,7 @@ class EngineProcess:
         return self.answer(self.order(do, **command))
 
     def prefill(self, tokens: int, seed: int, **changes: Any) -> dict[str, Any]:
-        """Prefill and hold; the params. `changes` are sealed as if the producer had meant them."""
+        """Prefill and hold; the params. `changes` get the producer's MAC."""
         params: dict[str, Any] = self.ask("prefill", tokens=tokens, seed=seed, changes=changes)["params"]
         return params
 

@@ -61,7 +61,7 @@ TAMPERED: dict[str, tuple[Tamper, str | None]] = {
     "another boot": (with_fields(boot="0" * 32), "refused"),
     "a refusal": (lambda _: [encode(Refused(field="engine", value="starting", expected="ready"))], "refused"),
     "metadata of nobody": (without_metadata, "handshake"),
-    "another key": (with_fields(seal_key=bytes(32)), "seal"),
+    "another key": (with_fields(mac_key=bytes(32)), "mac"),
 }
 
 

@@ -9,9 +9,9 @@ from kvferry.protocol.description_json import dump_of, encode_dump
 from kvferry.protocol.handshake import encode
 from kvferry.protocol.notifications import MAGIC, encode_notification
 from kvferry.protocol.orders import encode_orders
-from kvferry.worker.fabric.metadata import seal_metadata
+from kvferry.worker.fabric.metadata import wrap_metadata
 from tests.fuzz.mutation import DEPTH
-from tests.fuzz.targets import DONE, ORDERS, REPLIES, REQUESTS, SEALED
+from tests.fuzz.targets import DONE, ORDERS, REPLIES, REQUESTS, SIGNED
 from tests.protocol.samples import make_description, make_worker
 
 DECISIONS = tuple(bytes([first]) + bytes(range(start, start + 24)) for first in range(8) for start in (0, 100))
@@ -27,10 +27,10 @@ def seeds(target: str) -> tuple[bytes, ...]:
         "worker": (encode(make_worker()),),
         "notification": (encode_notification(DONE),),
         "orders": (encode_orders(ORDERS),),
-        "metadata": (seal_metadata("prefill-0/tp1", b"body"),),
+        "metadata": (wrap_metadata("prefill-0/tp1", b"body"),),
         "dump": (encode_dump(dump_of(make_description())), encode_dump(dump_of(make_description()))[:-3] + b',"":0}'),
         "params": (
-            *(json.dumps(SEALED.to_json(is_turn=turn)).encode() for turn in (False, True)),
+            *(json.dumps(SIGNED.to_json(is_turn=turn)).encode() for turn in (False, True)),
             *(b"[1]", b"7", b"NaN", b'"ticket"', b"true", b'{"version":NaN}', b'{"version":1e999}'),
         ),
     }

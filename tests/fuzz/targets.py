@@ -43,9 +43,9 @@ from kvferry.protocol.orders import (
     encode_orders,
 )
 from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill, read_params, read_turn
-from kvferry.protocol.params_mac import check_seal, seal
+from kvferry.protocol.params_mac import check_params_mac, sign_params
 from kvferry.scheduler.consumer.ledger import RemoteLease
-from kvferry.worker.fabric.metadata import open_metadata, seal_metadata
+from kvferry.worker.fabric.metadata import open_metadata, wrap_metadata
 from kvferry.worker.fabric.port import InvalidMetadata
 from tests.fuzz.lease_target import leases
 from tests.fuzz.mutation import mutate
@@ -70,14 +70,14 @@ REPLIES: tuple[EngineDescription | Refused, ...] = (
     Refused(field="version", value="2", expected="1"),
 )
 DONE = Done(slot=7, epoch=EPOCH, consumer=BOOT, worker=3, expected=4)
-SEALED = seal(make_params(), KEY)
+SIGNED = sign_params(make_params(), KEY)
 ORDERS = StepOrders(
     boot=BOOT,
     ends=(LeaseEnd(request_id="r1", slot=3, epoch=EPOCH),),
     opens=(LeaseOpen(slot=4, epoch=EPOCH),),
     holds=(LeaseHold(request_id="r2", slot=5, epoch=EPOCH, blocks=((1, 2), ())),),
-    loads=(LoadOrder(request_id="r3", source=SEALED, local_blocks=((1,), (2,)), first_token=0, stop_token=300),),
-    prewarms=(Prewarm.of(SEALED),),
+    loads=(LoadOrder(request_id="r3", source=SIGNED, local_blocks=((1,), (2,)), first_token=0, stop_token=300),),
+    prewarms=(Prewarm.of(SIGNED),),
 )
 
 
@@ -165,7 +165,7 @@ def metadata(data: bytes) -> None:
         name, body = open_metadata(data)
     except InvalidMetadata as refused:
         return check_text(str(refused))
-    assert open_metadata(seal_metadata(name, body)) == (name, body)
+    assert open_metadata(wrap_metadata(name, body)) == (name, body)
     return None
 
 
@@ -207,13 +207,13 @@ def use_params(raw: Any) -> None:
     assert 0 <= shared_tokens(prompt, found.kvferry.digests, found.remote_num_tokens) <= found.remote_num_tokens
     assert RemoteLease.of(found).key
     try:
-        check_seal(found, KEY)
+        check_params_mac(found, KEY)
     except InvalidParams as refused:
         return check_refusal(refused)
     covered = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "remote_num_tokens")
-    assert all(getattr(found, name) == getattr(SEALED, name) for name in covered), "a seal of other params"
-    assert found.kvferry.lease_ms == SEALED.kvferry.lease_ms
-    assert found.kvferry == msgspec.structs.replace(SEALED.kvferry, lease_s=found.kvferry.lease_s)
+    assert all(getattr(found, name) == getattr(SIGNED, name) for name in covered), "a MAC of other params"
+    assert found.kvferry.lease_ms == SIGNED.kvferry.lease_ms
+    assert found.kvferry == msgspec.structs.replace(SIGNED.kvferry, lease_s=found.kvferry.lease_s)
     return None
 
 
@@ -262,7 +262,7 @@ def mutated_params(data: bytes) -> None:
     """Valid params with hostile values in them, as a router may hand them on."""
     source = Source(data)
     flags = source.number(2)
-    raw = SEALED.to_json(is_turn=bool(flags))
+    raw = SIGNED.to_json(is_turn=bool(flags))
     use_params(mutate(source, raw))
 
 

@@ -143,7 +143,7 @@ def describe(
     return EngineDescription(
         engine_id=engine_id,
         boot=boot,
-        seal_key=b"k" * 32,
+        mac_key=b"k" * 32,
         facts=FACTS,
         topology=side.shards.topology,
         groups=cache_groups(model, side),

@@ -59,7 +59,7 @@ def engine(
     usual: dict[str, Any] = {
         "engine_id": engine_id,
         "boot": "0" * 32,
-        "seal_key": b"k" * 32,
+        "mac_key": b"k" * 32,
         "facts": FACTS,
         "topology": Topology(),
         "groups": (CacheGroup(policy="full", block_tokens=4),),

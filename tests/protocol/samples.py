@@ -92,7 +92,7 @@ def make_description(**changes: Any) -> EngineDescription:
     description = EngineDescription(
         engine_id="prefill-0",
         boot=BOOT,
-        seal_key=KEY,
+        mac_key=KEY,
         facts=ModelFacts(
             model="smollm2",
             fingerprint="f" * 32,

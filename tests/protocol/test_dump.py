@@ -49,7 +49,7 @@ def test_a_dump_comes_back_as_it_was() -> None:
 
 
 def test_nothing_that_opens_a_connection_or_a_lease_is_in_it() -> None:
-    for secret in (KEY, KEY.hex().encode(), METADATA, b"agent", b"seal", b"lease"):
+    for secret in (KEY, KEY.hex().encode(), METADATA, b"agent", b"mac_key", b"lease"):
         assert secret not in TEXT
     fields = set(EngineDump.__struct_fields__) - {"kvferry_dump"}
     assert fields == {"engine_id", "boot", "facts", "topology", "groups", "workers"}
@@ -59,7 +59,7 @@ def test_planning_gets_everything_that_the_engine_told_but_the_secrets() -> None
     engine = engine_of(decode_dump(TEXT))
     assert dump_of(engine) == DUMP
     assert engine.workers[0].tensors == DESCRIPTION.workers[0].tensors
-    assert engine.seal_key == bytes(32)
+    assert engine.mac_key == bytes(32)
 
 
 def test_a_dump_need_not_be_of_any_boot() -> None:
@@ -89,7 +89,7 @@ WRONG: list[tuple[str, object, str, str]] = [
     ("workers.0.tensors.0.base", 1.5, "workers[0].tensors[0].base", "`int`"),
     ("workers.0.tensors.0.heads", [0], "workers[0].tensors[0].heads", "length"),
     ("workers.0.tensors.0.format.dtype", "", "workers[0].tensors[0].format.dtype", "length >= 1"),
-    ("seal_key", "x", "seal_key", "one of kvferry_dump, engine_id"),
+    ("mac_key", "x", "mac_key", "one of kvferry_dump, engine_id"),
     ("engine_ids", "x", "engine_ids", "did you mean engine_id? one of"),
     ("facts.dtpye", "x", "facts.dtpye", "did you mean dtype? one of"),
     ("groups.0.window", 5, "groups[0].window", "did you mean window_tokens? one of"),

@@ -81,7 +81,7 @@ def test_the_bytes_of_a_renewal_and_a_release_are_these() -> None:
 
 def test_the_fields_of_a_description_are_these() -> None:
     plain = decode_plain(encode(make_description()))
-    assert list(plain) == ["type", "version", "engine_id", "boot", "seal_key", "facts", "topology", "groups", "workers"]
+    assert list(plain) == ["type", "version", "engine_id", "boot", "mac_key", "facts", "topology", "groups", "workers"]
     assert plain["type"] == "engine"
     assert list(plain["workers"][0]) == [
         *("place", "agent", "agent_metadata", "memory", "device", "lease_table", "tensors"),
@@ -151,7 +151,7 @@ WRONG_ENGINE: dict[str, list[object]] = {
     "version": SIZES,
     "engine_id": TEXTS,
     "boot": HEX,
-    "seal_key": [..., None, b"", b"x" * 31, b"x" * 33, 7],
+    "mac_key": [..., None, b"", b"x" * 31, b"x" * 33, 7],
     "facts": [..., None, [], {}],
     "facts.model": TEXTS,
     "facts.max_model_tokens": [..., *SIZES],

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvferry.protocol import params
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.params import RemotePrefill, read_params, read_turn
-from kvferry.protocol.params_mac import seal
+from kvferry.protocol.params_mac import sign_params
 from tests.protocol.samples import KEY, make_params
 
 Read = Callable[[Mapping[str, Any]], object]
@@ -63,8 +63,8 @@ NESTED: list[object] = [
     *(["a1" * 16] * 2, ("a1" * 16,) * 2, [0.0, 1], [0] * 64, [0] * 65, [[]] * 64, [[]] * 65, {"version": 1}),
     *(Objects(), MappingProxyType({}), object()),
 ]
-SEALED = seal(make_params(), KEY).to_json()
-KEYS = st.sampled_from([*SEALED, *SEALED["kvferry"], "later", "\ud800", 1, None, "", Named("tp_size"), b"tp_size"])
+SIGNED = sign_params(make_params(), KEY).to_json()
+KEYS = st.sampled_from([*SIGNED, *SIGNED["kvferry"], "later", "\ud800", 1, None, "", Named("tp_size"), b"tp_size"])
 VALUES = (
     st.sampled_from([*HASHABLE, *NESTED])
     | st.integers()
@@ -127,7 +127,7 @@ def part_by_part(read: Read, raw: Mapping[str, Any]) -> str:
 def test_any_params_are_read_as_if_there_were_no_quick_way(
     changes: list[tuple[bool, Callable[..., None], object, object]],
 ) -> None:
-    raw: dict[Any, Any] = seal(make_params(), KEY).to_json()
+    raw: dict[Any, Any] = sign_params(make_params(), KEY).to_json()
     for is_inside, change, key, value in changes:
         ticket = raw.get("kvferry")
         change(ticket if is_inside and isinstance(ticket, dict) else raw, key, value)
@@ -148,4 +148,4 @@ def test_a_key_that_no_encoder_takes_is_an_unknown_key_and_ignored(where: str, r
 
 def test_what_a_producer_writes_is_read_at_once() -> None:
     with mock.patch.object(params, "_read_part_by_part", side_effect=AssertionError):
-        assert isinstance(read_params(seal(make_params(), KEY).to_json()), RemotePrefill)
+        assert isinstance(read_params(sign_params(make_params(), KEY).to_json()), RemotePrefill)

@@ -23,7 +23,7 @@ from kvferry.protocol.params import (
     read_params,
     read_turn,
 )
-from kvferry.protocol.params_mac import check_seal, seal
+from kvferry.protocol.params_mac import check_params_mac, sign_params
 from tests.protocol.samples import KEY, make_params
 
 ABSENT = object()
@@ -238,7 +238,7 @@ def only_invalid_params(raw: object) -> None:
             params = read_turn(raw)
         if isinstance(params, RemotePrefill):
             json.dumps(params.to_json()).encode()
-            check_seal(params, KEY)
+            check_params_mac(params, KEY)
     except InvalidParams as refused:
         text = str(refused)
     assert len(text.encode()) < MAX_MESSAGE
@@ -261,7 +261,7 @@ def test_arbitrary_json_raises_nothing_but_invalid_params(raw: object) -> None:
 def test_mutated_valid_params_raise_nothing_but_invalid_params(
     changes: dict[str, object], ticket_changes: dict[str, object], removed: set[str]
 ) -> None:
-    raw = seal(make_params(), KEY).to_json()
+    raw = sign_params(make_params(), KEY).to_json()
     raw["kvferry"] |= ticket_changes
     raw |= changes
     for key in removed:

@@ -15,7 +15,7 @@ from kvferry.protocol.handshake import CacheGroup, EngineDescription
 from kvferry.protocol.ids import epoch_to_text, new_boot_id
 from kvferry.protocol.orders import FailureReason, encode_head, encode_orders
 from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.params_mac import new_seal_key, seal
+from kvferry.protocol.params_mac import new_mac_key, sign_params
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
@@ -69,7 +69,7 @@ class CacheEngine:
         self.tally = Tally()
         self.leases = ProducerLedger(settings.lease_slots, LEASE_S, self.tally)
         self.loads = ConsumerLedger(self.tally)
-        self._seal_key = new_seal_key()
+        self._mac_key = new_mac_key()
         self.workers = [
             FerryWorker(
                 engine_id=name,
@@ -87,7 +87,7 @@ class CacheEngine:
         self.description = EngineDescription(
             engine_id=name,
             boot=self.boot,
-            seal_key=self._seal_key,
+            mac_key=self._mac_key,
             facts=FACTS,
             topology=topology,
             groups=groups,
@@ -129,7 +129,7 @@ class CacheEngine:
             kvferry=ticket,
         )
         self.step()
-        return seal(params, self._seal_key)
+        return sign_params(params, self._mac_key)
 
     def load(self, request_id: str, request: Request, params: RemotePrefill) -> None:
         """All workers are told to load it."""

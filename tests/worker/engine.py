@@ -19,7 +19,7 @@ from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
 from kvferry.protocol.ids import epoch_to_text, new_boot_id
 from kvferry.protocol.orders import StepOrders, encode_head, encode_orders
 from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.params_mac import new_seal_key, seal
+from kvferry.protocol.params_mac import new_mac_key, sign_params
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
@@ -67,7 +67,7 @@ class Engine:
     ) -> None:
         self.name, self.shape, self.lease_s = name, shape, lease_s
         self.port = free_port() if port is None else port
-        self.boot, self.seal_key = new_boot_id(), new_seal_key()
+        self.boot, self.mac_key = new_boot_id(), new_mac_key()
         self.seen = Seen()
         self.tally = Tally()
         self.caches = ToyCaches(shape, POISON, device)
@@ -98,7 +98,7 @@ class Engine:
         self.description = EngineDescription(
             engine_id=name,
             boot=self.boot,
-            seal_key=self.seal_key,
+            mac_key=self.mac_key,
             facts=facts,
             topology=Topology(),
             groups=(shape.group,),
@@ -146,7 +146,7 @@ class Engine:
             remote_num_tokens=tokens,
             kvferry=ticket,
         )
-        offer = Offer(seal(params, self.seal_key), blocks, tokens, seed)
+        offer = Offer(sign_params(params, self.mac_key), blocks, tokens, seed)
         self.offers[request_id] = offer
         return offer
 
@@ -157,9 +157,9 @@ class Engine:
         return offer
 
     def changed(self, offer: Offer, *, ticket: dict[str, Any] | None = None, **fields: Any) -> RemotePrefill:
-        """The offer's params with other fields, sealed by the producer all the same."""
+        """The offer's params with other fields and the producer's MAC."""
         ticket_now = msgspec.structs.replace(offer.params.kvferry, **(ticket or {}))
-        return seal(msgspec.structs.replace(offer.params, kvferry=ticket_now, **fields), self.seal_key)
+        return sign_params(msgspec.structs.replace(offer.params, kvferry=ticket_now, **fields), self.mac_key)
 
     def word(self, offer: Offer) -> int:
         """What the offer's slot says."""

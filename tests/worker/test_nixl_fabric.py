@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvferry.worker.fabric.agent import AgentConfig, apply_ucx_defaults, load_bindings, ucx_defaults
-from kvferry.worker.fabric.metadata import open_metadata, seal_metadata
+from kvferry.worker.fabric.metadata import open_metadata, wrap_metadata
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import (
     DescriptorOutOfRange,
@@ -311,7 +311,7 @@ def test_an_envelope_around_something_else_is_refused_and_leaves_no_trace(
     """The checksum is right here. NIXL keeps half of what it refused, which would stand in a successor's way."""
     producer, consumer = two
     with pytest.raises(InvalidMetadata, match=reason):
-        consumer.add_peer(seal_metadata(name, spoil(open_metadata(producer.metadata())[1])))
+        consumer.add_peer(wrap_metadata(name, spoil(open_metadata(producer.metadata())[1])))
     with contextlib.closing(NixlFabric("producer")) as successor:
         consumer.notify(consumer.add_peer(successor.metadata()), b"hello")
         assert arrivals(successor, 1) == [("consumer", b"hello")]

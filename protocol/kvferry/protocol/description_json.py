@@ -1,6 +1,6 @@
 """An engine's description as JSON that may be kept, sent around and edited: no secrets, nothing to connect with.
 
-Left out of `EngineDescription` are the seal key, NIXL's metadata and the lease tables. What remains says where every
+Left out of `EngineDescription` are the MAC key, NIXL's metadata and the lease tables. What remains says where every
 byte of the cache is, which is all that planning needs. Decoding is strict: unlike on the wire, an unknown field is an
 error, because in a file that people edit it is a slip of the pen.
 """
@@ -19,7 +19,7 @@ from kvferry.protocol.errors import InvalidDump, cut
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseTable, ModelFacts, WorkerDescription
 from kvferry.protocol.ids import MAX_WORKERS, Hex128, Positive, Text
-from kvferry.protocol.params_mac import SEAL_KEY_BYTES
+from kvferry.protocol.params_mac import MAC_KEY_BYTES
 
 DUMP_VERSION = 1
 MAX_DUMP_BYTES = 256 << 20
@@ -85,7 +85,7 @@ def engine_of(dump: EngineDump) -> EngineDescription:
     return EngineDescription(
         engine_id=dump.engine_id,
         boot=dump.boot or _NO_BOOT,
-        seal_key=bytes(SEAL_KEY_BYTES),
+        mac_key=bytes(MAC_KEY_BYTES),
         facts=dump.facts,
         topology=dump.topology,
         groups=dump.groups,

@@ -24,7 +24,7 @@ from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
 from kvferry.protocol.ids import MAX_WORKERS, Address, Hex128, HexEpoch, Positive, SlotIndex, Text
-from kvferry.protocol.params_mac import SEAL_KEY_BYTES
+from kvferry.protocol.params_mac import MAC_KEY_BYTES
 
 CHANNEL_VERSION = 1
 MAX_REQUEST_BYTES = 256 << 10
@@ -173,7 +173,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="engine")
         version: of the side channel.
         engine_id: who answers, which may be another engine than was asked for.
         boot: this life of the engine.
-        seal_key: checks the mac of this boot's tickets.
+        mac_key: checks the mac of this boot's tickets.
         facts: what must be equal on both sides.
         topology: its parallel sizes.
         groups: its cache groups, in the order of `remote_block_ids`.
@@ -183,7 +183,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="engine")
     version: Positive = CHANNEL_VERSION
     engine_id: Text
     boot: Hex128
-    seal_key: Annotated[bytes, Meta(min_length=SEAL_KEY_BYTES, max_length=SEAL_KEY_BYTES)]
+    mac_key: Annotated[bytes, Meta(min_length=MAC_KEY_BYTES, max_length=MAC_KEY_BYTES)]
     facts: ModelFacts
     topology: Topology
     groups: Annotated[tuple[CacheGroup, ...], Meta(min_length=1, max_length=64)]

@@ -135,7 +135,7 @@ class FailureReason(str, enum.Enum):
 
     HANDSHAKE = "handshake"
     REFUSED = "refused"
-    SEAL = "seal"
+    MAC = "mac"
     PARAMS = "params"
     PLAN = "plan"
     FENCE = "fence"

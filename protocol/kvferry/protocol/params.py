@@ -45,7 +45,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         lease_epoch: what the slot must hold, with READY, before and after the read.
         lease_s: the producer frees the blocks when it hears nothing for this long.
         digests: `kvferry.protocol.digests.digest_chain` of the tokens in the blocks.
-        mac: `kvferry.protocol.params_mac.seal` over all of this.
+        mac: `kvferry.protocol.params_mac.sign_params` over all of this.
         held_from: per cache group the first token that its blocks hold; empty from producers that do not tell.
     """
 

@@ -1,7 +1,7 @@
-"""The seal of a ticket: clients carry `kv_transfer_params`, and clients can write.
+"""The MAC of `kv_transfer_params`: clients carry them, and clients can change them.
 
-The key is drawn at the producer's start and given to consumers at the handshake. So a client that never spoke to the
-side channel cannot point a good lease at another's blocks, nor a good request at another host.
+The key is drawn at the producer's start and given to consumers at the handshake. So a client without access to the side
+channel cannot point a valid lease at another request's blocks, nor a request at another host.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import msgspec
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.params import RemotePrefill, Ticket
 
-SEAL_KEY_BYTES = 32
+MAC_KEY_BYTES = 32
 
 _DOMAIN = "kvferry-ticket-1"
 _encoder = msgspec.msgpack.Encoder()
 
 
-def new_seal_key() -> bytes:
+def new_mac_key() -> bytes:
     """A fresh key for one boot."""
-    return secrets.token_bytes(SEAL_KEY_BYTES)
+    return secrets.token_bytes(MAC_KEY_BYTES)
 
 
-class Sealer:
-    """Seals params under one key, which is prepared once."""
+class ParamsSigner:
+    """Computes the MAC of params under one key, which is prepared once."""
 
     def __init__(self, key: bytes) -> None:
         self._keyed = hmac.new(key, digestmod=hashlib.sha256)
 
-    def seal(self, params: RemotePrefill) -> RemotePrefill:
-        """The same params with their mac set."""
+    def sign(self, params: RemotePrefill) -> RemotePrefill:
+        """The same params with their MAC set."""
         return msgspec.structs.replace(params, kvferry=_with_mac(params.kvferry, self.mac(params)))
 
     def mac(self, params: RemotePrefill) -> str:
@@ -44,18 +44,18 @@ class Sealer:
         return mac.hexdigest()
 
 
-def seal(params: RemotePrefill, key: bytes) -> RemotePrefill:
-    """The same params with their mac set."""
-    return Sealer(key).seal(params)
+def sign_params(params: RemotePrefill, key: bytes) -> RemotePrefill:
+    """The same params with their MAC set."""
+    return ParamsSigner(key).sign(params)
 
 
-def check_seal(params: RemotePrefill, key: bytes) -> None:
+def check_params_mac(params: RemotePrefill, key: bytes) -> None:
     """Check that the producer wrote these params.
 
     Raises:
         InvalidParams: the mac is not the producer's.
     """
-    if not hmac.compare_digest(Sealer(key).mac(params), params.kvferry.mac):
+    if not hmac.compare_digest(ParamsSigner(key).mac(params), params.kvferry.mac):
         raise InvalidParams("kvferry.mac", params.kvferry.mac, "the mac of exactly these params by their producer")
 
 

@@ -59,7 +59,7 @@ SICK: dict[str, dict[str, str]] = {
     "KvferryRequestsFail": {"vllm:kvferry_failed_requests_total": "0x117 1x3"},
     "KvferryLoadsFail": {'vllm:kvferry_local_recomputes_total{reason="load_failed"}': "0+4x120"},
     "KvferryPairRefused": {'vllm:kvferry_failed_loads_total{reason="plan"}': "0x110 1x10"},
-    "KvferrySealsBroken": {'vllm:kvferry_failed_loads_total{reason="seal"}': "0x110 1x10"},
+    "KvferryParamsMacWrong": {'vllm:kvferry_failed_loads_total{reason="mac"}': "0x110 1x10"},
     "KvferryProducersUnreachable": {'vllm:kvferry_failed_loads_total{reason="handshake"}': "0x100 1+1x20"},
     "KvferryLeasesEndBeforeTheyAreRead": {'vllm:kvferry_failed_loads_total{reason="fence"}': "0+1x120"},
     "KvferryTransfersFail": {'vllm:kvferry_failed_loads_total{reason="deadline"}': "0x100 1+1x20"},

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.params_mac import seal
+from kvferry.protocol.params_mac import sign_params
 from tests.worker.engine_rig import POISON, SETTINGS, Engine, Offer, Rig
 
 TOKENS = 10
@@ -31,7 +31,7 @@ def _fails(rig: Rig, producer: Engine, consumer: Engine, params: RemotePrefill) 
 
 
 Change = Callable[[Engine, Offer], RemotePrefill]
-SEALED_BUT_WRONG: dict[str, Change] = {
+SIGNED_BUT_WRONG: dict[str, Change] = {
     "a block beyond the cache": lambda p, o: p.changed(o, remote_block_ids=((*o.blocks[:-1], SHAPE_BLOCKS),)),
     "the largest block id": lambda p, o: p.changed(o, remote_block_ids=((*o.blocks[:-1], 2**31 - 1),)),
     "the null block": lambda p, o: p.changed(o, remote_block_ids=((*o.blocks[:-1], 0),)),
@@ -44,8 +44,8 @@ SEALED_BUT_WRONG: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("change", SEALED_BUT_WRONG.values(), ids=SEALED_BUT_WRONG)
-def test_sealed_params_that_do_not_fit_the_engines_fail_as_params(rig: Rig, change: Change) -> None:
+@pytest.mark.parametrize("change", SIGNED_BUT_WRONG.values(), ids=SIGNED_BUT_WRONG)
+def test_signed_params_that_do_not_fit_the_engines_fail_as_params(rig: Rig, change: Change) -> None:
     producer, consumer = rig.pair()
     params = change(producer, producer.prefill(TOKENS))
     assert _fails(rig, producer, consumer, params) is FailureReason.PARAMS
@@ -64,7 +64,7 @@ def test_somebody_elses_slot_with_the_own_epoch_is_no_lease(rig: Rig) -> None:
     assert _fails(rig, producer, consumer, params) is FailureReason.FENCE
 
 
-UNSEALED: dict[str, dict[str, Any]] = {
+CHANGED: dict[str, dict[str, Any]] = {
     "somebody else's blocks": {"remote_block_ids": ((1, 2, 3),)},
     "more tokens": {"remote_num_tokens": TOKENS + 1},
     "another request": {"remote_request_id": "somebody-else"},
@@ -72,27 +72,27 @@ UNSEALED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fields", UNSEALED.values(), ids=UNSEALED)
-def test_params_that_a_client_has_changed_fail_by_their_seal(rig: Rig, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", CHANGED.values(), ids=CHANGED)
+def test_params_that_a_client_has_changed_fail_by_their_mac(rig: Rig, fields: dict[str, Any]) -> None:
     producer, consumer = rig.pair()
     params = msgspec.structs.replace(producer.prefill(TOKENS).params, **fields)
-    assert _fails(rig, producer, consumer, params) is FailureReason.SEAL
+    assert _fails(rig, producer, consumer, params) is FailureReason.MAC
 
 
 @pytest.mark.parametrize("field", ["lease_slot", "lease_s", "mac"])
-def test_tickets_that_a_client_has_changed_fail_by_their_seal(rig: Rig, field: str) -> None:
+def test_tickets_that_a_client_has_changed_fail_by_their_mac(rig: Rig, field: str) -> None:
     producer, consumer = rig.pair()
     offer = producer.prefill(TOKENS)
     values = {"lease_slot": offer.slot + 1, "lease_s": 10_000.0, "mac": "f" * 64}
     ticket = msgspec.structs.replace(offer.params.kvferry, **{field: values[field]})
     params = msgspec.structs.replace(offer.params, kvferry=ticket)
-    assert _fails(rig, producer, consumer, params) is FailureReason.SEAL
+    assert _fails(rig, producer, consumer, params) is FailureReason.MAC
 
 
-def test_a_seal_of_a_key_that_the_client_chose_is_none(rig: Rig) -> None:
+def test_a_mac_under_a_key_that_the_client_chose_is_refused(rig: Rig) -> None:
     producer, consumer = rig.pair()
-    params = seal(producer.prefill(TOKENS).params, b"x" * 32)
-    assert _fails(rig, producer, consumer, params) is FailureReason.SEAL
+    params = sign_params(producer.prefill(TOKENS).params, b"x" * 32)
+    assert _fails(rig, producer, consumer, params) is FailureReason.MAC
 
 
 def test_orders_of_which_one_is_wrong_do_not_spoil_the_others(any_rig: Rig) -> None:

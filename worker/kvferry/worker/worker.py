@@ -17,7 +17,7 @@ from kvferry.protocol.errors import HandshakeFailed, InvalidConfig, InvalidMessa
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts, WorkerDescription
 from kvferry.protocol.orders import decode_head
-from kvferry.protocol.params_mac import SEAL_KEY_BYTES
+from kvferry.protocol.params_mac import MAC_KEY_BYTES
 from kvferry.worker.fabric.errors import unforeseen
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
 from kvferry.worker.fabric.reads import Reader
@@ -121,7 +121,7 @@ class FerryWorker:
         self._engine = EngineDescription(
             engine_id=engine_id,
             boot="0" * 32,
-            seal_key=bytes(SEAL_KEY_BYTES),
+            mac_key=bytes(MAC_KEY_BYTES),
             facts=facts,
             topology=topology,
             groups=groups,

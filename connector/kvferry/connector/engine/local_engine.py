@@ -24,7 +24,7 @@ from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
 from kvferry.protocol.ids import BootId, new_boot_id
-from kvferry.protocol.params_mac import new_seal_key
+from kvferry.protocol.params_mac import new_mac_key
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,7 +92,7 @@ class OwnEngine:
     takes_turns: bool
     offers_turns: bool
     boot: BootId = field(default_factory=new_boot_id)
-    seal_key: bytes = field(default_factory=new_seal_key, repr=False)
+    mac_key: bytes = field(default_factory=new_mac_key, repr=False)
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> OwnEngine:

@@ -1,7 +1,7 @@
 """Statistics on their way from workers and scheduler to the front end: plain counters, samples and gauges.
 
 Some metrics have a label for the producer. Clients choose what params name, so nothing that was only named gets a
-label: a load is good when its producer has been connected and the seal of its params checked. Labels are never taken
+label: a load is good when its producer has been connected and the MAC of its params checked. Labels are never taken
 back, so there is a bound.
 """
 

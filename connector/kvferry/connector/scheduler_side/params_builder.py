@@ -13,14 +13,14 @@ from kvferry.plan.tokens import held_from
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.ids import epoch_to_text
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
-from kvferry.protocol.params_mac import Sealer
+from kvferry.protocol.params_mac import ParamsSigner
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-_UNSEALED = "0" * 64
+_NO_MAC = "0" * 64
 _ENDED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -44,7 +44,7 @@ class Offering:
     def __init__(self, own: OwnEngine, kv_cache_config: KVCacheConfig) -> None:
         self._own = own
         self._kv_cache_config = kv_cache_config
-        self._sealer = Sealer(own.seal_key)
+        self._signer = ParamsSigner(own.mac_key)
 
     def held(self, request: Request, block_ids: tuple[list[int], ...], use: LeaseUse) -> HeldTokens | None:
         """What can be offered of a request that has ended; None when it ended badly or has nothing.
@@ -64,7 +64,7 @@ class Offering:
         return HeldTokens(request.request_id, num_tokens, blocks, digest_chain(prompt, num_tokens))
 
     def params(self, held: HeldTokens, lease: Lease, lease_s: float) -> RemotePrefill:
-        """The offer, sealed."""
+        """The offer, signed."""
         ticket = Ticket(
             version=PARAMS_VERSION,
             boot=self._own.boot,
@@ -72,13 +72,13 @@ class Offering:
             lease_epoch=epoch_to_text(lease.epoch),
             lease_s=lease_s,
             digests=held.digests,
-            mac=_UNSEALED,
+            mac=_NO_MAC,
             held_from=tuple(
                 held_from(span, len(ids), held.num_tokens)
                 for span, ids in zip(self._own.block_spans, held.blocks, strict=True)
             ),
         )
-        unsealed = RemotePrefill(
+        unsigned = RemotePrefill(
             remote_engine_id=self._own.engine_id,
             remote_request_id=held.request_id,
             remote_block_ids=held.blocks,
@@ -90,7 +90,7 @@ class Offering:
             remote_num_tokens=held.num_tokens,
             kvferry=ticket,
         )
-        return self._sealer.seal(unsealed)
+        return self._signer.sign(unsigned)
 
     def _transferable(self, block_ids: tuple[list[int], ...], num_tokens: int) -> Blocks:
         """The blocks of the first `num_tokens` tokens, without the null blocks of those that left their window.

@@ -246,7 +246,7 @@ class SchedulerSide:
         engine = EngineDescription(
             engine_id=self._own.engine_id,
             boot=self._own.boot,
-            seal_key=self._own.seal_key,
+            mac_key=self._own.mac_key,
             facts=self._facts,
             topology=self._own.topology,
             groups=self._own.groups,

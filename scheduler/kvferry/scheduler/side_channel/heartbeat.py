@@ -35,7 +35,7 @@ _JOIN_S = 5.0
 _MOST_WAITING = 4096
 """Submissions that may wait until the thread is up anyway."""
 _SHORTEST_PACE_S = 1.0
-"""A shorter lease is renewed as if it lived this long. `lease_s` of unsealed params is the client's choice."""
+"""A shorter lease is renewed as if it lived this long. Clients choose `lease_s` of unsigned params."""
 _JOINS_AT = 0.75
 """The part of its interval after which a lease joins a renewal of its producer that is sent for another one."""
 

@@ -34,7 +34,7 @@ def check_agent_name(agent_name: str) -> bytes:
     return name
 
 
-def seal_metadata(agent_name: str, body: bytes) -> bytes:
+def wrap_metadata(agent_name: str, body: bytes) -> bytes:
     """The envelope around `body`; raises `InvalidRequest` for a name that `check_agent_name` refuses."""
     name = check_agent_name(agent_name)
     rest = len(name).to_bytes(2, "little") + name + body
@@ -42,7 +42,7 @@ def seal_metadata(agent_name: str, body: bytes) -> bytes:
 
 
 def open_metadata(metadata: bytes) -> tuple[str, bytes]:
-    """(agent name, body); raises `InvalidMetadata` for anything that `seal_metadata` did not make."""
+    """(agent name, body); raises `InvalidMetadata` for anything that `wrap_metadata` did not make."""
     if not isinstance(metadata, bytes) or not metadata.startswith(_MAGIC) or len(metadata) < _NAME_START:
         raise InvalidMetadata("add peer", f"{shorten(metadata)} is no fabric metadata")
     digest, rest = metadata[len(_MAGIC) : _NAME_START - 2], metadata[_NAME_START - 2 :]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvferry.worker.fabric.agent import AgentConfig, NixlErrors, apply_ucx_defaults, load_bindings, make_agent
-from kvferry.worker.fabric.metadata import check_agent_name, open_metadata, seal_metadata
+from kvferry.worker.fabric.metadata import check_agent_name, open_metadata, wrap_metadata
 from kvferry.worker.fabric.nixl_handles import (
     NixlLocal,
     NixlPeer,
@@ -94,7 +94,7 @@ class NixlFabric:
         self._registered += registered
 
     def metadata(self) -> bytes:
-        return seal_metadata(self.agent_name, self._open("metadata").getLocalMD())
+        return wrap_metadata(self.agent_name, self._open("metadata").getLocalMD())
 
     def add_peer(self, metadata: bytes) -> PeerAgent:
         agent = self._open("add peer")

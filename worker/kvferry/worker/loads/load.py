@@ -24,7 +24,7 @@ from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.notifications import Done, encode_notification
 from kvferry.protocol.orders import FailureReason, LoadOrder
-from kvferry.protocol.params_mac import check_seal
+from kvferry.protocol.params_mac import check_params_mac
 from kvferry.worker.fabric.errors import unforeseen
 from kvferry.worker.fabric.port import Fabric, FabricError, Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads
@@ -184,9 +184,9 @@ class Load:
             found = self.context.registry.get(self.key, time.monotonic())
             if isinstance(found, Peer):
                 try:
-                    check_seal(self.order.source, found.description.seal_key)
+                    check_params_mac(self.order.source, found.description.mac_key)
                 except InvalidParams as invalid:
-                    raise LoadFailed(FailureReason.SEAL, str(invalid)) from None
+                    raise LoadFailed(FailureReason.MAC, str(invalid)) from None
                 return found
             if isinstance(found, Unavailable):
                 raise LoadFailed(found.reason, found.text)

@@ -1,4 +1,4 @@
-"""The seal: it covers every field but those that are named here, and nothing on the way breaks it."""
+"""The params MAC: it covers every field but those that are named here, and nothing on the way changes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.params import SHORTEST_LEASE_S, RemotePrefill, Ticket, read_params
-from kvferry.protocol.params_mac import SEAL_KEY_BYTES, Sealer, check_seal, new_seal_key, seal
+from kvferry.protocol.params_mac import MAC_KEY_BYTES, ParamsSigner, check_params_mac, new_mac_key, sign_params
 from tests.protocol.samples import KEY, make_params, make_ticket, params_of_length
 from tests.protocol.test_params import remote_prefills
 
@@ -22,7 +22,7 @@ NOT_COVERED = {
     "do_remote_prefill": "its type allows one value",
     "do_remote_decode": "its type allows one value",
     "transfer_mode": "its type allows one value",
-    "kvferry.mac": "it is the seal",
+    "kvferry.mac": "it is the MAC",
 }
 
 OTHERS: dict[str, list[Any]] = {
@@ -77,12 +77,12 @@ def test_every_field_is_either_tried_below_or_named_as_not_covered() -> None:
 
 
 @pytest.mark.parametrize("path", OTHERS)
-def test_a_change_of_any_covered_field_breaks_the_seal(path: str) -> None:
-    sealed = seal(make_params(), KEY)
-    check_seal(sealed, KEY)
+def test_a_change_of_any_covered_field_fails_the_check(path: str) -> None:
+    signed = sign_params(make_params(), KEY)
+    check_params_mac(signed, KEY)
     for other in OTHERS[path]:
         with pytest.raises(InvalidParams) as refused:
-            check_seal(changed(sealed, path, other), KEY)
+            check_params_mac(changed(signed, path, other), KEY)
         assert refused.value.field == "kvferry.mac"
 
 
@@ -90,7 +90,7 @@ def test_fields_that_are_not_covered_have_one_value_only() -> None:
     for path in NOT_COVERED:
         if path == "kvferry.mac":
             continue
-        raw = seal(make_params(), KEY).to_json()
+        raw = sign_params(make_params(), KEY).to_json()
         for other in (not raw[path], "push", 1, None):
             raw[path] = other
             try:
@@ -115,19 +115,19 @@ SPELLINGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("how", SPELLINGS)
-def test_what_the_seal_does_not_see_cannot_change_what_is_read_or_from_whom(how: str) -> None:
-    sealed = seal(make_params(), KEY)
-    arrived = read_params(SPELLINGS[how](sealed.to_json()))
+def test_what_the_mac_does_not_cover_cannot_change_what_is_read_or_from_which_engine(how: str) -> None:
+    signed = sign_params(make_params(), KEY)
+    arrived = read_params(SPELLINGS[how](signed.to_json()))
     assert isinstance(arrived, RemotePrefill)
-    check_seal(arrived, KEY)
-    same_lease = msgspec.structs.replace(arrived.kvferry, lease_s=sealed.kvferry.lease_s)
-    assert msgspec.structs.replace(arrived, kvferry=same_lease) == sealed
-    assert arrived.kvferry.lease_s == pytest.approx(sealed.kvferry.lease_s, abs=0.0005)
+    check_params_mac(arrived, KEY)
+    same_lease = msgspec.structs.replace(arrived.kvferry, lease_s=signed.kvferry.lease_s)
+    assert msgspec.structs.replace(arrived, kvferry=same_lease) == signed
+    assert arrived.kvferry.lease_s == pytest.approx(signed.kvferry.lease_s, abs=0.0005)
 
 
 def test_text_cannot_move_from_one_field_to_its_neighbour() -> None:
     def mac(**texts: Any) -> str:
-        return seal(make_params(**texts), KEY).kvferry.mac
+        return sign_params(make_params(**texts), KEY).kvferry.mac
 
     macs = {
         mac(remote_engine_id="ab", remote_request_id="c"),
@@ -141,22 +141,22 @@ def test_text_cannot_move_from_one_field_to_its_neighbour() -> None:
 
 
 @pytest.mark.parametrize("parse_int", [int, float])
-def test_a_seal_survives_json_and_float64_numbers(parse_int: type) -> None:
-    sealed = seal(make_params(), KEY)
-    arrived = read_params(json.loads(json.dumps(sealed.to_json()), parse_int=parse_int))
+def test_a_mac_survives_json_and_float64_numbers(parse_int: type) -> None:
+    signed = sign_params(make_params(), KEY)
+    arrived = read_params(json.loads(json.dumps(signed.to_json()), parse_int=parse_int))
     assert isinstance(arrived, RemotePrefill)
-    check_seal(arrived, KEY)
-    assert arrived == sealed
+    check_params_mac(arrived, KEY)
+    assert arrived == signed
 
 
 @given(st.floats(SHORTEST_LEASE_S, 86400 * 7))
-def test_any_lease_time_keeps_its_seal_through_a_router_that_prints_fifteen_digits(lease_s: float) -> None:
-    sealed = seal(make_params(ticket=make_ticket(lease_s=round(lease_s, 3))), KEY)
-    raw = sealed.to_json()
+def test_any_lease_time_keeps_its_mac_through_a_router_that_prints_fifteen_digits(lease_s: float) -> None:
+    signed = sign_params(make_params(ticket=make_ticket(lease_s=round(lease_s, 3))), KEY)
+    raw = signed.to_json()
     raw["kvferry"]["lease_s"] = float(f"{raw['kvferry']['lease_s']:.15g}")
     arrived = read_params(raw)
     assert isinstance(arrived, RemotePrefill)
-    check_seal(arrived, KEY)
+    check_params_mac(arrived, KEY)
 
 
 @pytest.mark.parametrize(
@@ -167,31 +167,34 @@ def test_lease_ms_is_the_nearest_millisecond(lease_s: float, lease_ms: int) -> N
 
 
 def test_an_integral_lease_time_may_arrive_as_an_integer() -> None:
-    raw = seal(make_params(), KEY).to_json()
+    raw = sign_params(make_params(), KEY).to_json()
     raw["kvferry"]["lease_s"] = 30
     arrived = read_params(raw)
     assert isinstance(arrived, RemotePrefill)
-    check_seal(arrived, KEY)
+    check_params_mac(arrived, KEY)
 
 
-def test_the_seal_of_another_key_or_no_seal_is_refused() -> None:
-    sealed = seal(make_params(), KEY)
+def test_the_mac_of_another_key_or_no_mac_is_refused() -> None:
+    signed = sign_params(make_params(), KEY)
     for key in (bytes(32), KEY[::-1], KEY[:-1]):
         with pytest.raises(InvalidParams, match=r"kvferry\.mac"):
-            check_seal(sealed, key)
+            check_params_mac(signed, key)
     with pytest.raises(InvalidParams, match=r"kvferry\.mac"):
-        check_seal(make_params(), KEY)
+        check_params_mac(make_params(), KEY)
 
 
-def test_sealing_again_changes_nothing() -> None:
-    sealed = seal(make_params(), KEY)
-    assert seal(sealed, KEY) == sealed
-    assert msgspec.structs.replace(sealed, kvferry=make_ticket(mac="0" * 64)) == make_params()
+def test_signing_again_changes_nothing() -> None:
+    signed = sign_params(make_params(), KEY)
+    assert sign_params(signed, KEY) == signed
+    assert msgspec.structs.replace(signed, kvferry=make_ticket(mac="0" * 64)) == make_params()
 
 
-def test_the_seal_is_this_one() -> None:
+def test_the_mac_is_this_one() -> None:
     """A change of what is covered, or of its order, must be noticed: other versions in a fleet check these bytes."""
-    assert seal(make_params(), KEY).kvferry.mac == "e00a0aa5ede3f08d0935faab9e95dccb03c27b02a11972cafc6daa4c0a0446cb"
+    assert (
+        sign_params(make_params(), KEY).kvferry.mac
+        == "e00a0aa5ede3f08d0935faab9e95dccb03c27b02a11972cafc6daa4c0a0446cb"
+    )
 
 
 def packed(value: object) -> bytes:
@@ -228,18 +231,18 @@ def slow_mac(params: RemotePrefill, key: bytes) -> str:
 
 
 @given(remote_prefills(), st.binary(max_size=100))
-def test_the_seal_is_what_its_definition_says(params: RemotePrefill, key: bytes) -> None:
-    assert seal(params, key).kvferry.mac == slow_mac(params, key)
+def test_the_mac_is_what_its_definition_says(params: RemotePrefill, key: bytes) -> None:
+    assert sign_params(params, key).kvferry.mac == slow_mac(params, key)
 
 
-def test_one_prepared_key_seals_in_many_threads_what_each_would_have_alone() -> None:
-    sealer = Sealer(KEY)
+def test_one_prepared_key_signs_in_many_threads_as_in_one() -> None:
+    signer = ParamsSigner(KEY)
     several = [params_of_length(number, remote_request_id=f"request-{number}") for number in range(1, 400)]
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(sealer.seal, several)) == [seal(params, KEY) for params in several]
+        assert list(threads.map(signer.sign, several)) == [sign_params(params, KEY) for params in several]
 
 
 def test_every_boot_draws_its_own_key() -> None:
-    keys = {new_seal_key() for _ in range(100)}
+    keys = {new_mac_key() for _ in range(100)}
     assert len(keys) == 100
-    assert {len(key) for key in keys} == {SEAL_KEY_BYTES}
+    assert {len(key) for key in keys} == {MAC_KEY_BYTES}
