@@ -24,7 +24,7 @@ from bench.first_contact_producer import ENGINE, HOST, ProducerProcess
 from bench.provenance import begin
 from bench.scale_model import Fleet, Share, Slopes, play, walls
 from kvferry.protocol.handshake import Hello, LeaseName
-from kvferry.scheduler.consumer.ledger import Keep, RemoteLease
+from kvferry.scheduler.consumer.ledger import RemoteLease, RenewLease
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Tally
 from kvferry.worker.peers.handshake_client import ask
@@ -139,7 +139,9 @@ def renew(producers: int, seconds: float) -> tuple[Share, Share, float]:
         before = usage(), usage(producer.pid)
         start_s = time.monotonic()
         renewer.submit(
-            Keep(RemoteLease(HOST, producer.port, f"{boot:032x}", LeaseName(slot=0, epoch=f"{1:015x}"), _SHORT_LEASE_S))
+            RenewLease(
+                RemoteLease(HOST, producer.port, f"{boot:032x}", LeaseName(slot=0, epoch=f"{1:015x}"), _SHORT_LEASE_S)
+            )
             for boot in range(producers)
         )
         time.sleep(seconds)

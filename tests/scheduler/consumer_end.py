@@ -13,7 +13,7 @@ from kvferry.protocol.notifications import Done, encode_notification
 from kvferry.protocol.orders import LoadOrder
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ended_leases import LeaseKey
-from kvferry.scheduler.consumer.ledger import ConsumerLedger, GiveBack, Keep, RemoteLease
+from kvferry.scheduler.consumer.ledger import ConsumerLedger, ReleaseLease, RemoteLease, RenewLease
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.state.counters import Tally
 from tests.protocol.samples import BOOT
@@ -156,12 +156,12 @@ class Consumer:
 
     def _speak(self, now_s: float) -> None:
         for command in self.ledger.take_commands():
-            if isinstance(command, Keep):
+            if isinstance(command, RenewLease):
                 assert command.lease.key not in self.kept
                 self.kept[command.lease.key] = command.lease
                 continue
             self.kept.pop(command.lease.key, None)
-            if isinstance(command, GiveBack):
+            if isinstance(command, ReleaseLease):
                 self._send(Release(boot=BOOT, leases=(command.lease.name,)))
         if now_s >= self.next_beat_s and self.kept:
             self.next_beat_s = now_s + self.fleet.lease_s / HEARTBEATS_PER_LEASE

@@ -13,7 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ended_leases import LeaseKey
-from kvferry.scheduler.consumer.ledger import ConsumerLedger, Drop, GiveBack, Keep, LeaseCommand, RemoteLease
+from kvferry.scheduler.consumer.ledger import (
+    ConsumerLedger,
+    ForgetLease,
+    LeaseCommand,
+    ReleaseLease,
+    RemoteLease,
+    RenewLease,
+)
 from kvferry.scheduler.state.counters import Tally
 from tests.protocol.samples import make_ticket, params_of_length
 
@@ -78,7 +85,7 @@ class ConsumerHistories(RuleBasedStateMachine):
     def expect(self, kind: type[LeaseCommand], source: RemotePrefill) -> None:
         key = RemoteLease.of(source).key
         self.expected.append((kind, key))
-        if kind is not Keep:
+        if kind is not RenewLease:
             self.ended.append(key)
 
     @rule(lease=st.integers(0, 4), shared=st.sampled_from([0, 256, 300]), is_turn=st.booleans())
@@ -95,14 +102,14 @@ class ConsumerHistories(RuleBasedStateMachine):
         else:
             assert reason is None
             self.model[request_id] = Modelled(source, shared, is_turn)
-            self.expect(Keep, source)
+            self.expect(RenewLease, source)
 
     @rule(lease=st.integers(0, 4))
     def decline(self, lease: int) -> None:
         source = source_of(lease)
         self.ledger.decline(source)
         if not self.claimed(source) and not self.over(source):
-            self.expect(GiveBack, source)
+            self.expect(ReleaseLease, source)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), local=st.sampled_from([0, 16, 256, 300, 1000]))
@@ -141,7 +148,7 @@ class ConsumerHistories(RuleBasedStateMachine):
         self.ledger.allocated(request_id, 0, ((1,),))
         if one.state == "offered":
             one.state = "declined"
-            self.expect(GiveBack, one.source)
+            self.expect(ReleaseLease, one.source)
             reasons["not_wanted" if one.matched else "below_threshold"] += one.asked_with < one.shared
         assert reasons == {why: self.tally.total("local_recomputes", why) for why in reasons}
 
@@ -153,7 +160,7 @@ class ConsumerHistories(RuleBasedStateMachine):
         told = self.ledger.loaded(request_id) if good else self.ledger.failed(request_id)
         assert told is not None
         assert told.source == one.source
-        self.expect(Drop if good else GiveBack, one.source)
+        self.expect(ForgetLease if good else ReleaseLease, one.source)
         if one.state == "aborted":
             del self.model[request_id]
         else:
@@ -169,7 +176,7 @@ class ConsumerHistories(RuleBasedStateMachine):
             one.state = "aborted"
             return
         if one.state == "offered":
-            self.expect(GiveBack, one.source)
+            self.expect(ReleaseLease, one.source)
         del self.model[request_id]
 
     @rule()
@@ -212,7 +219,7 @@ class ConsumerHistories(RuleBasedStateMachine):
         self.ever += [(type(command), command.lease.key) for command in self.ledger.take_commands()]
         kept: Counter[LeaseKey] = Counter()
         for kind, key in self.ever:
-            if kind is Keep:
+            if kind is RenewLease:
                 kept[key] += 1
                 assert kept[key] == 1, "kept by two requests at once"
             else:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.scheduler.consumer.ledger import Keep
+from kvferry.scheduler.consumer.ledger import RenewLease
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.state.counters import Tally
@@ -33,8 +33,8 @@ def test_each_lease_of_a_producer_is_renewed_at_its_own_pace_however_short_a_for
     """Until all went at the shortest one's pace, 500 leases beside one of 0.05 s were renewed 52,856 times a second."""
     with listening() as (listener, port):
         start_s = time.monotonic()
-        renewer.submit(Keep(lease(port, slot, lease_s=LONG_S)) for slot in range(500))
-        renewer.submit([Keep(lease(port, 501)), Keep(lease(port, 500, lease_s=0.05))])
+        renewer.submit(RenewLease(lease(port, slot, lease_s=LONG_S)) for slot in range(500))
+        renewer.submit([RenewLease(lease(port, 501)), RenewLease(lease(port, 500, lease_s=0.05))])
         for _ in range(6):
             renewal = listener.inbox.get(timeout=10)
             assert {name.slot for name in renewal.leases} == {500, 501}
@@ -43,7 +43,7 @@ def test_each_lease_of_a_producer_is_renewed_at_its_own_pace_however_short_a_for
 
 def test_leases_whose_interval_is_nearly_over_join_a_renewal(renewer: LeaseRenewer) -> None:
     with listening() as (listener, port):
-        renewer.submit([Keep(lease(port, 1, lease_s=3.0)), Keep(lease(port, 2, lease_s=3.3))])
+        renewer.submit([RenewLease(lease(port, 1, lease_s=3.0)), RenewLease(lease(port, 2, lease_s=3.3))])
         for _ in range(3):
             renewal = listener.inbox.get(timeout=10)
             assert {name.slot for name in renewal.leases} == {1, 2}

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
-from kvferry.scheduler.consumer.ledger import Drop, GiveBack, Keep, LeaseCommand, RemoteLease
+from kvferry.scheduler.consumer.ledger import ForgetLease, LeaseCommand, ReleaseLease, RemoteLease, RenewLease
 from kvferry.scheduler.side_channel import addresses as host_names
 from kvferry.scheduler.side_channel import sender as peer_sockets
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
@@ -54,7 +54,7 @@ def received(listener: RecordingListener) -> list[Renew | Release]:
 def test_a_kept_lease_is_renewed_about_six_times_in_its_life_until_it_is_dropped(renewer: LeaseRenewer) -> None:
     with listening() as (listener, port):
         start_s = time.monotonic()
-        renewer.submit([Keep(lease(port))])
+        renewer.submit([RenewLease(lease(port))])
         times = []
         for _ in range(6):
             assert listener.inbox.get(timeout=10) == Renew(boot=BOOT, leases=(lease(port).name,))
@@ -62,7 +62,11 @@ def test_a_kept_lease_is_renewed_about_six_times_in_its_life_until_it_is_dropped
         assert times[0] >= SHORT_S / HEARTBEATS_PER_LEASE * 0.9, "renewed before anything was over"
         assert times[-1] >= SHORT_S * 0.9
         renewer.submit(
-            [Drop(lease(port)), Keep(lease(port, 2, lease_s=LONG_S)), GiveBack(lease(port, 2, lease_s=LONG_S))]
+            [
+                ForgetLease(lease(port)),
+                RenewLease(lease(port, 2, lease_s=LONG_S)),
+                ReleaseLease(lease(port, 2, lease_s=LONG_S)),
+            ]
         )
         while (message := listener.inbox.get(timeout=10)) != _release(port, 2):
             assert isinstance(message, Renew)
@@ -72,7 +76,7 @@ def test_a_kept_lease_is_renewed_about_six_times_in_its_life_until_it_is_dropped
 
 def test_a_lease_that_is_to_be_claimed_is_renewed_at_once(renewer: LeaseRenewer) -> None:
     with listening() as (listener, port):
-        renewer.submit([Keep(lease(port, lease_s=LONG_S), at_once=True)])
+        renewer.submit([RenewLease(lease(port, lease_s=LONG_S), at_once=True)])
         assert listener.inbox.get(timeout=10) == Renew(boot=BOOT, leases=(lease(port).name,))
 
 
@@ -82,7 +86,7 @@ def _release(port: int, slot: int) -> Release:
 
 def test_all_leases_of_one_producer_are_renewed_in_one_message(renewer: LeaseRenewer, tally: Tally) -> None:
     with listening() as (listener, port):
-        renewer.submit(Keep(lease(port, slot)) for slot in range(50))
+        renewer.submit(RenewLease(lease(port, slot)) for slot in range(50))
         renewal = listener.inbox.get(timeout=10)
         assert isinstance(renewal, Renew)
         assert {name.slot for name in renewal.leases} == set(range(50))
@@ -94,7 +98,7 @@ def test_more_leases_than_a_message_holds_are_renewed_in_several(
 ) -> None:
     monkeypatch.setattr("kvferry.scheduler.side_channel.heartbeat.MAX_RENEWALS", 20)
     with listening() as (listener, port):
-        renewer.submit(Keep(lease(port, slot)) for slot in range(50))
+        renewer.submit(RenewLease(lease(port, slot)) for slot in range(50))
         renewals = [listener.inbox.get(timeout=10) for _ in range(3)]
         assert [len(renewal.leases) for renewal in renewals] == [20, 20, 10]
         assert {name.slot for renewal in renewals for name in renewal.leases} == set(range(50))
@@ -102,7 +106,7 @@ def test_more_leases_than_a_message_holds_are_renewed_in_several(
 
 def test_a_lease_that_is_given_back_is_released_at_once(renewer: LeaseRenewer, tally: Tally) -> None:
     with listening() as (listener, port):
-        renewer.submit([Keep(lease(port, lease_s=LONG_S)), GiveBack(lease(port, lease_s=LONG_S))])
+        renewer.submit([RenewLease(lease(port, lease_s=LONG_S)), ReleaseLease(lease(port, lease_s=LONG_S))])
         assert listener.inbox.get(timeout=10) == _release(port, 1)
         assert tally.total("leases_given_back") == 1
 
@@ -113,24 +117,24 @@ def test_leases_that_are_dropped_before_they_need_a_renewal_wake_nobody(
     wakes = itertools.count()
     wake = renewer._inbox.wake
     port = free_port()
-    renewer.submit([Keep(lease(port, lease_s=LONG_S))])
+    renewer.submit([RenewLease(lease(port, lease_s=LONG_S))])
     wait_until(lambda: renewer._inbox.empty() and renewer._sleeps_until_s < math.inf, "the renewer has not taken it")
     monkeypatch.setattr(renewer._inbox, "wake", lambda: (next(wakes), wake()))
     for slot in range(2, 1000):
-        renewer.submit([Keep(lease(port, slot, lease_s=LONG_S))])
-        renewer.submit([Drop(lease(port, slot, lease_s=LONG_S))])
+        renewer.submit([RenewLease(lease(port, slot, lease_s=LONG_S))])
+        renewer.submit([ForgetLease(lease(port, slot, lease_s=LONG_S))])
     assert next(wakes) == 0
-    renewer.submit([GiveBack(lease(port, lease_s=LONG_S))])
+    renewer.submit([ReleaseLease(lease(port, lease_s=LONG_S))])
     wait_until(renewer._inbox.empty, "a lease that is given back has woken nobody")
     assert not renewer._kept
 
 
 def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(renewer: LeaseRenewer) -> None:
     with listening() as (listener, port):
-        renewer.submit([Keep(lease(port, 1, lease_s=LONG_S))])
+        renewer.submit([RenewLease(lease(port, 1, lease_s=LONG_S))])
         wait_until(lambda: renewer._inbox.empty() and renewer._sleeps_until_s < math.inf, "it has not been taken")
         start_s = time.monotonic()
-        renewer.submit([Keep(lease(port, 2))])
+        renewer.submit([RenewLease(lease(port, 2))])
         renewal = listener.inbox.get(timeout=10)
         assert {name.slot for name in renewal.leases} == {2}
         assert time.monotonic() - start_s < LONG_S / HEARTBEATS_PER_LEASE
@@ -139,10 +143,10 @@ def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(renewer: Leas
 def test_what_waits_for_the_renewer_is_bounded(renewer: LeaseRenewer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.scheduler.side_channel.heartbeat._MOST_WAITING", 100)
     port = free_port()
-    renewer.submit([Keep(lease(port, lease_s=LONG_S))])
+    renewer.submit([RenewLease(lease(port, lease_s=LONG_S))])
     wait_until(lambda: renewer._inbox.empty() and renewer._sleeps_until_s < math.inf, "it has not been taken")
     for slot in range(2, 102):
-        renewer.submit([Keep(lease(port, slot, lease_s=LONG_S))])
+        renewer.submit([RenewLease(lease(port, slot, lease_s=LONG_S))])
     wait_until(renewer._inbox.empty, "too much waits")
 
 
@@ -150,7 +154,7 @@ def test_what_waits_for_the_renewer_is_bounded(renewer: LeaseRenewer, monkeypatc
 def test_closing_sends_everything_that_was_submitted(host: str, tally: Tally) -> None:
     with listening() as (listener, port):
         renewer = LeaseRenewer(tally)
-        renewer.submit(GiveBack(lease(port, slot, host=host)) for slot in range(30))
+        renewer.submit(ReleaseLease(lease(port, slot, host=host)) for slot in range(30))
         start_s = time.monotonic()
         renewer.close()
         renewer.close()
@@ -160,7 +164,7 @@ def test_closing_sends_everything_that_was_submitted(host: str, tally: Tally) ->
 
 def test_closing_is_quick_when_the_producer_is_dead(tally: Tally) -> None:
     renewer = LeaseRenewer(tally)
-    renewer.submit([Keep(lease(free_port())), GiveBack(lease(free_port()))])
+    renewer.submit([RenewLease(lease(free_port())), ReleaseLease(lease(free_port()))])
     start_s = time.monotonic()
     renewer.close()
     assert time.monotonic() - start_s < 4.5, "a thread that does not end is waited for for 5 s"
@@ -170,7 +174,7 @@ def test_closing_is_quick_when_the_producer_is_dead(tally: Tally) -> None:
 def renewed_on_time(renewer: LeaseRenewer, disturb: Callable[[], None]) -> None:
     """A good producer's lease is renewed within its time, whatever happens to others."""
     with listening() as (listener, port):
-        renewer.submit([Keep(lease(port, lease_s=3.0))])
+        renewer.submit([RenewLease(lease(port, lease_s=3.0))])
         disturb()
         for _ in range(5):
             before_s = time.monotonic()
@@ -180,7 +184,7 @@ def renewed_on_time(renewer: LeaseRenewer, disturb: Callable[[], None]) -> None:
 
 def test_dead_producers_delay_nobody(renewer: LeaseRenewer) -> None:
     dead = [lease(free_port(), slot, lease_s=0.06) for slot in range(20)]
-    renewed_on_time(renewer, lambda: renewer.submit(Keep(one) for one in dead))
+    renewed_on_time(renewer, lambda: renewer.submit(RenewLease(one) for one in dead))
 
 
 def test_a_name_server_that_does_not_answer_delays_nobody(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +201,7 @@ def test_a_name_server_that_does_not_answer_delays_nobody(tally: Tally, monkeypa
     renewer = LeaseRenewer(tally)
     try:
         lost = [lease(5600, slot, host=f"slow-{slot % 3}.example", lease_s=0.06) for slot in range(9)]
-        renewed_on_time(renewer, lambda: renewer.submit(Keep(one) for one in lost))
+        renewed_on_time(renewer, lambda: renewer.submit(RenewLease(one) for one in lost))
         assert set(looking) == {f"slow-{number}.example" for number in range(3)}
         assert len(looking) == 3, "a name is looked up twice at once"
     finally:
@@ -209,27 +213,27 @@ def test_a_name_server_that_does_not_answer_delays_nobody(tally: Tally, monkeypa
     "host", ["no such host", "256.256.256.256", "*", "a" * 300, "é" * 70 + ".example", "host;1.2.3.4"]
 )
 def test_a_hostile_host_is_counted_and_the_renewer_lives_on(renewer: LeaseRenewer, tally: Tally, host: str) -> None:
-    renewer.submit([Keep(lease(5600, host=host)), GiveBack(lease(5600, host=host))])
+    renewer.submit([RenewLease(lease(5600, host=host)), ReleaseLease(lease(5600, host=host))])
     wait_until(lambda: tally.total("side_channel_errors") >= 1, "the error is counted", timeout_s=30)
     with listening() as (listener, port):
-        renewer.submit([GiveBack(lease(port))])
+        renewer.submit([ReleaseLease(lease(port))])
         assert listener.inbox.get(timeout=10) == _release(port, 1)
 
 
 def test_an_error_nobody_foresaw_does_not_stop_it(renewer: LeaseRenewer, tally: Tally) -> None:
     broken = msgspec.structs.replace(lease(1).name, epoch=object())
-    renewer.submit([GiveBack(RemoteLease(HOST, 1, BOOT, broken, 1.0))])
+    renewer.submit([ReleaseLease(RemoteLease(HOST, 1, BOOT, broken, 1.0))])
     wait_until(lambda: tally.total("side_channel_errors") == 1, "the error is counted")
     with listening() as (listener, port):
-        renewer.submit([GiveBack(lease(port))])
+        renewer.submit([ReleaseLease(lease(port))])
         assert listener.inbox.get(timeout=10) == _release(port, 1)
 
 
 def test_a_producer_that_comes_back_at_its_address_is_heard_again(renewer: LeaseRenewer) -> None:
     port = free_port()
-    renewer.submit([Keep(lease(port, lease_s=0.12))])
+    renewer.submit([RenewLease(lease(port, lease_s=0.12))])
     for boot in (BOOT, "f" * 32):
-        renewer.submit([Keep(lease(port, lease_s=0.12, boot=boot))])
+        renewer.submit([RenewLease(lease(port, lease_s=0.12, boot=boot))])
         listener = RecordingListener(HOST, port, Tally())
         try:
             wait_until(lambda listener=listener, boot=boot: _hears(listener, boot), f"a renewal for {boot}")  # type: ignore[misc]
@@ -247,7 +251,7 @@ def test_no_more_sockets_are_open_than_allowed_however_many_hosts_a_client_names
     monkeypatch.setattr(peer_sockets, "MAX_SOCKETS", 5)
     renewer = LeaseRenewer(tally)
     try:
-        commands: list[LeaseCommand] = [GiveBack(lease(2000 + number, number)) for number in range(50)]
+        commands: list[LeaseCommand] = [ReleaseLease(lease(2000 + number, number)) for number in range(50)]
         renewer.submit(commands)
         wait_until(lambda: tally.total("leases_given_back") == 50, "all are sent")
         assert len(renewer._sockets) == 5
@@ -275,10 +279,10 @@ def test_an_idle_socket_is_closed(tally: Tally, monkeypatch: pytest.MonkeyPatch)
     with listening() as (listener, port):
         renewer = LeaseRenewer(tally)
         try:
-            renewer.submit([GiveBack(lease(port))])
+            renewer.submit([ReleaseLease(lease(port))])
             assert listener.inbox.get(timeout=10) == _release(port, 1)
             wait_until(lambda: len(renewer._sockets) == 0, "the socket is closed")
-            renewer.submit([GiveBack(lease(port, 2))])
+            renewer.submit([ReleaseLease(lease(port, 2))])
             assert listener.inbox.get(timeout=10) == _release(port, 2)
         finally:
             renewer.close()
@@ -286,7 +290,14 @@ def test_an_idle_socket_is_closed(tally: Tally, monkeypatch: pytest.MonkeyPatch)
 
 def test_it_uses_no_processor_time_while_nothing_is_kept(renewer: LeaseRenewer, tally: Tally) -> None:
     with listening() as (listener, port):
-        renewer.submit([Keep(lease(port)), Keep(lease(port, 2)), Drop(lease(port)), GiveBack(lease(port, 2))])
+        renewer.submit(
+            [
+                RenewLease(lease(port)),
+                RenewLease(lease(port, 2)),
+                ForgetLease(lease(port)),
+                ReleaseLease(lease(port, 2)),
+            ]
+        )
         assert listener.inbox.get(timeout=10) == _release(port, 2)
         assert min(cpu_share(0.5) for _ in range(3)) < 0.02
     assert tally.total("side_channel_errors") == 0

@@ -27,7 +27,7 @@ from kvferry.protocol.handshake import (
 )
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 from kvferry.protocol.side_channel.sockets import KeyPair, asker_keys, listener_keys, protect_asker
-from kvferry.scheduler.consumer.ledger import GiveBack, Keep, RemoteLease
+from kvferry.scheduler.consumer.ledger import ReleaseLease, RemoteLease, RenewLease
 from kvferry.scheduler.side_channel import connections as refusals
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Tally
@@ -79,8 +79,8 @@ def refused(tally: Tally) -> int:
     return sum(tally.total("side_channel_refusals", reason) for reason in refusals.REASONS)
 
 
-def give_back(port: int) -> GiveBack:
-    return GiveBack(RemoteLease(HOST, port, BOOT, NAME, 3600.0))
+def release_lease(port: int) -> ReleaseLease:
+    return ReleaseLease(RemoteLease(HOST, port, BOOT, NAME, 3600.0))
 
 
 @pytest.mark.parametrize("theirs", LISTS)
@@ -93,7 +93,7 @@ def test_engines_speak_if_the_listeners_first_secret_is_listed_by_the_asker(thei
     try:
         with listening(theirs) as (listener, port):
             assert handshake(port, ours) == go_together(theirs, ours)
-            renewer.submit([give_back(port)])
+            renewer.submit([release_lease(port)])
             if go_together(theirs, ours):
                 assert listener.inbox.get(timeout=TIMEOUT_S) == Release(boot=BOOT, leases=(NAME,))
                 assert tally.total("side_channel_errors") == 0
@@ -231,7 +231,7 @@ def test_who_only_pretends_to_be_the_listener_is_believed_nothing_and_told_nothi
         with impostor(keys) as (port, told):
             with pytest.raises(PeerRefused):
                 fetch_description(HOST, port, "prefill-0", "test", TIMEOUT_S, (OLD, NEW))
-            renewer.submit([give_back(port)])
+            renewer.submit([release_lease(port)])
             wait_until(lambda: tally.total("side_channel_errors") == 1, "the release is given up", TIMEOUT_S)
             assert told == []
     finally:
@@ -302,7 +302,7 @@ def test_renewals_go_on_over_the_second_secret(tally: Tally) -> None:
     try:
         listened = Tally()
         with listening((NEW,), listened) as (listener, port):
-            renewer.submit([Keep(RemoteLease(HOST, port, BOOT, NAME, 0.3), at_once=True)])
+            renewer.submit([RenewLease(RemoteLease(HOST, port, BOOT, NAME, 0.3), at_once=True)])
             for _ in range(5):
                 assert listener.inbox.get(timeout=TIMEOUT_S) == Renew(boot=BOOT, leases=(NAME,))
         assert refused(listened) == 1
@@ -315,7 +315,7 @@ def test_everything_is_sent_before_closing_although_the_first_secret_is_another(
     with listening((NEW,)) as (listener, port):
         renewer = LeaseRenewer(tally, (OLD, NEW))
         renewer.submit(
-            GiveBack(RemoteLease(HOST, port, BOOT, LeaseName(slot=n, epoch=NAME.epoch), 9.0)) for n in range(30)
+            ReleaseLease(RemoteLease(HOST, port, BOOT, LeaseName(slot=n, epoch=NAME.epoch), 9.0)) for n in range(30)
         )
         renewer.close()
         assert [listener.inbox.get(timeout=TIMEOUT_S).leases[0].slot for _ in range(30)] == list(range(30))
@@ -328,7 +328,7 @@ def test_an_engine_that_comes_back_with_the_next_secret_is_heard_again(tally: Ta
         for secret, boot in ((OLD, BOOT), (NEW, "f" * 32)):
             listener = RecordingListener(HOST, port, Tally(), (secret,))
             try:
-                renewer.submit([Keep(RemoteLease(HOST, port, boot, NAME, 0.3), at_once=True)])
+                renewer.submit([RenewLease(RemoteLease(HOST, port, boot, NAME, 0.3), at_once=True)])
                 wait_until(lambda hears=listener: not hears.inbox.empty(), f"a renewal for {boot}", TIMEOUT_S)  # type: ignore[misc]
             finally:
                 listener.close()
@@ -344,7 +344,7 @@ def test_a_producer_that_answers_renewals_at_length_loses_the_connection_and_fil
     ended = producer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     renewer = LeaseRenewer(tally)
     try:
-        renewer.submit([give_back(producer.bind_to_random_port(f"tcp://{HOST}"))])
+        renewer.submit([release_lease(producer.bind_to_random_port(f"tcp://{HOST}"))])
         asker, *_ = producer.recv_multipart()
         producer.send_multipart([asker, b"", bytes(1 << 20)])
         assert ended.poll(30_000)
@@ -374,7 +374,7 @@ def test_the_kernel_keeps_watch_over_idle_connections_at_both_ends(tally: Tally)
     renewer = LeaseRenewer(tally, (OLD,))
     try:
         with listening((OLD,)) as (listener, port):
-            renewer.submit([give_back(port)])
+            renewer.submit([release_lease(port)])
             listener.inbox.get(timeout=TIMEOUT_S)
             both = connections(port)
             for end in both:
@@ -403,9 +403,11 @@ def test_a_producer_without_the_secret_delays_no_other(tally: Tally) -> None:
     try:
         with listening((OTHER,)) as (_, wrong), listening((), Tally()) as (_, plain), listening((NEW,)) as (good, port):
             for number, where in enumerate([wrong, plain] * 10):
-                renewer.submit([Keep(RemoteLease(HOST, where, BOOT, LeaseName(slot=number, epoch=NAME.epoch), 0.06))])
+                renewer.submit(
+                    [RenewLease(RemoteLease(HOST, where, BOOT, LeaseName(slot=number, epoch=NAME.epoch), 0.06))]
+                )
             lease_s = 3.0
-            renewer.submit([Keep(RemoteLease(HOST, port, BOOT, NAME, lease_s))])
+            renewer.submit([RenewLease(RemoteLease(HOST, port, BOOT, NAME, lease_s))])
             for _ in range(3):
                 before_s = time.monotonic()
                 assert isinstance(good.inbox.get(timeout=TIMEOUT_S), Renew)
@@ -463,7 +465,7 @@ def test_idle_with_secrets_it_uses_no_processor_time(tally: Tally) -> None:
     renewer = LeaseRenewer(tally, (OLD, NEW))
     try:
         with listening((NEW,)) as (listener, port):
-            renewer.submit([give_back(port)])
+            renewer.submit([release_lease(port)])
             listener.inbox.get(timeout=TIMEOUT_S)
             assert min(cpu_share(0.5) for _ in range(3)) < 0.02
     finally:

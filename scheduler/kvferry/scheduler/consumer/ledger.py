@@ -1,6 +1,6 @@
 """The consumer's ledger: which requests wait for blocks of which producer, and who is told when they do not any more.
 
-No I/O, no clock. What has to be said on the side channel comes back as `Keep`, `Drop` and `GiveBack`, in order.
+No I/O, no clock. Commands for the side channel come back as `RenewLease`, `ForgetLease` and `ReleaseLease`, in order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RemoteLease:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class RenewLease:
     """Renew this lease from now on.
 
     Attributes:
@@ -60,20 +60,20 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class ForgetLease:
     """Renew it no more; the workers have told the producer themselves."""
 
     lease: RemoteLease
 
 
 @dataclass(frozen=True, slots=True)
-class GiveBack:
+class ReleaseLease:
     """Renew it no more, and release it: nobody reads under it."""
 
     lease: RemoteLease
 
 
-LeaseCommand = Keep | Drop | GiveBack
+LeaseCommand = RenewLease | ForgetLease | ReleaseLease
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ class ConsumerLedger:
             return "other_prompt"
         self._by_request[request_id] = RemotePrompt(request_id, source, lease, shared_tokens, now_s, is_turn)
         self._claims[lease.key] = request_id
-        self._commands.append(Keep(lease, at_once=is_turn))
+        self._commands.append(RenewLease(lease, at_once=is_turn))
         self._prewarms.expect(Prewarm.of(source), now_s)
         return None
 
@@ -189,7 +189,7 @@ class ConsumerLedger:
         """Whom these params were for never came to be: give the lease back, unless a request has it or had it."""
         lease = RemoteLease.of(source)
         if lease.key not in self._claims and lease.key not in self._ended:
-            self._give_back(lease)
+            self._release(lease)
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int:
         """How many tokens beyond the local prefix hit can be loaded; 0 for everything that is not to be loaded."""
@@ -220,7 +220,7 @@ class ConsumerLedger:
                 if prompt.local_tokens < prompt.shared_tokens:
                     too_short = self._is_too_short(prompt)
                     self._recompute(prompt, "below_threshold" if too_short else "not_wanted")
-                self._give_back(prompt.lease)
+                self._release(prompt.lease)
             return
         stop = prompt.local_tokens + count
         if stop > prompt.shared_tokens:
@@ -248,7 +248,7 @@ class ConsumerLedger:
         self._advance(prompt, LoadEvent.LOADED)
         self.in_flight -= 1
         self._end_claim(prompt.lease)
-        self._commands.append(Drop(prompt.lease))
+        self._commands.append(ForgetLease(prompt.lease))
         return prompt
 
     def failed(self, request_id: str) -> RemotePrompt | None:
@@ -259,7 +259,7 @@ class ConsumerLedger:
         self._advance(prompt, LoadEvent.FAILED)
         self.in_flight -= 1
         self._prewarms.forget(Prewarm.of(prompt.source))
-        self._give_back(prompt.lease)
+        self._release(prompt.lease)
         return prompt
 
     def finished(self, request_id: str) -> None:
@@ -270,7 +270,7 @@ class ConsumerLedger:
         was_offered = prompt.state is LoadState.OFFERED
         self._advance(prompt, LoadEvent.FINISH)
         if was_offered:
-            self._give_back(prompt.lease)
+            self._release(prompt.lease)
 
     def decline_offered(self, reason: str) -> int:
         """Load nothing that has not been begun: those prompts are computed here. Returns how many."""
@@ -278,13 +278,13 @@ class ConsumerLedger:
         for prompt in offered:
             self._advance(prompt, LoadEvent.DECLINE)
             self._recompute(prompt, reason)
-            self._give_back(prompt.lease)
+            self._release(prompt.lease)
         return len(offered)
 
     def give_all_back(self) -> None:
         """This engine ends: whatever was to be read or is being read, nobody wants it any more."""
         for request_id in list(self._claims.values()):
-            self._give_back(self._by_request[request_id].lease)
+            self._release(self._by_request[request_id].lease)
         self._by_request.clear()
         self.in_flight = 0
 
@@ -338,6 +338,6 @@ class ConsumerLedger:
         self._claims.pop(lease.key, None)
         self._ended.add(lease.key)
 
-    def _give_back(self, lease: RemoteLease) -> None:
+    def _release(self, lease: RemoteLease) -> None:
         self._end_claim(lease)
-        self._commands.append(GiveBack(lease))
+        self._commands.append(ReleaseLease(lease))

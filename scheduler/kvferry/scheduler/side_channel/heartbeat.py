@@ -20,7 +20,7 @@ from kvferry.protocol.handshake import MAX_RENEWALS, Release, Renew, encode
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys
 from kvferry.scheduler.consumer.ended_leases import LeaseKey
-from kvferry.scheduler.consumer.ledger import Drop, GiveBack, Keep, LeaseCommand, RemoteLease
+from kvferry.scheduler.consumer.ledger import ForgetLease, LeaseCommand, ReleaseLease, RemoteLease, RenewLease
 from kvferry.scheduler.side_channel.addresses import Found
 from kvferry.scheduler.side_channel.inbox import WakingQueue
 from kvferry.scheduler.side_channel.sender import Endpoint, PeerSockets
@@ -66,15 +66,15 @@ def _interval_s(lease: RemoteLease) -> float:
 
 
 def _needed_s(command: LeaseCommand, submitted_s: float) -> float:
-    if isinstance(command, Drop):
+    if isinstance(command, ForgetLease):
         return math.inf
-    if isinstance(command, GiveBack) or command.at_once:
+    if isinstance(command, ReleaseLease) or command.at_once:
         return submitted_s
     return submitted_s + _interval_s(command.lease)
 
 
 class LeaseRenewer:
-    """Carries out `Keep`, `Drop` and `GiveBack` until `close`.
+    """Carries out `RenewLease`, `ForgetLease` and `ReleaseLease` until `close`.
 
     What has time waits until the thread is up anyway: most leases are dropped before they need to be renewed at all.
 
@@ -161,13 +161,13 @@ class LeaseRenewer:
     def _carry_out(self, command: LeaseCommand, submitted_s: float) -> None:
         lease = command.lease
         endpoint = (lease.host, lease.port, lease.boot)
-        if isinstance(command, Keep):
+        if isinstance(command, RenewLease):
             first_s = _needed_s(command, submitted_s)
             self._kept.setdefault(endpoint, {})[lease.key] = _Kept(lease, first_s)
             self._due[endpoint] = min(self._due.get(endpoint, first_s), first_s)
             return
         self._forget(endpoint, lease.key)
-        if isinstance(command, GiveBack):
+        if isinstance(command, ReleaseLease):
             self._sockets.send(endpoint, encode(Release(boot=lease.boot, leases=(lease.name,))), time.monotonic())
             self._tally.add("leases_given_back")
 
