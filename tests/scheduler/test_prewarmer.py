@@ -214,7 +214,7 @@ def test_who_has_no_secret_is_not_taken_for_a_producer_by_answering_unasked(
     monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.KeyTrials", LastTrial)
     monkeypatch.setattr(
         "kvferry.scheduler.side_channel.prewarm_target.heard", lambda _: None
-    )  # its greeting is read too late
+    )  # its event is read too late
     impostor = TalksUnasked(encode(life(1)))
     try:
         look_for([(HOST, impostor.port)], timeout_s=0.5, secrets=(OLD,))

@@ -1,4 +1,4 @@
-"""Which secret to greet a listener with, and what it means that none is accepted. No I/O.
+"""Which secret to connect with, and what follows when none is accepted. No I/O.
 
     secrets listed here      tried                                     then
     none                     plain                                     refused when the listener has one
@@ -13,14 +13,14 @@ from __future__ import annotations
 import enum
 
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
-from kvferry.protocol.side_channel.sockets import Greeting
+from kvferry.protocol.side_channel.sockets import ConnectionEvent
 
 _CUTS_IN_PLAIN = 3
 """A listener that is about to restart cuts a connection once; one that has a secret does it every time."""
 
 
-class Verdict(enum.Enum):
-    """What to do after a greeting."""
+class NextStep(enum.Enum):
+    """What to do after an event of a connection."""
 
     SPEAK = enum.auto()
     """The connection is the right one: send."""
@@ -52,30 +52,30 @@ class KeyTrials:
         """Whether something may be said over a connection with `secret`, once it stands."""
         return self.secret is not None or not self._secrets
 
-    def heard(self, greeting: Greeting) -> Verdict:
-        """A connection with `secret` was greeted like this."""
+    def heard(self, event: ConnectionEvent) -> NextStep:
+        """The next step after this event of a connection with `secret`."""
         if not self._secrets:
-            return self._heard_in_plain(greeting)
+            return self._heard_in_plain(event)
         if self.secret is None:
             return self._refused(
-                self._listener_has_none() if greeting is Greeting.THROUGH else self._listener_differs()
+                self._listener_has_none() if event is ConnectionEvent.THROUGH else self._listener_differs()
             )
-        if greeting is Greeting.THROUGH:
-            return Verdict.SPEAK
-        if greeting is Greeting.ONE_SIDED:
+        if event is ConnectionEvent.THROUGH:
+            return NextStep.SPEAK
+        if event is ConnectionEvent.ONE_SIDED:
             return self._refused(self._listener_has_none())
         self.secret = self._left.pop(0) if self._left else None
-        return Verdict.AGAIN
+        return NextStep.AGAIN
 
-    def _heard_in_plain(self, greeting: Greeting) -> Verdict:
-        if greeting is Greeting.THROUGH:
-            return Verdict.SPEAK
+    def _heard_in_plain(self, event: ConnectionEvent) -> NextStep:
+        if event is ConnectionEvent.THROUGH:
+            return NextStep.SPEAK
         self._cuts += 1
-        if greeting is Greeting.CUT and self._cuts < _CUTS_IN_PLAIN:
-            return Verdict.WAIT
+        if event is ConnectionEvent.CUT and self._cuts < _CUTS_IN_PLAIN:
+            return NextStep.WAIT
         sure = (
             "has a secret"
-            if greeting is Greeting.ONE_SIDED
+            if event is ConnectionEvent.ONE_SIDED
             else "cuts every connection, most likely because it has a secret"
         )
         return self._refused(f"it {sure}, and there is none here: set {VARIABLE} here to a file with the same secret")
@@ -87,6 +87,6 @@ class KeyTrials:
         listed = ", ".join(secret.fingerprint for secret in self._secrets)
         return f"it has none of the secrets listed here ({listed}): let the files that {VARIABLE} names share one"
 
-    def _refused(self, why: str) -> Verdict:
+    def _refused(self, why: str) -> NextStep:
         self.why = why
-        return Verdict.REFUSED
+        return NextStep.REFUSED

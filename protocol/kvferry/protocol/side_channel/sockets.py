@@ -27,8 +27,8 @@ CURVE_OVERHEAD_BYTES = 64
 
 _QUEUE = 8
 """Messages of one connection that wait on either side of a listener."""
-_GREETING_MS = 10_000
-"""How long a connection may take to say who it is."""
+_HANDSHAKE_MS = 10_000
+"""How long a connection's ZMTP handshake may take."""
 _MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 _HANDSHAKE_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -101,7 +101,7 @@ def listening_socket(
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.IPV6, int(":" in host))
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + (CURVE_OVERHEAD_BYTES if secrets else 0))
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _GREETING_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     socket.setsockopt(zmq.RCVHWM, _QUEUE)
     socket.setsockopt(zmq.SNDHWM, _QUEUE)
     socket.setsockopt(zmq.LINGER, 0)
@@ -119,8 +119,8 @@ def protect_asker(socket: zmq.Socket[bytes], secret: Secret | None) -> None:
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
 
 
-class Greeting(enum.Enum):
-    """How a connection's first bytes went, before any message."""
+class ConnectionEvent(enum.Enum):
+    """The result of a connection's ZMTP handshake, before any message, or its end."""
 
     THROUGH = enum.auto()
     ONE_SIDED = enum.auto()
@@ -130,21 +130,21 @@ class Greeting(enum.Enum):
     CUT = enum.auto()
     """The other end closed the connection: another secret, a secret at one end only, or no listener of this kind."""
     ENDED = enum.auto()
-    """A connection that stood is over; told only where it was asked for."""
+    """An established connection has ended; only from `watch_connection`."""
 
 
-def watch_greetings(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """Before `connect`: a socket on which `heard` tells how each attempt goes. Close it after `disable_monitor`."""
+def watch_handshakes(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Before `connect`: a monitor socket for `heard`, one event an attempt. Close it after `disable_monitor`."""
     return _watch(socket, _HANDSHAKE_EVENTS)
 
 
 def watch_connection(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """As `watch_greetings`; and when a connection ends, that is told as well."""
+    """As `watch_handshakes`, with the end of connections as well."""
     return _watch(socket, _HANDSHAKE_EVENTS | zmq.EVENT_DISCONNECTED)
 
 
 def _watch(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
-    address = f"inproc://greetings-{uuid.uuid4().hex}"
+    address = f"inproc://monitor-{uuid.uuid4().hex}"
     socket.monitor(address, events)
     monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
     monitor.setsockopt(zmq.LINGER, 0)
@@ -152,18 +152,18 @@ def _watch(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
     return monitor
 
 
-def heard(monitor: zmq.Socket[bytes]) -> Greeting | None:
-    """What the monitor says next; None when it has nothing to say."""
+def heard(monitor: zmq.Socket[bytes]) -> ConnectionEvent | None:
+    """The next event of a monitor socket; None when there is none."""
     try:
         event, value = _EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
     except (zmq.Again, struct.error):
         return None
     if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-        return Greeting.THROUGH
+        return ConnectionEvent.THROUGH
     if event == zmq.EVENT_DISCONNECTED:
-        return Greeting.ENDED
+        return ConnectionEvent.ENDED
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return Greeting.DENIED
+        return ConnectionEvent.DENIED
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MISMATCH:
-        return Greeting.ONE_SIDED
-    return Greeting.CUT
+        return ConnectionEvent.ONE_SIDED
+    return ConnectionEvent.CUT

@@ -29,11 +29,11 @@ from kvferry.protocol.handshake import (
 )
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.backoff import pause_s
-from kvferry.protocol.side_channel.key_trials import KeyTrials, Verdict
+from kvferry.protocol.side_channel.key_trials import KeyTrials, NextStep
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import (
     CURVE_OVERHEAD_BYTES,
-    Greeting,
+    ConnectionEvent,
     heard,
     keep_alive,
     protect_asker,
@@ -107,7 +107,7 @@ class PrewarmTarget:
         try:
             producer = self._hear_answer(now_s)
             if self.sockets:
-                self._hear_greeting(now_s)
+                self._hear_event(now_s)
         except (zmq.ZMQError, InputError) as bad:
             self.back_off(str(bad), now_s)
             return None
@@ -147,21 +147,21 @@ class PrewarmTarget:
             self.back_off(_refusal(answer), now_s)
         return None
 
-    def _hear_greeting(self, now_s: float) -> None:
-        greeting = heard(self.sockets[1])
-        if greeting is None:
+    def _hear_event(self, now_s: float) -> None:
+        event = heard(self.sockets[1])
+        if event is None:
             return
         if self._state is _State.KNOWN:
-            if greeting is Greeting.ENDED:
+            if event is ConnectionEvent.ENDED:
                 self.back_off("its connection has ended", now_s)
             return
-        if greeting is Greeting.ENDED:
+        if event is ConnectionEvent.ENDED:
             return  # of an attempt; what came of it is told by itself
-        verdict = self._trials.heard(greeting)
-        if verdict is Verdict.AGAIN:
+        next_step = self._trials.heard(event)
+        if next_step is NextStep.AGAIN:
             self.close()
             self._open(now_s)
-        elif verdict is Verdict.REFUSED:
+        elif next_step is NextStep.REFUSED:
             self.back_off(self._trials.why, now_s)
 
     def _open(self, now_s: float) -> None:
@@ -174,7 +174,7 @@ class PrewarmTarget:
             self.back_off(str(refused), now_s)
 
     def _prepared(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """A socket, and the one on which it tells how it is greeted."""
+        """A socket and its monitor."""
         socket = self._context.socket(zmq.DEALER)
         secret = self._trials.secret
         try:

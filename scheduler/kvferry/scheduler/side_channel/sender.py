@@ -15,9 +15,9 @@ import zmq
 
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import channel_address
-from kvferry.protocol.side_channel.key_trials import KeyTrials, Verdict
+from kvferry.protocol.side_channel.key_trials import KeyTrials, NextStep
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.protocol.side_channel.sockets import heard, keep_alive, protect_asker, watch_greetings
+from kvferry.protocol.side_channel.sockets import heard, keep_alive, protect_asker, watch_handshakes
 from kvferry.scheduler.side_channel.addresses import Found, HostNames, address_of
 from kvferry.scheduler.state.counters import Tally
 
@@ -82,19 +82,19 @@ class PeerChannel:
             PeerRefused: the secrets of both ends do not go together; nothing was sent.
             zmq.ZMQError: what waited could not be sent.
         """
-        greeting = heard(self.monitor) if self.monitor is not None else None
-        if greeting is None:
+        event = heard(self.monitor) if self.monitor is not None else None
+        if event is None:
             return
-        verdict = self._trials.heard(greeting)
-        if verdict is Verdict.SPEAK:
+        next_step = self._trials.heard(event)
+        if next_step is NextStep.SPEAK:
             self._stop_listening()
             waiting, self._waiting = self._waiting, []
             for frame in waiting:
                 self.send(frame)
-        elif verdict is Verdict.AGAIN:
+        elif next_step is NextStep.AGAIN:
             self.close(linger_ms=0)
             self._open()
-        elif verdict is Verdict.REFUSED:
+        elif next_step is NextStep.REFUSED:
             raise PeerRefused(self._trials.why)
 
     def close(self, linger_ms: int) -> None:
@@ -114,7 +114,7 @@ class PeerChannel:
         socket.setsockopt(zmq.LINGER, 0)
         keep_alive(socket)
         protect_asker(socket, self._trials.secret)
-        self.monitor = watch_greetings(socket)
+        self.monitor = watch_handshakes(socket)
         socket.connect(channel_address(self._address, self._port))
 
     def _stop_listening(self) -> None:

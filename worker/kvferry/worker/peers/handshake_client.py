@@ -24,14 +24,14 @@ from kvferry.protocol.handshake import (
     decode_reply,
     encode,
 )
-from kvferry.protocol.side_channel.key_trials import KeyTrials, Verdict
+from kvferry.protocol.side_channel.key_trials import KeyTrials, NextStep
 from kvferry.protocol.side_channel.secrets import Secret, Secrets
 from kvferry.protocol.side_channel.sockets import (
     CURVE_OVERHEAD_BYTES,
     heard,
     keep_alive,
     protect_asker,
-    watch_greetings,
+    watch_handshakes,
 )
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -193,8 +193,8 @@ def _answer(
 ) -> list[bytes]:
     """The answer over a connection that was made with the secret that the listener has.
 
-    The request waits in the socket from the start: ZMQ sends nothing before the other end has shown by its greeting
-    that it has the socket's secret.
+    The request waits in the socket from the start: ZMQ sends nothing before the other end has shown in its ZMTP
+    handshake that it has the socket's secret.
 
     Raises:
         zmq.Again: the deadline has passed.
@@ -205,19 +205,19 @@ def _answer(
         try:
             if trials.may_speak:
                 socket.send(request, zmq.NOBLOCK)
-            verdict = _heard(socket, monitor, trials, deadline_s)
-            if verdict is Verdict.SPEAK:
+            next_step = _heard(socket, monitor, trials, deadline_s)
+            if next_step is NextStep.SPEAK:
                 if not socket.poll(_left_ms(deadline_s)):
                     raise zmq.Again
                 return socket.recv_multipart()
         finally:
             _close(socket, monitor)
-        if verdict is Verdict.REFUSED:
+        if next_step is NextStep.REFUSED:
             raise PeerRefused(f"{host}:{port} cannot be spoken to: {trials.why}")
 
 
-def _heard(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], trials: KeyTrials, deadline_s: float) -> Verdict:
-    """How the greeting went; an answer is there already where it was `SPEAK` and nobody said so yet.
+def _heard(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], trials: KeyTrials, deadline_s: float) -> NextStep:
+    """The next step; `SPEAK` as soon as an answer is there, even before its event.
 
     Raises:
         zmq.Again: the deadline has passed.
@@ -228,13 +228,13 @@ def _heard(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], trials: KeyTri
     while True:
         ready = dict(poller.poll(_left_ms(deadline_s)))
         if socket in ready:
-            return Verdict.SPEAK
+            return NextStep.SPEAK
         if monitor not in ready:
             raise zmq.Again
-        greeting = heard(monitor)
-        verdict = Verdict.WAIT if greeting is None else trials.heard(greeting)
-        if verdict is not Verdict.WAIT:
-            return verdict
+        event = heard(monitor)
+        next_step = NextStep.WAIT if event is None else trials.heard(event)
+        if next_step is not NextStep.WAIT:
+            return next_step
 
 
 def _connect(
@@ -247,7 +247,7 @@ def _connect(
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES + (CURVE_OVERHEAD_BYTES if secret is not None else 0))
         keep_alive(socket)
         protect_asker(socket, secret)
-        monitor = watch_greetings(socket)
+        monitor = watch_handshakes(socket)
         socket.connect(channel_address(host, port))
     except Exception:
         _close(socket, monitor)
