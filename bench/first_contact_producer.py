@@ -26,7 +26,7 @@ from bench.nixl_prep import reserve
 from kvferry.protocol.handshake import EngineDescription, LeaseTable
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import MemoryKind, Region
 
@@ -83,7 +83,7 @@ def main(tp: int, blocks: int, told: TextIO) -> None:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
-    listener = SideChannelListener(HOST, port, Tally())
+    listener = SideChannelListener(HOST, port, Counters())
     listener.publish(producer.description)
     router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     other = router.bind_to_random_port(f"tcp://{HOST}")

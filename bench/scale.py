@@ -26,7 +26,7 @@ from bench.scale_model import Fleet, Share, Slopes, play, walls
 from kvferry.protocol.handshake import Hello, LeaseName
 from kvferry.scheduler.consumer.ledger import RemoteLease, RenewLease
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from kvferry.worker.peers.handshake_client import ask
 
 _BLOCKS = 1000
@@ -132,8 +132,8 @@ def renew(producers: int, seconds: float) -> tuple[Share, Share, float]:
         What each costs the consumer and the listener, and renewals a second from each.
     """
     producer = ProducerProcess(1, _BLOCKS)
-    tally = Tally()
-    renewer = LeaseRenewer(tally)
+    counters = Counters()
+    renewer = LeaseRenewer(counters)
     try:
         time.sleep(_SETTLE_S)
         before = usage(), usage(producer.pid)
@@ -145,7 +145,7 @@ def renew(producers: int, seconds: float) -> tuple[Share, Share, float]:
             for boot in range(producers)
         )
         time.sleep(seconds)
-        rate = tally.total("heartbeats") / (time.monotonic() - start_s) / producers
+        rate = counters.total("heartbeats") / (time.monotonic() - start_s) / producers
         after = usage(), usage(producer.pid)
     finally:
         renewer.close()

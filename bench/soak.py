@@ -63,7 +63,7 @@ def soak(requests: int | None, seconds: float | None, faults: float, seed: int) 
         "staged_bytes": fleet.staged_bytes,
         "leases": {
             f"{metric} {label}".strip(): amount
-            for (metric, label), amount in sorted(fleet.tallies.items())
+            for (metric, label), amount in sorted(fleet.counter_totals.items())
             if metric.startswith("leases_")
         }
         | {"ended with their engine": fleet.leases_ended_with_engines},

@@ -57,10 +57,10 @@ class SoakEngine(CacheEngine):
         self.memories = [SoakMemory(carve(model, side, place)) for place in side.shards.places()]
         caches = [(place, memory.kv) for place, memory in zip(side.shards.places(), self.memories, strict=True)]
         super().__init__(name, cache_groups(model, side), side.shards.topology, caches, self._make_fabric, settings)
-        self.leases = ProducerLedger(settings.lease_slots, LEASE_S, self.tally)
+        self.leases = ProducerLedger(settings.lease_slots, LEASE_S, self.counters)
         if port is not None:
             self.listener.close()
-            self.listener, self.port = SideChannelListener(HOST, port, self.tally), port
+            self.listener, self.port = SideChannelListener(HOST, port, self.counters), port
             self.listener.publish(self.description)
         self.block_tokens = side.blocks[0].block_tokens
         self.ratio = side.blocks[0].ratio

@@ -61,7 +61,7 @@ class Fleet:
     def __init__(self, seed: int, fault_rate: float, report: Callable[[str], None]) -> None:
         self.seed, self.fault_rate = seed, fault_rate
         self.counts, self.gauges = Counts(), Gauges()
-        self.tallies: Counter[tuple[str, str]] = Counter()
+        self.counter_totals: Counter[tuple[str, str]] = Counter()
         self.lives = 0
         self.leases_ended_with_engines = 0
         self.last_params: RemotePrefill | None = None
@@ -179,7 +179,7 @@ class Fleet:
             self._looked_s = now_s
             for engine in self._engines():
                 self._check_integrity(engine)
-                engine.tally.take_samples()  # as vLLM's metrics do
+                engine.counters.take_samples()  # as vLLM's metrics do
         if now_s > self._reported_s + 10.0:
             self._reported_s = now_s
             last = self.gauges.samples[-1]
@@ -227,8 +227,8 @@ class Fleet:
 
     def _drain(self, engine: SoakEngine) -> None:
         """The figures of a life that is over."""
-        for key, amount in engine.tally.take().items():
-            self.tallies[key] += amount
+        for key, amount in engine.counters.take().items():
+            self.counter_totals[key] += amount
         self.worker_counts += engine.counts
         self.moved_bytes += engine.moved_bytes
         self.staged_bytes += engine.staged_bytes
@@ -237,7 +237,10 @@ class Fleet:
 
     def _check_sums(self) -> None:
         """Everything that was begun has ended in one way."""
-        of = {name: sum(n for (metric, _), n in self.tallies.items() if metric == name) for name, _ in self.tallies}
+        of = {
+            name: sum(n for (metric, _), n in self.counter_totals.items() if metric == name)
+            for name, _ in self.counter_totals
+        }
         opened, released = of.get("leases_opened", 0), of.get("leases_released", 0)
         if opened != released + self.leases_ended_with_engines:
             text = f"{opened} leases opened, {released} released, {self.leases_ended_with_engines} ended with engines"

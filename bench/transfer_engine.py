@@ -20,7 +20,7 @@ from kvferry.protocol.ids import SlotState, epoch_to_text, new_boot_id, new_epoc
 from kvferry.protocol.orders import LeaseHold, LeaseOpen, StepOrders, encode_head, encode_orders
 from kvferry.protocol.params_mac import new_mac_key
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.settings import WorkerSettings
@@ -101,7 +101,7 @@ class Producer:
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             self.port: int = probe.getsockname()[1]
-        self.listener = SideChannelListener(HOST, self.port, Tally())
+        self.listener = SideChannelListener(HOST, self.port, Counters())
         self.listener.publish(description)
         self.huge_bytes = sum(memory.huge_bytes for memory in memories[: side.tp])
         self._next = 0

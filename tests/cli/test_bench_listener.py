@@ -90,7 +90,7 @@ def test_frames_too_many_or_too_long_and_bytes_that_are_no_zmq_end_nothing(serve
         dealer.send_multipart([b"", b"x" * (MAX_FRAME_BYTES + 1)])
     with socket.create_connection((HOST, served.port)) as plain:
         plain.sendall(secrets.token_bytes(10_000))
-    wait_until(lambda: served.listener.tally.total("bad_frames") >= 3, "the frames were counted")
+    wait_until(lambda: served.listener.counters.total("bad_frames") >= 3, "the frames were counted")
     assert not any("bug" in line for line in served.said)
     session, offer = served.join()
     assert isinstance(offer, Offer)

@@ -18,7 +18,7 @@ from kvferry.protocol.description_json import decode_dump, dump_of, engine_of
 from kvferry.protocol.handshake import EngineDescription, Refused, encode
 from kvferry.protocol.side_channel.secrets import VARIABLE
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from tests.cli.command import run
 from tests.protocol.samples import KEY, make_description, make_tensor, make_worker
 from tests.protocol.secret_files import NEW, OLD, listing, write
@@ -33,27 +33,27 @@ def engine(**changes: object) -> EngineDescription:
 
 
 @contextlib.contextmanager
-def published(description: EngineDescription, tally: Tally | None = None) -> Iterator[str]:
-    with listening(tally) as (listener, port):
+def published(description: EngineDescription, counters: Counters | None = None) -> Iterator[str]:
+    with listening(counters) as (listener, port):
         listener.publish(description)
         yield f"{HOST}:{port}"
 
 
 def test_the_dump_of_a_running_engine_is_what_it_published() -> None:
-    tally = Tally()
-    with published(engine(), tally) as address:
+    counters = Counters()
+    with published(engine(), counters) as address:
         ran = run("describe", address, "--json")
     assert (ran.code, ran.err) == (0, "")
     assert decode_dump(ran.out.encode()) == dump_of(engine())
-    assert tally.total("handshakes_served") == 1
-    assert tally.total("bad_frames") == 0
+    assert counters.total("handshakes_served") == 1
+    assert counters.total("bad_frames") == 0
 
 
 def test_an_engine_with_a_secret_is_described_to_those_who_have_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
-    listener = SideChannelListener(HOST, port, Tally(), (NEW,))
+    listener = SideChannelListener(HOST, port, Counters(), (NEW,))
     try:
         listener.publish(engine())
         monkeypatch.setenv(VARIABLE, write(tmp_path / "secrets", listing(OLD, NEW)))

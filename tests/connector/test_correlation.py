@@ -29,7 +29,7 @@ from kvferry.connector.tracing.correlation_middleware import (
     Send,
 )
 from kvferry.protocol.errors import InvalidCorrelation
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=20),
@@ -187,20 +187,20 @@ def test_a_start_with_no_header_named_is_refused_with_what_to_set(text: str) -> 
 def test_a_hostile_value_is_dropped_and_counted_and_logged_once(
     value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tally = Tally()
-    correlations = Correlations(tally)
+    counters = Counters()
+    correlations = Correlations(counters)
     request: Any = SimpleNamespace(request_id="r", sampling_params=SimpleNamespace(extra_args={CORRELATION_ARG: value}))
     with caplog.at_level(logging.WARNING):
         assert correlations.of(request) is None
         assert correlations.of(request) is None
-    assert tally.total("dropped_correlations") == 2
+    assert counters.total("dropped_correlations") == 2
     assert len(caplog.messages) == 1
     assert len(caplog.messages[0]) < 400
 
 
 @pytest.mark.parametrize("params", [None, SimpleNamespace(extra_args=None), SimpleNamespace(extra_args={"k": 1})])
 def test_a_request_without_a_value_has_none(params: object) -> None:
-    tally = Tally()
+    counters = Counters()
     request: Any = SimpleNamespace(request_id="r", sampling_params=params)
-    assert Correlations(tally).of(request) is None
-    assert not tally.take()
+    assert Correlations(counters).of(request) is None
+    assert not counters.take()

@@ -317,7 +317,7 @@ def counted() -> dict[str, set[str]]:
     """By counter the labels that are added to it."""
     found: dict[str, set[str]] = {}
     for call in calls("add"):
-        if "tally" in ast.unparse(call.func):
+        if "counters" in ast.unparse(call.func):
             for name in texts(argument(call, 0, "metric")):
                 found.setdefault(name, set()).update(texts(argument(call, 1, "label")))
     return found

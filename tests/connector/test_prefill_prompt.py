@@ -21,7 +21,7 @@ from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 FULL, STATE = CacheGroup(policy="full", block_tokens=16), CacheGroup(policy="state", block_tokens=512)
 
@@ -114,10 +114,10 @@ def test_what_could_not_be_used_is_served_as_it_is(request_: Any) -> None:
     assert before == after
 
 
-def reception_of(*groups: CacheGroup, **changed: Any) -> tuple[Reception, ConsumerLedger, Tally]:
+def reception_of(*groups: CacheGroup, **changed: Any) -> tuple[Reception, ConsumerLedger, Counters]:
     """Of an engine whose cache has these groups, in both roles."""
-    tally = Tally()
-    loads = ConsumerLedger(tally)
+    counters = Counters()
+    loads = ConsumerLedger(counters)
     own = OwnEngine(
         engine_id="here",
         host="127.0.0.1",
@@ -132,24 +132,24 @@ def reception_of(*groups: CacheGroup, **changed: Any) -> tuple[Reception, Consum
         offers_turns=False,
         **changed,
     )
-    return Reception(own, ProducerLedger(4, 30.0, tally), loads, tally), loads, tally
+    return Reception(own, ProducerLedger(4, 30.0, counters), loads, counters), loads, counters
 
 
 def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing_that_cannot_be_used() -> None:
-    reception, _, tally = reception_of(STATE, FULL)
+    reception, _, counters = reception_of(STATE, FULL)
     for tokens, taken, left in ((16, True, 15), (1, False, 1)):
         request = request_of(tokens)
         request.request_id = f"of {tokens}"
         request.kv_transfer_params = {"do_remote_decode": True}
         reception.receive(request)
         assert (request.request_id in reception.wanted, request.num_prompt_tokens) == (taken, left)
-        assert dict(tally.take()) == ({} if taken else {("prefills_kept", ""): 1})
+        assert dict(counters.take()) == ({} if taken else {("prefills_kept", ""): 1})
 
 
 @pytest.mark.parametrize(("held", "loads_from_there"), [(15, True), (16, False)])
 def test_a_consumer_of_states_goes_on_after_the_last_but_one_token_only(held: int, loads_from_there: bool) -> None:
     """A state that has seen the whole prompt would see its last token twice."""
-    reception, loads, tally = reception_of(STATE, FULL)
+    reception, loads, counters = reception_of(STATE, FULL)
     request = request_of(16)
     prompt = prompt_of(request, request.num_prompt_tokens)
     assert prompt is not None
@@ -177,4 +177,4 @@ def test_a_consumer_of_states_goes_on_after_the_last_but_one_token_only(held: in
     request.kv_transfer_params = source.to_json()
     reception.receive(request)
     assert (loads.matched_tokens("request", 0) == held) is loads_from_there
-    assert dict(tally.take()) == ({} if loads_from_there else {("local_recomputes", "window_edge"): 1})
+    assert dict(counters.take()) == ({} if loads_from_there else {("local_recomputes", "window_edge"): 1})

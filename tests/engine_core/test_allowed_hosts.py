@@ -99,8 +99,8 @@ def test_whatever_names_a_host_that_is_not_listed_leads_to_no_connection_and_no_
     assert not other_peer.was_asked()
     assert asked_names == []
     assert engine.counted("loads") == engine.counted("leases_given_back") == 0
-    tally = engine.connector.scheduler_side.tally
-    assert tally.total("local_recomputes", "host_not_allowed") == 1
+    counters = engine.connector.scheduler_side.counters
+    assert counters.total("local_recomputes", "host_not_allowed") == 1
 
 
 def test_without_a_list_the_same_params_lead_to_a_connection(make: Any, other_peer: OtherPeer) -> None:

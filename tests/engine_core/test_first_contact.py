@@ -81,7 +81,7 @@ def test_only_hosts_that_are_allowed_are_named_to_the_workers(allowed: list[str]
 
 def times_described(producer: Node) -> int:
     """How often it has described itself."""
-    return int(producer.engine.connector.scheduler_side.tally.total("handshakes_served"))
+    return int(producer.engine.connector.scheduler_side.counters.total("handshakes_served"))
 
 
 def finds(consumer: Node, producer: Node) -> None:

@@ -60,7 +60,7 @@ def say(engine: Engine, message: Renew | Release) -> None:
     side = engine.connector.scheduler_side
 
     def arrived() -> int:
-        unknown = (side.tally.total(name) for name in ("renewals_unknown", "releases_unknown"))
+        unknown = (side.counters.total(name) for name in ("renewals_unknown", "releases_unknown"))
         return int(side._listener.inbox.qsize() + sum(unknown))
 
     before = arrived()

@@ -248,8 +248,8 @@ def test_a_lease_that_was_read_during_a_rest_that_outlasted_it_is_done_and_has_n
     step = engine.step(over={"p"})
     assert step.metadata.orders() is None
     assert engine.is_whole
-    assert side.tally.total("leases_released", "done") == 1
-    assert side.tally.total("leases_released", "expired") == 0
+    assert side.counters.total("leases_released", "done") == 1
+    assert side.counters.total("leases_released", "expired") == 0
 
 
 def test_renewals_that_came_during_a_rest_keep_the_lease(make_engine: Any) -> None:  # noqa: F811

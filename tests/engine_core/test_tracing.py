@@ -108,12 +108,12 @@ def test_what_a_client_calls_a_request_is_recorded_and_what_cannot_be_used_is_co
         asked = {"kvferry_correlation": value}
         producer.engine.add(name, PROMPT, {"do_remote_decode": True}, max_tokens=1, extra_args=asked)
         producer.answer(name)
-    tally = producer.engine.connector.scheduler_side.tally
+    counters = producer.engine.connector.scheduler_side.counters
     producer.close()
     told = events_of(folder, producer)
     assert told_of(told, "good")[0] == "PrefillArrived tokens=100 correlation=order-17"
     assert told_of(told, "bad")[0] == "PrefillArrived tokens=100"
-    assert tally.total("dropped_correlations") == 1
+    assert counters.total("dropped_correlations") == 1
 
 
 def test_a_prompt_that_came_again_says_why_it_is_computed_and_of_which_lease(

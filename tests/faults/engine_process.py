@@ -81,7 +81,7 @@ class Server:
         self.engine = CountingEngine(
             start.name, make_fabric, shape=shape, settings=settings, port=start.port, lease_s=start.lease_s
         )
-        self.engine.loads = ConsumerLedger(self.engine.tally)  # one that knows replays, as outside of rigs
+        self.engine.loads = ConsumerLedger(self.engine.counters)  # one that knows replays, as outside of rigs
         self._channel = channel
         self._writing = threading.Lock()
         self._ordered: list[Ordered] = []

@@ -163,10 +163,10 @@ class Attack:
         return [self.producer.start_prefill(TOKENS, next(self._seeds)) for _ in range(PROMPTS)]
 
     def _expire(self, offers: list[Offer]) -> None:
-        expired = self.producer.tally.total("leases_released", "expired")
+        expired = self.producer.counters.total("leases_released", "expired")
         sent = self.producer.seen.sent
         self._until(lambda: all(offer.request_id in sent for offer in offers), self.producer)
-        assert self.producer.tally.total("leases_released", "expired") == expired + len(offers)
+        assert self.producer.counters.total("leases_released", "expired") == expired + len(offers)
 
     def _is_over(self, load: OrderedLoad) -> bool:
         seen = self.consumer.seen

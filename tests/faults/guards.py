@@ -158,7 +158,7 @@ def _any_epoch(_: Function) -> Function:
 
 
 def _hear_everybody(_: Function) -> Function:
-    def hear(listener: Any, leases: Any, _boot: str, _tally: Any) -> None:
+    def hear(listener: Any, leases: Any, _boot: str, _counters: Any) -> None:
         from kvferry.protocol.handshake import Release
 
         for heard in listener.inbox.take():
@@ -210,9 +210,9 @@ def _unguarded(_: Function) -> Function:
 
 
 def _count_no_recomputes(add: Function) -> Function:
-    def silent(tally: Any, metric: str, *args: Any, **options: Any) -> None:
+    def silent(counters: Any, metric: str, *args: Any, **options: Any) -> None:
         if metric != "local_recomputes":
-            add(tally, metric, *args, **options)
+            add(counters, metric, *args, **options)
 
     return silent
 
@@ -465,7 +465,7 @@ GUARDS = (
         "recomputes",
         "a prompt that is computed locally instead is counted",
         (8,),
-        "kvferry.scheduler.state.counters:Tally.add",
+        "kvferry.scheduler.state.counters:Counters.add",
         _count_no_recomputes,
         (
             "tests/engine_core/test_metrics.py::test_what_happened_to_remote_prompts_shows_in_prometheus_under_its_reason",

@@ -25,7 +25,7 @@ from kvferry.protocol.handshake import (
 from kvferry.scheduler.side_channel.connections import MAX_UNFINISHED_BYTES
 from kvferry.scheduler.side_channel.inbox import MAX_WAITING_LEASES
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from tests.fuzz.test_targets import hostile_bytes
 from tests.protocol.samples import BOOT, EPOCH, make_description
 from tests.scheduler.channel import HOST, ask, client, free_port, listening
@@ -47,8 +47,8 @@ MESSAGE = st.lists(FRAME, min_size=1, max_size=4) | hostile_bytes("request").map
 def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_message_is_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tally = Tally()
-    with listening(tally) as (listener, port), client(port) as sock:
+    counters = Counters()
+    with listening(counters) as (listener, port), client(port) as sock:
         listener.publish(make_description())
 
         kept: list[object] = []
@@ -62,7 +62,7 @@ def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_m
         monkeypatch.setattr(listener.inbox, "put", keep)
 
         def counted() -> int:
-            return sum(tally.total(name) for name in _COUNTED) + len(kept)
+            return sum(counters.total(name) for name in _COUNTED) + len(kept)
 
         @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(st.lists(MESSAGE, min_size=1, max_size=5))
@@ -78,21 +78,21 @@ def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_m
         with caplog.at_level(logging.WARNING):
             fuzz()
         assert isinstance(ask(port), EngineDescription)
-    assert tally.total("bad_frames") > 100
+    assert counters.total("bad_frames") > 100
     assert not [record for record in caplog.records if record.exc_info], "something was not foreseen"
 
 
 def test_a_frame_at_the_limit_is_read_and_one_beyond_it_costs_its_sender_the_connection() -> None:
-    tally = Tally()
-    with listening(tally) as (listener, port):
+    counters = Counters()
+    with listening(counters) as (listener, port):
         listener.publish(make_description())
         with client(port) as sock:
             sock.send_multipart([b"", b"\xc1" * MAX_REQUEST_BYTES])
             assert sock.recv_multipart()[0] == b""
-            assert tally.total("bad_frames") == 1
+            assert counters.total("bad_frames") == 1
             sock.send_multipart([b"", b"\xc1" * (MAX_REQUEST_BYTES + 1)])
             assert isinstance(ask(port), EngineDescription)
-            assert tally.total("bad_frames") == 1
+            assert counters.total("bad_frames") == 1
 
 
 def raw_connection(port: int) -> socket.socket:
@@ -105,10 +105,10 @@ def raw_connection(port: int) -> socket.socket:
 
 
 def test_a_message_without_an_end_is_ended_with_its_connection_and_its_memory_comes_back() -> None:
-    tally = Tally()
+    counters = Counters()
     part = b"\x03" + struct.pack(">Q", _PART_BYTES) + bytes(_PART_BYTES)
     parts = MAX_UNFINISHED_BYTES // _PART_BYTES + 10
-    with listening(tally) as (listener, port):
+    with listening(counters) as (listener, port):
         listener.publish(make_description())
         before = resident_bytes()
         attacks = 12
@@ -118,35 +118,35 @@ def test_a_message_without_an_end_is_ended_with_its_connection_and_its_memory_co
                     connection.sendall(part)
                 while connection.recv(1 << 16):
                     pass  # until it is ended
-        wait_until(lambda: tally.total("bad_frames") > attacks / 2, "they are counted", timeout_s=60)
+        wait_until(lambda: counters.total("bad_frames") > attacks / 2, "they are counted", timeout_s=60)
         assert isinstance(ask(port), EngineDescription)
         assert resident_bytes() - before < attacks / 2 * parts * _PART_BYTES
 
 
 def test_long_messages_that_end_are_never_taken_for_one_without_an_end() -> None:
-    tally = Tally()
+    counters = Counters()
     count = 2 * MAX_UNFINISHED_BYTES // MAX_REQUEST_BYTES
-    with listening(tally) as (listener, port), client(port, receive_queue=0) as sock:
+    with listening(counters) as (listener, port), client(port, receive_queue=0) as sock:
         listener.publish(make_description())
         for _ in range(count):
             sock.send_multipart([b"", b"\xc1" * MAX_REQUEST_BYTES])
-        wait_until(lambda: tally.total("bad_frames") == count, "all are read", timeout_s=60)
+        wait_until(lambda: counters.total("bad_frames") == count, "all are read", timeout_s=60)
         sock.send_multipart([b"", encode(Hello(engine_id="prefill-0", asker="the same connection"))])
         while sock.recv_multipart() != [b"", encode(make_description())]:
             pass  # refusals come before it
-        assert tally.total("bad_frames") == count
+        assert counters.total("bad_frames") == count
 
 
 def test_renewals_that_nobody_takes_are_kept_up_to_a_bound_and_again_when_they_were_taken() -> None:
-    tally = Tally()
+    counters = Counters()
     names = [LeaseName(slot=slot, epoch=EPOCH) for slot in range(MAX_WAITING_LEASES + 1)]
     parts = [names[start : start + MAX_RENEWALS] for start in range(0, len(names), MAX_RENEWALS)]
     frames = [encode(Renew(boot=BOOT, leases=tuple(part))) for part in parts]
     port = free_port()
-    with contextlib.closing(SideChannelListener(HOST, port, tally)) as listener, client(port) as sock:
+    with contextlib.closing(SideChannelListener(HOST, port, counters)) as listener, client(port) as sock:
         for times in range(1, 3):
             for frame in frames:
                 sock.send_multipart([b"", frame])
-            wait_until(lambda times=times: tally.total("dropped_messages") == times, "one was too many")  # type: ignore[misc]
+            wait_until(lambda times=times: counters.total("dropped_messages") == times, "one was too many")  # type: ignore[misc]
             assert listener.inbox.qsize() == MAX_WAITING_LEASES
             listener.inbox.take()

@@ -21,7 +21,7 @@ from kvferry.connector.config import FerryConfig, read_config
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from kvferry.trace.reading import Recording, read_recording
 from kvferry.worker.fabric.port import Fabric
 
@@ -37,7 +37,7 @@ def layers_read(consumer: EngineDescription, producer: EngineDescription) -> int
 config: FerryConfig = read_config({"kv_lease_duration": 20})
 lease_s: float = config.kv_lease_duration
 recording: Recording = read_recording(["traces"])
-owner: type[Tally] = Tally
+owner: type[Counters] = Counters
 fabric: type[Fabric] | None = None
 print(engine_of_form(read_short_form("layers=2,heads=2,dim=64"), "a"), lease_s)
 """

@@ -20,7 +20,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.step import hear, next_orders
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.loads.record import LoadFigures
@@ -66,9 +66,9 @@ class CacheEngine:
         self.failed: dict[str, FailureReason] = {}
         self.figures: list[LoadFigures] = []
         self.counts: Counter[str] = Counter()
-        self.tally = Tally()
-        self.leases = ProducerLedger(settings.lease_slots, LEASE_S, self.tally)
-        self.loads = ConsumerLedger(self.tally)
+        self.counters = Counters()
+        self.leases = ProducerLedger(settings.lease_slots, LEASE_S, self.counters)
+        self.loads = ConsumerLedger(self.counters)
         self._mac_key = new_mac_key()
         self.workers = [
             FerryWorker(
@@ -95,9 +95,9 @@ class CacheEngine:
         )
         for worker in self.workers:
             worker.add_siblings(self.description.workers)
-        self.listener = SideChannelListener(HOST, self.port, self.tally)
+        self.listener = SideChannelListener(HOST, self.port, self.counters)
         self.listener.publish(self.description)
-        self.renewer = LeaseRenewer(self.tally)
+        self.renewer = LeaseRenewer(self.counters)
 
     def lease(self, request_id: str, request: Request, compute: Callable[[], None]) -> RemotePrefill:
         """A prompt is computed, which leaves its caches with the workers, and its blocks are leased."""
@@ -149,7 +149,7 @@ class CacheEngine:
 
     def step(self) -> None:
         """One step: what the scheduler decides goes to all workers, what they report comes back."""
-        hear(self.listener, self.leases, self.boot, self.tally)
+        hear(self.listener, self.leases, self.boot, self.counters)
         orders = next_orders(self.leases, self.loads, self.boot, time.monotonic())
         if orders:
             head, frame = encode_head(orders), encode_orders(orders)

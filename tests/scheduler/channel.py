@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import zmq
 
 from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode_reply, encode
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from tests.scheduler.recording_listener import RecordingListener
 
 HOST = "127.0.0.1"
@@ -26,10 +26,10 @@ def free_port(host: str = HOST) -> int:
 
 
 @contextmanager
-def listening(tally: Tally | None = None) -> Iterator[tuple[RecordingListener, int]]:
+def listening(counters: Counters | None = None) -> Iterator[tuple[RecordingListener, int]]:
     """A listener on a free port, closed at the end."""
     port = free_port()
-    listener = RecordingListener(HOST, port, tally or Tally())
+    listener = RecordingListener(HOST, port, counters or Counters())
     try:
         yield listener, port
     finally:

@@ -15,7 +15,7 @@ from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ended_leases import LeaseKey
 from kvferry.scheduler.consumer.ledger import ConsumerLedger, ReleaseLease, RemoteLease, RenewLease
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from tests.protocol.samples import BOOT
 from tests.scheduler.network import Network
 from tests.scheduler.producer_end import Producer, ProducerWorker
@@ -98,9 +98,9 @@ class Consumer:
     def __init__(self, fleet: Surroundings, workers: int) -> None:
         self.fleet = fleet
         self.draw = fleet.draw
-        self.tally = Tally()
+        self.counters = Counters()
         # It remembers no lease that is over: every replay is tried, so that the fence has to refuse it.
-        self.ledger = ConsumerLedger(self.tally, max_ended=0)
+        self.ledger = ConsumerLedger(self.counters, max_ended=0)
         self.workers = [ConsumerWorker(index, fleet) for index in range(workers)]
         self.kept: dict[LeaseKey, RemoteLease] = {}
         self.next_beat_s = 0.0

@@ -15,7 +15,7 @@ from kvferry.protocol.orders import LeaseHold
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import LeaseOrders, ProducerLedger
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from kvferry.worker.leases.table import LeaseTable
 from tests.protocol.samples import make_ticket, params_of_length
 
@@ -66,9 +66,9 @@ class Producer:
 
     def __init__(self, draw: random.Random, *, workers: int, slots: int, lease_s: float) -> None:
         self.draw = draw
-        self.tally = Tally()
+        self.counters = Counters()
         self.first_s = {LeaseUse.PROMPT: lease_s, LeaseUse.TURN: 2 * lease_s}
-        self.ledger = ProducerLedger(slots, lease_s, self.tally, turn_s=2 * lease_s)
+        self.ledger = ProducerLedger(slots, lease_s, self.counters, turn_s=2 * lease_s)
         self.workers = [ProducerWorker(LeaseTable(slots), self._wrote) for _ in range(workers)]
         self.blocks = [FREE] * (slots * 3)
         self.owned: dict[str, tuple[int, int]] = {}

@@ -7,7 +7,7 @@ import queue
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.side_channel.inbox import LeaseInbox, LeaseMessage
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 
 class MessageInbox(LeaseInbox):
@@ -37,6 +37,6 @@ class RecordingListener(SideChannelListener):
 
     inbox: MessageInbox
 
-    def __init__(self, host: str, port: int, tally: Tally, secrets: Secrets = ()) -> None:
-        super().__init__(host, port, tally, secrets)
+    def __init__(self, host: str, port: int, counters: Counters, secrets: Secrets = ()) -> None:
+        super().__init__(host, port, counters, secrets)
         self.inbox = MessageInbox()

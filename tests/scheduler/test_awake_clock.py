@@ -10,7 +10,7 @@ from kvferry.scheduler.producer.lease import Lease, LeaseState
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.clock import AwakeClock
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from tests.scheduler.channel import HOST, free_port
 from tests.waiting import wait_until
 
@@ -19,7 +19,7 @@ HEARTBEAT_S, LEASE_S, TICK_S = 5.0, 30.0, 2.5
 
 def held(clock: AwakeClock) -> tuple[ProducerLedger, LeaseName]:
     """A ledger with one lease, held since now."""
-    ledger = ProducerLedger(2, LEASE_S, Tally(), clock=clock)
+    ledger = ProducerLedger(2, LEASE_S, Counters(), clock=clock)
     assert ledger.open("a")
     lease = ledger.finish("a", kept=(1,))
     assert isinstance(lease, Lease)
@@ -54,7 +54,7 @@ def test_two_threads_that_wind_it_count_no_moment_twice() -> None:
 
 def test_an_engine_that_rests_loses_no_time_because_its_listener_winds_the_clock() -> None:
     clock = AwakeClock(0.02)
-    listener = SideChannelListener(HOST, free_port(), Tally(), clock=clock)
+    listener = SideChannelListener(HOST, free_port(), Counters(), clock=clock)
     try:
         wait_until(lambda: clock.awake_s >= 10 * clock.heartbeat_s, "ten heartbeats have passed without a step")
     finally:

@@ -9,7 +9,7 @@ from unittest import mock
 
 from kvferry.protocol.handshake import EngineDescription, Hello, encode
 from kvferry.scheduler.side_channel.connections import MAX_CONNECTIONS, UnfinishedMessages
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from tests.protocol.samples import make_description
 from tests.scheduler.channel import HOST, ask, client, listening
 from tests.waiting import wait_until
@@ -31,13 +31,13 @@ def has_ended(connection: socket.socket) -> bool:
     return True
 
 
-def _wait_for(tally: Tally, count: int) -> None:
-    wait_until(lambda: tally.total("side_channel_refusals", "too_many") >= count, "one more gives way")
+def _wait_for(counters: Counters, count: int) -> None:
+    wait_until(lambda: counters.total("side_channel_refusals", "too_many") >= count, "one more gives way")
 
 
 def test_connections_that_send_nothing_make_room_for_the_next_and_engines_that_send_stay() -> None:
-    tally = Tally()
-    with listening(tally) as (listener, port), client(port) as engine:
+    counters = Counters()
+    with listening(counters) as (listener, port), client(port) as engine:
         listener.publish(make_description())
         listener._unfinished.most = MOST
         silent: list[socket.socket] = []
@@ -47,11 +47,11 @@ def test_connections_that_send_nothing_make_room_for_the_next_and_engines_that_s
             silent.append(socket.create_connection((HOST, port)))
             over = number + 2 - MOST
             if over > 0:
-                _wait_for(tally, over)
+                _wait_for(counters, over)
         left = [one for one in silent if not has_ended(one)]
         assert len(left) <= MOST
         assert all(has_ended(one) for one in silent[:MOST])
-        assert tally.total("handshakes_served") == 5 * MOST, "the engine was answered every time"
+        assert counters.total("handshakes_served") == 5 * MOST, "the engine was answered every time"
         assert isinstance(ask(port), EngineDescription)
         for one in silent:
             one.close()

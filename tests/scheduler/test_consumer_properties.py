@@ -21,7 +21,7 @@ from kvferry.scheduler.consumer.ledger import (
     RemoteLease,
     RenewLease,
 )
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from tests.protocol.samples import make_ticket, params_of_length
 
 
@@ -59,8 +59,8 @@ class ConsumerHistories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tally = Tally()
-        self.ledger = ConsumerLedger(self.tally, THRESHOLD, max_ended=REMEMBERED)
+        self.counters = Counters()
+        self.ledger = ConsumerLedger(self.counters, THRESHOLD, max_ended=REMEMBERED)
         self.ended: list[LeaseKey] = []
         self.model: dict[str, Modelled] = {}
         self.requests = 0
@@ -131,11 +131,11 @@ class ConsumerHistories(RuleBasedStateMachine):
         count = one.matched - less
         if count <= 0:
             return
-        loads = self.tally.total("turn_loads")
+        loads = self.counters.total("turn_loads")
         with pytest.raises(LocalProtocolError, match="matched"):
             self.ledger.allocated(request_id, count + less + 1, ((1,),))
         self.ledger.allocated(request_id, count, [[9, 4], []])
-        assert self.tally.total("turn_loads") == loads + one.is_turn
+        assert self.counters.total("turn_loads") == loads + one.is_turn
         one.state = "loading"
         self.orders.add(request_id)
 
@@ -144,13 +144,13 @@ class ConsumerHistories(RuleBasedStateMachine):
     def allocate_without_loading(self, data: st.DataObject) -> None:
         request_id = self.some(data, "offered", "loaded", "failed", "declined")
         one = self.model[request_id]
-        reasons = {why: self.tally.total("local_recomputes", why) for why in ("not_wanted", "below_threshold")}
+        reasons = {why: self.counters.total("local_recomputes", why) for why in ("not_wanted", "below_threshold")}
         self.ledger.allocated(request_id, 0, ((1,),))
         if one.state == "offered":
             one.state = "declined"
             self.expect(ReleaseLease, one.source)
             reasons["not_wanted" if one.matched else "below_threshold"] += one.asked_with < one.shared
-        assert reasons == {why: self.tally.total("local_recomputes", why) for why in reasons}
+        assert reasons == {why: self.counters.total("local_recomputes", why) for why in reasons}
 
     @precondition(lambda self: self.has("loading", "aborted"))
     @rule(data=st.data(), good=st.booleans())

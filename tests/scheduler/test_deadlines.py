@@ -9,7 +9,7 @@ from kvferry.protocol.ids import Epoch
 from kvferry.scheduler.producer.deadlines import SPARE_ENTRIES, Deadlines
 from kvferry.scheduler.producer.lease import Lease, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 SLOTS = 64
 WEEK_S = 604800.0
@@ -56,7 +56,7 @@ def test_what_is_due_is_what_a_look_at_every_lease_finds(history: list[tuple[str
 
 
 def test_turns_that_are_read_at_once_leave_no_entries_for_the_week_that_they_were_offered_for() -> None:
-    ledger = ProducerLedger(4, 30.0, Tally(), turn_s=WEEK_S)
+    ledger = ProducerLedger(4, 30.0, Counters(), turn_s=WEEK_S)
     for number in range(1000):
         lease = ledger.open(f"r{number}", LeaseUse.TURN) and ledger.finish(f"r{number}")
         assert lease

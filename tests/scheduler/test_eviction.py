@@ -15,7 +15,7 @@ from kvferry.scheduler.producer.eviction_order import Demand, Rank, evict, rank_
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 BLOCKS = 12
 
@@ -184,7 +184,7 @@ def test_a_lease_is_ranked_by_its_use_its_age_and_whether_anybody_has_come(
 
 
 def test_the_longest_held_goes_first_and_one_that_is_read_goes_last() -> None:
-    ledger = ProducerLedger(8, LEASE_S, Tally(), turn_s=480.0)
+    ledger = ProducerLedger(8, LEASE_S, Counters(), turn_s=480.0)
     leases = {}
     for now_s, (name, use) in enumerate(
         {"p1": LeaseUse.PROMPT, "p2": LeaseUse.PROMPT, "t1": LeaseUse.TURN, "p3": LeaseUse.PROMPT}.items()

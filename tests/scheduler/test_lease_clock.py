@@ -8,7 +8,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.producer.lease import Lease, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 LEASE_S = 30.0
 HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE
@@ -19,8 +19,8 @@ class Clocked:
 
     def __init__(self, use: LeaseUse = LeaseUse.PROMPT, turn_s: float | None = None) -> None:
         self.now_s = 100.0
-        self.tally = Tally()
-        self.ledger = ProducerLedger(4, LEASE_S, self.tally, turn_s=turn_s)
+        self.counters = Counters()
+        self.ledger = ProducerLedger(4, LEASE_S, self.counters, turn_s=turn_s)
         self.ledger.open("a", use)
         self.step()
 
@@ -119,11 +119,11 @@ def test_a_release_before_the_workers_know_of_the_hold_ends_it_in_the_next_step(
     second = clocked.ledger.take_orders(clocked.now_s)
     assert [end.request_id for end in second.ends] == ["a"]
     clocked.ledger.sent("a")
-    assert clocked.tally.total("leases_released", "release") == 1
+    assert clocked.counters.total("leases_released", "release") == 1
 
 
 def test_a_slot_that_changes_hands_within_a_step_is_ended_before_it_is_opened() -> None:
-    ledger = ProducerLedger(1, LEASE_S, Tally())
+    ledger = ProducerLedger(1, LEASE_S, Counters())
     ledger.open("a")
     ledger.take_orders(0.0)
     ledger.abandon("a")
@@ -135,7 +135,7 @@ def test_a_slot_that_changes_hands_within_a_step_is_ended_before_it_is_opened() 
 
 
 def test_a_lease_that_nobody_was_told_of_disappears_without_a_word() -> None:
-    ledger = ProducerLedger(1, LEASE_S, Tally())
+    ledger = ProducerLedger(1, LEASE_S, Counters())
     ledger.open("a")
     ledger.abandon("a")
     orders = ledger.take_orders(0.0)
@@ -151,16 +151,16 @@ def test_renewals_and_releases_of_unknown_leases_are_counted_and_change_nothing(
     for name in (wrong, LeaseName(slot=3, epoch=lease.name.epoch), LeaseName(slot=2**24 - 1, epoch=lease.name.epoch)):
         assert not clocked.ledger.release(name)
         assert not clocked.ledger.renew(name)
-    assert clocked.tally.total("releases_unknown") == clocked.tally.total("renewals_unknown") == 3
+    assert clocked.counters.total("releases_unknown") == clocked.counters.total("renewals_unknown") == 3
     assert clocked.is_held
 
 
 def test_when_all_slots_are_leased_the_next_request_is_served_without_one() -> None:
-    tally = Tally()
-    ledger = ProducerLedger(2, LEASE_S, tally)
+    counters = Counters()
+    ledger = ProducerLedger(2, LEASE_S, counters)
     assert [ledger.open(name) for name in "abc"] == [True, True, False]
     assert ledger.finish("c") is None
-    assert tally.total("leases_refused") == 1
+    assert counters.total("leases_refused") == 1
     ledger.abandon("a")
     assert ledger.open("c")
 
@@ -192,8 +192,8 @@ def test_a_turn_lives_its_own_time_and_no_step_longer(turn_s: float) -> None:
     clocked.step(0.5)
     assert clocked.ledger.state("a") is LeaseState.ENDING
     clocked.ledger.sent("a")
-    assert clocked.tally.total("turns_released", "expired") == 1
-    assert clocked.tally.total("leases_released", "expired") == 0
+    assert clocked.counters.total("turns_released", "expired") == 1
+    assert clocked.counters.total("leases_released", "expired") == 0
 
 
 def test_a_claim_of_a_turn_lasts_for_a_lease_after_the_last_renewal() -> None:

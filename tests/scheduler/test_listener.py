@@ -26,7 +26,7 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from tests.protocol.frames import hostile_frames
 from tests.protocol.samples import BOOT, EPOCH, make_description, make_worker
 from tests.scheduler.channel import HOST, ask, client, cpu_share, free_port, listening, threads_named
@@ -39,24 +39,26 @@ THREAD = "kvferry-listener"
 
 
 @pytest.fixture
-def tally() -> Tally:
-    return Tally()
+def counters() -> Counters:
+    return Counters()
 
 
 @pytest.fixture
-def served(tally: Tally) -> Iterator[tuple[RecordingListener, int]]:
-    with listening(tally) as (listener, port):
+def served(counters: Counters) -> Iterator[tuple[RecordingListener, int]]:
+    with listening(counters) as (listener, port):
         listener.publish(make_description())
         yield listener, port
 
 
-def test_a_hello_is_answered_with_the_whole_description(served: tuple[RecordingListener, int], tally: Tally) -> None:
+def test_a_hello_is_answered_with_the_whole_description(
+    served: tuple[RecordingListener, int], counters: Counters
+) -> None:
     assert ask(served[1]) == make_description()
-    assert tally.total("handshakes_served") == 1
+    assert counters.total("handshakes_served") == 1
 
 
-def test_before_the_workers_are_ready_askers_are_told_to_come_back(tally: Tally) -> None:
-    with listening(tally) as (listener, port):
+def test_before_the_workers_are_ready_askers_are_told_to_come_back(counters: Counters) -> None:
+    with listening(counters) as (listener, port):
         answer = ask(port)
         assert isinstance(answer, Refused)
         assert (answer.field, answer.value) == ("engine", "starting")
@@ -74,20 +76,20 @@ def test_an_unworkable_hello_is_refused_by_the_name_of_its_field(
     assert ask(served[1], engine_id, version) == Refused(field=field, value=value, expected=expected)
 
 
-def test_what_is_said_of_leases_that_nobody_has_waits_for_no_step(tally: Tally) -> None:
+def test_what_is_said_of_leases_that_nobody_has_waits_for_no_step(counters: Counters) -> None:
     """So a flood of made-up names keeps no renewal out, and costs the step that hears them nothing."""
     mine, port = LeaseName(slot=2, epoch=EPOCH), free_port()
-    listener = SideChannelListener(HOST, port, tally, knows=lambda boot, name: (boot, name) == (BOOT, mine))
+    listener = SideChannelListener(HOST, port, counters, knows=lambda boot, name: (boot, name) == (BOOT, mine))
     try:
         with client(port) as sock:
             guesses = tuple(LeaseName(slot=2, epoch=f"{guess:015x}") for guess in range(1, 1001))
             sock.send_multipart([b"", encode(Renew(boot=BOOT, leases=guesses))])
             sock.send_multipart([b"", encode(Release(boot="f" * 32, leases=(mine,)))])
             sock.send_multipart([b"", encode(Renew(boot=BOOT, leases=(*guesses, mine)))])
-            wait_until(lambda: tally.total("renewals_unknown") == 2000, "everything has arrived")
+            wait_until(lambda: counters.total("renewals_unknown") == 2000, "everything has arrived")
             wait_until(lambda: not listener.inbox.empty(), "what is known waits")
         assert [(heard.boot, heard.name) for heard in listener.inbox.take()] == [(BOOT, mine)]
-        assert tally.total("releases_unknown") == 1
+        assert counters.total("releases_unknown") == 1
     finally:
         listener.close()
 
@@ -110,7 +112,7 @@ def test_renewals_and_releases_reach_the_inbox_in_order_and_get_no_answer(
 
 
 def test_no_hostile_frame_stops_it_and_each_is_counted_and_refused(
-    served: tuple[RecordingListener, int], tally: Tally
+    served: tuple[RecordingListener, int], counters: Counters
 ) -> None:
     listener, port = served
     frames = [frame for valid in (HELLO, encode(Renew(boot=BOOT, leases=LEASES))) for _, frame in hostile_frames(valid)]
@@ -122,17 +124,19 @@ def test_no_hostile_frame_stops_it_and_each_is_counted_and_refused(
             sock.send_multipart([b"", frame])
             _, answer = sock.recv_multipart()
             assert isinstance(decode_reply(answer), Refused)
-    assert tally.total("bad_frames") == len(frames) > 300
+    assert counters.total("bad_frames") == len(frames) > 300
     assert listener.inbox.empty()
     assert isinstance(ask(port), EngineDescription)
 
 
-def test_no_hostile_envelope_stops_it_and_each_is_counted(served: tuple[RecordingListener, int], tally: Tally) -> None:
+def test_no_hostile_envelope_stops_it_and_each_is_counted(
+    served: tuple[RecordingListener, int], counters: Counters
+) -> None:
     envelopes = [[b""], [b"x"], [b"", b"", HELLO], [b"x", HELLO], [HELLO], [b"", HELLO, b""], [b""] * 100, [b"", b""]]
     with client(served[1]) as sock:
         for envelope in envelopes:
             sock.send_multipart(envelope)
-        wait_until(lambda: tally.total("bad_frames") == len(envelopes), "every envelope is counted")
+        wait_until(lambda: counters.total("bad_frames") == len(envelopes), "every envelope is counted")
     assert isinstance(ask(served[1]), EngineDescription)
 
 
@@ -154,36 +158,36 @@ def test_bytes_that_are_not_zmq_and_connections_that_break_do_not_stop_it(
 
 
 def test_a_message_that_is_too_large_costs_its_sender_the_connection_and_nobody_else(
-    served: tuple[RecordingListener, int], tally: Tally
+    served: tuple[RecordingListener, int], counters: Counters
 ) -> None:
     with client(served[1]) as sock:
         sock.setsockopt(zmq.LINGER, 0)
         sock.send_multipart([b"", bytes(MAX_REQUEST_BYTES + 1)])
         assert isinstance(ask(served[1]), EngineDescription)
-    assert tally.total("bad_frames") == 0
+    assert counters.total("bad_frames") == 0
 
 
 def test_an_error_nobody_foresaw_is_counted_and_the_next_asker_is_answered(
-    served: tuple[RecordingListener, int], tally: Tally, monkeypatch: pytest.MonkeyPatch
+    served: tuple[RecordingListener, int], counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listener, port = served
     with monkeypatch.context() as patch:
         patch.setattr(listener, "_answer_hello", lambda hello: 1 / 0)
         with client(port) as sock:
             sock.send_multipart([b"", HELLO])
-            wait_until(lambda: tally.total("bad_frames") == 1, "the error is counted")
+            wait_until(lambda: counters.total("bad_frames") == 1, "the error is counted")
     assert isinstance(ask(port), EngineDescription)
 
 
-def test_an_asker_that_never_takes_its_answers_costs_little_memory(tally: Tally) -> None:
+def test_an_asker_that_never_takes_its_answers_costs_little_memory(counters: Counters) -> None:
     """Some answers wait for it, the rest is dropped: a megabyte each would add up quickly."""
-    with listening(tally) as (listener, port):
+    with listening(counters) as (listener, port):
         metadata = bytes(1 << 20)
         listener.publish(make_description(workers=(make_worker(agent_metadata=metadata),)))
         with client(port, receive_queue=1) as sock:
             for _ in range(200):
                 sock.send_multipart([b"", HELLO])
-            wait_until(lambda: tally.total("handshakes_served") == 200, "all hellos are seen")
+            wait_until(lambda: counters.total("handshakes_served") == 200, "all hellos are seen")
             sock.setsockopt(zmq.RCVTIMEO, 300)
             answers = 0
             try:
@@ -194,9 +198,9 @@ def test_an_asker_that_never_takes_its_answers_costs_little_memory(tally: Tally)
         assert 0 < answers < 60
 
 
-def test_an_engine_that_takes_no_messages_keeps_what_was_said_of_each_lease_last(tally: Tally) -> None:
+def test_an_engine_that_takes_no_messages_keeps_what_was_said_of_each_lease_last(counters: Counters) -> None:
     port, count = free_port(), 3000
-    listener = SideChannelListener(HOST, port, tally)
+    listener = SideChannelListener(HOST, port, counters)
     try:
         with client(port) as sock:
             for number in range(count):
@@ -204,7 +208,7 @@ def test_an_engine_that_takes_no_messages_keeps_what_was_said_of_each_lease_last
             sock.send_multipart([b"", encode(Release(boot=BOOT, leases=(_name(1),)))])
             sock.send_multipart([b"", encode(Renew(boot=BOOT, leases=(_name(9),)))])
             wait_until(lambda: listener.inbox.qsize() == 5, "all are heard")
-        assert tally.total("dropped_messages") == 0
+        assert counters.total("dropped_messages") == 0
         heard = [(one.kind, one.name.slot) for one in listener.inbox.take()]
         assert heard == [(Renew, 0), (Renew, 1), (Renew, 2), (Release, 1), (Renew, 9)]
         assert listener.inbox.empty()
@@ -217,39 +221,39 @@ def _name(slot: int) -> LeaseName:
 
 
 def test_a_flood_of_bad_frames_writes_few_lines(
-    served: tuple[RecordingListener, int], tally: Tally, caplog: pytest.LogCaptureFixture
+    served: tuple[RecordingListener, int], counters: Counters, caplog: pytest.LogCaptureFixture
 ) -> None:
     start_s = time.monotonic()
     with caplog.at_level(logging.WARNING), client(served[1]) as sock:
         for _ in range(500):
             sock.send_multipart([b"", b"\xc1"])
-        wait_until(lambda: tally.total("bad_frames") == 500, "all are counted")
+        wait_until(lambda: counters.total("bad_frames") == 500, "all are counted")
     lines = [record for record in caplog.records if "dropped" in record.getMessage()]
     assert 1 <= len(lines) <= 1 + time.monotonic() - start_s
 
 
 def test_a_taken_port_is_a_configuration_error_that_says_what_to_change(
-    served: tuple[RecordingListener, int], tally: Tally
+    served: tuple[RecordingListener, int], counters: Counters
 ) -> None:
     with pytest.raises(InvalidConfig, match="VLLM_NIXL_SIDE_CHANNEL_PORT") as refused:
-        RecordingListener(HOST, served[1], tally)
+        RecordingListener(HOST, served[1], counters)
     assert str(served[1]) in str(refused.value)
     assert "free port" in str(refused.value)
     assert len(threads_named(THREAD)) == 1
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no such host", "", "256.0.0.1"])
-def test_an_address_of_another_machine_is_a_configuration_error(host: str, tally: Tally) -> None:
+def test_an_address_of_another_machine_is_a_configuration_error(host: str, counters: Counters) -> None:
     with pytest.raises(InvalidConfig, match="VLLM_NIXL_SIDE_CHANNEL_HOST"):
-        RecordingListener(host, free_port(), tally)
+        RecordingListener(host, free_port(), counters)
     assert not threads_named(THREAD)
 
 
 @pytest.mark.parametrize("host", ["localhost", "::1", "0.0.0.0"])
-def test_it_listens_on_names_ipv6_and_all_interfaces(host: str, tally: Tally) -> None:
+def test_it_listens_on_names_ipv6_and_all_interfaces(host: str, counters: Counters) -> None:
     port = free_port()
     try:
-        listener = RecordingListener(host, port, tally)
+        listener = RecordingListener(host, port, counters)
     except InvalidConfig:
         if host != "::1":
             raise
@@ -261,10 +265,10 @@ def test_it_listens_on_names_ipv6_and_all_interfaces(host: str, tally: Tally) ->
         listener.close()
 
 
-def test_closing_joins_at_once_frees_the_port_and_may_be_repeated(tally: Tally) -> None:
+def test_closing_joins_at_once_frees_the_port_and_may_be_repeated(counters: Counters) -> None:
     port = free_port()
     for _ in range(3):
-        listener = RecordingListener(HOST, port, tally)
+        listener = RecordingListener(HOST, port, counters)
         assert len(threads_named(THREAD)) == 1
         start_s = time.monotonic()
         listener.close()
@@ -276,8 +280,8 @@ def test_closing_joins_at_once_frees_the_port_and_may_be_repeated(tally: Tally) 
 def test_a_process_that_never_closes_it_still_ends() -> None:
     script = (
         "from kvferry.scheduler.side_channel.server import SideChannelListener\n"
-        "from kvferry.scheduler.state.counters import Tally\n"
-        f"kept = SideChannelListener('{HOST}', {free_port()}, Tally())\n"
+        "from kvferry.scheduler.state.counters import Counters\n"
+        f"kept = SideChannelListener('{HOST}', {free_port()}, Counters())\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
 

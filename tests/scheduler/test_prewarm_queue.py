@@ -11,7 +11,7 @@ from kvferry.scheduler.consumer import prewarm_queue as meetings
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.prewarm_queue import AGAIN_S, MAX_WAITING, PrewarmQueue
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.step import next_orders
 from tests.protocol.samples import BOOT, make_params, make_ticket
 
@@ -23,8 +23,8 @@ def source(slot: int, **changes: object) -> RemotePrefill:
 
 
 def test_the_producer_of_a_prompt_is_prewarmed_by_the_orders_of_the_next_step_and_not_again_by_the_one_after() -> None:
-    tally = Tally()
-    leases, loads = ProducerLedger(4, 6.0, tally), ConsumerLedger(tally)
+    counters = Counters()
+    leases, loads = ProducerLedger(4, 6.0, counters), ConsumerLedger(counters)
     assert loads.offer("d1", source(1), 300, 5.0) is None
     assert loads.offer("d2", source(2), 300, 5.0) is None
     assert loads.offer("d3", source(3, remote_port=77), 300, 5.0) is None
@@ -41,7 +41,7 @@ def test_the_producer_of_a_prompt_is_prewarmed_by_the_orders_of_the_next_step_an
     ("slot", "shared", "why"), [(1, 300, "lease_in_use"), (2, 0, "other_prompt"), (3, 300, "lease_over")]
 )
 def test_a_request_that_is_computed_here_prewarms_no_producer(slot: int, shared: int, why: str) -> None:
-    loads = ConsumerLedger(Tally())
+    loads = ConsumerLedger(Counters())
     assert loads.offer("first", source(1), 300, 0.0) is None
     loads.decline(source(3))
     loads.take_prewarms()
@@ -52,7 +52,7 @@ def test_a_request_that_is_computed_here_prewarms_no_producer(slot: int, shared:
 
 def test_after_a_while_and_after_a_failed_load_the_next_request_names_its_producer_again() -> None:
     """A worker may have forgotten it, and says nothing of it."""
-    loads = ConsumerLedger(Tally())
+    loads = ConsumerLedger(Counters())
     loads.offer("d1", source(1), 300, 0.0)
     assert loads.take_prewarms() == (PRODUCER,)
     loads.offer("d2", source(2), 300, AGAIN_S - 0.01)
@@ -92,11 +92,11 @@ def test_what_is_remembered_and_what_one_step_says_is_bounded(monkeypatch: pytes
 
 
 def test_a_static_producer_is_prewarmed_once_and_requests_need_not_name_it_for_a_while() -> None:
-    loads = ConsumerLedger(Tally())
+    loads = ConsumerLedger(Counters())
     static = msgspec.structs.replace(PRODUCER, is_static=True)
     loads.prewarm_static(static, 0.0)
     loads.offer("d1", source(1), 300, 1.0)
-    orders = next_orders(ProducerLedger(4, 6.0, Tally()), loads, BOOT, 1.0)
+    orders = next_orders(ProducerLedger(4, 6.0, Counters()), loads, BOOT, 1.0)
     assert orders.prewarms == (static,)
     assert decode_orders(encode_orders(orders)).prewarms == (static,)
     loads.offer("d2", source(2), 300, AGAIN_S)

@@ -20,7 +20,7 @@ from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import watch_connection
 from kvferry.scheduler.side_channel.prewarm_target import PrewarmTarget
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from tests.protocol.samples import make_description
 from tests.protocol.secret_files import NEW, OLD, OTHER
 from tests.scheduler.channel import HOST, cpu_share, free_port, threads_named
@@ -67,7 +67,7 @@ def listen() -> Iterator[Callable[..., RecordingListener]]:
     made: list[RecordingListener] = []
 
     def build(port: int, description: EngineDescription | None = None, secrets: Secrets = ()) -> RecordingListener:
-        made.append(RecordingListener(HOST, port, Tally(), secrets))
+        made.append(RecordingListener(HOST, port, Counters(), secrets))
         if description is not None:
             made[-1].publish(description)
         return made[-1]

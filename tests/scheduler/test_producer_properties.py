@@ -15,7 +15,7 @@ from kvferry.protocol.ids import EMPTY, Epoch, SlotState, slot_word
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from tests.scheduler.tables import WorkerTable
 
 SLOTS = 3
@@ -45,8 +45,8 @@ class ProducerHistories(RuleBasedStateMachine):
         super().__init__()
         self.epochs = 0
         self.requests = 0
-        self.tally = Tally()
-        self.ledger = ProducerLedger(SLOTS, LEASE_S, self.tally, draw_epoch=self.draw_epoch, turn_s=TURN_S)
+        self.counters = Counters()
+        self.ledger = ProducerLedger(SLOTS, LEASE_S, self.counters, draw_epoch=self.draw_epoch, turn_s=TURN_S)
         self.worker = WorkerTable(SLOTS)
         self.model: dict[str, Modelled] = {}
         self.must_end: set[int] = set()
@@ -227,10 +227,10 @@ class ProducerHistories(RuleBasedStateMachine):
         assert set(self.reports.values()) <= {1}
         ways = ("done", "release", "expired", "reset")
         for use in LeaseUse:
-            ended = sum(self.tally.total(f"{use.value}_released", how) for how in ways)
-            abandoned = self.tally.total(f"{use.value}_released", "abandoned")
-            assert self.tally.total(f"{use.value}_opened") == ended + abandoned
-            assert self.tally.total(f"{use.value}_offered") == (ended if use is LeaseUse.TURN else 0)
+            ended = sum(self.counters.total(f"{use.value}_released", how) for how in ways)
+            abandoned = self.counters.total(f"{use.value}_released", "abandoned")
+            assert self.counters.total(f"{use.value}_opened") == ended + abandoned
+            assert self.counters.total(f"{use.value}_offered") == (ended if use is LeaseUse.TURN else 0)
 
 
 ProducerHistories.TestCase.settings = settings(max_examples=120, stateful_step_count=40)

@@ -10,25 +10,25 @@ import pytest
 from kvferry.scheduler.consumer.ledger import RenewLease
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from tests.scheduler.channel import listening
 from tests.scheduler.test_renewer import LONG_S, lease
 
 
 @pytest.fixture
-def tally() -> Tally:
-    return Tally()
+def counters() -> Counters:
+    return Counters()
 
 
 @pytest.fixture
-def renewer(tally: Tally) -> Iterator[LeaseRenewer]:
-    renewer = LeaseRenewer(tally)
+def renewer(counters: Counters) -> Iterator[LeaseRenewer]:
+    renewer = LeaseRenewer(counters)
     yield renewer
     renewer.close()
 
 
 def test_each_lease_of_a_producer_is_renewed_at_its_own_pace_however_short_a_forged_one(
-    renewer: LeaseRenewer, tally: Tally
+    renewer: LeaseRenewer, counters: Counters
 ) -> None:
     """Until all went at the shortest one's pace, 500 leases beside one of 0.05 s were renewed 52,856 times a second."""
     with listening() as (listener, port):
@@ -38,7 +38,7 @@ def test_each_lease_of_a_producer_is_renewed_at_its_own_pace_however_short_a_for
         for _ in range(6):
             renewal = listener.inbox.get(timeout=10)
             assert {name.slot for name in renewal.leases} == {500, 501}
-        assert tally.total("heartbeats") <= 2 * (1 + (time.monotonic() - start_s) * HEARTBEATS_PER_LEASE)
+        assert counters.total("heartbeats") <= 2 * (1 + (time.monotonic() - start_s) * HEARTBEATS_PER_LEASE)
 
 
 def test_leases_whose_interval_is_nearly_over_join_a_renewal(renewer: LeaseRenewer) -> None:

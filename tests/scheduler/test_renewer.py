@@ -17,7 +17,7 @@ from kvferry.scheduler.side_channel import addresses as host_names
 from kvferry.scheduler.side_channel import sender as peer_sockets
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from tests.protocol.samples import BOOT
 from tests.scheduler.channel import HOST, cpu_share, free_port, listening, threads_named
 from tests.scheduler.recording_listener import RecordingListener
@@ -28,13 +28,13 @@ LONG_S = 3600.0
 
 
 @pytest.fixture
-def tally() -> Tally:
-    return Tally()
+def counters() -> Counters:
+    return Counters()
 
 
 @pytest.fixture
-def renewer(tally: Tally) -> Iterator[LeaseRenewer]:
-    renewer = LeaseRenewer(tally)
+def renewer(counters: Counters) -> Iterator[LeaseRenewer]:
+    renewer = LeaseRenewer(counters)
     yield renewer
     renewer.close()
     assert not threads_named("kvferry-renewer")
@@ -84,13 +84,13 @@ def _release(port: int, slot: int) -> Release:
     return Release(boot=BOOT, leases=(lease(port, slot).name,))
 
 
-def test_all_leases_of_one_producer_are_renewed_in_one_message(renewer: LeaseRenewer, tally: Tally) -> None:
+def test_all_leases_of_one_producer_are_renewed_in_one_message(renewer: LeaseRenewer, counters: Counters) -> None:
     with listening() as (listener, port):
         renewer.submit(RenewLease(lease(port, slot)) for slot in range(50))
         renewal = listener.inbox.get(timeout=10)
         assert isinstance(renewal, Renew)
         assert {name.slot for name in renewal.leases} == set(range(50))
-        assert tally.total("heartbeats") >= 50
+        assert counters.total("heartbeats") >= 50
 
 
 def test_more_leases_than_a_message_holds_are_renewed_in_several(
@@ -104,11 +104,11 @@ def test_more_leases_than_a_message_holds_are_renewed_in_several(
         assert {name.slot for renewal in renewals for name in renewal.leases} == set(range(50))
 
 
-def test_a_lease_that_is_given_back_is_released_at_once(renewer: LeaseRenewer, tally: Tally) -> None:
+def test_a_lease_that_is_given_back_is_released_at_once(renewer: LeaseRenewer, counters: Counters) -> None:
     with listening() as (listener, port):
         renewer.submit([RenewLease(lease(port, lease_s=LONG_S)), ReleaseLease(lease(port, lease_s=LONG_S))])
         assert listener.inbox.get(timeout=10) == _release(port, 1)
-        assert tally.total("leases_given_back") == 1
+        assert counters.total("leases_given_back") == 1
 
 
 def test_leases_that_are_dropped_before_they_need_a_renewal_wake_nobody(
@@ -151,9 +151,9 @@ def test_what_waits_for_the_renewer_is_bounded(renewer: LeaseRenewer, monkeypatc
 
 
 @pytest.mark.parametrize("host", [HOST, "localhost"])
-def test_closing_sends_everything_that_was_submitted(host: str, tally: Tally) -> None:
+def test_closing_sends_everything_that_was_submitted(host: str, counters: Counters) -> None:
     with listening() as (listener, port):
-        renewer = LeaseRenewer(tally)
+        renewer = LeaseRenewer(counters)
         renewer.submit(ReleaseLease(lease(port, slot, host=host)) for slot in range(30))
         start_s = time.monotonic()
         renewer.close()
@@ -162,8 +162,8 @@ def test_closing_sends_everything_that_was_submitted(host: str, tally: Tally) ->
         assert [listener.inbox.get(timeout=10).leases[0].slot for _ in range(30)] == list(range(30))
 
 
-def test_closing_is_quick_when_the_producer_is_dead(tally: Tally) -> None:
-    renewer = LeaseRenewer(tally)
+def test_closing_is_quick_when_the_producer_is_dead(counters: Counters) -> None:
+    renewer = LeaseRenewer(counters)
     renewer.submit([RenewLease(lease(free_port())), ReleaseLease(lease(free_port()))])
     start_s = time.monotonic()
     renewer.close()
@@ -187,7 +187,7 @@ def test_dead_producers_delay_nobody(renewer: LeaseRenewer) -> None:
     renewed_on_time(renewer, lambda: renewer.submit(RenewLease(one) for one in dead))
 
 
-def test_a_name_server_that_does_not_answer_delays_nobody(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_server_that_does_not_answer_delays_nobody(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looked up by ZMQ itself, three such names were measured to stop every renewal for minutes."""
     answer = threading.Event()
     looking: list[str] = []
@@ -198,7 +198,7 @@ def test_a_name_server_that_does_not_answer_delays_nobody(tally: Tally, monkeypa
         return None
 
     monkeypatch.setattr(host_names.HostNames.__init__, "__defaults__", (never,))
-    renewer = LeaseRenewer(tally)
+    renewer = LeaseRenewer(counters)
     try:
         lost = [lease(5600, slot, host=f"slow-{slot % 3}.example", lease_s=0.06) for slot in range(9)]
         renewed_on_time(renewer, lambda: renewer.submit(RenewLease(one) for one in lost))
@@ -212,18 +212,20 @@ def test_a_name_server_that_does_not_answer_delays_nobody(tally: Tally, monkeypa
 @pytest.mark.parametrize(
     "host", ["no such host", "256.256.256.256", "*", "a" * 300, "é" * 70 + ".example", "host;1.2.3.4"]
 )
-def test_a_hostile_host_is_counted_and_the_renewer_lives_on(renewer: LeaseRenewer, tally: Tally, host: str) -> None:
+def test_a_hostile_host_is_counted_and_the_renewer_lives_on(
+    renewer: LeaseRenewer, counters: Counters, host: str
+) -> None:
     renewer.submit([RenewLease(lease(5600, host=host)), ReleaseLease(lease(5600, host=host))])
-    wait_until(lambda: tally.total("side_channel_errors") >= 1, "the error is counted", timeout_s=30)
+    wait_until(lambda: counters.total("side_channel_errors") >= 1, "the error is counted", timeout_s=30)
     with listening() as (listener, port):
         renewer.submit([ReleaseLease(lease(port))])
         assert listener.inbox.get(timeout=10) == _release(port, 1)
 
 
-def test_an_error_nobody_foresaw_does_not_stop_it(renewer: LeaseRenewer, tally: Tally) -> None:
+def test_an_error_nobody_foresaw_does_not_stop_it(renewer: LeaseRenewer, counters: Counters) -> None:
     broken = msgspec.structs.replace(lease(1).name, epoch=object())
     renewer.submit([ReleaseLease(RemoteLease(HOST, 1, BOOT, broken, 1.0))])
-    wait_until(lambda: tally.total("side_channel_errors") == 1, "the error is counted")
+    wait_until(lambda: counters.total("side_channel_errors") == 1, "the error is counted")
     with listening() as (listener, port):
         renewer.submit([ReleaseLease(lease(port))])
         assert listener.inbox.get(timeout=10) == _release(port, 1)
@@ -234,7 +236,7 @@ def test_a_producer_that_comes_back_at_its_address_is_heard_again(renewer: Lease
     renewer.submit([RenewLease(lease(port, lease_s=0.12))])
     for boot in (BOOT, "f" * 32):
         renewer.submit([RenewLease(lease(port, lease_s=0.12, boot=boot))])
-        listener = RecordingListener(HOST, port, Tally())
+        listener = RecordingListener(HOST, port, Counters())
         try:
             wait_until(lambda listener=listener, boot=boot: _hears(listener, boot), f"a renewal for {boot}")  # type: ignore[misc]
         finally:
@@ -246,22 +248,24 @@ def _hears(listener: RecordingListener, boot: str) -> bool:
 
 
 def test_no_more_sockets_are_open_than_allowed_however_many_hosts_a_client_names(
-    tally: Tally, monkeypatch: pytest.MonkeyPatch
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_sockets, "MAX_SOCKETS", 5)
-    renewer = LeaseRenewer(tally)
+    renewer = LeaseRenewer(counters)
     try:
         commands: list[LeaseCommand] = [ReleaseLease(lease(2000 + number, number)) for number in range(50)]
         renewer.submit(commands)
-        wait_until(lambda: tally.total("leases_given_back") == 50, "all are sent")
+        wait_until(lambda: counters.total("leases_given_back") == 50, "all are sent")
         assert len(renewer._sockets) == 5
     finally:
         renewer.close()
 
 
-def test_the_socket_that_was_unused_for_longest_is_closed_first(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_socket_that_was_unused_for_longest_is_closed_first(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peer_sockets, "MAX_SOCKETS", 2)
-    sockets = peer_sockets.PeerSockets(lambda found: None, tally)
+    sockets = peer_sockets.PeerSockets(lambda found: None, counters)
     try:
         for port, now_s in ((2001, 0.0), (2002, 1.0), (2001, 10.0)):
             sockets.send((HOST, port, BOOT), b"frame", now_s)
@@ -274,10 +278,10 @@ def test_the_socket_that_was_unused_for_longest_is_closed_first(tally: Tally, mo
         sockets.close(linger_ms=0)
 
 
-def test_an_idle_socket_is_closed(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_socket_is_closed(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_sockets, "IDLE_S", 0.1)
     with listening() as (listener, port):
-        renewer = LeaseRenewer(tally)
+        renewer = LeaseRenewer(counters)
         try:
             renewer.submit([ReleaseLease(lease(port))])
             assert listener.inbox.get(timeout=10) == _release(port, 1)
@@ -288,7 +292,7 @@ def test_an_idle_socket_is_closed(tally: Tally, monkeypatch: pytest.MonkeyPatch)
             renewer.close()
 
 
-def test_it_uses_no_processor_time_while_nothing_is_kept(renewer: LeaseRenewer, tally: Tally) -> None:
+def test_it_uses_no_processor_time_while_nothing_is_kept(renewer: LeaseRenewer, counters: Counters) -> None:
     with listening() as (listener, port):
         renewer.submit(
             [
@@ -300,4 +304,4 @@ def test_it_uses_no_processor_time_while_nothing_is_kept(renewer: LeaseRenewer, 
         )
         assert listener.inbox.get(timeout=10) == _release(port, 2)
         assert min(cpu_share(0.5) for _ in range(3)) < 0.02
-    assert tally.total("side_channel_errors") == 0
+    assert counters.total("side_channel_errors") == 0

@@ -30,7 +30,7 @@ from kvferry.protocol.side_channel.sockets import KeyPair, asker_keys, listener_
 from kvferry.scheduler.consumer.ledger import ReleaseLease, RemoteLease, RenewLease
 from kvferry.scheduler.side_channel import connections as refusals
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from kvferry.worker.peers.handshake_client import fetch_description
 from tests.protocol.samples import BOOT, make_description
 from tests.protocol.secret_files import NEW, OLD, OTHER
@@ -47,14 +47,14 @@ LISTS: list[Secrets] = [(), (OLD,), (NEW,), (OLD, NEW), (NEW, OLD), (OTHER, NEW)
 
 
 @pytest.fixture
-def tally() -> Tally:
-    return Tally()
+def counters() -> Counters:
+    return Counters()
 
 
 @contextlib.contextmanager
-def listening(secrets: Secrets, tally: Tally | None = None) -> Iterator[tuple[RecordingListener, int]]:
+def listening(secrets: Secrets, counters: Counters | None = None) -> Iterator[tuple[RecordingListener, int]]:
     port = free_port()
-    listener = RecordingListener(HOST, port, tally or Tally(), secrets)
+    listener = RecordingListener(HOST, port, counters or Counters(), secrets)
     try:
         listener.publish(make_description())
         yield listener, port
@@ -75,8 +75,8 @@ def go_together(theirs: Secrets, ours: Secrets) -> bool:
     return theirs[0] in ours if theirs else not ours
 
 
-def refused(tally: Tally) -> int:
-    return sum(tally.total("side_channel_refusals", reason) for reason in refusals.REASONS)
+def refused(counters: Counters) -> int:
+    return sum(counters.total("side_channel_refusals", reason) for reason in refusals.REASONS)
 
 
 def release_lease(port: int) -> ReleaseLease:
@@ -87,8 +87,8 @@ def release_lease(port: int) -> ReleaseLease:
 @pytest.mark.parametrize("ours", LISTS)
 def test_engines_speak_if_the_listeners_first_secret_is_listed_by_the_asker(theirs: Secrets, ours: Secrets) -> None:
     """Handshakes and releases alike; and a refusal takes nobody's whole deadline."""
-    tally = Tally()
-    renewer = LeaseRenewer(tally, ours)
+    counters = Counters()
+    renewer = LeaseRenewer(counters, ours)
     started_s = time.monotonic()
     try:
         with listening(theirs) as (listener, port):
@@ -96,9 +96,9 @@ def test_engines_speak_if_the_listeners_first_secret_is_listed_by_the_asker(thei
             renewer.submit([release_lease(port)])
             if go_together(theirs, ours):
                 assert listener.inbox.get(timeout=TIMEOUT_S) == Release(boot=BOOT, leases=(NAME,))
-                assert tally.total("side_channel_errors") == 0
+                assert counters.total("side_channel_errors") == 0
             else:
-                wait_until(lambda: tally.total("side_channel_errors") == 1, "the lost message is counted", TIMEOUT_S)
+                wait_until(lambda: counters.total("side_channel_errors") == 1, "the lost message is counted", TIMEOUT_S)
                 assert listener.inbox.empty()
     finally:
         renewer.close()
@@ -116,14 +116,14 @@ def test_engines_speak_if_the_listeners_first_secret_is_listed_by_the_asker(thei
     ids=["missing", "superfluous", "another", "the wrong order"],
 )
 def test_both_ends_say_what_does_not_fit(
-    theirs: Secrets, ours: Secrets, said: str, tally: Tally, caplog: pytest.LogCaptureFixture
+    theirs: Secrets, ours: Secrets, said: str, counters: Counters, caplog: pytest.LogCaptureFixture
 ) -> None:
     started_s = time.monotonic()
-    with caplog.at_level(logging.WARNING), listening(theirs, tally) as (_, port):
+    with caplog.at_level(logging.WARNING), listening(theirs, counters) as (_, port):
         with pytest.raises(PeerRefused) as told:
             fetch_description(HOST, port, "prefill-0", "test", TIMEOUT_S, ours)
         assert time.monotonic() - started_s < TIMEOUT_S / 2
-        wait_until(lambda: refused(tally) >= 1, "the listener counts it")
+        wait_until(lambda: refused(counters) >= 1, "the listener counts it")
         wait_until(lambda: "side channel: refused" in caplog.text, "and says so")
     assert f"{HOST}:{port}" in str(told.value)
     assert said in str(told.value)
@@ -133,34 +133,34 @@ def test_both_ends_say_what_does_not_fit(
 
 
 def test_the_listener_names_the_address_that_it_refused(
-    tally: Tally, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    counters: Counters, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection may be gone before its address is asked for: then the next one is named."""
     monkeypatch.setattr(refusals, "QUIET_S", 0.0)
-    with caplog.at_level(logging.WARNING), listening((OLD,), tally) as (_, port):
+    with caplog.at_level(logging.WARNING), listening((OLD,), counters) as (_, port):
 
         def named() -> bool:
             handshake(port, (NEW,))
             return f"refused {HOST} (other_secret)" in caplog.text
 
         wait_until(named, "the address is named", TIMEOUT_S)
-    assert tally.total("side_channel_refusals", "other_secret") >= 1
+    assert counters.total("side_channel_refusals", "other_secret") >= 1
 
 
-def test_many_refusals_are_all_counted_and_few_are_logged(tally: Tally, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_refusals_are_all_counted_and_few_are_logged(counters: Counters, caplog: pytest.LogCaptureFixture) -> None:
     started_s = time.monotonic()
-    with caplog.at_level(logging.WARNING), listening((OLD,), tally) as (_, port):
+    with caplog.at_level(logging.WARNING), listening((OLD,), counters) as (_, port):
         for _ in range(20):
             handshake(port, (NEW,))
-        wait_until(lambda: tally.total("side_channel_refusals", "other_secret") >= 20, "all are counted")
+        wait_until(lambda: counters.total("side_channel_refusals", "other_secret") >= 20, "all are counted")
     lines = [record for record in caplog.records if "refused" in record.getMessage()]
     assert len(lines) <= 3 * (1 + time.monotonic() - started_s)
 
 
-def test_a_key_that_is_not_of_a_listed_secret_is_not_admitted(tally: Tally) -> None:
+def test_a_key_that_is_not_of_a_listed_secret_is_not_admitted(counters: Counters) -> None:
     """Somebody knows the listener's public key, and has no secret."""
     other_peer = KeyPair.of(os.urandom(32))
-    with listening((OLD, NEW), tally) as (listener, port), client(port) as sock:
+    with listening((OLD, NEW), counters) as (listener, port), client(port) as sock:
         sock.disconnect(f"tcp://{HOST}:{port}")
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.CURVE_SERVERKEY, listener_keys(OLD).public)
@@ -168,10 +168,10 @@ def test_a_key_that_is_not_of_a_listed_secret_is_not_admitted(tally: Tally) -> N
         sock.setsockopt(zmq.CURVE_SECRETKEY, other_peer.private)
         sock.connect(f"tcp://{HOST}:{port}")
         sock.send_multipart([b"", HELLO])
-        wait_until(lambda: tally.total("side_channel_refusals", "other_secret") == 1, "it is refused")
+        wait_until(lambda: counters.total("side_channel_refusals", "other_secret") == 1, "it is refused")
         assert sock.poll(0) == 0
         assert handshake(port, (OLD,)), "others are served"
-        assert tally.total("handshakes_served") == 1
+        assert counters.total("handshakes_served") == 1
         assert listener.inbox.empty()
 
 
@@ -219,20 +219,22 @@ def impostor(keys: KeyPair | None) -> Iterator[tuple[int, list[bytes]]]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "any keys", "keys of another secret", "the asker's keys"])
-def test_who_only_pretends_to_be_the_listener_is_believed_nothing_and_told_nothing(kind: str, tally: Tally) -> None:
+def test_who_only_pretends_to_be_the_listener_is_believed_nothing_and_told_nothing(
+    kind: str, counters: Counters
+) -> None:
     keys = {
         "plain": None,
         "any keys": KeyPair.of(os.urandom(32)),
         "keys of another secret": listener_keys(OTHER),
         "the asker's keys": asker_keys(OLD),
     }[kind]
-    renewer = LeaseRenewer(tally, (OLD, NEW))
+    renewer = LeaseRenewer(counters, (OLD, NEW))
     try:
         with impostor(keys) as (port, told):
             with pytest.raises(PeerRefused):
                 fetch_description(HOST, port, "prefill-0", "test", TIMEOUT_S, (OLD, NEW))
             renewer.submit([release_lease(port)])
-            wait_until(lambda: tally.total("side_channel_errors") == 1, "the release is given up", TIMEOUT_S)
+            wait_until(lambda: counters.total("side_channel_errors") == 1, "the release is given up", TIMEOUT_S)
             assert told == []
     finally:
         renewer.close()
@@ -261,17 +263,17 @@ def test_bytes_that_are_not_zmq_get_no_answer_and_stop_nothing(secrets: Secrets)
 
 
 @pytest.mark.parametrize("kind", [zmq.REQ, zmq.DEALER], ids=["as NixlConnector asks", "dealer"])
-def test_a_plain_client_gets_no_answer_from_a_listener_with_a_secret(kind: int, tally: Tally) -> None:
-    with listening((OLD,), tally) as (listener, port), client(port, kind) as sock:
+def test_a_plain_client_gets_no_answer_from_a_listener_with_a_secret(kind: int, counters: Counters) -> None:
+    with listening((OLD,), counters) as (listener, port), client(port, kind) as sock:
         sock.setsockopt(zmq.LINGER, 0)
         for frame in (HELLO, encode(Renew(boot=BOOT, leases=(NAME,)))):
             sock.send_multipart([frame] if kind == zmq.REQ else [b"", frame])
             if kind == zmq.REQ:
                 break
-        wait_until(lambda: refused(tally) >= 1, "it is refused", TIMEOUT_S)
+        wait_until(lambda: refused(counters) >= 1, "it is refused", TIMEOUT_S)
         assert sock.poll(200) == 0
         assert listener.inbox.empty()
-        assert tally.total("handshakes_served") == tally.total("bad_frames") == 0
+        assert counters.total("handshakes_served") == counters.total("bad_frames") == 0
 
 
 def test_a_silent_server_takes_the_deadline_and_no_more() -> None:
@@ -296,24 +298,24 @@ def test_the_greatest_message_fits_with_encryption_around_it_and_one_more_byte_d
         assert handshake(port, (OLD,))
 
 
-def test_renewals_go_on_over_the_second_secret(tally: Tally) -> None:
+def test_renewals_go_on_over_the_second_secret(counters: Counters) -> None:
     """The first renewal finds the secret out, the others need not."""
-    renewer = LeaseRenewer(tally, (OLD, NEW))
+    renewer = LeaseRenewer(counters, (OLD, NEW))
     try:
-        listened = Tally()
+        listened = Counters()
         with listening((NEW,), listened) as (listener, port):
             renewer.submit([RenewLease(RemoteLease(HOST, port, BOOT, NAME, 0.3), at_once=True)])
             for _ in range(5):
                 assert listener.inbox.get(timeout=TIMEOUT_S) == Renew(boot=BOOT, leases=(NAME,))
         assert refused(listened) == 1
-        assert tally.total("side_channel_errors") == 0
+        assert counters.total("side_channel_errors") == 0
     finally:
         renewer.close()
 
 
-def test_everything_is_sent_before_closing_although_the_first_secret_is_another(tally: Tally) -> None:
+def test_everything_is_sent_before_closing_although_the_first_secret_is_another(counters: Counters) -> None:
     with listening((NEW,)) as (listener, port):
-        renewer = LeaseRenewer(tally, (OLD, NEW))
+        renewer = LeaseRenewer(counters, (OLD, NEW))
         renewer.submit(
             ReleaseLease(RemoteLease(HOST, port, BOOT, LeaseName(slot=n, epoch=NAME.epoch), 9.0)) for n in range(30)
         )
@@ -321,12 +323,12 @@ def test_everything_is_sent_before_closing_although_the_first_secret_is_another(
         assert [listener.inbox.get(timeout=TIMEOUT_S).leases[0].slot for _ in range(30)] == list(range(30))
 
 
-def test_an_engine_that_comes_back_with_the_next_secret_is_heard_again(tally: Tally) -> None:
+def test_an_engine_that_comes_back_with_the_next_secret_is_heard_again(counters: Counters) -> None:
     port = free_port()
-    renewer = LeaseRenewer(tally, (OLD, NEW))
+    renewer = LeaseRenewer(counters, (OLD, NEW))
     try:
         for secret, boot in ((OLD, BOOT), (NEW, "f" * 32)):
-            listener = RecordingListener(HOST, port, Tally(), (secret,))
+            listener = RecordingListener(HOST, port, Counters(), (secret,))
             try:
                 renewer.submit([RenewLease(RemoteLease(HOST, port, boot, NAME, 0.3), at_once=True)])
                 wait_until(lambda hears=listener: not hears.inbox.empty(), f"a renewal for {boot}", TIMEOUT_S)  # type: ignore[misc]
@@ -336,13 +338,15 @@ def test_an_engine_that_comes_back_with_the_next_secret_is_heard_again(tally: Ta
         renewer.close()
 
 
-def test_a_producer_that_answers_renewals_at_length_loses_the_connection_and_fills_no_memory(tally: Tally) -> None:
+def test_a_producer_that_answers_renewals_at_length_loses_the_connection_and_fills_no_memory(
+    counters: Counters,
+) -> None:
     """Nobody reads such answers: they would wait in memory for ever."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     producer = context.socket(zmq.ROUTER)
     producer.setsockopt(zmq.RCVTIMEO, 30_000)
     ended = producer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    renewer = LeaseRenewer(tally)
+    renewer = LeaseRenewer(counters)
     try:
         renewer.submit([release_lease(producer.bind_to_random_port(f"tcp://{HOST}"))])
         asker, *_ = producer.recv_multipart()
@@ -370,8 +374,8 @@ def connections(port: int) -> list[socket.socket]:
     return there
 
 
-def test_the_kernel_keeps_watch_over_idle_connections_at_both_ends(tally: Tally) -> None:
-    renewer = LeaseRenewer(tally, (OLD,))
+def test_the_kernel_keeps_watch_over_idle_connections_at_both_ends(counters: Counters) -> None:
+    renewer = LeaseRenewer(counters, (OLD,))
     try:
         with listening((OLD,)) as (listener, port):
             renewer.submit([release_lease(port)])
@@ -392,16 +396,20 @@ def test_a_zmq_without_encryption_stops_the_start_by_name(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(zmq, "curve_public", without)
     with pytest.raises(InvalidSecretFile, match="CURVE"):
-        RecordingListener(HOST, free_port(), Tally(), (Secret(os.urandom(32)),))
+        RecordingListener(HOST, free_port(), Counters(), (Secret(os.urandom(32)),))
     with pytest.raises(InvalidSecretFile, match="CURVE"):
-        LeaseRenewer(Tally(), (Secret(os.urandom(32)),))
+        LeaseRenewer(Counters(), (Secret(os.urandom(32)),))
     assert not threads_named("kvferry-listener")
 
 
-def test_a_producer_without_the_secret_delays_no_other(tally: Tally) -> None:
-    renewer = LeaseRenewer(tally, (OLD, NEW))
+def test_a_producer_without_the_secret_delays_no_other(counters: Counters) -> None:
+    renewer = LeaseRenewer(counters, (OLD, NEW))
     try:
-        with listening((OTHER,)) as (_, wrong), listening((), Tally()) as (_, plain), listening((NEW,)) as (good, port):
+        with (
+            listening((OTHER,)) as (_, wrong),
+            listening((), Counters()) as (_, plain),
+            listening((NEW,)) as (good, port),
+        ):
             for number, where in enumerate([wrong, plain] * 10):
                 renewer.submit(
                     [RenewLease(RemoteLease(HOST, where, BOOT, LeaseName(slot=number, epoch=NAME.epoch), 0.06))]
@@ -412,19 +420,19 @@ def test_a_producer_without_the_secret_delays_no_other(tally: Tally) -> None:
                 before_s = time.monotonic()
                 assert isinstance(good.inbox.get(timeout=TIMEOUT_S), Renew)
                 assert time.monotonic() - before_s < lease_s, "the lease would have expired"
-        assert tally.total("side_channel_errors") > 0
+        assert counters.total("side_channel_errors") > 0
     finally:
         renewer.close()
 
 
-def test_an_error_in_the_gatekeeper_stops_nothing(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
-    with listening((OLD,), tally) as (listener, port):
+def test_an_error_in_the_gatekeeper_stops_nothing(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening((OLD,), counters) as (listener, port):
         assert listener._curve_auth is not None
         with monkeypatch.context() as patch:
             patch.setattr(listener._curve_auth, "_admits", lambda frames: 1 / 0)
             with pytest.raises(KvferryError):
                 fetch_description(HOST, port, "prefill-0", "test", 0.3, (OLD,))
-            wait_until(lambda: tally.total("bad_frames") >= 1, "the error is counted")
+            wait_until(lambda: counters.total("bad_frames") >= 1, "the error is counted")
         assert handshake(port, (OLD,))
 
 
@@ -433,8 +441,8 @@ def test_an_error_in_the_gatekeeper_stops_nothing(tally: Tally, monkeypatch: pyt
     [[], [b""], [b"", b"1.0"], [b"", b"2.0", b"1", b"", b"", b"", b"CURVE", b"x"], [b"", b"1.0", b"1"], [b"\xff"] * 50],
     ids=str,
 )
-def test_a_question_that_is_none_is_dropped_or_denied(frames: list[bytes], tally: Tally) -> None:
-    with listening((OLD,), tally) as (listener, port):
+def test_a_question_that_is_none_is_dropped_or_denied(frames: list[bytes], counters: Counters) -> None:
+    with listening((OLD,), counters) as (listener, port):
         sock = listener._context.socket(zmq.DEALER)
         sock.setsockopt(zmq.LINGER, 0)
         sock.connect("inproc://zeromq.zap.01")
@@ -443,7 +451,7 @@ def test_a_question_that_is_none_is_dropped_or_denied(frames: list[bytes], tally
         while sock.poll(0):
             assert b"200" not in sock.recv_multipart()
         sock.close()
-        assert tally.total("bad_frames") == 0
+        assert counters.total("bad_frames") == 0
 
 
 def test_closing_with_secrets_frees_the_port_and_all_threads_and_files() -> None:
@@ -452,7 +460,7 @@ def test_closing_with_secrets_frees_the_port_and_all_threads_and_files() -> None
 
     before, port = alive(), free_port()
     for _ in range(5):
-        listener = RecordingListener(HOST, port, Tally(), (OLD, NEW))
+        listener = RecordingListener(HOST, port, Counters(), (OLD, NEW))
         listener.publish(make_description())
         assert handshake(port, (NEW, OLD))
         assert not handshake(port, (OTHER,))
@@ -461,8 +469,8 @@ def test_closing_with_secrets_frees_the_port_and_all_threads_and_files() -> None
     wait_until(lambda: alive() <= before, "all is given back")
 
 
-def test_idle_with_secrets_it_uses_no_processor_time(tally: Tally) -> None:
-    renewer = LeaseRenewer(tally, (OLD, NEW))
+def test_idle_with_secrets_it_uses_no_processor_time(counters: Counters) -> None:
+    renewer = LeaseRenewer(counters, (OLD, NEW))
     try:
         with listening((NEW,)) as (listener, port):
             renewer.submit([release_lease(port)])

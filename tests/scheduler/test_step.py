@@ -12,7 +12,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.step import hear, next_orders
 from tests.protocol.samples import BOOT, make_params
 from tests.scheduler.channel import free_port
@@ -24,15 +24,15 @@ class Scheduler:
     """Both ledgers, and a listener whose inbox the test fills."""
 
     def __init__(self) -> None:
-        self.tally = Tally()
-        self.leases = ProducerLedger(4, LEASE_S, self.tally)
-        self.loads = ConsumerLedger(self.tally)
-        self.listener = SideChannelListener("127.0.0.1", free_port(), self.tally)
+        self.counters = Counters()
+        self.leases = ProducerLedger(4, LEASE_S, self.counters)
+        self.loads = ConsumerLedger(self.counters)
+        self.listener = SideChannelListener("127.0.0.1", free_port(), self.counters)
         self.now_s = 50.0
 
     def step(self, passed_s: float = 0.0) -> StepOrders:
         self.now_s += passed_s
-        hear(self.listener, self.leases, BOOT, self.tally)
+        hear(self.listener, self.leases, BOOT, self.counters)
         return next_orders(self.leases, self.loads, BOOT, self.now_s)
 
     def hold(self) -> LeaseName:
@@ -70,7 +70,7 @@ def test_what_was_said_to_another_life_is_counted_and_changes_nothing(scheduler:
     scheduler.listener.inbox.put(Release(boot="f" * 32, leases=(name,)))
     scheduler.listener.inbox.put(Renew(boot="f" * 32, leases=(name,)))
     assert not scheduler.step()
-    assert (scheduler.tally.total("releases_unknown"), scheduler.tally.total("renewals_unknown")) == (1, 1)
+    assert (scheduler.counters.total("releases_unknown"), scheduler.counters.total("renewals_unknown")) == (1, 1)
 
 
 def test_the_loads_of_both_ledgers_go_out_together_and_once(scheduler: Scheduler) -> None:

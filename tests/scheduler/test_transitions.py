@@ -15,7 +15,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LOAD_TRANSITIONS, LoadEvent, LoadState
 from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, LeaseEvent, LeaseState
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.state.transitions import TransitionTable
 from tests.protocol.samples import make_params
 
@@ -83,7 +83,7 @@ REQUEST = "cmpl-1"
 
 def producer_in(state: LeaseState) -> ProducerLedger:
     """A ledger whose only request is in this state."""
-    ledger = ProducerLedger(slots=2, lease_s=30.0, tally=Tally(), draw_epoch=lambda: Epoch(9))
+    ledger = ProducerLedger(slots=2, lease_s=30.0, counters=Counters(), draw_epoch=lambda: Epoch(9))
     ledger.open(REQUEST)
     ledger.take_orders(0.0)
     if state is LeaseState.COMPUTING:
@@ -101,7 +101,7 @@ def producer_in(state: LeaseState) -> ProducerLedger:
 
 def consumer_in(state: LoadState) -> ConsumerLedger:
     """A ledger whose only request is in this state."""
-    ledger = ConsumerLedger(Tally())
+    ledger = ConsumerLedger(Counters())
     ledger.offer(REQUEST, make_params(), 300, 0.0)
     if state is LoadState.DECLINED:
         ledger.allocated(REQUEST, 0, ())
@@ -120,7 +120,7 @@ def consumer_in(state: LoadState) -> ConsumerLedger:
 
 def contents(ledger: ProducerLedger | ConsumerLedger) -> dict[str, object]:
     """Everything a ledger knows, comparable by value."""
-    return {name: repr(value) for name, value in vars(ledger).items() if name != "_tally"}
+    return {name: repr(value) for name, value in vars(ledger).items() if name != "_counters"}
 
 
 LEASE_CALLS: dict[LeaseEvent, Callable[[ProducerLedger], object]] = {
@@ -189,7 +189,7 @@ def test_the_consumers_ledger_obeys_its_table_and_is_unchanged_by_what_is_forbid
 
 def test_events_of_requests_without_a_lease_or_a_load_change_nothing() -> None:
     """vLLM reports every request; most of them are not ours. Only what a worker of ours says must be known."""
-    leases, loads = ProducerLedger(2, 30.0, Tally()), ConsumerLedger(Tally())
+    leases, loads = ProducerLedger(2, 30.0, Counters()), ConsumerLedger(Counters())
     before = contents(leases), contents(loads)
     assert leases.finish("other") is None
     leases.abandon("other")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.protocol.ids import EMPTY
 from kvferry.scheduler.producer.lease import LeaseUse
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from tests.scheduler.fleet import Fleet
 from tests.scheduler.producer_end import FREE
 
@@ -27,9 +27,9 @@ def run_dry(fleet: Fleet) -> None:
             break
 
 
-def ended(tally: Tally, how: str) -> int:
+def ended(counters: Counters, how: str) -> int:
     """Leases of prompts and of turns that ended in one way."""
-    return sum(tally.total(f"{use.value}_released", how) for use in LeaseUse)
+    return sum(counters.total(f"{use.value}_released", how) for use in LeaseUse)
 
 
 def nothing_is_left(fleet: Fleet) -> None:
@@ -41,10 +41,10 @@ def nothing_is_left(fleet: Fleet) -> None:
         assert set(worker.table.words.tolist()) == {EMPTY}
         assert worker.table.held() == 0
     assert set(producer.sent.values()) <= {1}
-    released = Counter({how: ended(producer.tally, how) for how in ("done", "release", "expired")})
+    released = Counter({how: ended(producer.counters, how) for how in ("done", "release", "expired")})
     assert released.total() == producer.sent.total()
-    opened = producer.tally.total("leases_opened") + producer.tally.total("turns_opened")
-    assert opened == released.total() + ended(producer.tally, "abandoned")
+    opened = producer.counters.total("leases_opened") + producer.counters.total("turns_opened")
+    assert opened == released.total() + ended(producer.counters, "abandoned")
     if fleet.consumer_lives:
         assert len(consumer.ledger) == 0
         assert not consumer.kept
@@ -88,10 +88,10 @@ def test_such_histories_contain_every_way_in_which_a_lease_and_a_load_end() -> N
         nothing_is_left(fleet)
         for how in ("done", "release", "expired", "abandoned"):
             for use in LeaseUse:
-                ends[f"{use.value} {how}"] += fleet.producer.tally.total(f"{use.value}_released", how)
-        ends["refused for want of a slot"] += fleet.producer.tally.total("leases_refused")
+                ends[f"{use.value} {how}"] += fleet.producer.counters.total(f"{use.value}_released", how)
+        ends["refused for want of a slot"] += fleet.producer.counters.total("leases_refused")
         ends["loaded"] += len(fleet.consumer.good)
-        ends["failed"] += fleet.consumer.tally.total("loads") - len(fleet.consumer.good)
+        ends["failed"] += fleet.consumer.counters.total("loads") - len(fleet.consumer.good)
     assert min(ends.values()) >= 5, ends
     assert len(ends) == 11, ends
 
@@ -104,8 +104,8 @@ def test_on_a_good_network_every_load_is_good_and_no_lease_expires(seed: int, wo
         fleet.tick()
     run_dry(fleet)
     nothing_is_left(fleet)
-    assert ended(fleet.producer.tally, "expired") == 0
-    assert fleet.consumer.tally.total("loads") == len(fleet.consumer.good) > 0
+    assert ended(fleet.producer.counters, "expired") == 0
+    assert fleet.consumer.counters.total("loads") == len(fleet.consumer.good) > 0
 
 
 @pytest.mark.parametrize("taken_away", ["fenced_before", "fenced_after"])

@@ -24,7 +24,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.step import hear, next_orders
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.loads.results import StepResults
@@ -69,11 +69,11 @@ class Engine:
         self.port = free_port() if port is None else port
         self.boot, self.mac_key = new_boot_id(), new_mac_key()
         self.seen = Seen()
-        self.tally = Tally()
+        self.counters = Counters()
         self.caches = ToyCaches(shape, POISON, device)
-        self.leases = ProducerLedger(settings.lease_slots, lease_s, self.tally)
+        self.leases = ProducerLedger(settings.lease_slots, lease_s, self.counters)
         # It remembers no lease that is over, so that a replay comes to its worker and to the fence.
-        self.loads = ConsumerLedger(self.tally, max_ended=0)
+        self.loads = ConsumerLedger(self.counters, max_ended=0)
         self.offers: dict[str, Offer] = {}
         self._draw = random.Random(seed)
         self._free = list(range(1, shape.blocks // shape.ratio))  # block 0 is vLLM's null block
@@ -104,9 +104,9 @@ class Engine:
             groups=(shape.group,),
             workers=(self.worker.description,),
         )
-        self.listener = SideChannelListener(HOST, self.port, self.tally, settings.secrets)
+        self.listener = SideChannelListener(HOST, self.port, self.counters, settings.secrets)
         self.listener.publish(self.description)
-        self.renewer = LeaseRenewer(self.tally, settings.secrets)
+        self.renewer = LeaseRenewer(self.counters, settings.secrets)
 
     # The producing half.
 
@@ -212,7 +212,7 @@ class Engine:
 
     def step(self) -> None:
         """One step of the engine: what the scheduler decides goes to the worker, what the worker reports comes back."""
-        hear(self.listener, self.leases, self.boot, self.tally)
+        hear(self.listener, self.leases, self.boot, self.counters)
         self.order(next_orders(self.leases, self.loads, self.boot, time.monotonic()))
         self.collect()
         self.renewer.submit(self.loads.take_commands())

@@ -7,7 +7,7 @@ from kvferry.protocol.orders import StepOrders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 
 def next_orders(
@@ -33,14 +33,14 @@ def next_orders(
     )
 
 
-def hear(listener: SideChannelListener, leases: ProducerLedger, boot: str, tally: Tally) -> None:
+def hear(listener: SideChannelListener, leases: ProducerLedger, boot: str, counters: Counters) -> None:
     """Bring in the renewals and releases that came over the side channel so far.
 
     What was said to another `boot` than this engine's is counted (`renewals_unknown`, `releases_unknown`) and dropped.
     """
     for heard in listener.inbox.take():
         if heard.boot != boot:
-            tally.add("renewals_unknown" if heard.kind is Renew else "releases_unknown")
+            counters.add("renewals_unknown" if heard.kind is Renew else "releases_unknown")
         elif heard.kind is Release:
             leases.release(heard.name)
         else:

@@ -16,7 +16,7 @@ def test_registering_a_remote_engine_again_changes_nothing(rig: Rig) -> None:
     known, prepared = set(consumer.fabric.peers), consumer.fabric.prepared()
     for seed in range(2, 5):
         rig.transfer(producer, consumer, seed=seed)
-    assert producer.tally.total("handshakes_served") == 1
+    assert producer.counters.total("handshakes_served") == 1
     assert consumer.fabric.calls["add_peer"] == 1
     assert (consumer.fabric.peers, consumer.fabric.prepared()) == (known, prepared)
 
@@ -27,7 +27,7 @@ def test_every_remote_engine_is_registered_by_itself(rig: Rig) -> None:
     rig.transfer(producer, consumer, seed=1)
     rig.transfer(second, consumer, seed=2)
     rig.transfer(producer, consumer, seed=3)
-    assert [engine.tally.total("handshakes_served") for engine in (producer, second)] == [1, 1]
+    assert [engine.counters.total("handshakes_served") for engine in (producer, second)] == [1, 1]
     assert len(consumer.fabric.peers) == 2
 
 
@@ -36,5 +36,5 @@ def test_an_engine_never_registers_itself(rig: Rig) -> None:
     offer = producer.prefill(tokens=10)
     load = consumer.load(producer.changed(offer, remote_engine_id="C", remote_port=consumer.port))
     assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
-    assert consumer.tally.total("handshakes_served") == 0
+    assert consumer.counters.total("handshakes_served") == 0
     assert consumer.fabric.calls["add_peer"] == 0

@@ -147,7 +147,7 @@ def test_a_lease_that_nobody_renews_ends_and_its_slot_is_empty(rig: Rig) -> None
     rig.step_until(lambda: producer.word(offer) != EMPTY, "it was held")
     rig.step_until(lambda: producer.seen.sent, "the lease expires")
     assert producer.word(offer) == EMPTY
-    assert producer.tally.total("leases_released", "expired") == 1
+    assert producer.counters.total("leases_released", "expired") == 1
 
 
 def test_a_lease_that_a_consumer_waits_for_is_renewed_beyond_its_time(rig: Rig) -> None:
@@ -156,7 +156,9 @@ def test_a_lease_that_a_consumer_waits_for_is_renewed_beyond_its_time(rig: Rig) 
     stalled = threading.Event()
     consumer.fabric.on_data_read = lambda: _wait(stalled)
     load = consumer.load(offer.params)
-    rig.step_until(lambda: producer.tally.total("heartbeats") + consumer.tally.total("heartbeats") >= 8, "renewals")
+    rig.step_until(
+        lambda: producer.counters.total("heartbeats") + consumer.counters.total("heartbeats") >= 8, "renewals"
+    )
     assert producer.word(offer) != EMPTY
     stalled.set()
     assert rig.until_over(consumer, load) is None

@@ -112,7 +112,7 @@ def test_a_lost_report_costs_the_rest_of_the_lease_and_no_more(rig: Rig) -> None
     load = consumer.load(offer.params)
     assert rig.until_over(consumer, load) is None
     rig.step_until(lambda: offer.request_id in producer.seen.sent, "the lease runs out")
-    assert producer.tally.total("leases_released", "expired") == 1
+    assert producer.counters.total("leases_released", "expired") == 1
     rig.transfer(producer, consumer)
 
 

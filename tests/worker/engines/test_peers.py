@@ -87,7 +87,7 @@ def test_params_that_name_the_engine_itself_are_refused_without_a_connection(rig
     offer = producer.prefill(tokens=10)
     load = consumer.load(producer.changed(offer, remote_engine_id="C", remote_port=consumer.port))
     assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
-    assert consumer.tally.total("handshakes_served") == 0
+    assert consumer.counters.total("handshakes_served") == 0
 
 
 def test_an_engine_that_restarted_is_connected_anew_and_its_former_life_is_forgotten(any_rig: Rig) -> None:
@@ -161,7 +161,7 @@ def test_a_lost_peer_is_left_alone_for_the_back_off_and_met_anew_after_it(
     lost_s = time.monotonic()
     load = consumer.load(producer.prefill(tokens=5).params)
     assert rig.until_over(consumer, load) is FailureReason.TRANSFER
-    assert producer.tally.total("handshakes_served") == 1, "it was asked again before the back-off was over"
+    assert producer.counters.total("handshakes_served") == 1, "it was asked again before the back-off was over"
     rig.step_until(lambda: time.monotonic() > lost_s + 0.6, "the longest that 0.4 s can become by jitter")
     rig.transfer(producer, consumer)
-    assert producer.tally.total("handshakes_served") == 2
+    assert producer.counters.total("handshakes_served") == 2

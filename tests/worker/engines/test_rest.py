@@ -45,7 +45,7 @@ def test_five_hundred_loads_leave_nothing_behind(kind: str, request: pytest.Fixt
     assert consumer.fabric.prepared() == prepared
     assert consumer.fabric.peers == agents
     assert not producer.worker._table.words.any()
-    assert producer.tally.total("handshakes_served") == 1
+    assert producer.counters.total("handshakes_served") == 1
     assert sum(figures.planned_bytes for figures in consumer.seen.figures) == sum(
         figures.transferred_bytes for figures in consumer.seen.figures
     )

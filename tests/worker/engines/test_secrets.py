@@ -48,9 +48,9 @@ class Fleet:
         for offer, (producer, consumer) in zip(unread, pairs, strict=True):
             consumer.loads.finished(f"waits-{offer.request_id}")  # it was aborted
             self._rig.step_until(lambda: offer.request_id in producer.seen.sent, "it is given back", 30.0)  # noqa: B023
-            assert producer.tally.total("leases_released", "expired") == 0
+            assert producer.counters.total("leases_released", "expired") == 0
             self._rig.transfer(producer, consumer, seed=seed)
-            assert consumer.tally.total("side_channel_errors") == 0
+            assert consumer.counters.total("side_channel_errors") == 0
 
     def _start(self, name: str, secrets: Secrets, port: int | None = None) -> Engine:
         settings = replace(SETTINGS, secrets=secrets, handshake_timeout_s=20.0)
@@ -105,8 +105,8 @@ def test_a_load_between_engines_without_a_common_secret_fails_long_before_its_de
     assert rig.until_over(consumer, load, 30.0) is FailureReason.REFUSED
     assert time.monotonic() - began_s < 30.0
     consumer.step()
-    rig.step_until(lambda: consumer.tally.total("side_channel_errors") >= 1, "the release is given up", 30.0)
-    assert sum(producer.tally.total("side_channel_refusals", reason) for reason in REASONS) >= 1
+    rig.step_until(lambda: consumer.counters.total("side_channel_errors") >= 1, "the release is given up", 30.0)
+    assert sum(producer.counters.total("side_channel_refusals", reason) for reason in REASONS) >= 1
     consumer.free(load)
     rig.transfer(friend, consumer)
 

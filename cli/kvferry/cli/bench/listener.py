@@ -37,7 +37,7 @@ from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys, listening_socket
 from kvferry.scheduler.side_channel.connections import Refusals, UnfinishedMessages
 from kvferry.scheduler.side_channel.curve_auth import CurveAuth
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 SILENT_S = 20.0
 """A client that says nothing for so long is gone; it says something every 2 s."""
@@ -77,13 +77,13 @@ class BenchListener:
         command: Sequence[str] = OWNER,
     ) -> None:
         derive_keys(secrets)
-        self.tally = Tally()
+        self.counters = Counters()
         self._task, self._say, self._command = task, say, command
         secured = f"for those who have secret {secrets[0].fingerprint}" if secrets else "for anybody"
         self._where = f"{channel_address(host, port).removeprefix('tcp://')} {secured}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._unfinished = UnfinishedMessages()
-        self._refusals = Refusals(self.tally, self._unfinished)
+        self._refusals = Refusals(self.counters, self._unfinished)
         self._curve_auth = CurveAuth(self._context, secrets, self._refusals) if secrets else None
         self._socket = self._bind(host, port, secrets)
         self._owner: Child | None = None
@@ -135,7 +135,7 @@ class BenchListener:
         try:
             serve()
         except Exception as bug:  # noqa: BLE001 - nothing that somebody sent may end this; it is shown once
-            self.tally.add("bad_frames")
+            self.counters.add("bad_frames")
             if not self._bug_said:
                 self._bug_said = True
                 self._say(f"a frame could not be served: {type(bug).__name__}: {bug}; this is a bug")
@@ -214,13 +214,13 @@ class BenchListener:
         with contextlib.suppress(zmq.ZMQError):  # ZMQ does not say of every message by which connection it came
             self._unfinished.delivered(int(frames[0].get(zmq.SRCFD)))
         if len(frames) != 3 or len(frames[1]):
-            self.tally.add("bad_frames")
+            self.counters.add("bad_frames")
             return
         asker = frames[0].bytes
         try:
             request = decode_request(frames[2].bytes)
         except InvalidMessage as invalid:
-            self.tally.add("bad_frames")
+            self.counters.add("bad_frames")
             self._answer(asker, Refused(field=cut(invalid.field), value=invalid.shown_value, expected=invalid.expected))
             return
         if isinstance(request, Join):
@@ -251,4 +251,4 @@ class BenchListener:
         try:
             self._socket.send_multipart([asker, b"", encode(reply)], flags=zmq.NOBLOCK)
         except zmq.ZMQError:
-            self.tally.add("dropped_answers")
+            self.counters.add("dropped_answers")

@@ -46,7 +46,7 @@ class PeerLabels:
         return OTHER_PEERS if known is None else known
 
 
-Counters = dict[str, dict[str, float]]
+LabelledCounts = dict[str, dict[str, float]]
 """By metric and label value."""
 Samples = dict[str, list[float]]
 
@@ -69,7 +69,7 @@ class FerryStats(KVConnectorStats):
         """Statistics of one step; None when there is nothing to tell."""
         if not counts and not samples and not gauges:
             return None
-        counters: Counters = {}
+        counters: LabelledCounts = {}
         for (name, label), amount in counts.items():
             counters.setdefault(name, {})[label] = amount
         told = {name: list(values) for name, values in samples.items()}
@@ -131,17 +131,17 @@ _NUMBERS = {
 _numbers_of = attrgetter(*_NUMBERS.values())
 
 
-def _failures(failed: Iterable[FailureReason]) -> Counters:
+def _failures(failed: Iterable[FailureReason]) -> LabelledCounts:
     """Counters of loads that are reported as failed."""
     reasons = [reason.value for reason in failed]
     return {"failed_transfers": {"": len(reasons)}, "failed_loads": dict(Counter(reasons))}
 
 
-def _of_ended(ended: Sequence[EndedLoad], labels: PeerLabels) -> tuple[Counters, Samples]:
+def _of_ended(ended: Sequence[EndedLoad], labels: PeerLabels) -> tuple[LabelledCounts, Samples]:
     """Counters and samples of loads that are over. Most steps have one at most, whose account is passed on as it is."""
     if len(ended) == 1 and (account := ended[0].account) is not None:
         return {**account.counters, **_of_peer(ended[0], labels)}, account.samples
-    counters: Counters = {}
+    counters: LabelledCounts = {}
     samples: Samples = {}
     for load in ended:
         _add(counters, _of_peer(load, labels))
@@ -152,7 +152,7 @@ def _of_ended(ended: Sequence[EndedLoad], labels: PeerLabels) -> tuple[Counters,
     return counters, samples
 
 
-def _of_peer(load: EndedLoad, labels: PeerLabels) -> Counters:
+def _of_peer(load: EndedLoad, labels: PeerLabels) -> LabelledCounts:
     """Counters by producer of a load that is over."""
     figures = load.figures
     peer = labels.of(load.source, is_good=figures is not None)
@@ -165,7 +165,7 @@ def _of_peer(load: EndedLoad, labels: PeerLabels) -> Counters:
     }
 
 
-def _add(counters: Counters, more: Mapping[str, Mapping[str, float]]) -> None:
+def _add(counters: LabelledCounts, more: Mapping[str, Mapping[str, float]]) -> None:
     """Add counters to others."""
     for name, by_label in more.items():
         ours = counters.setdefault(name, {})

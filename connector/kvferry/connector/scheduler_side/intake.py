@@ -18,7 +18,7 @@ from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, re
 from kvferry.scheduler.consumer.ledger import ConsumerLedger, RemoteLease
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -41,7 +41,7 @@ class Reception:
         own: OwnEngine,
         leases: ProducerLedger,
         loads: ConsumerLedger,
-        tally: Tally,
+        counters: Counters,
         allowed: AllowedHosts | None = None,
         tracing: SchedulerTracing = UNTRACED,
     ) -> None:
@@ -50,7 +50,7 @@ class Reception:
         self._own = own
         self._leases = leases
         self._loads = loads
-        self._tally = tally
+        self._counters = counters
         self._allowed = allowed
         self._tracing = tracing
 
@@ -86,7 +86,7 @@ class Reception:
         if not self._own.is_producer:
             self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
         elif request.resumable or not has_tokens(request) or not leave_out(request, self._own.left_out):
-            self._tally.add("prefills_kept")
+            self._counters.add("prefills_kept")
             logger.info("req=%s cannot be decoded elsewhere, and is served without params", request.request_id)
         else:
             self.wanted[request.request_id] = LeaseUse.PROMPT
@@ -183,7 +183,7 @@ class Reception:
         )
 
     def _compute_here(self, request: Request, reason: str, detail: str) -> None:
-        self._tally.add("local_recomputes", reason)
+        self._counters.add("local_recomputes", reason)
         self._tracing.computed_here(request, reason)
         request.kv_transfer_params = None
         logger.warning("req=%s is computed here (%s): %s", request.request_id, reason, detail)

@@ -13,7 +13,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LoadState
 from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Integrity:
 
     Args:
         always: whether `look` checks every time, and not only now and then when nothing is going on.
-        tally: counts `integrity_errors`.
+        counters: counts `integrity_errors`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Integrity:
         room: Room,
         quarantine: Quarantine,
         held: HeldBlocks,
-        tally: Tally,
+        counters: Counters,
         *,
         always: bool,
     ) -> None:
@@ -50,7 +50,7 @@ class Integrity:
         self._room = room
         self._quarantine = quarantine
         self._held = held
-        self._tally = tally
+        self._counters = counters
         self._always = always
         self._next_s = 0.0
         self._has_told = False
@@ -66,7 +66,7 @@ class Integrity:
         try:
             self.check()
         except Exception as error:
-            self._tally.add("integrity_errors")
+            self._counters.add("integrity_errors")
             if not self._has_told:
                 self._has_told = True
                 bug = None if isinstance(error, LocalProtocolError) else error

@@ -11,13 +11,13 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 logger = logging.getLogger(__name__)
 
 
 def listen(
-    own: OwnEngine, tally: Tally, secrets: Secrets, leases: ProducerLedger, tick: Callable[[], None]
+    own: OwnEngine, counters: Counters, secrets: Secrets, leases: ProducerLedger, tick: Callable[[], None]
 ) -> SideChannelListener | None:
     """This engine's listener; None for one that nobody reads from.
 
@@ -37,7 +37,7 @@ def listen(
     def knows(boot: str, name: LeaseName) -> bool:
         return boot == own.boot and leases.knows(name)
 
-    return SideChannelListener(own.host, own.port, tally, secrets, leases.clock, tick, knows)
+    return SideChannelListener(own.host, own.port, counters, secrets, leases.clock, tick, knows)
 
 
 def _is_loopback(host: str) -> bool:

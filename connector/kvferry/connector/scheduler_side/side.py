@@ -31,7 +31,7 @@ from kvferry.scheduler.consumer.remote_prompt import LoadState
 from kvferry.scheduler.producer.lease import LeaseState, LeaseUse, WorkerAcks
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.step import hear, next_orders
 
 if TYPE_CHECKING:
@@ -65,20 +65,20 @@ class SchedulerSide:
         self._copies_blocks = uses_host_buffer(vllm_config)
         self._facts = facts_of(vllm_config, config)
         self._own = OwnEngine.of(vllm_config, kv_cache_config, config)
-        self.tally = Tally()
+        self.counters = Counters()
         self.leases = ProducerLedger(
             lease_slots(config, vllm_config),
             config.kv_lease_duration,
-            self.tally,
+            self.counters,
             turn_s=config.decoder_kv_blocks_ttl,
         )
-        self.loads = ConsumerLedger(self.tally, config.kv_recompute_threshold)
+        self.loads = ConsumerLedger(self.counters, config.kv_recompute_threshold)
         allowed = AllowedHosts.of(config.allowed_hosts) if config.allowed_hosts is not None else None
         self.tracing = scheduler_tracing(vllm_config, config, self._own)
         self.leases.watcher = self.loads.watcher = self.tracing
-        self._reception = Reception(self._own, self.leases, self.loads, self.tally, allowed, self.tracing)
+        self._reception = Reception(self._own, self.leases, self.loads, self.counters, allowed, self.tracing)
         self._offering = Offering(self._own, kv_cache_config)
-        self._correlations = Correlations(self.tally)
+        self._correlations = Correlations(self.counters)
         self._levels = Levels(self.leases, self.loads)
         self._quarantine = Quarantine()
         self._held = HeldBlocks()
@@ -92,14 +92,14 @@ class SchedulerSide:
             self._room,
             self._quarantine,
             self._held,
-            self.tally,
+            self.counters,
             always=config.debug_check_integrity,
         )
         self._is_alone = is_alone(vllm_config)
         self._shutdown = ShutdownNotice()
         self._ending = Ending(self._shutdown, self.leases, float(vllm_config.shutdown_timeout))
-        self._renewer = LeaseRenewer(self.tally, self._secrets) if self._own.reads else None
-        self._listener = listen(self._own, self.tally, self._secrets, self.leases, self._rest.look)
+        self._renewer = LeaseRenewer(self.counters, self._secrets) if self._own.reads else None
+        self._listener = listen(self._own, self.counters, self._secrets, self.leases, self._rest.look)
         self._known = KnownProducers(
             config.prewarm_peers, self._own.engine_id, config.handshake_timeout_s, self._secrets
         )
@@ -136,7 +136,7 @@ class SchedulerSide:
             waits_since_s = self.loads.waits_since_s(request.request_id)
             self.loads.allocated(request.request_id, num_external_tokens, local)
             if waits_since_s is not None and self.loads.state(request.request_id) is LoadState.LOADING:
-                self.tally.sample("order_wait_s", time.monotonic() - waits_since_s)
+                self.counters.sample("order_wait_s", time.monotonic() - waits_since_s)
             self._say()
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
@@ -176,7 +176,7 @@ class SchedulerSide:
         """
         if self._listener is not None:
             # Before room is made: an engine that was idle has not heard yet which leases are claimed.
-            hear(self._listener, self.leases, self._own.boot, self.tally)
+            hear(self._listener, self.leases, self._own.boot, self.counters)
         asks = self._rest.begin_step()
         self._ending.step()
         self._room.make()
@@ -209,21 +209,21 @@ class SchedulerSide:
             if request_id in failed:
                 lost = self.loads.failed(request_id)
                 if lost is not None and self._recomputes:
-                    self.tally.add("local_recomputes", "load_failed")
+                    self.counters.add("local_recomputes", "load_failed")
                     self.tracing.recomputed(lost, "load_failed")
                 else:
-                    self.tally.add("failed_requests")
+                    self.counters.add("failed_requests")
                 continue
             prompt = self.loads.loaded(request_id)
             if prompt is not None:
-                self.tally.sample("handover_s", time.monotonic() - prompt.offered_s)
+                self.counters.sample("handover_s", time.monotonic() - prompt.offered_s)
         self._say()
         self._integrity.look()
 
     def take_stats(self) -> FerryStats | None:
         """Counters and samples since the last call, and gauges that have changed."""
         gauges = {**self._quarantine.gauges(time.monotonic()), **self._levels.changes()}
-        return FerryStats.of_counts(self.tally.take(), self.tally.take_samples(), gauges)
+        return FerryStats.of_counts(self.counters.take(), self.counters.take_samples(), gauges)
 
     # What vLLM calls once, or rarely.
 

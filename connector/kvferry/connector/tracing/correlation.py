@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from kvferry.protocol.errors import InvalidCorrelation
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -73,17 +73,17 @@ def correlation_of(request: Request) -> str | None:
 class Correlations:
     """Reads the values of requests. One that cannot be used is dropped and counted; the first is logged too."""
 
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
 
     def of(self, request: Request) -> str | None:
         """The request's value; None where there is none that can be used. Never raises."""
         try:
             return correlation_of(request)
         except InvalidCorrelation as invalid:
-            if not self._tally.total("dropped_correlations"):
+            if not self._counters.total("dropped_correlations"):
                 logger.warning("req=%s: %s; dropped, and so are others without a word", request.request_id, invalid)
-            self._tally.add("dropped_correlations")
+            self._counters.add("dropped_correlations")
             return None
 
 

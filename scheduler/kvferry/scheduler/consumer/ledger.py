@@ -16,7 +16,7 @@ from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ended_leases import MAX_ENDED_LEASES, EndedLeases, LeaseKey
 from kvferry.scheduler.consumer.prewarm_queue import PrewarmQueue
 from kvferry.scheduler.consumer.remote_prompt import LOAD_TRANSITIONS, LoadEvent, LoadState
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.state.transitions import Watcher
 
 _CLAIMING = (LoadState.OFFERED, LoadState.LOADING, LoadState.ABORTED)
@@ -103,7 +103,7 @@ class ConsumerLedger:
     """All remote prompts of one engine.
 
     Args:
-        tally: counts `loads`, those of them that are of turns as `turn_loads`, and by reason `local_recomputes`.
+        counters: counts `loads`, those of them that are of turns as `turn_loads`, and by reason `local_recomputes`.
         recompute_threshold: of a turn, fewer tokens than this are not worth a load.
         max_ended: leases that are remembered after their end, see `EndedLeases`.
 
@@ -114,8 +114,8 @@ class ConsumerLedger:
         watcher: is told of offered prompts that are computed here.
     """
 
-    def __init__(self, tally: Tally, recompute_threshold: int = 0, *, max_ended: int = MAX_ENDED_LEASES) -> None:
-        self._tally = tally
+    def __init__(self, counters: Counters, recompute_threshold: int = 0, *, max_ended: int = MAX_ENDED_LEASES) -> None:
+        self._counters = counters
         self._recompute_threshold = recompute_threshold
         self._by_request: dict[str, RemotePrompt] = {}
         self._claims: dict[LeaseKey, str] = {}
@@ -227,9 +227,9 @@ class ConsumerLedger:
             raise LocalProtocolError(f"req={request_id}: load up to token {stop}, matched {prompt.shared_tokens}")
         self._advance(prompt, LoadEvent.LOAD)
         self.in_flight += 1
-        self._tally.add("loads")
+        self._counters.add("loads")
         if prompt.is_turn:
-            self._tally.add("turn_loads")
+            self._counters.add("turn_loads")
         self._orders.append(
             LoadOrder(
                 request_id=request_id,
@@ -328,7 +328,7 @@ class ConsumerLedger:
             prompt.state = after
 
     def _recompute(self, prompt: RemotePrompt, reason: str) -> None:
-        self._tally.add("local_recomputes", reason)
+        self._counters.add("local_recomputes", reason)
         self.watcher.recomputed(prompt, reason)
 
     def _is_too_short(self, prompt: RemotePrompt) -> bool:

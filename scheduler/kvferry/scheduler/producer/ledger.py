@@ -19,7 +19,7 @@ from kvferry.scheduler.producer.deadlines import Deadlines
 from kvferry.scheduler.producer.eviction_order import Candidate, Rank, rank_of
 from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, Lease, LeaseEvent, LeaseState, LeaseUse
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE, AwakeClock
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.state.transitions import Watcher
 
 _OPENED, _REFUSED, _RELEASED = (
@@ -55,7 +55,7 @@ class ProducerLedger:
         lease_s: how long a held lease lives without a renewal.
         turn_s: how long a turn's lives without one; a renewal never shortens it.
         draw_epoch: fresh epochs; random ones when None.
-        tally: counts `leases_opened`, `leases_refused` and, by how they ended, `leases_released`; for turns
+        counters: counts `leases_opened`, `leases_refused` and, by how they ended, `leases_released`; for turns
             `turns_opened`, `turns_refused`, `turns_released`, and `turns_offered` when they are held.
 
     Attributes:
@@ -68,7 +68,7 @@ class ProducerLedger:
         self,
         slots: int,
         lease_s: float,
-        tally: Tally,
+        counters: Counters,
         draw_epoch: Callable[[], Epoch] | None = None,
         *,
         turn_s: float | None = None,
@@ -77,7 +77,7 @@ class ProducerLedger:
         self.slots = slots
         self.lease_s = lease_s
         self._first_s = {LeaseUse.PROMPT: lease_s, LeaseUse.TURN: lease_s if turn_s is None else turn_s}
-        self._tally = tally
+        self._counters = counters
         self._draw_epoch = draw_epoch or EpochDraw()
         self._free = list(range(slots - 1, -1, -1))
         self._by_request: dict[str, Lease] = {}
@@ -145,12 +145,12 @@ class ProducerLedger:
         if known is not None and known.state is LeaseState.COMPUTING:
             return True
         if known is not None or not self._free:
-            self._tally.add(_REFUSED[use])
+            self._counters.add(_REFUSED[use])
             return False
         lease = Lease(request_id, self._free.pop(), self._draw_epoch(), use)
         self._by_request[request_id] = self._by_slot[lease.slot] = lease
         self._pending.opens.append(LeaseOpen(slot=lease.slot, epoch=lease.name.epoch))
-        self._tally.add(_OPENED[use])
+        self._counters.add(_OPENED[use])
         self.watcher.lease_opened(lease)
         return True
 
@@ -169,7 +169,7 @@ class ProducerLedger:
         self.kept.keep(request_id, kept)
         self._pending.finished.append(lease)
         if lease.use is LeaseUse.TURN:
-            self._tally.add("turns_offered")
+            self._counters.add("turns_offered")
         return lease
 
     def abandon(self, request_id: str, how: str = "abandoned") -> None:
@@ -184,7 +184,7 @@ class ProducerLedger:
             self._pending.opens.remove(untold[0])
         else:
             self._pending.ends.append(self._end_order(lease))
-        self._tally.add(_RELEASED[lease.use], how)
+        self._counters.add(_RELEASED[lease.use], how)
         self.watcher.lease_over(lease, how)
 
     def renew(self, name: LeaseName, heard_s: float | None = None) -> bool:
@@ -192,7 +192,7 @@ class ProducerLedger:
         None. False when there is no such lease."""
         lease = self._find(name)
         if lease is None or lease.state is LeaseState.ENDING:
-            self._tally.add("renewals_unknown")
+            self._counters.add("renewals_unknown")
             return False
         lease.claimed_until_s = (self.clock_s if heard_s is None else heard_s) + self.lease_s
         lease.deadline_s = max(lease.deadline_s, lease.claimed_until_s)
@@ -205,7 +205,7 @@ class ProducerLedger:
         """
         lease = self._find(name)
         if lease is None or lease.state is LeaseState.COMPUTING or lease.ended_by:
-            self._tally.add("releases_unknown")
+            self._counters.add("releases_unknown")
             return False
         self._end(lease, how)
         return True
@@ -280,9 +280,9 @@ class ProducerLedger:
         self._advance(lease, LeaseEvent.SENT)
         self.kept.free(request_id)
         how = lease.ended_by or "done"
-        self._tally.add(_RELEASED[lease.use], how)
+        self._counters.add(_RELEASED[lease.use], how)
         if lease.use is LeaseUse.PROMPT and how in ("done", "release"):
-            self._tally.sample("lease_left_s", max(0.0, lease.deadline_s - self.clock_s))
+            self._counters.sample("lease_left_s", max(0.0, lease.deadline_s - self.clock_s))
         self.watcher.lease_over(lease, how)
 
     def check_integrity(self) -> None:

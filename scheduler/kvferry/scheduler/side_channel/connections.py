@@ -27,7 +27,7 @@ from typing import Any
 
 import zmq
 
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 MAX_UNFINISHED_BYTES = 10 << 20
 """More than all that can be under way in whole messages: 8 of them in ZMQ's queue, 256 KiB each, and 6 MiB in TCP's
@@ -167,16 +167,16 @@ class Refusals:
     """Of one listener; belongs to the listener's thread.
 
     Args:
-        tally: counts `side_channel_refusals` by reason.
+        counters: counts `side_channel_refusals` by reason.
         unfinished: is told of connections that come and go.
 
     Attributes:
         monitor: to be polled; when it is readable, call `hear`. None before `watch`.
     """
 
-    def __init__(self, tally: Tally, unfinished: UnfinishedMessages) -> None:
+    def __init__(self, counters: Counters, unfinished: UnfinishedMessages) -> None:
         self.monitor: zmq.Socket[bytes] | None = None
-        self._tally = tally
+        self._counters = counters
         self._unfinished = unfinished
         self._addresses: dict[int, str] = {}
         self._pending: str | None = None
@@ -220,7 +220,7 @@ class Refusals:
 
     def refused(self, reason: str, address: str) -> None:
         """Count it; say so at most once in a while, or whoever can reach the port could fill the disk."""
-        self._tally.add("side_channel_refusals", reason)
+        self._counters.add("side_channel_refusals", reason)
         now_s = time.monotonic()
         if now_s < self._quiet_until_s.get(reason, 0.0):
             return

@@ -25,7 +25,7 @@ from kvferry.scheduler.side_channel.addresses import Found
 from kvferry.scheduler.side_channel.inbox import WakingQueue
 from kvferry.scheduler.side_channel.sender import Endpoint, PeerSockets
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -82,21 +82,21 @@ class LeaseRenewer:
     a producer does not set that of the others. Those whose interval is nearly over join the message.
 
     Args:
-        tally: counts `heartbeats`, `leases_given_back` and `side_channel_errors`.
+        counters: counts `heartbeats`, `leases_given_back` and `side_channel_errors`.
         secrets: of the side channel; whichever a producer has is used with it.
 
     Raises:
         InvalidConfig: there are secrets, and ZMQ has no CURVE.
     """
 
-    def __init__(self, tally: Tally, secrets: Secrets = ()) -> None:
+    def __init__(self, counters: Counters, secrets: Secrets = ()) -> None:
         derive_keys(secrets)
-        self._tally = tally
+        self._counters = counters
         self._inbox: WakingQueue[_Submitted | Found | None] = WakingQueue()
         self._sleeps_until_s = 0.0
         self._kept: dict[Endpoint, dict[LeaseKey, _Kept]] = {}
         self._due: dict[Endpoint, float] = {}
-        self._sockets = PeerSockets(self._inbox.put, tally, secrets=secrets)
+        self._sockets = PeerSockets(self._inbox.put, counters, secrets=secrets)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvferry-renewer", daemon=True)
         self._thread.start()
@@ -131,7 +131,7 @@ class LeaseRenewer:
         try:
             part(*args, **kwargs)
         except Exception:
-            self._tally.add("side_channel_errors")
+            self._counters.add("side_channel_errors")
             logger.exception("a lease command could not be carried out")
 
     def _turn(self) -> None:
@@ -169,7 +169,7 @@ class LeaseRenewer:
         self._forget(endpoint, lease.key)
         if isinstance(command, ReleaseLease):
             self._sockets.send(endpoint, encode(Release(boot=lease.boot, leases=(lease.name,))), time.monotonic())
-            self._tally.add("leases_given_back")
+            self._counters.add("leases_given_back")
 
     def _forget(self, endpoint: Endpoint, key: LeaseKey) -> None:
         leases = self._kept.get(endpoint, {})
@@ -190,7 +190,7 @@ class LeaseRenewer:
             for start in range(0, len(names), MAX_RENEWALS):
                 renewal = Renew(boot=endpoint[2], leases=tuple(names[start : start + MAX_RENEWALS]))
                 self._sockets.send(endpoint, encode(renewal), now_s)
-            self._tally.add("heartbeats", amount=len(names))
+            self._counters.add("heartbeats", amount=len(names))
         self._sockets.close_idle(now_s)
 
     def _send_the_rest(self) -> None:

@@ -19,7 +19,7 @@ from kvferry.protocol.side_channel.key_trials import KeyTrials, NextStep
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import heard, keep_alive, protect_asker, watch_handshakes
 from kvferry.scheduler.side_channel.addresses import Found, HostNames, address_of
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 QUEUED_MESSAGES = 64
 _MOST_ANSWER_BYTES = 4096
@@ -146,19 +146,19 @@ class PeerSockets:
 
     Args:
         tell: takes what look-ups find, from any thread; to be handed to `found` on this one.
-        tally: counts `side_channel_errors`.
+        counters: counts `side_channel_errors`.
         secrets: of the side channel; the one that an endpoint has is found out when it is connected to.
     """
 
     def __init__(
         self,
         tell: Callable[[Found], None],
-        tally: Tally,
+        counters: Counters,
         names: HostNames | None = None,
         secrets: Secrets = (),
     ) -> None:
         self._names = names or HostNames(tell)
-        self._tally = tally
+        self._counters = counters
         self._secrets = secrets
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._channels: OrderedDict[Endpoint, PeerChannel] = OrderedDict()
@@ -171,7 +171,7 @@ class PeerSockets:
     def send(self, endpoint: Endpoint, frame: bytes, now_s: float) -> None:
         """Send, or queue until the connection stands. What cannot be sent is counted and dropped."""
         if self._refused.get(endpoint, 0.0) > now_s:
-            self._tally.add("side_channel_errors")
+            self._counters.add("side_channel_errors")
             return
         channel = self._channels.get(endpoint) or self._open(endpoint)
         if channel is None:
@@ -270,7 +270,7 @@ class PeerSockets:
 
     def _failed(self, endpoint: Endpoint, why: str) -> None:
         """Count it; say so at most once a second, since clients choose whom this engine speaks to."""
-        self._tally.add("side_channel_errors")
+        self._counters.add("side_channel_errors")
         now_s = time.monotonic()
         if now_s >= self._quiet_until_s:
             self._quiet_until_s = now_s + _QUIET_S

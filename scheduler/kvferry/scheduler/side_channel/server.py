@@ -37,7 +37,7 @@ from kvferry.scheduler.side_channel.connections import LOOK_MS, Refusals, Unfini
 from kvferry.scheduler.side_channel.curve_auth import CurveAuth
 from kvferry.scheduler.side_channel.inbox import LeaseInbox, LeaseMessage
 from kvferry.scheduler.state.clock import AwakeClock
-from kvferry.scheduler.state.counters import Tally
+from kvferry.scheduler.state.counters import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class SideChannelListener:
 
     Args:
         host, port: where to listen.
-        tally: counts `handshakes_served`, `bad_frames`, `dropped_messages`, `side_channel_refusals`, and what is not
+        counters: counts `handshakes_served`, `bad_frames`, `dropped_messages`, `side_channel_refusals`, and what is not
             known as `renewals_unknown` and `releases_unknown`.
         secrets: the first is this listener's own; those who ask may have any of them. Without one anybody may ask.
         clock: wound here as often as it asks for; renewals are stamped with it.
@@ -67,7 +67,7 @@ class SideChannelListener:
         self,
         host: str,
         port: int,
-        tally: Tally,
+        counters: Counters,
         secrets: Secrets = (),
         clock: AwakeClock | None = None,
         tick: Callable[[], None] = lambda: None,
@@ -78,12 +78,12 @@ class SideChannelListener:
         self._clock = clock
         self._tick = tick
         self._knows = knows
-        self._tally = tally
+        self._counters = counters
         self._published: tuple[EngineDescription, bytes] | None = None
         self._quiet_until_s = self._look_again_s = 0.0
         self._context = zmq.Context(io_threads=1)
         self._unfinished = UnfinishedMessages()
-        self._refusals = Refusals(tally, self._unfinished)
+        self._refusals = Refusals(counters, self._unfinished)
         self._curve_auth = CurveAuth(self._context, secrets, self._refusals) if secrets else None
         self._socket = self._bind(host, port, secrets)
         self._control, self._controlled = self._pair()
@@ -159,7 +159,7 @@ class SideChannelListener:
             serve()
         except Exception:
             # Nothing that somebody sent may end this thread; what got here is a bug, and is shown as one.
-            self._tally.add("bad_frames")
+            self._counters.add("bad_frames")
             logger.exception("side channel: a frame could not be served")
 
     def _take_one(self) -> None:
@@ -198,10 +198,10 @@ class SideChannelListener:
         known = tuple(name for name in message.leases if self._knows(message.boot, name))
         if len(known) < len(message.leases):
             unknown = len(message.leases) - len(known)
-            self._tally.add("renewals_unknown" if isinstance(message, Renew) else "releases_unknown", amount=unknown)
+            self._counters.add("renewals_unknown" if isinstance(message, Renew) else "releases_unknown", amount=unknown)
             message = msgspec.structs.replace(message, leases=known)
         if known and not self.inbox.put(message, self._wind()):
-            self._tally.add("dropped_messages")
+            self._counters.add("dropped_messages")
 
     def _answer_hello(self, hello: Hello) -> bytes:
         published = self._published
@@ -212,13 +212,13 @@ class SideChannelListener:
             return encode(Refused(field="version", value=str(hello.version), expected=str(CHANNEL_VERSION)))
         if hello.engine_id != description.engine_id:
             return encode(Refused(field="engine_id", value=hello.engine_id, expected=description.engine_id))
-        self._tally.add("handshakes_served")
+        self._counters.add("handshakes_served")
         logger.debug("side channel: described this engine to %s", hello.asker)
         return answer
 
     def _bad_frame(self, what: str) -> None:
         """Count it; say so at most once a second, or whoever can reach this port could fill the disk."""
-        self._tally.add("bad_frames")
+        self._counters.add("bad_frames")
         now_s = time.monotonic()
         if now_s >= self._quiet_until_s:
             self._quiet_until_s = now_s + _QUIET_S

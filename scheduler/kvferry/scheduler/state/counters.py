@@ -8,10 +8,10 @@ CounterKey = tuple[str, str]
 """Metric and label value; the label is empty where the metric has none."""
 
 
-class Tally:
-    """A thread-safe bag of counters and samples.
+class Counters:
+    """Thread-safe counters and samples.
 
-    Each addition is kept until `take` drains it; `total` keeps everything for ever, for tests and debug output.
+    `take` returns what was added since the last call and resets it; `total` is never reset, for tests and debug output.
     """
 
     def __init__(self) -> None:
