@@ -75,7 +75,7 @@ class SchedulerSide:
         self.loads = ConsumerLedger(self.counters, config.kv_recompute_threshold)
         allowed = AllowedHosts.of(config.allowed_hosts) if config.allowed_hosts is not None else None
         self.tracing = scheduler_tracing(vllm_config, config, self._own)
-        self.leases.watcher = self.loads.watcher = self.tracing
+        self.leases.observer = self.loads.observer = self.tracing
         self._reception = Reception(self._own, self.leases, self.loads, self.counters, allowed, self.tracing)
         self._offering = Offering(self._own, kv_cache_config)
         self._correlations = Correlations(self.counters)

@@ -17,7 +17,7 @@ from kvferry.protocol.orders import LoadOrder
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.scheduler.consumer.ledger import RemoteLease, RemotePrompt
 from kvferry.scheduler.producer.lease import Lease
-from kvferry.scheduler.state.transitions import Watcher
+from kvferry.scheduler.state.transitions import Observer
 from kvferry.trace.events import (
     DecodeArrived,
     DecodeScheduled,
@@ -42,7 +42,7 @@ _LONGEST_NAME = 4096
 _LONGEST_TRACEPARENT = 256
 
 
-class SchedulerTracing(Watcher):
+class SchedulerTracing(Observer):
     """Does nothing. All of it is called by the step thread; nothing raises, or waits."""
 
     def prefill_arrived(self, request: Request) -> None:

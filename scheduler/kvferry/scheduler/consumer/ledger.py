@@ -17,7 +17,7 @@ from kvferry.scheduler.consumer.ended_leases import MAX_ENDED_LEASES, EndedLease
 from kvferry.scheduler.consumer.prewarm_queue import PrewarmQueue
 from kvferry.scheduler.consumer.remote_prompt import LOAD_TRANSITIONS, LoadEvent, LoadState
 from kvferry.scheduler.state.counters import Counters
-from kvferry.scheduler.state.transitions import Watcher
+from kvferry.scheduler.state.transitions import Observer
 
 _CLAIMING = (LoadState.OFFERED, LoadState.LOADING, LoadState.ABORTED)
 """Where a request has a claim on its lease."""
@@ -111,7 +111,7 @@ class ConsumerLedger:
         in_flight: loads that were decided and have not ended.
 
     Attributes:
-        watcher: is told of offered prompts that are computed here.
+        observer: is called for offered prompts that are computed here.
     """
 
     def __init__(self, counters: Counters, recompute_threshold: int = 0, *, max_ended: int = MAX_ENDED_LEASES) -> None:
@@ -124,7 +124,7 @@ class ConsumerLedger:
         self._orders: list[LoadOrder] = []
         self._commands: list[LeaseCommand] = []
         self.in_flight = 0
-        self.watcher = Watcher()
+        self.observer = Observer()
 
     def __len__(self) -> int:
         """Requests that are not over."""
@@ -329,7 +329,7 @@ class ConsumerLedger:
 
     def _recompute(self, prompt: RemotePrompt, reason: str) -> None:
         self._counters.add("local_recomputes", reason)
-        self.watcher.recomputed(prompt, reason)
+        self.observer.recomputed(prompt, reason)
 
     def _is_too_short(self, prompt: RemotePrompt) -> bool:
         return prompt.is_turn and prompt.shared_tokens - prompt.local_tokens < self._recompute_threshold

@@ -20,7 +20,7 @@ from kvferry.scheduler.producer.eviction_order import Candidate, Rank, rank_of
 from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, Lease, LeaseEvent, LeaseState, LeaseUse
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE, AwakeClock
 from kvferry.scheduler.state.counters import Counters
-from kvferry.scheduler.state.transitions import Watcher
+from kvferry.scheduler.state.transitions import Observer
 
 _OPENED, _REFUSED, _RELEASED = (
     {use: f"{use.value}_{what}" for use in LeaseUse} for what in ("opened", "refused", "released")
@@ -61,7 +61,7 @@ class ProducerLedger:
     Attributes:
         kept: the blocks of leases whose requests have ended.
         clock: seconds that this process was awake, as far as anybody knows; every step winds it.
-        watcher: is told of every lease that is opened and of every one that is over.
+        observer: is called for every lease that is opened, and for every one that is over.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ProducerLedger:
         self.clock = AwakeClock(self.heartbeat_s) if clock is None else clock
         self._deadlines = Deadlines(self._by_slot)
         self._pending = _Pending()
-        self.watcher = Watcher()
+        self.observer = Observer()
 
     def __len__(self) -> int:
         """Leases that are not over."""
@@ -151,7 +151,7 @@ class ProducerLedger:
         self._by_request[request_id] = self._by_slot[lease.slot] = lease
         self._pending.opens.append(LeaseOpen(slot=lease.slot, epoch=lease.name.epoch))
         self._counters.add(_OPENED[use])
-        self.watcher.lease_opened(lease)
+        self.observer.lease_opened(lease)
         return True
 
     def finish(self, request_id: str, blocks: Blocks = (), kept: tuple[int, ...] = ()) -> Lease | None:
@@ -185,7 +185,7 @@ class ProducerLedger:
         else:
             self._pending.ends.append(self._end_order(lease))
         self._counters.add(_RELEASED[lease.use], how)
-        self.watcher.lease_over(lease, how)
+        self.observer.lease_over(lease, how)
 
     def renew(self, name: LeaseName, heard_s: float | None = None) -> bool:
         """A consumer still waits: the lease lives `lease_s` at least from `heard_s` on, by the ledger's clock; now when
@@ -283,7 +283,7 @@ class ProducerLedger:
         self._counters.add(_RELEASED[lease.use], how)
         if lease.use is LeaseUse.PROMPT and how in ("done", "release"):
             self._counters.sample("lease_left_s", max(0.0, lease.deadline_s - self.clock_s))
-        self.watcher.lease_over(lease, how)
+        self.observer.lease_over(lease, how)
 
     def check_integrity(self) -> None:
         """Check that every slot is free or leased once, that every held lease will run out, that every hold will be

@@ -45,8 +45,8 @@ class TransitionTable(Generic[State, Event]):
             raise LocalProtocolError(f"{subject}: {event.name} cannot happen in state {state.name}") from None
 
 
-class Watcher:
-    """Does nothing. Whoever wants to know overrides; no method raises, or waits."""
+class Observer:
+    """Callbacks of both ledgers, which do nothing here. An override neither raises nor waits."""
 
     def lease_opened(self, lease: Lease) -> None:
         """A request has a slot."""
