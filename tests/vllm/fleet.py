@@ -118,7 +118,7 @@ def outage(outages: list[Outage], *servers: ForkedServer) -> Iterator[float]:
 
 
 def check_rest(name: str, producers: Sequence[ForkedServer], consumers: Sequence[ForkedServer]) -> None:
-    """What must hold of engines when nothing is asked any more: nothing is held, nothing stopped, nothing unforeseen.
+    """What must hold of engines when nothing is asked any more: nothing is held, nothing stopped, no internal error.
 
     Every producer hands over to every consumer once more, and takes back an unread lease: so all threads live.
     """
@@ -161,7 +161,7 @@ def _bad_lines(server: ForkedServer) -> list[str]:
     """What must not be in the log of an engine that has started."""
     _, ready, log = server.log_path.read_text().partition("Application startup complete")
     assert ready, server.log_path
-    bad = re.findall(r"^.*(?:Traceback|unforeseen| ERROR | CRITICAL ).*$", log, re.MULTILINE)
+    bad = re.findall(r"^.*(?:Traceback|internal error| ERROR | CRITICAL ).*$", log, re.MULTILINE)
     return [line for line in bad if _ENDED_BY_POLICY not in line]
 
 

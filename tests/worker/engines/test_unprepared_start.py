@@ -26,7 +26,7 @@ def test_an_engine_starts_and_loads_although_nothing_could_be_prepared(
         raise error
 
     producer, consumer = rig.engine("P"), rig.engine("C")
-    monkeypatch.setattr("kvferry.worker.fabric.errors.unforeseen._quiet_until_s", 0.0)
+    monkeypatch.setattr("kvferry.worker.fabric.errors.internal_errors._quiet_until_s", 0.0)
     with monkeypatch.context() as failing:
         failing.setattr(*part, fail)
         consumer.worker.add_siblings(consumer.description.workers)

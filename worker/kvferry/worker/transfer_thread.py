@@ -22,7 +22,7 @@ from typing import ParamSpec
 
 from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
 from kvferry.protocol.orders import FailureReason, OrdersHead, decode_orders
-from kvferry.worker.fabric.errors import unforeseen
+from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.integrity import WorkerBooks
 from kvferry.worker.leases.notifications import Reports
 from kvferry.worker.leases.pending_ready import UnreadyHolds
@@ -174,7 +174,7 @@ class TransferThread:
         try:
             return bool(part(*args, **kwargs))
         except Exception:  # noqa: BLE001 - shown, with its traceback
-            unforeseen.show("the transfer thread goes on")
+            internal_errors.log("the transfer thread goes on")
             return False
 
     def _wind_up(self) -> None:
@@ -255,7 +255,7 @@ class TransferThread:
 
     def _lose(self, head: OrdersHead) -> None:
         """Our own bug. Nothing of these loads has begun, so their blocks are safe."""
-        unforeseen.show(f"a step's orders are lost, {len(head.loads)} loads among them")
+        internal_errors.log(f"a step's orders are lost, {len(head.loads)} loads among them")
         with self.results as results:
             results.lost_orders += 1
             results.failed.update(dict.fromkeys(head.loads, FailureReason.ORDERS))

@@ -18,7 +18,7 @@ from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts, WorkerDescription
 from kvferry.protocol.orders import decode_head
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
-from kvferry.worker.fabric.errors import unforeseen
+from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
 from kvferry.worker.fabric.reads import Reader
 from kvferry.worker.leases.table import LeaseTable
@@ -172,7 +172,7 @@ class FerryWorker:
             first = decode_head(head)
         except InvalidMessage:
             self._lost_orders += 1
-            unforeseen.show("a step's orders are lost")
+            internal_errors.log("a step's orders are lost")
             return
         self._watch.ordered(first.loads)
         self._started(first.boot).submit(first, frame, self._clock.mark())
@@ -265,7 +265,7 @@ class FerryWorker:
                 with contextlib.suppress(PlanRefused, InvalidMessage):
                     self._plans.plan(msgspec.structs.replace(self._engine, workers=tuple(workers)))
         except Exception:  # noqa: BLE001 - shown, with its traceback
-            unforeseen.show("a first contact could not be prepared; the engine starts without")
+            internal_errors.log("a first contact could not be prepared; the engine starts without")
 
     def _handshake(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
         """Fetch a producer's description and plan it; on a thread that may wait."""

@@ -68,7 +68,7 @@ class Reception:
             self._compute_here(request, "invalid_params", str(invalid))
         except Exception as error:
             # An exception here would end the engine's input loop. The request is served without a transfer.
-            logger.exception("req=%s: an unforeseen error in its params", request.request_id)
+            logger.exception("req=%s: an internal error in its params", request.request_id)
             self._compute_here(request, "invalid_params", repr(error))
 
     def allocated(self, request_id: str) -> None:

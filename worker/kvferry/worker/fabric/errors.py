@@ -1,6 +1,6 @@
-"""What must not happen and may all the same: a bug, or NIXL raising what it never raised before.
+"""Internal errors: bugs, and exceptions of NIXL that the fabric does not translate.
 
-The transfer thread outlives it, and so does whatever else it has to do.
+The transfer thread survives them, and goes on with its other work.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ logger = logging.getLogger(__name__)
 _QUIET_S = 1.0
 
 
-class UnforeseenErrors:
-    """Shows errors as the bugs they are, with their traceback, at most once a second; in between it counts."""
+class InternalErrors:
+    """Logs internal errors with their traceback, at most once a second; those in between are counted."""
 
     def __init__(self) -> None:
         self._quiet_until_s = 0.0
-        self._unshown = 0
+        self._suppressed = 0
 
-    def show(self, what: str) -> None:
-        """Call it in an `except` clause.
+    def log(self, what: str) -> None:
+        """Log the exception that is being handled.
 
         Args:
-            what: what the error has interrupted, and what goes on.
+            what: the work that the error interrupted, and what goes on.
         """
         now_s = time.monotonic()
         if now_s < self._quiet_until_s:
-            self._unshown += 1
+            self._suppressed += 1
             return
-        logger.exception("unforeseen error (%d more since the last one shown): %s", self._unshown, what)
-        self._quiet_until_s, self._unshown = now_s + _QUIET_S, 0
+        logger.exception("internal error (%d more since the last one logged): %s", self._suppressed, what)
+        self._quiet_until_s, self._suppressed = now_s + _QUIET_S, 0
 
 
-unforeseen = UnforeseenErrors()
-"""The process's one: a broken library breaks everything at once."""
+internal_errors = InternalErrors()
+"""One for the process: a broken library makes all parts fail at once."""

@@ -25,7 +25,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator
 
-from kvferry.worker.fabric.errors import unforeseen
+from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import (
     Fabric,
     FabricClosed,
@@ -100,7 +100,7 @@ class Reader:
         except FabricClosed:
             return True  # it went with the fabric
         except Exception:  # noqa: BLE001 - shown, with its traceback
-            unforeseen.show(f"{type(handle).__name__} could not be given back; it is tried again")
+            internal_errors.log(f"{type(handle).__name__} could not be given back; it is tried again")
             return False
         return True
 
@@ -174,5 +174,5 @@ class Reads:
             self._reader.graces_over += is_over
             return is_over
         except Exception:  # noqa: BLE001 - shown, with its traceback
-            unforeseen.show("a transfer's state cannot be told; its memory stays out of use")
+            internal_errors.log("a transfer's state cannot be told; its memory stays out of use")
             return False

@@ -10,7 +10,7 @@ import time
 
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.notifications import decode_notification
-from kvferry.worker.fabric.errors import unforeseen
+from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.loads.results import ResultBox
@@ -41,7 +41,7 @@ class Reports:
             try:
                 self._take_one(sender, frame)
             except Exception:  # noqa: BLE001 - shown, with its traceback
-                unforeseen.show("a notification is lost, others are taken")
+                internal_errors.log("a notification is lost, others are taken")
         return bool(arrived)
 
     def _take_one(self, sender: str, frame: bytes) -> None:

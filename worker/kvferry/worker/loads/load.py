@@ -25,7 +25,7 @@ from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.notifications import Done, encode_notification
 from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.protocol.params_mac import check_params_mac
-from kvferry.worker.fabric.errors import unforeseen
+from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric, FabricError, Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads
 from kvferry.worker.loads.record import LoadFigures, LoadTimes, Stage
@@ -335,5 +335,5 @@ class Load:
             except FabricError:
                 self.undelivered += 1  # the producer will free the blocks when their lease runs out
             except Exception:  # noqa: BLE001 - shown, with its traceback
-                unforeseen.show(f"req={self.order.request_id}: the load is good, and a producer was not told")
+                internal_errors.log(f"req={self.order.request_id}: the load is good, and a producer was not told")
                 self.undelivered += 1

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvferry.protocol.orders import FailureReason, LoadOrder
-from kvferry.worker.fabric.errors import unforeseen
+from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import FabricError, PeerLost
 from kvferry.worker.loads.load import Load, LoadContext, LoadFailed, Steps
 from kvferry.worker.loads.record import EndedLoad, Stage
@@ -142,7 +142,7 @@ class LoadRunner:
                 ended |= self._advance(load, self._running[load])
                 moved |= _place(load) != place
             except Exception:  # noqa: BLE001 - shown, with its traceback
-                unforeseen.show(f"req={load.order.request_id}: other loads go on")
+                internal_errors.log(f"req={load.order.request_id}: other loads go on")
             if time.monotonic() >= max(begun_s, self._context.reader.let_go_s) + _STRETCH_S:
                 break
         self._stretched_s += time.monotonic() - max(begun_s, self._context.reader.let_go_s)
@@ -179,7 +179,7 @@ class LoadRunner:
             if isinstance(error, PeerLost) and load.peer is not None:
                 self._context.registry.lost(load.peer, str(error), time.monotonic())
         except Exception as error:
-            logger.exception("req=%s peer=%s: an unforeseen error in a load", load.order.request_id, load.key)
+            logger.exception("req=%s peer=%s: an internal error in a load", load.order.request_id, load.key)
             self._fail(load, FailureReason.TRANSFER, repr(error))
         else:
             return False

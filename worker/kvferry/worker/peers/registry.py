@@ -308,7 +308,7 @@ class PeerRegistry:
             self._static.drop(key)
         self._give_up(key, Unavailable(reason, str(error) or repr(error)), now_s)
         if not isinstance(error, KvferryError):
-            logger.error("peer=%s: the handshake failed in an unforeseen way", key, exc_info=error)
+            logger.error("peer=%s: the handshake failed with an internal error", key, exc_info=error)
 
     def _give_up(self, key: PeerKey, why: Unavailable, now_s: float) -> None:
         self._asked_s.pop(key, None)

@@ -129,7 +129,7 @@ def test_bugs_are_shown_as_bugs_and_do_not_flood_the_log(rig: Rig, caplog: pytes
     recovers(rig, producer, consumer)
 
 
-def test_a_handshake_that_fails_in_an_unforeseen_way_is_a_failed_handshake(
+def test_a_handshake_with_an_internal_error_is_a_failed_handshake(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer, consumer = rig.pair()
