@@ -121,15 +121,15 @@ class Unreached:
         return self.is_over
 
 
-def test_aborted_while_its_tail_is_being_erased(rig: FaultRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not reported before the device has erased: until then the blocks are still written."""
+def test_aborted_while_its_tail_is_being_zeroed(rig: FaultRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not reported before the device has zeroed the blocks: until then the blocks are still written."""
     producer, consumer = rig.engine("P"), rig.engine("C")
     rig.until_good(producer, consumer)
     mark = Unreached()
     with monkeypatch.context() as patched:
-        patched.setattr(consumer.worker._eraser._clock, "mark", lambda: mark, raising=False)
+        patched.setattr(consumer.worker._tail_zeroing._clock, "mark", lambda: mark, raising=False)
         load = consumer.load(producer.prefill(10, 4).params)
-        rig.step_until(lambda: _is_erasing(consumer), "it erases", BOUND_S)
+        rig.step_until(lambda: _is_zeroing(consumer), "its tail is being zeroed", BOUND_S)
         abort(consumer, load)
         for _ in range(5):
             consumer.step()
@@ -139,10 +139,10 @@ def test_aborted_while_its_tail_is_being_erased(rig: FaultRig, monkeypatch: pyte
     assert check_end(rig, producer, consumer, load) is None
 
 
-def _is_erasing(consumer: Engine) -> bool:
+def _is_zeroing(consumer: Engine) -> bool:
     thread = consumer.worker._thread
     assert thread is not None
-    return any(isinstance(load.erased, Unreached) for load in thread.runner.alive())
+    return any(isinstance(load.zeroed, Unreached) for load in thread.runner.alive())
 
 
 def test_an_abort_that_is_followed_by_a_failure_is_a_failure(rig: FaultRig) -> None:

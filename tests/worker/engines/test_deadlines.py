@@ -194,13 +194,13 @@ def test_a_load_whose_slot_is_not_answered_after_the_data_misses_its_deadline_an
     """What is still in flight is the slot's word, but the blocks were read into: they wait for it."""
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    erased = consumer.worker._eraser.erase
+    zero = consumer.worker._tail_zeroing.zero
 
-    def freeze_and_erase(*what: Any) -> Any:
+    def freeze_and_zero(*what: Any) -> Any:
         rig.network.freeze(producer.fabric.agent_name)
-        return erased(*what)
+        return zero(*what)
 
-    monkeypatch.setattr(consumer.worker._eraser, "erase", freeze_and_erase)
+    monkeypatch.setattr(consumer.worker._tail_zeroing, "zero", freeze_and_zero)
     consumer.set_timeouts(load_s=TIMEOUT_S)
     load = consumer.load(producer.prefill(tokens=10).params)
     _fails_in_time(rig, consumer, load)

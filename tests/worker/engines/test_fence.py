@@ -9,7 +9,7 @@ import pytest
 from kvferry.protocol.ids import EMPTY, SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.load import Load
-from kvferry.worker.loads.tail_zeroing import TailEraser
+from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.peers.peer import Peer
 from tests.waiting import wait_until
 from tests.worker.engine_rig import Engine, Offer, Rig
@@ -92,7 +92,7 @@ def test_blocks_that_are_still_being_zeroed_when_the_fence_fails_are_named_until
 ) -> None:
     """On a GPU zeroing is launched, not done: it could otherwise reach the blocks' next owner."""
     zeroed = Finished()
-    monkeypatch.setattr(TailEraser, "erase", lambda *_: zeroed)
+    monkeypatch.setattr(TailZeroing, "zero", lambda *_: zeroed)
     _, consumer, _, reason, _ = lease_ends_during_the_read(any_rig)
     (request_id,) = consumer.seen.failed
     assert reason is FailureReason.FENCE
@@ -108,8 +108,8 @@ def test_blocks_whose_zeroing_broke_off_are_named_until_what_was_launched_is_ove
         raise RuntimeError("out of memory")
 
     zeroed = Finished()
-    monkeypatch.setattr(TailEraser, "erase", broken)
-    monkeypatch.setattr(TailEraser, "mark", lambda _: zeroed)
+    monkeypatch.setattr(TailZeroing, "zero", broken)
+    monkeypatch.setattr(TailZeroing, "mark", lambda _: zeroed)
     producer, consumer = rig.pair()
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.TRANSFER

@@ -24,7 +24,7 @@ from kvferry.worker.fabric.reads import Reader
 from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.loads.load import LoadContext
 from kvferry.worker.loads.results import StepResults
-from kvferry.worker.loads.tail_zeroing import TailEraser
+from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.loads.watchdog import LoadWatch
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.device import clock_for
@@ -136,7 +136,7 @@ class FerryWorker:
         self._asking = AskingThreads()
         self._plans = PlanCache(self._engine, 0, self._costs)
         self._caches = caches
-        self._eraser = TailEraser(caches)
+        self._tail_zeroing = TailZeroing(caches)
         self._clock = clock_for(caches.device)
         self._thread: TransferThread | None = None
         self._registry: PeerRegistry | None = None
@@ -241,7 +241,7 @@ class FerryWorker:
                     landing=self._landing,
                     staging=self._staging,
                     caches=self._caches,
-                    eraser=self._eraser,
+                    tail_zeroing=self._tail_zeroing,
                     groups=self._engine.groups,
                     boot=boot,
                     worker=self._index,

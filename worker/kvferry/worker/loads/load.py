@@ -2,7 +2,7 @@
 
 The steps are generators: a `yield` says that there is nothing to do at present. Nothing waits, nothing sleeps; the
 transfer thread resumes every load in turn. What may still write into the request's blocks is in `reads`, `staged`
-and `erased` of the `Load` at every moment, whatever happens to the generator.
+and `zeroed` of the `Load` at every moment, whatever happens to the generator.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric, FabricError, Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads
 from kvferry.worker.loads.record import LoadFigures, LoadTimes, Stage
-from kvferry.worker.loads.tail_zeroing import TailEraser
+from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.device import DeviceMark
 from kvferry.worker.memory.slot_reads import Landing
@@ -74,7 +74,7 @@ class LoadContext:
     landing: Landing
     staging: Staging | None
     caches: KvCaches
-    eraser: TailEraser
+    tail_zeroing: TailZeroing
     groups: tuple[CacheGroup, ...]
     boot: str
     worker: int
@@ -96,7 +96,7 @@ class Load:
         peer: the peer it reads from, once connected.
         reads: what may still be written: into the request's blocks, or into `cells`.
         staged: what goes through the staging pool, and may still write too.
-        erased: when the device has zeroed what was not loaded; until then it may still write as well.
+        zeroed: when the device has zeroed what was not loaded; until then it may still write as well.
         figures: set when the load is good.
         undelivered: producer workers that could not be told.
     """
@@ -110,7 +110,7 @@ class Load:
     peer: Peer | None = None
     reads: Reads = field(init=False)
     staged: StagedReads | None = None
-    erased: DeviceMark | None = None
+    zeroed: DeviceMark | None = None
     cells: tuple[int, ...] = ()
     figures: LoadFigures | None = None
     undelivered: int = 0
@@ -155,12 +155,12 @@ class Load:
         yield from self._finish(handles)
         times.go_on(Stage.FENCE_AGAIN, now_s())
         try:
-            self.erased = self.context.eraser.erase(units, self.context.groups, self._blocks)
+            self.zeroed = self.context.tail_zeroing.zero(units, self.context.groups, self._blocks)
         except Exception:
-            self.erased = self.context.eraser.mark()  # what was launched before it still writes
+            self.zeroed = self.context.tail_zeroing.mark()  # what was launched before it still writes
             raise
         yield from self._check_fence(peer, wait_until_ready=False)
-        while self.erased is not None and not self.erased.reached():
+        while self.zeroed is not None and not self.zeroed.reached():
             yield
         self.figures = self._figures(planned, handles)
         times.end(now_s())
@@ -176,8 +176,8 @@ class Load:
             self.context.landing.give_back(self.cells)
             self.cells = ()
         staged_is_safe = self.staged is None or self.staged.settle()
-        is_erased = self.erased is None or self.erased.reached()
-        return none_is_read and staged_is_safe and is_erased
+        is_zeroed = self.zeroed is None or self.zeroed.reached()
+        return none_is_read and staged_is_safe and is_zeroed
 
     def _connect_peer(self) -> Generator[None, None, Peer]:
         while True:

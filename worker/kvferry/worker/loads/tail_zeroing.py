@@ -125,7 +125,7 @@ class _Cells(NamedTuple):
     stop: int
 
 
-class TailEraser:
+class TailZeroing:
     """Zeroes what a load did not write of the blocks it loaded: behind its last token, and before its window.
 
     A cell that holds several tokens is a whole: only cells with no loaded token at all are zeroed.
@@ -149,10 +149,10 @@ class TailEraser:
             synchronize(caches.device)  # the zeros are written on another stream than they are read on
 
     def mark(self) -> DeviceMark:
-        """Reached when all that `erase` has launched so far is done."""
+        """Reached when all that `zero` has launched so far is done."""
         return self._relayout.mark() if self._relayout is not None else self._clock.mark()
 
-    def erase(
+    def zero(
         self, units: Mapping[TokenMap, UnitPairs], groups: Sequence[CacheGroup], request: RequestBlocks
     ) -> DeviceMark | None:
         """Zero the gaps of a request in every tensor.

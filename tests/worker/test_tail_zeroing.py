@@ -1,4 +1,4 @@
-"""Which bytes of loaded blocks the eraser zeroes: those behind the last token and before the window, and no others."""
+"""Which bytes of loaded blocks are zeroed: those behind the last token and before the window, and no others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_units
 from kvferry.plan.tokens import TokenMap, TokenSide
 from kvferry.protocol.geometry import Interleave
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.worker.loads.tail_zeroing import Gap, TailEraser, gaps
+from kvferry.worker.loads.tail_zeroing import Gap, TailZeroing, gaps
 from kvferry.worker.memory.caches import KvCaches
 from tests.fakes.cuda import FakeCuda
 from tests.worker.toy_caches import CacheShape, ToyCaches
@@ -85,17 +85,17 @@ def test_the_table_of_a_device_names_exactly_these_cells_and_has_room(shape: Cac
         check_the_tail(shape, draw, GPU)
 
 
-def test_where_no_table_is_free_the_mark_begins_the_erase_when_it_is_asked() -> None:
+def test_where_no_table_is_free_asking_the_mark_starts_the_zeroing() -> None:
     shape = CacheShape(layers=2)
     with fake_gpu() as cuda:
         caches = ToyCaches(shape, 0xA5, GPU)
-        eraser = TailEraser(caches.kv)
-        relayout: Any = eraser._relayout
+        tail_zeroing = TailZeroing(caches.kv)
+        relayout: Any = tail_zeroing._relayout
         cuda.calls = []
         for slot in relayout._slots:
             slot.mark = Unreached()
         units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [3], 2)
-        mark = eraser.erase(units, (shape.group,), request)
+        mark = tail_zeroing.zero(units, (shape.group,), request)
         assert mark is not None
         assert not mark.reached()
         assert all((memory == 0xA5).all() for memory in caches.memory)
@@ -111,13 +111,13 @@ def test_the_table_of_a_launch_that_raised_is_not_used_before_the_device_has_don
 ) -> None:
     shape = CacheShape(layers=2)
     with fake_gpu():
-        eraser = TailEraser(ToyCaches(shape, 0xA5, GPU).kv)
-        relayout: Any = eraser._relayout
+        tail_zeroing = TailZeroing(ToyCaches(shape, 0xA5, GPU).kv)
+        relayout: Any = tail_zeroing._relayout
         before = relayout._slots[0].mark
         monkeypatch.setattr("kvferry.worker.relayout.triton_relayout.launch_relayout", Mock(side_effect=RuntimeError))
         units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [3], 2)
         with pytest.raises(RuntimeError):
-            eraser.erase(units, (shape.group,), request)
+            tail_zeroing.zero(units, (shape.group,), request)
         assert relayout._slots[0].mark is not before
 
 
@@ -125,11 +125,11 @@ def test_the_room_for_tables_is_that_of_the_largest_and_no_less() -> None:
     shape = CacheShape(layers=40, blocks=3, cell_bytes=15, one_storage=False)
     with fake_gpu():
         caches = ToyCaches(shape, 0xA5, GPU)
-        eraser = TailEraser(caches.kv)
+        tail_zeroing = TailZeroing(caches.kv)
         units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [1], 3)
-        assert eraser.erase(units, (shape.group,), request) is not None
-        largest = eraser._table(eraser._cells([Gap(0, 0, 0, 4), Gap(0, 1, 0, 4)]))
-        relayout: Any = eraser._relayout
+        assert tail_zeroing.zero(units, (shape.group,), request) is not None
+        largest = tail_zeroing._table(tail_zeroing._cells([Gap(0, 0, 0, 4), Gap(0, 1, 0, 4)]))
+        relayout: Any = tail_zeroing._relayout
         assert relayout.try_start(largest) is not None
     assert not any(caches.cells(layer)[1, :, 3:].any() for layer in range(shape.layers))
 
@@ -153,7 +153,7 @@ def check_the_tail(shape: CacheShape, draw: st.DataObject, device: torch.device)
             for tile in range(used, shape.tiles):
                 caches.cells(layer, expected)[last, head, tile] = 0
     units, request = loaded(shape.group, same_blocks(shape.group, shape.block_tokens, shape.blocks), blocks, stop)
-    mark = TailEraser(caches.kv).erase(units, (shape.group,), request)
+    mark = TailZeroing(caches.kv).zero(units, (shape.group,), request)
     for found, wanted in zip(caches.memory, expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
     assert (mark is None) == (used == shape.tiles)
@@ -165,7 +165,7 @@ def test_a_cell_that_is_a_whole_block_is_left_alone() -> None:
     caches = ToyCaches(shape, poison=0xA5)
     before = caches.snapshot()
     units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [1, 2], 5)
-    assert TailEraser(caches.kv).erase(units, (shape.group,), request) is None
+    assert TailZeroing(caches.kv).zero(units, (shape.group,), request) is None
     for found, wanted in zip(caches.memory, before, strict=True):
         np.testing.assert_array_equal(found, wanted)
 
@@ -176,7 +176,7 @@ def test_groups_that_were_not_loaded_keep_their_bytes() -> None:
     first, second = caches.kv.tensors
     kv = KvCaches(caches.kv.storages, (first, msgspec.structs.replace(second, group=1)), CPU)
     units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [3], 2)
-    assert TailEraser(kv).erase(units, (shape.group, shape.group), request) is not None
+    assert TailZeroing(kv).zero(units, (shape.group, shape.group), request) is not None
     assert not caches.cells(0)[3, :, 2:].any()
     assert (caches.memory[1] == 0xA5).all()
 
@@ -208,7 +208,7 @@ def test_a_tensor_outside_all_allocations_is_refused_by_name() -> None:
     caches = ToyCaches(CacheShape(layers=1), poison=0)
     astray = msgspec.structs.replace(caches.kv.tensors[0], base=caches.kv.tensors[0].base + 10**6)
     with pytest.raises(ValueError, match=r"layers\.0/kv"):
-        TailEraser(KvCaches(caches.kv.storages, (astray,), CPU))
+        TailZeroing(KvCaches(caches.kv.storages, (astray,), CPU))
 
 
 class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -227,8 +227,8 @@ def test_on_a_host_nothing_is_zeroed_by_torchs_own_threads() -> None:
     shape = CacheShape(layers=2)
     caches = ToyCaches(shape, poison=0xA5)
     units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [3], 2)
-    eraser = TailEraser(caches.kv)
+    tail_zeroing = TailZeroing(caches.kv)
     with Dispatched() as dispatched:
-        assert eraser.erase(units, (shape.group,), request) is not None
+        assert tail_zeroing.zero(units, (shape.group,), request) is not None
     assert not caches.cells(1)[3, :, 2:].any()
     assert not [name for name in dispatched.names if "detach" not in name and "alias" not in name]
