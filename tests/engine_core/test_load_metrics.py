@@ -1,4 +1,4 @@
-"""What real handovers move: every metric of loads, leases and levels, and by how much.
+"""What real handovers move: every metric of loads, leases and gauges, and by how much.
 
 Two whole engines with real NIXL under them; the figures are those that vLLM's front end would get.
 """

@@ -15,7 +15,7 @@ from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import WorkerDescription, decode_worker, encode
 from kvferry.protocol.orders import LeaseHold, StepOrders, decode_orders, encode_head, encode_orders
-from kvferry.worker.loads.results import WorkerLevels
+from kvferry.worker.loads.results import WorkerGauges
 
 
 @dataclass(frozen=True)
@@ -92,19 +92,19 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):
         alive: requests whose blocks may still be written after their load failed.
         over: held requests whose slots have been cleared, each named once. vLLM's own `finished_sending` is only for
             requests that vLLM holds.
-        levels: what they have at present, for gauges.
+        gauges: the workers' latest values.
         loads: what has become of its loads (`told_loads`), where OpenTelemetry is on.
     """
 
     alive: dict[int, frozenset[str]] = field(default_factory=dict)
     over: dict[int, frozenset[str]] = field(default_factory=dict)
-    levels: dict[int, WorkerLevels] = field(default_factory=dict)
+    gauges: dict[int, WorkerGauges] = field(default_factory=dict)
     loads: dict[int, bytes] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FerryWorkerMetadata:
         if isinstance(other, FerryWorkerMetadata):
             self.alive.update(other.alive)
             self.over.update(other.over)
-            self.levels.update(other.levels)
+            self.gauges.update(other.gauges)
             self.loads.update(other.loads)
         return self

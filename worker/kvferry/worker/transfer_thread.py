@@ -28,7 +28,7 @@ from kvferry.worker.leases.notifications import Reports
 from kvferry.worker.leases.pending_ready import UnreadyHolds
 from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.loads.load import LoadContext
-from kvferry.worker.loads.results import LevelWatch, ResultBox
+from kvferry.worker.loads.results import GaugeReporter, ResultBox
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.memory.device import DeviceMark, use_device
 from kvferry.worker.peers.peer import PeerKey
@@ -109,7 +109,7 @@ class TransferThread:
         self._registry = context.registry
         self._device = context.caches.device
         self.runner = LoadRunner(context, self.results, self._settings.load_timeout_s, self._settings.max_loads)
-        self._levels = LevelWatch(context.registry, context.staging, self.results)
+        self._gauges = GaugeReporter(context.registry, context.staging, self.results)
         self._reports = Reports(context.fabric, self._table, self.results)
         self._books = WorkerBooks(
             reader=context.reader,
@@ -269,7 +269,7 @@ class TransferThread:
         self._reader.try_again()
         self._tell_graces()
         self._report_handshakes()
-        self._levels.look()
+        self._gauges.poll()
         if progress:
             self._pause_s = _SHORTEST_PAUSE_S
         elif not self.runner.is_amid_round():

@@ -55,8 +55,8 @@ class FerryStats(KVConnectorStats):
     """Counters by name and label, samples and gauges by name:
     `{"counters": {name: {label: n}}, "samples": {name: [x]}, "gauges": {name: x}}`.
 
-    Counters and samples are added up, over workers and over steps. Gauges are only told by schedulers, of which an
-    engine has one: of what workers know it has the last word of each (`Levels`). So the latest gauge counts.
+    Counters and samples are added up, over workers and over steps. Gauges are only reported by schedulers, of which
+    an engine has one, and which has the latest values of each worker (`EngineGauges`). So the latest gauge counts.
     """
 
     @classmethod

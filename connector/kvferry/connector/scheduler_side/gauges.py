@@ -1,7 +1,7 @@
-"""How much an engine has at present of everything that goes up and down, for its gauges.
+"""An engine's gauges: its values that go up and down.
 
-Told by the scheduler alone, of which an engine has one: a front end may get only some of an engine's steps, and the
-latest word counts there.
+Reported by the scheduler alone, of which an engine has one: a front end may get only some of an engine's steps, and
+keeps the latest value.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.worker.loads.results import WorkerLevels
+from kvferry.worker.loads.results import WorkerGauges
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 
-class Levels:
-    """Looks at both ledgers once a step; what it looks at is counted there, so that a look costs the same always."""
+class EngineGauges:
+    """Reads both ledgers once a step, at constant cost: the ledgers keep the counts."""
 
     def __init__(self, leases: ProducerLedger, loads: ConsumerLedger) -> None:
         self._leases = leases
         self._loads = loads
         self._usable_blocks = 0
-        self._workers: dict[int, WorkerLevels] = {}
+        self._workers: dict[int, WorkerGauges] = {}
         self._seen: tuple[int, ...] = ()
         self._told: dict[str, float] = {}
 
@@ -33,14 +33,14 @@ class Levels:
         self._usable_blocks = manager.block_pool.num_gpu_blocks - 1  # without the null block
         self._seen = ()
 
-    def heard(self, levels: Mapping[int, WorkerLevels]) -> None:
-        """The last word of some workers."""
-        if levels:
-            self._workers.update(levels)
+    def update(self, gauges: Mapping[int, WorkerGauges]) -> None:
+        """Take the latest values of some workers."""
+        if gauges:
+            self._workers.update(gauges)
             self._seen = ()
 
     def changes(self) -> dict[str, float]:
-        """The gauges that are other than when they were told last."""
+        """The gauges that have changed since the last call."""
         kept, loads = self._leases.kept, self._loads
         seen = (len(self._leases), kept.num_requests, len(kept), loads.in_flight, loads.waiting)
         if seen == self._seen:

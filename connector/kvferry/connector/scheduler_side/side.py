@@ -13,7 +13,7 @@ from kvferry.connector.engine.local_engine import OwnEngine, write_description
 from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata, workers_of
 from kvferry.connector.metrics.stats import FerryStats
 from kvferry.connector.scheduler_side.drain import Ending, ShutdownNotice
-from kvferry.connector.scheduler_side.gauges import Levels
+from kvferry.connector.scheduler_side.gauges import EngineGauges
 from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, Quarantine, kept_ids
 from kvferry.connector.scheduler_side.idle import Rest
 from kvferry.connector.scheduler_side.intake import Reception
@@ -79,7 +79,7 @@ class SchedulerSide:
         self._reception = Reception(self._own, self.leases, self.loads, self.counters, allowed, self.tracing)
         self._offering = Offering(self._own, kv_cache_config)
         self._correlations = Correlations(self.counters)
-        self._levels = Levels(self.leases, self.loads)
+        self._gauges = EngineGauges(self.leases, self.loads)
         self._quarantine = Quarantine()
         self._held = HeldBlocks()
         self._acks = WorkerAcks(num_workers(self._own.topology))
@@ -198,7 +198,7 @@ class SchedulerSide:
         told = output.kv_connector_worker_meta
         if isinstance(told, FerryWorkerMetadata):
             self._quarantine.update(told.alive)
-            self._levels.heard(told.levels)
+            self._gauges.update(told.gauges)
             self.tracing.told(told.loads)
             self._free(told)
         failed = output.failed_recving or set()
@@ -222,7 +222,7 @@ class SchedulerSide:
 
     def take_stats(self) -> FerryStats | None:
         """Counters and samples since the last call, and gauges that have changed."""
-        gauges = {**self._quarantine.gauges(time.monotonic()), **self._levels.changes()}
+        gauges = {**self._quarantine.gauges(time.monotonic()), **self._gauges.changes()}
         return FerryStats.of_counts(self.counters.take(), self.counters.take_samples(), gauges)
 
     # What vLLM calls once, or rarely.
@@ -232,7 +232,7 @@ class SchedulerSide:
         self._quarantine.bind(manager)
         self._held.bind(manager)
         self._room.bind(manager)
-        self._levels.bind(manager)
+        self._gauges.bind(manager)
 
     def publish(self, workers: Mapping[tuple[int, int], object]) -> None:
         """The workers have described themselves: answer handshakes from now on.

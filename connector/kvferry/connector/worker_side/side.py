@@ -125,17 +125,17 @@ class WorkerSide:
         return FerryStats.of_results(self._step, self._labels)
 
     def take_metadata(self) -> FerryWorkerMetadata | None:
-        """Which leases are over, what loads did; which blocks may still be written, and the worker's levels, when they
+        """Which leases are over, what loads did; which blocks may still be written, and the worker's gauges, when they
         have changed."""
         alive, over, is_asked = self._step.alive, frozenset(self._step.sent), self._is_asked
-        levels, loads = self._step.levels, self._tracing.take_told()
-        self._step.alive, self._step.sent, self._step.levels, self._is_asked = None, set(), None, False
-        if alive is None and not over and not is_asked and levels is None and not loads:
+        gauges, loads = self._step.gauges, self._tracing.take_told()
+        self._step.alive, self._step.sent, self._step.gauges, self._is_asked = None, set(), None, False
+        if alive is None and not over and not is_asked and gauges is None and not loads:
             return None
         return FerryWorkerMetadata(
             alive={} if alive is None else {self._index: alive},
             over={self._index: over} if over or is_asked else {},
-            levels={} if levels is None else {self._index: levels},
+            gauges={} if gauges is None else {self._index: gauges},
             loads={self._index: loads} if loads else {},
         )
 

@@ -12,8 +12,8 @@ from kvferry.worker.staging.buffer import Staging
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLevels:
-    """One worker's levels.
+class WorkerGauges:
+    """One worker's gauges.
 
     Attributes:
         peers: producers that are ready to be read from.
@@ -36,7 +36,7 @@ class StepResults:
         failed: requests whose blocks are not to be used, with the reason.
         ended: the loads, good and bad, that the transfer thread has ended.
         handshake_s: how long first contacts took that succeeded.
-        levels: what this worker has at present; None when that has not changed.
+        gauges: the worker's values; None when they have not changed.
         undelivered: notifications that could not be sent.
         bad_notifications: notifications that were not ours, malformed, or about no lease.
         late_notifications: well-formed ones about a lease that is over.
@@ -52,7 +52,7 @@ class StepResults:
     failed: dict[str, FailureReason] = field(default_factory=dict)
     ended: list[EndedLoad] = field(default_factory=list)
     handshake_s: list[float] = field(default_factory=list)
-    levels: WorkerLevels | None = None
+    gauges: WorkerGauges | None = None
     undelivered: int = 0
     bad_notifications: int = 0
     late_notifications: int = 0
@@ -101,8 +101,8 @@ class ResultBox:
         return bool(self._results.loaded or self._results.failed)
 
 
-class LevelWatch:
-    """Used on the transfer thread, which alone changes what is watched."""
+class GaugeReporter:
+    """Used on the transfer thread, the only one that changes these values."""
 
     def __init__(self, registry: PeerRegistry, staging: Staging | None, results: ResultBox) -> None:
         self._registry = registry
@@ -110,8 +110,8 @@ class LevelWatch:
         self._results = results
         self._told = (-1, -1)
 
-    def look(self) -> None:
-        """Tell what has changed; the latest word counts."""
+    def poll(self) -> None:
+        """Report the values if they have changed; the latest report counts."""
         used = self._pool.used_bytes if self._pool is not None else 0
         now = (self._registry.num_ready, used)
         if now == self._told:
@@ -119,4 +119,4 @@ class LevelWatch:
         self._told = now
         capacity = self._pool.capacity if self._pool is not None else 0
         with self._results as results:
-            results.levels = WorkerLevels(*now, capacity)
+            results.gauges = WorkerGauges(*now, capacity)
