@@ -37,7 +37,7 @@ from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import DescriptorRows, Fabric, TransferState
 from kvferry.worker.fabric.reads import Reader
 from kvferry.worker.memory.caches import KvCaches
-from kvferry.worker.memory.slot_reads import Landing
+from kvferry.worker.memory.slot_reads import SlotReads
 from kvferry.worker.peers.handshake_client import AskingThreads, exchange
 from kvferry.worker.peers.peer import PeerKey, connect
 from kvferry.worker.peers.plan_cache import PlanCache
@@ -91,9 +91,9 @@ def make_contact(producer: Any, consumer_tp: int, blocks: int) -> dict[str, floa
     engine = llama("C", tp=consumer_tp, layout="HND", blocks=blocks, bases={0: base}, layers=LAYERS)
     storage = torch.frombuffer(memory, dtype=torch.uint8)
     caches = KvCaches((storage,), engine.workers[0].tensors, torch.device("cpu"))
-    fabric, landing = NixlFabric(f"C-{uuid.uuid4().hex[:8]}"), Landing(64)
-    fabric.register([*caches.regions(), landing.region()])
-    landing.prepare(fabric)
+    fabric, slot_reads = NixlFabric(f"C-{uuid.uuid4().hex[:8]}"), SlotReads(64)
+    fabric.register([*caches.regions(), slot_reads.region()])
+    slot_reads.prepare(fabric)
     threads, plans = AskingThreads(), PlanCache(engine, 0)
     threads.start()
     plans.plan(engine)
@@ -126,8 +126,8 @@ def make_contact(producer: Any, consumer_tp: int, blocks: int) -> dict[str, floa
             reads = reader.reads()
             one = np.zeros(1, dtype=np.int32)
             posted = [
-                reads.post(landing.descriptors, np.array([cell], dtype=np.int32), route.slots, one)
-                for cell, route in enumerate(peer.routes)
+                reads.post(slot_reads.descriptors, np.array([entry], dtype=np.int32), route.slots, one)
+                for entry, route in enumerate(peer.routes)
             ]
             _finish(lambda: [fabric.poll(read) is TransferState.IN_FLIGHT for read in posted])
         parts.seconds[PROCESSOR] = time.process_time() - processor_s
@@ -158,8 +158,11 @@ def make_contact_published(producer: Any, producer_tp: int, consumer_tp: int, bl
     bindings: Any = load_bindings()
     # With a progress thread that does not spin: the published connector's own would take a core from the clock.
     agent = make_agent(bindings, f"C-{uuid.uuid4().hex[:8]}", AgentConfig())
-    landing = np.zeros(64, dtype=np.uint64)
-    regions = [(base, worker_bytes(consumer_tp, blocks, LAYERS), 0), (int(landing.ctypes.data), landing.nbytes, 0)]
+    slot_reads = np.zeros(64, dtype=np.uint64)
+    regions = [
+        (base, worker_bytes(consumer_tp, blocks, LAYERS), 0),
+        (int(slot_reads.ctypes.data), slot_reads.nbytes, 0),
+    ]
     agent.registerMem(bindings.nixlRegDList(bindings.DRAM_SEG, np.array(regions, dtype=np.uint64)))
     parts, handles = Parts(), []
     processor_s = time.process_time()
@@ -192,7 +195,7 @@ def make_contact_published(producer: Any, producer_tp: int, consumer_tp: int, bl
             with parts("prep_xfer_dlist"):
                 handles.append(_prepared(bindings, agent, name, theirs))
             with parts("first read"):
-                _first_read(bindings, agent, int(landing.ctypes.data), name, producer.words)
+                _first_read(bindings, agent, int(slot_reads.ctypes.data), name, producer.words)
         parts.seconds[PROCESSOR] = time.process_time() - processor_s
     finally:
         for handle in handles:

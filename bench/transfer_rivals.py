@@ -83,7 +83,7 @@ class BareNixl:
         self._agent.registerMem(self._registered)
         self._names: dict[int, str] = {}
         self._words = np.zeros(len(peer.routes), dtype=np.uint64)
-        self._landing = self._register_words()
+        self._slot_reads = self._register_words()
         self._slots: list[tuple[Any, np.ndarray]] = []
         for number, route in enumerate(peer.routes):
             worker = peer.description.workers[route.route.worker]
@@ -113,7 +113,7 @@ class BareNixl:
 
     def read_fenced(self, reads: list[tuple[Any, ...]]) -> None:
         """The same with what a load owes: a word of every producer worker before and after, and a message to each."""
-        fence = [(self._landing, slots, cell, _FIRST_SLOT) for slots, cell in self._slots]
+        fence = [(self._slot_reads, slots, entry, _FIRST_SLOT) for slots, entry in self._slots]
         self.read(fence)
         self.read(reads)
         self.read(fence)
@@ -121,7 +121,7 @@ class BareNixl:
             self._agent.genNotif(name, _DONE)
 
     def close(self) -> None:
-        self._agent.releasedDlistH(self._landing)
+        self._agent.releasedDlistH(self._slot_reads)
         for slots, _ in self._slots:
             self._agent.releasedDlistH(slots)
         for local, remote in self._prepared.values():

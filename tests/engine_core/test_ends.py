@@ -55,7 +55,7 @@ def test_engines_that_end_in_the_middle_of_loads_end_quietly(
     loads = list(worker._thread.runner.alive())
     assert len(loads) == LOADS, "they were in the middle of it"
     assert sum(load.transfers() for load in loads) == 0
-    assert worker._landing.free() == len(worker._landing.words)
+    assert worker._slot_reads.free() == len(worker._slot_reads.words)
     assert worker._staging is not None
     assert worker._staging.pool.free_bytes == worker._staging.pool.capacity
     assert not _worker(producer)._table.held()
@@ -103,7 +103,7 @@ def _hold_reading(producer: Node, consumer: Node) -> _Held:
 
     def noted(local: Any, *rest: Any) -> Transfer:
         transfer = post(local, *rest)
-        if local is not worker._landing.descriptors:
+        if local is not worker._slot_reads.descriptors:
             held.add(transfer)
         return transfer
 

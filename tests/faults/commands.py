@@ -37,7 +37,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         loads: in the ledger.
         running, quarantined, alive: loads in the transfer thread, failed ones that may still be written, and those
             that the scheduler has been told of.
-        cells, waves, transfers, leased_blocks: landing cells, staging waves, handles, cache blocks in use.
+        entries, waves, transfers, leased_blocks: entries for slot reads, staging waves, handles, cache blocks in use.
         peers, prepared: agents that the fabric knows and lists that are prepared.
         files, tasks: file descriptors and threads, those that only fetch descriptions apart.
         threads: names of kvferry's threads that live.
@@ -51,7 +51,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     quarantined: int
     alive: int
-    cells: int
+    entries: int
     waves: int
     transfers: int
     leased_blocks: int
@@ -72,5 +72,5 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 _IN_HAND = (
     *("leases", "held", "loads", "running", "quarantined", "alive"),
-    *("cells", "waves", "transfers", "leased_blocks", "sockets"),
+    *("entries", "waves", "transfers", "leased_blocks", "sockets"),
 )

@@ -165,7 +165,7 @@ class Server:
     def state(self) -> State:
         engine, worker = self.engine, self.engine.worker
         runner = worker._thread.runner if worker._thread is not None else None
-        landing, staging = worker._landing, worker._staging
+        slot_reads, staging = worker._slot_reads, worker._staging
         names = Counter(one.name for one in threading.enumerate())
         fetching = sum(count for name, count in names.items() if name.startswith("kvferry-handshake"))
         return State(
@@ -175,7 +175,7 @@ class Server:
             running=0 if runner is None else len(runner._running) + runner.waiting(),
             quarantined=0 if runner is None else len(runner.quarantine),
             alive=len(engine.seen.alive),
-            cells=len(landing.words) - landing.free(),
+            entries=len(slot_reads.words) - slot_reads.free(),
             waves=len(staging.pool.waves()) if staging is not None else 0,
             transfers=engine.fabric.transfers(),
             leased_blocks=engine.shape.blocks - 1 - len(engine._free),

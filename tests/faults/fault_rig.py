@@ -97,8 +97,8 @@ def until_adds_up(engine: Engine) -> None:
             if time.monotonic() > deadline_s:
                 raise
         engine.step()
-    landing, staging = engine.worker._landing, engine.worker._staging
-    assert landing.free() == len(landing.words)
+    slot_reads, staging = engine.worker._slot_reads, engine.worker._staging
+    assert slot_reads.free() == len(slot_reads.words)
     assert staging is None or not staging.pool.waves()
     assert not engine.fabric.transfers()
 

@@ -93,7 +93,7 @@ def _computing_will_do(check: Function) -> Function:
             yield from check(load, peer, wait_until_ready=wait_until_ready)
         except LoadFailed:
             epoch = epoch_from_text(load.order.source.kvferry.lease_epoch)
-            if any(int(load.context.landing.words[cell]) >> 4 != epoch for cell in load.cells):
+            if any(int(load.context.slot_reads.words[entry]) >> 4 != epoch for entry in load.entries):
                 raise
 
     return lenient

@@ -4,7 +4,7 @@ Commands come as JSON lines on stdin and are answered as JSON lines with the sam
 
     {"id": 1, "do": "prefill", "tokens": 10, "seed": 3}     {"id": 1, "params": {…}}
     {"id": 2, "do": "load", "params": {…}, "seed": 3}       {"id": 2, "reason": null, "good": true}
-    {"id": 3, "do": "state"}                                {"id": 3, "leases": 0, "alive": 0, "landing": 384}
+    {"id": 3, "do": "state"}                                {"id": 3, "leases": 0, "alive": 0, "entries": 384}
 
 `good` is whether the loaded blocks hold what the seed says. The end of stdin ends the engine.
 """
@@ -71,12 +71,12 @@ class Server:
             assert isinstance(params, RemotePrefill)
             self.pending.append(Pending(command, engine.load(params)))
         else:
-            landing = engine.worker._landing
+            slot_reads = engine.worker._slot_reads
             self.answer(
                 command,
                 leases=len(engine.leases),
                 alive=len(engine.seen.alive),
-                cells=len(landing.words) - landing.free(),
+                entries=len(slot_reads.words) - slot_reads.free(),
             )
 
     def answer_loads(self) -> None:

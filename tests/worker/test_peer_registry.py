@@ -19,7 +19,7 @@ from kvferry.protocol.handshake import EngineDescription, LeaseTable, WorkerDesc
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.port import MemoryKind, OpenHandles, Region
 from kvferry.worker.fabric.reads import Reader
-from kvferry.worker.memory.slot_reads import Landing
+from kvferry.worker.memory.slot_reads import SlotReads
 from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS
 from kvferry.worker.peers.peer import Peer, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
@@ -31,7 +31,7 @@ from tests.worker.probe_fabric import ProbeFabric
 from tests.worker.toy_caches import CacheShape, ToyCaches
 
 KEY = PeerKey("10.0.0.1", 5600, "P", "0" * 32)
-CELLS = 4
+ENTRIES = 4
 TTL_S = 3600.0
 Answer = Callable[[PeerKey], "tuple[EngineDescription, TransferPlan]"]
 
@@ -48,9 +48,9 @@ class Scene:
         self.words = np.zeros(16, dtype=np.uint64)
         slots = Region(self.words.ctypes.data, self.words.nbytes, MemoryKind.DRAM)
         self.producer.register([*self.remote.kv.regions(), slots])
-        self.landing = Landing(CELLS)
-        self.fabric.register([*self.caches.kv.regions(), self.landing.region()])
-        self.landing.prepare(self.fabric)
+        self.slot_reads = SlotReads(ENTRIES)
+        self.fabric.register([*self.caches.kv.regions(), self.slot_reads.region()])
+        self.slot_reads.prepare(self.fabric)
         here, there = self._engine("C", self.caches, b"-"), self._engine("P", self.remote, self.producer.metadata())
         self.good = (there, plan_transfer(here, 0, there))
         self.asked: list[PeerKey] = []
@@ -63,7 +63,7 @@ class Scene:
             self.reader,
             self.caches.kv,
             None,
-            self.landing,
+            self.slot_reads,
             self._handshake,
             self.awake.set,
             timeout_s=1.0,
@@ -112,7 +112,7 @@ class Scene:
         raise HandshakeFailed("nobody is there")
 
     def nothing_is_left(self) -> bool:
-        return self.landing.free() == CELLS and self.fabric.transfers() == 0 and not self.fabric.peers
+        return self.slot_reads.free() == ENTRIES and self.fabric.transfers() == 0 and not self.fabric.peers
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_peer_is_ready_after_a_real_read_and_gives_its_cells_back(scene: Scene
     peer = scene.connect(0.0)
     assert isinstance(peer, Peer)
     assert scene.fabric.calls["post_read"] == len(peer.routes) == 1
-    assert scene.landing.free() == CELLS
+    assert scene.slot_reads.free() == ENTRIES
     assert scene.fabric.transfers() == 0
     assert not scene.registry.busy()
 
@@ -180,7 +180,7 @@ def test_a_first_read_that_does_not_end_gives_nothing_back_before_it_has(scene: 
     assert found.reason is FailureReason.HANDSHAKE
     assert scene.registry.burying()
     assert not scene.registry.busy()
-    assert scene.landing.free() == CELLS - 1
+    assert scene.slot_reads.free() == ENTRIES - 1
     scene.network.thaw("producer")
     scene.registry.step(2.0, ())
     assert scene.nothing_is_left()
@@ -227,11 +227,11 @@ def test_engines_that_do_not_answer_cannot_pile_up_without_bound(scene: Scene) -
 
 
 def test_without_a_free_cell_a_peer_is_tried_again_later(scene: Scene) -> None:
-    taken = scene.landing.try_take(CELLS)
+    taken = scene.slot_reads.try_take(ENTRIES)
     assert taken is not None
     assert isinstance(scene.connect(0.0), Unavailable)
     assert not scene.fabric.peers
-    scene.landing.give_back(taken)
+    scene.slot_reads.give_back(taken)
     assert isinstance(scene.connect(100.0), Peer)
 
 
@@ -254,7 +254,7 @@ def test_a_peer_that_is_not_read_from_for_its_time_is_forgotten_and_met_anew(sce
     assert scene.fabric.peers == {key.engine_id}
     scene.registry.step(150.0 + TTL_S, ())
     assert scene.nothing_is_left()
-    assert scene.fabric.prepared() == 1, "the landing's own"
+    assert scene.fabric.prepared() == 1, "that of the slot reads"
     assert scene.registry.next_s() is None
     assert isinstance(scene.connect(150.0 + TTL_S, key), Peer), "it is not held against it"
 
@@ -312,10 +312,10 @@ def test_what_comes_and_goes_by_the_thousand_leaves_nothing(scene: Scene, monkey
         if number % 3 == 0:
             scene.registry.lost(peer, "the test wanted it", now_s)
         assert len(scene.fabric.peers) <= 3
-        assert scene.landing.free() == CELLS
+        assert scene.slot_reads.free() == ENTRIES
     scene.registry.step(now_s + 2 * TTL_S, ())
     assert scene.nothing_is_left()
-    assert scene.fabric.prepared() == 1, "the landing's own"
+    assert scene.fabric.prepared() == 1, "that of the slot reads"
     assert scene.fabric.open_handles() == OpenHandles(prepared=1)
     assert scene.registry.describe().startswith("0 ready, 0 warming, 0 dying, 0 retired, 0 asked")
 
@@ -415,11 +415,11 @@ def test_a_peer_that_could_not_be_prewarmed_is_left_alone_for_the_usual_time(sce
 
 def test_no_peer_is_prewarmed_that_would_push_out_a_peer_or_take_the_cells_of_loads(scene: Scene) -> None:
     first, second, third, fourth = fleet(scene, 4)
-    taken = scene.landing.try_take(CELLS // 2 + 1)
+    taken = scene.slot_reads.try_take(ENTRIES // 2 + 1)
     assert taken is not None
     ahead(scene, 0.0, first)
     assert scene.asked == []
-    scene.landing.give_back(taken)
+    scene.slot_reads.give_back(taken)
     for key in (first, second, third, fourth):
         ahead(scene, 1.0, key)
     assert scene.asked == [first, second, third]

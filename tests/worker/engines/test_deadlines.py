@@ -57,7 +57,7 @@ def test_a_stuck_load_is_reported_at_once_and_its_blocks_are_named_until_its_rea
     consumer.set_timeouts()
     assert (consumer.caches.cells(0)[list(load.blocks)] != POISON).any(), "it did write, as late as this"
     assert consumer.fabric.transfers() == 0
-    assert consumer.worker._landing.free() == len(consumer.worker._landing.words)
+    assert consumer.worker._slot_reads.free() == len(consumer.worker._slot_reads.words)
     assert load.request_id not in consumer.seen.loaded
     rig.transfer(producer, consumer)
 
@@ -85,7 +85,7 @@ def test_a_load_of_a_producer_that_never_finishes_misses_its_deadline_and_leaves
     assert TIMEOUT_S - 0.01 < time.monotonic() - began_s < SETTINGS.load_timeout_s
     assert consumer.seen.failed == {load.request_id: FailureReason.DEADLINE}
     rig.step_until(lambda: not consumer.seen.alive, "its slot read has ended", only=consumer)
-    assert consumer.worker._landing.free() == len(consumer.worker._landing.words)
+    assert consumer.worker._slot_reads.free() == len(consumer.worker._slot_reads.words)
 
 
 def test_a_load_that_never_gets_its_turn_misses_its_deadline(rig: Rig) -> None:
@@ -140,14 +140,14 @@ def _fails_in_time(rig: Rig, consumer: Engine, load: OrderedLoad) -> None:
 def test_a_load_that_waits_for_cells_misses_its_deadline(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    landing = consumer.worker._landing
-    cells = landing.try_take(landing.free())
-    assert cells is not None
+    slot_reads = consumer.worker._slot_reads
+    entries = slot_reads.try_take(slot_reads.free())
+    assert entries is not None
     consumer.set_timeouts(load_s=TIMEOUT_S)
     load = consumer.load(producer.prefill(tokens=10).params)
     _fails_in_time(rig, consumer, load)
     assert not consumer.seen.alive
-    landing.give_back(cells)
+    slot_reads.give_back(entries)
     consumer.set_timeouts()
     rig.transfer(producer, consumer)
 

@@ -56,7 +56,7 @@ def test_a_load_is_over_while_the_read_behind_its_message_is_in_flight(rig: Rig)
     consumer.worker.check_integrity()
     rig.network.thaw(producer.fabric.agent_name)
     comes_to_rest(consumer.worker)
-    assert consumer.worker._landing.free() == len(consumer.worker._landing.words)
+    assert consumer.worker._slot_reads.free() == len(consumer.worker._slot_reads.words)
 
 
 @pytest.mark.parametrize("error", [PeerLost("test", "gone"), TransferFailed("test", "of the test")])

@@ -66,7 +66,7 @@ def test_a_worker_moves_its_caches_and_its_staging_pool_before_they_are_register
     assert none == 0.0, "unless it is asked for"
     caches = {int(storage.ctypes.data) for storage in producer.caches.memory}
     assert caches < moved < all_of_it
-    assert len(moved) == len(caches) + 1, "the pool; not the lease table and the cells where slots land"
+    assert len(moved) == len(caches) + 1, "the pool; not the lease table and the entries for slot reads"
     load = consumer.load(producer.prefill(tokens=10, seed=7).params)
     assert rig.until_over(consumer, load) is None
     consumer.check_bytes(load, seed=7)

@@ -103,9 +103,9 @@ def test_a_first_read_that_failed_keeps_its_cell_for_the_grace(
         rig.network.fail_reads(producer.fabric.agent_name)
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
-    landing, registry = consumer.worker._landing, consumer.worker._registry
+    slot_reads, registry = consumer.worker._slot_reads, consumer.worker._registry
     assert registry is not None
-    assert landing.free() == len(landing.words) - 1
+    assert slot_reads.free() == len(slot_reads.words) - 1
     assert registry.burying()
     consumer.worker.check_integrity()
     assert consumer.worker._thread is not None

@@ -15,15 +15,15 @@ from tests.worker.engine_rig import SETTINGS, Engine, Rig
 from tests.worker.toy_caches import CacheShape
 
 
-def _steal_a_cell(engine: Engine) -> Callable[[], object]:
-    cells = engine.worker._landing.try_take(1)
-    assert cells is not None
-    return lambda: engine.worker._landing.give_back(cells)
+def _steal_an_entry(engine: Engine) -> Callable[[], object]:
+    entries = engine.worker._slot_reads.try_take(1)
+    assert entries is not None
+    return lambda: engine.worker._slot_reads.give_back(entries)
 
 
-def _free_a_cell_twice(engine: Engine) -> Callable[[], object]:
-    engine.worker._landing._free.append(3)
-    return engine.worker._landing._free.pop
+def _free_an_entry_twice(engine: Engine) -> Callable[[], object]:
+    engine.worker._slot_reads._free.append(3)
+    return engine.worker._slot_reads._free.pop
 
 
 def _steal_a_wave(engine: Engine) -> Callable[[], object]:
@@ -35,8 +35,8 @@ def _steal_a_wave(engine: Engine) -> Callable[[], object]:
 
 
 def _prepare_a_list(engine: Engine) -> Callable[[], object]:
-    landing = engine.worker._landing
-    row = (int(landing.words.ctypes.data), 8, 0, 8, 1)
+    slot_reads = engine.worker._slot_reads
+    row = (int(slot_reads.words.ctypes.data), 8, 0, 8, 1)
     made = engine.fabric.inner.prepare_local(DescriptorRows.of(MemoryKind.DRAM, [row]))
     return lambda: engine.fabric.inner.release(made)
 
@@ -46,7 +46,7 @@ def _post_a_read(engine: Engine) -> Callable[[], object]:
     assert registry is not None
     (peer,) = registry.peers()
     zero = np.zeros(1, dtype=np.int32)
-    made = engine.fabric.inner.post_read(engine.worker._landing.descriptors, zero, peer.routes[0].slots, zero)
+    made = engine.fabric.inner.post_read(engine.worker._slot_reads.descriptors, zero, peer.routes[0].slots, zero)
     return lambda: engine.fabric.inner.release(made)
 
 
@@ -56,8 +56,8 @@ def _write_a_word(engine: Engine) -> Callable[[], object]:
 
 
 BREAKS = {
-    "a cell that nobody has": (_steal_a_cell, "4608 cells are not 4607 free + 0 taken"),
-    "a cell that is free twice": (_free_a_cell_twice, "4608 cells are not 4609 free + 0 taken"),
+    "an entry without an owner": (_steal_an_entry, "4608 entries are not 4607 free + 0 taken"),
+    "an entry that is free twice": (_free_an_entry_twice, "4608 entries are not 4609 free + 0 taken"),
     "a wave that nobody has": (_steal_a_wave, "the pool gave out"),
     "a list that nobody has": (_prepare_a_list, "prepared,"),
     "a transfer that nobody has": (_post_a_read, "the fabric has 1 transfers, 0 are known"),
@@ -78,7 +78,7 @@ def test_what_does_not_add_up_is_found_with_all_the_sums(
     assert text in str(error.value)
     for sums in (
         "loads: 0 waiting",
-        "cells: 4608 =",
+        "entries: 4608 =",
         "peers: 1 ready",
         "the fabric has OpenHandles(",
         "pool: ",
@@ -113,7 +113,7 @@ def test_an_idle_worker_checks_by_itself_counts_each_time_and_shows_an_error_onc
 ) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    mend = _steal_a_cell(consumer)
+    mend = _steal_an_entry(consumer)
     assert consumer.worker._thread is not None
     for count in (1, 2, 3):
         consumer.worker._thread.wake()

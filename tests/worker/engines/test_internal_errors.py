@@ -27,7 +27,7 @@ def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recovers(rig: Rig, producer: Engine, consumer: Engine) -> None:
-    """With the fabric as it should be, everything comes back: blocks, cells, transfers, and the next load is good."""
+    """With the fabric as it should be, everything comes back: blocks, entries, transfers, and the next load is good."""
     consumer.fabric.faults.clear()
     rig.step_until(lambda: not consumer.seen.alive, "the quarantine is over")
     rig.step_until(lambda: len(producer.leases) == 0, "the producer's blocks are free")
@@ -35,7 +35,7 @@ def recovers(rig: Rig, producer: Engine, consumer: Engine) -> None:
         lambda: not consumer.worker._registry or not consumer.worker._registry.burying(), "the failed peer is buried"
     )
     rig.step_until(lambda: _works(rig, producer, consumer), "a later load is good")
-    assert consumer.worker._landing.free() == len(consumer.worker._landing.words)
+    assert consumer.worker._slot_reads.free() == len(consumer.worker._slot_reads.words)
 
 
 def _works(rig: Rig, producer: Engine, consumer: Engine) -> bool:

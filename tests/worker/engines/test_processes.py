@@ -68,7 +68,7 @@ class EngineProcess:
         return self.order(do="load", params=params, seed=seed)
 
     def state(self) -> dict[str, Any]:
-        """How many leases there are, failed loads that may be written, and landing cells in use."""
+        """How many leases there are, failed loads that may be written, and entries for slot reads in use."""
         answer = self.answer(self.order(do="state"))
         return {key: value for key, value in answer.items() if key != "id"}
 
@@ -151,7 +151,7 @@ def test_loads_survive_a_producer_that_is_killed_and_started_again(
     # Back at the same address with another boot.
     started.append(EngineProcess("P", port, ucx=ucx).started())
     _transfer(started[-1], consumer, seed=3)
-    wait_until(lambda: consumer.state() == {"leases": 0, "alive": 0, "cells": 0}, "nothing is left")
+    wait_until(lambda: consumer.state() == {"leases": 0, "alive": 0, "entries": 0}, "nothing is left")
 
 
 def test_a_consumer_that_is_killed_costs_the_producer_a_lease_and_no_more(started: list[EngineProcess]) -> None:

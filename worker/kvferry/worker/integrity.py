@@ -2,10 +2,10 @@
 
 | of | taken | by |
 | --- | --- | --- |
-| the landing's cells | all that are not free | loads that run or are quarantined, first reads |
+| the entries for slot reads | all that are not free | loads that run or are quarantined, first reads |
 | the staging pool | waves that are out | staged reads of these loads, quarantined ones by quarantined loads |
 | the fabric's transfers | not released | these loads, first reads |
-| its prepared lists | not released | the landing, peers |
+| its prepared lists | not released | the slot reads, peers |
 | its peers | not removed | peers |
 | the lease table | words that are not empty | leases |
 """
@@ -21,7 +21,7 @@ from kvferry.worker.fabric.reads import Reader
 from kvferry.worker.leases.pending_ready import UnreadyHolds
 from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.loads.runner import LoadRunner
-from kvferry.worker.memory.slot_reads import Landing
+from kvferry.worker.memory.slot_reads import SlotReads
 from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.staging.buffer import Staging
 
@@ -31,7 +31,7 @@ class WorkerBooks:
     """Everything of a worker that is counted. Belongs to the transfer thread."""
 
     reader: Reader
-    landing: Landing
+    slot_reads: SlotReads
     staging: Staging | None
     table: LeaseTable
     unready: UnreadyHolds
@@ -56,14 +56,15 @@ class WorkerBooks:
 
     def describe(self) -> str:
         """All the sums in a line."""
-        runner, landing = self.runner, self.landing
+        runner, slot_reads = self.runner, self.slot_reads
         first_reads, loads = self.registry.first_reads(), list(runner.alive())
         pool = self.staging.pool if self.staging is not None else None
         return (
             f"loads: {runner.waiting()} waiting, {len(loads) - len(runner.quarantine) - runner.flushing()} running, "
             f"{runner.flushing()} flushing, {len(runner.quarantine)} quarantined; peers: {self.registry.describe()}; "
-            f"cells: {len(landing.words)} = {landing.free()} free + {sum(len(one.cells) for one in loads)} of loads + "
-            f"{sum(len(one.cells) for one in first_reads)} of first reads; "
+            f"entries: {len(slot_reads.words)} = {slot_reads.free()} free + "
+            f"{sum(len(one.entries) for one in loads)} of loads + "
+            f"{sum(len(one.entries) for one in first_reads)} of first reads; "
             f"transfers: {sum(one.transfers() for one in loads)} of loads, "
             f"{sum(len(one.reads) for one in first_reads)} of first reads; "
             f"not taken back: {len(self.reader.refused())}; the fabric has {self.reader.fabric.open_handles()}; "
@@ -72,14 +73,16 @@ class WorkerBooks:
         )
 
     def _cells(self) -> list[str]:
-        landing = self.landing
-        owners = [one.cells for one in self.runner.alive()] + [one.cells for one in self.registry.first_reads()]
-        taken = Counter(cell for cells in owners for cell in cells)
-        wrong = [f"cell {cell} has {count} owners" for cell, count in taken.items() if count > 1]
-        if taken:  # a set of all free cells takes a while, and an idle worker has taken none
-            wrong += [f"cell {cell} is free and taken" for cell in landing.free_cells() & taken.keys()]
-        if landing.free() + sum(taken.values()) != len(landing.words):
-            wrong.append(f"{len(landing.words)} cells are not {landing.free()} free + {sum(taken.values())} taken")
+        slot_reads = self.slot_reads
+        owners = [one.entries for one in self.runner.alive()] + [one.entries for one in self.registry.first_reads()]
+        taken = Counter(entry for entries in owners for entry in entries)
+        wrong = [f"entry {entry} has {count} owners" for entry, count in taken.items() if count > 1]
+        if taken:  # a set of all free entries takes a while, and an idle worker has taken none
+            wrong += [f"entry {entry} is free and taken" for entry in slot_reads.free_entries() & taken.keys()]
+        if slot_reads.free() + sum(taken.values()) != len(slot_reads.words):
+            wrong.append(
+                f"{len(slot_reads.words)} entries are not {slot_reads.free()} free + {sum(taken.values())} taken"
+            )
         return wrong
 
     def _handles(self) -> list[str]:
@@ -91,7 +94,7 @@ class WorkerBooks:
             "transfers": sum(one.transfers() for one in self.runner.alive())
             + sum(len(one.reads) for one in self.registry.first_reads())
             + sum(isinstance(one, Transfer) for one in refused),
-            "prepared": self.landing.is_prepared + sum(len(peer.made) for peer in peers) - agents + lists,
+            "prepared": self.slot_reads.is_prepared + sum(len(peer.made) for peer in peers) - agents + lists,
             "peers": agents + sum(isinstance(one, str) for one in refused),
         }
         found = {"transfers": has.transfers, "prepared": has.prepared, "peers": has.peers}

@@ -113,7 +113,7 @@ class TransferThread:
         self._reports = Reports(context.fabric, self._table, self.results)
         self._books = WorkerBooks(
             reader=context.reader,
-            landing=context.landing,
+            slot_reads=context.slot_reads,
             staging=context.staging,
             table=self._table,
             unready=self._unready,

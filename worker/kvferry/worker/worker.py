@@ -29,7 +29,7 @@ from kvferry.worker.loads.watchdog import LoadWatch
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.device import clock_for
 from kvferry.worker.memory.huge_pages import use_huge_pages
-from kvferry.worker.memory.slot_reads import Landing
+from kvferry.worker.memory.slot_reads import SlotReads
 from kvferry.worker.peers.handshake_client import AskingThreads, fetch_description
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.peers.plan_cache import PlanCache
@@ -45,8 +45,8 @@ _STAGING_BYTES = {"cuda": 256 << 20}
 _STAGING_BYTES_OF_OTHERS = 64 << 20
 """Default sizes of the staging pool."""
 
-_CELLS_PER_LOAD = 8
-_MORE_CELLS = 4096
+_ENTRIES_PER_LOAD = 8
+_MORE_ENTRIES = 4096
 """Where lease slots land: one word per producer worker and load."""
 
 _PLANS_AT_ONCE = 4
@@ -91,7 +91,7 @@ class FerryWorker:
         self._index = index
         self._settings = settings
         self._table = LeaseTable(settings.lease_slots)
-        self._landing = Landing(_CELLS_PER_LOAD * settings.max_loads + _MORE_CELLS)
+        self._slot_reads = SlotReads(_ENTRIES_PER_LOAD * settings.max_loads + _MORE_ENTRIES)
         self._fabric = make_fabric(f"{engine_id}/{place}/{uuid.uuid4().hex[:12]}")
         self._staging = _staging(caches, settings)
         self._mirror = HostMirror(caches, groups) if settings.host_buffer and settings.is_read_from else None
@@ -106,8 +106,8 @@ class FerryWorker:
             self._host_memory.append(self._staging.memory)
         for memory in self._host_memory:
             memory.pin()  # not earlier: pages that are pinned cannot become huge ones
-        self._fabric.register([*cache_regions, table_region, self._landing.region(), *pool])
-        self._landing.prepare(self._fabric)
+        self._fabric.register([*cache_regions, table_region, self._slot_reads.region(), *pool])
+        self._slot_reads.prepare(self._fabric)
         self.description = WorkerDescription(
             place=place,
             agent=self._fabric.agent_name,
@@ -192,7 +192,7 @@ class FerryWorker:
         return results
 
     def check_integrity(self, *, at_rest: bool = False) -> None:
-        """Whether everything that was taken belongs to somebody: cells, waves, handles, words of the lease table.
+        """Whether everything that was taken belongs to a live owner: entries, waves, handles, words of the lease table.
 
         The transfer thread does it, between two steps. May wait for it, so it is nothing for an engine's step.
 
@@ -227,7 +227,7 @@ class FerryWorker:
                 reader,
                 self._caches,
                 self._staging,
-                self._landing,
+                self._slot_reads,
                 self._handshake,
                 thread.wake,
                 settings.handshake_timeout_s,
@@ -238,7 +238,7 @@ class FerryWorker:
                 LoadContext(
                     reader=reader,
                     registry=self._registry,
-                    landing=self._landing,
+                    slot_reads=self._slot_reads,
                     staging=self._staging,
                     caches=self._caches,
                     tail_zeroing=self._tail_zeroing,

@@ -32,7 +32,7 @@ from kvferry.worker.loads.record import LoadFigures, LoadTimes, Stage
 from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.device import DeviceMark
-from kvferry.worker.memory.slot_reads import Landing
+from kvferry.worker.memory.slot_reads import SlotReads
 from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
 from kvferry.worker.staging.buffer import Staging
@@ -71,7 +71,7 @@ class LoadContext:
 
     reader: Reader
     registry: PeerRegistry
-    landing: Landing
+    slot_reads: SlotReads
     staging: Staging | None
     caches: KvCaches
     tail_zeroing: TailZeroing
@@ -94,7 +94,7 @@ class Load:
         mark: when it is reached, the device has finished everything that was launched before the blocks were given
             to this request.
         peer: the peer it reads from, once connected.
-        reads: what may still be written: into the request's blocks, or into `cells`.
+        reads: what may still be written: into the request's blocks, or into `entries`.
         staged: what goes through the staging pool, and may still write too.
         zeroed: when the device has zeroed what was not loaded; until then it may still write as well.
         figures: set when the load is good.
@@ -111,7 +111,7 @@ class Load:
     reads: Reads = field(init=False)
     staged: StagedReads | None = None
     zeroed: DeviceMark | None = None
-    cells: tuple[int, ...] = ()
+    entries: tuple[int, ...] = ()
     figures: LoadFigures | None = None
     undelivered: int = 0
 
@@ -172,9 +172,9 @@ class Load:
             Whether nothing is in flight: the blocks are safe to use again.
         """
         none_is_read = self.reads.settle()
-        if none_is_read and self.cells:
-            self.context.landing.give_back(self.cells)
-            self.cells = ()
+        if none_is_read and self.entries:
+            self.context.slot_reads.give_back(self.entries)
+            self.entries = ()
         staged_is_safe = self.staged is None or self.staged.settle()
         is_zeroed = self.zeroed is None or self.zeroed.reached()
         return none_is_read and staged_is_safe and is_zeroed
@@ -227,13 +227,13 @@ class Load:
         if not peer.routes:
             return  # this worker holds nothing of the model's caches, and nobody has to be told
         yield from self._take_cells(len(peer.routes))
-        words = self.context.landing.words
+        words = self.context.slot_reads.words
         while True:
-            words[list(self.cells)] = 0
-            handles = [self._read_slot(route, cell) for route, cell in zip(peer.routes, self.cells, strict=True)]
+            words[list(self.entries)] = 0
+            handles = [self._read_slot(route, entry) for route, entry in zip(peer.routes, self.entries, strict=True)]
             yield from self._finish(handles)
             self._release(handles)
-            found = {int(words[cell]) for cell in self.cells}
+            found = {int(words[entry]) for entry in self.entries}
             if found == {ready}:
                 return
             if not (wait_until_ready and found <= {ready, computing}):
@@ -243,18 +243,23 @@ class Load:
             while time.monotonic() < again_s:
                 yield
 
-    def _read_slot(self, route: PeerRoute, cell: int) -> Transfer:
-        """Read the lease's slot on one producer worker into `cell`."""
+    def _read_slot(self, route: PeerRoute, entry: int) -> Transfer:
+        """Read the lease's slot on one producer worker into `entry`."""
         slot = np.array([self.order.source.kvferry.lease_slot], dtype=np.int32)
-        return self.reads.post(self.context.landing.descriptors, np.array([cell], dtype=np.int32), route.slots, slot)
+        return self.reads.post(
+            self.context.slot_reads.descriptors, np.array([entry], dtype=np.int32), route.slots, slot
+        )
 
     def _take_cells(self, count: int) -> Steps:
-        if count > len(self.context.landing.words):
-            raise LoadFailed(FailureReason.PLAN, f"{count} producer workers; expected at most as many as cells land")
-        while not self.cells:
-            taken = self.context.landing.try_take(count)
+        if count > len(self.context.slot_reads.words):
+            raise LoadFailed(
+                FailureReason.PLAN,
+                f"{count} producer workers; expected at most as many as there are entries for slot reads",
+            )
+        while not self.entries:
+            taken = self.context.slot_reads.try_take(count)
             if taken is not None:
-                self.cells = taken
+                self.entries = taken
                 return
             yield
 
@@ -331,7 +336,7 @@ class Load:
             try:
                 self.context.fabric.notify(route.agent, encode_notification(message))
                 with contextlib.suppress(FabricError):
-                    self._read_slot(route, self.cells[index])
+                    self._read_slot(route, self.entries[index])
             except FabricError:
                 self.undelivered += 1  # the producer will free the blocks when their lease runs out
             except Exception:  # noqa: BLE001 - shown, with its traceback

@@ -108,7 +108,7 @@ class LoadRunner:
         return self._in_use
 
     def alive(self) -> Iterator[Load]:
-        """Loads that may have something: cells, waves, transfers."""
+        """Loads that may have something: entries, waves, transfers."""
         yield from self._running
         yield from self._flushing
         yield from self.quarantine

@@ -24,7 +24,7 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.port import Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads
 from kvferry.worker.memory.caches import KvCaches
-from kvferry.worker.memory.slot_reads import Landing
+from kvferry.worker.memory.slot_reads import SlotReads
 from kvferry.worker.peers.handshakes import Found, Handshakes
 from kvferry.worker.peers.peer import Handshake, Peer, PeerKey, connect, disconnect
 from kvferry.worker.peers.retry import BackOff, StaticPeers, Unavailable
@@ -46,7 +46,7 @@ class Warming:
     """A first read: a real small one connects for certain, which nothing else in NIXL does.
 
     Attributes:
-        reads: what may still land in `cells`.
+        reads: reads that may still write `entries`.
         transfers: the reads that were posted.
         described_s: how long its description and the plan took, from the first request for it.
         prepared_s: how long the fabric took to prepare it.
@@ -54,7 +54,7 @@ class Warming:
 
     peer: Peer
     reads: Reads
-    cells: tuple[int, ...]
+    entries: tuple[int, ...]
     deadline_s: float
     transfers: list[Transfer]
     described_s: float
@@ -77,7 +77,7 @@ class PeerRegistry:
         reader: Reader,
         caches: KvCaches,
         staging: Staging | None,
-        landing: Landing,
+        slot_reads: SlotReads,
         handshake: Handshake,
         wake: Callable[[], None],
         timeout_s: float,
@@ -88,7 +88,7 @@ class PeerRegistry:
         self._reader = reader
         self._caches = caches
         self._staging = staging
-        self._landing = landing
+        self._slot_reads = slot_reads
         self._timeout_s = timeout_s
         self._ttl_s = ttl_s
         self._most_peers = most_peers
@@ -175,7 +175,7 @@ class PeerRegistry:
             or key in self._warming
             or self._back_off.why_not(key, now_s) is not None
             or known >= self._most_peers  # it would push one out
-            or 2 * self._landing.free() < len(self._landing.words)
+            or 2 * self._slot_reads.free() < len(self._slot_reads.words)
         ):
             return
         self._handshakes.ask_ahead(key)
@@ -234,25 +234,25 @@ class PeerRegistry:
         description, plan = found
         self._retire_former_lives(key)
         self._disconnect_retired(in_use)  # now: under another address its agents have the names of the new ones
-        cells = self._landing.try_take(len(plan.routes))
-        if cells is None:
+        entries = self._slot_reads.try_take(len(plan.routes))
+        if entries is None:
             self._give_up(key, Unavailable(FailureReason.HANDSHAKE, "too many reads in flight"), now_s)
             return
         began_s = time.perf_counter()
         try:
             peer = connect(self._reader, self._caches, self._staging, key, description, plan)
         except Exception as error:  # noqa: BLE001 - judged in _failed
-            self._landing.give_back(cells)
+            self._slot_reads.give_back(entries)
             self._failed(key, error, now_s)
             return
         described_s, prepared_s = now_s - self._asked_s.get(key, now_s), time.perf_counter() - began_s
-        warming = Warming(peer, self._reader.reads(), cells, now_s + self._timeout_s, [], described_s, prepared_s)
+        warming = Warming(peer, self._reader.reads(), entries, now_s + self._timeout_s, [], described_s, prepared_s)
         self._warming[key] = warming
         try:
-            for cell, route in zip(cells, peer.routes, strict=True):
-                where = np.array([cell], dtype=np.int32)
+            for entry, route in zip(entries, peer.routes, strict=True):
+                where = np.array([entry], dtype=np.int32)
                 first = np.zeros(1, dtype=np.int32)
-                warming.transfers.append(warming.reads.post(self._landing.descriptors, where, route.slots, first))
+                warming.transfers.append(warming.reads.post(self._slot_reads.descriptors, where, route.slots, first))
         except Exception as error:  # noqa: BLE001 - judged in _failed
             self._abandon(key, warming, error, now_s)
 
@@ -270,7 +270,7 @@ class PeerRegistry:
             return True
         for read in warming.transfers:
             warming.reads.finished(read)
-        self._landing.give_back(warming.cells)
+        self._slot_reads.give_back(warming.entries)
         del self._warming[key]
         self._back_off.succeeded(key)
         self._ready[key] = _Ready(warming.peer, now_s)
@@ -297,7 +297,7 @@ class PeerRegistry:
         """Give everything back once no read can land any more; a read that was not aborted still may."""
         if not warming.reads.settle():
             return False
-        self._landing.give_back(warming.cells)
+        self._slot_reads.give_back(warming.entries)
         disconnect(self._reader, warming.peer)
         return True
 

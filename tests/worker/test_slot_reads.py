@@ -1,4 +1,4 @@
-"""Landing cells: each belongs to one reader at a time, and descriptor `i` lands in cell `i`."""
+"""Entries for slot reads: each belongs to one reader at a time, and descriptor `i` reads into entry `i`."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region, TransferState
-from kvferry.worker.memory.slot_reads import Landing
+from kvferry.worker.memory.slot_reads import SlotReads
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 
 
 @given(wishes=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=60))
-def test_no_cell_has_two_owners_and_all_come_back(wishes: list[tuple[bool, int]]) -> None:
-    landing, owned = Landing(8), list[tuple[int, ...]]()
+def test_no_entry_has_two_owners_and_all_come_back(wishes: list[tuple[bool, int]]) -> None:
+    slot_reads, owned = SlotReads(8), list[tuple[int, ...]]()
     for take, number in wishes:
         if take:
-            cells = landing.try_take(number)
+            entries = slot_reads.try_take(number)
             taken = sum(len(one) for one in owned)
-            assert (cells is None) == (number > 8 - taken)
-            if cells is not None:
-                assert len(cells) == number
-                owned.append(cells)
+            assert (entries is None) == (number > 8 - taken)
+            if entries is not None:
+                assert len(entries) == number
+                owned.append(entries)
         elif owned:
-            landing.give_back(owned.pop(number % len(owned)))
-        out = [cell for one in owned for cell in one]
+            slot_reads.give_back(owned.pop(number % len(owned)))
+        out = [entry for one in owned for entry in one]
         assert len(set(out)) == len(out)
         assert set(out) <= set(range(8))
-        assert landing.free() == 8 - len(out)
+        assert slot_reads.free() == 8 - len(out)
 
 
-def test_a_slot_lands_in_its_cell_and_in_no_other() -> None:
+def test_a_slot_is_read_into_its_entry_and_into_no_other() -> None:
     network = MemoryNetwork()
     producer, consumer = MemoryFabric("p", network), MemoryFabric("c", network)
     slots = np.arange(1, 5, dtype=np.uint64)
     producer.register([Region(slots.ctypes.data, slots.nbytes, MemoryKind.DRAM)])
-    landing = Landing(6)
-    consumer.register([landing.region()])
-    landing.prepare(consumer)
+    slot_reads = SlotReads(6)
+    consumer.register([slot_reads.region()])
+    slot_reads.prepare(consumer)
     peer = consumer.add_peer(producer.metadata())
     row = (slots.ctypes.data, 8, 0, 8, len(slots))
     remote = consumer.prepare_remote(peer, DescriptorRows.of(MemoryKind.DRAM, [row]))
     read = consumer.post_read(
-        landing.descriptors, np.array([5, 2], dtype=np.int32), remote, np.array([0, 3], dtype=np.int32)
+        slot_reads.descriptors, np.array([5, 2], dtype=np.int32), remote, np.array([0, 3], dtype=np.int32)
     )
     assert consumer.poll(read) is TransferState.DONE
-    assert landing.words.tolist() == [0, 0, 4, 0, 0, 1]
+    assert slot_reads.words.tolist() == [0, 0, 4, 0, 0, 1]
 
 
 def test_descriptors_are_not_to_be_had_before_they_are_prepared() -> None:
     with pytest.raises(RuntimeError, match="prepared"):
-        _ = Landing(1).descriptors
+        _ = SlotReads(1).descriptors
