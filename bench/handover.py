@@ -107,16 +107,16 @@ def _measure_length(bench: Bench, loads: Loads, bare: BareNixl | None, tokens: i
         reads, loop = bare.reads(pieces), bare
         rivals[BARE] = lambda: loop.read(reads)
     ms: dict[str, list[float]] = {name: [] for name in (HANDOVER, *rivals)}
-    figures = None
+    totals = None
     for turn, lease in enumerate(bench.leases(turns + 1)):
         loaded = loads.load([loads.order(lease, num_bytes)])
         took_s = {HANDOVER: loaded.seconds} | {name: _seconds(rival) for name, rival in rivals.items()}
         if turn:  # the first one warms up
             for name, seconds in took_s.items():
                 ms[name].append(1e3 * seconds)
-        figures = loaded.figures[0]
-    assert figures is not None
-    return Measured(loads.scenario.name, tokens, ms, figures.descriptors, figures.staged_bytes)
+        totals = loaded.totals[0]
+    assert totals is not None
+    return Measured(loads.scenario.name, tokens, ms, totals.descriptors, totals.staged_bytes)
 
 
 def _copy(bench: Bench, num_bytes: int) -> None:

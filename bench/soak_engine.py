@@ -162,8 +162,8 @@ class SoakEngine(CacheEngine):
     def _collect(self, worker: FerryWorker) -> None:
         index = self.workers.index(worker)
         results = worker.take_results()
-        self.moved_bytes += sum(figures.transferred_bytes for figures in results.figures)
-        self.staged_bytes += sum(figures.staged_bytes for figures in results.figures)
+        self.moved_bytes += sum(totals.transferred_bytes for totals in results.totals)
+        self.staged_bytes += sum(totals.staged_bytes for totals in results.totals)
         for name in ("undelivered", "bad_notifications", "late_notifications"):
             self.counts[name] += getattr(results, name)
         if results.alive is not None:

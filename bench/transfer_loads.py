@@ -19,7 +19,7 @@ from kvferry.protocol.params_mac import sign_params
 from kvferry.worker import transfer_thread
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import Fabric, PeerAgent
-from kvferry.worker.loads.record import LoadFigures
+from kvferry.worker.loads.record import LoadTotals
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.peers.peer import Peer
 from kvferry.worker.worker import MakeFabric
@@ -78,7 +78,7 @@ class Loaded:
 
     seconds: float
     result_s: float
-    figures: tuple[LoadFigures, ...]
+    totals: tuple[LoadTotals, ...]
     stamps: tuple[Stamp, ...] = ()
 
 
@@ -171,7 +171,7 @@ class Loads:
         return Loaded(
             seconds=(max(box.reported_ns, box.told_ns) - begun_ns) / 1e9,
             result_s=(box.reported_ns - begun_ns) / 1e9,
-            figures=tuple(results.figures),
+            totals=tuple(results.totals),
             stamps=ends if stamped else (),
         )
 

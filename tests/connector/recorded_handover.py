@@ -53,7 +53,7 @@ def hand_over_recorded(
         assert all(torch.equal(*pair) for pair in zip(held, _contents(source), strict=True))
         for (one, loaded), old, now in zip(target.loaded_bytes(ours), before, _contents(target), strict=True):
             assert torch.equal(now[~loaded], old[~loaded]), f"{one.place}: bytes of other blocks have changed"
-        return sum(figures.transferred_bytes for figures in consumer.figures)
+        return sum(totals.transferred_bytes for totals in consumer.totals)
 
 
 def _contents(engine: RecordedEngine) -> list[torch.Tensor]:

@@ -28,14 +28,14 @@ from kvferry.connector.metrics.tables import COUNTERS, HISTOGRAMS, RECOMPUTE_REA
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.state.counters import CounterKey
-from kvferry.worker.loads.record import EndedLoad, LoadFigures, LoadTimes, Stage
+from kvferry.worker.loads.record import LoadRecord, LoadTotals, Stage, StageTimes
 from kvferry.worker.loads.results import StepResults
 from kvferry.worker.peers.peer import PeerKey
 from tests.engine_core.configs import vllm_config
 from tests.engine_core.step_count import StepCount
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FIGURES = LoadFigures(
+TOTALS = LoadTotals(
     planned_bytes=100,
     planned_descriptors=9,
     transferred_bytes=90,
@@ -47,20 +47,20 @@ FIGURES = LoadFigures(
 SOURCE = PeerKey("host", 1, "engine", "0" * 32)
 
 
-def times() -> LoadTimes:
+def times() -> StageTimes:
     """1 s, 2 s, 4 s, 8 s, 16 s and 32 s, by stage."""
-    made = LoadTimes(100.0, relayout_s=0.125)
+    made = StageTimes(100.0, relayout_s=0.125)
     for stage, now_s in zip([*Stage][1:], (101.0, 103.0, 107.0, 115.0, 131.0), strict=True):
         made.go_on(stage, now_s)
     made.end(163.0)
     return made
 
 
-ENDED = EndedLoad("r", SOURCE, times(), figures=FIGURES)
-STAGED = EndedLoad("s", SOURCE, times(), figures=replace(FIGURES, staged_bytes=40))
+RECORD = LoadRecord("r", SOURCE, times(), totals=TOTALS)
+STAGED = LoadRecord("s", SOURCE, times(), totals=replace(TOTALS, staged_bytes=40))
 EVERYTHING = StepResults(
     failed={reason.value: reason for reason in FailureReason},
-    ended=[ENDED, STAGED, EndedLoad("f", SOURCE, times(), FailureReason.FENCE)],
+    load_records=[RECORD, STAGED, LoadRecord("f", SOURCE, times(), FailureReason.FENCE)],
     handshake_s=[0.25, 0.5],
     undelivered=2,
     bad_notifications=3,
@@ -139,13 +139,15 @@ def test_a_step_passes_on_what_a_load_moved_and_works_nothing_out() -> None:
     step = SimpleNamespace(tell=FerryStats.of_results)
     counted.wrap(step, ["tell"])
     nothing = counted.median(lambda: step.tell(StepResults(), labels), 3)
-    one = counted.median(lambda: step.tell(StepResults(ended=[replace(ENDED)]), labels), 3)
+    one = counted.median(lambda: step.tell(StepResults(load_records=[replace(RECORD)]), labels), 3)
     assert 0 < nothing < 100
     assert one < 300, "instructions on the thread that launches forward passes"
 
 
 def test_what_a_step_told_is_not_changed_by_what_is_added_to_it_elsewhere() -> None:
-    told = [FerryStats.of_results(StepResults(ended=[replace(ENDED), replace(STAGED)]), PeerLabels(8)) for _ in "ab"]
+    told = [
+        FerryStats.of_results(StepResults(load_records=[replace(RECORD), replace(STAGED)]), PeerLabels(8)) for _ in "ab"
+    ]
     assert told[0] is not None
     assert told[1] is not None
     told[0].aggregate(told[1])

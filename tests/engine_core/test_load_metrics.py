@@ -78,7 +78,7 @@ def test_a_load_between_two_layouts_tells_its_plan_and_its_relayout(rig: Rig, di
     producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=settings)
     consumer = rig.engine("C", shape=CacheShape(axes="bth"), settings=settings)
     rig.transfer(producer, consumer)
-    told = FerryStats.of_results(StepResults(ended=consumer.seen.ended), PeerLabels(1))
+    told = FerryStats.of_results(StepResults(load_records=consumer.seen.load_records), PeerLabels(1))
     assert told is not None
     counters, measured = told.data["counters"], told.data["samples"]
     assert counters["placed_loads"] == {plan: 1}

@@ -61,7 +61,7 @@ def hand_over(pair: Pair, producer: RigEngine, consumer: RigEngine, request_id: 
     request, numbers = pair.request, number_names(consumer.description)
     params = producer.prefill(request_id, request, numbers)
     held, before = producer.snapshots(), consumer.snapshots()
-    figures = len(consumer.figures)
+    totals = len(consumer.totals)
     consumer.load(request_id, request, params)
     step_until(lambda: consumer.is_over(request_id), "the load is over", producer, consumer)
     assert request_id not in consumer.failed, f"the load has failed: {consumer.failed[request_id].value}"
@@ -74,7 +74,7 @@ def hand_over(pair: Pair, producer: RigEngine, consumer: RigEngine, request_id: 
     check_end(producer, consumer, request_id)
     for snapshot, now in zip(held, producer.snapshots(), strict=True):
         assert (snapshot.content == now.content).all(), "the producer's memory has changed"
-    moved = consumer.figures[figures:]
+    moved = consumer.totals[totals:]
     assert sum(x.planned_bytes for x in moved) == sum(x.transferred_bytes for x in moved)
     return Moved(
         num_bytes=sum(x.transferred_bytes for x in moved),

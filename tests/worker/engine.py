@@ -235,7 +235,7 @@ class Engine:
         self.seen.sent += results.sent
         self.seen.loaded += results.loaded
         self.seen.failed |= results.failed
-        self.seen.ended += results.ended
+        self.seen.load_records += results.load_records
         self.seen.alive = self.seen.alive if results.alive is None else results.alive
         for name in COUNTED:
             self.seen.counts[name] += getattr(results, name)

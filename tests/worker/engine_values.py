@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvferry.protocol.handshake import ModelFacts
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
-from kvferry.worker.loads.record import EndedLoad, LoadFigures
+from kvferry.worker.loads.record import LoadRecord, LoadTotals
 from kvferry.worker.settings import WorkerSettings
 from tests.worker.toy_caches import Bytes, CacheShape
 
@@ -66,10 +66,10 @@ class Seen:
     loaded: list[str] = field(default_factory=list)
     failed: dict[str, FailureReason] = field(default_factory=dict)
     alive: frozenset[str] = frozenset()
-    ended: list[EndedLoad] = field(default_factory=list)
+    load_records: list[LoadRecord] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     @property
-    def figures(self) -> list[LoadFigures]:
+    def totals(self) -> list[LoadTotals]:
         """Of the good loads."""
-        return [load.figures for load in self.ended if load.figures is not None]
+        return [load.totals for load in self.load_records if load.totals is not None]

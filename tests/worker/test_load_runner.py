@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.worker.loads import runner as load_runner
 from kvferry.worker.loads.load import Load, LoadContext, Steps
-from kvferry.worker.loads.record import LoadTimes
+from kvferry.worker.loads.record import StageTimes
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.loads.runner import LoadRunner
 
@@ -44,7 +44,7 @@ class _InFlight:
     def __init__(self, name: str) -> None:
         self.order = SimpleNamespace(request_id=name)
         self.ordered_s = time.monotonic()
-        self.times, self.staged = LoadTimes(self.ordered_s), None
+        self.times, self.staged = StageTimes(self.ordered_s), None
 
 
 def test_loads_that_fit_into_a_stretch_are_resumed_at_one_go(

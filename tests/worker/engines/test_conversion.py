@@ -63,8 +63,8 @@ def test_values_arrive_as_a_cast_would_leave_them(any_rig: Rig, there: CacheShap
         load = consumer.load(offer.params)
         assert any_rig.until_over(consumer, load) is None
         check_values(producer, consumer, offer.blocks, load, tokens)
-        figures = consumer.seen.figures[-1]
-        assert figures.staged_bytes == figures.planned_bytes == -(-tokens // there.block_tokens) * there.block_bytes
+        totals = consumer.seen.totals[-1]
+        assert totals.staged_bytes == totals.planned_bytes == -(-tokens // there.block_tokens) * there.block_bytes
 
 
 def test_without_a_pool_the_pair_is_refused_by_the_name_of_the_option(

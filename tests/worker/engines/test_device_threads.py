@@ -69,7 +69,7 @@ def test_every_thread_that_uses_the_device_has_set_it(cuda: FakeCuda, rig: Rig) 
         producer = rig.engine("P", device=SECOND_GPU)
         consumer = rig.engine("C", device=SECOND_GPU, shape=replace(SHAPE, axes="bth"))
     rig.transfer(producer, consumer, tokens=10)
-    assert consumer.seen.figures[-1].staged_bytes, "the load went through the pool"
+    assert consumer.seen.totals[-1].staged_bytes, "the load went through the pool"
     threads = {call.thread for call in cuda.calls}
     assert len(threads) == 2, "the engine's thread, and the transfer thread"
     assert not cuda.strays()

@@ -69,10 +69,10 @@ def test_what_the_consumer_has_already_is_neither_read_nor_touched(any_rig: Rig)
     assert any_rig.until_over(consumer, load) is None
     consumer.check_bytes(load, seed=3)
     assert (consumer.caches.cells(0)[list(load.blocks[:3])] == 0xA5).all()
-    (figures,) = consumer.seen.figures
-    assert figures.planned_bytes == figures.transferred_bytes == 3 * consumer.shape.block_bytes
-    assert figures.descriptors > 0
-    assert figures.load_s > 0
+    (totals,) = consumer.seen.totals
+    assert totals.planned_bytes == totals.transferred_bytes == 3 * consumer.shape.block_bytes
+    assert totals.descriptors > 0
+    assert totals.load_s > 0
 
 
 def test_a_load_waits_while_the_producer_still_computes(any_rig: Rig) -> None:

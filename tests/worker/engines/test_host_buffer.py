@@ -39,8 +39,8 @@ def test_every_byte_arrives_through_host_memory(any_rig: Rig, shape: CacheShape,
     consumer = any_rig.engine("C", shape=shape, settings=ON_HOST if sides != "producer" else SETTINGS)
     for tokens in (4, 8, 24):
         any_rig.transfer(producer, consumer, tokens=tokens, seed=tokens)
-        figures = consumer.seen.figures[-1]
-        assert figures.staged_bytes == (figures.planned_bytes if sides != "producer" else 0)
+        totals = consumer.seen.totals[-1]
+        assert totals.staged_bytes == (totals.planned_bytes if sides != "producer" else 0)
 
 
 def test_peers_read_the_copy_and_never_the_caches(any_rig: Rig) -> None:

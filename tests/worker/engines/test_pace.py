@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.worker import transfer_thread
 from kvferry.worker.fabric.port import PeerAgent
-from kvferry.worker.loads.record import LoadFigures
+from kvferry.worker.loads.record import LoadTotals
 from tests.waiting import wait_until
 from tests.worker.engine_rig import Engine, Rig
 
@@ -36,10 +36,10 @@ def _in_order(*engines: Engine) -> None:
         engine._draw = InOrder()  # type: ignore[assignment]
 
 
-def _load(rig: Rig, producer: Engine, consumer: Engine) -> LoadFigures:
+def _load(rig: Rig, producer: Engine, consumer: Engine) -> LoadTotals:
     """What the load of 20 blocks in each of 3 layers moved; its blocks are free again on both sides."""
     rig.transfer(producer, consumer, tokens=80)
-    return consumer.seen.figures[-1]
+    return consumer.seen.totals[-1]
 
 
 def test_blocks_that_follow_one_another_on_both_sides_are_read_in_long_runs(nixl_rig: Rig) -> None:

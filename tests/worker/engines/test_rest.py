@@ -46,8 +46,8 @@ def test_five_hundred_loads_leave_nothing_behind(kind: str, request: pytest.Fixt
     assert consumer.fabric.peers == agents
     assert not producer.worker._table.words.any()
     assert producer.counters.total("handshakes_served") == 1
-    assert sum(figures.planned_bytes for figures in consumer.seen.figures) == sum(
-        figures.transferred_bytes for figures in consumer.seen.figures
+    assert sum(totals.planned_bytes for totals in consumer.seen.totals) == sum(
+        totals.transferred_bytes for totals in consumer.seen.totals
     )
     assert len(consumer.loads) == 0
 

@@ -54,10 +54,10 @@ def test_what_is_staged_arrives_byte_by_byte(
     producer, consumer = staged_pair(any_rig, producer_shape, consumer_shape, STAGED)
     for tokens in (1, 8, 23, 64):
         any_rig.transfer(producer, consumer, tokens=tokens, seed=tokens)
-        figures = consumer.seen.figures[-1]
-        assert figures.staged_bytes == figures.planned_bytes > 0
-    assert figures.waves > 1
-    assert figures.transferred_bytes in (figures.planned_bytes, 0)  # the fake has no telemetry
+        totals = consumer.seen.totals[-1]
+        assert totals.staged_bytes == totals.planned_bytes > 0
+    assert totals.waves > 1
+    assert totals.transferred_bytes in (totals.planned_bytes, 0)  # the fake has no telemetry
     assert_the_pool_is_whole(consumer)
 
 
@@ -66,10 +66,10 @@ def test_a_larger_pool_has_more_waves_and_not_larger_ones_than_the_kernels_table
 ) -> None:
     producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=1 << 20))
     rig.transfer(producer, consumer, tokens=64)
-    assert consumer.seen.figures[-1].waves == 1
+    assert consumer.seen.totals[-1].waves == 1
     monkeypatch.setattr(staged_reads, "MAX_WAVE_BYTES", 4 * HEADS_OUTER.block_bytes)
     rig.transfer(producer, consumer, tokens=64, seed=2)
-    assert consumer.seen.figures[-1].waves > 1
+    assert consumer.seen.totals[-1].waves > 1
     assert_the_pool_is_whole(consumer)
 
 
@@ -87,10 +87,10 @@ def test_a_wave_is_asked_for_what_is_left_and_no_more(rig: Rig, monkeypatch: pyt
     producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=1 << 20))
     monkeypatch.setattr(staged_reads, "MAX_WAVE_BYTES", 8 * HEADS_OUTER.block_bytes)
     rig.transfer(producer, consumer, tokens=36)
-    figures = consumer.seen.figures[-1]
-    assert len(wanted) == figures.waves > 1
+    totals = consumer.seen.totals[-1]
+    assert len(wanted) == totals.waves > 1
     assert wanted[-1] < wanted[0]
-    assert sum(wanted) < figures.staged_bytes + figures.waves * HEADS_OUTER.block_bytes
+    assert sum(wanted) < totals.staged_bytes + totals.waves * HEADS_OUTER.block_bytes
 
 
 @pytest.mark.parametrize("pool_bytes", [2 << 10, 1 << 20], ids=["some runs of one unit", "all runs of many"])
@@ -103,7 +103,7 @@ def test_what_does_not_change_from_load_to_load_is_made_once(
     producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=pool_bytes))
     for seed, tokens in enumerate((64, 9, 64, 23)):
         rig.transfer(producer, consumer, tokens=tokens, seed=seed)
-    assert len(bounds) == sum(figures.waves for figures in consumer.seen.figures) >= 4
+    assert len(bounds) == sum(totals.waves for totals in consumer.seen.totals) >= 4
     assert (len(pieces), len(made)) == (1, 1)
 
 
@@ -124,7 +124,7 @@ def test_without_a_pool_the_same_pair_is_read_in_place(any_rig: Rig) -> None:
     producer, consumer = staged_pair(any_rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=0))
     any_rig.transfer(producer, consumer, tokens=30)
     assert consumer.worker._staging is None
-    assert consumer.seen.figures[-1].staged_bytes == 0
+    assert consumer.seen.totals[-1].staged_bytes == 0
 
 
 def test_a_partial_hit_stages_only_what_is_missing(rig: Rig) -> None:
@@ -134,7 +134,7 @@ def test_a_partial_hit_stages_only_what_is_missing(rig: Rig) -> None:
     assert rig.until_over(consumer, load) is None
     consumer.check_bytes(load, seed=5)
     shape = HEADS_OUTER
-    assert consumer.seen.figures[-1].planned_bytes == 3 * shape.block_bytes
+    assert consumer.seen.totals[-1].planned_bytes == 3 * shape.block_bytes
     assert_the_pool_is_whole(consumer)
 
 

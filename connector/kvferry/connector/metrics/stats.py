@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from kvferry.connector.metrics.tables import OTHER_PEERS
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.state.counters import CounterKey
-from kvferry.worker.loads.record import EndedLoad
+from kvferry.worker.loads.record import LoadRecord
 from kvferry.worker.loads.results import StepResults
 from kvferry.worker.peers.peer import PeerKey
 
@@ -78,7 +78,7 @@ class FerryStats(KVConnectorStats):
     @classmethod
     def of_results(cls, results: StepResults, labels: PeerLabels) -> FerryStats | None:
         """What a worker's step tells; None when there is nothing to tell. The results' accounts are given away."""
-        counters, samples = _of_ended(results.ended, labels) if results.ended else ({}, {})
+        counters, samples = _of_records(results.load_records, labels) if results.load_records else ({}, {})
         if results.failed:
             counters.update(_failures(results.failed.values()))
         numbers = _numbers_of(results)
@@ -137,31 +137,31 @@ def _failures(failed: Iterable[FailureReason]) -> LabelledCounts:
     return {"failed_transfers": {"": len(reasons)}, "failed_loads": dict(Counter(reasons))}
 
 
-def _of_ended(ended: Sequence[EndedLoad], labels: PeerLabels) -> tuple[LabelledCounts, Samples]:
-    """Counters and samples of loads that are over. Most steps have one at most, whose account is passed on as it is."""
-    if len(ended) == 1 and (account := ended[0].account) is not None:
-        return {**account.counters, **_of_peer(ended[0], labels)}, account.samples
+def _of_records(records: Sequence[LoadRecord], labels: PeerLabels) -> tuple[LabelledCounts, Samples]:
+    """Counters and samples of ended loads. Most steps have one at most, whose metrics are passed on as they are."""
+    if len(records) == 1 and (metrics := records[0].metrics) is not None:
+        return {**metrics.counters, **_of_peer(records[0], labels)}, metrics.samples
     counters: LabelledCounts = {}
     samples: Samples = {}
-    for load in ended:
+    for load in records:
         _add(counters, _of_peer(load, labels))
-        if load.account is not None:
-            _add(counters, load.account.counters)
-            for name, values in load.account.samples.items():
+        if load.metrics is not None:
+            _add(counters, load.metrics.counters)
+            for name, values in load.metrics.samples.items():
                 samples.setdefault(name, []).extend(values)
     return counters, samples
 
 
-def _of_peer(load: EndedLoad, labels: PeerLabels) -> LabelledCounts:
+def _of_peer(load: LoadRecord, labels: PeerLabels) -> LabelledCounts:
     """Counters by producer of a load that is over."""
-    figures = load.figures
-    peer = labels.of(load.source, is_good=figures is not None)
-    if figures is None:
+    totals = load.totals
+    peer = labels.of(load.source, is_good=totals is not None)
+    if totals is None:
         return {"peer_failed_loads": {peer: 1}}
     return {
         "peer_loads": {peer: 1},
-        "peer_bytes": {peer: figures.planned_bytes},
-        "peer_load_s": {peer: figures.load_s},
+        "peer_bytes": {peer: totals.planned_bytes},
+        "peer_load_s": {peer: totals.load_s},
     }
 
 

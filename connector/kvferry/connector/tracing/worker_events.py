@@ -14,7 +14,7 @@ import msgspec
 from kvferry.trace.events import LoadEnded, StageSpan
 from kvferry.trace.recorder import Recorder
 from kvferry.trace.recorder_file import TraceFile
-from kvferry.worker.loads.record import EndedLoad
+from kvferry.worker.loads.record import LoadRecord
 
 _LONGEST_NAME = 4096
 _NS = 1_000_000_000
@@ -25,7 +25,7 @@ _DECODER = msgspec.msgpack.Decoder(list[LoadEnded])
 class WorkerTracing:
     """Does nothing. All of it is called by the step thread; nothing raises, or waits."""
 
-    def ended(self, loads: Sequence[EndedLoad]) -> None:
+    def ended(self, loads: Sequence[LoadRecord]) -> None:
         """These loads are over."""
 
     def take_told(self) -> bytes:
@@ -43,7 +43,7 @@ UNTRACED = WorkerTracing()
 class TimedLoad:
     """A load that is over, and what the wall's clock showed more than the monotonic one then."""
 
-    load: EndedLoad
+    load: LoadRecord
     offset_ns: int
 
 
@@ -67,7 +67,7 @@ class RecordedWorker(WorkerTracing):
     def __init__(self, file: Recorder[TimedLoad]) -> None:
         self._file = file
 
-    def ended(self, loads: Sequence[EndedLoad]) -> None:
+    def ended(self, loads: Sequence[LoadRecord]) -> None:
         offset_ns = wall_offset_ns()
         for load in loads:
             self._file.record(TimedLoad(load, offset_ns))
@@ -83,7 +83,7 @@ class ToldWorker(WorkerTracing):
         self._other = other
         self._ended: list[LoadEnded] = []
 
-    def ended(self, loads: Sequence[EndedLoad]) -> None:
+    def ended(self, loads: Sequence[LoadRecord]) -> None:
         offset_ns = wall_offset_ns()
         self._ended += [load_event(load, offset_ns) for load in loads]
         self._other.ended(loads)
@@ -108,7 +108,7 @@ def wall_offset_ns() -> int:
     return time.time_ns() - time.monotonic_ns()
 
 
-def load_event(load: EndedLoad, offset_ns: int) -> LoadEnded:
+def load_event(load: LoadRecord, offset_ns: int) -> LoadEnded:
     """A load with its stages, from the monotonic clock to the wall's."""
     begun_ns = int(load.times.ordered_s * _NS) + offset_ns
     stages: list[StageSpan] = []
@@ -116,15 +116,15 @@ def load_event(load: EndedLoad, offset_ns: int) -> LoadEnded:
         ended_ns = int(ended_s * _NS) + offset_ns
         stages.append(StageSpan(stage=stage.value, begun_ns=begun_ns, ended_ns=ended_ns))
         begun_ns = ended_ns
-    figures = load.figures
+    totals = load.totals
     return LoadEnded(
         at_ns=begun_ns,
         request=load.request_id[:_LONGEST_NAME],
         producer=load.source.engine_id,
         stages=tuple(stages),
         reason="" if load.reason is None else load.reason.value,
-        bytes=0 if figures is None else figures.planned_bytes,
-        descriptors=0 if figures is None else figures.planned_descriptors,
-        staged_bytes=0 if figures is None else figures.staged_bytes,
+        bytes=0 if totals is None else totals.planned_bytes,
+        descriptors=0 if totals is None else totals.planned_descriptors,
+        staged_bytes=0 if totals is None else totals.staged_bytes,
         relayout_ns=int(load.times.relayout_s * _NS),
     )

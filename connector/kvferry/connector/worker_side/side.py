@@ -108,8 +108,8 @@ class WorkerSide:
         patience_s = _IDLE_PATIENCE_S if self._is_idle else 0.0
         self._step = self._worker.take_results(patience_s) if self._worker is not None else StepResults()
         self._has_told = False
-        if self._step.ended:
-            self._tracing.ended(self._step.ended)
+        if self._step.load_records:
+            self._tracing.ended(self._step.load_records)
         failed = set(self._step.failed)
         return KVConnectorTransferResults(
             finished_sending=set(),

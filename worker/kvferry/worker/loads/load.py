@@ -28,7 +28,7 @@ from kvferry.protocol.params_mac import check_params_mac
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric, FabricError, Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads
-from kvferry.worker.loads.record import LoadFigures, LoadTimes, Stage
+from kvferry.worker.loads.record import LoadTotals, Stage, StageTimes
 from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.device import DeviceMark
@@ -37,7 +37,7 @@ from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.pool import Wave
-from kvferry.worker.staging.staged_reads import StagedFigures, StagedReads
+from kvferry.worker.staging.staged_reads import StagedReads, StagedTotals
 
 Steps = Generator[None, None, None]
 
@@ -97,7 +97,7 @@ class Load:
         reads: what may still be written: into the request's blocks, or into `entries`.
         staged: what goes through the staging pool, and may still write too.
         zeroed: when the device has zeroed what was not loaded; until then it may still write as well.
-        figures: set when the load is good.
+        totals: set when the load is good.
         undelivered: producer workers that could not be told.
     """
 
@@ -106,18 +106,18 @@ class Load:
     context: LoadContext
     ordered_s: float
     key: PeerKey = field(init=False)
-    times: LoadTimes = field(init=False)
+    times: StageTimes = field(init=False)
     peer: Peer | None = None
     reads: Reads = field(init=False)
     staged: StagedReads | None = None
     zeroed: DeviceMark | None = None
     entries: tuple[int, ...] = ()
-    figures: LoadFigures | None = None
+    totals: LoadTotals | None = None
     undelivered: int = 0
 
     def __post_init__(self) -> None:
         self.key = PeerKey.of(self.order.source)
-        self.times = LoadTimes(self.ordered_s)
+        self.times = StageTimes(self.ordered_s)
         self.reads = self.context.reader.reads()
 
     @property
@@ -162,7 +162,7 @@ class Load:
         yield from self._check_fence(peer, wait_until_ready=False)
         while self.zeroed is not None and not self.zeroed.reached():
             yield
-        self.figures = self._figures(planned, handles)
+        self.totals = self._totals(planned, handles)
         times.end(now_s())
 
     def settle(self) -> bool:
@@ -299,14 +299,14 @@ class Load:
         for transfer in handles:
             self.reads.finished(transfer)
 
-    def _figures(self, planned: Planned, handles: list[Transfer]) -> LoadFigures:
+    def _totals(self, planned: Planned, handles: list[Transfer]) -> LoadTotals:
         told = [self.context.fabric.telemetry(transfer) for transfer in handles]
         known = [one for one in told if one is not None]
         self._release(handles)
-        staged = self.staged.figures if self.staged is not None else StagedFigures()
+        staged = self.staged.totals if self.staged is not None else StagedTotals()
         self.times.relayout_s = staged.relayout_s
         known += staged.telemetry
-        return LoadFigures(
+        return LoadTotals(
             planned_bytes=planned.num_bytes + staged.planned_bytes,
             planned_descriptors=planned.descriptors + staged.planned_descriptors,
             transferred_bytes=sum(one.bytes for one in known),

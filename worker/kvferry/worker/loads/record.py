@@ -13,8 +13,8 @@ from kvferry.worker.peers.peer import PeerKey
 
 
 @dataclass(frozen=True, slots=True)
-class LoadFigures:
-    """What a good load moved, and how long it took.
+class LoadTotals:
+    """Totals of a good load: bytes, descriptors and times.
 
     Attributes:
         planned_bytes, planned_descriptors: by the plan, which merges nothing.
@@ -42,7 +42,7 @@ class LoadFigures:
 
 
 class Stage(enum.Enum):
-    """What a load does, in its order. A stage begins when the one before it has ended.
+    """The stages of a load, in order. A stage begins when the one before it has ended.
 
     Attributes:
         QUEUED: it waits for its turn.
@@ -62,12 +62,12 @@ class Stage(enum.Enum):
 
 
 @dataclass(slots=True)
-class LoadTimes:
+class StageTimes:
     """The stages of one load on the worker's monotonic clock, in seconds.
 
     Attributes:
         ordered_s: when the worker had the order.
-        stage: what it does now, or did when it ended.
+        stage: the present one, or that in which the load ended.
         ended_s: by stage, when it ended.
         relayout_s: of `READING` the time in which waves were put in place, summed over waves.
     """
@@ -103,8 +103,8 @@ _STAGES = (("queue_s", Stage.QUEUED), ("connecting_s", Stage.CONNECTING), ("fenc
 
 
 @dataclass(frozen=True, slots=True)
-class LoadAccount:
-    """One load's.
+class LoadMetrics:
+    """What one good load adds to its worker's metrics, by the metrics' keys.
 
     Attributes:
         counters: by metric and label value, which is empty where the metric has no label.
@@ -115,21 +115,21 @@ class LoadAccount:
     samples: dict[str, list[float]]
 
     @classmethod
-    def of(cls, figures: LoadFigures, times: LoadTimes) -> LoadAccount:
+    def of(cls, totals: LoadTotals, times: StageTimes) -> LoadMetrics:
         """Of a load that has ended well."""
-        counters: dict[str, dict[str, float]] = {"placed_loads": {_placing(figures): 1}}
-        if figures.planned_bytes:
-            counters["planned_bytes"] = {"": figures.planned_bytes}
-        if figures.planned_descriptors:
-            counters["planned_descriptors"] = {"": figures.planned_descriptors}
+        counters: dict[str, dict[str, float]] = {"placed_loads": {_placing(totals): 1}}
+        if totals.planned_bytes:
+            counters["planned_bytes"] = {"": totals.planned_bytes}
+        if totals.planned_descriptors:
+            counters["planned_descriptors"] = {"": totals.planned_descriptors}
         samples = {
-            "transfer_s": [figures.transfer_s],
-            "post_s": [figures.post_s],
-            "transferred_bytes": [float(figures.transferred_bytes)],
-            "descriptors": [float(figures.descriptors)],
-            "load_s": [figures.load_s],
+            "transfer_s": [totals.transfer_s],
+            "post_s": [totals.post_s],
+            "transferred_bytes": [float(totals.transferred_bytes)],
+            "descriptors": [float(totals.descriptors)],
+            "load_s": [totals.load_s],
         }
-        run_bytes = figures.run_bytes
+        run_bytes = totals.run_bytes
         if run_bytes is not None:
             samples["run_bytes"] = [run_bytes]
         lasted_s = times.all_lasted_s()
@@ -138,40 +138,41 @@ class LoadAccount:
                 samples[name] = [lasted_s[stage]]
         if Stage.READING in lasted_s:
             samples["read_s"] = [lasted_s.get(Stage.POSTING, 0.0) + lasted_s[Stage.READING]]
-        if figures.staged_bytes:
-            counters["staged_bytes"] = {"": figures.staged_bytes}
+        if totals.staged_bytes:
+            counters["staged_bytes"] = {"": totals.staged_bytes}
             samples["relayout_s"] = [times.relayout_s]
         return cls(counters, samples)
 
 
-def _placing(figures: LoadFigures) -> str:
+def _placing(totals: LoadTotals) -> str:
     """Where the plan has its bytes read to, as the metric has it."""
-    if not figures.planned_bytes:
+    if not totals.planned_bytes:
         return "none"
-    if not figures.staged_bytes:
+    if not totals.staged_bytes:
         return "direct"
-    return "staged" if figures.staged_bytes >= figures.planned_bytes else "mixed"
+    return "staged" if totals.staged_bytes >= totals.planned_bytes else "mixed"
 
 
 @dataclass(slots=True)
-class EndedLoad:
-    """What the transfer thread tells of it.
+class LoadRecord:
+    """A load that has ended, as the transfer thread reports it.
 
     Attributes:
         request_id: of this engine.
-        source: whom it was read from.
+        source: the producer.
+        times: when its stages ended.
         reason: why it failed; None for a good one.
-        figures: what a good one moved.
-        account: of a good one, for metrics.
+        totals: of a good one.
+        metrics: what a good one adds to the worker's metrics.
     """
 
     request_id: str
     source: PeerKey
-    times: LoadTimes
+    times: StageTimes
     reason: FailureReason | None = None
-    figures: LoadFigures | None = None
-    account: LoadAccount | None = field(init=False, default=None)
+    totals: LoadTotals | None = None
+    metrics: LoadMetrics | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.figures is not None:
-            self.account = LoadAccount.of(self.figures, self.times)
+        if self.totals is not None:
+            self.metrics = LoadMetrics.of(self.totals, self.times)

@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass, field
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.record import EndedLoad, LoadFigures
+from kvferry.worker.loads.record import LoadRecord, LoadTotals
 from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.staging.buffer import Staging
 
@@ -34,7 +34,7 @@ class StepResults:
         sent: held requests that are over; each is reported once.
         loaded: requests whose blocks are complete.
         failed: requests whose blocks are not to be used, with the reason.
-        ended: the loads, good and bad, that the transfer thread has ended.
+        load_records: of loads, good and bad, that have ended.
         handshake_s: how long first contacts took that succeeded.
         gauges: the worker's values; None when they have not changed.
         undelivered: notifications that could not be sent.
@@ -50,7 +50,7 @@ class StepResults:
     sent: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     failed: dict[str, FailureReason] = field(default_factory=dict)
-    ended: list[EndedLoad] = field(default_factory=list)
+    load_records: list[LoadRecord] = field(default_factory=list)
     handshake_s: list[float] = field(default_factory=list)
     gauges: WorkerGauges | None = None
     undelivered: int = 0
@@ -64,9 +64,9 @@ class StepResults:
     lost_orders: int = 0
 
     @property
-    def figures(self) -> list[LoadFigures]:
-        """What the good loads moved."""
-        return [load.figures for load in self.ended if load.figures is not None]
+    def totals(self) -> list[LoadTotals]:
+        """Totals of the good loads."""
+        return [load.totals for load in self.load_records if load.totals is not None]
 
 
 class ResultBox:

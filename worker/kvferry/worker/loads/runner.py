@@ -14,7 +14,7 @@ from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import FabricError, PeerLost
 from kvferry.worker.loads.load import Load, LoadContext, LoadFailed, Steps
-from kvferry.worker.loads.record import EndedLoad, Stage
+from kvferry.worker.loads.record import LoadRecord, Stage
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.memory.device import DeviceMark
 from kvferry.worker.peers.peer import PeerKey
@@ -186,28 +186,28 @@ class LoadRunner:
         return True
 
     def _succeed(self, load: Load) -> None:
-        request_id, figures = load.order.request_id, load.figures
+        request_id, totals = load.order.request_id, load.totals
         del self._running[load]
-        ended = EndedLoad(request_id, load.key, load.times, figures=figures)
+        record = LoadRecord(request_id, load.key, load.times, totals=totals)
         with self._results as results:
             results.loaded.add(request_id)
-            results.ended.append(ended)
+            results.load_records.append(record)
         load.tell()  # after the report: the engine waits for that
         self._flushing.append(load)
         if load.undelivered:
             with self._results as results:
                 results.undelivered += load.undelivered
-        if figures is not None:
+        if totals is not None:
             logger.debug(
                 "req=%s peer=%s loaded tokens %d…%d: %d B in %d descriptors (%d before merging), %.2f ms",
                 request_id,
                 load.key,
                 load.order.first_token,
                 load.order.stop_token,
-                figures.planned_bytes,
-                figures.descriptors,
-                figures.planned_descriptors,
-                figures.load_s * 1e3,
+                totals.planned_bytes,
+                totals.descriptors,
+                totals.planned_descriptors,
+                totals.load_s * 1e3,
             )
 
     def _fail(self, load: Load, reason: FailureReason, detail: str) -> None:
@@ -228,7 +228,7 @@ class LoadRunner:
         )
         with self._results as results:
             results.failed[request_id] = reason
-            results.ended.append(EndedLoad(request_id, load.key, load.times, reason))
+            results.load_records.append(LoadRecord(request_id, load.key, load.times, reason))
             if not safe:
                 results.alive = self.quarantine.requests()
                 results.quarantined_loads += 1

@@ -90,7 +90,7 @@ class _Cursor:
 
 
 @dataclass(slots=True)
-class StagedFigures:
+class StagedTotals:
     """What went through the pool.
 
     Attributes:
@@ -119,7 +119,7 @@ class StagedReads:
     """
 
     def __init__(self, reader: Reader, staging: Staging, load: str, peer: str) -> None:
-        self.figures = StagedFigures()
+        self.totals = StagedTotals()
         self.changes = 0
         self._reader = reader
         self._staging = staging
@@ -182,9 +182,9 @@ class StagedReads:
         local = np.arange(first, first + window.chunks, dtype=np.int32)
         remote = window_reads(source.table, units, window)
         flight.transfer = flight.reads.post(source.chunks, local, source.remote, remote)
-        self.figures.planned_bytes += window.chunks * size
-        self.figures.planned_descriptors += window.chunks
-        self.figures.waves += 1
+        self.totals.planned_bytes += window.chunks * size
+        self.totals.planned_descriptors += window.chunks
+        self.totals.waves += 1
         self.changes += 1
         return True
 
@@ -193,7 +193,7 @@ class StagedReads:
         if flight.transfer is not None and fabric.poll(flight.transfer) is TransferState.DONE:
             told = fabric.telemetry(flight.transfer)
             if told is not None:
-                self.figures.telemetry.append(told)
+                self.totals.telemetry.append(told)
             done, flight.transfer = flight.transfer, None
             flight.read_s = time.monotonic()
             flight.reads.finished(done)
@@ -203,7 +203,7 @@ class StagedReads:
 
     def _finish(self, flights: list[_Flight]) -> None:
         now_s = time.monotonic() if flights else 0.0
-        self.figures.relayout_s += sum(now_s - flight.read_s for flight in flights)
+        self.totals.relayout_s += sum(now_s - flight.read_s for flight in flights)
         self.changes += len(flights)
         self._give_back(flights)
 

@@ -1,4 +1,4 @@
-"""A load tells when each of its stages ended."""
+"""The record of a load says when each of its stages ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.record import LoadTimes, Stage
+from kvferry.worker.loads.record import Stage, StageTimes
 from kvferry.worker.peers.peer import PeerKey
 from tests.worker.engine_rig import SETTINGS, Rig
 from tests.worker.toy_caches import CacheShape
@@ -16,30 +16,30 @@ from tests.worker.toy_caches import CacheShape
 def test_the_stages_of_a_good_load_follow_each_other_and_fill_its_time(any_rig: Rig) -> None:
     producer, consumer = any_rig.pair()
     any_rig.transfer(producer, consumer)
-    (load,) = consumer.seen.ended
+    (load,) = consumer.seen.load_records
     assert load.reason is None
-    assert load.figures is not None
+    assert load.totals is not None
     assert list(load.times.ended_s) == list(Stage)
     lasted = [load.times.lasted_s(stage) for stage in Stage]
     assert all(one is not None and one >= 0 for one in lasted)
-    assert sum(one or 0.0 for one in lasted) == pytest.approx(load.figures.load_s, abs=1e-3)
+    assert sum(one or 0.0 for one in lasted) == pytest.approx(load.totals.load_s, abs=1e-3)
 
 
 def test_a_first_load_spends_its_time_on_connecting_to_its_producer(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     rig.transfer(producer, consumer, seed=2)
-    first, second = (load.times.lasted_s(Stage.CONNECTING) or 0.0 for load in consumer.seen.ended)
+    first, second = (load.times.lasted_s(Stage.CONNECTING) or 0.0 for load in consumer.seen.load_records)
     assert first > second
 
 
-def test_a_failed_load_tells_the_stage_in_which_it_failed(any_rig: Rig) -> None:
+def test_the_record_of_a_failed_load_has_the_stage_in_which_it_failed(any_rig: Rig) -> None:
     producer, consumer = any_rig.pair()
     offer = producer.prefill(tokens=10)
     producer.give_away(offer)
     ordered = consumer.load(offer.params)
     assert any_rig.until_over(consumer, ordered) is FailureReason.FENCE
-    (load,) = consumer.seen.ended
+    (load,) = consumer.seen.load_records
     assert (load.request_id, load.source, load.reason) == (
         ordered.request_id,
         PeerKey.of(offer.params),
@@ -54,14 +54,14 @@ def test_what_is_put_in_place_is_timed(rig: Rig) -> None:
     producer = rig.engine("P", shape=CacheShape(axes="bht", blocks=48), settings=staged)
     consumer = rig.engine("C", shape=CacheShape(axes="thb", blocks=40), settings=staged)
     rig.transfer(producer, consumer)
-    (load,) = consumer.seen.ended
-    assert load.figures is not None
-    assert load.figures.staged_bytes > 0
+    (load,) = consumer.seen.load_records
+    assert load.totals is not None
+    assert load.totals.staged_bytes > 0
     assert 0 < load.times.relayout_s <= (load.times.lasted_s(Stage.READING) or 0.0)
 
 
 def test_a_stage_that_has_not_ended_has_no_length() -> None:
-    times = LoadTimes(ordered_s=5.0)
+    times = StageTimes(ordered_s=5.0)
     times.go_on(Stage.CONNECTING, 7.0)
     assert times.lasted_s(Stage.QUEUED) == 2.0
     assert times.lasted_s(Stage.CONNECTING) is None
