@@ -217,7 +217,7 @@ def test_a_post_that_does_not_return_fails_the_load_in_time_and_its_blocks_are_n
     monkeypatch.setattr("kvferry.worker.loads.watchdog.SLACK_S", 0.1)
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    consumer.worker._watch._timeout_s = TIMEOUT_S
+    consumer.worker._watchdog._timeout_s = TIMEOUT_S
     go_on = threading.Event()
     consumer.fabric.on_data_read = lambda: _wait(go_on)
     offer = producer.prefill(tokens=10, seed=3)

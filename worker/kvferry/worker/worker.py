@@ -25,7 +25,7 @@ from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.loads.load import LoadContext
 from kvferry.worker.loads.results import StepResults
 from kvferry.worker.loads.tail_zeroing import TailZeroing
-from kvferry.worker.loads.watchdog import LoadWatch
+from kvferry.worker.loads.watchdog import LoadWatchdog
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.device import clock_for
 from kvferry.worker.memory.huge_pages import use_huge_pages
@@ -140,7 +140,7 @@ class FerryWorker:
         self._clock = clock_for(caches.device)
         self._thread: TransferThread | None = None
         self._registry: PeerRegistry | None = None
-        self._watch = LoadWatch(settings.load_timeout_s)
+        self._watchdog = LoadWatchdog(settings.load_timeout_s)
         self._lost_orders = 0
 
     def add_siblings(self, workers: Sequence[WorkerDescription]) -> None:
@@ -174,7 +174,7 @@ class FerryWorker:
             self._lost_orders += 1
             internal_errors.log("a step's orders are lost")
             return
-        self._watch.ordered(first.loads)
+        self._watchdog.ordered(first.loads)
         self._started(first.boot).submit(first, frame, self._clock.mark())
 
     def take_results(self, patience_s: float = 0.0) -> StepResults:
@@ -183,10 +183,10 @@ class FerryWorker:
         Args:
             patience_s: while loads are under way wait so long for one of them to end; 0 returns at once.
         """
-        if self._thread is not None and patience_s and self._watch:
+        if self._thread is not None and patience_s and self._watchdog:
             self._thread.results.wait_for_load(patience_s)
         results = self._thread.results.take() if self._thread is not None else StepResults()
-        self._watch.look(results)
+        self._watchdog.poll(results)
         results.lost_orders += self._lost_orders
         self._lost_orders = 0
         return results

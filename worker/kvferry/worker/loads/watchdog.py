@@ -1,7 +1,7 @@
-"""Loads as the step thread sees them: each is reported once, and in time, even by a transfer thread that is stuck.
+"""Watchdog of loads on the step thread: each is reported once, and in time, even if the transfer thread is stuck.
 
-The transfer thread fails what is late by itself, unless it is kept in a call of the fabric. Then the step thread does,
-a little later, and the blocks count as alive until the transfer thread has spoken.
+The transfer thread itself fails loads that are late, unless it is stuck in a call of the fabric. Then the watchdog
+does, a little later, and the blocks count as alive until the transfer thread reports the load.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kvferry.worker.loads.results import StepResults
 logger = logging.getLogger(__name__)
 
 SLACK_S = 1.0
-"""So much later than the transfer thread would have."""
+"""How much later than the transfer thread the watchdog fails a load."""
 
 
-class LoadWatch:
+class LoadWatchdog:
     """Used on the step thread.
 
     Args:
@@ -31,7 +31,7 @@ class LoadWatch:
         self._ordered_s: dict[str, float] = {}  # the oldest is first
         self._given_up: set[str] = set()
         self._alive: frozenset[str] = frozenset()
-        self._told: frozenset[str] = frozenset()
+        self._reported: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         """Whether a load that was ordered has not been reported yet."""
@@ -42,8 +42,8 @@ class LoadWatch:
         now_s = time.monotonic()
         self._ordered_s.update(dict.fromkeys(request_ids, now_s))
 
-    def look(self, results: StepResults) -> None:
-        """Take out what has been reported already, and add what is overdue."""
+    def poll(self, results: StepResults) -> None:
+        """Remove loads that were reported already, and add those that are overdue."""
         over = results.loaded | results.failed.keys()
         for request_id in over & self._given_up:
             results.loaded.discard(request_id)
@@ -55,8 +55,8 @@ class LoadWatch:
         if results.alive is not None:
             self._alive = results.alive
         alive = self._alive | self._given_up
-        results.alive = alive if alive != self._told else None
-        self._told = alive
+        results.alive = alive if alive != self._reported else None
+        self._reported = alive
 
     def _give_up(self, results: StepResults, overdue_s: float) -> None:
         while self._ordered_s:
