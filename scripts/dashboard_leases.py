@@ -105,7 +105,7 @@ TURNS = Row(
         ),
         Panel(
             "How they end",
-            "`done`: read by the next turn. `expired`: it did not come. `room`: others needed the blocks.",
+            "`done`: read by the next turn. `expired`: it did not come. `evicted`: others needed the blocks.",
             "ops",
             (Query(rate("kvferry_turns_released_total", by="how"), "{{how}}"),),
             stacked=True,

@@ -28,7 +28,7 @@ ADVICE: dict[str, str] = {
     "kvferry_turns_opened": "Compare with `kvferry_turns_offered`: the difference ended without an offer.",
     "kvferry_turns_refused": "More `lease_slots`, or a shorter `decoder_kv_blocks_ttl`.",
     "kvferry_turns_offered": "Compare with `kvferry_turn_loads` of the prefillers: how many conversations go on.",
-    "kvferry_turns_released": "Many `room`: more cache on decoders. Many `expired`: a shorter `decoder_kv_blocks_ttl`.",
+    "kvferry_turns_released": "Many `evicted`: more decoder cache. Many `expired`: a shorter `decoder_kv_blocks_ttl`.",
     "kvferry_leases_given_back": "Clients that abort, or full local hits. Many of them: prefills that nobody needed.",
     "kvferry_heartbeats": "They grow with loads that wait. Many per load: the decoders' queue is long.",
     "kvferry_unknown_renewals": "A few after restarts. Lasting: a consumer that renews what has ended, see its log.",
@@ -56,7 +56,7 @@ ADVICE: dict[str, str] = {
     "kvferry_leases_held_now": "Grows: nobody comes for prompts; [leases run out](troubleshooting.md#leases-run-out).",
     "kvferry_lease_slots": "Against the two before: [no slot is free](troubleshooting.md#no-slot-is-free).",
     "kvferry_leased_blocks_now": "See the fraction.",
-    "kvferry_leased_fraction_now": "Near `max_leased_fraction`: [leases give way](troubleshooting.md#leases-give-way).",
+    "kvferry_leased_fraction_now": "Near `max_leased_fraction`: [lease eviction](troubleshooting.md#lease-eviction).",
     "kvferry_staging_used_bytes": (
         "Near the pool's size for minutes: [the staging pool is full](troubleshooting.md#the-staging-pool-is-full)."
     ),

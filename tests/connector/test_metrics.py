@@ -24,7 +24,7 @@ from prometheus_client import Histogram as PromHistogram
 from kvferry.connector.connector import FerryConnector
 from kvferry.connector.metrics.prometheus import FerryPromMetrics
 from kvferry.connector.metrics.stats import FerryStats, PeerLabels
-from kvferry.connector.metrics.tables import COUNTERS, HISTOGRAMS, RECOMPUTE_REASONS, RELEASE_WAYS, TURN_RELEASE_WAYS
+from kvferry.connector.metrics.tables import COUNTERS, HISTOGRAMS, RECOMPUTE_REASONS, RELEASE_WAYS
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.state.counters import CounterKey
@@ -371,8 +371,7 @@ def test_every_way_in_which_a_lease_ends_has_its_label() -> None:
         written |= set().union(*(texts(argument(call, 0, "how")) for call in calls(ending)))
     written |= set().union(*(texts(argument(call, 1, "how")) for call in calls("end", "producer/eviction_order.py")))
     written |= {"done", "release", "abandoned"} | counted()["leases_released"]
-    assert written - {"", "<how>", "<lease.ended_by>"} == set(TURN_RELEASE_WAYS)
-    assert set(TURN_RELEASE_WAYS) - set(RELEASE_WAYS) == {"room"}
+    assert written - {"", "<how>", "<lease.ended_by>"} == set(RELEASE_WAYS)
 
 
 def test_every_reason_of_a_failed_load_is_given_somewhere() -> None:

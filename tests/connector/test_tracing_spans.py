@@ -85,7 +85,7 @@ def test_a_turns_lease_belongs_to_the_trace_of_the_request_that_was_decoded() ->
     (root,) = spans_of(
         ARRIVED,
         PrefillScheduled(at_ns=12, request="d", lease=LeaseName(boot="2" * 32, epoch="3" * 15)),
-        LeaseOver(at_ns=99, request="d", lease=LeaseName(boot="2" * 32, epoch="3" * 15), how="room"),
+        LeaseOver(at_ns=99, request="d", lease=LeaseName(boot="2" * 32, epoch="3" * 15), how="evicted"),
     )
     assert (root.traceparent, root.span.name) == (PARENT, "kvferry.lease")
 

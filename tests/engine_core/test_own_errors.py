@@ -35,12 +35,12 @@ def test_where_free_blocks_cannot_be_counted_leases_are_given_all_the_same(
     def renamed(_: object) -> None:
         raise AttributeError("no such thing in this vLLM")
 
-    monkeypatch.setattr(side._room, "_demand", renamed)
+    monkeypatch.setattr(side._eviction, "_demand", renamed)
     with caplog.at_level(logging.ERROR, "kvferry"):
         assert held(producer, "first")
         assert held(producer, "second")
     assert [record.getMessage() for record in caplog.records] == [
-        "held leases give way no more, since what is free could not be counted"
+        "lease eviction disabled: free blocks could not be counted"
     ]
 
 

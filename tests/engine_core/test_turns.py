@@ -289,7 +289,7 @@ def test_offers_give_way_to_requests_that_need_their_blocks(make: Any) -> None:
         talk.say(tokens(100, seed=seed))  # nine blocks of 32
     decoder.step()
     assert decoder.engine.counted("turns_offered") == 5
-    assert decoder.engine.counted("turns_released", "room") == 2, "three are held, and a block in eight is free"
+    assert decoder.engine.counted("turns_released", "evicted") == 2, "three are held, and a block in eight is free"
     talks[-1].say(MORE)
     assert prefiller.engine.counted("turn_loads") == 1
     talks[0].say(MORE)
@@ -302,7 +302,7 @@ def test_offers_give_way_to_a_request_that_needs_all_of_their_blocks(make: Any) 
     talk.say(FIRST)
     decoder.engine.add("long", tokens(480, seed=9), max_tokens=2)
     assert decoder.answer("long").tokens == expected_tokens(tokens(480, seed=9), 2)
-    assert decoder.engine.counted("turns_released", "room") == 1
+    assert decoder.engine.counted("turns_released", "evicted") == 1
 
 
 def test_an_offer_gives_way_to_a_request_that_was_preempted(make: Any) -> None:
@@ -315,7 +315,7 @@ def test_an_offer_gives_way_to_a_request_that_was_preempted(make: Any) -> None:
     assert (first.num_preemptions, second.num_preemptions) == (0, 1)
     assert decoder.engine.status("d2") == "PREEMPTED"
     assert decoder.answer("d2").tokens == expected_tokens(texts["d2"], 110)
-    assert decoder.engine.counted("turns_released", "room") == 1
+    assert decoder.engine.counted("turns_released", "evicted") == 1
 
 
 def test_offers_give_way_to_a_large_request_behind_a_small_one_that_is_passed_over(make: Any) -> None:
@@ -326,12 +326,12 @@ def test_offers_give_way_to_a_large_request_behind_a_small_one_that_is_passed_ov
     small.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     decoder.engine.add("long", tokens(480, seed=9), max_tokens=2)
     assert decoder.answer("long").tokens == expected_tokens(tokens(480, seed=9), 2)
-    assert decoder.engine.counted("turns_released", "room") == 1
+    assert decoder.engine.counted("turns_released", "evicted") == 1
     decoder.engine.abort("small")
 
 
 def claim(talk: Conversation) -> None:
-    """The next turn's prefill arrives at a prefiller that has no room for it yet; its decoder has been told."""
+    """The next turn's prefill arrives at a prefiller that has no free blocks for it yet; its decoder has been asked."""
     talk.prefiller.until(lambda: talk.prefiller.engine.is_whole)
     talk.prefiller.engine.add("busy", tokens(150, seed=6), max_tokens=60)
     talk.prefiller.step()
@@ -349,7 +349,7 @@ def test_an_offer_that_a_prefill_waits_with_outlives_a_younger_one_that_nobody_h
     claim(talks[0])
     decoder.engine.add("big", tokens(300, seed=9), max_tokens=2)
     decoder.answer("big")
-    assert decoder.engine.counted("turns_released", "room") == 1
+    assert decoder.engine.counted("turns_released", "evicted") == 1
     assert prefiller.answer("next").tokens == expected_tokens([*talks[0].text, *MORE], 1)
     settle(prefiller)
     assert prefiller.engine.counted("turn_loads") == 1
@@ -364,10 +364,10 @@ def test_an_offer_that_a_prefill_waits_with_gives_way_only_when_nothing_else_hel
     decoder.engine.add("fits", tokens(350, seed=9), max_tokens=2)
     decoder.answer("fits")
     decoder.step()
-    assert decoder.engine.counted("turns_released", "room") == 0, "a block in eight need not be free for that"
+    assert decoder.engine.counted("turns_released", "evicted") == 0, "a block in eight need not be free for that"
     decoder.engine.add("long", tokens(480, seed=10), max_tokens=2)
     decoder.answer("long")
-    assert decoder.engine.counted("turns_released", "room") == 1
+    assert decoder.engine.counted("turns_released", "evicted") == 1
     assert prefiller.answer("next").tokens == expected_tokens([*talk.text, *MORE], 1)
     assert prefiller.engine.counted("local_recomputes", "load_failed") == 1
 
@@ -415,7 +415,7 @@ def test_a_request_that_waits_is_not_taken_to_need_more_of_a_window_than_it_can_
     assert decoder.engine.status("waits") == "WAITING"
     decoder.answer("waits")
     decoder.step()
-    assert decoder.engine.counted("turns_released", "room") == 0
+    assert decoder.engine.counted("turns_released", "evicted") == 0
 
 
 def test_offers_give_way_when_slots_run_out(make: Any) -> None:
@@ -426,7 +426,7 @@ def test_offers_give_way_when_slots_run_out(make: Any) -> None:
         talk.say(tokens(20, seed=seed), 3)
     assert decoder.engine.counted("turns_offered") == 10
     assert decoder.engine.counted("turns_refused") == 0
-    assert decoder.engine.counted("turns_released", "room") >= 2
+    assert decoder.engine.counted("turns_released", "evicted") >= 2
 
 
 def test_siblings_and_replays_of_a_turn_are_prefilled_all_the_same(make: Any) -> None:

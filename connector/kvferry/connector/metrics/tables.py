@@ -35,7 +35,6 @@ RECOMPUTE_REASONS = (
     "reset",
 )
 RELEASE_WAYS = ("done", "release", "expired", "abandoned", "evicted", "reset", "shutdown")
-TURN_RELEASE_WAYS = (*RELEASE_WAYS, "room")
 PLACINGS = ("direct", "staged", "mixed", "none")
 OTHER_PEERS = "other"
 """The label of all producers that have none of their own (`PeerLabels`)."""
@@ -149,9 +148,9 @@ COUNTERS: Mapping[str, CounterSpec] = {
     "turns_offered": CounterSpec("kvferry_turns_offered", "Answers offered to the next turn."),
     "turns_released": CounterSpec(
         "kvferry_turns_released",
-        "Turns that are held no more, and how; `abandoned` ones were never offered, `room` was needed by others.",
+        "Turns that are held no more, and how; `abandoned` ones were never offered, `evicted` ones gave up blocks.",
         "how",
-        TURN_RELEASE_WAYS,
+        RELEASE_WAYS,
     ),
     "leases_given_back": CounterSpec("kvferry_leases_given_back", "Leases of other engines given back unread."),
     "heartbeats": CounterSpec("kvferry_heartbeats", "Renewals of other engines' leases."),

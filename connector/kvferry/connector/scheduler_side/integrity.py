@@ -7,7 +7,7 @@ import time
 
 from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, Quarantine
 from kvferry.connector.scheduler_side.intake import Reception
-from kvferry.connector.scheduler_side.lease_eviction import Room
+from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LoadState
@@ -37,7 +37,7 @@ class Integrity:
         leases: ProducerLedger,
         loads: ConsumerLedger,
         reception: Reception,
-        room: Room,
+        eviction: LeaseEviction,
         quarantine: Quarantine,
         held: HeldBlocks,
         counters: Counters,
@@ -47,7 +47,7 @@ class Integrity:
         self._leases = leases
         self._loads = loads
         self._reception = reception
-        self._room = room
+        self._eviction = eviction
         self._quarantine = quarantine
         self._held = held
         self._counters = counters
@@ -58,7 +58,7 @@ class Integrity:
     def look(self) -> None:
         """Check, if it is time to. An error is counted each time, logged once, and never raised: it says that this
         connector has a bug, which must not end an engine that may still serve."""
-        if self._room.unfinished and not self._always:
+        if self._eviction.unfinished and not self._always:
             return
         began_s = time.monotonic()
         if began_s < self._next_s and not self._always:
@@ -83,7 +83,7 @@ class Integrity:
         self._leases.check_integrity()
         self._loads.check_integrity()
         self._quarantine.check_integrity()
-        unfinished, wanted = set(self._room.unfinished), set(self._reception.wanted)
+        unfinished, wanted = set(self._eviction.unfinished), set(self._reception.wanted)
         _check_known("requests that are to be held", wanted, unfinished)
         _check_known("leases of running requests", set(self._leases.requests(LeaseState.COMPUTING)), wanted)
         live = [state for state in LoadState if state is not LoadState.ABORTED]

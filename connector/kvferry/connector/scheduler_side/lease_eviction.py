@@ -1,7 +1,7 @@
-"""Held leases give way when the engine needs their blocks or their slots.
+"""Lease eviction: held leases end early when the engine needs their blocks or their slots.
 
 A prompt's lease lives until its consumer has read it, an offer of a turn for minutes. Without this, an engine whose
-router is slow, or lost what it was answered, would fill up with blocks that nobody comes for, and requests would wait
+router is slow, or lost what it was answered, would fill up with blocks that no consumer reads, and requests would wait
 for them; and two engines that wait for each other's blocks would wait for ever. `eviction_order.py` has the order and
 the rules, `waiting.py` counts what requests lack; here is counted what vLLM has.
 """
@@ -31,11 +31,11 @@ _RESERVED = 8
 """Turns may be held while more than one in so many blocks, and slots, is free."""
 
 _MANY = 1024
-_REST_S = 0.05
-"""With more leases than `_MANY` that may not go yet, they are looked at again after so long."""
+_RECHECK_S = 0.05
+"""With more leases than `_MANY` that may not be evicted yet, they are checked again after this time."""
 
 _COUNT_S = 10e-6
-"""To count the blocks that only leases keep takes most of a microsecond each: rest ten times as long."""
+"""Counting the blocks that only leases keep takes most of a microsecond each: wait ten times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class _Bounds:
         return cls(most, int((total - 1) * fraction), reserve)  # no null block
 
 
-class Room:
-    """Watches what is free, once a step.
+class LeaseEviction:
+    """Compares once a step what is free with what requests need, and ends leases.
 
     Args:
         max_leased_fraction: of the engine's blocks, those that leases alone may keep for longer than a heartbeat.
@@ -83,7 +83,7 @@ class Room:
         self._bounds: _Bounds | None = None
         self._missed_since_s: float | None = None
         self._stall = Stall()
-        self._rests_until_s = 0.0
+        self._recheck_s = 0.0
         self._first_coming: tuple[str | None, float] = (None, 0.0)
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -120,7 +120,7 @@ class Room:
             return False
         return self._leases.kept.num_coming() > 0
 
-    def make(self) -> None:
+    def evict(self) -> None:
         """End as many leases as it takes; their blocks come back with the workers' reports, a step or two later.
 
         It counts what vLLM keeps to itself. Where that cannot be counted, the engine goes on, and leases live as long
@@ -129,17 +129,17 @@ class Room:
         if self._rest.is_waking:
             return
         try:
-            self._make()
+            self._evict()
         except Exception:
             self._manager = None
-            logger.exception("held leases give way no more, since what is free could not be counted")
+            logger.exception("lease eviction disabled: free blocks could not be counted")
 
-    def _make(self) -> None:
+    def _evict(self) -> None:
         manager, kept, clock_s = self._manager, self._leases.kept, self._leases.clock_s
         first = kept.first_ending()
         if first is None or first != self._first_coming[0]:
             self._first_coming = (first, clock_s)
-        if manager is None or not kept.num_requests or clock_s < self._rests_until_s:
+        if manager is None or not kept.num_requests or clock_s < self._recheck_s:
             return
         demand = self._demand(manager)
         if demand is None:
@@ -148,14 +148,14 @@ class Room:
         candidates = self._leases.candidates()
         leased = len(kept)  # at least as many as leases alone keep
         if leased > demand.cap:
-            self._rests_until_s = clock_s + leased * _COUNT_S
+            self._recheck_s = clock_s + leased * _COUNT_S
             leased = kept.num_leased()
         if evict(candidates, kept, leased, demand, self._end):
             self._missed_since_s = None
         elif self._missed_since_s is None:
             self._missed_since_s = clock_s
         elif len(candidates) > _MANY:
-            self._rests_until_s = max(self._rests_until_s, clock_s + _REST_S)
+            self._recheck_s = max(self._recheck_s, clock_s + _RECHECK_S)
 
     def _end(self, lease: Lease, how: str) -> None:
         self._leases.end_early(lease, how)

@@ -18,7 +18,7 @@ from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, Quarantine,
 from kvferry.connector.scheduler_side.idle import Rest
 from kvferry.connector.scheduler_side.intake import Reception
 from kvferry.connector.scheduler_side.integrity import Integrity
-from kvferry.connector.scheduler_side.lease_eviction import Room
+from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.listen import listen
 from kvferry.connector.scheduler_side.params_builder import Offering
 from kvferry.connector.scheduler_side.prewarm import KnownProducers
@@ -84,12 +84,12 @@ class SchedulerSide:
         self._held = HeldBlocks()
         self._acks = WorkerAcks(num_workers(self._own.topology))
         self._rest = Rest(self.leases, self._quarantine, self._acks.workers)
-        self._room = Room(vllm_config, self._own, self.leases, self._rest, config.max_leased_fraction)
+        self._eviction = LeaseEviction(vllm_config, self._own, self.leases, self._rest, config.max_leased_fraction)
         self._integrity = Integrity(
             self.leases,
             self.loads,
             self._reception,
-            self._room,
+            self._eviction,
             self._quarantine,
             self._held,
             self.counters,
@@ -112,7 +112,7 @@ class SchedulerSide:
         if correlation is not None:
             logger.debug("req=%s correlation=%s", request.request_id, correlation)
         self._reception.receive(request)
-        self._room.arrived(request)
+        self._eviction.arrived(request)
         self._say()
 
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
@@ -124,7 +124,7 @@ class SchedulerSide:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has given the request blocks."""
-        self._room.admitted(request)
+        self._eviction.admitted(request)
         use = self._reception.wanted.get(request.request_id)
         if use is not None and not self.leases.open(request.request_id, use):
             slots = self.leases.slots
@@ -146,7 +146,7 @@ class SchedulerSide:
             Whether vLLM is to hold its blocks, which it never is (`HeldBlocks`), and what its answer carries.
         """
         self.loads.finished(request.request_id)
-        self._room.finished(request.request_id)
+        self._eviction.finished(request.request_id)
         self.tracing.finished(request.request_id)
         self._say()
         use = self._reception.ended(request.request_id)
@@ -175,11 +175,11 @@ class SchedulerSide:
             is_idle: no token is scheduled in this step.
         """
         if self._listener is not None:
-            # Before room is made: an engine that was idle has not heard yet which leases are claimed.
+            # Before leases are evicted: an engine that was idle does not know yet which leases are claimed.
             hear(self._listener, self.leases, self._own.boot, self.counters)
         asks = self._rest.begin_step()
         self._ending.step()
-        self._room.make()
+        self._eviction.evict()
         if self._known.look():
             for producer in self._known.take():
                 self.loads.prewarm_static(producer, time.monotonic())
@@ -231,7 +231,7 @@ class SchedulerSide:
         """The engine's block pool, for blocks that must not be reused yet."""
         self._quarantine.bind(manager)
         self._held.bind(manager)
-        self._room.bind(manager)
+        self._eviction.bind(manager)
         self._gauges.bind(manager)
 
     def publish(self, workers: Mapping[tuple[int, int], object]) -> None:
@@ -263,7 +263,7 @@ class SchedulerSide:
 
     def has_coming_blocks(self) -> bool:
         """Whether a running request need not be preempted, since blocks are coming in a step or two."""
-        return self._room.is_coming
+        return self._eviction.is_coming
 
     def reset(self) -> bool:
         """The weights have changed, or are about to: no cache of before may be taken for one of after.
@@ -279,7 +279,7 @@ class SchedulerSide:
         for request_id in self.leases.requests(LeaseState.COMPUTING):
             self.leases.abandon(request_id, "reset")
         for request_id in list(self._reception.wanted):
-            if self._room.unfinished[request_id].num_computed_tokens:
+            if self._eviction.unfinished[request_id].num_computed_tokens:
                 del self._reception.wanted[request_id]
         self.loads.decline_offered("reset")
         self._say()

@@ -1,9 +1,9 @@
-"""Which held leases give way when blocks are needed, in what order, and how many of them.
+"""Which held leases are evicted when blocks are needed, in what order, and how many.
 
-Nobody knows whether anybody will come for a lease until a consumer renews it. So offers of turns that nobody waits with
-go first, then prompts that nobody has come for although a consumer would have renewed them by now. What may still be
-wanted goes only when the want has lasted for a heartbeat: before that, consumers that are slower than this engine make
-it wait, which costs nothing, while every lease that is ended unread costs a prefill.
+Until a consumer renews a lease it is unknown whether it will be read. So offers of turns that no prefill waits with go
+first, then prompts that no consumer has renewed although it would have by now. Leases that may still be wanted go only
+when the shortage has lasted for a heartbeat: before that, consumers that are slower than this engine make it wait,
+which costs nothing, while every lease that is ended unread costs a prefill.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvferry.scheduler.producer.lease import Lease, LeaseUse
 
 
 class Rank(enum.IntEnum):
-    """Who goes first; within a rank the longest held."""
+    """The order of eviction; within a rank the longest held goes first."""
 
     IDLE_TURN = 0
     """An offer that no prefill waits with."""
@@ -85,7 +85,7 @@ class Stall:
 
 
 def rank_of(lease: Lease, clock_s: float, heartbeat_s: float) -> Rank | None:
-    """Where a held lease stands; None for a prompt that is not to be ended yet, whoever wants its blocks."""
+    """Where a held lease stands; None for a prompt that must not be evicted yet."""
     is_claimed = lease.claimed_until_s > clock_s
     if lease.use is LeaseUse.TURN:
         return Rank.CLAIMED_TURN if is_claimed else Rank.IDLE_TURN
@@ -103,9 +103,9 @@ def evict(
     """End as many leases as it takes, and none whose blocks are all used by requests that run.
 
     Args:
-        candidates: in the order in which they go.
+        candidates: in the order of eviction.
         leased: `kept.num_leased()`.
-        end: ends a lease, and says how: `room` for turns that leave room, `evicted` otherwise.
+        end: ends a lease, with `evicted` as the reason.
 
     Returns:
         Whether `need` and `cap` are kept now.
@@ -124,6 +124,6 @@ def evict(
         if not goes or not (slots_short or kept.can_give(lease.request_id)):
             continue
         gain = kept.gain(lease.request_id)
-        end(lease, "room" if lease.use is LeaseUse.TURN else "evicted")
+        end(lease, "evicted")
         free, leased, slots_short = free + gain, leased - gain, False
     return free >= demand.need and leased <= demand.cap

@@ -1,4 +1,4 @@
-"""Which leases give way: the counts of blocks against sets of owners, by definition; and the order, by examples."""
+"""Lease eviction: the counts of blocks against sets of owners, by definition; and the order, by examples."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def order_by_definition(pool: Pool, ranks: dict[str, Rank], demand: Demand) -> b
     slots_short = demand.slots_short
     for name in sorted(ranks, key=lambda name: (ranks[name], name)):
         is_over, lacks = pool.leased() > demand.cap, pool.free() < demand.need
-        no_room = pool.free() < demand.need + demand.reserve
+        no_reserve = pool.free() < demand.need + demand.reserve
         why = {
-            Rank.IDLE_TURN: is_over or lacks or no_room or slots_short,
+            Rank.IDLE_TURN: is_over or lacks or no_reserve or slots_short,
             Rank.DESERTED_PROMPT: is_over or lacks,
             Rank.FRESH_PROMPT: (is_over or lacks) and demand.lasts,
             Rank.CLAIMED_TURN: lacks or (is_over and demand.lasts),
@@ -96,7 +96,7 @@ def test_as_many_end_as_it_takes_by_counts_of_owners_and_those_that_give_nothing
     ended: list[str] = []
 
     def end(lease: Lease, how: str) -> None:
-        assert how == ("room" if lease.use is LeaseUse.TURN else "evicted")
+        assert how == "evicted"
         ended.append(lease.request_id)
         kept.end(lease.request_id)
 
