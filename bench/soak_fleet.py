@@ -23,7 +23,7 @@ from tests.geometry.handmade import attention, side
 MODEL = attention(layers=4, heads=4, size=8)
 MOST_TOKENS = 48
 MOST_AT_ONCE = 48
-_REST_S = 60.0
+_IDLE_WITHIN_S = 60.0
 _LOOK_S = 2.0
 _GRAVE_S = 3.0
 _NOT_READY_S = 0.3
@@ -136,10 +136,10 @@ class Fleet:
 
     def close(self) -> None:
         """Everything ends; what must not be left is counted under `violations`."""
-        self._come_to_rest()
+        self._wait_until_idle()
         self.gauges.look(self.counts.requests, now=True)
         for engine in self._engines():
-            self._check_rest(engine)
+            self._check_idle(engine)
             engine.kill().join(60.0)
             self._drain(engine)
         for engine, thread, _ in self._graves:
@@ -191,27 +191,27 @@ class Fleet:
                 f"{self.counts.violations.total()} violations"
             )
 
-    def _check_integrity(self, engine: SoakEngine, *, at_rest: bool = False) -> None:
+    def _check_integrity(self, engine: SoakEngine, *, idle: bool = False) -> None:
         try:
             engine.leases.check_integrity()
             engine.loads.check_integrity()
             for worker in engine.workers:
-                worker.check_integrity(at_rest=at_rest)
+                worker.check_integrity(idle=idle)
         except KvferryError as wrong:
             self.counts.violations[f"integrity of {engine.name}: {wrong}"] += 1
         broken = sum(memory.broken_guards() for memory in engine.memories)
         if broken:
             self.counts.violations[f"{engine.name}: bytes beside the blocks were written"] += broken
 
-    def _come_to_rest(self) -> None:
-        end_s = time.monotonic() + _REST_S
-        while time.monotonic() < end_s and not all(_is_at_rest(engine) for engine in self._engines()):
+    def _wait_until_idle(self) -> None:
+        end_s = time.monotonic() + _IDLE_WITHIN_S
+        while time.monotonic() < end_s and not all(_is_idle(engine) for engine in self._engines()):
             self.step()
             time.sleep(0.002)
 
-    def _check_rest(self, engine: SoakEngine) -> None:
+    def _check_idle(self, engine: SoakEngine) -> None:
         """Nothing is left of anything, and no block was written while it was free."""
-        self._check_integrity(engine, at_rest=True)
+        self._check_integrity(engine, idle=True)
         engine.take(len(engine.free))
         left = {
             "blocks": len(engine.leased),
@@ -249,7 +249,7 @@ class Fleet:
             self.counts.violations[f"{of.get('loads', 0)} loads ordered, {self.counts.loads.total()} ended"] += 1
 
 
-def _is_at_rest(engine: SoakEngine) -> bool:
+def _is_idle(engine: SoakEngine) -> bool:
     flushing = any(worker._thread is not None and worker._thread.runner.flushing() for worker in engine.workers)
     quiet = not (len(engine.leases) or len(engine.loads) or any(engine.alive) or flushing)
     return quiet and len(engine.free) == engine.blocks and not any(fabric.waiting for fabric in engine.fabrics)

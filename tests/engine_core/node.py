@@ -32,7 +32,7 @@ from tests.engine_core.driver import Answer, Engine, Scheduled
 from tests.engine_core.second_runner import FirstRunner, SecondRunner, no_forward
 from tests.engine_core.toy_model import ToyModel
 from tests.waiting import deadline_s
-from tests.worker.at_rest import comes_to_rest
+from tests.worker.until_idle import wait_until_idle
 
 _IMPL: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
 _IMPL.attn_type, _IMPL.kv_cache_dtype = "decoder", "auto"
@@ -194,17 +194,17 @@ class Node:
             self.step()
         return params
 
-    def close(self, *, at_rest: bool = True) -> None:
+    def close(self, *, idle: bool = True) -> None:
         """End the engine. Whatever was done to it, its sums add up.
 
         Args:
-            at_rest: wait until nothing is under way before the workers end.
+            idle: wait until nothing is under way before the workers end.
         """
         ferry_of(self.engine.connector).scheduler_side.check_integrity()
         self.engine.close()
         try:
-            for worker in self.workers if at_rest else ():
-                comes_to_rest(ferry_of(worker).worker_side._worker)
+            for worker in self.workers if idle else ():
+                wait_until_idle(ferry_of(worker).worker_side._worker)
         finally:
             for worker in self.workers:
                 worker.shutdown()

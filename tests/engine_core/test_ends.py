@@ -48,7 +48,7 @@ def test_engines_that_end_in_the_middle_of_loads_end_quietly(
     wait_until(held.is_reached, "every load is in the middle")
     assert worker._thread is not None
     for node in (producer, consumer) if first == "producer" else (consumer, producer):
-        node.close(at_rest=False)
+        node.close(idle=False)
     held.ends()
 
     assert not worker._thread._thread.is_alive()

@@ -1,4 +1,4 @@
-"""An engine that rests is woken now and then; one that is paused does not rest before its leases are over."""
+"""An idle engine is woken now and then; a paused one is not idle before its leases are over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
 from kvferry.connector.vllm_internals import EngineLoop
 from tests.engine_core.driver import tokens
-from tests.engine_core.test_rest import prefill, work
+from tests.engine_core.test_idle import prefill, work
 
 LEASE_S = 1.2
 
@@ -58,18 +58,18 @@ def test_without_a_core_or_with_two_nobody_is_woken_and_nothing_happens(make_cor
 def test_a_lease_that_nobody_comes_for_ends_in_time_although_nobody_asks_the_engine_for_anything(
     make: Any, make_core: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.LONGEST_REST_S", LEASE_S / 6)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", LEASE_S / 6)
     node = make("kv_producer", extra={"kv_lease_duration": LEASE_S})
     prefill(node, "p", tokens(100))
     core = make_core(node.engine.scheduler)
-    began_s, rests = time.monotonic(), 0
+    began_s, idle_times = time.monotonic(), 0
     while not node.engine.is_whole:
         core._process_input_queue()  # vLLM's: it returns when there is something to do
-        rests += 1
+        idle_times += 1
         work(node, most=100_000)  # here it does not sleep for a millisecond between two of them
         assert time.monotonic() < began_s + 20.0
     assert time.monotonic() >= began_s + LEASE_S * 0.9
-    assert rests <= 8, "it was woken oftener than it had to be"
+    assert idle_times <= 8, "it was woken oftener than it had to be"
     assert node.engine.counted("leases_released", "expired") == 1
 
 
@@ -80,7 +80,7 @@ def test_a_pause_is_complete_when_no_lease_is_held_any_more_and_then_caches_can_
     prefill(node, "p", tokens(100))
     core = make_core(node.engine.scheduler)
     core._finish_pause = lambda clear_cache: node.engine.scheduler.reset_prefix_cache(True, clear_cache)
-    assert not core.has_work(), "it rests"
+    assert not core.has_work(), "it is idle"
     done = core.pause_scheduler("wait", clear_cache=True)
     assert done is not None
     for _ in range(5):
@@ -92,4 +92,4 @@ def test_a_pause_is_complete_when_no_lease_is_held_any_more_and_then_caches_can_
     assert done.result(timeout=0) is None
     core.resume_scheduler()
     prefill(node, "q", tokens(100))
-    assert not core.has_work(), "it rests again"
+    assert not core.has_work(), "it is idle again"

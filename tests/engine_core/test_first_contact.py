@@ -108,7 +108,7 @@ def test_a_producer_that_the_configuration_names_is_met_before_there_is_any_requ
     producer = make("kv_producer")
     consumer = make("kv_consumer", tp=tp, extra={"prewarm_peers": [f"127.0.0.1:{producer.port}"]})
     finds(consumer, producer)
-    assert not consumer.must_step, "it rests"
+    assert not consumer.must_step, "it is idle"
     asked = times_described(producer)
     params = producer.prefill("p", PROMPT)
     consumer.engine.add("d", PROMPT, params, max_tokens=COUNT)
@@ -126,7 +126,7 @@ def test_a_producer_that_the_configuration_names_is_met_before_there_is_any_requ
     assert times_described(again) == tp + 1
 
 
-def test_an_engine_that_rests_is_woken_when_a_producer_is_found(make: Any, make_core: Any) -> None:
+def test_an_idle_engine_is_woken_when_a_producer_is_found(make: Any, make_core: Any) -> None:
     port = free_port()
     consumer = make("kv_consumer", extra={"prewarm_peers": [f"127.0.0.1:{port}"]})
     core = make_core(consumer.engine.scheduler)
@@ -151,4 +151,4 @@ def test_an_engine_with_producers_that_are_not_there_starts_rests_and_ends(make:
     assert not consumer.must_step
     consumer.engine.add("d", PROMPT, None, max_tokens=COUNT)
     assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
-    wait_until(lambda: not consumer.go_on(), "it rests")
+    wait_until(lambda: not consumer.go_on(), "it is idle")

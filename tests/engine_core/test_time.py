@@ -107,7 +107,7 @@ def test_a_prompt_that_waits_for_room_longer_than_its_lease_is_loaded_all_the_sa
 def test_a_producer_that_stalls_longer_than_its_lease_still_serves_it(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of its threads do: nobody winds the clock. An engine that merely rests does not stall (`test_rest.py`)."""
+    """All of its threads do: nobody winds the clock. An engine that is merely idle does not stall (`test_idle.py`)."""
     producer, consumer = make("kv_producer", extra={"kv_lease_duration": 0.4}), make("kv_consumer")
     params = producer.prefill("p", PROMPT)
     with monkeypatch.context() as stopped:

@@ -193,11 +193,11 @@ class Server:
         engine = self.engine
         if engine.integrity_errors:
             yield f"the worker's books did not add up {engine.integrity_errors} times"
-        at_rest = not len(engine.leases) and not self._ordered
+        idle = not len(engine.leases) and not self._ordered
         checks: list[Callable[[], None]] = [
             engine.leases.check_integrity,
             engine.loads.check_integrity,
-            lambda: self._check_worker(at_rest=at_rest),
+            lambda: self._check_worker(idle=idle),
         ]
         for check in checks:
             try:
@@ -205,10 +205,10 @@ class Server:
             except Exception as error:  # noqa: BLE001 - told to the other end
                 yield f"{type(error).__name__}: {error}"
 
-    def _check_worker(self, *, at_rest: bool) -> None:
+    def _check_worker(self, *, idle: bool) -> None:
         """A message that is being flushed is under way, and not what a drill has left."""
         try:
-            self.engine.worker.check_integrity(at_rest=at_rest)
+            self.engine.worker.check_integrity(idle=idle)
         except LocalProtocolError as error:
             if " 0 flushing," in str(error):
                 raise

@@ -91,7 +91,7 @@ def until_adds_up(engine: Engine) -> None:
     deadline_s = time.monotonic() + BOUND_S
     while True:
         try:
-            engine.worker.check_integrity(at_rest=True)
+            engine.worker.check_integrity(idle=True)
             break
         except Exception:
             if time.monotonic() > deadline_s:

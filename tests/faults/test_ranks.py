@@ -23,7 +23,7 @@ from tests.geometry.handmade import attention, pair, side
 from tests.geometry.pairs import Pair
 from tests.rig.engine import SETTINGS, RigEngine
 from tests.rig.handover import step_until
-from tests.worker.at_rest import comes_to_rest
+from tests.worker.until_idle import wait_until_idle
 
 LEASE_S = 1.5
 SLACK_S = 10.0
@@ -80,12 +80,12 @@ class RankEngine(RigEngine):
             if worker._thread is not None:
                 worker._thread.runner.timeout_s = SLACK_S
 
-    def check_at_rest(self) -> None:
+    def check_idle(self) -> None:
         """Nothing is in hand and everything adds up, on every rank."""
         self.leases.check_integrity()
         self.loads.check_integrity()
         for worker in self.workers:
-            comes_to_rest(worker)
+            wait_until_idle(worker)
             assert worker._thread is None or worker._thread._thread.is_alive()
 
 
@@ -126,13 +126,13 @@ class Ranks:
         self.step_until(lambda: not any(self.consumer.alive.values()), "nothing may be written any more")
         self.consumer.loads.finished(REQUEST)
         for engine in (self.producer, self.consumer):
-            engine.check_at_rest()
+            engine.check_idle()
         names = (f"next {number}" for number in itertools.count())
         until_s = time.monotonic() + SLACK_S
         while set(self.try_load(next(names)).values()) != {None}:  # a rank leaves its peer alone for a while
             assert time.monotonic() < until_s, "loads still fail"
         for engine in (self.producer, self.consumer):
-            engine.check_at_rest()
+            engine.check_idle()
 
     def try_load(self, request_id: str) -> dict[int, FailureReason | None]:
         """As `load`, and both engines are done with it."""
@@ -250,7 +250,7 @@ def test_a_producer_rank_whose_agent_is_gone_fails_the_ranks_that_read_it_and_fr
         assert set(reports.values()) <= {None, FailureReason.TRANSFER, FailureReason.FENCE}
         rig.step_until(lambda: rig.producer.is_free(REQUEST), "all ranks' blocks are free", LEASE_S + SLACK_S)
         rig.consumer.loads.finished(REQUEST)
-        rig.consumer.check_at_rest()
+        rig.consumer.check_idle()
         rig.producer.workers.pop(gone).close()  # its agent was closed behind its back: its sums cannot add up
         rig.producer.close()
         rig.producer = RankEngine("another producer", rig.pair, "producer", rig.make_fabric)

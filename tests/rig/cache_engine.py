@@ -29,8 +29,8 @@ from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker
 from tests.geometry.pairs import FACTS
 from tests.geometry.requests import Request
-from tests.worker.at_rest import comes_to_rest
 from tests.worker.engine import free_port
+from tests.worker.until_idle import wait_until_idle
 
 HOST = "127.0.0.1"
 LEASE_S = 120.0
@@ -164,7 +164,7 @@ class CacheEngine:
         self.renewer.close()
         try:
             for worker in self.workers:
-                comes_to_rest(worker)
+                wait_until_idle(worker)
         finally:
             for worker in self.workers:
                 worker.close()

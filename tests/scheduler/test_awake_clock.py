@@ -52,7 +52,7 @@ def test_two_threads_that_wind_it_count_no_moment_twice() -> None:
     assert shown_s <= time.monotonic() - began_s + 0.01
 
 
-def test_an_engine_that_rests_loses_no_time_because_its_listener_winds_the_clock() -> None:
+def test_an_idle_engine_loses_no_time_because_its_listener_winds_the_clock() -> None:
     clock = AwakeClock(0.02)
     listener = SideChannelListener(HOST, free_port(), Counters(), clock=clock)
     try:

@@ -1,4 +1,4 @@
-"""What waits for an engine that rests."""
+"""What waits for an idle engine."""
 
 from __future__ import annotations
 

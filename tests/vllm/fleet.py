@@ -1,4 +1,4 @@
-"""Two producers, two consumers and an engine without a connector, on two cores; and what must hold of them at rest."""
+"""Two producers, two consumers and an engine without a connector, on two cores; and what holds of them when idle."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def outage(outages: list[Outage], *servers: ForkedServer) -> Iterator[float]:
     outages.append(Outage(began_s, time.monotonic()))
 
 
-def check_rest(name: str, producers: Sequence[ForkedServer], consumers: Sequence[ForkedServer]) -> None:
+def check_idle(name: str, producers: Sequence[ForkedServer], consumers: Sequence[ForkedServer]) -> None:
     """What must hold of engines when nothing is asked any more: nothing is held, nothing stopped, no internal error.
 
     Every producer hands over to every consumer once more, and takes back an unread lease: so all threads live.
@@ -126,7 +126,7 @@ def check_rest(name: str, producers: Sequence[ForkedServer], consumers: Sequence
     for server in servers:
         wait_until(partial(_is_idle, server), f"{server.spec.name} is idle: {_held(server)}", SETTLE_S)
     for number, (producer, consumer) in enumerate((p, c) for p in producers for c in consumers):
-        _check_pair(f"{name}, at rest, {number}", producer, consumer)
+        _check_pair(f"{name}, idle, {number}", producer, consumer)
     for server in servers:
         wait_until(partial(_is_idle, server), f"{server.spec.name} is idle again", SETTLE_S)
         assert httpx.get(server.base_url + "/health", timeout=PATIENCE_S, trust_env=False).status_code == 200

@@ -233,9 +233,9 @@ class _Engine:
         }
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | dict(spec.engine_args)))
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
-        from kvferry.connector.scheduler_side import idle as rest
+        from kvferry.connector.scheduler_side import idle
 
-        rest.LONGEST_REST_S = 0.05  # `free_blocks` is to know soon what is free
+        idle.MAX_IDLE_S = 0.05  # `free_blocks` is to know soon what is free
         self._asked = 0
 
     def serve(self, pipe: Connection) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from scripts.accuracy.router import Router
 from scripts.small_models import default_cache_dir, small_model
-from tests.vllm.fleet import Fleet, check_rest, outage, prefill, running
+from tests.vllm.fleet import Fleet, check_idle, outage, prefill, running
 from tests.vllm.forked_server import ForkedServer
 from tests.vllm.load import PATIENCE_S, Kind, Load, Outage, Outcome, Tokens, ask, judge, prompt_of
 
@@ -81,7 +81,7 @@ def test_a_killed_decoder_comes_back_to_the_same_producer(fleet: Fleet, policy: 
     assert fresh.total("vllm:kvferry_loads_total") >= len(after)
     assert fresh.total("vllm:kvferry_failed_loads_total") == 0
     assert fresh.total("vllm:kvferry_local_recomputes_total") == 0
-    check_rest(name, [producer], [consumer])
+    check_idle(name, [producer], [consumer])
 
 
 @POLICIES
@@ -127,7 +127,7 @@ def test_a_killed_producer_comes_back_to_the_same_decoder(fleet: Fleet, policy: 
         assert not any(outcome.tokens for outcome in handed_over)
         assert moved.total("vllm:kvferry_failed_requests_total") >= len(handed_over)
     assert moved.total("vllm:kvferry_failed_loads_total") >= len(handed_over)
-    check_rest(name, [producer], [consumer])
+    check_idle(name, [producer], [consumer])
 
 
 def test_two_and_two_lose_one_of_each_and_get_them_back(fleet: Fleet, tmp_path: Path) -> None:
@@ -148,4 +148,4 @@ def test_two_and_two_lose_one_of_each_and_get_them_back(fleet: Fleet, tmp_path: 
     moved = [server.metrics() - earlier for server, earlier in zip(servers, before, strict=True)]
     assert all(each.total("vllm:kvferry_leases_released_total", how="done") > 0 for each in moved[:2])
     assert all(each.total("vllm:kvferry_loads_total") > 0 for each in moved[2:])
-    check_rest(name, fleet.producers, fleet.consumers)
+    check_idle(name, fleet.producers, fleet.consumers)

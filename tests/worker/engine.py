@@ -32,10 +32,10 @@ from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker, MakeFabric
 from scripts.accuracy.ports import free_ports
 from tests.waiting import deadline_s
-from tests.worker.at_rest import comes_to_rest
 from tests.worker.engine_values import FACTS, HOST, LEASE_S, POISON, SETTINGS, SHAPE, Offer, OrderedLoad, Seen
 from tests.worker.probe_fabric import ProbeFabric
 from tests.worker.toy_caches import CPU, CacheShape, ToyCaches
+from tests.worker.until_idle import wait_until_idle
 
 COUNTED = (
     "undelivered",
@@ -256,7 +256,7 @@ class Engine:
         self.loads.finished(load.request_id)
         self._free += load.blocks
 
-    def come_to_rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Lift the faults, and let every load end, one way or the other; then nothing of them is left.
 
         Raises:
@@ -268,7 +268,7 @@ class Engine:
         self.fabric.faults.clear()
         self.fabric.on_data_read = None
         self.set_timeouts(load_s=0.0)
-        comes_to_rest(self.worker)
+        wait_until_idle(self.worker)
 
     def close(self) -> None:
         """Whatever was done, the sums are right."""

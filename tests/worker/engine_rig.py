@@ -104,7 +104,7 @@ class Rig:
         try:
             self.network.thaw_all()
             for engine in self.engines:
-                engine.come_to_rest()
+                engine.wait_until_idle()
         finally:
             for engine in self.engines:
                 engine.close()

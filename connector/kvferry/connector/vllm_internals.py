@@ -10,7 +10,7 @@ while an engine that holds leases is made to take one step. vLLM has a message f
 itself when it is asked to end.
 
 And a pause is complete when the engine has no work any more; what follows (emptied caches, new weights) must not find
-blocks held. So a paused engine does not rest before its leases are over.
+blocks held. So a paused engine is not idle before its leases are over.
 
 The engine core belongs to nobody whom a connector is told of; it is found by the threads that it runs. Where it is not
 (it runs in a user's own program, or another vLLM keeps it elsewhere), nothing is woken and no pause is seen.
@@ -46,7 +46,7 @@ class EngineLoop:
             self._found().input_queue.put_nowait((sys.modules["vllm.v1.engine"].EngineCoreRequestType.WAKEUP, None))
         except Exception as error:  # noqa: BLE001 - a vLLM that is built otherwise
             self._has_failed = True
-            logger.info("this engine cannot be woken (%r): while it rests, its metrics are of its last step", error)
+            logger.info("this engine cannot be woken (%r): while it is idle, its metrics are of its last step", error)
 
     @property
     def is_paused(self) -> bool:

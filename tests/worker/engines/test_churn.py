@@ -39,7 +39,7 @@ def _handshake_threads() -> int:
 
 
 def _at_rest(consumer: Engine) -> OpenHandles:
-    consumer.come_to_rest()
+    consumer.wait_until_idle()
     consumer.set_timeouts()
     return consumer.fabric.open_handles()
 

@@ -231,7 +231,7 @@ def test_a_post_that_does_not_return_fails_the_load_in_time_and_its_blocks_are_n
     rig.step_until(lambda: not consumer.seen.alive, "the post has returned, and the read has ended")
     assert load.request_id not in consumer.seen.loaded, "it is not reported again"
     assert list(consumer.seen.failed) == [load.request_id]
-    consumer.worker.check_integrity(at_rest=True)
+    consumer.worker.check_integrity(idle=True)
 
 
 def _wait(event: threading.Event) -> None:

@@ -9,9 +9,9 @@ import pytest
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.fabric.port import FabricError, PeerLost, TransferFailed
 from tests.waiting import wait_until
-from tests.worker.at_rest import comes_to_rest
 from tests.worker.engine import Engine
 from tests.worker.engine_rig import Rig
+from tests.worker.until_idle import wait_until_idle
 
 
 def _with_each_message(consumer: Engine, then: Callable[[], object]) -> list[int]:
@@ -34,28 +34,28 @@ def _wait_for_read_behind(consumer: Engine, reads: list[int]) -> None:
 def test_a_read_is_posted_behind_the_message_that_ends_a_load(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    comes_to_rest(consumer.worker)
+    wait_until_idle(consumer.worker)
     reads = _with_each_message(consumer, lambda: None)
     rig.transfer(producer, consumer)
     _wait_for_read_behind(consumer, reads)
-    comes_to_rest(consumer.worker)
+    wait_until_idle(consumer.worker)
     assert consumer.fabric.calls["post_read"] == reads[-1] + 1
 
 
 def test_a_load_is_over_while_the_read_behind_its_message_is_in_flight(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    comes_to_rest(consumer.worker)
+    wait_until_idle(consumer.worker)
     reads = _with_each_message(consumer, lambda: rig.network.freeze(producer.fabric.agent_name))
     load = consumer.load(producer.prefill(tokens=10, seed=2).params)
     assert rig.until_over(consumer, load) is None
     consumer.check_bytes(load, seed=2)
     _wait_for_read_behind(consumer, reads)
     with pytest.raises(LocalProtocolError, match="1 flushing"):
-        consumer.worker.check_integrity(at_rest=True)
+        consumer.worker.check_integrity(idle=True)
     consumer.worker.check_integrity()
     rig.network.thaw(producer.fabric.agent_name)
-    comes_to_rest(consumer.worker)
+    wait_until_idle(consumer.worker)
     assert consumer.worker._slot_reads.free() == len(consumer.worker._slot_reads.words)
 
 
@@ -63,11 +63,11 @@ def test_a_load_is_over_while_the_read_behind_its_message_is_in_flight(rig: Rig)
 def test_a_read_behind_a_message_that_cannot_be_posted_costs_the_load_nothing(rig: Rig, error: FabricError) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    comes_to_rest(consumer.worker)
+    wait_until_idle(consumer.worker)
     _with_each_message(consumer, lambda: consumer.fabric.fail("post_read", lambda: error))
     rig.transfer(producer, consumer)
     wait_until(lambda: consumer.fabric.faults.get("post_read", (None, 1))[1] == 0, "it was tried")
     assert consumer.worker._thread is not None
     consumer.worker._thread._reader.grace_s = 0.0
-    comes_to_rest(consumer.worker)
+    wait_until_idle(consumer.worker)
     assert consumer.seen.counts["undelivered"] == 0

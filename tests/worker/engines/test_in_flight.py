@@ -28,7 +28,7 @@ def _grace_is_over(rig: Rig, consumer: Engine) -> None:
     assert consumer.worker._thread is not None
     consumer.worker._thread._reader.grace_s = 0.0
     rig.step_until(lambda: not consumer.seen.alive, "the grace is over")
-    consumer.worker.check_integrity(at_rest=True)
+    consumer.worker.check_integrity(idle=True)
     consumer.step()  # the end of a grace is counted after the blocks were given back, maybe for a step of its own
     assert consumer.seen.counts["graces_over"] >= 1
 
@@ -111,4 +111,4 @@ def test_a_first_read_that_failed_keeps_its_cell_for_the_grace(
     assert consumer.worker._thread is not None
     consumer.worker._thread._reader.grace_s = 0.0
     wait_until(lambda: not registry.burying(), "the grace is over", 60.0)
-    consumer.worker.check_integrity(at_rest=True)
+    consumer.worker.check_integrity(idle=True)

@@ -71,7 +71,7 @@ def test_what_does_not_add_up_is_found_with_all_the_sums(
 ) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    consumer.worker.check_integrity(at_rest=True)
+    consumer.worker.check_integrity(idle=True)
     mend = wrong(consumer)
     with pytest.raises(LocalProtocolError) as error:
         consumer.worker.check_integrity()
@@ -86,7 +86,7 @@ def test_what_does_not_add_up_is_found_with_all_the_sums(
     ):
         assert sums in str(error.value)
     mend()
-    consumer.worker.check_integrity(at_rest=True)
+    consumer.worker.check_integrity(idle=True)
 
 
 def test_a_load_under_way_adds_up_and_is_no_rest(rig: Rig) -> None:
@@ -102,7 +102,7 @@ def test_a_load_under_way_adds_up_and_is_no_rest(rig: Rig) -> None:
     wait_until(lambda: consumer.fabric.calls["post_data_read"] > 2, "it reads", 60.0)
     consumer.worker.check_integrity()
     with pytest.raises(LocalProtocolError, match="1 loads run or are quarantined"):
-        consumer.worker.check_integrity(at_rest=True)
+        consumer.worker.check_integrity(idle=True)
     rig.network.thaw(producer.fabric.agent_name)
     assert rig.until_over(consumer, load) is None
     assert consumer.seen.counts["integrity_errors"] == 0, "after every step they were right"
@@ -125,9 +125,9 @@ def test_an_idle_worker_checks_by_itself_counts_each_time_and_shows_an_error_onc
 
 def test_a_worker_without_work_and_one_that_is_closed_have_nothing_to_check(rig: Rig) -> None:
     engine = rig.engine("P")
-    engine.worker.check_integrity(at_rest=True)
+    engine.worker.check_integrity(idle=True)
     engine.worker.close()
-    engine.worker.check_integrity(at_rest=True)
+    engine.worker.check_integrity(idle=True)
 
 
 def test_a_thread_that_is_stuck_is_said_to_be(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

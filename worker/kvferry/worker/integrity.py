@@ -38,18 +38,18 @@ class WorkerBooks:
     runner: LoadRunner
     registry: PeerRegistry
 
-    def check(self, *, at_rest: bool = False) -> None:
+    def check(self, *, idle: bool = False) -> None:
         """Add everything up, in time that grows with what is alive.
 
         Args:
-            at_rest: nothing is to be under way either: no load, no first read, nothing in quarantine. Peers may be
+            idle: nothing is to be under way either: no load, no first read, nothing in quarantine. Peers may be
                 known and leases held.
 
         Raises:
             LocalProtocolError: with all the sums.
         """
         wrong = [*self._cells(), *self._handles(), *self._pool(), *self.table.errors()]
-        if at_rest:
+        if idle:
             wrong += self._unrest()
         if wrong:
             raise LocalProtocolError(f"{'; '.join(wrong)}. {self.describe()}")

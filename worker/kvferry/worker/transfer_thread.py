@@ -73,7 +73,7 @@ class _Stop:
 class _Check:
     """Add everything up."""
 
-    at_rest: bool
+    idle: bool
     answer: Future[None]
 
 
@@ -136,11 +136,11 @@ class TransferThread:
         """Look for something to do; from any thread."""
         self._inbox.put(_Wake())
 
-    def check_integrity(self, *, at_rest: bool) -> None:
+    def check_integrity(self, *, idle: bool) -> None:
         """See `FerryWorker.check_integrity`. Once the thread has ended there is nothing to check."""
         if not self._thread.is_alive():
             return
-        check = _Check(at_rest, Future())
+        check = _Check(idle, Future())
         self._inbox.put(check)
         try:
             check.answer.result(_CHECK_S)
@@ -312,7 +312,7 @@ class TransferThread:
 
     def _answer(self, check: _Check) -> None:
         try:
-            self._books.check(at_rest=check.at_rest)
+            self._books.check(idle=check.idle)
         except Exception as error:  # noqa: BLE001 - raised where the question came from
             check.answer.set_exception(error)
         else:

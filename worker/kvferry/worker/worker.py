@@ -191,19 +191,19 @@ class FerryWorker:
         self._lost_orders = 0
         return results
 
-    def check_integrity(self, *, at_rest: bool = False) -> None:
+    def check_integrity(self, *, idle: bool = False) -> None:
         """Whether everything that was taken belongs to a live owner: entries, waves, handles, words of the lease table.
 
         The transfer thread does it, between two steps. May wait for it, so it is nothing for an engine's step.
 
         Args:
-            at_rest: nothing is to be under way either: no load, no first read, nothing in quarantine.
+            idle: nothing is to be under way either: no load, no first read, nothing in quarantine.
 
         Raises:
             LocalProtocolError: with all the sums, or the thread does not answer.
         """
         if self._thread is not None:
-            self._thread.check_integrity(at_rest=at_rest)
+            self._thread.check_integrity(idle=idle)
 
     def close(self) -> None:
         """Stop the thread and give the memory back to the engine. Idempotent."""

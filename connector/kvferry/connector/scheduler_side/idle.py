@@ -1,9 +1,9 @@
-"""When an engine that has no request may rest, and what it does first when it wakes.
+"""When an engine without requests may be idle, and what it does first when it wakes.
 
-vLLM's loop sleeps until somebody wants something, unless the connector says that the engine must step. So this decides
-what a held lease costs: nothing while nobody wants the blocks. What happens meanwhile waits: consumers' reports with
+vLLM's loop sleeps until there is work, unless the connector says that the engine must step. So this decides what a
+held lease costs: nothing while no request needs the blocks. What happens meanwhile waits: consumers' reports with
 the workers, renewals and releases in the listener's inbox, the ends of leases for the next step. There is one after
-`LONGEST_REST_S`, unless the engine cannot be woken.
+`MAX_IDLE_S`, unless the engine cannot be woken.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvferry.connector.scheduler_side.held_blocks import Quarantine
 from kvferry.connector.vllm_internals import EngineLoop
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
-LONGEST_REST_S = 15.0
+MAX_IDLE_S = 15.0
 """While it holds leases, an engine steps so often at least: then what it reports is hardly older. A step costs more
 than itself: vLLM's workers spin for a second after each before they sleep again."""
 
 
-class Rest:
-    """One engine's rest.
+class IdleState:
+    """The idle state of one engine.
 
     Args:
         workers: of this engine.
@@ -31,7 +31,7 @@ class Rest:
         self._leases = leases
         self._quarantine = quarantine
         self._workers = frozenset(range(workers))
-        self._has_rested = False
+        self._was_idle = False
         self._unheard: set[int] = set()
         self._patient_until_s = 0.0  # on the leases' clock
         self._stepped_s = time.monotonic()
@@ -51,22 +51,22 @@ class Rest:
         if self._loop.is_paused:
             return True  # as with requests: the pause is complete when nothing is held any more
         if self._has_slept_long():
-            # Nobody asks an engine that sleeps. Who does now (the listener's thread, a call to empty its prefix cache)
-            # gets what one step can bring back.
+            # A sleeping engine is not asked. A caller that asks now (the listener's thread, a call to empty its prefix
+            # cache) gets what one step can bring back.
             return True
-        self._has_rested = True
+        self._was_idle = True
         return False
 
     def look(self) -> None:
-        """Called on the listener's thread, twice a second or oftener: wake an engine that rests for long."""
-        if self._has_rested and self._has_slept_long():
+        """Called on the listener's thread, twice a second or oftener: wake an engine that has been idle for long."""
+        if self._was_idle and self._has_slept_long():
             self._loop.wake()
 
     def begin_step(self) -> bool:
         """A step begins. Returns whether every worker is to answer in it, be it that there is nothing new."""
         self._stepped_s = time.monotonic()
-        if self._has_rested:
-            self._has_rested = False
+        if self._was_idle:
+            self._was_idle = False
             self._unheard = set(self._workers)
             self._patient_until_s = self._leases.clock_s + self._leases.heartbeat_s
         return bool(self._unheard)
@@ -78,12 +78,12 @@ class Rest:
     @property
     def has_news(self) -> bool:
         """Whether the next step or two may tell of leases that were over before the engine woke."""
-        return self._has_rested or self.is_waking
+        return self._was_idle or self.is_waking
 
     def _has_slept_long(self) -> bool:
-        return time.monotonic() >= self._stepped_s + LONGEST_REST_S
+        return time.monotonic() >= self._stepped_s + MAX_IDLE_S
 
     @property
     def is_waking(self) -> bool:
-        """Whether workers have not told yet what they heard during the rest: leases may be over that seem held."""
+        """Whether workers have yet to report what they received while idle: leases may be over that seem held."""
         return bool(self._unheard) and self._leases.clock_s <= self._patient_until_s

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 IDLE_PAUSE_S = 10.0
 """An idle engine is checked so often at most."""
 
-_REST_TIMES = 200
-"""With tens of thousands of held blocks a check takes 50 ms: rest at least so many times as long."""
+_PAUSE_FACTOR = 200
+"""With tens of thousands of held blocks a check takes 50 ms: pause at least this many times as long."""
 
 
 class Integrity:
@@ -72,7 +72,7 @@ class Integrity:
                 bug = None if isinstance(error, LocalProtocolError) else error
                 logger.error("the sums do not add up (told once; integrity_errors counts on): %s", error, exc_info=bug)
         ended_s = time.monotonic()
-        self._next_s = ended_s + max(IDLE_PAUSE_S, _REST_TIMES * (ended_s - began_s))
+        self._next_s = ended_s + max(IDLE_PAUSE_S, _PAUSE_FACTOR * (ended_s - began_s))
 
     def check(self) -> None:
         """Check everything.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.connector.engine.local_engine import OwnEngine
-from kvferry.connector.scheduler_side.idle import Rest
+from kvferry.connector.scheduler_side.idle import IdleState
 from kvferry.connector.scheduler_side.waiting import UnfinishedRequests
 from kvferry.scheduler.producer.eviction_order import Demand, Stall, evict
 from kvferry.scheduler.producer.lease import Lease
@@ -71,13 +71,13 @@ class LeaseEviction:
     """
 
     def __init__(
-        self, config: VllmConfig, own: OwnEngine, leases: ProducerLedger, rest: Rest, max_leased_fraction: float
+        self, config: VllmConfig, own: OwnEngine, leases: ProducerLedger, idle: IdleState, max_leased_fraction: float
     ) -> None:
         self._requests = UnfinishedRequests(config)
         self.unfinished: Mapping[str, Request] = self._requests.by_id
         self._own = own
         self._leases = leases
-        self._rest = rest
+        self._idle = idle
         self._fraction = max_leased_fraction
         self._manager: KVCacheManager | None = None
         self._bounds: _Bounds | None = None
@@ -114,7 +114,7 @@ class LeaseEviction:
         Where a worker's transfer thread is stuck they do not come, and vLLM must not go on waiting for them. An engine
         that wakes does not know yet of which leases it has slept through the end.
         """
-        if self._rest.is_waking:
+        if self._idle.is_waking:
             return True
         if self._leases.clock_s > self._first_coming[1] + self._leases.heartbeat_s:
             return False
@@ -126,7 +126,7 @@ class LeaseEviction:
         It counts what vLLM keeps to itself. Where that cannot be counted, the engine goes on, and leases live as long
         as they were given. Nor does it end any before it knows which are over anyway.
         """
-        if self._rest.is_waking:
+        if self._idle.is_waking:
             return
         try:
             self._evict()

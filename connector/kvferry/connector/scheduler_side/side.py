@@ -15,7 +15,7 @@ from kvferry.connector.metrics.stats import FerryStats
 from kvferry.connector.scheduler_side.drain import Ending, ShutdownNotice
 from kvferry.connector.scheduler_side.gauges import EngineGauges
 from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, Quarantine, kept_ids
-from kvferry.connector.scheduler_side.idle import Rest
+from kvferry.connector.scheduler_side.idle import IdleState
 from kvferry.connector.scheduler_side.intake import Reception
 from kvferry.connector.scheduler_side.integrity import Integrity
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
@@ -83,8 +83,8 @@ class SchedulerSide:
         self._quarantine = Quarantine()
         self._held = HeldBlocks()
         self._acks = WorkerAcks(num_workers(self._own.topology))
-        self._rest = Rest(self.leases, self._quarantine, self._acks.workers)
-        self._eviction = LeaseEviction(vllm_config, self._own, self.leases, self._rest, config.max_leased_fraction)
+        self._idle = IdleState(self.leases, self._quarantine, self._acks.workers)
+        self._eviction = LeaseEviction(vllm_config, self._own, self.leases, self._idle, config.max_leased_fraction)
         self._integrity = Integrity(
             self.leases,
             self.loads,
@@ -99,7 +99,7 @@ class SchedulerSide:
         self._shutdown = ShutdownNotice()
         self._ending = Ending(self._shutdown, self.leases, float(vllm_config.shutdown_timeout))
         self._renewer = LeaseRenewer(self.counters, self._secrets) if self._own.reads else None
-        self._listener = listen(self._own, self.counters, self._secrets, self.leases, self._rest.look)
+        self._listener = listen(self._own, self.counters, self._secrets, self.leases, self._idle.look)
         self._known = KnownProducers(
             config.prewarm_peers, self._own.engine_id, config.handshake_timeout_s, self._secrets
         )
@@ -118,7 +118,7 @@ class SchedulerSide:
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
         """Tokens beyond the local prefix hit that can be loaded; None when vLLM is to ask again in the next step, since
         the request is to have a lease and a slot may be free then."""
-        if request.request_id in self._reception.wanted and not self.leases.free_slots and self._rest.has_news:
+        if request.request_id in self._reception.wanted and not self.leases.free_slots and self._idle.has_news:
             return None
         return self.loads.matched_tokens(request.request_id, num_local_tokens)
 
@@ -177,13 +177,13 @@ class SchedulerSide:
         if self._listener is not None:
             # Before leases are evicted: an engine that was idle does not know yet which leases are claimed.
             hear(self._listener, self.leases, self._own.boot, self.counters)
-        asks = self._rest.begin_step()
+        asks = self._idle.begin_step()
         self._ending.step()
         self._eviction.evict()
         if self._known.look():
             for producer in self._known.take():
                 self.loads.prewarm_static(producer, time.monotonic())
-        may_expire = not self._rest.is_waking  # else leases that were read during the rest would count as expired
+        may_expire = not self._idle.is_waking  # else leases that were read while idle would count as expired
         orders = next_orders(self.leases, self.loads, self._own.boot, time.monotonic(), may_expire=may_expire)
         self._integrity.look()
         metadata = _NOTHING
@@ -258,8 +258,8 @@ class SchedulerSide:
             logger.info("described this engine in %s", write_description(self._config.description_file, engine))
 
     def must_step(self) -> bool:
-        """Whether the engine must step although it has no request; otherwise it rests, however much it holds."""
-        return self._known.look() or self._rest.must_step(is_ending=self._ending.is_asked)
+        """Whether the engine must step although it has no request; otherwise it is idle, however much it holds."""
+        return self._known.look() or self._idle.must_step(is_ending=self._ending.is_asked)
 
     def has_coming_blocks(self) -> bool:
         """Whether a running request need not be preempted, since blocks are coming in a step or two."""
@@ -319,7 +319,7 @@ class SchedulerSide:
                 self.leases.sent(request_id)
                 self._held.give_back(request_id)
                 logger.debug("req=%s: its blocks are free", request_id)
-        self._rest.heard(told.over)
+        self._idle.heard(told.over)
 
     def _say(self) -> None:
         """Hand the ledger's commands to the thread that sends them."""

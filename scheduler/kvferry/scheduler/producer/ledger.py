@@ -244,7 +244,7 @@ class ProducerLedger:
             may_expire: whether everything that arrived has been brought in, so that silence can be judged.
 
         Time counts only while this process is awake (`AwakeClock`): a pause of the producer itself is not the
-        consumer's silence. Leases that ran out while the engine rested end here. Call it after everything that arrived
+        consumer's silence. Leases that ran out while it was idle end here. Call it after everything that arrived
         has been brought in: renewals come before expiry is judged.
         """
         clock_s = self.clock.wind(now_s)

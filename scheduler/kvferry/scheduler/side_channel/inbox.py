@@ -1,6 +1,6 @@
 """Renewals and releases that wait for the next step.
 
-An engine that rests takes none for minutes, while consumers renew with every heartbeat. So what waits is kept by lease:
+An idle engine takes none for minutes, while consumers renew with every heartbeat. So what waits is kept by lease:
 a renewal takes the place of the one before it, and says when it was heard, because that is when it counts.
 
 The other queue here is filled by any thread, and its reader may wait for sockets at the same time.

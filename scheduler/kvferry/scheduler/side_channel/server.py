@@ -1,7 +1,7 @@
 """The side channel's listener: one ZMQ ROUTER socket, one thread, in the scheduler's process.
 
 It answers `Hello` with this engine's description and puts renewals and releases into an inbox; and it winds the clock
-of leases, since an engine that rests takes no steps that could. With secrets it speaks only to those who have one of
+of leases, since an idle engine takes no steps that could. With secrets it speaks only to those who have one of
 them. Whatever arrives, it lives on: what it cannot use is counted, answered with `Refused` where there is somebody to
 answer, and dropped. What it keeps for somebody who does not take it is bounded: leases, answers, and lines in the log.
 """

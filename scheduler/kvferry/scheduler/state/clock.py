@@ -14,7 +14,7 @@ class AwakeClock:
     """Seconds that this process was awake, as far as those who wind it can tell. Any thread may wind and read it.
 
     One winding adds at most a heartbeat: a process that was stopped for a minute finds that little time has passed,
-    while one that is wound in time loses nothing. An engine that works winds it with every step. One that rests takes
+    while one that is wound in time loses nothing. An engine that works winds it with every step. An idle one takes
     no steps, so the listener's thread winds it too, every `period_s`.
 
     Args:

@@ -36,9 +36,9 @@ def cpu_s(engine: ForkedServer) -> dict[str, float]:
 
 
 def test_an_engine_that_holds_a_lease_takes_little_of_a_core_and_soon_knows_that_it_was_given_back(logs: Path) -> None:
-    with server("rests", "0", "kv_producer", logs, kv_lease_duration=LEASE_S) as engine:
+    with server("idles", "0", "kv_producer", logs, kv_lease_duration=LEASE_S) as engine:
         engine.wait_ready(START_S)
-        params = prefill(engine, prompt_of("rest", 0))
+        params = prefill(engine, prompt_of("idle", 0))
         time.sleep(2.0)
         before, began_s = cpu_s(engine), time.monotonic()
         time.sleep(MEASURED_S)

@@ -1,4 +1,4 @@
-"""An engine that only holds blocks rests: what that costs nobody, and how everything comes back when somebody asks.
+"""An engine that only holds blocks is idle: no steps, and the blocks come back with the next request.
 
 `must_step` is what vLLM's loop asks (`has_work`): while it is false, no step is taken here either.
 """
@@ -36,7 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine is: no test here is so slow that the engine would take a step by itself."""
-    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.LONGEST_REST_S", 3600.0)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", 3600.0)
 
 
 def work(node: Node, most: int = 50) -> int:
@@ -44,11 +44,11 @@ def work(node: Node, most: int = 50) -> int:
     for count in range(most):
         if not node.go_on():
             return count
-    raise AssertionError(f"it has not come to rest in {most} steps")
+    raise AssertionError(f"it was not idle after {most} steps")
 
 
 def prefill(node: Node, name: str, prompt: list[int]) -> dict[str, Any]:
-    """The params of a prefill; the node rests afterwards."""
+    """The params of a prefill; the node is idle afterwards."""
     node.engine.add(name, prompt, REMOTE_DECODE, max_tokens=1)
     work(node)
     params = node.engine.answers[name].params
@@ -79,7 +79,7 @@ def wait_until_reported(node: Node) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_held_prompt_is_read_from_an_engine_that_takes_no_step_meanwhile(make: Any, shape: str) -> None:
-    """So the hold was announced before it rests, and its blocks are kept without vLLM's help."""
+    """So the hold was announced before it is idle, and its blocks are kept without vLLM's help."""
     config = SHAPES[shape]
     same = {name: config[name] for name in ("window", "pp") if name in config}  # the same model
     producer, consumer = make("kv_producer", **LONG, **config), make("kv_consumer", **same)
@@ -207,11 +207,11 @@ def test_the_connector_itself_asks_for_steps_until_a_hold_is_announced(make_engi
     assert not engine.connector.has_pending_push_work()
 
 
-def test_a_lease_that_ran_out_during_a_rest_ends_when_somebody_comes(
+def test_a_lease_that_ran_out_while_idle_ends_with_the_next_request(
     make_engine: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.LONGEST_REST_S", 0.5)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", 0.5)
     engine = make_engine(lease_s=0.3)
     engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
     engine.step()
@@ -231,7 +231,7 @@ def test_a_lease_that_ran_out_during_a_rest_ends_when_somebody_comes(
     assert not engine.scheduler.has_requests()
 
 
-def test_a_lease_that_was_read_during_a_rest_that_outlasted_it_is_done_and_has_not_expired(
+def test_a_lease_that_was_read_while_idle_and_then_ran_out_is_done_and_has_not_expired(
     make_engine: Any,  # noqa: F811
 ) -> None:
     engine = make_engine(lease_s=0.3)
@@ -252,7 +252,7 @@ def test_a_lease_that_was_read_during_a_rest_that_outlasted_it_is_done_and_has_n
     assert side.counters.total("leases_released", "expired") == 0
 
 
-def test_renewals_that_came_during_a_rest_keep_the_lease(make_engine: Any) -> None:  # noqa: F811
+def test_renewals_that_came_while_idle_keep_the_lease(make_engine: Any) -> None:  # noqa: F811
     engine = make_engine(lease_s=0.6)
     engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
     engine.step()
@@ -268,7 +268,7 @@ def test_renewals_that_came_during_a_rest_keep_the_lease(make_engine: Any) -> No
     assert side.leases.state("p") is LeaseState.HELD
 
 
-def test_a_release_that_came_during_a_rest_frees_the_blocks_in_the_step_that_somebody_causes(
+def test_a_release_that_came_while_idle_frees_the_blocks_in_the_next_step(
     make_engine: Any,  # noqa: F811
 ) -> None:
     engine = make_engine(num_blocks=4)
@@ -327,7 +327,7 @@ def test_cached_blocks_that_were_held_are_reused_from_their_end(make_engine: Any
     engine.finish(step)
 
 
-def test_a_rest_ends_with_a_reset_and_the_blocks_are_back_when_it_begins_again(make: Any) -> None:
+def test_a_reset_wakes_an_idle_engine_and_the_blocks_are_back_when_it_is_idle_again(make: Any) -> None:
     producer = make("kv_producer", **LONG)
     prefill(producer, "p", PROMPT)
     assert not producer.engine.scheduler.reset_prefix_cache(False, True), "vLLM cannot while blocks are held"
@@ -336,15 +336,13 @@ def test_a_rest_ends_with_a_reset_and_the_blocks_are_back_when_it_begins_again(m
     assert producer.engine.scheduler.reset_prefix_cache(False, True)
 
 
-def test_whoever_calls_an_engine_that_has_rested_for_long_gets_one_step(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_to_an_engine_that_was_idle_for_long_gets_one_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call to pause it, or to empty its prefix cache: what was read meanwhile is free after that."""
     producer, consumer = make("kv_producer", **LONG), make("kv_consumer")
     params = prefill(producer, "p", PROMPT)
     decode(consumer, "d", PROMPT, params)
     wait_until_reported(producer)
-    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.LONGEST_REST_S", 0.5)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", 0.5)
     time.sleep(0.6)
     assert producer.must_step
     producer.step()

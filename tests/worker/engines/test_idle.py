@@ -18,7 +18,7 @@ def _calls(engine: Engine) -> int:
     return sum(engine.fabric.calls.values())
 
 
-def _is_at_rest(engine: Engine) -> bool:
+def _is_idle(engine: Engine) -> bool:
     thread = engine.worker._thread
     return thread is not None and thread._is_idle() and thread._inbox.empty()
 
@@ -41,7 +41,7 @@ def test_five_hundred_loads_leave_nothing_behind(kind: str, request: pytest.Fixt
     assert len(set(consumer.seen.loaded)) == len(consumer.seen.loaded) == 501
     assert len(set(producer.seen.sent)) == len(producer.seen.sent) == 501
     wait_until(lambda: consumer.fabric.transfers() == 0, "the last message is flushed")
-    consumer.worker.check_integrity(at_rest=True)
+    consumer.worker.check_integrity(idle=True)
     assert consumer.fabric.prepared() == prepared
     assert consumer.fabric.peers == agents
     assert not producer.worker._table.words.any()
@@ -56,7 +56,7 @@ def test_without_work_the_threads_block(any_rig: Rig) -> None:
     producer, consumer = any_rig.pair()
     any_rig.transfer(producer, consumer)
     for engine in (producer, consumer):
-        wait_until(lambda engine=engine: _is_at_rest(engine), "it waits for ever")  # type: ignore[misc]
+        wait_until(lambda engine=engine: _is_idle(engine), "it waits for ever")  # type: ignore[misc]
     before = [_calls(engine) for engine in (producer, consumer)]
     cpu_s, began_s = time.process_time(), time.monotonic()
     wait_until(lambda: time.monotonic() > began_s + WINDOW_S, "the window is over")

@@ -13,7 +13,7 @@ PATIENCE_S = 90.0
 whose producer has closed before it answered waits for that."""
 
 
-def comes_to_rest(worker: FerryWorker) -> None:
+def wait_until_idle(worker: FerryWorker) -> None:
     """Wait for it: the last reads end in their own time.
 
     Raises:
@@ -22,7 +22,7 @@ def comes_to_rest(worker: FerryWorker) -> None:
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
         with contextlib.suppress(LocalProtocolError):
-            worker.check_integrity(at_rest=True)
+            worker.check_integrity(idle=True)
             return
         time.sleep(0.005)
-    worker.check_integrity(at_rest=True)
+    worker.check_integrity(idle=True)
