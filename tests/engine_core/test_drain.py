@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.scheduler_side.drain import ShutdownNotice
+from kvferry.connector.scheduler_side.drain import DrainSignal
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.worker.peers.handshake_client import fetch_description
 from tests.engine_core.driver import Engine, tokens
@@ -33,7 +33,7 @@ TURNS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1, "kv_lease_d
 def terminate(node: Node | Engine) -> None:
     """What a SIGTERM does to the connector; the engine's own part is not stepped through here."""
     engine = node.engine if isinstance(node, Node) else node
-    engine.connector.scheduler_side._shutdown.was_given = True
+    engine.connector.scheduler_side._drain_signal.was_received = True
 
 
 def may_end(node: Node) -> bool:
@@ -160,31 +160,31 @@ def test_a_consumer_that_ends_is_not_kept_by_a_producer_that_takes_nothing() -> 
 
 
 @pytest.fixture
-def heard_by_vllm() -> Iterator[list[int]]:
+def vllm_received() -> Iterator[list[int]]:
     """A handler of SIGTERM like that which vLLM sets before it makes a connector."""
-    heard: list[int] = []
+    received: list[int] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+        received.append(number)
 
     before = signal.signal(signal.SIGTERM, handler)
-    yield heard
+    yield received
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_signal_is_noticed_and_reaches_the_handler_that_was_there(heard_by_vllm: list[int]) -> None:
-    notice = ShutdownNotice()
-    assert not notice.was_given
+def test_a_signal_is_noticed_and_reaches_the_handler_that_was_there(vllm_received: list[int]) -> None:
+    drain_signal = DrainSignal()
+    assert not drain_signal.was_received
     os.kill(os.getpid(), signal.SIGTERM)
-    assert (notice.was_given, heard_by_vllm) == (True, [signal.SIGTERM])
+    assert (drain_signal.was_received, vllm_received) == (True, [signal.SIGTERM])
 
 
-def test_nothing_is_changed_where_nobody_handles_signals_or_on_another_thread(heard_by_vllm: list[int]) -> None:
+def test_nothing_is_changed_where_no_handler_is_set_or_on_another_thread(vllm_received: list[int]) -> None:
     ours = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=ShutdownNotice)
+    thread = threading.Thread(target=DrainSignal)
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is ours
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ShutdownNotice()
+    DrainSignal()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -14,7 +14,7 @@ from tests.vllm.conftest import START_S
 from tests.vllm.fleet import prefill
 from tests.vllm.forked_server import ForkedServer
 from tests.vllm.load import prompt_of
-from tests.vllm.test_shutdown import LEASE_S, server
+from tests.vllm.test_drain import LEASE_S, server
 from tests.waiting import wait_until
 
 MEASURED_S = 31.0

@@ -17,16 +17,16 @@ from types import FrameType
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
 
-class ShutdownNotice:
+class DrainSignal:
     """Knows whether this process was asked to end.
 
-    vLLM has set its handlers of SIGTERM and SIGINT before it makes a connector. They are called as before; nothing is
-    done in the handler but to remember. Where nobody has set a handler (an engine within a program of somebody else),
-    or on a thread that may not set one, nothing is changed and nothing is heard.
+    vLLM has set its handlers of SIGTERM and SIGINT before it makes a connector. They are called as before; the
+    handler only sets a flag. Where no handler is set (an engine within another program), or on a thread that may not
+    set one, nothing is changed and no signal is noticed.
     """
 
     def __init__(self) -> None:
-        self.was_given = False
+        self.was_received = False
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._listen(number)
@@ -36,43 +36,43 @@ class ShutdownNotice:
         if not callable(before) or before is signal.default_int_handler:
             return
 
-        def heard(given: int, frame: FrameType | None) -> None:
-            self.was_given = True
+        def on_signal(given: int, frame: FrameType | None) -> None:
+            self.was_received = True
             before(given, frame)
 
-        signal.signal(number, heard)
+        signal.signal(number, on_signal)
 
 
 logger = logging.getLogger(__name__)
 
 
-class Ending:
-    """Of one engine.
+class Drain:
+    """The drain of one engine.
 
     Args:
         drains_s: how long vLLM waits for what is under way (`--shutdown-timeout`).
 
     Attributes:
-        has_begun: whether a step has seen the notice.
+        has_begun: whether a step has seen the signal.
     """
 
-    def __init__(self, notice: ShutdownNotice, leases: ProducerLedger, drains_s: float) -> None:
+    def __init__(self, drain_signal: DrainSignal, leases: ProducerLedger, drains_s: float) -> None:
         self.has_begun = False
-        self._notice = notice
+        self._drain_signal = drain_signal
         self._leases = leases
         self._drains_s = drains_s
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether the engine is to end."""
-        return self.has_begun or self._notice.was_given
+        return self.has_begun or self._drain_signal.was_received
 
     def step(self) -> None:
-        """Once a step. Also offers end that were not held yet at first, or that a prefill has waited with until now."""
+        """Called once a step. Also ends offers that are held only now, or that a prefill has waited with until now."""
         if self.has_begun:
             if self._drains_s:
                 self._leases.release_idle_turns("shutdown")
-        elif self._notice.was_given:
+        elif self._drain_signal.was_received:
             self.has_begun = True
             leases = self._leases
             ended = leases.release_idle_turns("shutdown") if self._drains_s else leases.release_all("shutdown")

@@ -37,16 +37,16 @@ class IdleState:
         self._stepped_s = time.monotonic()
         self._loop = EngineLoop()
 
-    def must_step(self, *, is_ending: bool) -> bool:
+    def must_step(self, *, is_draining: bool) -> bool:
         """Whether the engine must step although it has no request.
 
         Args:
-            is_ending: the engine was asked to end. Then it waits for its leases, but not for its quarantine's sake.
+            is_draining: the engine was asked to end. Then it waits for its leases, but not for its quarantine.
         """
         leases, kept = self._leases, self._leases.kept
-        if leases.has_orders or kept.num_ending or leases.may_have_due or (len(self._quarantine) and not is_ending):
+        if leases.has_orders or kept.num_ending or leases.may_have_due or (len(self._quarantine) and not is_draining):
             return True
-        if is_ending or not kept.num_held:
+        if is_draining or not kept.num_held:
             return kept.num_held > 0
         if self._loop.is_paused:
             return True  # as with requests: the pause is complete when nothing is held any more

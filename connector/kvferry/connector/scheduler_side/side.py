@@ -12,7 +12,7 @@ from kvferry.connector.engine.facts import facts_of, is_alone, lease_slots, num_
 from kvferry.connector.engine.local_engine import OwnEngine, write_description
 from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata, workers_of
 from kvferry.connector.metrics.stats import FerryStats
-from kvferry.connector.scheduler_side.drain import Ending, ShutdownNotice
+from kvferry.connector.scheduler_side.drain import Drain, DrainSignal
 from kvferry.connector.scheduler_side.gauges import EngineGauges
 from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, Quarantine, kept_ids
 from kvferry.connector.scheduler_side.idle import IdleState
@@ -96,8 +96,8 @@ class SchedulerSide:
             always=config.debug_check_integrity,
         )
         self._is_alone = is_alone(vllm_config)
-        self._shutdown = ShutdownNotice()
-        self._ending = Ending(self._shutdown, self.leases, float(vllm_config.shutdown_timeout))
+        self._drain_signal = DrainSignal()
+        self._drain = Drain(self._drain_signal, self.leases, float(vllm_config.shutdown_timeout))
         self._renewer = LeaseRenewer(self.counters, self._secrets) if self._own.reads else None
         self._listener = listen(self._own, self.counters, self._secrets, self.leases, self._idle.look)
         self._known = KnownProducers(
@@ -153,7 +153,7 @@ class SchedulerSide:
         if use is None or self.leases.state(request.request_id) is not LeaseState.COMPUTING:
             return False, None  # a lease that is held is of a request before this one, with the same id
         held = self._offering.held(request, block_ids, use)
-        if held is None or (self._ending.has_begun and use is LeaseUse.TURN) or not self._held.can_hold:
+        if held is None or (self._drain.has_begun and use is LeaseUse.TURN) or not self._held.can_hold:
             self.leases.abandon(request.request_id)
             return False, None
         kept = kept_ids(block_ids)
@@ -178,7 +178,7 @@ class SchedulerSide:
             # Before leases are evicted: an engine that was idle does not know yet which leases are claimed.
             hear(self._listener, self.leases, self._own.boot, self.counters)
         asks = self._idle.begin_step()
-        self._ending.step()
+        self._drain.step()
         self._eviction.evict()
         if self._known.look():
             for producer in self._known.take():
@@ -259,7 +259,7 @@ class SchedulerSide:
 
     def must_step(self) -> bool:
         """Whether the engine must step although it has no request; otherwise it is idle, however much it holds."""
-        return self._known.look() or self._idle.must_step(is_ending=self._ending.is_asked)
+        return self._known.look() or self._idle.must_step(is_draining=self._drain.is_requested)
 
     def has_coming_blocks(self) -> bool:
         """Whether a running request need not be preempted, since blocks are coming in a step or two."""
