@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from kvferry.connector.engine.local_engine import OwnEngine
 from kvferry.connector.engine.prompt import leave_out, prompt_of, tokens_left_out
-from kvferry.connector.scheduler_side.intake import Reception
+from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
@@ -114,7 +114,7 @@ def test_what_could_not_be_used_is_served_as_it_is(request_: Any) -> None:
     assert before == after
 
 
-def reception_of(*groups: CacheGroup, **changed: Any) -> tuple[Reception, ConsumerLedger, Counters]:
+def intake_of(*groups: CacheGroup, **changed: Any) -> tuple[RequestIntake, ConsumerLedger, Counters]:
     """Of an engine whose cache has these groups, in both roles."""
     counters = Counters()
     loads = ConsumerLedger(counters)
@@ -132,24 +132,24 @@ def reception_of(*groups: CacheGroup, **changed: Any) -> tuple[Reception, Consum
         offers_turns=False,
         **changed,
     )
-    return Reception(own, ProducerLedger(4, 30.0, counters), loads, counters), loads, counters
+    return RequestIntake(own, ProducerLedger(4, 30.0, counters), loads, counters), loads, counters
 
 
 def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing_that_cannot_be_used() -> None:
-    reception, _, counters = reception_of(STATE, FULL)
+    intake, _, counters = intake_of(STATE, FULL)
     for tokens, taken, left in ((16, True, 15), (1, False, 1)):
         request = request_of(tokens)
         request.request_id = f"of {tokens}"
         request.kv_transfer_params = {"do_remote_decode": True}
-        reception.receive(request)
-        assert (request.request_id in reception.wanted, request.num_prompt_tokens) == (taken, left)
+        intake.receive(request)
+        assert (request.request_id in intake.wanted, request.num_prompt_tokens) == (taken, left)
         assert dict(counters.take()) == ({} if taken else {("prefills_kept", ""): 1})
 
 
 @pytest.mark.parametrize(("held", "loads_from_there"), [(15, True), (16, False)])
 def test_a_consumer_of_states_goes_on_after_the_last_but_one_token_only(held: int, loads_from_there: bool) -> None:
     """A state that has seen the whole prompt would see its last token twice."""
-    reception, loads, counters = reception_of(STATE, FULL)
+    intake, loads, counters = intake_of(STATE, FULL)
     request = request_of(16)
     prompt = prompt_of(request, request.num_prompt_tokens)
     assert prompt is not None
@@ -175,6 +175,6 @@ def test_a_consumer_of_states_goes_on_after_the_last_but_one_token_only(held: in
         kvferry=ticket,
     )
     request.kv_transfer_params = source.to_json()
-    reception.receive(request)
+    intake.receive(request)
     assert (loads.matched_tokens("request", 0) == held) is loads_from_there
     assert dict(counters.take()) == ({} if loads_from_there else {("local_recomputes", "window_edge"): 1})

@@ -444,7 +444,7 @@ GUARDS = (
         "allowed-hosts",
         "nothing is sent to a host that is not listed",
         (6,),
-        "kvferry.connector.scheduler_side.intake:Reception._may_connect",
+        "kvferry.connector.scheduler_side.intake:RequestIntake._may_connect",
         _always(True),
         (
             "tests/engine_core/test_allowed_hosts.py::"

@@ -1,4 +1,4 @@
-"""What the params of a new request ask for, and what becomes of them."""
+"""Intake of requests: checks the params of a new request, and decides what is done with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Reception:
+class RequestIntake:
     """Decides about every request once, when it arrives.
 
     Args:
@@ -55,7 +55,7 @@ class Reception:
         self._tracing = tracing
 
     def receive(self, request: Request) -> None:
-        """Understand the request's params before vLLM looks at them; what cannot be used is taken away."""
+        """Read the request's params before vLLM does; params that cannot be used are removed."""
         try:
             params = read_params(request.kv_transfer_params)
             if isinstance(params, RemoteDecode):

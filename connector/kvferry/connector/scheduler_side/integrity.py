@@ -6,7 +6,7 @@ import logging
 import time
 
 from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, Quarantine
-from kvferry.connector.scheduler_side.intake import Reception
+from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
@@ -36,7 +36,7 @@ class Integrity:
         self,
         leases: ProducerLedger,
         loads: ConsumerLedger,
-        reception: Reception,
+        intake: RequestIntake,
         eviction: LeaseEviction,
         quarantine: Quarantine,
         held: HeldBlocks,
@@ -46,7 +46,7 @@ class Integrity:
     ) -> None:
         self._leases = leases
         self._loads = loads
-        self._reception = reception
+        self._intake = intake
         self._eviction = eviction
         self._quarantine = quarantine
         self._held = held
@@ -83,7 +83,7 @@ class Integrity:
         self._leases.check_integrity()
         self._loads.check_integrity()
         self._quarantine.check_integrity()
-        unfinished, wanted = set(self._eviction.unfinished), set(self._reception.wanted)
+        unfinished, wanted = set(self._eviction.unfinished), set(self._intake.wanted)
         _check_known("requests that are to be held", wanted, unfinished)
         _check_known("leases of running requests", set(self._leases.requests(LeaseState.COMPUTING)), wanted)
         live = [state for state in LoadState if state is not LoadState.ABORTED]

@@ -16,7 +16,7 @@ from kvferry.connector.scheduler_side.drain import Drain, DrainSignal
 from kvferry.connector.scheduler_side.gauges import EngineGauges
 from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, Quarantine, kept_ids
 from kvferry.connector.scheduler_side.idle import IdleState
-from kvferry.connector.scheduler_side.intake import Reception
+from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.integrity import Integrity
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.listen import listen
@@ -76,7 +76,7 @@ class SchedulerSide:
         allowed = AllowedHosts.of(config.allowed_hosts) if config.allowed_hosts is not None else None
         self.tracing = scheduler_tracing(vllm_config, config, self._own)
         self.leases.observer = self.loads.observer = self.tracing
-        self._reception = Reception(self._own, self.leases, self.loads, self.counters, allowed, self.tracing)
+        self._intake = RequestIntake(self._own, self.leases, self.loads, self.counters, allowed, self.tracing)
         self._offering = Offering(self._own, kv_cache_config)
         self._correlations = Correlations(self.counters)
         self._gauges = EngineGauges(self.leases, self.loads)
@@ -88,7 +88,7 @@ class SchedulerSide:
         self._integrity = Integrity(
             self.leases,
             self.loads,
-            self._reception,
+            self._intake,
             self._eviction,
             self._quarantine,
             self._held,
@@ -111,26 +111,26 @@ class SchedulerSide:
         correlation = self._correlations.of(request)
         if correlation is not None:
             logger.debug("req=%s correlation=%s", request.request_id, correlation)
-        self._reception.receive(request)
+        self._intake.receive(request)
         self._eviction.arrived(request)
         self._say()
 
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
         """Tokens beyond the local prefix hit that can be loaded; None when vLLM is to ask again in the next step, since
         the request is to have a lease and a slot may be free then."""
-        if request.request_id in self._reception.wanted and not self.leases.free_slots and self._idle.has_news:
+        if request.request_id in self._intake.wanted and not self.leases.free_slots and self._idle.has_news:
             return None
         return self.loads.matched_tokens(request.request_id, num_local_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has given the request blocks."""
         self._eviction.admitted(request)
-        use = self._reception.wanted.get(request.request_id)
+        use = self._intake.wanted.get(request.request_id)
         if use is not None and not self.leases.open(request.request_id, use):
             slots = self.leases.slots
             logger.warning("req=%s is served without a lease: all %d are taken, or its own", request.request_id, slots)
-            del self._reception.wanted[request.request_id]
-        self._reception.allocated(request.request_id)
+            del self._intake.wanted[request.request_id]
+        self._intake.allocated(request.request_id)
         if self.loads.state(request.request_id) is not None:
             local = self._local_blocks(request, blocks) if num_external_tokens else ()
             waits_since_s = self.loads.waits_since_s(request.request_id)
@@ -149,7 +149,7 @@ class SchedulerSide:
         self._eviction.finished(request.request_id)
         self.tracing.finished(request.request_id)
         self._say()
-        use = self._reception.ended(request.request_id)
+        use = self._intake.ended(request.request_id)
         if use is None or self.leases.state(request.request_id) is not LeaseState.COMPUTING:
             return False, None  # a lease that is held is of a request before this one, with the same id
         held = self._offering.held(request, block_ids, use)
@@ -278,9 +278,9 @@ class SchedulerSide:
         self.leases.release_all("reset")
         for request_id in self.leases.requests(LeaseState.COMPUTING):
             self.leases.abandon(request_id, "reset")
-        for request_id in list(self._reception.wanted):
+        for request_id in list(self._intake.wanted):
             if self._eviction.unfinished[request_id].num_computed_tokens:
-                del self._reception.wanted[request_id]
+                del self._intake.wanted[request_id]
         self.loads.decline_offered("reset")
         self._say()
         return not self.loads.requests(*_UNDER_WAY)
