@@ -13,7 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.local_engine import OwnEngine, block_spans
-from kvferry.connector.scheduler_side.params_builder import Offering
+from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.ids import Epoch
@@ -71,12 +71,12 @@ def test_ranks_that_share_tokens_out_widen_the_blocks_of_sharded_groups_only(dcp
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (32, 1), (33, 2), (100, 4), (128, 4), (129, 5)])
 def test_the_blocks_of_shared_out_tokens_are_clipped_by_what_they_cover(tokens: int, blocks: int) -> None:
     """vLLM clips by the local size, so the step in flight's block is still in its list."""
-    offering = Offering(own(), cache(latent()))
+    params_builder = ParamsBuilder(own(), cache(latent()))
     ids = list(range(10, 20))
-    held = offering.held(finished(tokens), (ids,), LeaseUse.PROMPT)
+    held = params_builder.held(finished(tokens), (ids,), LeaseUse.PROMPT)
     assert held is not None
     assert held.blocks == (tuple(ids[:blocks]),)
-    params = offering.params(held, Lease("r", 3, Epoch(5)), 30.0)
+    params = params_builder.build(held, Lease("r", 3, Epoch(5)), 30.0)
     assert (params.kvferry.held_from, params.dcp_size) == ((0,), 2)
 
 
@@ -85,16 +85,16 @@ def test_a_window_of_whole_tokens_beside_shared_out_ones_keeps_its_own_count() -
         CacheGroup(policy="full", block_tokens=16),
         CacheGroup(policy="window", block_tokens=16, window_tokens=40),
     )
-    offering = Offering(own(groups=groups, block_spans=(32, 16)), cache(latent(), window()))
-    held = offering.held(finished(100), ([1, 2, 3, 4, 5], [0, 0, 0, 8, 9, 10, 11, 12]), LeaseUse.PROMPT)
+    params_builder = ParamsBuilder(own(groups=groups, block_spans=(32, 16)), cache(latent(), window()))
+    held = params_builder.held(finished(100), ([1, 2, 3, 4, 5], [0, 0, 0, 8, 9, 10, 11, 12]), LeaseUse.PROMPT)
     assert held is not None
     assert held.blocks == ((1, 2, 3, 4), (8, 9, 10, 11))
-    assert offering.params(held, Lease("r", 3, Epoch(5)), 30.0).kvferry.held_from == (0, 48)
+    assert params_builder.build(held, Lease("r", 3, Epoch(5)), 30.0).kvferry.held_from == (0, 48)
 
 
 @pytest.mark.parametrize(("use", "tokens"), [(LeaseUse.PROMPT, 100), (LeaseUse.TURN, 98)])
 def test_an_answer_is_offered_without_what_a_predictor_wrote_from_drafts(use: LeaseUse, tokens: int) -> None:
-    held = Offering(own(left_out=2), cache(latent())).held(finished(100), ([1, 2, 3, 4],), use)
+    held = ParamsBuilder(own(left_out=2), cache(latent())).held(finished(100), ([1, 2, 3, 4],), use)
     assert held is not None
     assert (held.num_tokens, len(held.digests)) == (tokens, 1)
 
@@ -111,7 +111,7 @@ def test_scratch_blocks_behind_a_state_are_not_loaded_into(span: int, blocks: tu
 def test_a_request_that_ended_badly_has_nothing_to_offer(status: RequestStatus) -> None:
     request = finished(100)
     request.status = status
-    assert Offering(own(), cache(latent())).held(request, ([1, 2, 3, 4],), LeaseUse.TURN) is None
+    assert ParamsBuilder(own(), cache(latent())).held(request, ([1, 2, 3, 4],), LeaseUse.TURN) is None
 
 
 @pytest.mark.parametrize(

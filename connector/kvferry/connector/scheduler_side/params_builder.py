@@ -1,4 +1,4 @@
-"""What a request that has ended leaves behind: its blocks, and the params by which another engine reads them."""
+"""Builds the params by which another engine reads the blocks of a request that has ended."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class HeldTokens:
     digests: tuple[str, ...]
 
 
-class Offering:
-    """Makes offers of one engine's requests."""
+class ParamsBuilder:
+    """Builds the params of one engine's requests."""
 
     def __init__(self, own: OwnEngine, kv_cache_config: KVCacheConfig) -> None:
         self._own = own
@@ -63,7 +63,7 @@ class Offering:
             return None
         return HeldTokens(request.request_id, num_tokens, blocks, digest_chain(prompt, num_tokens))
 
-    def params(self, held: HeldTokens, lease: Lease, lease_s: float) -> RemotePrefill:
+    def build(self, held: HeldTokens, lease: Lease, lease_s: float) -> RemotePrefill:
         """The offer, signed."""
         ticket = Ticket(
             version=PARAMS_VERSION,

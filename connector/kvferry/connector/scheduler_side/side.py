@@ -20,7 +20,7 @@ from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.integrity import Integrity
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.listen import listen
-from kvferry.connector.scheduler_side.params_builder import Offering
+from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.prewarm import KnownProducers
 from kvferry.connector.tracing.correlation import Correlations
 from kvferry.connector.tracing.start import scheduler_tracing
@@ -77,7 +77,7 @@ class SchedulerSide:
         self.tracing = scheduler_tracing(vllm_config, config, self._own)
         self.leases.observer = self.loads.observer = self.tracing
         self._intake = RequestIntake(self._own, self.leases, self.loads, self.counters, allowed, self.tracing)
-        self._offering = Offering(self._own, kv_cache_config)
+        self._params_builder = ParamsBuilder(self._own, kv_cache_config)
         self._correlations = Correlations(self.counters)
         self._gauges = EngineGauges(self.leases, self.loads)
         self._quarantine = Quarantine()
@@ -152,7 +152,7 @@ class SchedulerSide:
         use = self._intake.ended(request.request_id)
         if use is None or self.leases.state(request.request_id) is not LeaseState.COMPUTING:
             return False, None  # a lease that is held is of a request before this one, with the same id
-        held = self._offering.held(request, block_ids, use)
+        held = self._params_builder.held(request, block_ids, use)
         if held is None or (self._drain.has_begun and use is LeaseUse.TURN) or not self._held.can_hold:
             self.leases.abandon(request.request_id)
             return False, None
@@ -163,7 +163,7 @@ class SchedulerSide:
         self._held.hold(request.request_id, kept)
         self.tracing.params_given(lease, held.num_tokens)
         logger.debug("req=%s slot=%d holds %d tokens", request.request_id, lease.slot, held.num_tokens)
-        params = self._offering.params(held, lease, self.leases.lease_s)
+        params = self._params_builder.build(held, lease, self.leases.lease_s)
         return False, params.to_json(is_turn=use is LeaseUse.TURN)
 
     # What vLLM calls once a step.
