@@ -51,7 +51,7 @@ class Ordered:
 
 
 class CountingEngine(Engine):
-    """Counts how often the worker's own books did not add up, which it looks at in every turn."""
+    """Counts the worker's own failed integrity checks; there is one in every turn."""
 
     integrity_errors = 0
 
@@ -192,7 +192,7 @@ class Server:
     def _broken(self) -> Iterator[str]:
         engine = self.engine
         if engine.integrity_errors:
-            yield f"the worker's books did not add up {engine.integrity_errors} times"
+            yield f"the worker's integrity check failed {engine.integrity_errors} times"
         idle = not len(engine.leases) and not self._ordered
         checks: list[Callable[[], None]] = [
             engine.leases.check_integrity,

@@ -86,7 +86,7 @@ def test_while_nothing_comes_a_producer_looks_for_notifications_less_and_less_of
     rig.step_until(lambda: offer.request_id in producer.seen.sent, "what comes is taken")
 
 
-def test_a_worker_that_becomes_idle_again_and_again_checks_its_books_once_a_second(
+def test_a_worker_that_becomes_idle_again_and_again_checks_its_integrity_once_a_second(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer, consumer = rig.pair()
@@ -94,13 +94,13 @@ def test_a_worker_that_becomes_idle_again_and_again_checks_its_books_once_a_seco
     thread = consumer.worker._thread
     assert thread is not None
     checked: list[float] = []
-    check = thread._check_books
+    check = thread._check_integrity
 
     def noted() -> None:
         checked.append(time.monotonic())
         check()
 
-    monkeypatch.setattr(thread, "_check_books", noted)
+    monkeypatch.setattr(thread, "_check_integrity", noted)
     for seed in range(10):
         rig.transfer(producer, consumer, seed=seed)
     wait_until(lambda: checked and thread._is_checked, "the last thing that was done is checked, too")

@@ -1,4 +1,4 @@
-"""The arithmetic of a worker: whatever was taken belongs to somebody who is alive.
+"""Integrity of a worker: everything that was taken belongs to a live owner.
 
 | of | taken | by |
 | --- | --- | --- |
@@ -27,8 +27,8 @@ from kvferry.worker.staging.buffer import Staging
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerBooks:
-    """Everything of a worker that is counted. Belongs to the transfer thread."""
+class WorkerIntegrity:
+    """The integrity check of one worker. Belongs to the transfer thread."""
 
     reader: Reader
     slot_reads: SlotReads

@@ -5,7 +5,7 @@ It blocks when there is nothing to do. While something is in flight it looks aga
 load's next stage or wave; it looks for 100 µs at most before it lets go of the interpreter's lock for 50 µs, for the
 sake of the engine's step thread. While leases are held it looks for notifications after 2 ms, which grow to 20 ms while
 none come; while a failed transfer may still write, or a message is being flushed, every 10 ms. New orders wake it at
-once. When it has nothing more to do it checks that the books add up, at most once a second.
+once. When it has nothing more to do it checks its integrity, at most once a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import ParamSpec
 from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
 from kvferry.protocol.orders import FailureReason, OrdersHead, decode_orders
 from kvferry.worker.fabric.errors import internal_errors
-from kvferry.worker.integrity import WorkerBooks
+from kvferry.worker.integrity import WorkerIntegrity
 from kvferry.worker.leases.notifications import Reports
 from kvferry.worker.leases.pending_ready import UnreadyHolds
 from kvferry.worker.leases.table import LeaseTable
@@ -111,7 +111,7 @@ class TransferThread:
         self.runner = LoadRunner(context, self.results, self._settings.load_timeout_s, self._settings.max_loads)
         self._gauges = GaugeReporter(context.registry, context.staging, self.results)
         self._reports = Reports(context.fabric, self._table, self.results)
-        self._books = WorkerBooks(
+        self._integrity = WorkerIntegrity(
             reader=context.reader,
             slot_reads=context.slot_reads,
             staging=context.staging,
@@ -166,7 +166,7 @@ class TransferThread:
             self._step()
             self._is_checked = False
             if self._settings.check_integrity or (self._is_idle() and time.monotonic() >= self._next_check_s()):
-                self._check_books()
+                self._check_integrity()
         self._wind_up()
 
     def _survive(self, part: Callable[P, bool | None], *args: P.args, **kwargs: P.kwargs) -> bool:
@@ -206,7 +206,7 @@ class TransferThread:
                 self._answer(item)
 
     def _is_idle(self) -> bool:
-        """Whether nothing is left to do, but to check the books and to forget peers in due time."""
+        """Whether nothing is left to do but the integrity check, and forgetting peers in due time."""
         return self._pause() is None
 
     def _wait_s(self) -> float | None:
@@ -298,21 +298,21 @@ class TransferThread:
             with self.results as results:
                 results.handshake_s += handshake_s
 
-    def _check_books(self) -> None:
+    def _check_integrity(self) -> None:
         """Never stops the thread; an error is counted each time, and shown when it is another one."""
         self._checked_s, self._is_checked = time.monotonic(), True
         try:
-            self._books.check()
+            self._integrity.check()
         except Exception as error:
             with self.results as results:
                 results.integrity_errors += 1
             if str(error) != self._shown_error:
                 self._shown_error = str(error)
-                logger.exception("the books of the transfer thread do not add up")
+                logger.exception("the integrity check of the transfer thread failed")
 
     def _answer(self, check: _Check) -> None:
         try:
-            self._books.check(idle=check.idle)
+            self._integrity.check(idle=check.idle)
         except Exception as error:  # noqa: BLE001 - raised where the question came from
             check.answer.set_exception(error)
         else:

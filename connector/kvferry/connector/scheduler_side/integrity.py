@@ -1,4 +1,4 @@
-"""Whether what the scheduler's parts believe of each other adds up, and adds up to what vLLM has."""
+"""Integrity of the scheduler side: whether the counts of its parts agree with each other and with vLLM's."""
 
 from __future__ import annotations
 
@@ -70,7 +70,11 @@ class Integrity:
             if not self._has_told:
                 self._has_told = True
                 bug = None if isinstance(error, LocalProtocolError) else error
-                logger.error("the sums do not add up (told once; integrity_errors counts on): %s", error, exc_info=bug)
+                logger.error(
+                    "the integrity check of the scheduler side failed (logged once; integrity_errors counts on): %s",
+                    error,
+                    exc_info=bug,
+                )
         ended_s = time.monotonic()
         self._next_s = ended_s + max(IDLE_PAUSE_S, _PAUSE_FACTOR * (ended_s - began_s))
 

@@ -43,7 +43,7 @@ class StepResults:
         alive: failed requests whose blocks may still be written; None when that has not changed.
         quarantined_loads, quarantined_blocks: that have been put into quarantine.
         graces_over: failed reads whose memory came back because a grace was over (`kvferry.worker.fabric.reads`).
-        integrity_errors: how often the books did not add up.
+        integrity_errors: number of failed integrity checks.
         lost_orders: steps whose orders could not be read.
     """
 
