@@ -153,8 +153,8 @@ def _obey(agents: list[Agent | None], order: dict[str, Any], answers: TextIO) ->
             agents.append(Agent(order["bytes"]))
             seconds.append(time.perf_counter() - start)
         made = [one for one in agents[-order["count"] :] if one is not None]
-        told = [{"metadata": one.fabric.metadata().hex(), "address": one.address} for one in made]
-        return {"agents": told, "seconds": seconds}
+        reported = [{"metadata": one.fabric.metadata().hex(), "address": one.address} for one in made]
+        return {"agents": reported, "seconds": seconds}
     if order["do"] == "contact":
         asking = [one for one in (agents[index] for index in order["agents"]) if one is not None]
         with ThreadPoolExecutor(len(asking)) as pool:
@@ -233,6 +233,6 @@ class AgentProcess:
 
 if __name__ == "__main__":
     # UCX writes its warnings to file descriptor 1.
-    with os.fdopen(os.dup(1), "w") as told:
+    with os.fdopen(os.dup(1), "w") as reported:
         os.dup2(2, 1)
-        main(told)
+        main(reported)

@@ -126,9 +126,9 @@ def results_of(found: Sequence[Measured], command: str, *, quick: bool) -> Resul
     def row(one: Measured, samples: Samples, parts: Sequence[str]) -> list[Any]:
         medians = [statistics.median(samples[part]) if part in samples else None for part in parts]
         span = f"{min(samples['all']):.3g} … {max(samples['all']):.3g}"
-        told = [statistics.median(samples["all"]), span, samples["all"][0], len(samples["all"])]
+        reported = [statistics.median(samples["all"]), span, samples["all"][0], len(samples["all"])]
         beside = [statistics.median(samples[part]) if part in samples else None for part in _BESIDE]
-        return [one.name, one.blocks, *medians, *told, *beside]
+        return [one.name, one.blocks, *medians, *reported, *beside]
 
     tables = [
         Table(

@@ -277,7 +277,7 @@ class ConsumerProcess:
         self._process.communicate()
 
 
-def main(told: TextIO, way: str, where: str, producer_tp: int, consumer_tp: int, blocks: int) -> None:
+def main(reported: TextIO, way: str, where: str, producer_tp: int, consumer_tp: int, blocks: int) -> None:
     """Meet the producer once for each line of input."""
     producer = SimpleNamespace(**json.loads(where))
     for _ in sys.stdin:
@@ -285,7 +285,7 @@ def main(told: TextIO, way: str, where: str, producer_tp: int, consumer_tp: int,
             parts = make_contact(producer, consumer_tp, blocks)
         else:
             parts = make_contact_published(producer, producer_tp, consumer_tp, blocks)
-        print(json.dumps(parts), file=told, flush=True)
+        print(json.dumps(parts), file=reported, flush=True)
     os._exit(0)
 
 

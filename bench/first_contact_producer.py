@@ -78,7 +78,7 @@ def _serve_published(answers: list[bytes], router: zmq.Socket[bytes]) -> None:
         router.send_multipart([asker, b"", answers[int(rank)]])
 
 
-def main(tp: int, blocks: int, told: TextIO) -> None:
+def main(tp: int, blocks: int, reported: TextIO) -> None:
     producer = Producer(tp, blocks)
     with socket.socket() as probe:
         probe.bind((HOST, 0))
@@ -89,7 +89,7 @@ def main(tp: int, blocks: int, told: TextIO) -> None:
     other = router.bind_to_random_port(f"tcp://{HOST}")
     threading.Thread(target=_serve_published, args=(producer.published_answers(blocks), router), daemon=True).start()
     address = int(producer.words.ctypes.data)
-    print(json.dumps({"port": port, "published_port": other, "words": address}), file=told, flush=True)
+    print(json.dumps({"port": port, "published_port": other, "words": address}), file=reported, flush=True)
     sys.stdin.read()
     os._exit(0)
 
@@ -110,11 +110,11 @@ class ProducerProcess:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"a producer of TP {tp} with {blocks} blocks did not start")
-        told: dict[str, Any] = json.loads(line)
+        reported: dict[str, Any] = json.loads(line)
         self.pid = self._process.pid
-        self.port: int = told["port"]
-        self.published_port: int = told["published_port"]
-        self.words: int = told["words"]
+        self.port: int = reported["port"]
+        self.published_port: int = reported["published_port"]
+        self.words: int = reported["words"]
 
     def close(self) -> None:
         """End it."""

@@ -73,7 +73,7 @@ class Gauges:
     samples: list[Sample] = field(default_factory=list)
     _start_s: float = field(default_factory=time.monotonic)
 
-    def look(self, requests: int, *, now: bool = False) -> bool:
+    def poll(self, requests: int, *, now: bool = False) -> bool:
         """Take a sample if it is time. Returns whether it was."""
         at_s = time.monotonic() - self._start_s
         if not now and self.samples and at_s < self.samples[-1].at_s + self.every_s:

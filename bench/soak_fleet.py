@@ -24,7 +24,7 @@ MODEL = attention(layers=4, heads=4, size=8)
 MOST_TOKENS = 48
 MOST_AT_ONCE = 48
 _IDLE_WITHIN_S = 60.0
-_LOOK_S = 2.0
+_POLL_S = 2.0
 _GRAVE_S = 3.0
 _NOT_READY_S = 0.3
 
@@ -71,7 +71,7 @@ class Fleet:
         self.stop = threading.Event()
         self._report = report
         self._reported_s = time.monotonic()
-        self._looked_s = time.monotonic()
+        self._polled_s = time.monotonic()
         self._deaf: dict[SoakEngine, float] = {}
         self._not_ready: dict[SoakEngine, float] = {}
         self._graves: list[tuple[SoakEngine, threading.Thread, float]] = []
@@ -95,7 +95,7 @@ class Fleet:
                     running[life(self, drawn)] = drawn
             progress = self._resume(running)
             self.step()
-            self._look(len(running))
+            self._poll(len(running))
             if not progress:
                 time.sleep(0.0005)
 
@@ -137,7 +137,7 @@ class Fleet:
     def close(self) -> None:
         """Everything ends; what must not be left is counted under `violations`."""
         self._wait_until_idle()
-        self.gauges.look(self.counts.requests, now=True)
+        self.gauges.poll(self.counts.requests, now=True)
         for engine in self._engines():
             self._check_idle(engine)
             engine.kill().join(60.0)
@@ -171,12 +171,12 @@ class Fleet:
                 progress = True
         return progress
 
-    def _look(self, running: int) -> None:
+    def _poll(self, running: int) -> None:
         """Now and then: gauges, integrity, a line."""
-        self.gauges.look(self.counts.requests)
+        self.gauges.poll(self.counts.requests)
         now_s = time.monotonic()
-        if now_s > self._looked_s + _LOOK_S:
-            self._looked_s = now_s
+        if now_s > self._polled_s + _POLL_S:
+            self._polled_s = now_s
             for engine in self._engines():
                 self._check_integrity(engine)
                 engine.counters.take_samples()  # as vLLM's metrics do
@@ -256,9 +256,9 @@ def _is_idle(engine: SoakEngine) -> bool:
 
 
 def _drop_renewals(engine: SoakEngine) -> None:
-    for heard in engine.listener.inbox.take():
-        if heard.kind is not Renew:
-            engine.listener.inbox.put(heard.kind(boot=heard.boot, leases=(heard.name,)))
+    for received in engine.listener.inbox.take():
+        if received.kind is not Renew:
+            engine.listener.inbox.put(received.kind(boot=received.boot, leases=(received.name,)))
 
 
 def _answer_slowly(engine: SoakEngine) -> None:

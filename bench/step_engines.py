@@ -109,8 +109,8 @@ class TimedNode(Node):
         step.output.kv_connector_metadata = self._loads(self._dumps(step.output.kv_connector_metadata))
         report = self.runners[0].step(step.output, no_forward)
         if report is not None:
-            report.kv_connector_worker_meta = self._told(report.kv_connector_worker_meta)
-            report.kv_connector_stats = self._told(report.kv_connector_stats)
+            report.kv_connector_worker_meta = self._reported(report.kv_connector_worker_meta)
+            report.kv_connector_stats = self._reported(report.kv_connector_stats)
         output = ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=report)
         self.engine.finish(step, worker=self._aggregator.aggregate([output]).kv_connector_output)
         self.engine.stats.clear()
@@ -118,8 +118,8 @@ class TimedNode(Node):
         self.worker_clock.end_step()
         return step
 
-    def _told(self, told: Any) -> Any:
-        return None if told is None else self._report_loads(self._report_dumps(told))
+    def _reported(self, reported: Any) -> Any:
+        return None if reported is None else self._report_loads(self._report_dumps(reported))
 
     def forget(self) -> None:
         """What was timed so far was the preparation."""

@@ -60,8 +60,8 @@ class PacedFabric(NixlFabric):
         state = super().poll(transfer)
         if state is TransferState.IN_FLIGHT or transfer not in self._begun_s:
             return state
-        told = self.telemetry(transfer)
-        takes_s = _LATENCY_S + (told.bytes / self.gb_s / 1e9 if told is not None else 0.0)
+        reported = self.telemetry(transfer)
+        takes_s = _LATENCY_S + (reported.bytes / self.gb_s / 1e9 if reported is not None else 0.0)
         if time.monotonic() < self._begun_s[transfer] + takes_s:
             return TransferState.IN_FLIGHT
         del self._begun_s[transfer]

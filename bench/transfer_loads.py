@@ -34,35 +34,35 @@ class StampedBox(ResultBox):
 
     def __init__(self) -> None:
         super().__init__()
-        self._wanted = self._untold = 0
-        self.reported_ns = self.told_ns = 0
+        self._wanted = self._unreported = 0
+        self.reported_ns = self.notified_ns = 0
         self._over = threading.Lock()
         self._over.acquire()
 
     def expect(self, loads: int, notifications: int) -> None:
         """So many loads are to be reported, and so many producer workers told."""
-        self._wanted, self._untold = loads, notifications
+        self._wanted, self._unreported = loads, notifications
 
     def wait(self, timeout_s: float) -> bool:
         """Until they are. A bare lock: whatever else a waiting thread did, the transfer thread would wait for."""
         return self._over.acquire(timeout=timeout_s)
 
-    def told(self) -> None:
+    def reported(self) -> None:
         """A producer worker was told."""
-        self.told_ns = time.perf_counter_ns()
-        self._untold -= 1
-        self._look()
+        self.notified_ns = time.perf_counter_ns()
+        self._unreported -= 1
+        self._poll()
 
     def __exit__(self, *exc: object) -> None:
         over, failed = len(self._results.loaded), len(self._results.failed)
         super().__exit__(*exc)
         if self._wanted and over + failed >= self._wanted:
             self.reported_ns, self._wanted = time.perf_counter_ns(), 0
-            self._untold = 0 if failed else self._untold
-            self._look()
+            self._unreported = 0 if failed else self._unreported
+            self._poll()
 
-    def _look(self) -> None:
-        if self._wanted == 0 and self._untold <= 0 and self._over.locked():
+    def _poll(self) -> None:
+        if self._wanted == 0 and self._unreported <= 0 and self._over.locked():
             self._over.release()
 
 
@@ -101,7 +101,7 @@ class Loads:
 
         def noted(peer: PeerAgent, message: bytes) -> None:
             notify(peer, message)
-            self._box().told()
+            self._box().reported()
 
         fabric.notify = noted  # type: ignore[method-assign]
 
@@ -169,7 +169,7 @@ class Loads:
             raise RuntimeError(f"loads failed: {results.failed or 'late'}")
         ends = (("order", begun_ns, begun_ns), *stamps, ("report", box.reported_ns, box.reported_ns))
         return Loaded(
-            seconds=(max(box.reported_ns, box.told_ns) - begun_ns) / 1e9,
+            seconds=(max(box.reported_ns, box.notified_ns) - begun_ns) / 1e9,
             result_s=(box.reported_ns - begun_ns) / 1e9,
             totals=tuple(results.totals),
             stamps=ends if stamped else (),

@@ -35,8 +35,8 @@ def stages(stamps: Sequence[Stamp], routes: int) -> dict[str, float]:
     fence_read = max(stamp[2] for stamp in (*polls, *first) if stamp[1] < data[0][1])
     arrived = max(stamp[2] for stamp in (*polls, *data) if stamp[1] < second[0][1])
     last = max((stamp[2] for stamp in (*polls, *second) if stamp[1] < reported), default=reported)
-    told_ns = sum(stamp[2] - stamp[1] for stamp in named["notify"])
-    told_before_ns = sum(stamp[2] - stamp[1] for stamp in named["notify"] if stamp[1] < reported)
+    notified_ns = sum(stamp[2] - stamp[1] for stamp in named["notify"])
+    notified_before_ns = sum(stamp[2] - stamp[1] for stamp in named["notify"] if stamp[1] < reported)
     spans = (
         first[0][1] - ordered,
         fence_read - first[0][1],
@@ -44,8 +44,8 @@ def stages(stamps: Sequence[Stamp], routes: int) -> dict[str, float]:
         data[-1][2] - data[0][1],
         arrived - data[-1][2],
         last - arrived,
-        reported - last - told_before_ns,
-        told_ns,
+        reported - last - notified_before_ns,
+        notified_ns,
     )
     return {stage: span / 1e3 for stage, span in zip(STAGES, spans, strict=True)}
 

@@ -221,10 +221,10 @@ def answer(pair: Pair) -> str:
         first, *others = refused.reasons
         more = f" (and {_counted(len(others), 'more reason')})" if others else ""
         return f"**refused**: {first}{more}"
-    return _told(plans)
+    return _reported(plans)
 
 
-def _told(plans: tuple[TransferPlan, ...]) -> str:
+def _reported(plans: tuple[TransferPlan, ...]) -> str:
     routes = [route for plan in plans for route in plan.routes]
     reads = [route for route in routes if route.slices]
     placings = sorted({item.placing.value for route in reads for item in route.slices})

@@ -77,7 +77,7 @@ OVERVIEW = Row(
             width=4,
         ),
         Panel(
-            "Bugs told",
+            "Bugs reported",
             "Wrong sums and unreadable orders over the time shown. Anything but 0: report the log line.",
             "short",
             (

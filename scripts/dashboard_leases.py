@@ -143,7 +143,7 @@ QUARANTINE = Row(
             ),
         ),
         Panel(
-            "Bugs told",
+            "Bugs reported",
             "Wrong sums and unreadable orders, by engine. Report the log line.",
             "short",
             (

@@ -82,8 +82,8 @@ def run(configuration: Configuration) -> dict[str, str]:
     """Run one configuration; the cells of its row."""
     print(f"\n== {configuration.name}", flush=True)
     if (os.cpu_count() or 1) < configuration.cores:
-        told = f"not run: needs {configuration.cores} cores"
-        return {"result": told, "prompts": "–", "bytes": "–", "handover": "–"}
+        reported = f"not run: needs {configuration.cores} cores"
+        return {"result": reported, "prompts": "–", "bytes": "–", "handover": "–"}
     logs = ROOT / "logs" / "full" / re.sub(r"\W+", "-", configuration.name)
     environment = {**os.environ, **configuration.variables, "LOG_DIR": str(logs)}
     status = subprocess.run(["scripts/run_accuracy_test.sh"], cwd=ROOT, env=environment, check=False).returncode

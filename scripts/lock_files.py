@@ -41,16 +41,16 @@ class Lock:
     """A lock file.
 
     Attributes:
-        told: what its head says, without `#`.
+        reported: what its head says, without `#`.
         inputs: `inputs_digest` of what it was made from.
     """
 
-    told: tuple[str, ...]
+    reported: tuple[str, ...]
     inputs: str
     pins: tuple[Pin, ...]
 
     def __str__(self) -> str:
-        head = "".join(f"# {line}\n" for line in self.told)
+        head = "".join(f"# {line}\n" for line in self.reported)
         return f"{head}# inputs: {self.inputs}\n" + "".join(str(pin) for pin in self.pins)
 
     @property

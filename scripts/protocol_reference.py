@@ -120,16 +120,16 @@ def _chapter(chapter: Chapter) -> Iterator[str]:
 
 
 def _message(message: type[msgspec.Struct]) -> str:
-    told = types.type_info(message)
-    if not isinstance(told, types.StructType):
-        raise TypeError(f"{message.__name__} is no message: {told!r}")
+    reported = types.type_info(message)
+    if not isinstance(reported, types.StructType):
+        raise TypeError(f"{message.__name__} is no message: {reported!r}")
     summary, meanings = _documented(message)
-    tagged = f" (`type`: `{told.tag}`)" if told.tag else ""
-    listed = "\n\nA list in this order, not a map." if told.array_like else ""
+    tagged = f" (`type`: `{reported.tag}`)" if reported.tag else ""
+    listed = "\n\nA list in this order, not a map." if reported.array_like else ""
     rows = ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
     rows += [
         f"| `{field.encode_name}` | {_shown(field.type)} | {_default(field)} | {meanings.get(field.name, '')} |"
-        for field in told.fields
+        for field in reported.fields
     ]
     return f"### {message.__name__}{tagged}\n\n{summary}{listed}\n\n" + "\n".join(rows)
 

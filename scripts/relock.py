@@ -119,14 +119,14 @@ def resolved() -> dict[str, str]:
     return union
 
 
-def write(name: str, pins: dict[str, str], told: tuple[str, ...]) -> None:
+def write(name: str, pins: dict[str, str], reported: tuple[str, ...]) -> None:
     """Write one lock.
 
     Raises:
         PackageIndexError: the index has no file for one of them.
     """
     hashes = file_hashes(pins, PYTHONS)
-    lock = Lock(told, inputs_digest(inputs(name)), tuple(Pin(one, pins[one], hashes[one]) for one in sorted(pins)))
+    lock = Lock(reported, inputs_digest(inputs(name)), tuple(Pin(one, pins[one], hashes[one]) for one in sorted(pins)))
     (REQUIREMENTS / f"{name}.lock").write_text(str(lock))
     print(f"{name}.lock: {len(lock.pins)} packages, {sum(len(pin.hashes) for pin in lock.pins)} files")
 
@@ -140,8 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for name in parser.parse_args(arguments).locks:
             if name == "cuda":
-                told = f"What cuda.txt and kvferry[cli,vllm] need, {made_by}"
-                write(name, resolved(), (told, f"{install} RESOLVED ONLY: never installed by this project."))
+                reported = f"What cuda.txt and kvferry[cli,vllm] need, {made_by}"
+                write(name, resolved(), (reported, f"{install} RESOLVED ONLY: never installed by this project."))
             else:
                 write(name, tested(name), (f"What {name}.txt needs, {made_by}", install))
     except PackageIndexError as error:

@@ -121,8 +121,8 @@ class Running:
         self._log.write_text("")
         self._left = list(part.commands)
         self._codes: list[int] = []
-        self._began_s = self._heard_s = time.monotonic()
-        self._heard_bytes = 0
+        self._began_s = self._received_s = time.monotonic()
+        self._received_bytes = 0
         self._hung = False
         self._next()
 
@@ -151,11 +151,11 @@ class Running:
         command has failed. NIXL's agent has been seen to end never, once in thousands of times, when a peer was killed
         while it sent: see docs/reliability.md."""
         said_bytes, now_s = self._log.stat().st_size, time.monotonic()
-        if said_bytes != self._heard_bytes:
-            self._heard_bytes, self._heard_s = said_bytes, now_s
-        if now_s - self._heard_s < HUNG_S:
+        if said_bytes != self._received_bytes:
+            self._received_bytes, self._received_s = said_bytes, now_s
+        if now_s - self._received_s < HUNG_S:
             return False
-        self._heard_s = now_s
+        self._received_s = now_s
         self._process.kill()
         self._process.wait()
         if self._hung:
@@ -210,7 +210,7 @@ def run(lanes: Sequence[Sequence[Part]], any_lane: Sequence[Part], folder: Path)
     """Run all lanes side by side, and what any of them may run after that; gives every part when it is over."""
     waiting, shared = [list(lane) for lane in lanes], list(any_lane)
     running: dict[int, Running] = {}
-    told_s = began_s = time.monotonic()
+    reported_s = began_s = time.monotonic()
     try:
         while any(waiting) or shared or running:
             for number, lane in enumerate(waiting):
@@ -222,10 +222,10 @@ def run(lanes: Sequence[Sequence[Part]], any_lane: Sequence[Part], folder: Path)
                 if each.over():
                     del running[number]
                     yield each
-            if time.monotonic() - told_s >= _PROGRESS_S:
-                told_s = time.monotonic()
+            if time.monotonic() - reported_s >= _PROGRESS_S:
+                reported_s = time.monotonic()
                 doing = " · ".join(each.progress for each in running.values())
-                print(f"[{told_s - began_s:6.0f} s] {doing}", flush=True)
+                print(f"[{reported_s - began_s:6.0f} s] {doing}", flush=True)
             _sleep_and_tell(began_s)
     finally:
         for each in running.values():

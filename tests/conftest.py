@@ -37,8 +37,8 @@ def _no_thread_outlives_its_module() -> Iterator[None]:
     end_s = deadline_s(_ENDING_S)
     while left := _threads() - before:
         if time.monotonic() > end_s:
-            told = sorted(f"{thread.name} since {_began_in.get(thread, 'its fixtures ended')}" for thread in left)
-            pytest.fail(f"threads are left: {', '.join(told)}")
+            reported = sorted(f"{thread.name} since {_began_in.get(thread, 'its fixtures ended')}" for thread in left)
+            pytest.fail(f"threads are left: {', '.join(reported)}")
         time.sleep(0.002)
 
 

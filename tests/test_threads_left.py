@@ -49,7 +49,7 @@ def test_whoever_leaves_a_thread_behind_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", *options, str(file)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
     assert "4 passed, 1 error" in done.stdout, done.stdout + done.stderr
-    (told,) = (line for line in done.stdout.splitlines() if line.startswith("E ") and "threads are left" in line)
-    first, second = told.partition("threads are left: ")[2].split(", ")
+    (reported,) = (line for line in done.stdout.splitlines() if line.startswith("E ") and "threads are left" in line)
+    first, second = reported.partition("threads are left: ")[2].split(", ")
     assert first == "kvferry-listener since test_left.py::test_with_a_module_that_leaves_one"
     assert second == "kvferry-transfer since test_left.py::test_that_leaves_one"

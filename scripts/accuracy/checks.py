@@ -209,8 +209,8 @@ def judge_recomputes(counters: Scrape) -> Check:
     """No prompt that came with params was computed on the decoder after all, and no transfer failed."""
     recomputed = counters.by_label("vllm:kvferry_local_recomputes_total", "reason")
     failed = counters.total("vllm:nixl_num_failed_transfers_total")
-    told = ", ".join(f"{reason} {count:.0f}" for reason, count in sorted(recomputed.items())) or "none"
-    detail = f"prompts computed on the decoder instead: {told}; failed transfers: {failed:.0f}"
+    reported = ", ".join(f"{reason} {count:.0f}" for reason, count in sorted(recomputed.items())) or "none"
+    detail = f"prompts computed on the decoder instead: {reported}; failed transfers: {failed:.0f}"
     return Check("nothing was computed twice", not recomputed and not failed, detail)
 
 

@@ -100,7 +100,7 @@ class Server:
             ServerFailed: it ended, or the time was up.
         """
         started_s = time.monotonic()
-        told_s = started_s
+        reported_s = started_s
         with httpx.Client(timeout=5.0, trust_env=False) as client:
             while True:
                 if not self.alive:
@@ -112,8 +112,8 @@ class Server:
                 now_s = time.monotonic()
                 if now_s - started_s > timeout_s:
                     raise self.failure(f"was not ready after {timeout_s:.0f} s")
-                if tell is not None and now_s - told_s > 15:
-                    told_s = now_s
+                if tell is not None and now_s - reported_s > 15:
+                    reported_s = now_s
                     tell(now_s - started_s)
                 time.sleep(_POLL_S)
 

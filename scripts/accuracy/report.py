@@ -59,8 +59,8 @@ def write(reports: Sequence[Report], path: Path) -> None:
 
 def save(reports: Sequence[Report], path: Path) -> None:
     """The same for programs: `[{"title", "passed", "checks": [{"name", "passed", "detail"}], "figures": {…}}]`."""
-    told = [{**asdict(report), "passed": report.passed} for report in reports]
-    path.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+    reported = [{**asdict(report), "passed": report.passed} for report in reports]
+    path.write_text(json.dumps(reported, indent=1, ensure_ascii=False) + "\n")
 
 
 def milliseconds(values: Mapping[str, float | None]) -> str:

@@ -171,8 +171,10 @@ class Run:
         if settings.ferry:
             self.report.checks.append(checks.judge_recomputes(counters))
             still_open, ways = await phases.leases_over(prefill, _LEASE_WAIT_S)
-            told = ", ".join(f"{how} {round(count)}" for how, count in sorted(ways.items()))
-            self.report.checks.append(checks.Check("leases are over", still_open == 0, f"{still_open} open; {told}"))
+            reported = ", ".join(f"{how} {round(count)}" for how, count in sorted(ways.items()))
+            self.report.checks.append(
+                checks.Check("leases are over", still_open == 0, f"{still_open} open; {reported}")
+            )
 
     async def _directly(
         self,

@@ -56,7 +56,7 @@ class Demo:
         router.wait_ready(60)
         self._router_url = router.base_url
         async with Client(prefill[0].spec.served_name, timeout_s) as client:
-            self._say(f"{_REQUESTS} requests through the router, and one that a slow router hands over")
+            self._print(f"{_REQUESTS} requests through the router, and one that a slow router hands over")
             answers = await drive(client, router.base_url, prompts(_REQUESTS, "demo"), _AT_ONCE)
             answers.append(await hand_over_slowly(client, from_[0], to[0]))
         failed = [answer.error for answer in answers if answer.error]
@@ -86,9 +86,9 @@ class Demo:
 
     def _start_engines(self) -> tuple[list[Engine], list[Engine]]:
         config = {**self._settings.extra_config, "trace_dir": str(self._traces)}
-        model = prepare(self._settings.models[0], self._settings.cache_dir, self._say)
+        model = prepare(self._settings.models[0], self._settings.cache_dir, self._print)
         fleet = plan_fleet(replace(self._settings, extra_config=config), model, os.environ)
-        self._say(
+        self._print(
             f"start {len(fleet.prefill)} prefill and {len(fleet.decode)} decode engines; logs: {_shown(self._folder)}"
         )
         prefill, decode = (
@@ -97,18 +97,18 @@ class Demo:
         )
         for engine in (*prefill, *decode):
             engine.wait_ready(self._settings.start_timeout_s)
-            self._say(f"{engine.name} is ready: {engine.base_url}")
+            self._print(f"{engine.name} is ready: {engine.base_url}")
         return prefill, decode
 
     def _start_prometheus(self, engines: dict[str, str]) -> Prometheus | None:
         command = program()
         if command is None:
-            self._say("no Prometheus here (Debian: apt-get install prometheus): the dashboard is not shown")
+            self._print("no Prometheus here (Debian: apt-get install prometheus): the dashboard is not shown")
             return None
         server = self._stack.enter_context(Prometheus(command, engines, self._folder / "prometheus"))
         server.wait_ready(30, "/-/ready")
         self._prometheus_url = server.base_url
-        self._say(f"Prometheus is ready: {server.base_url}")
+        self._print(f"Prometheus is ready: {server.base_url}")
         return server
 
     def _show_dashboard(self, prometheus: Prometheus) -> bool:
@@ -127,7 +127,7 @@ class Demo:
         slow = subprocess.run([*command, "--request", SLOW], check=False)
         return every.returncode == slow.returncode == 0
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(f"[{time.monotonic() - self._began_s:6.1f} s] {text}", flush=True)
 
 

@@ -34,13 +34,13 @@ def test_what_reconnecting_living_peers_left_once_would_be_named() -> None:
 
 def test_objects_that_are_kept_are_counted_and_garbage_is_not() -> None:
     gauges, kept = Gauges(), []
-    gauges.look(0, now=True)
+    gauges.poll(0, now=True)
     for _ in range(20_000):
         cycle: list[Any] = []
         cycle.append(cycle)
-    gauges.look(1000, now=True)
+    gauges.poll(1000, now=True)
     kept = [object() for _ in range(20_000)]
-    gauges.look(2000, now=True)
+    gauges.poll(2000, now=True)
     first, garbage, leak = (sample.objects for sample in gauges.samples)
     assert abs(garbage - first) < 2000
     assert leak - garbage > 19_000

@@ -50,15 +50,15 @@ def test_a_host_that_nobody_knows_or_that_is_elsewhere_is_broken() -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])
-def test_every_address_is_no_address_to_be_told(address: str) -> None:
+def test_every_address_is_no_address_to_advertise(address: str) -> None:
     """It can be listened on; but params carry it to decoders, who then ask themselves."""
     assert channel(host=address, address=address) == {"side channel": [Mark.BROKEN]}
 
 
 def test_every_ranks_port_is_told_by_itself() -> None:
     found = list(judge_channel(Channel("h", False, "10.0.0.7", False, {1023: "EACCES", 1024: "", 1025: "EADDRINUSE"})))
-    told = {(one.mark, one.found) for one in found if one.check == "side channel ports"}
-    assert told == {
+    reported = {(one.mark, one.found) for one in found if one.check == "side channel ports"}
+    assert reported == {
         (Mark.OK, "free: 1024"),
         (Mark.BROKEN, "1023 (data-parallel rank 0) cannot be bound: EACCES"),
         (Mark.LOOK, "1025 (data-parallel rank 2) is in use"),

@@ -77,9 +77,9 @@ def test_what_is_to_be_typed_is_no_more_than_the_hard_limit() -> None:
 
 @given(st.integers(0, 1 << 20), st.integers(0, 100))
 def test_as_many_peers_as_are_told_fit_and_one_more_does_not(files: int, each: int) -> None:
-    told = int(judge_files(Limits(None, False, files, None), each).found.split("room for ")[1].split()[0])
+    reported = int(judge_files(Limits(None, False, files, None), each).found.split("room for ")[1].split()[0])
     spare = files - FILES_OF_A_WORKER
-    assert told * max(2, each) <= max(0, spare) < (told + 1) * max(2, each)
+    assert reported * max(2, each) <= max(0, spare) < (reported + 1) * max(2, each)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_shared_memory_must_have_room_and_dockers_default_has_not(shm: SharedMem
         (Processors(2, 0.5, None), 0, Mark.LOOK, "a quota of 0.5"),
     ],
 )
-def test_a_quota_below_the_threads_is_told(processors: Processors, gpus: int, mark: Mark, said: str) -> None:
+def test_a_quota_below_the_threads_is_reported(processors: Processors, gpus: int, mark: Mark, said: str) -> None:
     finding = judge_processors(processors, gpus)
     assert (finding.mark, said in finding.found) == (mark, True), finding
 

@@ -113,14 +113,14 @@ READ = {"kind": "DRAM", "bytes": 8, "best_s": 1.0, "first_ms": 1.0, "equal": Tru
 
 
 def test_a_pair_that_tells_everything_is_heard() -> None:
-    told: tuple[dict[str, object], ...] = (
+    reported: tuple[dict[str, object], ...] = (
         {"bindings": "nixl_cu13"},
         {"reading": "DRAM"},
         {"read": READ},
         {"files": 7},
         {"end": True},
     )
-    found = run_loopback({}, 30, pair(*told))
+    found = run_loopback({}, 30, pair(*reported))
     assert (found.bindings, found.reads, found.files_per_peer) == ("nixl_cu13", (Read(**READ),), 7)  # type: ignore[arg-type]
     assert (found.stage, found.failure) == ("", "")
 

@@ -82,7 +82,7 @@ def test_settings_that_are_well_are_left_alone(environ: dict[str, str], machine:
         ({"UCX_LOG_LEVEL": "debug"}, PLAIN, Mark.LOOK, "slows"),
     ],
 )
-def test_what_is_known_to_hang_leak_or_slow_is_told(
+def test_what_is_known_to_hang_leak_or_slow_is_reported(
     environ: dict[str, str], machine: Devices, mark: Mark, said: str
 ) -> None:
     ((found_mark, found),) = troubles(environ, machine)
@@ -104,7 +104,7 @@ def test_what_kvferry_adds_is_judged_and_shown_apart_from_what_is_set() -> None:
     assert finding.found == "UCX_TCP_TX_SEG_SIZE=8k; kvferry adds none"
 
 
-def test_several_troubles_are_all_told() -> None:
+def test_several_troubles_are_all_reported() -> None:
     environ = {"UCX_TLS": "tcp", "UCX_RC_TIMEOUT": "3s", "UCX_NET_DEVICES": "ib0", "UCX_LOG_LEVEL": "trace"}
     assert len(troubles(environ)) == 4
 

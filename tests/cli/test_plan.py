@@ -221,9 +221,9 @@ def test_the_prompt_is_as_long_as_the_smaller_cache_allows() -> None:
 
 def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_2() -> None:
     arguments = [DENSE.replace("heads=4", "heads=3"), f"{DENSE},window=64"]
-    table, told = run("plan", *arguments), run("plan", *arguments, "--json")
-    assert (table.code, table.err, told.code, told.err) == (2, "", 2, "")
-    refusal = msgspec.json.decode(told.out, type=Refusal)
+    table, reported = run("plan", *arguments), run("plan", *arguments, "--json")
+    assert (table.code, table.err, reported.code, reported.err) == (2, "", 2, "")
+    refusal = msgspec.json.decode(reported.out, type=Refusal)
     assert not refusal.workable
     producer, consumer = sides(*arguments)
     with pytest.raises(PlanRefused) as refused:

@@ -115,13 +115,15 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
     )
     index = worker_index(Topology(pp=axes.pp, pcp=axes.pcp, tp=axes.tp), place)
     try:
-        told = gather_workers(ValueError("no caches") if rank == axes.failing else mine, engine_groups())
+        reported = gather_workers(ValueError("no caches") if rank == axes.failing else mine, engine_groups())
     except (SiblingFailed, ValueError) as error:
         answers.put((rank, Rank(index, [f"{type(error).__name__}: {error}"])))
     else:
         # As vLLM keys it: with both kinds of context parallelism the replicas have keys of their own.
         apart = axes.pcp > 1 and axes.dcp > 1
         key = (place.pp, place.tp + (place.pcp * axes.tp if apart else 0))
-        answers.put((rank, Rank(index, [one.agent for one in told], place, key, FerryHandshake.of(place, told))))
+        answers.put(
+            (rank, Rank(index, [one.agent for one in reported], place, key, FerryHandshake.of(place, reported)))
+        )
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()

@@ -103,7 +103,7 @@ class RecordedEngine:
             found.append((NULL_BLOCK,) * skipped + tuple(next(ids) for _ in range(count - skipped + scratch)))
         return Tokens(num_tokens, tuple(found))
 
-    def told(self, tokens: Tokens) -> tuple[tuple[int, ...], ...]:
+    def reported(self, tokens: Tokens) -> tuple[tuple[int, ...], ...]:
         """Its blocks as the scheduler's side hands them on."""
         own: Any = SimpleNamespace(groups=self.groups, block_spans=[group.block_tokens for group in self.groups])
         return tuple(map(tuple, OwnEngine.without_scratch(own, tokens.blocks, tokens.num_tokens)))

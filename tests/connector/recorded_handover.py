@@ -32,7 +32,7 @@ def hand_over_recorded(
     """
     theirs = source.place_sequence(num_tokens, range(1, 40))
     ours = target.place_sequence(num_tokens, range(39, 0, -1))
-    request = Request(target.told(ours), source.told(theirs), 0, num_tokens, num_tokens)
+    request = Request(target.reported(ours), source.reported(theirs), 0, num_tokens, num_tokens)
     settings = replace(SETTINGS, staging_pool_bytes=staging_pool_bytes)
     with contextlib.ExitStack() as stack:
         engines = []

@@ -54,7 +54,7 @@ def tensors_of(cache: Written) -> list[PagedTensor]:
     return [tensor for tensor in found if tensor.layer == LAYER]
 
 
-def assert_told_where_it_writes(cache: Written, widths: dict[str, int]) -> None:
+def assert_reported_where_it_writes(cache: Written, widths: dict[str, int]) -> None:
     """Let the backend write into the cache itself: all that changed is where the description says."""
     tensors = tensors_of(cache)
     assert [(one.kind, one.tile_tokens, one.format.packing) for one in tensors] == [(k, 1, "plain") for k in widths]
@@ -83,7 +83,7 @@ def test_rows_of_k_and_v_are_found_in_every_layout_and_are_where_the_description
 ) -> None:
     cache = Written(layer_of(Rows()), spec_of(head_size_v=width_v), layout)
     assert cache.arrangement().pattern == "rows"
-    assert_told_where_it_writes(cache, {"k": WIDTH, "v": width_v})
+    assert_reported_where_it_writes(cache, {"k": WIDTH, "v": width_v})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -91,7 +91,7 @@ def test_planes_of_k_and_v_are_found_and_are_where_the_description_says(layout: 
     spec = spec_of(num_head_slots=2, state_content_bytes=HEADS * WIDTH * 2)
     cache = Written(layer_of(Planes()), spec, layout)
     assert cache.arrangement().pattern == "planes"
-    assert_told_where_it_writes(cache, {"k": WIDTH, "v": WIDTH})
+    assert_reported_where_it_writes(cache, {"k": WIDTH, "v": WIDTH})
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,11 @@ def facts(config: FerryConfig = FerryConfig(), **changed: Any) -> Any:  # noqa: 
 
 
 def test_the_facts_of_a_plain_engine() -> None:
-    told = facts()
-    assert Path(told.model).is_dir()
-    assert told.fingerprint.startswith("config:"), "the test's model has no weights"
-    assert (told.dtype, told.cache_dtype, told.quantization) == ("float32", "float32", "none")
-    assert (told.max_model_tokens, told.speculative) == (512, "none")
+    reported = facts()
+    assert Path(reported.model).is_dir()
+    assert reported.fingerprint.startswith("config:"), "the test's model has no weights"
+    assert (reported.dtype, reported.cache_dtype, reported.quantization) == ("float32", "float32", "none")
+    assert (reported.max_model_tokens, reported.speculative) == (512, "none")
 
 
 def test_two_engines_of_one_configuration_have_equal_facts() -> None:
@@ -58,11 +58,11 @@ def test_a_cache_dtype_of_its_own_is_told_instead_of_the_models() -> None:
     assert facts(cache_config__cache_dtype="fp8_e4m3").cache_dtype == "fp8_e4m3"
 
 
-def test_quantised_weights_are_told() -> None:
+def test_quantised_weights_are_reported() -> None:
     assert facts(model_config__quantization="awq").quantization == "awq"
 
 
-def test_a_draft_method_is_told() -> None:
+def test_a_draft_method_is_reported() -> None:
     config = engine_config()
     config.speculative_config = SimpleNamespace(method="mtp")
     assert facts_of(config, FerryConfig()).speculative == "mtp"

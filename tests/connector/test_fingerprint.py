@@ -88,7 +88,7 @@ def test_another_header_config_file_or_seed_gives_another_fingerprint(model: Pat
 
 
 @pytest.mark.parametrize("files", ["missing", "none", "no weights"])
-def test_without_files_only_the_configuration_is_told(files: str, tmp_path: Path) -> None:
+def test_without_files_only_the_configuration_is_reported(files: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     where = {"missing": tmp_path / "absent", "none": None, "no weights": tmp_path}[files]
     found = fingerprint(CONFIG, where)

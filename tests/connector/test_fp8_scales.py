@@ -185,8 +185,8 @@ def test_an_engine_without_quantisation_reads_one_of_float8() -> None:
     cache = Written(layer_of(Rows()))
     plain = engine(workers=[worker(tensors_of(cache), Place())], groups=groups_of(cache.config))
     (route,) = plan_engine(plain, engine_of((0.5, 0.25)))[0].routes
-    told = {(str(each), each.remote_scale) for bundle in route.bundles for each in bundle.conversions}
-    assert told == {("float8_e4m3 becomes bfloat16", 0.5), ("float8_e4m3 becomes bfloat16", 0.25)}
+    reported = {(str(each), each.remote_scale) for bundle in route.bundles for each in bundle.conversions}
+    assert reported == {("float8_e4m3 becomes bfloat16", 0.5), ("float8_e4m3 becomes bfloat16", 0.25)}
 
 
 def test_opaque_blocks_of_other_scales_are_never_taken_for_equal() -> None:
@@ -219,8 +219,8 @@ def test_scales_are_read_where_vllm_leaves_those_of_a_checkpoint_one_for_all_hea
     for name, scale in (("k_scale", 0.125), ("v_scale", 0.3)):
         getattr(layer, name).data.fill_(scale)
     method.process_weights_after_loading(layer)
-    told = scales_of(layer, LAYER, spec_of("fp8"))
-    assert told == {"tensors": {"k": (0.125,), "v": (pytest.approx(0.3),)}}
+    reported = scales_of(layer, LAYER, spec_of("fp8"))
+    assert reported == {"tensors": {"k": (0.125,), "v": (pytest.approx(0.3),)}}
 
 
 def test_scales_are_read_where_vllm_leaves_those_of_a_checkpoint_one_for_each_head() -> None:

@@ -51,5 +51,5 @@ def test_a_lone_worker_asks_nobody(tmp_path: Path) -> None:
 
 def test_a_worker_that_fails_keeps_nobody_waiting(tmp_path: Path) -> None:
     found = gathered_by_all(Axes(pp=2, tp=2, failing=1), f"file://{tmp_path / 'rendezvous'}")
-    told = ["SiblingFailed: worker 1: ValueError: no caches"]
-    assert [rank.agents for rank in found] == [told, ["ValueError: no caches"], told, told]
+    reported = ["SiblingFailed: worker 1: ValueError: no caches"]
+    assert [rank.agents for rank in found] == [reported, ["ValueError: no caches"], reported, reported]

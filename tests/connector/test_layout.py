@@ -39,13 +39,13 @@ WHOLE_BLOCKS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 
 def covers_exactly(tensors: Sequence[PagedTensor], view: Any) -> bool:
     """Whether the cells of these tensors are exactly the bytes of the view, each once."""
-    told = np.concatenate([all_bytes_of(tensor) for tensor in tensors])
+    reported = np.concatenate([all_bytes_of(tensor) for tensor in tensors])
     offsets = np.zeros(1, dtype=np.int64)
     for size, stride in zip(view.shape, view.stride(), strict=True):
         offsets = (offsets[:, None] + np.arange(size)[None, :] * stride).ravel()
     item = view.element_size()
     real = (view.data_ptr() + offsets[:, None] * item + np.arange(item)[None, :]).ravel()
-    return bool(np.array_equal(np.sort(told), np.sort(real)))
+    return bool(np.array_equal(np.sort(reported), np.sort(real)))
 
 
 def of_layer(caches: KvCaches, layer: str) -> list[PagedTensor]:

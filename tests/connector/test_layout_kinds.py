@@ -71,7 +71,7 @@ def hand_over(source: RecordedEngine, target: RecordedEngine, num_tokens: int, s
     before = [storage_of(next(iter(one.views.values()))).clone() for one in target.workers]
     consumer, producer = described_engine(target, "C"), described_engine(source, "P")
     request = RequestBlocks(
-        target.told(ours), source.told(theirs), first_token=0, stop_token=num_tokens, num_tokens=num_tokens
+        target.reported(ours), source.reported(theirs), first_token=0, stop_token=num_tokens, num_tokens=num_tokens
     )
     total = move_by_plan(consumer, producer, request)
     target.check(ours, seed)
@@ -85,18 +85,18 @@ def hand_over(source: RecordedEngine, target: RecordedEngine, num_tokens: int, s
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 def test_groups_layers_and_kinds_are_those_of_the_model(name: str, layout: str) -> None:
     found = RecordedEngine(RECORDED[name], tp=2, layout=layout)
-    policies = [told.policy for told in found.groups]
+    policies = [reported.policy for reported in found.groups]
     assert policies == POLICIES.get(name, ["state", "state", "state", "full"])
     for one in found.workers:
-        told: dict[str, set[str]] = {}
+        reported: dict[str, set[str]] = {}
         for tensor in one.caches.tensors:
-            told.setdefault(tensor.layer, set()).add(tensor.kind)
+            reported.setdefault(tensor.layer, set()).add(tensor.kind)
             assert tensor.layer in one.config.kv_cache_groups[tensor.group].layer_names
         states = {
             layer: {*model.projections, *(["ssm"] if model.temporal else [])}
             for layer, model in RECORDED[name].states.items()
         }
-        assert told == {
+        assert reported == {
             layer: states.get(layer) or KINDS[layer.rsplit(".", 1)[-1]] for layer in RECORDED[name].specs(2)
         }
 
@@ -133,7 +133,9 @@ def test_layers_that_lie_in_one_block_are_paired_with_those_that_lie_apart(name:
 @pytest.mark.parametrize(("producer", "consumer"), [(3, 1), (1, 3), (3, 2)])
 def test_stages_that_lack_all_layers_of_a_group_keep_its_place(name: str, producer: int, consumer: int) -> None:
     source, target = RecordedEngine(RECORDED[name], pp=producer), RecordedEngine(RECORDED[name], pp=consumer)
-    assert any(not told.layer_names for config in source.configs + target.configs for told in config.kv_cache_groups)
+    assert any(
+        not reported.layer_names for config in source.configs + target.configs for reported in config.kv_cache_groups
+    )
     hand_over(source, target, num_tokens=100)
 
 
@@ -175,7 +177,7 @@ def test_of_a_state_only_the_block_after_the_last_token_is_moved_whatever_the_dr
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "reported"),
     [
         (attention(1, SinkFullAttentionSpec, sink_len=32), CacheGroup(policy="full", block_tokens=32)),
         (attention(1, sliding_window=64), CacheGroup(policy="full", block_tokens=32)),
@@ -196,10 +198,10 @@ def test_of_a_state_only_the_block_after_the_last_token_is_moved_whatever_the_dr
     ],
     ids=["sinks", "a window kept whole", "chunks kept whole", "retained tokens", "MLA", "a window of MLA", "chunks"],
 )
-def test_a_group_says_which_tokens_it_holds(spec: Any, told: CacheGroup) -> None:
-    assert groups_of(config_of(group(spec))) == (told,)
-    if told.policy in ("window", "chunk"):
-        assert [first_needed(told, token) for token in range(300)] == [skipped_tokens(spec, n) for n in range(300)]
+def test_a_group_says_which_tokens_it_holds(spec: Any, reported: CacheGroup) -> None:
+    assert groups_of(config_of(group(spec))) == (reported,)
+    if reported.policy in ("window", "chunk"):
+        assert [first_needed(reported, token) for token in range(300)] == [skipped_tokens(spec, n) for n in range(300)]
 
 
 def test_a_window_of_latents_is_held_by_every_rank() -> None:
@@ -217,8 +219,8 @@ def test_ranks_that_share_tokens_out_say_so_of_the_caches_that_vllm_shards() -> 
     config = config_of(group(full(), "layers.0"), group(full(dcp_sharded=False), "draft.0"))
     views = views_of(config)
     found = discover(views, config, dict.fromkeys(views, arranged("gpu_rows")), ALONE, interleave=share)
-    told = {(tensor.layer, tensor.interleave) for tensor in found.tensors}
-    assert told == {("layers.0", share), ("draft.0", Interleave())}
+    reported = {(tensor.layer, tensor.interleave) for tensor in found.tensors}
+    assert reported == {("layers.0", share), ("draft.0", Interleave())}
     assert {tensor.block_tokens for tensor in found.tensors} == {32}
 
 

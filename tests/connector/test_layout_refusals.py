@@ -130,8 +130,8 @@ def test_a_group_of_two_policies_is_refused() -> None:
 
 def test_a_window_that_vllm_keeps_as_full_attention_holds_every_token() -> None:
     """Without the hybrid cache manager a window's layers are given blocks for all tokens."""
-    (told,) = groups_of(config_of(group(FullAttentionSpec(**ATTENTION, sliding_window=64))))
-    assert (told.policy, told.window_tokens) == ("full", 0)
+    (reported,) = groups_of(config_of(group(FullAttentionSpec(**ATTENTION, sliding_window=64))))
+    assert (reported.policy, reported.window_tokens) == ("full", 0)
 
 
 def layer_of(backend: Any, **attributes: Any) -> Any:
@@ -158,5 +158,5 @@ def test_the_packing_tells_the_kinds_of_float8_apart_which_vllm_keeps_in_one_dty
 def test_before_vllm_has_chosen_an_instruction_set_the_packing_asks_as_vllm_does(head_size: int) -> None:
     config = vllm_config("NixlConnector", module="kvferry.connector")
     with set_current_vllm_config(config):
-        told = packing_of(layer_of(CPUAttentionBackend, head_size=head_size, kv_cache_dtype="auto"), "layers.0")
-    assert told == f"cpu_attn/{_get_attn_isa(torch.float32, config.cache_config.block_size, head_size, 'auto')}"
+        reported = packing_of(layer_of(CPUAttentionBackend, head_size=head_size, kv_cache_dtype="auto"), "layers.0")
+    assert reported == f"cpu_attn/{_get_attn_isa(torch.float32, config.cache_config.block_size, head_size, 'auto')}"

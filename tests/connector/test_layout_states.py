@@ -81,10 +81,10 @@ def test_the_cells_of_a_page_are_its_states_and_nothing_of_its_padding(
         for layer, view in views.items():
             mine = [tensor for tensor in found.tensors if tensor.layer == layer]
             assert [tensor.kind for tensor in mine] == [*model.projections, *(["ssm"] if model.temporal else [])]
-            told = sorted(byte for tensor in mine for byte in all_bytes_of(tensor))
+            reported = sorted(byte for tensor in mine for byte in all_bytes_of(tensor))
             start, stride = view.data_ptr(), view.stride(0)
             size = one.spec.state_content_size_bytes
-            assert told == [start + block * stride + byte for block in range(5) for byte in range(size)]
+            assert reported == [start + block * stride + byte for block in range(5) for byte in range(size)]
             assert stride == (8192 if layout == "LBHNC" else 2 * 8192)
         (region,) = found.regions()
         assert region.address == storage_of(views[LAYERS[0]]).data_ptr()
@@ -198,7 +198,7 @@ def test_a_page_of_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "reported"),
     [
         ({"mamba_n_groups": 8}, 8),
         ({"n_groups": 1, "n_group": 4}, 1),
@@ -208,5 +208,5 @@ def test_a_page_of_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ({}, None),
     ],
 )
-def test_the_groups_of_heads_are_what_the_configuration_says(config: dict[str, Any], told: int | None) -> None:
-    assert groups_of_heads(config) == told
+def test_the_groups_of_heads_are_what_the_configuration_says(config: dict[str, Any], reported: int | None) -> None:
+    assert groups_of_heads(config) == reported

@@ -107,22 +107,22 @@ def test_an_interval_is_the_sum_of_its_steps(steps: list[tuple[dict[CounterKey, 
 
 
 def test_statistics_survive_both_of_vllms_ways_between_processes() -> None:
-    told = FerryStats.of_results(EVERYTHING, PeerLabels(8))
-    assert told is not None
-    assert pickle.loads(pickle.dumps(told)) == told  # noqa: S301 - our own bytes
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(told.to_dict()))
-    assert FerryConnector.build_kv_connector_stats(sent) == told
+    reported = FerryStats.of_results(EVERYTHING, PeerLabels(8))
+    assert reported is not None
+    assert pickle.loads(pickle.dumps(reported)) == reported  # noqa: S301 - our own bytes
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(reported.to_dict()))
+    assert FerryConnector.build_kv_connector_stats(sent) == reported
     assert FerryConnector.build_kv_connector_stats().is_empty()
 
 
 def test_of_a_gauge_the_latest_word_counts_and_the_log_gets_it(registry: Registry) -> None:
     whole = FerryStats()
     for blocks in (3.0, 9.0, 4.0):
-        told = FerryStats.of_counts({}, {}, {"quarantined_blocks_now": blocks})
-        assert told is not None
-        assert not told.is_empty()
-        registry.metrics.observe(told.to_dict(), 1)
-        whole.aggregate(told)
+        reported = FerryStats.of_counts({}, {}, {"quarantined_blocks_now": blocks})
+        assert reported is not None
+        assert not reported.is_empty()
+        registry.metrics.observe(reported.to_dict(), 1)
+        whole.aggregate(reported)
     assert whole.reduce() == {"quarantined_blocks_now": 4.0}
     assert registry.value("kvferry_quarantined_blocks_now", 1) == 4.0
     assert registry.value("kvferry_quarantined_blocks_now", 0) == 0.0
@@ -145,20 +145,20 @@ def test_a_step_passes_on_what_a_load_moved_and_works_nothing_out() -> None:
 
 
 def test_what_a_step_told_is_not_changed_by_what_is_added_to_it_elsewhere() -> None:
-    told = [
+    reported = [
         FerryStats.of_results(StepResults(load_records=[replace(RECORD), replace(STAGED)]), PeerLabels(8)) for _ in "ab"
     ]
-    assert told[0] is not None
-    assert told[1] is not None
-    told[0].aggregate(told[1])
-    assert told[1].data["samples"]["load_s"] == [0.75, 0.75]
-    assert counters_of(told[0])["planned_bytes", ""] == 2 * counters_of(told[1])["planned_bytes", ""] == 400
+    assert reported[0] is not None
+    assert reported[1] is not None
+    reported[0].aggregate(reported[1])
+    assert reported[1].data["samples"]["load_s"] == [0.75, 0.75]
+    assert counters_of(reported[0])["planned_bytes", ""] == 2 * counters_of(reported[1])["planned_bytes", ""] == 400
 
 
 def test_a_workers_step_counts_its_failures_notifications_bytes_and_times() -> None:
-    told = FerryStats.of_results(EVERYTHING, PeerLabels(8))
-    assert told is not None
-    assert counters_of(told) == {
+    reported = FerryStats.of_results(EVERYTHING, PeerLabels(8))
+    assert reported is not None
+    assert counters_of(reported) == {
         **{("failed_loads", reason.value): 1 for reason in FailureReason},
         ("failed_transfers", ""): len(FailureReason),
         ("failed_notifications", ""): 2,
@@ -179,7 +179,7 @@ def test_a_workers_step_counts_its_failures_notifications_bytes_and_times() -> N
         ("peer_load_s", "host:1"): 1.5,
         ("peer_failed_loads", "host:1"): 1,
     }
-    assert told.data["samples"] == {
+    assert reported.data["samples"] == {
         "transfer_s": [0.5, 0.5],
         "post_s": [0.25, 0.25],
         "transferred_bytes": [90.0, 90.0],
@@ -196,12 +196,14 @@ def test_a_workers_step_counts_its_failures_notifications_bytes_and_times() -> N
 
 
 def test_the_log_gets_sums_and_means_and_after_a_reset_nothing() -> None:
-    told = stats({("loads", ""): 2, ("failed_loads", "plan"): 1, ("failed_loads", "mac"): 4}, {"load_s": [0.5, 1.0]})
-    assert told.reduce() == {"failed_loads": 5, "loads": 2, "load_s mean": 0.75}
-    told.reset()
-    assert told.is_empty()
-    assert told.reduce() == {}
-    assert told.aggregate(stats({("loads", ""): 1})).reduce() == {"loads": 1}
+    reported = stats(
+        {("loads", ""): 2, ("failed_loads", "plan"): 1, ("failed_loads", "mac"): 4}, {"load_s": [0.5, 1.0]}
+    )
+    assert reported.reduce() == {"failed_loads": 5, "loads": 2, "load_s mean": 0.75}
+    reported.reset()
+    assert reported.is_empty()
+    assert reported.reduce() == {}
+    assert reported.aggregate(stats({("loads", ""): 1})).reduce() == {"loads": 1}
 
 
 class Registry:
@@ -232,9 +234,9 @@ def test_every_counter_and_label_is_there_from_the_start_at_zero(registry: Regis
 
 
 def test_every_reason_of_a_failed_load_reaches_its_own_label(registry: Registry) -> None:
-    told = FerryStats.of_results(EVERYTHING, PeerLabels(8))
-    assert told is not None
-    registry.metrics.observe(told.to_dict(), 1)
+    reported = FerryStats.of_results(EVERYTHING, PeerLabels(8))
+    assert reported is not None
+    registry.metrics.observe(reported.to_dict(), 1)
     for reason in FailureReason:
         assert registry.value("kvferry_failed_loads_total", 1, reason=reason.value) == 1
         assert registry.value("kvferry_failed_loads_total", 0, reason=reason.value) == 0

@@ -43,9 +43,9 @@ class FrontEnds:
         """A step of an engine reaches this process."""
         identified, metrics = self._metrics[process]
         self._monkeypatch.setattr(values, "ValueClass", identified)  # for children that are made now
-        told = FerryStats.of_counts(counts or {}, samples or {}, gauges)
-        assert told is not None
-        metrics.observe(told.to_dict(), engine)
+        reported = FerryStats.of_counts(counts or {}, samples or {}, gauges)
+        assert reported is not None
+        metrics.observe(reported.to_dict(), engine)
 
     def value(self, name: str, engine: int = 0, **labels: str) -> Any:
         """What a scrape gets, whichever process answers it."""

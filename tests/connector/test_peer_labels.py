@@ -61,10 +61,10 @@ def test_the_front_end_makes_no_more_than_its_bound(monkeypatch: pytest.MonkeyPa
     made = metrics.FerryPromMetrics(config, types, ["engine"], {0: ["0"]})
     for host in ("a", "b", "c", "d", "a"):
         made.observe({"counters": {"peer_loads": {host: 1}}})
-    told = {
+    reported = {
         label: registry.get_sample_value("vllm:kvferry_peer_loads_total", {"engine": "0", "peer": label})
         for label in ("a", "b", "c", OTHER_PEERS)
     }
-    assert told == {"a": 2, "b": 1, "c": None, OTHER_PEERS: 2}
+    assert reported == {"a": 2, "b": 1, "c": None, OTHER_PEERS: 2}
     made.observe({"counters": {"peer_loads": {"a": 1}}}, 7)
     assert b'engine="7"' not in generate_latest(registry)

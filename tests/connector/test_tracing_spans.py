@@ -41,7 +41,7 @@ LOAD = LoadEnded(at_ns=40, request="d", producer="P", stages=STAGES, bytes=7, de
 NAMES: dict[str, str | int] = {"kvferry.request_id": "d", "kvferry.lease": f"{LEASE.boot}/{LEASE.epoch}"}
 
 
-def told(worker: int, *loads: LoadEnded) -> WorkerLoads:
+def reported(worker: int, *loads: LoadEnded) -> WorkerLoads:
     """As a worker sends it."""
     return WorkerLoads(worker, msgspec.msgpack.encode(loads))
 
@@ -91,7 +91,9 @@ def test_a_turns_lease_belongs_to_the_trace_of_the_request_that_was_decoded() ->
 
 
 def test_a_handover_has_its_wait_and_the_stages_of_every_worker() -> None:
-    (root,) = spans_of(ARRIVED, ORDERED, told(0, LOAD), told(1, LOAD), LoadReported(at_ns=50, request="d", good=True))
+    (root,) = spans_of(
+        ARRIVED, ORDERED, reported(0, LOAD), reported(1, LOAD), LoadReported(at_ns=50, request="d", good=True)
+    )
     attributes: dict[str, str | int] = {
         **NAMES,
         "kvferry.outcome": "loaded",
@@ -121,20 +123,20 @@ OUTCOMES: dict[str, tuple[list[SpanItem], tuple[str, str, int]]] = {
 
 
 @pytest.mark.parametrize("name", OUTCOMES)
-def test_every_end_of_a_handover_is_told(name: str) -> None:
+def test_every_end_of_a_handover_is_reported(name: str) -> None:
     items, expected = OUTCOMES[name]
     assert outcome_of(items) == expected
 
 
 def test_a_load_that_failed_carries_its_reason() -> None:
     failed = LoadEnded(at_ns=40, request="d", producer="P", stages=STAGES, reason="fence")
-    (root,) = spans_of(ARRIVED, ORDERED, told(0, failed), LoadReported(at_ns=50, request="d", good=False))
+    (root,) = spans_of(ARRIVED, ORDERED, reported(0, failed), LoadReported(at_ns=50, request="d", good=False))
     assert root.span.children[1].failure == "fence"
 
 
 def test_what_was_not_seen_to_begin_makes_no_span() -> None:
     over = LeaseOver(at_ns=9, request="p", lease=LEASE, how="done")
-    assert spans_of(ORDERED, told(0, LOAD), LoadReported(at_ns=50, request="d", good=True), FINISHED, over) == []
+    assert spans_of(ORDERED, reported(0, LOAD), LoadReported(at_ns=50, request="d", good=True), FINISHED, over) == []
 
 
 def test_what_never_ends_is_forgotten() -> None:

@@ -26,7 +26,7 @@ def main() -> None:
     from tests.connector.written_caches import WIDTH, Written, float8_layer, layer_of, spec_of
 
     kernels._is_supported_kv_cache_dtype = lambda _: True
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     for cache_dtype, layout in (("auto", "LBHNC"), ("auto", "LBNHC"), ("auto", "BHLNC"), ("fp8", "LBHNC")):
         impl: Any = TritonAttentionImpl.__new__(TritonAttentionImpl)
         impl.attn_type, impl.head_size, impl.kv_cache_dtype = "decoder", WIDTH, cache_dtype
@@ -35,8 +35,8 @@ def main() -> None:
         if cache_dtype == "auto":
             layer = layer_of(impl, _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
         found = Written(layer, spec_of(cache_dtype), layout).arrangement()
-        told[f"{cache_dtype} {layout}"] = [found.pattern, found.dtype, found.scales]
-    json.dump(told, sys.stdout)
+        reported[f"{cache_dtype} {layout}"] = [found.pattern, found.dtype, found.scales]
+    json.dump(reported, sys.stdout)
 
 
 if __name__ == "__main__":

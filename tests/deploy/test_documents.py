@@ -20,10 +20,10 @@ def section(page: str, title: str) -> str:
 
 def test_the_table_of_keys_has_all_of_the_stock_connectors() -> None:
     rows = [row.split("|")[1:3] for row in section("migration.md", "Configuration keys").splitlines() if "|" in row]
-    told = {key: meaning for keys, meaning in rows for key in re.findall(r"`(\w+)`", keys)}
-    as_before = {key for key, meaning in told.items() if meaning.strip() == "as before"}
+    reported = {key: meaning for keys, meaning in rows for key in re.findall(r"`(\w+)`", keys)}
+    as_before = {key for key, meaning in reported.items() if meaning.strip() == "as before"}
     assert as_before == {option.name for option in fields(FerryConfig) if option.metadata["peer"]}
-    assert {key for key, meaning in told.items() if "without meaning" in meaning} == set(WITHOUT_MEANING)
+    assert {key for key, meaning in reported.items() if "without meaning" in meaning} == set(WITHOUT_MEANING)
 
 
 def documented_metrics() -> dict[str, str]:
@@ -42,9 +42,9 @@ def test_the_table_of_metrics_has_all_that_both_connectors_have() -> None:
     source = (folder / "distributed/kv_transfer/kv_connector/v1/nixl/stats.py").read_text()
     stock = set(re.findall(r'name="vllm:(nixl_\w+)"', source))
     text = section("migration.md", "Metrics")
-    told = set(re.findall(r"`vllm:(nixl_\w+)`", text))
-    assert told <= set(documented_metrics())
-    assert {name.removesuffix("_total") for name in told} == stock
+    reported = set(re.findall(r"`vllm:(nixl_\w+)`", text))
+    assert reported <= set(documented_metrics())
+    assert {name.removesuffix("_total") for name in reported} == stock
 
 
 def test_every_metric_and_reason_that_the_pages_name_exists() -> None:

@@ -28,7 +28,7 @@ def test_what_is_generated_is_up_to_date(wanted: dict[Path, str]) -> None:
     assert stale == [], "run `python -m scripts.generate_docs`"
 
 
-def test_a_page_that_is_out_of_date_is_told(
+def test_a_page_that_is_out_of_date_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = DOCS / "cli.md"
@@ -65,9 +65,9 @@ def test_every_metric_has_advice_and_no_advice_is_of_none() -> None:
 def test_every_variable_that_the_code_reads_is_documented(wanted: dict[Path, str]) -> None:
     read = read_by_code()
     assert {"KVFERRY_SECRET_FILE", "KVFERRY_SEED", "KVFERRY_DEVICE"} <= set(read)
-    told = {each.name for each in (*OF_ENGINES, *OF_SCRIPTS) if each.name.startswith("KVFERRY_")}
-    assert sorted(set(read) - told) == [], "say in scripts/environment_variables.py what it is for"
-    assert sorted(told - set(read)) == [], "nothing reads it"
+    reported = {each.name for each in (*OF_ENGINES, *OF_SCRIPTS) if each.name.startswith("KVFERRY_")}
+    assert sorted(set(read) - reported) == [], "say in scripts/environment_variables.py what it is for"
+    assert sorted(reported - set(read)) == [], "nothing reads it"
     page = wanted[DOCS / "configuration.md"]
     assert [name for name in read if f"\n| `{name}` |" not in page] == []
 
@@ -84,7 +84,7 @@ def structs(module: object) -> set[type[msgspec.Struct]]:
 
 
 def test_the_reference_has_every_message_that_leaves_an_engine(wanted: dict[Path, str]) -> None:
-    told = {message for chapter in protocol_reference.CHAPTERS for message in chapter.messages}
+    reported = {message for chapter in protocol_reference.CHAPTERS for message in chapter.messages}
     defined = {
         message
         for module in (dump, geometry, handshake, notifications, params)
@@ -92,11 +92,11 @@ def test_the_reference_has_every_message_that_leaves_an_engine(wanted: dict[Path
         if message.__struct_fields__ and not message.__name__.startswith("_")
     }
     partial = {
-        message for message in defined if any(message is not each and looks_like(message, each) for each in told)
+        message for message in defined if any(message is not each and looks_like(message, each) for each in reported)
     }
-    assert {message.__name__ for message in defined - told - partial} == set()
+    assert {message.__name__ for message in defined - reported - partial} == set()
     page = wanted[DOCS / "protocol-reference.md"]
-    for message in told:
+    for message in reported:
         assert re.search(rf"^### {message.__name__}\b", page, re.MULTILINE)
 
 

@@ -120,9 +120,9 @@ class HostTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     self._store.blocks.setdefault(tokens[: index * BLOCK_TOKENS], copied)
                 results.finished_sending.add(name)
             self._saving.clear()
-        told = self._get_connector_metadata()
-        self._loading = dict(told.loads)
-        self._saving.update(told.saves)
+        reported = self._get_connector_metadata()
+        self._loading = dict(reported.loads)
+        self._saving.update(reported.saves)
         return results
 
     def _known(self, tokens: Sequence[int]) -> list[list[torch.Tensor]]:

@@ -210,8 +210,8 @@ class Node:
                 worker.shutdown()
 
     def _answer_oldest(self) -> None:
-        answered, told = self._in_flight.popleft()
-        outputs = [ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=one) for one in told]
+        answered, reported = self._in_flight.popleft()
+        outputs = [ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=one) for one in reported]
         self.engine.finish(answered, worker=self._aggregator.aggregate(outputs).kv_connector_output)
 
     def _add_siblings(self) -> None:
@@ -223,12 +223,12 @@ class Node:
     def _add_worker(self, runner: RunnerType, place: Place, cache_config: Any) -> dict[str, torch.Tensor]:
         config = self.engine.config
         # One process has one rank, so a worker of several is told its place.
-        told = mock.patch.multiple(
+        reported = mock.patch.multiple(
             "kvferry.connector.worker_side.side",
             place_of_this_worker=lambda: place,
             gather_workers=lambda mine, _: (mine,) * config.parallel_config.world_size,
         )
-        with set_current_vllm_config(config), told if config.parallel_config.world_size > 1 else nullcontext():
+        with set_current_vllm_config(config), reported if config.parallel_config.world_size > 1 else nullcontext():
             worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
             sizes = [BLOCK_TOKENS] * len(cache_config.kv_cache_groups)
             caches: dict[str, torch.Tensor] = allocate_kv_cache(

@@ -51,7 +51,7 @@ class Eavesdropper:
         self._stopping = False
         self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self._changed = threading.Condition()
-        self._heard: list[Renew | Release] = []
+        self._received: list[Renew | Release] = []
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
@@ -72,7 +72,7 @@ class Eavesdropper:
         self._context.destroy(linger=0)
 
     def _slots(self, kind: type[Renew] | type[Release]) -> list[int]:
-        return [name.slot for message in self._heard if isinstance(message, kind) for name in message.leases]
+        return [name.slot for message in self._received if isinstance(message, kind) for name in message.leases]
 
     def _listen(self) -> None:
         while not self._stopping:
@@ -83,6 +83,6 @@ class Eavesdropper:
             message = decode_request(body)
             if isinstance(message, (Renew, Release)):
                 with self._changed:
-                    self._heard.append(message)
+                    self._received.append(message)
                     self._changed.notify_all()
         self._socket.close()

@@ -24,12 +24,12 @@ def events_of(folder: Path, node: Any, part: Part = Part.SCHEDULER) -> list[Any]
     return found
 
 
-def told_of(events: list[Any], request: str) -> list[str]:
+def events_about(events: list[Any], request: str) -> list[str]:
     """A request's events in short: `LoadReported good=True`, without times and leases."""
     return [_short(event) for event in events if event.request == request]
 
 
 def _short(event: Any) -> str:
     shown = ("tokens", "how", "reason", "first_token", "stop_token", "good", "correlation")
-    told = [f" {name}={getattr(event, name)}" for name in shown if getattr(event, name, "") != ""]
-    return type(event).__name__ + "".join(told)
+    reported = [f" {name}={getattr(event, name)}" for name in shown if getattr(event, name, "") != ""]
+    return type(event).__name__ + "".join(reported)

@@ -177,8 +177,8 @@ def test_two_ranks_free_nothing_until_the_later_one_has_reported(make: Any) -> N
     connector = producer.engine.connector
 
     def report(worker: int, *names: str) -> None:
-        told = FerryWorkerMetadata(over={worker: frozenset(names)})
-        connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+        report = FerryWorkerMetadata(over={worker: frozenset(names)})
+        connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
 
     for _ in range(3):
         report(1, "p")

@@ -55,16 +55,16 @@ def hand_over(producer: Node, consumer: Node, name: str = "d", prompt: list[int]
 def test_a_direct_load_tells_its_plan_its_bytes_its_runs_and_its_producer(make: Callable[..., Node]) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     hand_over(producer, consumer)
-    told, size = consumer.engine, BLOCKS * producer.engine.block_bytes
-    assert told.counted("placed_loads", "direct") == told.counted("placed_loads") == 1
-    assert told.counted("planned_bytes") == size
-    assert told.counted("staged_bytes") == 0
+    reported, size = consumer.engine, BLOCKS * producer.engine.block_bytes
+    assert reported.counted("placed_loads", "direct") == reported.counted("placed_loads") == 1
+    assert reported.counted("planned_bytes") == size
+    assert reported.counted("staged_bytes") == 0
     peer = f"127.0.0.1:{producer.port}"
-    assert told.counted("peer_loads", peer) == told.counted("peer_loads") == 1
-    assert told.counted("peer_bytes", peer) == size
-    assert told.counted("peer_load_s", peer) == samples(told, "load_s")[0] > 0
+    assert reported.counted("peer_loads", peer) == reported.counted("peer_loads") == 1
+    assert reported.counted("peer_bytes", peer) == size
+    assert reported.counted("peer_load_s", peer) == samples(reported, "load_s")[0] > 0
     (run,), (moved,), (descriptors,) = (
-        samples(told, name) for name in ("run_bytes", "transferred_bytes", "descriptors")
+        samples(reported, name) for name in ("run_bytes", "transferred_bytes", "descriptors")
     )
     assert run == moved / descriptors
     assert moved == size
@@ -78,9 +78,9 @@ def test_a_load_between_two_layouts_tells_its_plan_and_its_relayout(rig: Rig, di
     producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=settings)
     consumer = rig.engine("C", shape=CacheShape(axes="bth"), settings=settings)
     rig.transfer(producer, consumer)
-    told = FerryStats.of_results(StepResults(load_records=consumer.seen.load_records), PeerLabels(1))
-    assert told is not None
-    counters, measured = told.data["counters"], told.data["samples"]
+    reported = FerryStats.of_results(StepResults(load_records=consumer.seen.load_records), PeerLabels(1))
+    assert reported is not None
+    counters, measured = reported.data["counters"], reported.data["samples"]
     assert counters["placed_loads"] == {plan: 1}
     assert counters.get("staged_bytes") == (counters["planned_bytes"] if plan == "staged" else None)
     if plan == "direct":
@@ -142,14 +142,16 @@ def test_a_lease_is_told_while_it_computes_while_it_is_held_and_with_the_seconds
 ) -> None:
     producer, consumer = make("kv_producer", extra={"lease_slots": 9}), make("kv_consumer")
     hand_over(producer, consumer)
-    told = producer.engine
-    assert gauges(told, "lease_slots") == [9]
-    assert max(gauges(told, "leases_held_now")) == 1
-    assert max(gauges(told, "leased_blocks_now")) == BLOCKS
-    assert max(gauges(told, "leased_fraction_now")) == pytest.approx(BLOCKS / (told.cache_config.num_blocks - 1))
+    reported = producer.engine
+    assert gauges(reported, "lease_slots") == [9]
+    assert max(gauges(reported, "leases_held_now")) == 1
+    assert max(gauges(reported, "leased_blocks_now")) == BLOCKS
+    assert max(gauges(reported, "leased_fraction_now")) == pytest.approx(
+        BLOCKS / (reported.cache_config.num_blocks - 1)
+    )
     for name in ("leases_held_now", "leases_computing_now", "leased_blocks_now", "leased_fraction_now"):
-        assert gauges(told, name)[-1] == 0
-    (left,) = samples(told, "lease_left_s")
+        assert gauges(reported, name)[-1] == 0
+    (left,) = samples(reported, "lease_left_s")
     assert 20 < left <= 30, "it was read at once"
 
 

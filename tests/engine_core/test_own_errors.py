@@ -54,6 +54,6 @@ def test_sums_that_cannot_be_made_are_counted_in_every_step_and_logged_once(
     with caplog.at_level(logging.ERROR, "kvferry"):
         assert held(producer, "first")
     assert producer.counted("integrity_errors") > 1
-    (told,) = caplog.records
-    assert "do not add up" in told.getMessage()
-    assert told.exc_info, "an error that nobody foresaw is shown with its traceback"
+    (reported,) = caplog.records
+    assert "do not add up" in reported.getMessage()
+    assert reported.exc_info, "an error that nobody foresaw is shown with its traceback"

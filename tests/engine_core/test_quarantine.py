@@ -32,11 +32,11 @@ def make() -> Iterator[Any]:
 
 def report(*failed: str, **alive: set[str]) -> KVConnectorOutput:
     """What the workers say: loads that failed, and by worker (`w0`, `w1`) whose blocks may still be written."""
-    told = {int(worker[1:]): frozenset(names) for worker, names in alive.items()}
+    reported = {int(worker[1:]): frozenset(names) for worker, names in alive.items()}
     return KVConnectorOutput(
         finished_recving=set(failed) or None,
         failed_recving=set(failed),
-        kv_connector_worker_meta=FerryWorkerMetadata(told) if told else None,
+        kv_connector_worker_meta=FerryWorkerMetadata(reported) if reported else None,
     )
 
 
@@ -100,12 +100,12 @@ def test_the_gauges_say_how_much_is_out_of_use_and_that_nothing_is_any_more(make
     engine.add("d", PROMPT, offer(PROMPT))
     engine.step()
     engine.step(worker=report("d", w0={"d"}))
-    told = quarantine.gauges(time.monotonic() + 50.0)
-    assert (told["quarantined_requests_now"], told["quarantined_blocks_now"]) == (1, 3)
-    assert 50.0 <= told["oldest_quarantine_s"] < 110.0
+    reported = quarantine.gauges(time.monotonic() + 50.0)
+    assert (reported["quarantined_requests_now"], reported["quarantined_blocks_now"]) == (1, 3)
+    assert 50.0 <= reported["oldest_quarantine_s"] < 110.0
     engine.step(worker=report(w0=set()))
     assert engine.is_whole
-    quarantine._told = False
+    quarantine._reported = False
     assert set(quarantine.gauges(0.0).values()) == {0}
     assert quarantine.gauges(0.0) == {}, "it is told once"
 

@@ -34,8 +34,8 @@ def test_a_prompt_that_a_sibling_loads_is_not_ours_to_count(engine: Engine, fail
     request = engine.add("d", PROMPT, offer(PROMPT))
     nothing = engine.scheduler.kv_cache_manager.empty_kv_cache_blocks
     engine.connector.update_state_after_alloc(request, nothing, 0)
-    told = KVConnectorOutput(finished_recving={"d"}, failed_recving={"d"} if failed else set())
-    engine.connector.update_connector_output(told)
+    reported = KVConnectorOutput(finished_recving={"d"}, failed_recving={"d"} if failed else set())
+    engine.connector.update_connector_output(reported)
     side = engine.connector.scheduler_side
     assert side.loads.state("d") is LoadState.DECLINED
     engine.run()

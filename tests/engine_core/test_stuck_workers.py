@@ -38,8 +38,8 @@ def ended(step: Scheduled) -> set[str]:
 
 
 def say_over(engine: Engine, request_id: str) -> None:
-    told = FerryWorkerMetadata(over={0: frozenset({request_id})})
-    engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+    reported = FerryWorkerMetadata(over={0: frozenset({request_id})})
+    engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reported))
 
 
 def test_vllm_preempts_again_when_blocks_have_been_coming_for_a_heartbeat(make_engine: Any) -> None:

@@ -16,7 +16,7 @@ from kvferry.trace.reading import read_recording
 from kvferry.trace.summary import merge
 from kvferry.worker.loads.record import Stage
 from tests.engine_core.driver import tokens
-from tests.engine_core.recorded_events import events_of, told_of
+from tests.engine_core.recorded_events import events_about, events_of
 
 PROMPT = tokens(100)
 COUNT = 3
@@ -55,7 +55,7 @@ def test_a_handover_is_told_by_both_schedulers_and_by_every_worker_of_the_consum
     consumer.close()
 
     prefill = events_of(folder, producer)
-    assert told_of(prefill, "p") == [
+    assert events_about(prefill, "p") == [
         "PrefillArrived tokens=100",
         "PrefillScheduled",
         "ParamsGiven tokens=100",
@@ -63,7 +63,7 @@ def test_a_handover_is_told_by_both_schedulers_and_by_every_worker_of_the_consum
     ]
     assert {event.lease for event in prefill[1:]} == {lease_of(params)}
     handover = events_of(folder, consumer)
-    assert told_of(handover, "d") == [*LOADED, "DecodeScheduled", "Finished"]
+    assert events_about(handover, "d") == [*LOADED, "DecodeScheduled", "Finished"]
     arrived, ordered, reported = handover[:3]
     assert isinstance(arrived, DecodeArrived)
     assert (arrived.lease, arrived.remote_request) == (lease_of(params), "p")
@@ -110,9 +110,9 @@ def test_what_a_client_calls_a_request_is_recorded_and_what_cannot_be_used_is_co
         producer.answer(name)
     counters = producer.engine.connector.scheduler_side.counters
     producer.close()
-    told = events_of(folder, producer)
-    assert told_of(told, "good")[0] == "PrefillArrived tokens=100 correlation=order-17"
-    assert told_of(told, "bad")[0] == "PrefillArrived tokens=100"
+    events = events_of(folder, producer)
+    assert events_about(events, "good")[0] == "PrefillArrived tokens=100 correlation=order-17"
+    assert events_about(events, "bad")[0] == "PrefillArrived tokens=100"
     assert counters.total("dropped_correlations") == 1
 
 
@@ -127,8 +127,8 @@ def test_a_prompt_that_came_again_says_why_it_is_computed_and_of_which_lease(
     decode(consumer, "d3", PROMPT, {"do_remote_prefill": True, "remote_engine_id": 7})
     consumer.close()
     events = events_of(folder, consumer)
-    assert told_of(events, "d2") == ["Recomputed reason=lease_over", "DecodeScheduled", "Finished"]
-    assert told_of(events, "d3") == ["Recomputed reason=foreign_params", "DecodeScheduled", "Finished"]
+    assert events_about(events, "d2") == ["Recomputed reason=lease_over", "DecodeScheduled", "Finished"]
+    assert events_about(events, "d3") == ["Recomputed reason=foreign_params", "DecodeScheduled", "Finished"]
     leases = {event.request: event.lease for event in events if isinstance(event, Recomputed)}
     assert leases == {"d2": lease_of(params), "d3": None}
 
@@ -140,7 +140,7 @@ def test_a_load_that_failed_says_where(make: Any, folder: Path, extra: dict[str,
     decode(consumer, "d", PROMPT, params)
     consumer.close()
     events = events_of(folder, consumer)
-    assert told_of(events, "d") == [
+    assert events_about(events, "d") == [
         *LOADED[:2],
         "LoadReported good=False",
         "Recomputed reason=load_failed",
@@ -160,7 +160,7 @@ def test_a_load_that_fails_a_request_is_not_called_a_recompute(make: Any, folder
     producer.close()
     decode(consumer, "d", PROMPT, params)
     consumer.close()
-    assert told_of(events_of(folder, consumer), "d") == [*LOADED[:2], "Finished", "LoadReported good=False"]
+    assert events_about(events_of(folder, consumer), "d") == [*LOADED[:2], "Finished", "LoadReported good=False"]
 
 
 def test_leases_say_how_they_ended(make: Any, folder: Path, extra: dict[str, Any]) -> None:
@@ -173,8 +173,12 @@ def test_leases_say_how_they_ended(make: Any, folder: Path, extra: dict[str, Any
     producer.close()
     events = events_of(folder, producer)
     begun = ["PrefillArrived tokens=100", "PrefillScheduled", "ParamsGiven tokens=100"]
-    assert told_of(events, "nobody-comes") == [*begun, "LeaseOver how=expired"]
-    assert told_of(events, "aborted") == ["PrefillArrived tokens=50", "PrefillScheduled", "LeaseOver how=abandoned"]
+    assert events_about(events, "nobody-comes") == [*begun, "LeaseOver how=expired"]
+    assert events_about(events, "aborted") == [
+        "PrefillArrived tokens=50",
+        "PrefillScheduled",
+        "LeaseOver how=abandoned",
+    ]
 
 
 def test_a_request_that_is_aborted_before_its_load_or_in_it_has_an_end(
@@ -194,8 +198,8 @@ def test_a_request_that_is_aborted_before_its_load_or_in_it_has_an_end(
     consumer.close()
     producer.close()
     events = events_of(folder, consumer)
-    assert told_of(events, "waiting") == ["DecodeArrived tokens=100", "Finished"]
-    assert told_of(events, "loading") == [*LOADED[:2], "Finished", "LoadReported good=True"]
+    assert events_about(events, "waiting") == ["DecodeArrived tokens=100", "Finished"]
+    assert events_about(events, "loading") == [*LOADED[:2], "Finished", "LoadReported good=True"]
     over = [event.how for event in events_of(folder, producer) if event.request == "p1" and hasattr(event, "how")]
     assert over == ["release"]
 
@@ -207,8 +211,8 @@ def test_a_prompt_that_is_here_already_is_not_loaded(make: Any, folder: Path, ex
     decode(consumer, "d", prompt, producer.prefill("p", prompt))
     consumer.close()
     events = events_of(folder, consumer)
-    assert told_of(events, "before") == []
-    assert told_of(events, "d") in (
+    assert events_about(events, "before") == []
+    assert events_about(events, "d") in (
         ["DecodeArrived tokens=97", "DecodeScheduled", "Finished"],
         [
             "DecodeArrived tokens=97",
@@ -226,7 +230,7 @@ def test_a_reset_computes_what_waits(make: Any, folder: Path, extra: dict[str, A
     consumer.engine.connector.scheduler_side.reset()
     consumer.answer("d")
     consumer.close()
-    assert told_of(events_of(folder, consumer), "d") == [
+    assert events_about(events_of(folder, consumer), "d") == [
         "DecodeArrived tokens=100",
         "Recomputed reason=reset",
         "DecodeScheduled",

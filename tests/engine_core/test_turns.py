@@ -383,10 +383,10 @@ def test_a_running_request_waits_for_the_blocks_of_an_offer_and_is_not_preempted
 
     def report(outputs: Any) -> Any:
         whole = aggregate(outputs)
-        told = whole.kv_connector_output.kv_connector_worker_meta or FerryWorkerMetadata()
-        ended.update(told.over.get(0, ()))
-        told.over = {0: frozenset() if are_late else frozenset(ended)}
-        whole.kv_connector_output.kv_connector_worker_meta = told
+        reported = whole.kv_connector_output.kv_connector_worker_meta or FerryWorkerMetadata()
+        ended.update(reported.over.get(0, ()))
+        reported.over = {0: frozenset() if are_late else frozenset(ended)}
+        whole.kv_connector_output.kv_connector_worker_meta = reported
         if not are_late:
             ended.clear()
         return whole

@@ -147,8 +147,8 @@ def _count_messages(done: Function) -> Function:
 
         lease = table._find(message.slot, message.epoch)
         reports = lease.reports.get(message.consumer) if lease is not None else None
-        heard = reports.workers.bit_count() if reports is not None else 0
-        return done(table, msgspec.structs.replace(message, worker=heard))
+        received = reports.workers.bit_count() if reports is not None else 0
+        return done(table, msgspec.structs.replace(message, worker=received))
 
     return gullible
 
@@ -157,14 +157,14 @@ def _any_epoch(_: Function) -> Function:
     return lambda table, slot, _epoch: table._leases.get(slot)
 
 
-def _hear_everybody(_: Function) -> Function:
-    def hear(listener: Any, leases: Any, _boot: str, _counters: Any) -> None:
+def _skip_the_boot_check(_: Function) -> Function:
+    def receive_messages(listener: Any, leases: Any, _boot: str, _counters: Any) -> None:
         from kvferry.protocol.handshake import Release
 
-        for heard in listener.inbox.take():
-            (leases.release if heard.kind is Release else leases.renew)(heard.name)
+        for received in listener.inbox.take():
+            (leases.release if received.kind is Release else leases.renew)(received.name)
 
-    return hear
+    return receive_messages
 
 
 def _accept_any_boot(handshake: Function) -> Function:
@@ -182,7 +182,7 @@ def _never_late(advance: Function) -> Function:
 
 
 def _renew_nothing(_: Function) -> Function:
-    def renew(ledger: Any, name: Any, _heard_s: float | None = None) -> bool:
+    def renew(ledger: Any, name: Any, _received_s: float | None = None) -> bool:
         from kvferry.scheduler.producer.lease import LeaseState
 
         lease = ledger._find(name)
@@ -312,7 +312,7 @@ GUARDS = (
         (1,),
         "kvferry.worker.loads.tail_zeroing:TailZeroing.zero",
         _nothing,
-        (f"{_ENGINES}/test_good_loads.py::test_a_load_brings_every_byte_and_both_sides_are_told_once",),
+        (f"{_ENGINES}/test_good_loads.py::test_a_load_brings_every_byte_and_both_sides_are_notified_once",),
     ),
     Guard(
         "quarantine",
@@ -400,8 +400,8 @@ GUARDS = (
         "boots-heard",
         "what was said to a former life is not heard",
         (4, 6),
-        "kvferry.scheduler.step:hear",
-        _hear_everybody,
+        "kvferry.scheduler.step:receive_messages",
+        _skip_the_boot_check,
         ("tests/scheduler/test_step.py::test_what_was_said_to_another_life_is_counted_and_changes_nothing",),
     ),
     Guard(

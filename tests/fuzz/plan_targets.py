@@ -132,8 +132,8 @@ def pairing(data: bytes) -> None:
     num_tokens = source.pick((request.num_tokens, request.num_tokens, *(x for x in INTEGERS if 1 <= x <= 2**40)))
     stop = min(source.pick((request.stop_token, request.stop_token, 1, 17)), request.stop_token)
     first = min(source.pick((request.first_token, 0, 1, 16)), stop)
-    told = RequestBlocks(request.local, tuple(tuple(group) for group in remote), first, stop, num_tokens)
-    check_writes(case, plans, case.producer.description, told, reads_from=case.producer.memories())
+    reported = RequestBlocks(request.local, tuple(tuple(group) for group in remote), first, stop, num_tokens)
+    check_writes(case, plans, case.producer.description, reported, reads_from=case.producer.memories())
 
 
 @functools.cache

@@ -54,8 +54,8 @@ def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_m
         kept: list[object] = []
         put = listener.inbox.put
 
-        def keep(message: Any, heard_s: float | None = None) -> bool:
-            is_kept = put(message, heard_s)
+        def keep(message: Any, received_s: float | None = None) -> bool:
+            is_kept = put(message, received_s)
             kept.extend([message] * is_kept)
             return is_kept
 

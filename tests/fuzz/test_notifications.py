@@ -96,8 +96,8 @@ def test_any_number_of_consumers_under_one_lease_costs_the_memory_of_eight(rig: 
     for index in range(count):
         other_peer.tell(done(offer, worker=MAX_WORKERS - 1, expected=2, consumer=f"{index:032x}"))
     beyond = count - MAX_CONSUMERS
-    heard = producer.seen.counts
-    rig.step_until(lambda: heard["bad_notifications"] == beyond, "those beyond the eighth are bad", timeout_s=60)
+    received = producer.seen.counts
+    rig.step_until(lambda: received["bad_notifications"] == beyond, "those beyond the eighth are bad", timeout_s=60)
     assert len(producer.worker._table._leases[ticket.lease_slot].reports) == MAX_CONSUMERS
 
 

@@ -105,7 +105,7 @@ def test_whatever_a_package_for_gpus_needs_is_locked_as_far_as_its_metadata_is_h
 def test_the_check_above_sees_a_package_that_is_missing() -> None:
     skip_without("transformers")
     lock = LOCKS["cuda"]
-    without = Lock(lock.told, lock.inputs, tuple(pin for pin in lock.pins if pin.name != "safetensors"))
+    without = Lock(lock.reported, lock.inputs, tuple(pin for pin in lock.pins if pin.name != "safetensors"))
     assert any(one.startswith("transformers needs safetensors") for one in unmet(without))
 
 

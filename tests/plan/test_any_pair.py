@@ -75,9 +75,9 @@ def check_bytes(case: Drawn, plans: tuple[TransferPlan, ...], chunks: int = EVER
     blocks = RequestBlocks(request.local, request.remote, request.first_token, request.stop_token, request.num_tokens)
     for plan, worker, memory in zip(plans, consumer.workers, case.consumer.memories(), strict=True):
         units = pair_request(plan, consumer.groups, producer.groups, blocks)
-        told = [(route.worker, part) for route in plan.routes for part in route_copies(route, units)]
+        reported = [(route.worker, part) for route in plan.routes for part in route_copies(route, units)]
         direct, staged = (
-            [CopyList(index, x.src, x.dst, x.num_bytes) for index, x in told if x.placing is placing]
+            [CopyList(index, x.src, x.dst, x.num_bytes) for index, x in reported if x.placing is placing]
             for placing in (Placing.DIRECT, Placing.STAGED)
         )
         target = wanted(worker.tensors, consumer.groups, memory, request, numbers)

@@ -60,13 +60,13 @@ def check(consumers: list[WorkerDescription], producers: list[WorkerDescription]
         assert not needed - anywhere or assignment.lacks
 
 
-def check_told(assignment: Assignment, producers: int) -> None:
+def check_notified(assignment: Assignment, producers: int) -> None:
     """Every producer worker hears from somebody; who is only told hears from one."""
     for producer in range(producers):
         readers = sum(producer in read for read in assignment.sources)
-        told = sum(producer in of for of in assignment.released)
-        assert told == (0 if readers else 1)
-        assert assignment.expected(producer) == readers + told
+        reported = sum(producer in of for of in assignment.released)
+        assert reported == (0 if readers else 1)
+        assert assignment.expected(producer) == readers + reported
 
 
 @st.composite
@@ -92,7 +92,7 @@ def test_any_shards_are_read_once_from_holders_or_named_as_lacking(
 ) -> None:
     assignment = assign(consumers, producers)
     check(consumers, producers, assignment)
-    check_told(assignment, len(producers))
+    check_notified(assignment, len(producers))
 
 
 @given(
@@ -107,7 +107,7 @@ def test_replicas_serve_equally_many_readers_or_one_more(
     producer = sharded(tp=sizes[1], pcp=replicas[1], heads=heads)
     assignment = pair(consumer, producer)
     check(list(consumer.workers), list(producer.workers), assignment)
-    check_told(assignment, len(producer.workers))
+    check_notified(assignment, len(producer.workers))
     times: Counter[tuple[tuple[str, str], int, int]] = Counter()
     for read in assignment.sources:
         for index, sources in read.items():

@@ -158,7 +158,7 @@ class TestTPTransferSlice:
             [(1, Range(4, 5))],
         ]
 
-    def test_a_rank_that_holds_no_head_is_skipped_but_told(self) -> None:
+    def test_a_rank_that_holds_no_head_is_skipped_but_notified(self) -> None:
         """Three ranks of two heads each by rounding up: the last one has none of four."""
         producer = sharded(tp=3)
         held = [Range(0, 2), Range(2, 4), Range(4, 4)]
@@ -371,14 +371,14 @@ class TestTransferTopology:
     def test_one_describe_for_every_kind_of_model(self, model: str, d_tp: int, p_tp: int) -> None:
         """One line that names the producer, this worker, and everybody it reads from or releases."""
         for plan in plans(d_tp, p_tp, model=model):
-            told = plan.describe()
-            assert told.startswith(f"plan producer=P tp{plan.worker} ")
-            assert "\n" not in told
+            reported = plan.describe()
+            assert reported.startswith(f"plan producer=P tp{plan.worker} ")
+            assert "\n" not in reported
             for route in plan.routes:
-                assert f"{'reads' if route.slices else 'releases'} {route.place}" in told
-            assert told.count("B/token") == sum(bool(route.slices) for route in plan.routes)
+                assert f"{'reads' if route.slices else 'releases'} {route.place}" in reported
+            assert reported.count("B/token") == sum(bool(route.slices) for route in plan.routes)
             has_state = any(item.tokens.is_state for route in plan.routes for item in route.slices)
-            assert ("B/request" in told) == has_state
+            assert ("B/request" in reported) == has_state
 
 
 def written(plan: TransferPlan, route: Route, local: list[list[int]], remote: list[list[int]]) -> set[tuple[int, int]]:

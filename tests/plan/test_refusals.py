@@ -201,7 +201,7 @@ def test_every_worker_of_the_consumer_hears_the_reasons_of_all() -> None:
         assert reason.field == "tensor layers.9/kv"
 
 
-def test_the_same_difference_on_every_rank_is_told_once() -> None:
+def test_the_same_difference_on_every_rank_is_reported_once() -> None:
     consumer = sharded("D", tp=4, layers=1)
     sizes = [worker([other(one, cell_bytes=4) for one in of.tensors], of.place) for of in consumer.workers]
     found = reasons(other(consumer, engine_id="P", workers=tuple(sizes)), consumer)

@@ -57,13 +57,13 @@ def test_recurrent_states_are_told_by_request_and_not_by_token() -> None:
 
 
 def test_a_hybrid_model_is_told_with_both() -> None:
-    told = line(sharded("D", layers=1, model="hybrid"), sharded(layers=1, model="hybrid"))
-    assert "64 B/token, 320 B/request, direct, runs of 256…320 B, units of 4 tokens, 2 descriptors a unit" in told
+    reported = line(sharded("D", layers=1, model="hybrid"), sharded(layers=1, model="hybrid"))
+    assert "64 B/token, 320 B/request, direct, runs of 256…320 B, units of 4 tokens, 2 descriptors a unit" in reported
 
 
 def test_blocks_of_two_sizes_are_told_by_their_unit() -> None:
-    told = line(sharded("D", block_tokens=6), sharded())
-    assert "runs of 32 B, units of 2 tokens, 8 descriptors a unit" in told
+    reported = line(sharded("D", block_tokens=6), sharded())
+    assert "runs of 32 B, units of 2 tokens, 8 descriptors a unit" in reported
 
 
 def test_staged_and_direct_are_told_as_such() -> None:

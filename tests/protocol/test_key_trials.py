@@ -20,7 +20,7 @@ SPEAK, WAIT, AGAIN, REFUSED = NextStep.SPEAK, NextStep.WAIT, NextStep.AGAIN, Nex
 
 def tried(secrets: Secrets, *events: ConnectionEvent) -> tuple[list[NextStep], KeyTrials]:
     trials = KeyTrials(secrets)
-    return [trials.heard(event) for event in events], trials
+    return [trials.on_event(event) for event in events], trials
 
 
 def test_the_secret_that_gets_through_is_kept() -> None:
@@ -32,7 +32,7 @@ def test_the_secret_that_gets_through_is_kept() -> None:
 def test_every_secret_is_tried_in_its_order(no: ConnectionEvent) -> None:
     next_steps, trials = tried((OLD, NEW), no)
     assert (next_steps, trials.secret) == ([AGAIN], NEW)
-    assert trials.heard(THROUGH) is SPEAK
+    assert trials.on_event(THROUGH) is SPEAK
 
 
 def test_a_listener_without_a_secret_is_known_by_its_first_event_or_by_one_in_plain() -> None:

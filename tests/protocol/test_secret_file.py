@@ -68,9 +68,9 @@ def test_a_file_that_only_its_user_and_group_may_read_is_taken(path: Path, mode:
 
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o620, 0o660, 0o666, 0o777])
 def test_a_file_that_others_may_read_or_change_is_refused_with_what_to_type(path: Path, mode: int) -> None:
-    told = refusal(write(path, listing(OLD), mode))
-    assert f"mode {mode:04o}" in told
-    command = told[told.index("chmod ") :]
+    reported = refusal(write(path, listing(OLD), mode))
+    assert f"mode {mode:04o}" in reported
+    command = reported[reported.index("chmod ") :]
     subprocess.run(["bash", "-c", command], check=True, timeout=30)
     assert read_secrets(str(path)) == (OLD,)
 
@@ -80,9 +80,9 @@ def test_a_file_of_another_user_is_refused(path: Path, monkeypatch: pytest.Monke
     owner = path.stat().st_uid
     status = os.stat_result((0o100600, 1, 1, 1, owner + 4711, 0, 65, 0, 0, 0))
     monkeypatch.setattr("kvferry.protocol.side_channel.secrets.os.fstat", lambda _: status)
-    told = refusal(str(path))
-    assert f"user {owner + 4711}" in told
-    assert f"chown {os.geteuid()} {path}" in told
+    reported = refusal(str(path))
+    assert f"user {owner + 4711}" in reported
+    assert f"chown {os.geteuid()} {path}" in reported
 
 
 def test_a_file_of_root_is_taken(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +135,10 @@ BAD = {
 
 @pytest.mark.parametrize(("content", "said"), BAD.values(), ids=BAD)
 def test_what_is_no_secret_is_refused_by_its_line_and_never_shown(path: Path, content: bytes, said: str) -> None:
-    told = refusal(write(path, content))
-    assert said in told
+    reported = refusal(write(path, content))
+    assert said in reported
     for word in content.split():
-        assert len(word) < 8 or word.decode("latin1") not in told
+        assert len(word) < 8 or word.decode("latin1") not in reported
 
 
 @given(st.binary(max_size=400) | st.text(st.sampled_from("0aF=+/# \n\r\t\0"), max_size=400).map(str.encode))

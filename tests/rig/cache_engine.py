@@ -21,7 +21,7 @@ from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.counters import Counters
-from kvferry.scheduler.step import hear, next_orders
+from kvferry.scheduler.step import next_orders, receive_messages
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.loads.record import LoadTotals
 from kvferry.worker.memory.caches import KvCaches
@@ -149,7 +149,7 @@ class CacheEngine:
 
     def step(self) -> None:
         """One step: what the scheduler decides goes to all workers, what they report comes back."""
-        hear(self.listener, self.leases, self.boot, self.counters)
+        receive_messages(self.listener, self.leases, self.boot, self.counters)
         orders = next_orders(self.leases, self.loads, self.boot, time.monotonic())
         if orders:
             head, frame = encode_head(orders), encode_orders(orders)

@@ -151,10 +151,10 @@ class Producer:
         """What vLLM's aggregator does: a request is over when every worker has reported it, and none twice."""
         for index, worker in enumerate(self.workers):
             for request_id in worker.reported:
-                told = self.waiting_for.setdefault(request_id, Counter())
-                told[index] += 1
-                assert told[index] == 1, f"{request_id} reported twice by worker {index}"
-                if len(told) == len(self.workers):
+                reports = self.waiting_for.setdefault(request_id, Counter())
+                reports[index] += 1
+                assert reports[index] == 1, f"{request_id} reported twice by worker {index}"
+                if len(reports) == len(self.workers):
                     self.ledger.sent(request_id)
                     self.sent[request_id] += 1
                     self.overdue_after.pop(request_id, None)

@@ -17,7 +17,7 @@ class MessageInbox(LeaseInbox):
         super().__init__()
         self._messages: queue.SimpleQueue[LeaseMessage] = queue.SimpleQueue()
 
-    def put(self, message: LeaseMessage, heard_s: float | None = None) -> bool:
+    def put(self, message: LeaseMessage, received_s: float | None = None) -> bool:
         self._messages.put(message)
         return True
 

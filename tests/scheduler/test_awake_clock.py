@@ -73,12 +73,12 @@ def test_a_lease_that_ran_out_during_a_rest_ends_with_the_next_step() -> None:
 def test_a_renewal_counts_from_when_it_was_heard_and_not_from_when_a_step_takes_it() -> None:
     clock = AwakeClock(HEARTBEAT_S)
     ledger, name = held(clock)
-    heard_s = 0.0
+    received_s = 0.0
     for tick in range(1, 20):
         shown_s = clock.wind(tick * TICK_S)
-        heard_s = shown_s if tick == 8 else heard_s
-    assert heard_s == 20.0
+        received_s = shown_s if tick == 8 else received_s
+    assert received_s == 20.0
     assert clock.awake_s == 47.5
-    assert ledger.renew(name, heard_s)
+    assert ledger.renew(name, received_s)
     assert not ledger.take_orders(49.9).ends, "the lease was renewed for its full time"
     assert [end.request_id for end in ledger.take_orders(50.0).ends] == ["a"], "it was renewed when it was taken"

@@ -157,9 +157,9 @@ class ConsumerHistories(RuleBasedStateMachine):
     def workers_report(self, data: st.DataObject, good: bool) -> None:
         request_id = self.some(data, "loading", "aborted")
         one = self.model[request_id]
-        told = self.ledger.loaded(request_id) if good else self.ledger.failed(request_id)
-        assert told is not None
-        assert told.source == one.source
+        reported = self.ledger.loaded(request_id) if good else self.ledger.failed(request_id)
+        assert reported is not None
+        assert reported.source == one.source
         self.expect(ForgetLease if good else ReleaseLease, one.source)
         if one.state == "aborted":
             del self.model[request_id]

@@ -37,21 +37,21 @@ def test_a_host_that_is_none_is_none(host: str) -> None:
 def test_a_name_is_asked_for_once_while_it_is_looked_up_and_again_later() -> None:
     asked: list[str] = []
     answer = threading.Event()
-    told: queue.SimpleQueue[Found] = queue.SimpleQueue()
+    reported: queue.SimpleQueue[Found] = queue.SimpleQueue()
 
     def ask(host: str) -> str | None:
         asked.append(host)
         answer.wait(30)
         return "10.0.0.9"
 
-    names = HostNames(told.put, ask)
+    names = HostNames(reported.put, ask)
     for _ in range(5):
         names.find("peer")
     answer.set()
-    assert told.get(timeout=10) == Found("peer", "10.0.0.9")
+    assert reported.get(timeout=10) == Found("peer", "10.0.0.9")
     names.find("peer")
-    assert told.get(timeout=10) == Found("peer", "10.0.0.9")
-    assert told.empty()
+    assert reported.get(timeout=10) == Found("peer", "10.0.0.9")
+    assert reported.empty()
     assert asked == ["peer", "peer"]
 
 
@@ -59,25 +59,27 @@ def test_where_the_system_gives_no_thread_there_is_no_such_host_until_it_does(mo
     def none_left(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    told: queue.SimpleQueue[Found] = queue.SimpleQueue()
-    names = HostNames(told.put, lambda _: "10.0.0.9")
+    reported: queue.SimpleQueue[Found] = queue.SimpleQueue()
+    names = HostNames(reported.put, lambda _: "10.0.0.9")
     with monkeypatch.context() as exhausted:
         exhausted.setattr(threading.Thread, "start", none_left)
         names.find("peer")
-        assert told.get(timeout=10) == Found("peer", None)
+        assert reported.get(timeout=10) == Found("peer", None)
     names.find("peer")
-    assert told.get(timeout=10) == Found("peer", "10.0.0.9")
+    assert reported.get(timeout=10) == Found("peer", "10.0.0.9")
 
 
 def test_no_more_threads_than_allowed_look_names_up() -> None:
     answer = threading.Event()
-    told: queue.SimpleQueue[Found] = queue.SimpleQueue()
-    names = HostNames(told.put, lambda host: str(answer.wait(30)) and None)
+    reported: queue.SimpleQueue[Found] = queue.SimpleQueue()
+    names = HostNames(reported.put, lambda host: str(answer.wait(30)) and None)
     before = threading.active_count()
     for number in range(MAX_LOOKUPS + 10):
         names.find(f"slow-{number}")
     assert threading.active_count() - before <= MAX_LOOKUPS
-    assert {told.get(timeout=10).host for _ in range(10)} == {f"slow-{MAX_LOOKUPS + number}" for number in range(10)}
+    assert {reported.get(timeout=10).host for _ in range(10)} == {
+        f"slow-{MAX_LOOKUPS + number}" for number in range(10)
+    }
     answer.set()
     for _ in range(MAX_LOOKUPS):
-        assert told.get(timeout=10).address is None
+        assert reported.get(timeout=10).address is None

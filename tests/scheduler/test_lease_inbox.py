@@ -26,7 +26,11 @@ def test_a_release_is_not_lost_to_renewals_nor_the_other_way_round() -> None:
     inbox.put(Renew(boot=BOOT, leases=(A,)), 1.0)
     inbox.put(Release(boot=BOOT, leases=(A,)), 2.0)
     inbox.put(Renew(boot="f" * 32, leases=(A,)), 3.0)
-    assert [(heard.kind, heard.boot) for heard in inbox.take()] == [(Renew, BOOT), (Release, BOOT), (Renew, "f" * 32)]
+    assert [(received.kind, received.boot) for received in inbox.take()] == [
+        (Renew, BOOT),
+        (Release, BOOT),
+        (Renew, "f" * 32),
+    ]
 
 
 def test_when_too_much_waits_those_that_are_known_are_still_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,4 +39,4 @@ def test_when_too_much_waits_those_that_are_known_are_still_renewed(monkeypatch:
     assert inbox.put(Renew(boot=BOOT, leases=(A, B, B)), 1.0)
     assert not inbox.put(Renew(boot=BOOT, leases=(A, C)), 2.0), "one too many"
     assert inbox.put(Renew(boot=BOOT, leases=(A,)), 3.0)
-    assert [heard.heard_s for heard in inbox.take()] == [1.0, 3.0]
+    assert [received.received_s for received in inbox.take()] == [1.0, 3.0]

@@ -88,7 +88,7 @@ def test_what_is_said_of_leases_that_nobody_has_waits_for_no_step(counters: Coun
             sock.send_multipart([b"", encode(Renew(boot=BOOT, leases=(*guesses, mine)))])
             wait_until(lambda: counters.total("renewals_unknown") == 2000, "everything has arrived")
             wait_until(lambda: not listener.inbox.empty(), "what is known waits")
-        assert [(heard.boot, heard.name) for heard in listener.inbox.take()] == [(BOOT, mine)]
+        assert [(received.boot, received.name) for received in listener.inbox.take()] == [(BOOT, mine)]
         assert counters.total("releases_unknown") == 1
     finally:
         listener.close()
@@ -209,8 +209,8 @@ def test_an_engine_that_takes_no_messages_keeps_what_was_said_of_each_lease_last
             sock.send_multipart([b"", encode(Renew(boot=BOOT, leases=(_name(9),)))])
             wait_until(lambda: listener.inbox.qsize() == 5, "all are heard")
         assert counters.total("dropped_messages") == 0
-        heard = [(one.kind, one.name.slot) for one in listener.inbox.take()]
-        assert heard == [(Renew, 0), (Renew, 1), (Renew, 2), (Release, 1), (Renew, 9)]
+        received = [(one.kind, one.name.slot) for one in listener.inbox.take()]
+        assert received == [(Renew, 0), (Renew, 1), (Renew, 2), (Release, 1), (Renew, 9)]
         assert listener.inbox.empty()
     finally:
         listener.close()

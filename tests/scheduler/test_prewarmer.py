@@ -293,7 +293,7 @@ def test_an_answer_that_is_none_is_a_failed_attempt_and_the_next_one_may_be_bett
         liar.close()
 
 
-def test_with_secrets_each_is_tried_and_without_the_right_one_nothing_is_told(
+def test_with_secrets_each_is_tried_and_without_the_right_one_nothing_is_reported(
     listen: Any, look_for: Any, found: Found, caplog: pytest.LogCaptureFixture
 ) -> None:
     port, locked, plain = free_port(), free_port(), free_port()

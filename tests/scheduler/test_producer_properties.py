@@ -32,7 +32,7 @@ class Modelled:
     epoch: int
     use: LeaseUse
     phase: str = "computing"
-    told: bool = False
+    announced: bool = False
     doomed: bool = False
     deadline_s: float = 0.0
     slot: int = -1
@@ -98,7 +98,7 @@ class ProducerHistories(RuleBasedStateMachine):
         request_id = self.some(data, "computing")
         self.ledger.abandon(request_id)
         lease = self.model.pop(request_id)
-        if lease.told:
+        if lease.announced:
             self.must_end.add(lease.epoch)
 
     @precondition(lambda self: self.has("finished", "held"))
@@ -153,14 +153,14 @@ class ProducerHistories(RuleBasedStateMachine):
         live = list(self.model.items())
         assert {int(end.epoch, 16) for end in orders.ends} == self.must_end
         assert len(orders.ends) == len(self.must_end)
-        untold = {lease.epoch for _, lease in live if not lease.told}
-        assert {int(opened.epoch, 16) for opened in orders.opens} == untold
+        unreported = {lease.epoch for _, lease in live if not lease.announced}
+        assert {int(opened.epoch, 16) for opened in orders.opens} == unreported
         finished = {name for name, lease in live if lease.phase == "finished"}
         assert {hold.request_id for hold in orders.holds} == finished
         slots = {int(opened.epoch, 16): opened.slot for opened in orders.opens}
         self.must_end = set()
         for _, lease in live:
-            lease.told = True
+            lease.announced = True
             lease.slot = slots.get(lease.epoch, lease.slot)
             if lease.phase == "finished":
                 lease.phase, lease.deadline_s = "held", self.clock_s + FIRST_S[lease.use]
@@ -215,7 +215,7 @@ class ProducerHistories(RuleBasedStateMachine):
         for name in [name for name, lease in self.model.items() if lease.phase == "computing"]:
             self.ledger.abandon(name)
             lease = self.model.pop(name)
-            if lease.told:
+            if lease.announced:
                 self.must_end.add(lease.epoch)
         turns = any(lease.use is LeaseUse.TURN for lease in self.model.values())
         for _ in range(round((TURN_S if turns else LEASE_S) / HEARTBEAT_S) + 2):

@@ -120,16 +120,16 @@ def test_both_ends_say_what_does_not_fit(
 ) -> None:
     started_s = time.monotonic()
     with caplog.at_level(logging.WARNING), listening(theirs, counters) as (_, port):
-        with pytest.raises(PeerRefused) as told:
+        with pytest.raises(PeerRefused) as reported:
             fetch_description(HOST, port, "prefill-0", "test", TIMEOUT_S, ours)
         assert time.monotonic() - started_s < TIMEOUT_S / 2
         wait_until(lambda: refused(counters) >= 1, "the listener counts it")
         wait_until(lambda: "side channel: refused" in caplog.text, "and says so")
-    assert f"{HOST}:{port}" in str(told.value)
-    assert said in str(told.value)
-    assert VARIABLE in str(told.value)
+    assert f"{HOST}:{port}" in str(reported.value)
+    assert said in str(reported.value)
+    assert VARIABLE in str(reported.value)
     for secret in (*theirs, *ours):
-        assert secret.material.hex()[:8] not in f"{told.value} {caplog.text}"
+        assert secret.material.hex()[:8] not in f"{reported.value} {caplog.text}"
 
 
 def test_the_listener_names_the_address_that_it_refused(
@@ -198,20 +198,20 @@ def impostor(keys: KeyPair | None) -> Iterator[tuple[int, list[bytes]]]:
         sock.setsockopt(zmq.CURVE_SERVER, 1)
         sock.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
     port = sock.bind_to_random_port(f"tcp://{HOST}")
-    told: list[bytes] = []
+    reported: list[bytes] = []
     over = threading.Event()
 
     def serve() -> None:
         while not over.is_set():
             if sock.poll(20):
                 asker, *frames = sock.recv_multipart()
-                told.append(frames[-1])
+                reported.append(frames[-1])
                 sock.send_multipart([asker, b"", encode(make_description())])
 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield port, told
+        yield port, reported
     finally:
         over.set()
         thread.join()
@@ -230,12 +230,12 @@ def test_who_only_pretends_to_be_the_listener_is_believed_nothing_and_told_nothi
     }[kind]
     renewer = LeaseRenewer(counters, (OLD, NEW))
     try:
-        with impostor(keys) as (port, told):
+        with impostor(keys) as (port, reported):
             with pytest.raises(PeerRefused):
                 fetch_description(HOST, port, "prefill-0", "test", TIMEOUT_S, (OLD, NEW))
             renewer.submit([release_lease(port)])
             wait_until(lambda: counters.total("side_channel_errors") == 1, "the release is given up", TIMEOUT_S)
-            assert told == []
+            assert reported == []
     finally:
         renewer.close()
 

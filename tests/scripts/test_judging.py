@@ -25,8 +25,8 @@ def test_staged_reads_may_bring_whole_blocks_with_all_heads_to_every_worker(
     prefill_tp: int, decode_tp: int, heads: int
 ) -> None:
     sizes = {"PREFILLER_TP_SIZE": str(prefill_tp), "DECODER_TP_SIZE": str(decode_tp)}
-    told = Expected(block=32, prefill_block=128, staged=True)
-    formula = formula_of(told, read_settings(sizes, gpus=0), SHAPE)
+    reported = Expected(block=32, prefill_block=128, staged=True)
+    formula = formula_of(reported, read_settings(sizes, gpus=0), SHAPE)
     assert formula is not None
     assert formula.more is not None
     assert (formula.block, formula.more.block) == (32, 128)

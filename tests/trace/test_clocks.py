@@ -50,7 +50,7 @@ def test_after_the_shifts_nothing_happens_before_its_cause(skews: list[int], dra
 
 
 @given(st.lists(SKEW, min_size=3, max_size=6), st.randoms(use_true_random=False))
-def test_the_true_difference_is_within_what_is_told(skews: list[int], draw: random.Random) -> None:
+def test_the_true_difference_is_within_what_is_reported(skews: list[int], draw: random.Random) -> None:
     simulation = simulated(skews, draw)
     ahead = {clock_of(one.started): one.ahead_ns for one in simulation.processes()}
     clocks = compare(matched(simulation))
@@ -58,8 +58,8 @@ def test_the_true_difference_is_within_what_is_told(skews: list[int], draw: rand
         truth = ahead[one.ahead] - ahead[one.behind]
         assert one.at_least_ns <= truth
         assert one.at_most_ns is None or truth <= one.at_most_ns
-        told = clocks.shift_ns.get(one.behind, 0) - clocks.shift_ns.get(one.ahead, 0)
-        assert told >= one.at_least_ns
+        reported = clocks.shift_ns.get(one.behind, 0) - clocks.shift_ns.get(one.ahead, 0)
+        assert reported >= one.at_least_ns
 
 
 @given(st.lists(SKEW, min_size=3, max_size=6), st.randoms(use_true_random=False))
@@ -88,8 +88,8 @@ def test_what_is_told_of_a_producer_that_is_ahead() -> None:
     producer, consumer = simulation.engine("p", ahead_ns=20 * MS), simulation.engine("d")
     simulation.handover(producer, consumer, times=Times(router=3 * MS, kept=MS))
     clocks = compare(matched(simulation))
-    (told,) = clocks.differences
-    assert str(told) == (
+    (reported,) = clocks.differences
+    assert str(reported) == (
         "clocks of p on host-of-p and d on host-of-d differ by at least 17.000 ms and at most 21.000 ms: shifted"
     )
     (one,) = (timeline(one, clocks) for one in matched(simulation))
@@ -98,15 +98,15 @@ def test_what_is_told_of_a_producer_that_is_ahead() -> None:
     assert all(before.ended_ns == after.begun_ns for before, after in itertools.pairwise((*one.before, *one.path)))
 
 
-def test_a_clock_that_was_set_meanwhile_is_told() -> None:
+def test_a_clock_that_was_set_meanwhile_is_reported() -> None:
     simulation = Simulation()
     producer, consumer = simulation.engine("p"), simulation.engine("d")
     for number, ahead_ns in enumerate((0, 400 * MS)):
         producer.scheduler.ahead_ns = ahead_ns
         simulation.handover(producer, consumer, number * 1000 * MS, request=f"r{number}")
     found = matched(simulation)
-    told = [str(one) for one in compare(found).differences]
-    assert any("contradict themselves: one was set while it was recorded" in one for one in told)
+    reported = [str(one) for one in compare(found).differences]
+    assert any("contradict themselves: one was set while it was recorded" in one for one in reported)
     for one in found:
         assert all(span.lasted_ns >= 0 for span in timeline(one, compare(found)).path)
 

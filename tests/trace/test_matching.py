@@ -48,10 +48,10 @@ def test_every_request_has_all_of_its_events_and_no_other(
     files = processes(simulation)
     draw.shuffle(files)
     found = match(files)
-    told = {
+    announced = {
         one.lease: (one.producer, one.producer_request, one.consumer, one.consumer_request, one.tokens) for one in found
     }
-    assert told == wanted
+    assert announced == wanted
     for one in found:
         assert one.prefill
         assert one.decode

@@ -120,7 +120,7 @@ def test_events_before_the_first_line_are_nobodys(tmp_path: Path) -> None:
     assert "before any line that says which process" in recording.damage[0].problem
 
 
-def test_what_the_recorder_lost_is_told(tmp_path: Path) -> None:
+def test_what_the_recorder_lost_is_reported(tmp_path: Path) -> None:
     simulation = one_handover()
     simulation.processes()[0].events.append(Dropped(at_ns=BEGIN_NS, count=17))
     recording = read_recording([simulation.write(tmp_path)])

@@ -68,7 +68,7 @@ def test_nothing_runs_before_the_first_item() -> None:
     assert sink.closed_by == [threading.current_thread().name]
 
 
-def test_what_a_slow_sink_leaves_behind_is_dropped_and_counted_and_told() -> None:
+def test_what_a_slow_sink_leaves_behind_is_dropped_and_counted_and_reported() -> None:
     sink = Kept()
     sink.may_go_on.clear()
     recorder = Recorder(sink, most_waiting=10)

@@ -33,7 +33,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return done.stdout, run
 
 
-def test_the_slow_request_is_found_by_its_name_and_its_long_phase_is_told(demo: tuple[str, Path]) -> None:
+def test_the_slow_request_is_found_by_its_name_and_its_long_phase_is_reported(demo: tuple[str, Path]) -> None:
     said, folder = demo
     asked = said.partition(f"--request {SLOW}")[2]
     (line,) = [line for line in asked.splitlines() if "→" in line]

@@ -52,7 +52,7 @@ class FollowingRouter(Router):
         """Tokens of prompts so far that were with the engine to which they went."""
         return scrape(self._metrics_url).total("vllm_router_pd_credited_prefix_tokens_total")
 
-    def heard(self, url: str) -> int:
+    def received(self, url: str) -> int:
         """The number of the last batch of an engine's events; they begin with 0. -1 when there was none."""
         log = re.sub(r"\x1b\[[0-9;]*m", "", self.log_path.read_text())
         found = re.findall(rf"live sequence advanced source={re.escape(url)} rank=0 seq=(\d+)", log)
@@ -90,7 +90,7 @@ class Engines:
 
     def _follows(self) -> bool:
         """A subscriber hears nothing of what was published before it was connected."""
-        deaf = [url for url in (server.base_url for server in self.producers) if self.router.heard(url) < 0]
+        deaf = [url for url in (server.base_url for server in self.producers) if self.router.received(url) < 0]
         for url in deaf:
             self._asked += 1
             post(url, prompt_of("first", self._asked), tokens=1)
@@ -108,9 +108,9 @@ def test_a_prompt_goes_to_the_producer_that_told_of_its_blocks(engines: Engines,
     router, consumer = engines.router, engines.consumer
     producer, other = engines.producers[holder], engines.producers[1 - holder]
     prompt = prompt_of("held by a producer", holder)
-    heard = router.heard(producer.base_url)
+    received = router.received(producer.base_url)
     post(producer.base_url, prompt, tokens=1, kv_transfer_params=ASK_FOR_PREFILL)
-    wait_until(lambda: router.heard(producer.base_url) > heard, "the router hears of the prompt", timeout_s=60)
+    wait_until(lambda: router.received(producer.base_url) > received, "the router hears of the prompt", timeout_s=60)
     credited = router.credited
     before = {server: server.metrics() for server in (producer, other, consumer)}
     post(router.base_url, prompt)
@@ -130,7 +130,7 @@ def test_blocks_that_only_the_consumer_holds_count_for_nobody(engines: Engines) 
     post(router.base_url, prompt)
     assert router.credited == credited
     assert (consumer.metrics() - before).total("vllm:prefix_cache_hits_total") == full(prompt[:-1], BLOCK)
-    assert router.heard(consumer.base_url) == -1
+    assert router.received(consumer.base_url) == -1
 
 
 class MadeEngine(ThreadingHTTPServer):
@@ -226,14 +226,14 @@ class _Answers(BaseHTTPRequestHandler):
 class MadeEngines:
     """Two made producers and a made consumer. The router is told of the producers' events or asks for them."""
 
-    def __init__(self, logs: Path, stack: ExitStack, block: int, told: bool) -> None:
+    def __init__(self, logs: Path, stack: ExitStack, block: int, reported: bool) -> None:
         context = stack.enter_context(zmq.Context())
         made = [MadeEngine(context, block) for _ in range(3)]
         for engine in made:
             stack.callback(engine.close)
         self.producers, self.consumer = made[:2], made[2]
         urls = [engine.base_url for engine in self.producers]
-        sources = [f"--pd-kv-events={engine.base_url}={engine.endpoint}" for engine in self.producers if told]
+        sources = [f"--pd-kv-events={engine.base_url}={engine.endpoint}" for engine in self.producers if reported]
         folder = logs / f"made-{block}"
         self.router = stack.enter_context(FollowingRouter(urls, [self.consumer.base_url], folder, sources))
         self.router.wait_ready(60)
@@ -242,19 +242,19 @@ class MadeEngines:
     def knows(self, prompt: Sequence[int], holder: MadeEngine, **other: Any) -> None:
         """Publish the event, then one that the router takes, and wait until it did: it takes them in order."""
         last = holder.tell(prompt_of("after it", holder.tell(prompt, **other)))
-        wait_until(lambda: self.router.heard(holder.base_url) >= last, "the router hears", timeout_s=60)
+        wait_until(lambda: self.router.received(holder.base_url) >= last, "the router hears", timeout_s=60)
 
     def _follows(self) -> bool:
         """A subscriber hears nothing of what is published before it is connected."""
         for engine in self.producers:
             engine.tell(prompt_of("first", 0))
-        return all(self.router.heard(engine.base_url) >= 0 for engine in self.producers)
+        return all(self.router.received(engine.base_url) >= 0 for engine in self.producers)
 
 
 @pytest.fixture(scope="module")
 def made(logs: Path) -> Iterator[MadeEngines]:
     with ExitStack() as stack:
-        yield MadeEngines(logs, stack, MADE_BLOCK, told=True)
+        yield MadeEngines(logs, stack, MADE_BLOCK, reported=True)
 
 
 def test_blocks_of_16_tokens_count_at_the_addresses_given(made: MadeEngines) -> None:
@@ -264,7 +264,7 @@ def test_blocks_of_16_tokens_count_at_the_addresses_given(made: MadeEngines) -> 
 @pytest.mark.parametrize("block", [32, 128])
 def test_the_router_asks_the_producers_alone_for_other_blocks(logs: Path, block: int) -> None:
     with ExitStack() as stack:
-        made = MadeEngines(logs, stack, block, told=False)
+        made = MadeEngines(logs, stack, block, reported=False)
         _each_gets_what_it_told_of(made, block)
         paths = {"/kv_event_sources", "/server_info?config_format=json"}
         assert all(paths <= producer.asked for producer in made.producers)

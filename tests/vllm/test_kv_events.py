@@ -73,7 +73,7 @@ def prefill(producer: Followed, prompt: Sequence[int]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def heard(logs: Path) -> Iterator[tuple[Followed, Followed]]:
+def received(logs: Path) -> Iterator[tuple[Followed, Followed]]:
     with zmq.Context() as context, ExitStack() as stack:
         producer = Followed("heard-producer", "0", "kv_producer", logs, context)
         consumer = Followed("heard-consumer", "1", "kv_consumer", logs, context)
@@ -86,9 +86,9 @@ def heard(logs: Path) -> Iterator[tuple[Followed, Followed]]:
 
 
 def test_the_consumer_tells_of_blocks_that_it_loaded_by_the_names_that_the_producer_gives_them(
-    heard: tuple[Followed, Followed],
+    received: tuple[Followed, Followed],
 ) -> None:
-    producer, consumer = heard
+    producer, consumer = received
     prompt = prompt_of("events", 0)
     params = prefill(producer, prompt)
     theirs = producer.hears(prompt)
@@ -102,23 +102,23 @@ def test_the_consumer_tells_of_blocks_that_it_loaded_by_the_names_that_the_produ
     assert moved.total("vllm:kvferry_local_recomputes_total") == 0
 
 
-def test_a_load_that_failed_is_told_of_once(heard: tuple[Followed, Followed]) -> None:
-    producer, consumer = heard
+def test_a_load_that_failed_is_reported_once(received: tuple[Followed, Followed]) -> None:
+    producer, consumer = received
     prompt = prompt_of("failed", 0)
     params = prefill(producer, prompt)
     params["kvferry"] |= {"mac": "0" * len(params["kvferry"]["mac"])}
     before = consumer.server.metrics()
     post(consumer.server.base_url, body_of(prompt, kv_transfer_params=params))
     assert (consumer.server.metrics() - before).total("vllm:kvferry_failed_loads_total") == 1
-    told = consumer.hears(prompt)
-    assert told == producer.hears(prompt)
-    assert len(told) == len(set(told)) == len(prompt) // BLOCK
+    reported = consumer.hears(prompt)
+    assert reported == producer.hears(prompt)
+    assert len(reported) == len(set(reported)) == len(prompt) // BLOCK
 
 
 def test_a_value_in_the_baggage_reaches_both_schedulers_through_the_router(
-    heard: tuple[Followed, Followed], logs: Path
+    received: tuple[Followed, Followed], logs: Path
 ) -> None:
-    producer, consumer = heard
+    producer, consumer = received
     with Router([producer.server.base_url], [consumer.server.base_url], logs, TIMEOUT_S) as router:
         router.wait_ready(60)
         headers = {"baggage": f"user=u, request={CORRELATION}", "X-Correlation-Id": "not passed on"}

@@ -25,7 +25,7 @@ from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.counters import Counters
-from kvferry.scheduler.step import hear, next_orders
+from kvferry.scheduler.step import next_orders, receive_messages
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.loads.results import StepResults
 from kvferry.worker.settings import WorkerSettings
@@ -212,7 +212,7 @@ class Engine:
 
     def step(self) -> None:
         """One step of the engine: what the scheduler decides goes to the worker, what the worker reports comes back."""
-        hear(self.listener, self.leases, self.boot, self.counters)
+        receive_messages(self.listener, self.leases, self.boot, self.counters)
         self.order(next_orders(self.leases, self.loads, self.boot, time.monotonic()))
         self.collect()
         self.renewer.submit(self.loads.take_commands())

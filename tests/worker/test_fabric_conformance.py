@@ -134,9 +134,9 @@ def test_a_finished_transfer_stays_done_and_tells_what_it_moved(pair: Pair) -> N
     transfer = pair.consumer.post_read(pair.local(), indices(0, 2, 5), pair.remote(), indices(9, 3, 1))
     finish(pair.consumer, transfer)
     assert pair.consumer.poll(transfer) is TransferState.DONE
-    told = pair.consumer.telemetry(transfer)
-    assert told is not None
-    assert (told.bytes, told.descriptors) == (3 * 64, 3)
+    reported = pair.consumer.telemetry(transfer)
+    assert reported is not None
+    assert (reported.bytes, reported.descriptors) == (3 * 64, 3)
     assert transfer.peer == "producer"
 
 

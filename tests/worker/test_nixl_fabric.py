@@ -381,13 +381,13 @@ def test_telemetry_counts_bytes_and_merged_descriptors_and_times_the_transfer() 
     for name, order in (("merged", ascending), ("scattered", ascending[::-1].copy())):
         transfer = consumer.post_read(local, order, remote, order)
         finish(consumer, transfer)
-        told = consumer.telemetry(transfer)
-        assert told is not None
-        seen[name] = told
-        assert told.bytes == 16 << 20
+        reported = consumer.telemetry(transfer)
+        assert reported is not None
+        seen[name] = reported
+        assert reported.bytes == 16 << 20
         # 16 MiB take more than a tenth of a millisecond on any machine, and this took less than a minute.
-        assert 100 < told.transfer_us < 60e6
-        assert 0 < told.post_us <= told.transfer_us
+        assert 100 < reported.transfer_us < 60e6
+        assert 0 < reported.post_us <= reported.transfer_us
     assert seen["scattered"].descriptors == 4096
     assert seen["merged"].descriptors < 4096
     consumer.close()

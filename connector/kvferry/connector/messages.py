@@ -93,7 +93,7 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):
         over: held requests whose slots have been cleared, each named once. vLLM's own `finished_sending` is only for
             requests that vLLM holds.
         gauges: the workers' latest values.
-        loads: what has become of its loads (`told_loads`), where OpenTelemetry is on.
+        loads: what has become of its loads (`reported_loads`), where OpenTelemetry is on.
     """
 
     alive: dict[int, frozenset[str]] = field(default_factory=dict)

@@ -68,7 +68,9 @@ class Assignment:
 
     def expected(self, producer: int) -> int:
         """How many consumer workers report `done` to a producer worker."""
-        return sum(producer in read or producer in told for read, told in zip(self.sources, self.released, strict=True))
+        return sum(
+            producer in read or producer in reported for read, reported in zip(self.sources, self.released, strict=True)
+        )
 
 
 @dataclass(slots=True)
@@ -190,10 +192,10 @@ def _add(sources: list[Source], names: Sequence[Name], segment: Range) -> None:
 
 
 def _release_rest(sources: Sequence[Mapping[int, object]], producers: int) -> tuple[tuple[int, ...], ...]:
-    told: list[list[int]] = [[] for _ in sources]
+    reported: list[list[int]] = [[] for _ in sources]
     read = {worker for of in sources for worker in of}
     for worker in range(producers):
         if worker not in read:
-            fewest = min(range(len(sources)), key=lambda index: (len(sources[index]) + len(told[index]), index))
-            told[fewest].append(worker)
-    return tuple(tuple(of) for of in told)
+            fewest = min(range(len(sources)), key=lambda index: (len(sources[index]) + len(reported[index]), index))
+            reported[fewest].append(worker)
+    return tuple(tuple(of) for of in reported)

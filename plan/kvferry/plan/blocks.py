@@ -193,14 +193,14 @@ def _pair_states(
 
 
 def _check_left_out(
-    field: str, tokens: TokenMap, here: CacheGroup, slots: np.ndarray, request: RequestBlocks, told: int
+    field: str, tokens: TokenMap, here: CacheGroup, slots: np.ndarray, request: RequestBlocks, reported: int
 ) -> None:
     """Only what no later token attends to may be absent: what lies before a window, or before a chunk."""
     last = token_of(tokens.local.share, slots + tokens.unit_tokens - 1)
     needed_from = first_needed(here, request.stop_token)
     if int(last.max()) >= needed_from:
         text = f"blocks for all tokens from {max(request.first_token, needed_from)} to {request.stop_token}"
-        raise InvalidParams(field, f"{told} blocks", text)
+        raise InvalidParams(field, f"{reported} blocks", text)
 
 
 def _check_bounds(field: str, side: TokenSide, group: CacheGroup, blocks: np.ndarray) -> None:

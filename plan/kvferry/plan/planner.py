@@ -162,7 +162,7 @@ def _tensor_reasons(
     consumer: EngineDescription, producer: EngineDescription, assignment: Assignment
 ) -> Iterator[Reason]:
     remote = [{tensor.name: tensor for tensor in worker.tensors} for worker in producer.workers]
-    told: set[tuple[str, str, str]] = set()
+    reported: set[tuple[str, str, str]] = set()
     for here, read in zip(consumer.workers, assignment.sources, strict=True):
         local = {tensor.name: tensor for tensor in here.tensors}
         for index, wanted in read.items():
@@ -172,8 +172,8 @@ def _tensor_reasons(
                     continue
                 for reason in _differences(consumer, ours, theirs):
                     key = (reason.field, reason.producer, reason.consumer)
-                    if key not in told:
-                        told.add(key)
+                    if key not in reported:
+                        reported.add(key)
                         yield reason
 
 

@@ -15,7 +15,7 @@ def next_orders(
 ) -> StepOrders:
     """Everything that changed since the last step, for every worker of this engine.
 
-    Call `hear` before: renewals and releases count before the ledger judges whose time is over.
+    Call `receive_messages` before: renewals and releases count before the ledger judges whose time is over.
 
     Args:
         boot: this engine's.
@@ -33,15 +33,15 @@ def next_orders(
     )
 
 
-def hear(listener: SideChannelListener, leases: ProducerLedger, boot: str, counters: Counters) -> None:
+def receive_messages(listener: SideChannelListener, leases: ProducerLedger, boot: str, counters: Counters) -> None:
     """Bring in the renewals and releases that came over the side channel so far.
 
     What was said to another `boot` than this engine's is counted (`renewals_unknown`, `releases_unknown`) and dropped.
     """
-    for heard in listener.inbox.take():
-        if heard.boot != boot:
-            counters.add("renewals_unknown" if heard.kind is Renew else "releases_unknown")
-        elif heard.kind is Release:
-            leases.release(heard.name)
+    for received in listener.inbox.take():
+        if received.boot != boot:
+            counters.add("renewals_unknown" if received.kind is Renew else "releases_unknown")
+        elif received.kind is Release:
+            leases.release(received.name)
         else:
-            leases.renew(heard.name, heard.heard_s)
+            leases.renew(received.name, received.received_s)

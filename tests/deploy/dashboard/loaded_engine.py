@@ -34,9 +34,9 @@ def one_step() -> FerryStats:
     }
     counts = {(name, label): _OFTEN.get(name, 2.0) for name in COUNTERS for label in labels[name]}
     samples = {name: list(shape.buckets[3:9]) for name, shape in HISTOGRAMS.items()}
-    told = FerryStats.of_counts(counts, samples, dict.fromkeys(GAUGES, 3.0))
-    assert told is not None
-    return told
+    reported = FerryStats.of_counts(counts, samples, dict.fromkeys(GAUGES, 3.0))
+    assert reported is not None
+    return reported
 
 
 @contextmanager

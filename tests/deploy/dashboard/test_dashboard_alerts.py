@@ -215,16 +215,16 @@ def test_there_is_a_sick_engine_for_every_alert() -> None:
 
 
 def test_every_alert_fires_for_what_it_is_for_and_alone(tmp_path: Path) -> None:
-    told = judged([case(name, changed, [name]) for name, changed in SICK.items()], tmp_path)
-    assert told.returncode == 0, told.stdout + told.stderr
+    reported = judged([case(name, changed, [name]) for name, changed in SICK.items()], tmp_path)
+    assert reported.returncode == 0, reported.stdout + reported.stderr
 
 
 def test_nothing_fires_for_what_passes_by_itself(tmp_path: Path) -> None:
-    told = judged([case("healthy", {}, []), *(case(name, changed, []) for name, changed in FINE.items())], tmp_path)
-    assert told.returncode == 0, told.stdout + told.stderr
+    reported = judged([case("healthy", {}, []), *(case(name, changed, []) for name, changed in FINE.items())], tmp_path)
+    assert reported.returncode == 0, reported.stdout + reported.stderr
 
 
 @pytest.mark.parametrize("fires", [[], ["KvferryLostOrders"]])
 def test_an_alert_that_does_not_fire_as_said_is_noticed(tmp_path: Path, fires: list[str]) -> None:
-    told = judged([case("wrong", SICK["KvferryIntegrityErrors"], fires)], tmp_path)
-    assert told.returncode != 0
+    reported = judged([case("wrong", SICK["KvferryIntegrityErrors"], fires)], tmp_path)
+    assert reported.returncode != 0

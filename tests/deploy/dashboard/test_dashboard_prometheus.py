@@ -129,5 +129,5 @@ def test_every_rule_is_evaluated_without_an_error(prometheus: Prometheus) -> Non
     )
 
 
-def test_the_metrics_of_vllm_that_are_asked_for_are_told(prometheus: Prometheus) -> None:
+def test_the_metrics_of_vllm_that_are_asked_for_are_reported(prometheus: Prometheus) -> None:
     assert [name for name in OF_VLLM if not prometheus.values(name)] == []

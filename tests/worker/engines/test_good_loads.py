@@ -25,7 +25,7 @@ def word_of(offer: Offer, state: SlotState) -> int:
     return slot_word(epoch_from_text(offer.params.kvferry.lease_epoch), state)
 
 
-def test_a_load_brings_every_byte_and_both_sides_are_told_once(any_rig: Rig) -> None:
+def test_a_load_brings_every_byte_and_both_sides_are_notified_once(any_rig: Rig) -> None:
     producer, consumer = any_rig.pair()
     offer = producer.prefill(tokens=10, seed=7)
     load = consumer.load(offer.params)

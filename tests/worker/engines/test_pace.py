@@ -54,7 +54,7 @@ def test_blocks_that_follow_one_another_on_both_sides_are_read_in_long_runs(nixl
     assert merged.run_bytes == merged.planned_bytes / 3
 
 
-def test_a_load_is_reported_before_its_producer_is_told(rig: Rig) -> None:
+def test_a_load_is_reported_before_its_producer_is_notified(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     notify, thread = consumer.fabric.notify, consumer.worker._thread

@@ -57,9 +57,9 @@ class Fleet:
         engine = self._rig.engine(name, settings=settings, lease_s=LEASE_S, port=port)
         renew = engine.leases.renew
 
-        def note(name: LeaseName, heard_s: float | None = None) -> bool:
+        def note(name: LeaseName, received_s: float | None = None) -> bool:
             self._renewed.add((engine.name, name.slot))
-            return renew(name, heard_s)
+            return renew(name, received_s)
 
         engine.leases.renew = note  # type: ignore[method-assign]
         return engine

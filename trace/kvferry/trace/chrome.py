@@ -108,13 +108,13 @@ def _add(tracks: _Tracks, one: Timeline, numbers: Iterator[int]) -> None:
     arrows = ((("f", arrow, bar.begun_ns),) if arrow else ()) + tuple(("s", number, begins[0]) for number in orders)
     tracks.add(handover.decode.process, "handovers", replace(bar, arrows=arrows))
     for index, worker in enumerate(one.workers):
-        told = worker.load.ended
+        reported = worker.load.ended
         details = {
-            "bytes": told.bytes,
-            "staged_bytes": told.staged_bytes,
-            "descriptors": told.descriptors,
-            "relayout_ms": told.relayout_ns / 1e6,
-            "reason": told.reason,
+            "bytes": reported.bytes,
+            "staged_bytes": reported.staged_bytes,
+            "descriptors": reported.descriptors,
+            "relayout_ms": reported.relayout_ns / 1e6,
+            "reason": reported.reason,
         }
         bar = _bar(f"load {handover.consumer_request}", worker.spans, one.zero_ns, args | details)
         coming = (("f", orders[index], bar.begun_ns),) if orders else ()

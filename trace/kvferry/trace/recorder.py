@@ -59,7 +59,7 @@ class Recorder(Generic[Item]):
         self._waiting: deque[Item] = deque()
         self._num_refused = 0
         self._num_failed = 0
-        self._told_lost = 0
+        self._reported_lost = 0
         self._is_awake = False
         self._is_open = True
         self._wake = threading.Event()
@@ -131,13 +131,13 @@ class Recorder(Generic[Item]):
             batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
             lost = self.num_lost
             try:
-                self._sink.take(batch, lost - self._told_lost)
+                self._sink.take(batch, lost - self._reported_lost)
             except Exception as error:  # noqa: BLE001 - whatever a sink cannot do, the next batch is written
                 if not self._num_failed:
                     logger.warning("%s: cannot be written, now and maybe later: %r", self._name, error)
                 self._num_failed += len(batch)
             else:
-                self._told_lost = lost
+                self._reported_lost = lost
 
     def _fall_silent(self) -> None:
         self._is_open = False

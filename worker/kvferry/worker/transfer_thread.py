@@ -100,7 +100,7 @@ class TransferThread:
         self._is_checked = True
         self._stopping = False
         self._shown_error = ""
-        self._graces_told = 0
+        self._graces_reported = 0
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
 
     def start(self, context: LoadContext) -> None:
@@ -267,7 +267,7 @@ class TransferThread:
             progress |= self._take_reports()
         progress |= self._survive(self.runner.step)
         self._reader.try_again()
-        self._tell_graces()
+        self._report_graces()
         self._report_handshakes()
         self._gauges.poll()
         if progress:
@@ -285,13 +285,13 @@ class TransferThread:
             self._notification_pause_s = min(2 * self._notification_pause_s, _LONGEST_NOTIFICATION_PAUSE_S)
         return False
 
-    def _tell_graces(self) -> None:
+    def _report_graces(self) -> None:
         over = self._reader.graces_over
-        if over != self._graces_told:
-            logger.warning("%d failed reads: their memory is used again after a grace", over - self._graces_told)
+        if over != self._graces_reported:
+            logger.warning("%d failed reads: their memory is used again after a grace", over - self._graces_reported)
             with self.results as results:
-                results.graces_over += over - self._graces_told
-            self._graces_told = over
+                results.graces_over += over - self._graces_reported
+            self._graces_reported = over
 
     def _report_handshakes(self) -> None:
         if handshake_s := self._registry.take_handshake_s():

@@ -49,7 +49,7 @@ class Child:
             env={**kept, **logging},
             start_new_session=True,
         )
-        self._told: queue.SimpleQueue[FromChild] = queue.SimpleQueue()
+        self._reported: queue.SimpleQueue[FromChild] = queue.SimpleQueue()
         self._pump = threading.Thread(target=self._listen, name="kvferry-bench-child", daemon=True)
         self._pump.start()
 
@@ -68,7 +68,7 @@ class Child:
     def take(self, timeout_s: float = 0.0) -> FromChild | None:
         """What it tells next, `Failed` when it has ended; None if it tells nothing in time."""
         try:
-            return self._told.get(timeout=timeout_s) if timeout_s > 0 else self._told.get_nowait()
+            return self._reported.get(timeout=timeout_s) if timeout_s > 0 else self._reported.get_nowait()
         except queue.Empty:
             return None
 
@@ -96,10 +96,10 @@ class Child:
             with self._process.stdout:
                 for line in self._process.stdout:
                     with contextlib.suppress(msgspec.DecodeError):
-                        self._told.put(_decoder.decode(line))
+                        self._reported.put(_decoder.decode(line))
         code = self._process.wait()
         how = f"signal {-code}" if code < 0 else f"status {code}"
-        self._told.put(Failed(reason=f"its NIXL process ended with {how}{self._last_words()}"))
+        self._reported.put(Failed(reason=f"its NIXL process ended with {how}{self._last_words()}"))
 
     def _last_words(self) -> str:
         lines = [line for line in self._printed().strip().splitlines() if " UCX  INFO " not in line]

@@ -115,7 +115,7 @@ def run_client(
     try:
         reader.tell(task)
         show(Progress(what="loading NIXL", done=0, cases=0))
-        ready = _told(reader, START_S)
+        ready = _reported(reader, START_S)
         if not isinstance(ready, Ready):
             raise BenchFailed("the reader spoke out of turn")
         me = socket.gethostname()[:256] or "unnamed"
@@ -124,15 +124,15 @@ def run_client(
         outcome.host = offer.host
         outcome.no_cuda = {side: why for side, why in (("here", ready.no_cuda), ("listener", offer.no_cuda)) if why}
         reader.tell(offer)
-        for told in _until_done(reader, listener, session, task.timeout_s):
-            if isinstance(told, Progress):
-                show(told)
-            elif isinstance(told, FirstContact):
-                outcome.first_contact_ms = told.ms
-            elif isinstance(told, Reads):
-                outcome.reads.append(told)
-            elif isinstance(told, Echoes):
-                outcome.echoes = told
+        for reported in _until_done(reader, listener, session, task.timeout_s):
+            if isinstance(reported, Progress):
+                show(reported)
+            elif isinstance(reported, FirstContact):
+                outcome.first_contact_ms = reported.ms
+            elif isinstance(reported, Reads):
+                outcome.reads.append(reported)
+            elif isinstance(reported, Echoes):
+                outcome.echoes = reported
         outcome.lanes = reader.lanes()
         complete = True
         return outcome
@@ -145,19 +145,19 @@ def run_client(
 def _until_done(reader: Child, listener: Listener, session: str, timeout_s: float) -> Iterator[FromChild]:
     """What the reader tells, while the listener hears that it goes on."""
     next_s = time.monotonic() + ALIVE_S
-    heard_s = time.monotonic()
+    received_s = time.monotonic()
     while True:
-        told = reader.take(max(0.0, min(0.25, next_s - time.monotonic())))
+        reported = reader.take(max(0.0, min(0.25, next_s - time.monotonic())))
         now_s = time.monotonic()
-        if isinstance(told, Done):
+        if isinstance(reported, Done):
             return
-        if isinstance(told, Failed):
-            raise BenchFailed(f"{told.reason}; {CHECK}")
-        if told is not None:
-            heard_s = now_s
-            yield told
-        elif now_s - heard_s > timeout_s + _GRACE_S:
-            raise BenchFailed(f"NIXL hangs: nothing came of it for {now_s - heard_s:.0f} s; {CHECK}")
+        if isinstance(reported, Failed):
+            raise BenchFailed(f"{reported.reason}; {CHECK}")
+        if reported is not None:
+            received_s = now_s
+            yield reported
+        elif now_s - received_s > timeout_s + _GRACE_S:
+            raise BenchFailed(f"NIXL hangs: nothing came of it for {now_s - received_s:.0f} s; {CHECK}")
         if now_s >= next_s:
             reply = listener.ask(Alive(session=session))
             if isinstance(reply, Refused):
@@ -165,13 +165,13 @@ def _until_done(reader: Child, listener: Listener, session: str, timeout_s: floa
             next_s = time.monotonic() + ALIVE_S
 
 
-def _told(reader: Child, timeout_s: float) -> FromChild:
-    told = reader.take(timeout_s)
-    if told is None:
+def _reported(reader: Child, timeout_s: float) -> FromChild:
+    reported = reader.take(timeout_s)
+    if reported is None:
         raise BenchFailed(f"NIXL could not be loaded here within {timeout_s:g} s; see `kvferry doctor`")
-    if isinstance(told, Failed):
-        raise BenchFailed(f"NIXL cannot be used here: {told.reason}; see `kvferry doctor`")
-    return told
+    if isinstance(reported, Failed):
+        raise BenchFailed(f"NIXL cannot be used here: {reported.reason}; see `kvferry doctor`")
+    return reported
 
 
 def _say_goodbye(listener: Listener, leave: Leave) -> None:

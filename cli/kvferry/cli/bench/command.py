@@ -79,7 +79,9 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
     out = Console(stderr=True)
     with Bar(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
         row = bar.add_task("", total=None)
-        yield lambda told: bar.update(row, description=told.what, completed=told.done, total=told.cases or None)
+        yield lambda reported: bar.update(
+            row, description=reported.what, completed=reported.done, total=reported.cases or None
+        )
 
 
 def _device(text: str) -> Device:

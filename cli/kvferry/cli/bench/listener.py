@@ -78,7 +78,7 @@ class BenchListener:
     ) -> None:
         derive_keys(secrets)
         self.counters = Counters()
-        self._task, self._say, self._command = task, say, command
+        self._task, self._print, self._command = task, say, command
         secured = f"for those who have secret {secrets[0].fingerprint}" if secrets else "for anybody"
         self._where = f"{channel_address(host, port).removeprefix('tcp://')} {secured}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -88,7 +88,7 @@ class BenchListener:
         self._socket = self._bind(host, port, secrets)
         self._owner: Child | None = None
         self._failures = 0
-        self._told_ready = self._bug_said = False
+        self._reported_ready = self._bug_said = False
         self._left: Leave | None = None
         self._begin()
 
@@ -117,12 +117,12 @@ class BenchListener:
         if self._socket in ready:
             self._guarded(self._take_one)
         if self._refusals.monitor in ready:
-            self._guarded(self._refusals.hear)
+            self._guarded(self._refusals.on_event)
         if self._curve_auth is not None and self._curve_auth.socket in ready:
             self._guarded(self._curve_auth.answer)
         self._unfinished.end_endless()
         self._hear_owner()
-        self._look_at_clock()
+        self._check_clock()
 
     def close(self) -> None:
         """Free the port and end the owner."""
@@ -138,7 +138,7 @@ class BenchListener:
             self.counters.add("bad_frames")
             if not self._bug_said:
                 self._bug_said = True
-                self._say(f"a frame could not be served: {type(bug).__name__}: {bug}; this is a bug")
+                self._print(f"a frame could not be served: {type(bug).__name__}: {bug}; this is a bug")
 
     def _bind(self, host: str, port: int, secrets: Secrets) -> zmq.Socket[bytes]:
         socket = listening_socket(self._context, host, MAX_FRAME_BYTES, secrets)
@@ -165,34 +165,36 @@ class BenchListener:
     # What the owner tells.
 
     def _hear_owner(self) -> None:
-        told = self._owner.take() if self._owner is not None else None
-        if isinstance(told, Offer):
-            self._offer, self._stage, self._failures = told, _Stage.READY, 0
-            if not self._told_ready:
-                self._told_ready = True
-                kinds = " and ".join(memory.kind for memory in told.memories)
-                self._say(f"listening on {self._where}, with {kinds}{f' ({told.no_cuda})' if told.no_cuda else ''}")
-        elif isinstance(told, Connected) and self._offer is not None:
+        reported = self._owner.take() if self._owner is not None else None
+        if isinstance(reported, Offer):
+            self._offer, self._stage, self._failures = reported, _Stage.READY, 0
+            if not self._reported_ready:
+                self._reported_ready = True
+                kinds = " and ".join(memory.kind for memory in reported.memories)
+                self._print(
+                    f"listening on {self._where}, with {kinds}{f' ({reported.no_cuda})' if reported.no_cuda else ''}"
+                )
+        elif isinstance(reported, Connected) and self._offer is not None:
             self._stage, self._until_s = _Stage.SERVING, time.monotonic() + SILENT_S
-            self._say(f"{self._client} reads")
+            self._print(f"{self._client} reads")
             self._answer(self._asker, self._offer)
-        elif isinstance(told, Failed):
-            self._owner_failed(told.reason)
+        elif isinstance(reported, Failed):
+            self._owner_failed(reported.reason)
 
     def _owner_failed(self, reason: str) -> None:
         if self._stage is _Stage.CONNECTING:
-            self._say(f"{self._client} was refused: {cut(reason)}")
+            self._print(f"{self._client} was refused: {cut(reason)}")
             self._answer(self._asker, Refused(field="agent_metadata", value="unusable", expected=cut(reason)))
         elif self._stage is _Stage.SERVING:
             self._end_session(Leave(session=self._session, wrong=0, complete=False), f"{cut(reason)}")
             return
         else:
             self._failures += 1
-            if not self._told_ready or self._failures >= _MOST_FAILURES:
+            if not self._reported_ready or self._failures >= _MOST_FAILURES:
                 raise BenchFailed(f"there is no memory to read: {reason}; see `kvferry doctor`")
         self._begin()
 
-    def _look_at_clock(self) -> None:
+    def _check_clock(self) -> None:
         if self._stage is _Stage.READY or time.monotonic() < self._until_s:
             return
         if self._stage is _Stage.SERVING:
@@ -203,7 +205,7 @@ class BenchListener:
             self._owner_failed(f"its NIXL process hangs ({self._stage.value})")
 
     def _end_session(self, left: Leave, how: str) -> None:
-        self._say(f"{self._client} is gone: {how}")
+        self._print(f"{self._client} is gone: {how}")
         self._left = left
         self._begin()
 

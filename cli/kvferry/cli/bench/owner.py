@@ -15,7 +15,7 @@ from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import Fabric, FabricError, PeerAgent
 
 MAX_ECHO_BYTES = 64
-_LOOK_S = 0.5e-3
+_POLL_S = 0.5e-3
 _BUSY_S = 0.05
 """After a notification the next one is looked for without a pause, for so long."""
 
@@ -60,7 +60,7 @@ def _echo(fabric: Fabric, peer: PeerAgent, pipe: Pipe) -> None:
     """Until `ParentGone` is raised."""
     busy_until_s = 0.0
     while True:
-        pipe.take(0.0 if time.monotonic() < busy_until_s else _LOOK_S)
+        pipe.take(0.0 if time.monotonic() < busy_until_s else _POLL_S)
         for sender, message in fabric.take_notifications():
             if sender == peer and len(message) <= MAX_ECHO_BYTES:
                 busy_until_s = time.monotonic() + _BUSY_S

@@ -86,7 +86,7 @@ class _Measuring:
     def all(self) -> None:
         """First contact, every case, notifications."""
         started_s = time.perf_counter()
-        self._say("first contact")
+        self._print("first contact")
         peer = self._fabric.add_peer(self._offer.agent_metadata)
         smallest = self._cases[0]
         self._measure(peer, smallest, self._one_read)
@@ -135,7 +135,7 @@ class _Measuring:
         checked = wrong = 0
         first_wrong = -1
         while not taken_s or not enough(len(taken_s)):
-            self._say(f"{case.kind} {binary_bytes(case.num_bytes)} × {case.descriptors}")
+            self._print(f"{case.kind} {binary_bytes(case.num_bytes)} × {case.descriptors}")
             mine.write(untouched)
             took_s = read()
             bad, first = count_wrong(mine.read(case.num_bytes), expected)
@@ -175,7 +175,7 @@ class _Measuring:
         taken_s: list[float] = []
         end_s = time.monotonic() + self._task.seconds
         for number in range(MOST):
-            self._say("notifications")
+            self._print("notifications")
             took_s = self._one_echo(peer, number.to_bytes(ECHO_BYTES, "little"))
             if number >= WARM_UP:
                 taken_s.append(took_s)
@@ -192,7 +192,7 @@ class _Measuring:
                 raise BenchFailed(f"a notification did not come back within {self._task.timeout_s:g} s")
         return time.perf_counter() - started_s
 
-    def _say(self, what: str) -> None:
+    def _print(self, what: str) -> None:
         """Now and then: it shows that nothing hangs, and costs a read nothing."""
         now_s = time.monotonic()
         if now_s - self._said_s > _SAY_S:

@@ -30,24 +30,24 @@ def run_loopback(environ: Mapping[str, str], timeout_s: float, command: Sequence
     `command`: what Python is given to run the pair.
     """
     deadline = time.monotonic() + timeout_s
-    told = _Told()
+    reported = _Reported()
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
         with _running(environ, Path(folder), command) as pair:
-            failure = told.listen(pair, deadline)
+            failure = reported.listen(pair, deadline)
         errors = (Path(folder) / ERRORS).read_text(errors="replace")
         return Loopback(
-            bindings=told.bindings,
-            reads=tuple(told.reads),
+            bindings=reported.bindings,
+            reads=tuple(reported.reads),
             log=read_log(errors),
-            files_per_peer=told.files,
-            no_cuda=told.no_cuda,
-            stage=told.stage if failure else "",
+            files_per_peer=reported.files,
+            no_cuda=reported.no_cuda,
+            stage=reported.stage if failure else "",
             load_per_core=os.getloadavg()[0] / (os.cpu_count() or 1),
             failure=f"{failure}{_last_words(errors)}" if failure.endswith("ended") else failure,
         )
 
 
-class _Told:
+class _Reported:
     """What the pair has told so far."""
 
     def __init__(self) -> None:
@@ -60,27 +60,27 @@ class _Told:
     def listen(self, pair: subprocess.Popen[str], deadline: float) -> str:
         """Until it is done, has failed, has ended, or the time is over; gives the failure, empty if there is none."""
         try:
-            for told in _objects(pair, deadline):
-                if "failed" in told:
-                    return str(told["failed"])
-                if "end" in told:
+            for reported in _objects(pair, deadline):
+                if "failed" in reported:
+                    return str(reported["failed"])
+                if "end" in reported:
                     return ""
-                self._note(told)
+                self._note(reported)
         except queue.Empty:
             return TOO_LATE
         return "its process ended"
 
-    def _note(self, told: Mapping[str, Any]) -> None:
-        if "bindings" in told:
-            self.bindings, self.stage = told["bindings"], CONNECTING
-        elif "reading" in told:
-            self.stage = f"{READING} {told['reading']}"
-        elif "no_cuda" in told:
-            self.no_cuda = told["no_cuda"]
-        elif "files" in told:
-            self.files = told["files"]
-        elif "read" in told:
-            self.reads.append(Read(**told["read"]))
+    def _note(self, reported: Mapping[str, Any]) -> None:
+        if "bindings" in reported:
+            self.bindings, self.stage = reported["bindings"], CONNECTING
+        elif "reading" in reported:
+            self.stage = f"{READING} {reported['reading']}"
+        elif "no_cuda" in reported:
+            self.no_cuda = reported["no_cuda"]
+        elif "files" in reported:
+            self.files = reported["files"]
+        elif "read" in reported:
+            self.reads.append(Read(**reported["read"]))
 
 
 @contextlib.contextmanager
@@ -124,9 +124,9 @@ def _objects(pair: subprocess.Popen[str], deadline: float) -> Iterator[dict[str,
     threading.Thread(target=pump, daemon=True).start()
     while (line := lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
         with contextlib.suppress(ValueError):  # a library may print as well
-            told = json.loads(line)
-            if isinstance(told, dict):
-                yield told
+            reported = json.loads(line)
+            if isinstance(reported, dict):
+                yield reported
 
 
 def _last_words(errors: str) -> str:

@@ -82,14 +82,14 @@ def own(said: TextIO, asked: TextIO) -> None:
     fabric.close()
 
 
-def read_all(said: TextIO, heard: TextIO) -> None:
+def read_all(said: TextIO, received: TextIO) -> None:
     """The reader's part: read each kind of memory that both have, and say what came of it."""
     fabric = NixlFabric(f"kvferry-doctor-reader-{os.getpid()}")
     mine, no_cuda = memories(np.zeros(TOTAL_BYTES, np.uint8))
     if no_cuda:
         tell(said, {"no_cuda": no_cuda})
     registered, wrong = _register(fabric, mine)
-    owner = json.loads(heard.readline() or '{"failed": "the process that owns the memory ended"}')
+    owner = json.loads(received.readline() or '{"failed": "the process that owns the memory ended"}')
     if "failed" in owner:
         tell(said, owner)
         return
@@ -159,10 +159,10 @@ def tell(said: TextIO, what: dict[str, Any]) -> None:
     said.flush()
 
 
-def _play(part: Any, said: TextIO, heard: TextIO) -> int:
+def _play(part: Any, said: TextIO, received: TextIO) -> int:
     """Whatever goes wrong is told, not printed as a traceback."""
     try:
-        part(said, heard)
+        part(said, received)
     except Exception as failure:  # noqa: BLE001 - the doctor says what it was
         tell(said, {"failed": f"{type(failure).__name__}: {failure}"})
         return 1

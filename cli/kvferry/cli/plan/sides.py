@@ -30,7 +30,7 @@ def read_pair(
     if producer == consumer == STDIN:
         raise InvalidArgument("CONSUMER", STDIN, "another source: PRODUCER reads standard input already")
     here, there = read_side("consumer", consumer, read_stdin), read_side("producer", producer, read_stdin)
-    facts_here, facts_there = _told(here.facts, there.facts), _told(there.facts, here.facts)
+    facts_here, facts_there = _reported(here.facts, there.facts), _reported(there.facts, here.facts)
     pair = []
     for role, dump, facts in (("producer", there, facts_there), ("consumer", here, facts_here)):
         engine = engine_of(msgspec.structs.replace(dump, facts=facts))
@@ -67,7 +67,7 @@ def _read(role: str, path: str) -> bytes:
         raise InvalidArgument(role.upper(), path, f"a file that can be read ({refused.strerror})") from None
 
 
-def _told(facts: ModelFacts, other: ModelFacts) -> ModelFacts:
+def _reported(facts: ModelFacts, other: ModelFacts) -> ModelFacts:
     """Facts for a side: its own, or the other's where it has none. A dtype that was written down stays."""
     if facts.model != UNKNOWN_MODEL or other.model == UNKNOWN_MODEL:
         return facts

@@ -31,53 +31,53 @@ def run_trace(options: argparse.Namespace) -> int:
     slowest = whole_option("--slowest", options.slowest, 1, 10_000)
     with _no_garbage():
         recording = read_recording(options.dirs)
-        told = report(recording, merge(recording), options.request)
+        reported = report(recording, merge(recording), options.request)
         del recording
-        if options.request is not None and not told.timelines:
+        if options.request is not None and not reported.timelines:
             raise InvalidArgument("--request", options.request, "the beginning of an id that is in these files")
         if options.out is not None:
-            _write(Path(options.out), told, slowest)
+            _write(Path(options.out), reported, slowest)
         if options.json:
-            json.dump(as_json(told, slowest), sys.stdout, indent=2)
+            json.dump(as_json(reported, slowest), sys.stdout, indent=2)
             print()
         else:
-            print_listing(sys.stdout, told, slowest)
+            print_listing(sys.stdout, reported, slowest)
             if options.out is not None:
-                print(f"\nwritten: {options.out}{_left_out(told)}")
+                print(f"\nwritten: {options.out}{_left_out(reported)}")
     return 0
 
 
-def _write(out: Path, told: Report, slowest: int) -> None:
+def _write(out: Path, reported: Report, slowest: int) -> None:
     """A folder of everything, or the one file that the suffix says."""
     one = {".json": _write_trace, ".html": _write_page, ".svg": _write_picture}.get(out.suffix.lower())
     try:
         if one is not None and not out.is_dir():
-            one(out, told, slowest)
+            one(out, reported, slowest)
             return
         out.mkdir(parents=True, exist_ok=True)
-        _write_trace(out / TRACE, told, slowest)
-        _write_page(out / PAGE, told, slowest)
-        _write_picture(out / PICTURE, told, slowest)
+        _write_trace(out / TRACE, reported, slowest)
+        _write_page(out / PAGE, reported, slowest)
+        _write_picture(out / PICTURE, reported, slowest)
     except (OSError, ValueError) as refused:
         raise InvalidArgument("-o", str(out), f"a folder, or a file .json, .html or .svg ({refused})") from None
 
 
-def _left_out(told: Report) -> str:
-    if len(told.timelines) <= HANDOVERS_OF_A_TRACE:
+def _left_out(reported: Report) -> str:
+    if len(reported.timelines) <= HANDOVERS_OF_A_TRACE:
         return ""
-    return f" (the {HANDOVERS_OF_A_TRACE} slowest of {len(told.timelines)} handovers are in the trace)"
+    return f" (the {HANDOVERS_OF_A_TRACE} slowest of {len(reported.timelines)} handovers are in the trace)"
 
 
-def _write_trace(path: Path, told: Report, _: int) -> None:
-    _write_pieces(path, chrome_trace(told.timelines[:HANDOVERS_OF_A_TRACE]))
+def _write_trace(path: Path, reported: Report, _: int) -> None:
+    _write_pieces(path, chrome_trace(reported.timelines[:HANDOVERS_OF_A_TRACE]))
 
 
-def _write_page(path: Path, told: Report, slowest: int) -> None:
-    _write_pieces(path, page(told, max(slowest, ROWS_OF_A_PAGE)))
+def _write_page(path: Path, reported: Report, slowest: int) -> None:
+    _write_pieces(path, page(reported, max(slowest, ROWS_OF_A_PAGE)))
 
 
-def _write_picture(path: Path, told: Report, slowest: int) -> None:
-    _write_pieces(path, (draw(told.timelines[:slowest], len(told.timelines), told.notes),))
+def _write_picture(path: Path, reported: Report, slowest: int) -> None:
+    _write_pieces(path, (draw(reported.timelines[:slowest], len(reported.timelines), reported.notes),))
 
 
 def _write_pieces(path: Path, pieces: Iterable[str]) -> None:

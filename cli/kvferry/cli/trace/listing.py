@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from kvferry.cli.arguments import InvalidArgument
-from kvferry.cli.trace.report import Report, engines_words, name_of, rate_words, time_words, told_first
+from kvferry.cli.trace.report import Report, engines_words, headline, name_of, rate_words, time_words
 from kvferry.cli.trace.theme import label_of, meaning_of
 from kvferry.trace.timeline import Timeline
 
@@ -16,7 +16,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 def print_listing(stream: TextIO, report: Report, slowest: int) -> None:
     """Tables where rich is installed, else plain columns."""
-    print(_safe(told_first(report)), end="\n\n", file=stream)
+    print(_safe(headline(report)), end="\n\n", file=stream)
     _print_table(
         stream,
         ("phase", ">times", ">p50", ">p99", ">longest", "what it is"),
@@ -43,7 +43,7 @@ def print_listing(stream: TextIO, report: Report, slowest: int) -> None:
 def _row(one: Timeline) -> tuple[str, ...]:
     lasted = "–" if one.lasted_ns is None else time_words(one.lasted_ns)
     longest = max(one.path, key=lambda span: span.lasted_ns, default=None)
-    told = (rate_words(one) or one.outcome) if one.is_good else one.outcome
+    reported = (rate_words(one) or one.outcome) if one.is_good else one.outcome
     missing = f"; not recorded: {', '.join(one.missing)}" if one.missing else ""
     return (
         name_of(one, 30),
@@ -51,7 +51,7 @@ def _row(one: Timeline) -> tuple[str, ...]:
         str(one.handover.tokens or "–"),
         lasted,
         f"{label_of(longest.phase)} {time_words(longest.lasted_ns)}" if longest else "–",
-        f"{told}{missing}",
+        f"{reported}{missing}",
     )
 
 

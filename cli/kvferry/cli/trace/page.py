@@ -9,7 +9,7 @@ from html import escape
 from kvferry.cli.formatting import decimal_bytes
 from kvferry.cli.svg import element, plain
 from kvferry.cli.trace.bars import Scale, axis, bar, height_of, scale_for, segment, shown_workers
-from kvferry.cli.trace.report import Report, engines_words, name_of, rate_words, time_words, told_first
+from kvferry.cli.trace.report import Report, engines_words, headline, name_of, rate_words, time_words
 from kvferry.cli.trace.theme import LOOKS, class_of, label_of, meaning_of, style
 from kvferry.cli.trace.waterfall import phases_of
 from kvferry.trace.summary import Durations
@@ -50,7 +50,7 @@ def _text(words: str) -> str:
 
 def _summary(report: Report, shown: int) -> str:
     few = f" The {shown} slowest have a row." if shown < len(report.timelines) else ""
-    return _text(f"{told_first(report)}.{few}")
+    return _text(f"{headline(report)}.{few}")
 
 
 def _phases(lasted: Sequence[Durations]) -> str:
@@ -79,7 +79,7 @@ def _swatch(phase: str) -> str:
 
 def _row(one: Timeline, scale: Scale) -> str:
     good = one.is_good
-    told = (rate_words(one) or one.outcome) if good else one.outcome
+    outcome = (rate_words(one) or one.outcome) if good else one.outcome
     tokens = f" · {one.handover.tokens} tokens" if one.handover.tokens else ""
     missing = f"<small>not recorded: {_text(', '.join(one.missing))}</small>" if one.missing else ""
     lasted = "–" if one.lasted_ns is None else time_words(one.lasted_ns)
@@ -87,7 +87,8 @@ def _row(one: Timeline, scale: Scale) -> str:
         f"<details><summary><span><b>{_text(name_of(one, 40))}</b>"
         f"<small>{_text(engines_words(one) + tokens)}</small></span>"
         f"{_drawing(bar(one, scale, 2), height_of(one) + 4)}"
-        f"<span><b>{lasted}</b><small{'' if good else ' class=wrong'}>{_text(told)}</small>{missing}</span></summary>\n"
+        f"<span><b>{lasted}</b><small{'' if good else ' class=wrong'}>{_text(outcome)}</small>"
+        f"{missing}</span></summary>\n"
         f"{_ids(one)}{_details(one)}</details>\n"
     )
 
@@ -125,18 +126,18 @@ def _workers(one: Timeline) -> str:
 
 
 def _worker(worker: WorkerSpans) -> str:
-    process, told = worker.load.process, worker.load.ended
+    process, reported = worker.load.process, worker.load.ended
     cells = (
         process.place or "?",
         process.host,
         time_words(worker.ended_ns - worker.spans[0].begun_ns),
-        decimal_bytes(told.bytes),
-        decimal_bytes(told.staged_bytes),
-        str(told.descriptors),
-        time_words(told.relayout_ns),
+        decimal_bytes(reported.bytes),
+        decimal_bytes(reported.staged_bytes),
+        str(reported.descriptors),
+        time_words(reported.relayout_ns),
     )
     shown = "".join(f"<td>{_text(cell)}</td>" for cell in cells)
-    return f"<tr>{shown}<td class=wrong>{_text(told.reason)}</td></tr>"
+    return f"<tr>{shown}<td class=wrong>{_text(reported.reason)}</td></tr>"
 
 
 def _magnified(one: Timeline) -> str:

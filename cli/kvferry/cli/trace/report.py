@@ -93,11 +93,11 @@ def report(recording: Recording, merged: Merged, request: str | None) -> Report:
     return Report(timelines, durations(timelines), outcomes(timelines), len(recording.processes), notes)
 
 
-def told_first(told: Report) -> str:
+def headline(reported: Report) -> str:
     """How many there are, and what came of them."""
-    found = ", ".join(f"{number} {outcome}" for outcome, number in told.outcomes.items())
-    processes = "1 process" if told.processes == 1 else f"{told.processes} processes"
-    return f"{counted(len(told.timelines), 'handover')} of {processes}: {found or 'none'}"
+    found = ", ".join(f"{number} {outcome}" for outcome, number in reported.outcomes.items())
+    processes = "1 process" if reported.processes == 1 else f"{reported.processes} processes"
+    return f"{counted(len(reported.timelines), 'handover')} of {processes}: {found or 'none'}"
 
 
 def _some(found: Sequence[object], more: str) -> list[str]:

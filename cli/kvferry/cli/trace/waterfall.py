@@ -89,8 +89,8 @@ def _row(one: Timeline, scale: Scale, top: float) -> Iterator[str]:
     yield _words(f"{engines_words(one)}{tokens}"[:48], 16, top + 27, 10.5)
     yield from bar(one, scale, top)
     yield _words("–" if one.lasted_ns is None else time_words(one.lasted_ns), _RIGHT + 14, top + 12, 13, "ink", 650)
-    told = (rate_words(one) or one.outcome) if one.is_good else one.outcome
-    yield _words(told[:34], _RIGHT + 14, top + 27, 10.5, "muted" if one.is_good else "bad")
+    reported = (rate_words(one) or one.outcome) if one.is_good else one.outcome
+    yield _words(reported[:34], _RIGHT + 14, top + 27, 10.5, "muted" if one.is_good else "bad")
     if one.missing:
         yield _words(f"not recorded: {', '.join(one.missing)}"[:34], _RIGHT + 14, top + 39, 9.5)
 

@@ -246,12 +246,12 @@ def _rank_of(sharding: Sharding) -> str:
 
 def _opaque(arrangement: Arrangement) -> str:
     """The packing of what cannot be looked into. Scales are part of it: it can only be copied as it is."""
-    told = [
+    reported = [
         f"{kind}={','.join(format(scale, '.9g') for scale in scales)}"
         for kind, scales in sorted(arrangement.scales.items())
         if set(scales) != {1.0}
     ]
-    return "/".join([arrangement.packing, *told])
+    return "/".join([arrangement.packing, *reported])
 
 
 def _opaque_block(layer: str, view: torch.Tensor, spec: Any, arrangement: Arrangement, sharding: Sharding) -> Part:

@@ -62,8 +62,8 @@ class _State:
 
 def groups_of_heads(config: Mapping[str, Any]) -> int | None:
     """How many groups share B and C in a Mamba-2 model, as its configuration says; None when it does not say it."""
-    told = {config[name] for name in _NAMES_OF_GROUPS if isinstance(config.get(name), int)}
-    return told.pop() if len(told) == 1 else None
+    reported = {config[name] for name in _NAMES_OF_GROUPS if isinstance(config.get(name), int)}
+    return reported.pop() if len(reported) == 1 else None
 
 
 def describe_state(

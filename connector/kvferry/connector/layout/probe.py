@@ -209,9 +209,9 @@ def _plan_write(scratch: Scratch, backend: Backend, whole: int, seed: int) -> Wr
 def _kind_of(layer: Any, packing: str, view: torch.Tensor, spec: Any) -> object:
     """What layers have in common that one probe can speak for."""
     impl = getattr(layer, "impl", None)
-    told = (getattr(layer, "kv_cache_dtype", None), getattr(layer, "kv_lora_rank", None))
+    reported = (getattr(layer, "kv_cache_dtype", None), getattr(layer, "kv_lora_rank", None))
     shared = getattr(layer, "kv_sharing_target_layer_name", None) is not None
-    return (type(impl), packing, told, shared, repr(spec), view.dtype, view.device, view.shape[1:], view.stride())
+    return (type(impl), packing, reported, shared, repr(spec), view.dtype, view.device, view.shape[1:], view.stride())
 
 
 def _report(name: str, packing: str, finding: Finding) -> None:

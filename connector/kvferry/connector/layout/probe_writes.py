@@ -100,10 +100,10 @@ def scales_of(layer: Any, layer_name: str, spec: Any) -> dict[str, Scales]:
     found: dict[str, Scales] = {}
     names = {"mla": "k"} if is_mla(spec) else {"k": "k", "v": "v"}
     for place, suffix in (("tensors", "_scale"), ("numbers", "_scale_float")):
-        told = {kind: getattr(layer, f"_{name}{suffix}", None) for kind, name in names.items()}
-        if None in told.values():
+        reported = {kind: getattr(layer, f"_{name}{suffix}", None) for kind, name in names.items()}
+        if None in reported.values():
             continue
-        scales = {kind: tuple(torch.as_tensor(value).flatten().tolist()) for kind, value in told.items()}
+        scales = {kind: tuple(torch.as_tensor(value).flatten().tolist()) for kind, value in reported.items()}
         for kind, values in scales.items():
             if not values or not all(1e-30 <= value <= 1e30 for value in values):
                 raise InvalidConfig(where, f"{kind} scales {list(values)[:4]}", "static scales between 1e-30 and 1e30")

@@ -55,16 +55,16 @@ def same_in_all_layers(total_heads: int, config: Mapping[str, Any]) -> bool:
     Settings are recognised by their names, so a doubt more is possible and a doubt less is not likely: with a doubt
     only engines with equal tensor-parallel sizes are paired, where a rank has a single head.
     """
-    return all(value == total_heads for value in _told(config, named=False))
+    return all(value == total_heads for value in _reported(config, named=False))
 
 
-def _told(value: Any, *, named: bool) -> Iterable[int]:
+def _reported(value: Any, *, named: bool) -> Iterable[int]:
     """Every number below a setting that is named like heads."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _told(inner, named=named or any(name in str(key) for name in _NAMES_OF_HEADS))
+            yield from _reported(inner, named=named or any(name in str(key) for name in _NAMES_OF_HEADS))
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _told(inner, named=named)
+            yield from _reported(inner, named=named)
     elif named and isinstance(value, int) and not isinstance(value, bool):
         yield value

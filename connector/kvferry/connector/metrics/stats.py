@@ -72,8 +72,8 @@ class FerryStats(KVConnectorStats):
         counters: LabelledCounts = {}
         for (name, label), amount in counts.items():
             counters.setdefault(name, {})[label] = amount
-        told = {name: list(values) for name, values in samples.items()}
-        return cls(data={"counters": counters, "samples": told, "gauges": dict(gauges or {})})
+        reported = {name: list(values) for name, values in samples.items()}
+        return cls(data={"counters": counters, "samples": reported, "gauges": dict(gauges or {})})
 
     @classmethod
     def of_results(cls, results: StepResults, labels: PeerLabels) -> FerryStats | None:
@@ -104,14 +104,14 @@ class FerryStats(KVConnectorStats):
         """The interval in a few figures, for the log."""
         samples: dict[str, list[float]] = self.data.get("samples", {})
         counters: dict[str, dict[str, float]] = self.data.get("counters", {})
-        told: dict[str, int | float] = {
+        reported: dict[str, int | float] = {
             name: round(sum(by_label.values()), 6) for name, by_label in sorted(counters.items())
         }
         for name, values in sorted(samples.items()):
             if values:
-                told[f"{name} mean"] = round(sum(values) / len(values), 6)
+                reported[f"{name} mean"] = round(sum(values) / len(values), 6)
         gauges: dict[str, float] = self.data.get("gauges", {})
-        return {**told, **gauges}
+        return {**reported, **gauges}
 
     def is_empty(self) -> bool:
         return not any(self.data.get(kind) for kind in ("counters", "samples", "gauges"))

@@ -26,7 +26,7 @@ class EngineGauges:
         self._usable_blocks = 0
         self._workers: dict[int, WorkerGauges] = {}
         self._seen: tuple[int, ...] = ()
-        self._told: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
 
     def bind(self, manager: KVCacheManager) -> None:
         """Where the blocks belong."""
@@ -47,8 +47,8 @@ class EngineGauges:
             return {}
         self._seen = seen
         now = self._gauges(*seen)
-        changed = {name: value for name, value in now.items() if self._told.get(name) != value}
-        self._told = now
+        changed = {name: value for name, value in now.items() if self._reported.get(name) != value}
+        self._reported = now
         return changed
 
     def _gauges(self, leases: int, held: int, blocks: int, in_flight: int, waiting: int) -> dict[str, float]:

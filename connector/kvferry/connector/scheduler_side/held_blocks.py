@@ -105,7 +105,7 @@ class Quarantine:
         self._alive: dict[int, frozenset[str]] = {}
         self._pinned: dict[str, list[KVCacheBlock]] = {}
         self._since_s: dict[str, float] = {}  # the oldest is first
-        self._told = True
+        self._reported = True
 
     def bind(self, manager: KVCacheManager) -> None:
         """Where the blocks belong."""
@@ -130,8 +130,8 @@ class Quarantine:
 
     def gauges(self, now_s: float) -> dict[str, float]:
         """How much is pinned, and how long the oldest has been; {} when nothing is and that has been told."""
-        told, self._told = self._told, not self._pinned
-        if told and not self._pinned:
+        reported, self._reported = self._reported, not self._pinned
+        if reported and not self._pinned:
             return {}
         oldest_s = now_s - next(iter(self._since_s.values())) if self._since_s else 0.0
         return {
@@ -161,7 +161,7 @@ class Quarantine:
         self._manager.block_pool.touch(blocks)
         self._pinned[request_id] = blocks
         self._since_s[request_id] = time.monotonic()
-        self._told = False
+        self._reported = False
 
     def _unpin(self, request_id: str) -> None:
         blocks = self._pinned.pop(request_id)

@@ -57,7 +57,7 @@ class IdleState:
         self._was_idle = True
         return False
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Called on the listener's thread, twice a second or oftener: wake an engine that has been idle for long."""
         if self._was_idle and self._has_slept_long():
             self._loop.wake()
@@ -71,7 +71,7 @@ class IdleState:
             self._patient_until_s = self._leases.clock_s + self._leases.heartbeat_s
         return bool(self._unheard)
 
-    def heard(self, workers: Iterable[int]) -> None:
+    def reported(self, workers: Iterable[int]) -> None:
         """These workers have told what they knew."""
         self._unheard.difference_update(workers)
 

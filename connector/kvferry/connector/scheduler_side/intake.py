@@ -173,13 +173,13 @@ class RequestIntake:
         )
 
     def _windows_reach(self, source: RemotePrefill, prompt_tokens: int) -> bool:
-        num_tokens, told = source.remote_num_tokens, source.kvferry.held_from
-        if len(told) != len(self._own.groups):
+        num_tokens, reported = source.remote_num_tokens, source.kvferry.held_from
+        if len(reported) != len(self._own.groups):
             sides = zip(self._own.block_spans, source.remote_block_ids, strict=False)
-            told = tuple(held_from(span, len(ids), num_tokens) for span, ids in sides)
+            reported = tuple(held_from(span, len(ids), num_tokens) for span, ids in sides)
         return all(
             reaches_back(group, span, first, num_tokens, prompt_tokens)
-            for group, span, first in zip(self._own.groups, self._own.block_spans, told, strict=False)
+            for group, span, first in zip(self._own.groups, self._own.block_spans, reported, strict=False)
         )
 
     def _compute_here(self, request: Request, reason: str, detail: str) -> None:

@@ -28,7 +28,7 @@ class Integrity:
     """Checks one engine's scheduler side.
 
     Args:
-        always: whether `look` checks every time, and not only now and then when nothing is going on.
+        always: whether `poll` checks every time, and not only now and then when nothing is going on.
         counters: counts `integrity_errors`.
     """
 
@@ -53,9 +53,9 @@ class Integrity:
         self._counters = counters
         self._always = always
         self._next_s = 0.0
-        self._has_told = False
+        self._has_reported = False
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Check, if it is time to. An error is counted each time, logged once, and never raised: it says that this
         connector has a bug, which must not end an engine that may still serve."""
         if self._eviction.unfinished and not self._always:
@@ -67,8 +67,8 @@ class Integrity:
             self.check()
         except Exception as error:
             self._counters.add("integrity_errors")
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_reported:
+                self._has_reported = True
                 bug = None if isinstance(error, LocalProtocolError) else error
                 logger.error(
                     "the integrity check of the scheduler side failed (logged once; integrity_errors counts on): %s",

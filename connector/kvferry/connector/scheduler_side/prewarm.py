@@ -34,7 +34,7 @@ class KnownProducers:
         if addresses:
             self._search = PeerPrewarmer(map(address_of, addresses), engine_id, self._hear, timeout_s, secrets)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """The engine's loop runs. Returns whether there is news for a step."""
         if self._search is not None and not self._is_started:
             self._is_started = True

@@ -32,7 +32,7 @@ from kvferry.scheduler.producer.lease import LeaseState, LeaseUse, WorkerAcks
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Counters
-from kvferry.scheduler.step import hear, next_orders
+from kvferry.scheduler.step import next_orders, receive_messages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -99,7 +99,7 @@ class SchedulerSide:
         self._drain_signal = DrainSignal()
         self._drain = Drain(self._drain_signal, self.leases, float(vllm_config.shutdown_timeout))
         self._renewer = LeaseRenewer(self.counters, self._secrets) if self._own.reads else None
-        self._listener = listen(self._own, self.counters, self._secrets, self.leases, self._idle.look)
+        self._listener = listen(self._own, self.counters, self._secrets, self.leases, self._idle.poll)
         self._known = KnownProducers(
             config.prewarm_peers, self._own.engine_id, config.handshake_timeout_s, self._secrets
         )
@@ -113,7 +113,7 @@ class SchedulerSide:
             logger.debug("req=%s correlation=%s", request.request_id, correlation)
         self._intake.receive(request)
         self._eviction.arrived(request)
-        self._say()
+        self._flush()
 
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
         """Tokens beyond the local prefix hit that can be loaded; None when vLLM is to ask again in the next step, since
@@ -137,7 +137,7 @@ class SchedulerSide:
             self.loads.allocated(request.request_id, num_external_tokens, local)
             if waits_since_s is not None and self.loads.state(request.request_id) is LoadState.LOADING:
                 self.counters.sample("order_wait_s", time.monotonic() - waits_since_s)
-            self._say()
+            self._flush()
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended.
@@ -148,7 +148,7 @@ class SchedulerSide:
         self.loads.finished(request.request_id)
         self._eviction.finished(request.request_id)
         self.tracing.finished(request.request_id)
-        self._say()
+        self._flush()
         use = self._intake.ended(request.request_id)
         if use is None or self.leases.state(request.request_id) is not LeaseState.COMPUTING:
             return False, None  # a lease that is held is of a request before this one, with the same id
@@ -176,16 +176,16 @@ class SchedulerSide:
         """
         if self._listener is not None:
             # Before leases are evicted: an engine that was idle does not know yet which leases are claimed.
-            hear(self._listener, self.leases, self._own.boot, self.counters)
+            receive_messages(self._listener, self.leases, self._own.boot, self.counters)
         asks = self._idle.begin_step()
         self._drain.step()
         self._eviction.evict()
-        if self._known.look():
+        if self._known.poll():
             for producer in self._known.take():
                 self.loads.prewarm_static(producer, time.monotonic())
         may_expire = not self._idle.is_waking  # else leases that were read while idle would count as expired
         orders = next_orders(self.leases, self.loads, self._own.boot, time.monotonic(), may_expire=may_expire)
-        self._integrity.look()
+        self._integrity.poll()
         metadata = _NOTHING
         if orders:
             self.tracing.ordered(orders.loads)
@@ -195,12 +195,12 @@ class SchedulerSide:
 
     def update(self, output: KVConnectorOutput) -> None:
         """What the workers report; vLLM frees nothing of this step before it."""
-        told = output.kv_connector_worker_meta
-        if isinstance(told, FerryWorkerMetadata):
-            self._quarantine.update(told.alive)
-            self._gauges.update(told.gauges)
-            self.tracing.told(told.loads)
-            self._free(told)
+        report = output.kv_connector_worker_meta
+        if isinstance(report, FerryWorkerMetadata):
+            self._quarantine.update(report.alive)
+            self._gauges.update(report.gauges)
+            self.tracing.loads_reported(report.loads)
+            self._free(report)
         failed = output.failed_recving or set()
         for request_id in output.finished_recving or ():
             if self.loads.state(request_id) not in _UNDER_WAY:
@@ -217,8 +217,8 @@ class SchedulerSide:
             prompt = self.loads.loaded(request_id)
             if prompt is not None:
                 self.counters.sample("handover_s", time.monotonic() - prompt.offered_s)
-        self._say()
-        self._integrity.look()
+        self._flush()
+        self._integrity.poll()
 
     def take_stats(self) -> FerryStats | None:
         """Counters and samples since the last call, and gauges that have changed."""
@@ -259,7 +259,7 @@ class SchedulerSide:
 
     def must_step(self) -> bool:
         """Whether the engine must step although it has no request; otherwise it is idle, however much it holds."""
-        return self._known.look() or self._idle.must_step(is_draining=self._drain.is_requested)
+        return self._known.poll() or self._idle.must_step(is_draining=self._drain.is_requested)
 
     def has_coming_blocks(self) -> bool:
         """Whether a running request need not be preempted, since blocks are coming in a step or two."""
@@ -282,7 +282,7 @@ class SchedulerSide:
             if self._eviction.unfinished[request_id].num_computed_tokens:
                 del self._intake.wanted[request_id]
         self.loads.decline_offered("reset")
-        self._say()
+        self._flush()
         return not self.loads.requests(*_UNDER_WAY)
 
     def check_integrity(self) -> None:
@@ -296,7 +296,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Give leases of other engines back, and stop the threads. Idempotent."""
         self.loads.give_all_back()
-        self._say()
+        self._flush()
         self._known.close()
         if self._listener is not None:
             self._listener.close()
@@ -311,17 +311,17 @@ class SchedulerSide:
         chosen = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
         return self._own.without_scratch(chosen, self.loads.shared_tokens(request.request_id))
 
-    def _free(self, told: FerryWorkerMetadata) -> None:
+    def _free(self, report: FerryWorkerMetadata) -> None:
         """Give back what every worker calls over; of leases alone whose hold the workers know."""
-        for worker, reported in told.over.items():
+        for worker, reported in report.over.items():
             held = [request_id for request_id in reported if self.leases.state(request_id) in _HELD]
             for request_id in self._acks.take(worker, held):
                 self.leases.sent(request_id)
                 self._held.give_back(request_id)
                 logger.debug("req=%s: its blocks are free", request_id)
-        self._idle.heard(told.over)
+        self._idle.reported(report.over)
 
-    def _say(self) -> None:
+    def _flush(self) -> None:
         """Hand the ledger's commands to the thread that sends them."""
         if self._renewer is not None and self.loads.has_commands:
             self._renewer.submit(self.loads.take_commands())

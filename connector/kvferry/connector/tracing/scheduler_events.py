@@ -63,7 +63,7 @@ class SchedulerTracing(Observer):
     def scheduled(self, output: SchedulerOutput) -> None:
         """A step is about to be taken."""
 
-    def told(self, loads: Mapping[int, bytes]) -> None:
+    def loads_reported(self, loads: Mapping[int, bytes]) -> None:
         """By worker, what has become of its loads."""
 
     def reported(self, request_id: str, *, good: bool) -> None:
@@ -165,7 +165,7 @@ class RecordedScheduler(SchedulerTracing):
                     self._unscheduled.remove(request.req_id)
                     self._record(DecodeScheduled(at_ns=time.time_ns(), request=_name(request.req_id)))
 
-    def told(self, loads: Mapping[int, bytes]) -> None:
+    def loads_reported(self, loads: Mapping[int, bytes]) -> None:
         if self._spans is not None:
             for worker, ended in loads.items():
                 self._spans.record(WorkerLoads(worker, ended))

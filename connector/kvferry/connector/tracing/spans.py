@@ -21,7 +21,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvferry.connector.tracing.worker_events import told_loads
+from kvferry.connector.tracing.worker_events import reported_loads
 from kvferry.trace.events import (
     DecodeArrived,
     Event,
@@ -47,10 +47,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoads:
-    """What a worker has told its scheduler of its loads, for `told_loads`."""
+    """What a worker has told its scheduler of its loads, for `reported_loads`."""
 
     worker: int
-    told: bytes
+    reported: bytes
 
 
 SpanItem = Event | WorkerLoads
@@ -121,7 +121,7 @@ class SpanBook:
             case LoadOrdered() if item.request in self._handovers:
                 self._handovers[item.request].ordered_ns = item.at_ns
             case WorkerLoads():
-                for load in told_loads(item.told):
+                for load in reported_loads(item.reported):
                     if load.request in self._handovers:
                         self._handovers[load.request].loads.append((item.worker, load))
             case LoadReported() if item.request in self._handovers:

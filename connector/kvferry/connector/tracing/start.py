@@ -12,7 +12,7 @@ from kvferry.connector.engine.local_engine import OwnEngine
 from kvferry.connector.tracing.scheduler_events import UNTRACED, RecordedScheduler, SchedulerTracing
 from kvferry.connector.tracing.spans import SpanItem
 from kvferry.connector.tracing.worker_events import UNTRACED as UNTRACED_WORKER
-from kvferry.connector.tracing.worker_events import LoadFile, RecordedWorker, ToldWorker, WorkerTracing
+from kvferry.connector.tracing.worker_events import LoadFile, RecordedWorker, ReportingWorker, WorkerTracing
 from kvferry.protocol.geometry import Place
 from kvferry.trace.events import TRACE_VERSION, Event, Part, ProcessStarted
 from kvferry.trace.recorder import Recorder
@@ -44,7 +44,7 @@ def worker_tracing(vllm_config: VllmConfig, config: FerryConfig, place: Place) -
     """
     opened = _file(vllm_config, config, Part.WORKER, "", str(place))
     recorded = UNTRACED_WORKER if opened is None else RecordedWorker(Recorder(LoadFile(opened)))
-    return ToldWorker(recorded) if has_opentelemetry_on(vllm_config) else recorded
+    return ReportingWorker(recorded) if has_opentelemetry_on(vllm_config) else recorded
 
 
 def has_opentelemetry_on(vllm_config: VllmConfig) -> bool:

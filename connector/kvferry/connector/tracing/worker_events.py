@@ -28,8 +28,8 @@ class WorkerTracing:
     def ended(self, loads: Sequence[LoadRecord]) -> None:
         """These loads are over."""
 
-    def take_told(self) -> bytes:
-        """Of loads that ended since the last call, for `told_loads` in the scheduler; empty for nothing."""
+    def take_reported(self) -> bytes:
+        """Of loads that ended since the last call, for `reported_loads` in the scheduler; empty for nothing."""
         return b""
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class RecordedWorker(WorkerTracing):
         self._file.close()
 
 
-class ToldWorker(WorkerTracing):
+class ReportingWorker(WorkerTracing):
     """Keeps every load for the scheduler, and passes all on."""
 
     def __init__(self, other: WorkerTracing) -> None:
@@ -88,7 +88,7 @@ class ToldWorker(WorkerTracing):
         self._ended += [load_event(load, offset_ns) for load in loads]
         self._other.ended(loads)
 
-    def take_told(self) -> bytes:
+    def take_reported(self) -> bytes:
         if not self._ended:
             return b""
         ended, self._ended = self._ended, []
@@ -98,9 +98,9 @@ class ToldWorker(WorkerTracing):
         self._other.close()
 
 
-def told_loads(told: bytes) -> list[LoadEnded]:
-    """What `take_told` has encoded, in this version of kvferry."""
-    return _DECODER.decode(told)
+def reported_loads(reported: bytes) -> list[LoadEnded]:
+    """What `take_reported` has encoded, in this version of kvferry."""
+    return _DECODER.decode(reported)
 
 
 def wall_offset_ns() -> int:

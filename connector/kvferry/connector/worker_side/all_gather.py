@@ -47,9 +47,9 @@ def gather_workers(
     """
     known: list[bytes | str] = [f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else encode(mine)]
     for group in groups:
-        told: list[Any] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(told, known, group=group)
-        known = [description for rank in told for description in rank]
+        reported: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(reported, known, group=group)
+        known = [description for rank in reported for description in rank]
     if isinstance(mine, Exception):
         raise mine
     failed = [f"worker {index}: {error}" for index, error in enumerate(known) if isinstance(error, str)]

@@ -57,7 +57,7 @@ class WorkerSide:
         self._index = 0
         self._handshake: FerryHandshake | None = None
         self._step = StepResults()
-        self._has_told = True
+        self._has_reported = True
         self._labels = PeerLabels(config.max_peer_labels)
         self._is_asked = False
         self._is_idle = False
@@ -107,7 +107,7 @@ class WorkerSide:
         """
         patience_s = _IDLE_PATIENCE_S if self._is_idle else 0.0
         self._step = self._worker.take_results(patience_s) if self._worker is not None else StepResults()
-        self._has_told = False
+        self._has_reported = False
         if self._step.load_records:
             self._tracing.ended(self._step.load_records)
         failed = set(self._step.failed)
@@ -119,16 +119,16 @@ class WorkerSide:
 
     def take_stats(self) -> FerryStats | None:
         """Figures of the step whose results were taken last."""
-        if self._has_told:
+        if self._has_reported:
             return None
-        self._has_told = True
+        self._has_reported = True
         return FerryStats.of_results(self._step, self._labels)
 
     def take_metadata(self) -> FerryWorkerMetadata | None:
         """Which leases are over, what loads did; which blocks may still be written, and the worker's gauges, when they
         have changed."""
         alive, over, is_asked = self._step.alive, frozenset(self._step.sent), self._is_asked
-        gauges, loads = self._step.gauges, self._tracing.take_told()
+        gauges, loads = self._step.gauges, self._tracing.take_reported()
         self._step.alive, self._step.sent, self._step.gauges, self._is_asked = None, set(), None, False
         if alive is None and not over and not is_asked and gauges is None and not loads:
             return None

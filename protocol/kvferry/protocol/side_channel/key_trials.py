@@ -52,7 +52,7 @@ class KeyTrials:
         """Whether something may be said over a connection with `secret`, once it stands."""
         return self.secret is not None or not self._secrets
 
-    def heard(self, event: ConnectionEvent) -> NextStep:
+    def on_event(self, event: ConnectionEvent) -> NextStep:
         """The next step after this event of a connection with `secret`."""
         if not self._secrets:
             return self._heard_in_plain(event)

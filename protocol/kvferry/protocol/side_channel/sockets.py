@@ -134,7 +134,7 @@ class ConnectionEvent(enum.Enum):
 
 
 def watch_handshakes(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """Before `connect`: a monitor socket for `heard`, one event an attempt. Close it after `disable_monitor`."""
+    """Before `connect`: a monitor socket for `read_event`, one event an attempt. Close it after `disable_monitor`."""
     return _watch(socket, _HANDSHAKE_EVENTS)
 
 
@@ -152,7 +152,7 @@ def _watch(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
     return monitor
 
 
-def heard(monitor: zmq.Socket[bytes]) -> ConnectionEvent | None:
+def read_event(monitor: zmq.Socket[bytes]) -> ConnectionEvent | None:
     """The next event of a monitor socket; None when there is none."""
     try:
         event, value = _EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])

@@ -179,22 +179,22 @@ class ProducerLedger:
         if lease is None:
             return
         self._advance(lease, LeaseEvent.ABANDON)
-        untold = [order for order in self._pending.opens if order.slot == lease.slot]
-        if untold:
-            self._pending.opens.remove(untold[0])
+        unreported = [order for order in self._pending.opens if order.slot == lease.slot]
+        if unreported:
+            self._pending.opens.remove(unreported[0])
         else:
             self._pending.ends.append(self._end_order(lease))
         self._counters.add(_RELEASED[lease.use], how)
         self.observer.lease_over(lease, how)
 
-    def renew(self, name: LeaseName, heard_s: float | None = None) -> bool:
-        """A consumer still waits: the lease lives `lease_s` at least from `heard_s` on, by the ledger's clock; now when
-        None. False when there is no such lease."""
+    def renew(self, name: LeaseName, received_s: float | None = None) -> bool:
+        """A consumer still waits: the lease lives `lease_s` at least from `received_s` on, by the ledger's clock; now
+        when None. False when there is no such lease."""
         lease = self._find(name)
         if lease is None or lease.state is LeaseState.ENDING:
             self._counters.add("renewals_unknown")
             return False
-        lease.claimed_until_s = (self.clock_s if heard_s is None else heard_s) + self.lease_s
+        lease.claimed_until_s = (self.clock_s if received_s is None else received_s) + self.lease_s
         lease.deadline_s = max(lease.deadline_s, lease.claimed_until_s)
         return True
 
@@ -302,9 +302,9 @@ class ProducerLedger:
         timeless = [x.slot for x in leases if x.state is LeaseState.HELD and (x.slot, x.epoch) not in watched]
         if timeless:
             raise LocalProtocolError(f"lease table: {len(timeless)} held leases have no deadline; {sums}")
-        untold = sorted(lease.slot for lease in self._pending.finished)
-        if untold != sorted(x.slot for x in leases if x.state is LeaseState.FINISHED):
-            raise LocalProtocolError(f"lease table: {len(untold)} holds to be announced; {sums}")
+        unreported = sorted(lease.slot for lease in self._pending.finished)
+        if unreported != sorted(x.slot for x in leases if x.state is LeaseState.FINISHED):
+            raise LocalProtocolError(f"lease table: {len(unreported)} holds to be announced; {sums}")
         held = {lease.request_id for lease in leases if lease.state is not LeaseState.COMPUTING}
         if self.kept.requests() != held:
             raise LocalProtocolError(f"lease table: {len(self.kept.requests())} requests keep blocks; {sums}")

@@ -120,8 +120,8 @@ def _received(file: int) -> int:
     if _TCP_INFO is None:
         return 0
     with contextlib.suppress(OSError, struct.error), _copy(file) as connection:
-        told = connection.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
-        return int(_RECEIVED.unpack_from(told, _RECEIVED_AT)[0])
+        reported = connection.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
+        return int(_RECEIVED.unpack_from(reported, _RECEIVED_AT)[0])
     return 0
 
 
@@ -171,7 +171,7 @@ class Refusals:
         unfinished: is told of connections that come and go.
 
     Attributes:
-        monitor: to be polled; when it is readable, call `hear`. None before `watch`.
+        monitor: to be polled; when it is readable, call `on_event`. None before `watch`.
     """
 
     def __init__(self, counters: Counters, unfinished: UnfinishedMessages) -> None:
@@ -190,7 +190,7 @@ class Refusals:
         self.monitor.setsockopt(zmq.LINGER, 0)
         self.monitor.connect(address)
 
-    def hear(self) -> None:
+    def on_event(self) -> None:
         """Take one event of the monitor."""
         if self.monitor is None:
             return

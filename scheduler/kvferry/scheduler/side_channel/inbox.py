@@ -27,48 +27,48 @@ class Heard(NamedTuple):
 
     Attributes:
         boot: whom it was said to.
-        heard_s: when, by the engine's own `AwakeClock`; None where that is not known.
+        received_s: when, by the engine's own `AwakeClock`; None where that is not known.
     """
 
     kind: type[LeaseMessage]
     boot: str
     name: LeaseName
-    heard_s: float | None
+    received_s: float | None
 
 
 class LeaseInbox:
     """Filled by the listener's thread, taken by the engine's."""
 
     def __init__(self) -> None:
-        self._heard: dict[tuple[type[LeaseMessage], str, LeaseName], float | None] = {}
+        self._received: dict[tuple[type[LeaseMessage], str, LeaseName], float | None] = {}
         self._lock = threading.Lock()
 
-    def put(self, message: LeaseMessage, heard_s: float | None = None) -> bool:
+    def put(self, message: LeaseMessage, received_s: float | None = None) -> bool:
         """Remember all that a message says. False, and nothing is remembered, when too much waits already."""
         kind = type(message)
         with self._lock:
-            new = sum((kind, message.boot, name) not in self._heard for name in set(message.leases))
-            if len(self._heard) + new > MAX_WAITING_LEASES:
+            new = sum((kind, message.boot, name) not in self._received for name in set(message.leases))
+            if len(self._received) + new > MAX_WAITING_LEASES:
                 return False
             for name in message.leases:
-                self._heard.pop((kind, message.boot, name), None)  # what was said last comes last
-                self._heard[kind, message.boot, name] = heard_s
+                self._received.pop((kind, message.boot, name), None)  # what was said last comes last
+                self._received[kind, message.boot, name] = received_s
         return True
 
     def take(self) -> list[Heard]:
         """Everything, in the order in which it was said last."""
-        if not self._heard:
+        if not self._received:
             return []
         with self._lock:
-            heard, self._heard = self._heard, {}
-        return [Heard(*key, heard_s) for key, heard_s in heard.items()]
+            received, self._received = self._received, {}
+        return [Heard(*key, received_s) for key, received_s in received.items()]
 
     def qsize(self) -> int:
         """Leases that wait; one that was renewed and released counts twice."""
-        return len(self._heard)
+        return len(self._received)
 
     def empty(self) -> bool:
-        return not self._heard
+        return not self._received
 
 
 T = TypeVar("T")

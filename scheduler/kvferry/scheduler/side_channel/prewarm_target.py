@@ -34,9 +34,9 @@ from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import (
     CURVE_OVERHEAD_BYTES,
     ConnectionEvent,
-    heard,
     keep_alive,
     protect_asker,
+    read_event,
     watch_connection,
 )
 
@@ -65,7 +65,7 @@ class PrewarmTarget:
 
     Attributes:
         due_s: when `turn` is to be called at the latest.
-        sockets: when one of them is readable, call `hear`.
+        sockets: when one of them is readable, call `on_event`.
         trouble: why it is not known; empty while nothing is wrong.
     """
 
@@ -102,7 +102,7 @@ class PrewarmTarget:
         self._trials = KeyTrials(self._secrets)
         self._open(now_s)
 
-    def hear(self, now_s: float) -> Prewarm | None:
+    def on_event(self, now_s: float) -> Prewarm | None:
         """Bring it on by what can be read. Returns who has answered, once per connection."""
         try:
             producer = self._hear_answer(now_s)
@@ -148,7 +148,7 @@ class PrewarmTarget:
         return None
 
     def _hear_event(self, now_s: float) -> None:
-        event = heard(self.sockets[1])
+        event = read_event(self.sockets[1])
         if event is None:
             return
         if self._state is _State.KNOWN:
@@ -157,7 +157,7 @@ class PrewarmTarget:
             return
         if event is ConnectionEvent.ENDED:
             return  # of an attempt; what came of it is told by itself
-        next_step = self._trials.heard(event)
+        next_step = self._trials.on_event(event)
         if next_step is NextStep.AGAIN:
             self.close()
             self._open(now_s)

@@ -126,7 +126,7 @@ class PeerPrewarmer:
 
     def _advance(self, target: PrewarmTarget, now_s: float) -> None:
         if target.sockets:
-            producer = target.hear(now_s)
+            producer = target.on_event(now_s)
             if producer is not None:
                 self._answered(target, producer)
         if target.due_s <= now_s and target.turn(now_s):

@@ -17,7 +17,7 @@ from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import channel_address
 from kvferry.protocol.side_channel.key_trials import KeyTrials, NextStep
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.protocol.side_channel.sockets import heard, keep_alive, protect_asker, watch_handshakes
+from kvferry.protocol.side_channel.sockets import keep_alive, protect_asker, read_event, watch_handshakes
 from kvferry.scheduler.side_channel.addresses import Found, HostNames, address_of
 from kvferry.scheduler.state.counters import Counters
 
@@ -37,7 +37,7 @@ class PeerChannel:
     Attributes:
         used_s: when something was last to be sent.
         is_connecting: whether there is an address already.
-        monitor: to be polled; when it is readable, call `hear`. None when nothing is to be heard.
+        monitor: to be polled; when it is readable, call `on_event`. None when nothing is to be heard.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], port: int, secrets: Secrets) -> None:
@@ -75,17 +75,17 @@ class PeerChannel:
         else:
             raise HandshakeFailed("too much waits for its connection")
 
-    def hear(self) -> None:
+    def on_event(self) -> None:
         """Bring the connection on, by one event.
 
         Raises:
             PeerRefused: the secrets of both ends do not go together; nothing was sent.
             zmq.ZMQError: what waited could not be sent.
         """
-        event = heard(self.monitor) if self.monitor is not None else None
+        event = read_event(self.monitor) if self.monitor is not None else None
         if event is None:
             return
-        next_step = self._trials.heard(event)
+        next_step = self._trials.on_event(event)
         if next_step is NextStep.SPEAK:
             self._stop_listening()
             waiting, self._waiting = self._waiting, []
@@ -209,7 +209,7 @@ class PeerSockets:
             if endpoint is None:
                 continue
             try:
-                self._channels[endpoint].hear()
+                self._channels[endpoint].on_event()
             except zmq.ZMQError as refused:
                 self._give_up(endpoint, str(refused))
             except PeerRefused as refused:

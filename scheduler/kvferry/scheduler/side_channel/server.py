@@ -129,13 +129,13 @@ class SideChannelListener:
     def _serve(self) -> None:
         served: dict[zmq.Socket[bytes], Callable[[], None]] = {self._socket: self._take_one}
         if self._refusals.monitor is not None:
-            served[self._refusals.monitor] = self._refusals.hear
+            served[self._refusals.monitor] = self._refusals.on_event
         if self._curve_auth is not None:
             served[self._curve_auth.socket] = self._curve_auth.answer
         poller = zmq.Poller()
         for socket in (self._controlled, *served):
             poller.register(socket, zmq.POLLIN)
-        while self._controlled not in (ready := dict(poller.poll(self._look_after_ms()))):
+        while self._controlled not in (ready := dict(poller.poll(self._next_poll_ms()))):
             self._wind()
             self._guarded(self._tick)
             for socket, serve in served.items():
@@ -146,7 +146,7 @@ class SideChannelListener:
         for socket in (self._controlled, *served):
             socket.close()
 
-    def _look_after_ms(self) -> int | None:
+    def _next_poll_ms(self) -> int | None:
         """How long the thread may sleep; None for as long as nobody says anything."""
         clock_ms = [math.ceil(self._clock.period_s * 1000)] if self._clock is not None else []
         return min([LOOK_MS, *clock_ms] if self._unfinished else clock_ms, default=None)

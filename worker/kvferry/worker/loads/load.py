@@ -300,8 +300,8 @@ class Load:
             self.reads.finished(transfer)
 
     def _totals(self, planned: Planned, handles: list[Transfer]) -> LoadTotals:
-        told = [self.context.fabric.telemetry(transfer) for transfer in handles]
-        known = [one for one in told if one is not None]
+        reported = [self.context.fabric.telemetry(transfer) for transfer in handles]
+        known = [one for one in reported if one is not None]
         self._release(handles)
         staged = self.staged.totals if self.staged is not None else StagedTotals()
         self.times.relayout_s = staged.relayout_s

@@ -108,15 +108,15 @@ class GaugeReporter:
         self._registry = registry
         self._pool = staging.pool if staging is not None else None
         self._results = results
-        self._told = (-1, -1)
+        self._reported = (-1, -1)
 
     def poll(self) -> None:
         """Report the values if they have changed; the latest report counts."""
         used = self._pool.used_bytes if self._pool is not None else 0
         now = (self._registry.num_ready, used)
-        if now == self._told:
+        if now == self._reported:
             return
-        self._told = now
+        self._reported = now
         capacity = self._pool.capacity if self._pool is not None else 0
         with self._results as results:
             results.gauges = WorkerGauges(*now, capacity)

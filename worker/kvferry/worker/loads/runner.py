@@ -40,7 +40,7 @@ class Quarantine:
         """Whose blocks must not be used."""
         return frozenset(load.order.request_id for load in self._since_s)
 
-    def look(self) -> list[Load]:
+    def poll(self) -> list[Load]:
         """Let go of those whose blocks are safe.
 
         Returns:
@@ -148,7 +148,7 @@ class LoadRunner:
         self._stretched_s += time.monotonic() - max(begun_s, self._context.reader.let_go_s)
         if not self._round:
             self.round_s, self._stretched_s = self._stretched_s, 0.0
-            ended |= self._look_into_quarantine() | self._end_flushes()
+            ended |= self._poll_quarantine() | self._end_flushes()
         if ended:
             self._in_use = None
         return ended or moved
@@ -240,10 +240,10 @@ class LoadRunner:
         self._flushing = in_flight
         return ended
 
-    def _look_into_quarantine(self) -> bool:
+    def _poll_quarantine(self) -> bool:
         now_s = time.monotonic()
         oldest_s = self.quarantine.oldest_s(now_s)
-        over = self.quarantine.look()
+        over = self.quarantine.poll()
         if over:
             logger.info(
                 "%s: the blocks are out of quarantine, the oldest after %.1f s; %d loads are left in it",

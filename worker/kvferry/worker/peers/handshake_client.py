@@ -28,9 +28,9 @@ from kvferry.protocol.side_channel.key_trials import KeyTrials, NextStep
 from kvferry.protocol.side_channel.secrets import Secret, Secrets
 from kvferry.protocol.side_channel.sockets import (
     CURVE_OVERHEAD_BYTES,
-    heard,
     keep_alive,
     protect_asker,
+    read_event,
     watch_handshakes,
 )
 
@@ -205,7 +205,7 @@ def _answer(
         try:
             if trials.may_speak:
                 socket.send(request, zmq.NOBLOCK)
-            next_step = _heard(socket, monitor, trials, deadline_s)
+            next_step = _wait_for_event(socket, monitor, trials, deadline_s)
             if next_step is NextStep.SPEAK:
                 if not socket.poll(_left_ms(deadline_s)):
                     raise zmq.Again
@@ -216,7 +216,9 @@ def _answer(
             raise PeerRefused(f"{host}:{port} cannot be spoken to: {trials.why}")
 
 
-def _heard(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], trials: KeyTrials, deadline_s: float) -> NextStep:
+def _wait_for_event(
+    socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], trials: KeyTrials, deadline_s: float
+) -> NextStep:
     """The next step; `SPEAK` as soon as an answer is there, even before its event.
 
     Raises:
@@ -231,8 +233,8 @@ def _heard(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], trials: KeyTri
             return NextStep.SPEAK
         if monitor not in ready:
             raise zmq.Again
-        event = heard(monitor)
-        next_step = NextStep.WAIT if event is None else trials.heard(event)
+        event = read_event(monitor)
+        next_step = NextStep.WAIT if event is None else trials.on_event(event)
         if next_step is not NextStep.WAIT:
             return next_step
 

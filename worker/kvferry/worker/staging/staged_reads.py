@@ -191,9 +191,9 @@ class StagedReads:
     def _advance(self, flight: _Flight) -> None:
         fabric = self._reader.fabric
         if flight.transfer is not None and fabric.poll(flight.transfer) is TransferState.DONE:
-            told = fabric.telemetry(flight.transfer)
-            if told is not None:
-                self.totals.telemetry.append(told)
+            reported = fabric.telemetry(flight.transfer)
+            if reported is not None:
+                self.totals.telemetry.append(reported)
             done, flight.transfer = flight.transfer, None
             flight.read_s = time.monotonic()
             flight.reads.finished(done)
