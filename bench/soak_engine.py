@@ -141,11 +141,11 @@ class SoakEngine(CacheEngine):
         """
         self.is_dead = True
         self.listener.close()
-        thread = threading.Thread(target=self._bury, name="soak-bury")
+        thread = threading.Thread(target=self._close_later, name="soak-close")
         thread.start()
         return thread
 
-    def _bury(self) -> None:
+    def _close_later(self) -> None:
         self.renewer.close()
         for worker in self.workers:
             worker.close()

@@ -50,7 +50,7 @@ def _be_engine(start: Start, channel: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the engines: the kernel buries them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the engines are not waited for: the kernel reaps them
     os.dup2(2, 1)  # UCX writes its warnings to file descriptor 1
     torch.set_num_threads(1)
     load_bindings()

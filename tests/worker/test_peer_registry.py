@@ -178,13 +178,13 @@ def test_a_first_read_that_does_not_end_gives_nothing_back_before_it_has(scene: 
     found = scene.registry.get(KEY, 1.1)
     assert isinstance(found, Unavailable)
     assert found.reason is FailureReason.HANDSHAKE
-    assert scene.registry.burying()
+    assert scene.registry.closing()
     assert not scene.registry.busy()
     assert scene.slot_reads.free() == ENTRIES - 1
     scene.network.thaw("producer")
     scene.registry.step(2.0, ())
     assert scene.nothing_is_left()
-    assert not scene.registry.burying()
+    assert not scene.registry.closing()
     assert isinstance(scene.connect(100.0), Peer)
 
 
@@ -317,7 +317,7 @@ def test_what_comes_and_goes_by_the_thousand_leaves_nothing(scene: Scene, monkey
     assert scene.nothing_is_left()
     assert scene.fabric.prepared() == 1, "that of the slot reads"
     assert scene.fabric.open_handles() == OpenHandles(prepared=1)
-    assert scene.registry.describe().startswith("0 ready, 0 warming, 0 dying, 0 retired, 0 asked")
+    assert scene.registry.describe().startswith("0 ready, 0 warming, 0 retiring, 0 retired, 0 asked")
 
 
 def test_failures_are_remembered_of_a_bounded_number_of_peers_and_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

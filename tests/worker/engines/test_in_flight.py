@@ -106,9 +106,9 @@ def test_a_first_read_that_failed_keeps_its_cell_for_the_grace(
     slot_reads, registry = consumer.worker._slot_reads, consumer.worker._registry
     assert registry is not None
     assert slot_reads.free() == len(slot_reads.words) - 1
-    assert registry.burying()
+    assert registry.closing()
     consumer.worker.check_integrity()
     assert consumer.worker._thread is not None
     consumer.worker._thread._reader.grace_s = 0.0
-    wait_until(lambda: not registry.burying(), "the grace is over", 60.0)
+    wait_until(lambda: not registry.closing(), "the grace is over", 60.0)
     consumer.worker.check_integrity(idle=True)

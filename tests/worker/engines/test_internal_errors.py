@@ -32,7 +32,7 @@ def recovers(rig: Rig, producer: Engine, consumer: Engine) -> None:
     rig.step_until(lambda: not consumer.seen.alive, "the quarantine is over")
     rig.step_until(lambda: len(producer.leases) == 0, "the producer's blocks are free")
     wait_until(
-        lambda: not consumer.worker._registry or not consumer.worker._registry.burying(), "the failed peer is buried"
+        lambda: not consumer.worker._registry or not consumer.worker._registry.closing(), "the failed peer is closed"
     )
     rig.step_until(lambda: _works(rig, producer, consumer), "a later load is good")
     assert consumer.worker._slot_reads.free() == len(consumer.worker._slot_reads.words)

@@ -229,7 +229,7 @@ class TransferThread:
         pauses_s = []
         if self._table.held():
             pauses_s.append(self._notification_pause_s)
-        if len(self.runner.quarantine) or self.runner.flushing() or self._registry.burying() or self._reader.refused():
+        if len(self.runner.quarantine) or self.runner.flushing() or self._registry.closing() or self._reader.refused():
             pauses_s.append(_QUARANTINE_PAUSE_S)
         return min(pauses_s, default=None)
 

@@ -96,7 +96,7 @@ class PeerRegistry:
         self._back_off = BackOff()
         self._warming: dict[PeerKey, Warming] = {}
         self._ready: dict[PeerKey, _Ready] = {}  # the one used last is last
-        self._dying: list[Warming] = []
+        self._retiring: list[Warming] = []
         self._retired: list[Peer] = []
         self._asked_s: dict[PeerKey, float] = {}
         self._handshake_s: list[float] = []
@@ -106,9 +106,9 @@ class PeerRegistry:
         """Whether `step` must be called again soon without being woken."""
         return bool(self._warming) or self._handshakes.has_arrivals()
 
-    def burying(self) -> bool:
+    def closing(self) -> bool:
         """Whether `step` must be called again, at leisure: first reads were given up and have not ended."""
-        return bool(self._dying)
+        return bool(self._retiring)
 
     @property
     def num_ready(self) -> int:
@@ -137,12 +137,12 @@ class PeerRegistry:
 
     def first_reads(self) -> list[Warming]:
         """First reads that are under way, or were given up and have not ended."""
-        return [*self._warming.values(), *self._dying]
+        return [*self._warming.values(), *self._retiring]
 
     def describe(self) -> str:
         """How many there are of each kind, for an error."""
         return (
-            f"{len(self._ready)} ready, {len(self._warming)} warming, {len(self._dying)} dying, "
+            f"{len(self._ready)} ready, {len(self._warming)} warming, {len(self._retiring)} retiring, "
             f"{len(self._retired)} retired, {len(self._handshakes)} asked, {len(self._back_off)} given up"
         )
 
@@ -197,7 +197,7 @@ class PeerRegistry:
             changed = True
         for key, warming in list(self._warming.items()):
             changed |= self._warm(key, warming, now_s)
-        self._dying = [warming for warming in self._dying if not self._bury(warming)]
+        self._retiring = [warming for warming in self._retiring if not self._try_close(warming)]
         for key in self._static.seek(now_s):
             self.prewarm(key, now_s)
         self._retire_unused(now_s, in_use)
@@ -290,10 +290,10 @@ class PeerRegistry:
     def _abandon(self, key: PeerKey, warming: Warming, error: Exception, now_s: float) -> None:
         del self._warming[key]
         self._failed(key, error, now_s)
-        if not self._bury(warming):
-            self._dying.append(warming)
+        if not self._try_close(warming):
+            self._retiring.append(warming)
 
-    def _bury(self, warming: Warming) -> bool:
+    def _try_close(self, warming: Warming) -> bool:
         """Give everything back once no read can land any more; a read that was not aborted still may."""
         if not warming.reads.settle():
             return False
