@@ -76,8 +76,8 @@ class Setup:
         return Shape.of(
             [Axis(HEADS, here[0], there[0]), Axis(unit, here[1], there[1])],
             DIM if self.conversion else self.remote.cell_bytes,
-            source_pace=(self.remote.block_bytes, unit * here[1]),
-            destination_pace=(self.local.block_bytes, unit * there[1]),
+            source_unit_stride=(self.remote.block_bytes, unit * here[1]),
+            destination_unit_stride=(self.local.block_bytes, unit * there[1]),
             conversion=self.conversion,
         )
 

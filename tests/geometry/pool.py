@@ -77,8 +77,8 @@ def _wave_copies(
         inner = np.array([axis.source_stride for axis in shape.axes], np.int64) @ combinations
         outer = np.array([axis.destination_stride for axis in shape.axes], np.int64) @ combinations
         # [pieces, units, combinations of the axes]
-        at = (pieces[:, SOURCE, None] + here @ np.array(shape.source_pace))[:, :, None] + inner
-        to = (pieces[:, DESTINATION, None] + there @ np.array(shape.destination_pace))[:, :, None] + outer
+        at = (pieces[:, SOURCE, None] + here @ np.array(shape.source_unit_stride))[:, :, None] + inner
+        to = (pieces[:, DESTINATION, None] + there @ np.array(shape.destination_unit_stride))[:, :, None] + outer
         src, dst = at.ravel(), cast(Ints, to.ravel())
         if not len(src):
             continue

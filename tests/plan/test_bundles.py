@@ -57,8 +57,8 @@ def unit_bytes(one: Part, tensor_: PagedTensor, block: int, position: int) -> li
 def runs_of(found: Sequence[Bundle], here: tuple[int, int], there: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
     """`(local address, remote address, length)` of every descriptor of one unit: `(block, position)` on both sides."""
     for one in found:
-        local = here[0] * one.local_pace.block_stride + here[1] * one.local_pace.position_stride
-        remote = there[0] * one.remote_pace.block_stride + there[1] * one.remote_pace.position_stride
+        local = here[0] * one.local_unit_stride.block_stride + here[1] * one.local_unit_stride.position_stride
+        remote = there[0] * one.remote_unit_stride.block_stride + there[1] * one.remote_unit_stride.position_stride
         for base in one.bases:
             for steps in itertools.product(*(range(axis.steps) for axis in one.axes)):
                 to = sum(step * axis.local_stride for step, axis in zip(steps, one.axes, strict=True))
@@ -256,4 +256,4 @@ def test_a_state_is_its_heads_whatever_the_tokens_of_its_blocks_are() -> None:
     there = tensor(block_tokens=16, tile_tokens=16, tile_stride=0, heads=Range(2, 4), head_stride=8, block_stride=32)
     (one,) = check(part(here, there, Range(2, 4), "state"))
     assert (one.run_bytes, one.unit_runs) == (16, 1)
-    assert (one.local_pace.position_stride, one.remote_pace.position_stride) == (0, 0)
+    assert (one.local_unit_stride.position_stride, one.remote_unit_stride.position_stride) == (0, 0)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.runs import MAX_DESCRIPTORS, Axis, Bundle, Pace, grid
+from kvferry.plan.runs import MAX_DESCRIPTORS, Axis, Bundle, UnitStride, grid
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Placing, Route
 
@@ -146,7 +146,7 @@ class _Side(NamedTuple):
     run_bytes: int
     bases: np.ndarray
     strides: tuple[int, ...]
-    pace: Pace
+    unit_stride: UnitStride
     positions: int
 
 
@@ -154,14 +154,16 @@ def _local_side(bundle: Bundle) -> _Side:
     bases = np.array([base for base, _ in bundle.bases], dtype=np.int64)
     strides = tuple(axis.local_stride for axis in bundle.axes)
     return _Side(
-        bundle.local_run_bytes, bases, strides, bundle.local_pace, bundle.tokens.positions(bundle.tokens.local)
+        bundle.local_run_bytes, bases, strides, bundle.local_unit_stride, bundle.tokens.positions(bundle.tokens.local)
     )
 
 
 def _remote_side(bundle: Bundle) -> _Side:
     bases = np.array([base for _, base in bundle.bases], dtype=np.int64)
     strides = tuple(axis.remote_stride for axis in bundle.axes)
-    return _Side(bundle.run_bytes, bases, strides, bundle.remote_pace, bundle.tokens.positions(bundle.tokens.remote))
+    return _Side(
+        bundle.run_bytes, bases, strides, bundle.remote_unit_stride, bundle.tokens.positions(bundle.tokens.remote)
+    )
 
 
 class _Fold(NamedTuple):
@@ -174,9 +176,9 @@ class _Fold(NamedTuple):
 
 def _fold(axes: Sequence[Axis], side: _Side) -> _Fold | None:
     """What goes on from block to block at one distance, if anything does: it needs no rows of its own."""
-    pace, positions = side.pace, side.positions
-    if positions * pace.position_stride == pace.block_stride or positions == 1:
-        reach = pace.position_stride if positions > 1 else pace.block_stride
+    unit_stride, positions = side.unit_stride, side.positions
+    if positions * unit_stride.position_stride == unit_stride.block_stride or positions == 1:
+        reach = unit_stride.position_stride if positions > 1 else unit_stride.block_stride
         for index, axis in enumerate(axes):
             if axis.steps * side.strides[index] == reach:
                 return _Fold(index, axis.steps, axis.steps * positions)
@@ -202,7 +204,7 @@ class _Rows:
         Returns:
             int32 `[bases × runs, positions]`, the first descriptor of each; and the descriptors per block.
         """
-        pace, positions = side.pace, side.positions
+        unit_stride, positions = side.unit_stride, side.positions
         every = grid([axis.steps for axis in bundle.axes])
         strides = np.array(side.strides, dtype=np.int64)
         at = np.arange(positions, dtype=np.int64)
@@ -211,7 +213,7 @@ class _Rows:
             step = 1
             row_of = (np.arange(every.shape[1], dtype=np.int64) * positions)[:, None] + at
             inside = np.zeros_like(row_of)
-            offsets = ((strides @ every)[:, None] + at * pace.position_stride).ravel()
+            offsets = ((strides @ every)[:, None] + at * unit_stride.position_stride).ravel()
         else:
             step = fold.steps
             others = [index for index in range(len(bundle.axes)) if index != fold.axis]
@@ -222,12 +224,12 @@ class _Rows:
             inner = every[fold.axis] if fold.axis is not None else none
             inside = inner[:, None] + at * fold.axis_steps
             offsets = np.asarray(strides[others] @ grid(shape))
-        per_row = pace.blocks * step
+        per_row = unit_stride.blocks * step
         first_rows = np.arange(len(side.bases), dtype=np.int64)[:, None, None] * len(offsets)
         starts = self._descriptors + (first_rows + row_of) * per_row + inside
         rows = np.empty((len(side.bases), len(offsets), 5), dtype=np.int64)
         rows[:, :, 0] = side.bases[:, None] + offsets
-        rows[:, :, 1:] = (side.run_bytes, self._device, pace.block_stride // step, per_row)
+        rows[:, :, 1:] = (side.run_bytes, self._device, unit_stride.block_stride // step, per_row)
         self._rows.append(rows.reshape(-1, 5))
         self._descriptors += len(side.bases) * len(offsets) * per_row
         return starts.reshape(-1, positions).astype(np.int32), step

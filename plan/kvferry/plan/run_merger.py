@@ -1,9 +1,9 @@
 """Merging paged tensors into the longest runs that both sides share.
 
-The bytes of one unit of one tensor are a nest of axes around a contiguous run: heads, tiles, the elements of a cell. An
-axis whose strides equal the run's length on both sides is part of the run; two tensors whose runs are adjacent on both
-sides (K and V of `[K|V]`, the layers of a blocks-first cache) are one. Both rules are applied until neither finds
-anything. What remains is one descriptor per combination of the axes.
+The bytes of one unit of one tensor are a strided run: axes (heads, tiles, the elements of a cell) around a contiguous
+run. An axis whose strides equal the run's length on both sides is part of the run; two tensors whose runs are adjacent
+on both sides (K and V of `[K|V]`, the layers of a blocks-first cache) are one. Both rules are applied until neither
+finds anything. What remains is one descriptor per combination of the axes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvferry.plan.conversion import Conversion
-from kvferry.plan.runs import Axis, Bundle, Pace, Part, Reading
+from kvferry.plan.runs import Axis, Bundle, Part, Reading, UnitStride
 from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.geometry import PagedTensor
 
@@ -34,16 +34,16 @@ def producer_runs(parts: Sequence[Part], reading: Reading) -> tuple[Bundle, ...]
 
 
 class _Loops(NamedTuple):
-    """How a nest goes on, its run apart."""
+    """Loop structure without the run."""
 
     tokens: TokenMap
     axes: tuple[Axis, ...]
-    local_pace: Pace
-    remote_pace: Pace
+    local_unit_stride: UnitStride
+    remote_unit_stride: UnitStride
     items: tuple[int, int]
 
 
-class _Nest(NamedTuple):
+class _StridedRun(NamedTuple):
     loops: _Loops
     run: int
     local_base: int
@@ -52,22 +52,22 @@ class _Nest(NamedTuple):
     conversion: Conversion | None
 
 
-class _Loom:
-    """Makes nests. Equal loops are one object, found once per shape: layers differ only in where they are."""
+class _RunMerger:
+    """Makes strided runs. Equal loops are one object, found once per shape: layers differ only in their addresses."""
 
     def __init__(self) -> None:
         self._by_shape: dict[tuple[object, ...], tuple[_Loops, int]] = {}
         self._equal: dict[_Loops, _Loops] = {}
         self._grown: dict[tuple[int, int], tuple[_Loops, int]] = {}
 
-    def nest(self, index: int, part: Part) -> _Nest:
-        """The nest of one part."""
+    def strided_run(self, index: int, part: Part) -> _StridedRun:
+        """The strided run of one part."""
         local, remote, heads, tokens, conversion = part
         shape = (local.shape, remote.shape, len(heads), id(tokens), conversion and conversion[:2])
         found = self._by_shape.get(shape)
         if found is None:
             found = self._by_shape[shape] = self._loops(part)
-        return _Nest(
+        return _StridedRun(
             *found,
             local.base + (heads.start - local.heads.start) * local.head_stride,
             remote.base + (heads.start - remote.heads.start) * remote.head_stride,
@@ -75,14 +75,14 @@ class _Loom:
             conversion,
         )
 
-    def grow(self, nest: _Nest) -> _Nest:
-        """The nest with every axis absorbed that continues its run."""
-        key = (id(nest.loops), nest.run)
+    def grow(self, strided: _StridedRun) -> _StridedRun:
+        """The strided run with every axis absorbed that continues its run."""
+        key = (id(strided.loops), strided.run)
         found = self._grown.get(key)
         if found is None:
-            axes, run = _absorb(nest.loops.axes, nest.run, nest.loops.items)
-            found = self._grown[key] = (self._one(nest.loops._replace(axes=axes)), run)
-        return nest if found[1] == nest.run else nest._replace(loops=found[0], run=found[1])
+            axes, run = _absorb(strided.loops.axes, strided.run, strided.loops.items)
+            found = self._grown[key] = (self._one(strided.loops._replace(axes=axes)), run)
+        return strided if found[1] == strided.run else strided._replace(loops=found[0], run=found[1])
 
     def _loops(self, part: Part) -> tuple[_Loops, int]:
         local, remote, heads, tokens, conversion = part
@@ -95,18 +95,18 @@ class _Loom:
             *elements,
         ]
         merged, run = _absorb(axes, contiguous, items)
-        local_pace = _pace(local, tiles, tokens.positions(tokens.local))
-        remote_pace = _pace(remote, tiles, tokens.positions(tokens.remote))
-        return self._one(_Loops(tokens, merged, local_pace, remote_pace, items)), run
+        local_unit_stride = _unit_stride(local, tiles, tokens.positions(tokens.local))
+        remote_unit_stride = _unit_stride(remote, tiles, tokens.positions(tokens.remote))
+        return self._one(_Loops(tokens, merged, local_unit_stride, remote_unit_stride, items)), run
 
     def _one(self, loops: _Loops) -> _Loops:
         return self._equal.setdefault(loops, loops)
 
 
-def _pace(tensor: PagedTensor, tiles: int, positions: int) -> Pace:
-    """How one side goes on; a block that is one unit has no step inside it, so that tensors whose tokens lie otherwise
-    (K as [D, N] beside V as [N, D]) can merge."""
-    return Pace(tensor.block_stride, tiles * tensor.tile_stride if positions > 1 else 0, tensor.blocks)
+def _unit_stride(tensor: PagedTensor, tiles: int, positions: int) -> UnitStride:
+    """The unit stride of one side; a block that is one unit has no step inside it, so that tensors whose tokens lie
+    otherwise (K as [D, N] beside V as [N, D]) can merge."""
+    return UnitStride(tensor.block_stride, tiles * tensor.tile_stride if positions > 1 else 0, tensor.blocks)
 
 
 def _elements(local: PagedTensor, remote: PagedTensor) -> tuple[list[Axis], int]:
@@ -159,12 +159,14 @@ def _producer_part(part: Part, reading: Reading, maps: dict[int, TokenMap]) -> P
 
 
 def _merge(parts: Sequence[Part]) -> tuple[Bundle, ...]:
-    loom = _Loom()
-    nests = [loom.nest(index, part) for index, part in enumerate(parts)]
+    merger = _RunMerger()
+    strided_runs = [merger.strided_run(index, part) for index, part in enumerate(parts)]
     while True:
-        joined = [nest for alike in _grouped(nests, lambda nest: id(nest.loops)) for nest in _join(alike)]
-        settled = len(joined) == len(nests)
-        nests = [loom.grow(nest) for nest in joined]
+        joined = [
+            strided for alike in _grouped(strided_runs, lambda strided: id(strided.loops)) for strided in _join(alike)
+        ]
+        settled = len(joined) == len(strided_runs)
+        strided_runs = [merger.grow(strided) for strided in joined]
         if settled:
             break
     return tuple(
@@ -172,46 +174,49 @@ def _merge(parts: Sequence[Part]) -> tuple[Bundle, ...]:
             tokens=alike[0].loops.tokens,
             run=alike[0].run,
             axes=alike[0].loops.axes,
-            local_pace=alike[0].loops.local_pace,
-            remote_pace=alike[0].loops.remote_pace,
-            bases=tuple((nest.local_base, nest.remote_base) for nest in alike),
-            members=tuple(nest.members for nest in alike),
-            conversions=tuple(nest.conversion for nest in alike if nest.conversion is not None),
+            local_unit_stride=alike[0].loops.local_unit_stride,
+            remote_unit_stride=alike[0].loops.remote_unit_stride,
+            bases=tuple((strided.local_base, strided.remote_base) for strided in alike),
+            members=tuple(strided.members for strided in alike),
+            conversions=tuple(strided.conversion for strided in alike if strided.conversion is not None),
         )
-        for alike in _grouped(nests, lambda nest: (id(nest.loops), nest.run, nest.conversion and nest.conversion[:2]))
+        for alike in _grouped(
+            strided_runs,
+            lambda strided: (id(strided.loops), strided.run, strided.conversion and strided.conversion[:2]),
+        )
     )
 
 
-def _grouped(nests: Iterable[_Nest], key: Callable[[_Nest], object]) -> list[list[_Nest]]:
-    """The nests by a key, in the order of its first appearance."""
-    groups: dict[object, list[_Nest]] = {}
-    for nest in nests:
-        groups.setdefault(key(nest), []).append(nest)
+def _grouped(strided_runs: Iterable[_StridedRun], key: Callable[[_StridedRun], object]) -> list[list[_StridedRun]]:
+    """The strided runs by a key, in the order of its first appearance."""
+    groups: dict[object, list[_StridedRun]] = {}
+    for strided in strided_runs:
+        groups.setdefault(key(strided), []).append(strided)
     return list(groups.values())
 
 
-def _join(alike: list[_Nest]) -> list[_Nest]:
-    """Join nests whose runs are adjacent on both sides.
+def _join(alike: list[_StridedRun]) -> list[_StridedRun]:
+    """Join strided runs whose runs are adjacent on both sides.
 
     A joined run stays within the stride of a block: beyond it lies another block, or another allocation that happens
     to be adjacent, which no descriptor may cross into. What is converted is never joined: its scales are its own.
     """
-    joined: list[_Nest] = []
-    for nest in sorted(alike, key=lambda nest: nest.local_base):
+    joined: list[_StridedRun] = []
+    for strided in sorted(alike, key=lambda strided: strided.local_base):
         last = joined[-1] if joined else None
-        if last is not None and _adjacent(last, nest):
-            joined[-1] = last._replace(run=last.run + nest.run, members=last.members + nest.members)
+        if last is not None and _adjacent(last, strided):
+            joined[-1] = last._replace(run=last.run + strided.run, members=last.members + strided.members)
         else:
-            joined.append(nest)
+            joined.append(strided)
     return joined
 
 
-def _adjacent(last: _Nest, nest: _Nest) -> bool:
-    length = last.run + nest.run
+def _adjacent(last: _StridedRun, strided: _StridedRun) -> bool:
+    length = last.run + strided.run
     return (
         last.conversion is None
-        and nest.conversion is None
-        and nest.local_base - last.local_base == last.run == nest.remote_base - last.remote_base
-        and length <= last.loops.local_pace.block_stride
-        and length <= last.loops.remote_pace.block_stride
+        and strided.conversion is None
+        and strided.local_base - last.local_base == last.run == strided.remote_base - last.remote_base
+        and length <= last.loops.local_unit_stride.block_stride
+        and length <= last.loops.remote_unit_stride.block_stride
     )

@@ -19,15 +19,15 @@ MAX_DESCRIPTORS = (1 << 31) - 1
 
 
 class Axis(NamedTuple):
-    """One loop of a nest: how often, and how far apart on either side."""
+    """One loop around a run: number of steps, and the stride on either side."""
 
     steps: int
     local_stride: int
     remote_stride: int
 
 
-class Pace(NamedTuple):
-    """How one side goes from block to block and from position to position; `blocks` bounds its rows."""
+class UnitStride(NamedTuple):
+    """Strides of one side from block to block and from position to position; `blocks` bounds its rows."""
 
     block_stride: int
     position_stride: int
@@ -42,7 +42,7 @@ class Bundle:
         tokens: how the tokens correspond.
         run: what follows one another on both sides: bytes, or elements where there is a conversion.
         axes: what is around a run; one descriptor per combination.
-        local_pace, remote_pace: how either side goes on from one unit to the next.
+        local_unit_stride, remote_unit_stride: strides of either side from one unit to the next.
         bases: per place the local and the remote address of the first run at block 0, position 0.
         members: per place the indices of the slices that are merged there.
         conversions: per place what becomes of the elements; empty where bytes stay as they are.
@@ -51,8 +51,8 @@ class Bundle:
     tokens: TokenMap
     run: int
     axes: tuple[Axis, ...]
-    local_pace: Pace
-    remote_pace: Pace
+    local_unit_stride: UnitStride
+    remote_unit_stride: UnitStride
     bases: tuple[tuple[int, int], ...]
     members: tuple[tuple[int, ...], ...]
     conversions: tuple[Conversion, ...] = ()

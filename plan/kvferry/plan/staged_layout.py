@@ -139,7 +139,7 @@ def sources(parts: Sequence[Part], bundles: Sequence[Bundle], chosen: Mapping[in
 
 def _descriptors(one: Bundle) -> int:
     """Descriptors of the producer's rows, all blocks."""
-    return one.unit_runs * one.tokens.positions(one.tokens.remote) * one.remote_pace.blocks
+    return one.unit_runs * one.tokens.positions(one.tokens.remote) * one.remote_unit_stride.blocks
 
 
 def _fits(part: Part, one: Bundle, reading: Reading) -> bool:
@@ -188,9 +188,9 @@ def _placements(
             placement = Placement(
                 run=one.run,
                 axes=tuple(axis for axis in one.axes if axis not in across),
-                block_stride=one.local_pace.block_stride,
-                position_stride=one.local_pace.position_stride,
-                source_position_stride=one.remote_pace.position_stride if whole else 0,
+                block_stride=one.local_unit_stride.block_stride,
+                position_stride=one.local_unit_stride.position_stride,
+                source_position_stride=one.remote_unit_stride.position_stride if whole else 0,
                 pieces=tuple(pieces),
                 dtypes=one.conversions[0][:2] if one.conversions else None,
             )

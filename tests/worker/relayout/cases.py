@@ -63,8 +63,8 @@ def random_case(seed: int, *, converts: bool = False) -> Case:
         conversion = None
         if converts and draw.random() < 0.8:
             conversion = Conversion(*(draw.choice(list(ElementType)) for _ in range(2)))
-        shape, paces, axes = random_shape(draw, conversion)
-        source_loops, destination_loops, pieces = paces
+        shape, unit_strides, axes = random_shape(draw, conversion)
+        source_loops, destination_loops, pieces = unit_strides
         first, stop = len(units), len(units) + draw.choice((0, 1, 2, 5))
         places = [(block, at) for block in range(destination_loops[0][0]) for at in range(destination_loops[0][1])]
         stop = min(stop, first + len(places))
@@ -116,9 +116,11 @@ def random_shape(draw: random.Random, conversion: Conversion | None) -> tuple[Sh
         sides.append((strides, (blocks, positions), whole))
     scaled = draw.randrange(len(counts)) if counts and conversion and draw.random() < 0.5 else None
     axes = [Axis(count, sides[0][0][loop], sides[1][0][loop], loop == scaled) for loop, count in enumerate(counts)]
-    paces = [(strides[len(counts)], strides[len(counts) + 1]) for strides, _, _ in sides]
+    unit_strides = [(strides[len(counts)], strides[len(counts) + 1]) for strides, _, _ in sides]
     make = Shape.of if draw.random() < 0.7 else plain
-    shape = make(axes, run, source_pace=paces[0], destination_pace=paces[1], conversion=conversion)
+    shape = make(
+        axes, run, source_unit_stride=unit_strides[0], destination_unit_stride=unit_strides[1], conversion=conversion
+    )
     here, there = ((size, strides[-1], whole) for strides, size, whole in sides)
     return shape, (here, there, pieces), 1 if scaled is None else counts[scaled]
 
@@ -127,17 +129,17 @@ def plain(
     axes: list[Axis],
     run: int,
     *,
-    source_pace: tuple[int, int],
-    destination_pace: tuple[int, int],
+    source_unit_stride: tuple[int, int],
+    destination_unit_stride: tuple[int, int],
     conversion: Conversion | None,
 ) -> Shape:
     """The axes as they are, unmerged and in any order."""
     return Shape(
         axes=tuple(axes),
         run=run,
-        source_block_stride=source_pace[0],
-        source_position_stride=source_pace[1],
-        destination_block_stride=destination_pace[0],
-        destination_position_stride=destination_pace[1],
+        source_block_stride=source_unit_stride[0],
+        source_position_stride=source_unit_stride[1],
+        destination_block_stride=destination_unit_stride[0],
+        destination_position_stride=destination_unit_stride[1],
         conversion=conversion,
     )

@@ -127,7 +127,7 @@ def test_every_head_has_a_scale_of_its_own(run: Runner) -> None:
 
 def test_the_example_of_the_docstrings(run: Runner) -> None:
     """Of `wave_table` and of `_relayout_kernel`: byte 40 of the wave goes to byte 472 of the cache."""
-    shape = Shape.of([Axis(2, 32, 8), Axis(4, 8, 16)], 8, source_pace=(64, 0), destination_pace=(64, 0))
+    shape = Shape.of([Axis(2, 32, 8), Axis(4, 8, 16)], 8, source_unit_stride=(64, 0), destination_unit_stride=(64, 0))
     table = WaveTable.of([shape], [(0, 0, 0, 0, 2, 0)], [(0, 0, 7, 0), (1, 0, 3, 0)])
     case = Case(table, np.arange(128, dtype=np.uint8), np.full(512, 0xEE, dtype=np.uint8))
     cache = check(run, case, "the example").destination

@@ -48,8 +48,8 @@ def received_in(
     shape = Shape.of(
         [Axis(HEADS, here[0], there[0]), Axis(unit, here[1], there[1])],
         DIM * ELEMENT,
-        source_pace=(theirs * block_bytes, unit * here[1]),
-        destination_pace=(ours * block_bytes, unit * there[1]),
+        source_unit_stride=(theirs * block_bytes, unit * here[1]),
+        destination_unit_stride=(ours * block_bytes, unit * there[1]),
     )
     starts = range(0, source.size // (HEADS * DIM), unit)
     units = [(t // theirs, t % theirs // unit, blocks[t // ours], t % ours // unit) for t in starts]

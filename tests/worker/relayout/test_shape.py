@@ -59,7 +59,7 @@ def test_merging_changes_nothing_of_what_is_copied(seed: int) -> None:
     merged = Shape.of(axes, run)
     data = random_bytes(draw, source_bytes)
     written = []
-    for shape in (merged, plain(axes, run, source_pace=(0, 0), destination_pace=(0, 0), conversion=None)):
+    for shape in (merged, plain(axes, run, source_unit_stride=(0, 0), destination_unit_stride=(0, 0), conversion=None)):
         cache = np.zeros(destination_bytes, dtype=np.uint8)
         definitions.relayout(WaveTable.of([shape], [(0, 0, 0, 0, 1, 0)], [(0,) * 4]), data, cache)
         written.append(cache)

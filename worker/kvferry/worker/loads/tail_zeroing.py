@@ -197,7 +197,7 @@ class TailZeroing:
                 Axis(stop - first, 0, tile_stride),
                 Axis(elements, 0, element_stride),
             ]
-            shape = shapes.setdefault(Shape.of(axes, run, destination_pace=(block_stride, 0)), len(shapes))
+            shape = shapes.setdefault(Shape.of(axes, run, destination_unit_stride=(block_stride, 0)), len(shapes))
             start = stack.cells.data_ptr() + first * tile_stride
             rows.append((self._zeros.data_ptr(), start, shape, unit, unit + 1, 0))
             units.append((0, 0, block, 0))

@@ -161,8 +161,8 @@ def _widths(pieces: Pieces) -> NDArray[np.int64]:
 
 def _limits(shape: Shape) -> tuple[int, int, int]:
     """What the addresses must be divisible by on either side, and the width that this allows."""
-    source = [*shape.source_pace, *(axis.source_stride for axis in shape.axes)]
-    destination = [*shape.destination_pace, *(axis.destination_stride for axis in shape.axes)]
+    source = [*shape.source_unit_stride, *(axis.source_stride for axis in shape.axes)]
+    destination = [*shape.destination_unit_stride, *(axis.destination_stride for axis in shape.axes)]
     if shape.conversion is None:
         width = int(np.gcd.reduce([16, shape.run, *source, *destination]))
         return (1, 1, width)
@@ -187,7 +187,7 @@ def _shape_row(shape: Shape, width: int, scaled: bool) -> list[int]:
         *shifts,
         *(loop.source_stride for loop in loops),
         *(loop.destination_stride for loop in loops),
-        *shape.source_pace,
-        *shape.destination_pace,
+        *shape.source_unit_stride,
+        *shape.destination_unit_stride,
         *(int(loop.scaled) for loop in loops),
     ]

@@ -76,8 +76,10 @@ class ReferenceRelayout:
             if not len(units):
                 continue
             sides = (
-                _Side.of(self._sources, source, piece[SOURCE], shape.source_pace, units[:, :2]),
-                _Side.of(self._destinations, destination, piece[DESTINATION], shape.destination_pace, units[:, 2:]),
+                _Side.of(self._sources, source, piece[SOURCE], shape.source_unit_stride, units[:, :2]),
+                _Side.of(
+                    self._destinations, destination, piece[DESTINATION], shape.destination_unit_stride, units[:, 2:]
+                ),
             )
             if shape.conversion is None:
                 _copy(shape, *sides)
@@ -96,10 +98,10 @@ class _Side(NamedTuple):
 
     @classmethod
     def of(
-        cls, memory: Memory, allocation: int, address: int, pace: tuple[int, int], units: NDArray[np.int64]
+        cls, memory: Memory, allocation: int, address: int, unit_stride: tuple[int, int], units: NDArray[np.int64]
     ) -> _Side:
         offset = address - memory.start_of(allocation)
-        return cls(memory.bytes_of(allocation), memory.start_of(allocation), offset + units @ np.array(pace))
+        return cls(memory.bytes_of(allocation), memory.start_of(allocation), offset + units @ np.array(unit_stride))
 
     @property
     def divisors(self) -> int:

@@ -53,7 +53,10 @@ class Shape:
     conversion: Conversion | None = None
 
     def __post_init__(self) -> None:
-        strides = [stride for axis in self.axes for stride in axis[1:3]] + [*self.source_pace, *self.destination_pace]
+        strides = [stride for axis in self.axes for stride in axis[1:3]] + [
+            *self.source_unit_stride,
+            *self.destination_unit_stride,
+        ]
         if len(self.axes) > MAX_AXES or min([self.run, *(axis.steps for axis in self.axes)]) < 1 or min(strides) < 0:
             raise LocalProtocolError(f"not a shape of at most {MAX_AXES} axes: {self}")
         if self.conversion is None and any(axis.scaled for axis in self.axes):
@@ -65,8 +68,8 @@ class Shape:
         axes: Iterable[Axis],
         run: int,
         *,
-        source_pace: tuple[int, int] = (0, 0),
-        destination_pace: tuple[int, int] = (0, 0),
+        source_unit_stride: tuple[int, int] = (0, 0),
+        destination_unit_stride: tuple[int, int] = (0, 0),
         conversion: Conversion | None = None,
     ) -> Shape:
         """The shape with the fewest axes and the longest run that says the same.
@@ -92,19 +95,19 @@ class Shape:
         return cls(
             axes=tuple(reversed(merged)),
             run=run,
-            source_block_stride=source_pace[0],
-            source_position_stride=source_pace[1],
-            destination_block_stride=destination_pace[0],
-            destination_position_stride=destination_pace[1],
+            source_block_stride=source_unit_stride[0],
+            source_position_stride=source_unit_stride[1],
+            destination_block_stride=destination_unit_stride[0],
+            destination_position_stride=destination_unit_stride[1],
             conversion=conversion,
         )
 
     @property
-    def source_pace(self) -> tuple[int, int]:
+    def source_unit_stride(self) -> tuple[int, int]:
         return (self.source_block_stride, self.source_position_stride)
 
     @property
-    def destination_pace(self) -> tuple[int, int]:
+    def destination_unit_stride(self) -> tuple[int, int]:
         return (self.destination_block_stride, self.destination_position_stride)
 
     @property

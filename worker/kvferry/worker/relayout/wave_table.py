@@ -18,8 +18,8 @@ have is listed once for each. A wave may shift each piece by source blocks, but 
 be accessed does not change.
 
 Example: a wave of 2 chunks of 64 bytes, each 2 heads of 4 tokens of 8 bytes (heads outermost), goes to a cache of
-blocks of 4 tokens with tokens outermost. `Shape.of([Axis(2, 32, 8), Axis(4, 8, 16)], 8, source_pace=(64, 0),
-destination_pace=(64, 0))`, one piece `(wave, cache, 0, 0)`, the range `(0, 2)`, units `(0, 0, 7, 0)` and
+blocks of 4 tokens with tokens outermost. `Shape.of([Axis(2, 32, 8), Axis(4, 8, 16)], 8, source_unit_stride=(64, 0),
+destination_unit_stride=(64, 0))`, one piece `(wave, cache, 0, 0)`, the range `(0, 2)`, units `(0, 0, 7, 0)` and
 `(1, 0, 3, 0)`: the wave's byte 40 (chunk 0, head 1, token 1, byte 0) goes to the cache's 7·64 + 1·8 + 1·16 = 472.
 """
 
@@ -163,7 +163,7 @@ class WaveTable:
 
 
 def _reach(shape: Shape, low: Sequence[int], high: Sequence[int]) -> tuple[Span, Span]:
-    (here, at), (there, to) = shape.source_pace, shape.destination_pace
+    (here, at), (there, to) = shape.source_unit_stride, shape.destination_unit_stride
     return (
         (low[0] * here + low[1] * at, high[0] * here + high[1] * at),
         (low[2] * there + low[3] * to, high[2] * there + high[3] * to),

@@ -139,8 +139,8 @@ def _shape(placement: Placement, run_bytes: int) -> Shape:
     return Shape.of(
         [Axis(axis.steps, axis.remote_stride, axis.local_stride) for axis in placement.axes],
         placement.run,
-        source_pace=(run_bytes, placement.source_position_stride),
-        destination_pace=(placement.block_stride, placement.position_stride),
+        source_unit_stride=(run_bytes, placement.source_position_stride),
+        destination_unit_stride=(placement.block_stride, placement.position_stride),
         conversion=_conversion(placement),
     )
 

@@ -149,5 +149,5 @@ def _shape(tensor: PagedTensor) -> Shape:
         Axis(tensor.tiles, tensor.tile_stride, tensor.tile_stride),
         Axis(tensor.cell_bytes // element, tensor.element_stride, tensor.element_stride),
     ]
-    pace = (tensor.block_stride, 0)
-    return Shape.of(axes, element, source_pace=pace, destination_pace=pace)
+    unit_stride = (tensor.block_stride, 0)
+    return Shape.of(axes, element, source_unit_stride=unit_stride, destination_unit_stride=unit_stride)
