@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from kvferry.cli.trace.command import HANDOVERS_OF_A_TRACE, PAGE, PICTURE, TRACE
-from kvferry.cli.trace.report import short_id, ticks, time_words
+from kvferry.cli.trace.report import format_time, short_id, ticks
 from kvferry.trace.events import LoadEnded
 from tests.cli.command import run
 from tests.trace.example import write_example
@@ -233,7 +233,7 @@ def test_a_very_long_recording_is_cut_to_what_a_viewer_opens(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("nanoseconds", "words"),
+    ("nanoseconds", "formatted"),
     [
         (0, "0 µs"),
         (850, "0.85 µs"),
@@ -243,8 +243,8 @@ def test_a_very_long_recording_is_cut_to_what_a_viewer_opens(tmp_path: Path, mon
         (720e9, "12 min"),
     ],
 )
-def test_durations_in_words(nanoseconds: float, words: str) -> None:
-    assert time_words(nanoseconds) == words
+def test_formatted_durations(nanoseconds: float, formatted: str) -> None:
+    assert format_time(nanoseconds) == formatted
 
 
 def test_what_a_router_puts_before_an_id_is_not_shown() -> None:

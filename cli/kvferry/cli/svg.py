@@ -19,7 +19,7 @@ def element(name: str, *children: str, **attributes: str | float) -> str:
 
 
 def text(
-    words: str,
+    content: str,
     x: float,
     y: float,
     *,
@@ -31,17 +31,17 @@ def text(
 ) -> str:
     """A line of text; `y` is its baseline."""
     return element(
-        "text", plain(words), x=x, y=y, font_size=size, fill=fill, font_weight=weight, text_anchor=anchor, **more
+        "text", plain(content), x=x, y=y, font_size=size, fill=fill, font_weight=weight, text_anchor=anchor, **more
     )
 
 
-def plain(words: str) -> str:
+def plain(content: str) -> str:
     """Text between tags."""
-    return escape(_clean(words))
+    return escape(_clean(content))
 
 
-def _clean(words: str) -> str:
-    return _NOT_XML.sub("\ufffd", words)
+def _clean(content: str) -> str:
+    return _NOT_XML.sub("\ufffd", content)
 
 
 def _value(value: str | float) -> str:

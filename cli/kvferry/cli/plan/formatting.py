@@ -15,7 +15,7 @@ def sizes(side: Side) -> str:
     return " · ".join([f"TP {topology.tp}", *(f"{name} {size}" for name, size in named if size > 1)])
 
 
-def group_words(group: CacheGroup) -> str:
+def format_group(group: CacheGroup) -> str:
     """`full, blocks of 16 tokens`."""
     if group.policy == "state":
         return "state"
@@ -23,23 +23,23 @@ def group_words(group: CacheGroup) -> str:
     return f"{group.policy}{window}, blocks of {counted(group.block_tokens, 'token')}"
 
 
-def engine_words(side: Side) -> str:
+def format_engine(side: Side) -> str:
     """An engine in one line."""
-    groups = "; ".join(group_words(group) for group in side.groups)
+    groups = "; ".join(format_group(group) for group in side.groups)
     layers, heads = counted(side.layers, "layer"), counted(side.heads, "head")
     return f"{sizes(side)} · {layers} · {heads} · {'/'.join(side.dtypes)} · {groups}"
 
 
-def tokens_words(interleave: Interleave) -> str:
+def format_tokens(interleave: Interleave) -> str:
     """Which tokens a worker holds."""
     if interleave.ranks == 1:
         return "all"
     return f"rank {interleave.rank} of {interleave.ranks}, {interleave.run_tokens} in a row"
 
 
-def shard_words(shard: Shard) -> str:
+def format_shard(shard: Shard) -> str:
     """What a worker holds."""
-    return f"layers {span(shard.layers)}, heads {span(shard.heads)}, tokens {tokens_words(shard.interleave)}"
+    return f"layers {span(shard.layers)}, heads {span(shard.heads)}, tokens {format_tokens(shard.interleave)}"
 
 
 def placing_of(flow: Flow) -> str:
@@ -47,6 +47,6 @@ def placing_of(flow: Flow) -> str:
     return "+".join(sorted({read.placing for read in flow.reads})) or "release only"
 
 
-def place_words(place: Place) -> str:
+def format_place(place: Place) -> str:
     """A worker's name, as in the log."""
     return str(place)

@@ -11,7 +11,7 @@ import colorsys
 from collections.abc import Iterator
 
 from kvferry.cli.formatting import counted, decimal_bytes, span, spans
-from kvferry.cli.plan.formatting import group_words, sizes
+from kvferry.cli.plan.formatting import format_group, sizes
 from kvferry.cli.plan.picture_layout import (
     CARD_WIDTH,
     LEFT,
@@ -98,7 +98,7 @@ def _heading(summary: PlanSummary) -> Iterator[str]:
     for role, side, x in (("producer", producer, LEFT), ("consumer", consumer, RIGHT)):
         name = role if side.engine_id == role else f"{role} {side.engine_id}"
         yield text(_cut(name, 34), x, 90, size=13, weight=700, fill=_INK)
-        yield text(_cut("; ".join(group_words(group) for group in side.groups), 42), x, 106, size=11, fill=_MUTED)
+        yield text(_cut("; ".join(format_group(group) for group in side.groups), 42), x, 106, size=11, fill=_MUTED)
 
 
 def _back_to_front(bands: tuple[Band, ...]) -> list[Band]:
@@ -143,8 +143,8 @@ def _labels(scene: Scene) -> Iterator[str]:
     for band in scene.bands:
         if band.width >= 13:
             middle = band.right_top + band.width / 2
-            words = f"{decimal_bytes(band.num_bytes)} {band.placing}"
-            yield text(words, RIGHT - 10, middle + 3.5, size=10, anchor="end", fill=_INK, fill_opacity=0.8)
+            content = f"{decimal_bytes(band.num_bytes)} {band.placing}"
+            yield text(content, RIGHT - 10, middle + 3.5, size=10, anchor="end", fill=_INK, fill_opacity=0.8)
 
 
 def _column(column: Column, x: float, colours: list[str] | None) -> Iterator[str]:
@@ -247,7 +247,7 @@ def _legend(scene: Scene) -> Iterator[str]:
     y = scene.bottom + 34
     placings = {band.placing for band in scene.bands}
     x = LEFT
-    for placing, words in (
+    for placing, content in (
         ("direct", "read in place"),
         ("staged", "staged, then put in place"),
         ("release", "release only"),
@@ -262,13 +262,13 @@ def _legend(scene: Scene) -> Iterator[str]:
             yield element("rect", x=x, y=y - 10, width=28, height=12, rx=2, fill="#4269d0", fill_opacity=0.55)
         if placing == "staged":
             yield element("rect", x=x, y=y - 10, width=28, height=12, rx=2, fill="url(#hatch)")
-        yield text(words, x + 36, y, size=11.5, fill=_MUTED)
-        x += 36 + 7 * len(words) + 24
+        yield text(content, x + 36, y, size=11.5, fill=_MUTED)
+        x += 36 + 7 * len(content) + 24
     yield text("width of a band: its bytes", x, y, size=11.5, fill=_MUTED)
     strip = "; the strip below: tokens" if any(c.side.topology.dcp > 1 for c in (scene.left, scene.right)) else ""
-    words = f"in each card the whole model: heads across, layers down; filled is what the worker holds{strip}"
-    yield text(words, LEFT, y + 24, size=11.5, fill=_MUTED)
+    content = f"in each card the whole model: heads across, layers down; filled is what the worker holds{strip}"
+    yield text(content, LEFT, y + 24, size=11.5, fill=_MUTED)
 
 
-def _cut(words: str, length: int) -> str:
-    return words if len(words) <= length else words[: length - 1] + "…"
+def _cut(content: str, length: int) -> str:
+    return content if len(content) <= length else content[: length - 1] + "…"

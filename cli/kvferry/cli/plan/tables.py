@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.cli.formatting import binary_bytes, counted, decimal_bytes, new_table, span, spans
-from kvferry.cli.plan.formatting import engine_words, group_words, tokens_words
+from kvferry.cli.plan.formatting import format_engine, format_group, format_tokens
 from kvferry.cli.plan.summary import Flow, PlanSummary, Read, Reader, Refusal, Side
 from kvferry.protocol.description_json import EngineDump
 
@@ -52,13 +52,13 @@ def print_refusal(out: Console, refusal: Refusal, sides: Sequence[tuple[str, Sid
 def print_engine(out: Console, dump: EngineDump, side: Side) -> None:
     """One engine: what it serves, its groups, its workers."""
     facts = dump.facts
-    out.print(f"engine {dump.engine_id}: {engine_words(side)}")
+    out.print(f"engine {dump.engine_id}: {format_engine(side)}")
     named = (("model", facts.model), ("fingerprint", facts.fingerprint), ("dtype", facts.dtype))
     more = (("cache", facts.cache_dtype), ("quantisation", facts.quantization), ("speculative", facts.speculative))
     for name, value in (*named, *more):
         out.print(f"  {name:<13} {value}")
     for index, group in enumerate(dump.groups):
-        out.print(f"  {f'group {index}':<13} {group_words(group)}")
+        out.print(f"  {f'group {index}':<13} {format_group(group)}")
     table = new_table(["worker", "memory", ">device", "layers", "heads", "tokens", ">tensors", ">cache"])
     for worker, shard in zip(dump.workers, side.workers, strict=True):
         table.add_row(
@@ -67,7 +67,7 @@ def print_engine(out: Console, dump: EngineDump, side: Side) -> None:
             str(worker.device),
             span(shard.layers),
             span(shard.heads),
-            tokens_words(shard.interleave),
+            format_tokens(shard.interleave),
             str(len(worker.tensors)),
             binary_bytes(shard.cache_bytes),
         )
@@ -77,7 +77,7 @@ def print_engine(out: Console, dump: EngineDump, side: Side) -> None:
 def _print_sides(out: Console, sides: Iterable[tuple[str, Side]]) -> None:
     for role, side in sides:
         name = "" if side.engine_id == role else f" {side.engine_id}:"
-        out.print(f"{role}{name} {engine_words(side)}")
+        out.print(f"{role}{name} {format_engine(side)}")
     out.print()
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvferry.cli.svg import element, plain
-from kvferry.cli.trace.report import ticks, time_words
-from kvferry.cli.trace.theme import class_of, look
+from kvferry.cli.trace.report import format_time, ticks
+from kvferry.cli.trace.theme import class_of, theme_of
 from kvferry.trace.timeline import Span, Timeline, WorkerSpans
 
 BAR, THIN, GAP, HELD = 17.0, 5.0, 2.0, 3.0
@@ -88,8 +88,8 @@ def axis(scale: Scale, top: float, bottom: float) -> Iterator[str]:
         for at_ns in times[1:]:
             x = scale.x(sign * at_ns)
             yield element("line", x1=x, x2=x, y1=top, y2=bottom, class_="grid")
-            words = f"{'−' if sign < 0 else ''}{time_words(at_ns)}"
-            yield element("text", plain(words), x=x, y=top - 5, font_size=10.5, text_anchor="middle", class_="muted")
+            content = f"{'−' if sign < 0 else ''}{format_time(at_ns)}"
+            yield element("text", plain(content), x=x, y=top - 5, font_size=10.5, text_anchor="middle", class_="muted")
     yield element("line", x1=scale.zero, x2=scale.zero, y1=top, y2=bottom, class_="zero")
     yield element("text", "0", x=scale.zero, y=top - 5, font_size=10.5, text_anchor="middle", class_="muted")
 
@@ -101,33 +101,33 @@ def segment(span: Span, zero_ns: int, scale: Scale, y: float, height: float, who
         whose: the worker's place.
     """
     begun, ended = scale.x(span.begun_ns - zero_ns), scale.x(span.ended_ns - zero_ns)
-    shown = look(span.phase)
+    shown = theme_of(span.phase)
     who = f"{whose} " if whose else ""
-    hint = f"{who}{shown.label}: {time_words(span.lasted_ns)}{f' – {shown.meaning}' if shown.meaning else ''}"
+    hint = f"{who}{shown.label}: {format_time(span.lasted_ns)}{f' – {shown.meaning}' if shown.meaning else ''}"
     title = element("title", plain(hint))
     width = max(ended - begun, 0.75 if span.lasted_ns else 0)
     if not width:
         return
     yield element("rect", title, x=begun, y=y, width=width, height=height, class_=class_of(span.phase))
-    words = next(
-        (text for text in (f"{shown.label} {time_words(span.lasted_ns)}", shown.label) if _fits(text, width)), ""
+    content = next(
+        (text for text in (f"{shown.label} {format_time(span.lasted_ns)}", shown.label) if _fits(text, width)), ""
     )
-    if words and height >= BAR:
+    if content and height >= BAR:
         on = class_of(span.phase).replace("p-", "on-", 1)
         place = {"x": (begun + ended) / 2, "y": y + height / 2 + 3.7}
         yield element(
-            "text", plain(words), **place, font_size=10.5, text_anchor="middle", class_=on, pointer_events="none"
+            "text", plain(content), **place, font_size=10.5, text_anchor="middle", class_=on, pointer_events="none"
         )
 
 
 def _held(span: Span, zero_ns: int, scale: Scale, y: float) -> Iterator[str]:
     begun, ended = scale.x(span.begun_ns - zero_ns), scale.x(span.ended_ns - zero_ns)
-    title = element("title", plain(f"held by the producer: {time_words(span.lasted_ns)}"))
+    title = element("title", plain(f"held by the producer: {format_time(span.lasted_ns)}"))
     yield element("rect", title, x=begun, y=y, width=max(ended - begun, 0.75), height=HELD, class_="p-held", rx=1)
     if span.ended_ns - zero_ns > scale.after_ns * 1.001:
         points = f"{scale.right},{y - 2} {scale.right + 6},{y + HELD / 2} {scale.right},{y + HELD + 2}"
         yield element("polygon", element("title", plain("it goes on")), points=points, class_="p-held")
 
 
-def _fits(words: str, width: float) -> bool:
-    return len(words) * _LETTER + 6 <= width
+def _fits(content: str, width: float) -> bool:
+    return len(content) * _LETTER + 6 <= width

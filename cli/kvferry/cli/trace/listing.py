@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from kvferry.cli.arguments import InvalidArgument
-from kvferry.cli.trace.report import Report, engines_words, headline, name_of, rate_words, time_words
+from kvferry.cli.trace.report import Report, format_engines, format_rate, format_time, headline, name_of
 from kvferry.cli.trace.theme import label_of, meaning_of
 from kvferry.trace.timeline import Timeline
 
@@ -24,7 +24,7 @@ def print_listing(stream: TextIO, report: Report, slowest: int) -> None:
             (
                 label_of(one.phase),
                 str(one.count),
-                *map(time_words, (one.p50_ns, one.p99_ns, one.max_ns)),
+                *map(format_time, (one.p50_ns, one.p99_ns, one.max_ns)),
                 meaning_of(one.phase),
             )
             for one in report.durations
@@ -41,23 +41,23 @@ def print_listing(stream: TextIO, report: Report, slowest: int) -> None:
 
 
 def _row(one: Timeline) -> tuple[str, ...]:
-    lasted = "–" if one.lasted_ns is None else time_words(one.lasted_ns)
+    lasted = "–" if one.lasted_ns is None else format_time(one.lasted_ns)
     longest = max(one.path, key=lambda span: span.lasted_ns, default=None)
-    reported = (rate_words(one) or one.outcome) if one.is_good else one.outcome
+    reported = (format_rate(one) or one.outcome) if one.is_good else one.outcome
     missing = f"; not recorded: {', '.join(one.missing)}" if one.missing else ""
     return (
         name_of(one, 30),
-        engines_words(one),
+        format_engines(one),
         str(one.handover.tokens or "–"),
         lasted,
-        f"{label_of(longest.phase)} {time_words(longest.lasted_ns)}" if longest else "–",
+        f"{label_of(longest.phase)} {format_time(longest.lasted_ns)}" if longest else "–",
         f"{reported}{missing}",
     )
 
 
-def _safe(words: str) -> str:
+def _safe(content: str) -> str:
     """Without what a terminal obeys."""
-    return _CONTROL.sub("\ufffd", words)
+    return _CONTROL.sub("\ufffd", content)
 
 
 def _print_table(stream: TextIO, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

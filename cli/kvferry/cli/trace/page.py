@@ -9,8 +9,8 @@ from html import escape
 from kvferry.cli.formatting import decimal_bytes
 from kvferry.cli.svg import element, plain
 from kvferry.cli.trace.bars import Scale, axis, bar, height_of, scale_for, segment, shown_workers
-from kvferry.cli.trace.report import Report, engines_words, headline, name_of, rate_words, time_words
-from kvferry.cli.trace.theme import LOOKS, class_of, label_of, meaning_of, style
+from kvferry.cli.trace.report import Report, format_engines, format_rate, format_time, headline, name_of
+from kvferry.cli.trace.theme import PHASE_THEMES, class_of, label_of, meaning_of, style
 from kvferry.cli.trace.waterfall import phases_of
 from kvferry.trace.summary import Durations
 from kvferry.trace.timeline import Timeline, WorkerSpans
@@ -44,8 +44,8 @@ def page(report: Report, shown: int) -> Iterator[str]:
     yield "</body></html>\n"
 
 
-def _text(words: str) -> str:
-    return plain(words)
+def _text(content: str) -> str:
+    return plain(content)
 
 
 def _summary(report: Report, shown: int) -> str:
@@ -55,8 +55,8 @@ def _summary(report: Report, shown: int) -> str:
 
 def _phases(lasted: Sequence[Durations]) -> str:
     rows = "".join(
-        f"<tr><td>{_swatch(one.phase)}{_text(label_of(one.phase))}</td><td>{one.count}</td><td>{time_words(one.p50_ns)}</td>"
-        f"<td>{time_words(one.p99_ns)}</td><td>{time_words(one.max_ns)}</td><td>{_text(meaning_of(one.phase))}</td></tr>"
+        f"<tr><td>{_swatch(one.phase)}{_text(label_of(one.phase))}</td><td>{one.count}</td><td>{format_time(one.p50_ns)}</td>"
+        f"<td>{format_time(one.p99_ns)}</td><td>{format_time(one.max_ns)}</td><td>{_text(meaning_of(one.phase))}</td></tr>"
         for one in lasted
     )
     head = "<tr><th>phase</th><th>times</th><th>p50</th><th>p99</th><th>longest</th><th>what it is</th></tr>"
@@ -65,13 +65,13 @@ def _phases(lasted: Sequence[Durations]) -> str:
 
 def _legend(timelines: Sequence[Timeline]) -> str:
     return "".join(
-        f'<span title="{escape(LOOKS[phase].meaning)}">{_swatch(phase)}{_text(LOOKS[phase].label)}</span>'
+        f'<span title="{escape(PHASE_THEMES[phase].meaning)}">{_swatch(phase)}{_text(PHASE_THEMES[phase].label)}</span>'
         for phase in phases_of(timelines)
     )
 
 
 def _swatch(phase: str) -> str:
-    if phase not in LOOKS:
+    if phase not in PHASE_THEMES:
         return '<i class="swatch"></i>'
     box = element("rect", width=11, height=11, rx=2, class_=class_of(phase))
     return f'<svg class="swatch" width="11" height="11" aria-hidden="true">{box}</svg>'
@@ -79,13 +79,13 @@ def _swatch(phase: str) -> str:
 
 def _row(one: Timeline, scale: Scale) -> str:
     good = one.is_good
-    outcome = (rate_words(one) or one.outcome) if good else one.outcome
+    outcome = (format_rate(one) or one.outcome) if good else one.outcome
     tokens = f" · {one.handover.tokens} tokens" if one.handover.tokens else ""
     missing = f"<small>not recorded: {_text(', '.join(one.missing))}</small>" if one.missing else ""
-    lasted = "–" if one.lasted_ns is None else time_words(one.lasted_ns)
+    lasted = "–" if one.lasted_ns is None else format_time(one.lasted_ns)
     return (
         f"<details><summary><span><b>{_text(name_of(one, 40))}</b>"
-        f"<small>{_text(engines_words(one) + tokens)}</small></span>"
+        f"<small>{_text(format_engines(one) + tokens)}</small></span>"
         f"{_drawing(bar(one, scale, 2), height_of(one) + 4)}"
         f"<span><b>{lasted}</b><small{'' if good else ' class=wrong'}>{_text(outcome)}</small>"
         f"{missing}</span></summary>\n"
@@ -110,7 +110,7 @@ def _ids(one: Timeline) -> str:
 def _details(one: Timeline) -> str:
     spans = (*one.before, *one.path, *((one.held,) if one.held else ()))
     rows = "".join(
-        f"<tr><td>{_swatch(span.phase)}{_text(label_of(span.phase))}</td><td>{time_words(span.lasted_ns)}</td>"
+        f"<tr><td>{_swatch(span.phase)}{_text(label_of(span.phase))}</td><td>{format_time(span.lasted_ns)}</td>"
         f"<td>{(span.begun_ns - one.zero_ns) / 1e6:.3f} ms</td></tr>"
         for span in spans
     )
@@ -130,11 +130,11 @@ def _worker(worker: WorkerSpans) -> str:
     cells = (
         process.place or "?",
         process.host,
-        time_words(worker.ended_ns - worker.spans[0].begun_ns),
+        format_time(worker.ended_ns - worker.spans[0].begun_ns),
         decimal_bytes(reported.bytes),
         decimal_bytes(reported.staged_bytes),
         str(reported.descriptors),
-        time_words(reported.relayout_ns),
+        format_time(reported.relayout_ns),
     )
     shown = "".join(f"<td>{_text(cell)}</td>" for cell in cells)
     return f"<tr>{shown}<td class=wrong>{_text(reported.reason)}</td></tr>"

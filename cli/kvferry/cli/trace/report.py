@@ -15,7 +15,7 @@ from kvferry.trace.timeline import Timeline
 _ROUTED = re.compile(r"^(?:chat)?cmpl-___prefill_addr_.*___decode_addr_[^_]*_(.+)$")
 
 
-def time_words(nanoseconds: float) -> str:
+def format_time(nanoseconds: float) -> str:
     """`85 µs`, `4.21 ms`, `1.3 s`, `12 min`."""
     for unit, size in (("µs", 1e3), ("ms", 1e6)):
         if nanoseconds < 999.5 * size:
@@ -25,7 +25,7 @@ def time_words(nanoseconds: float) -> str:
     return f"{nanoseconds / 60e9:.0f} min"
 
 
-def rate_words(one: Timeline) -> str:
+def format_rate(one: Timeline) -> str:
     """`537 MB at 12.3 GB/s`; empty where nothing was loaded."""
     if not one.bytes:
         return ""
@@ -45,7 +45,7 @@ def name_of(one: Timeline, longest: int = 34) -> str:
     return short_id(handover.correlation or handover.producer_request or handover.consumer_request or "?", longest)
 
 
-def engines_words(one: Timeline) -> str:
+def format_engines(one: Timeline) -> str:
     """`prefill-0 → decode-1`, with what was not recorded."""
     handover = one.handover
     return f"{short_id(handover.producer or '?', 20)} → {short_id(handover.consumer or '?', 20)}"

@@ -1,4 +1,4 @@
-"""What each phase is called, and its colour in every picture: what waits is pale or warm, what works is full."""
+"""The theme of timelines: label and colour of each phase. Waiting is pale or warm, work is saturated."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kvferry.trace.summary import HANDOVER
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """Of a phase.
+class PhaseTheme:
+    """How a phase is shown.
 
     Attributes:
         ink: of text on the colour.
-        meaning: in a few words.
+        meaning: a short description.
     """
 
     label: str
@@ -25,54 +25,58 @@ class Look:
 
 _DARK, _LIGHT = "#111827", "#ffffff"
 
-LOOKS = {
-    Phase.PREFILL_QUEUE.value: Look(
+PHASE_THEMES = {
+    Phase.PREFILL_QUEUE.value: PhaseTheme(
         "prefill queue", "#bccbe4", _DARK, "the producer has no room or no step for it yet"
     ),
-    Phase.PREFILL.value: Look("prefill", "#4c7fe0", _LIGHT, "the producer computes the prompt"),
-    Phase.ROUTER.value: Look("router", "#9b7be8", _LIGHT, "from the producer's answer to the consumer, by the router"),
-    Phase.DECODE_QUEUE.value: Look(
+    Phase.PREFILL.value: PhaseTheme("prefill", "#4c7fe0", _LIGHT, "the producer computes the prompt"),
+    Phase.ROUTER.value: PhaseTheme(
+        "router", "#9b7be8", _LIGHT, "from the producer's answer to the consumer, by the router"
+    ),
+    Phase.DECODE_QUEUE.value: PhaseTheme(
         "decode queue", "#f3b62c", _DARK, "the consumer has no blocks or no step for it yet"
     ),
-    Phase.ORDER.value: Look("order", "#d8c9a3", _DARK, "the order to load goes to the workers"),
-    Phase.LOAD.value: Look("load", "#3f9d6b", _LIGHT, "the workers load; what they did is not recorded"),
-    Phase.QUEUED.value: Look("load queued", "#fbe08b", _DARK, "the worker has other loads to do first"),
-    Phase.CONNECTING.value: Look(
+    Phase.ORDER.value: PhaseTheme("order", "#d8c9a3", _DARK, "the order to load goes to the workers"),
+    Phase.LOAD.value: PhaseTheme("load", "#3f9d6b", _LIGHT, "the workers load; what they did is not recorded"),
+    Phase.QUEUED.value: PhaseTheme("load queued", "#fbe08b", _DARK, "the worker has other loads to do first"),
+    Phase.CONNECTING.value: PhaseTheme(
         "connecting", "#ee7b30", _DARK, "first contact with the producer, or the device is not done"
     ),
-    Phase.FENCE.value: Look("fence", "#dc4a4a", _LIGHT, "the producer's worker is not ready"),
-    Phase.POSTING.value: Look("posting", "#45c4b6", _DARK, "reads are prepared and posted"),
-    Phase.READING.value: Look("reading", "#1f9150", _LIGHT, "bytes are under way"),
-    Phase.FENCE_AGAIN.value: Look("second fence", "#9bc53d", _DARK, "was the lease good all the time?"),
-    Phase.REPORT.value: Look("report", "#e46aa7", _DARK, "the scheduler has not heard of all workers yet"),
-    Phase.FIRST_STEP.value: Look("first step", "#8fa1b8", _DARK, "loaded, and not scheduled yet"),
-    Phase.HELD.value: Look("held", "#6b7a90", _LIGHT, "the producer keeps the blocks"),
+    Phase.FENCE.value: PhaseTheme("fence", "#dc4a4a", _LIGHT, "the producer's worker is not ready"),
+    Phase.POSTING.value: PhaseTheme("posting", "#45c4b6", _DARK, "reads are prepared and posted"),
+    Phase.READING.value: PhaseTheme("reading", "#1f9150", _LIGHT, "bytes are under way"),
+    Phase.FENCE_AGAIN.value: PhaseTheme("second fence", "#9bc53d", _DARK, "was the lease good all the time?"),
+    Phase.REPORT.value: PhaseTheme("report", "#e46aa7", _DARK, "the scheduler has not heard of all workers yet"),
+    Phase.FIRST_STEP.value: PhaseTheme("first step", "#8fa1b8", _DARK, "loaded, and not scheduled yet"),
+    Phase.HELD.value: PhaseTheme("held", "#6b7a90", _LIGHT, "the producer keeps the blocks"),
 }
 
 
-def look(phase: str) -> Look:
-    """Of a phase, also of one that only a later version has."""
-    return LOOKS.get(phase) or Look(phase, "#9ca3af", _DARK, "")
+def theme_of(phase: str) -> PhaseTheme:
+    """The theme of a phase, also of one that only a later version has."""
+    return PHASE_THEMES.get(phase) or PhaseTheme(phase, "#9ca3af", _DARK, "")
 
 
 def class_of(phase: str) -> str:
     """The phase's CSS class."""
-    return f"p-{phase}" if phase in LOOKS else "p-other"
+    return f"p-{phase}" if phase in PHASE_THEMES else "p-other"
 
 
 def label_of(phase: str) -> str:
     """The phase's name for people."""
-    return HANDOVER if phase == HANDOVER else look(phase).label
+    return HANDOVER if phase == HANDOVER else theme_of(phase).label
 
 
 def meaning_of(phase: str) -> str:
-    """What it is, in a few words."""
-    return "from the prompt's end until it is loaded, or computed here" if phase == HANDOVER else look(phase).meaning
+    """A short description of the phase."""
+    return (
+        "from the prompt's end until it is loaded, or computed here" if phase == HANDOVER else theme_of(phase).meaning
+    )
 
 
 def style() -> str:
     """The CSS of every picture; it follows what the reader's system prefers, light or dark."""
-    colours = [f".p-{phase}{{fill:{one.colour}}}.on-{phase}{{fill:{one.ink}}}" for phase, one in LOOKS.items()]
+    colours = [f".p-{phase}{{fill:{one.colour}}}.on-{phase}{{fill:{one.ink}}}" for phase, one in PHASE_THEMES.items()]
     return "".join((_STYLE, ".p-other{fill:#9ca3af}.on-other{fill:#111827}", *colours))
 
 

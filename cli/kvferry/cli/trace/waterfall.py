@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from kvferry.cli.formatting import counted
 from kvferry.cli.svg import FONT, element, plain
 from kvferry.cli.trace.bars import Scale, axis, bar, height_of, scale_for
-from kvferry.cli.trace.report import engines_words, name_of, rate_words, time_words
-from kvferry.cli.trace.theme import LOOKS, class_of, style
+from kvferry.cli.trace.report import format_engines, format_rate, format_time, name_of
+from kvferry.cli.trace.theme import PHASE_THEMES, class_of, style
 from kvferry.trace.timeline import Timeline
 
 WIDTH = 1240.0
@@ -34,15 +34,17 @@ def draw(timelines: Sequence[Timeline], of_all: int, notes: Sequence[str] = ()) 
     title = f"the {len(timelines)} slowest of {everything}" if len(timelines) < of_all else everything
     parts = [
         element("rect", width=WIDTH, height=height, class_="paper"),
-        _words(f"{title[0].upper()}{title[1:]}", 16, 30, 17, "ink", 650),
-        _words("0: the prompt is computed. Left of it the prefill, right of it the handover; two scales.", 16, 50, 12),
+        _text_element(f"{title[0].upper()}{title[1:]}", 16, 30, 17, "ink", 650),
+        _text_element(
+            "0: the prompt is computed. Left of it the prefill, right of it the handover; two scales.", 16, 50, 12
+        ),
         *legend,
-        _words("prefill", (_LEFT + _ZERO) / 2, top - 22, 11, "muted", 600, "middle"),
-        _words("handover", (_ZERO + _RIGHT) / 2, top - 22, 11, "muted", 600, "middle"),
+        _text_element("prefill", (_LEFT + _ZERO) / 2, top - 22, 11, "muted", 600, "middle"),
+        _text_element("handover", (_ZERO + _RIGHT) / 2, top - 22, 11, "muted", 600, "middle"),
         *(row for row in rows if 'class="band"' in row),
         *axis(scale, top, bottom),
         *(row for row in rows if 'class="band"' not in row),
-        *(_words(note, 16, bottom + 18 + 16 * index, 11.5) for index, note in enumerate(notes)),
+        *(_text_element(note, 16, bottom + 18 + 16 * index, 11.5) for index, note in enumerate(notes)),
     ]
     body = "\n".join(parts)
     return (
@@ -57,7 +59,7 @@ def phases_of(timelines: Sequence[Timeline]) -> list[str]:
     seen = {span.phase for one in timelines for span in (*one.before, *one.path)}
     seen |= {span.phase for one in timelines for worker in one.workers for span in worker.spans}
     seen |= {one.held.phase for one in timelines if one.held}
-    return [phase for phase in LOOKS if phase in seen]
+    return [phase for phase in PHASE_THEMES if phase in seen]
 
 
 def _rows(timelines: Sequence[Timeline], scale: Scale, top: float) -> tuple[list[str], float]:
@@ -86,30 +88,34 @@ def _row(one: Timeline, scale: Scale, top: float) -> Iterator[str]:
         class_="ink",
     )
     tokens = f" · {handover.tokens} tokens" if handover.tokens else ""
-    yield _words(f"{engines_words(one)}{tokens}"[:48], 16, top + 27, 10.5)
+    yield _text_element(f"{format_engines(one)}{tokens}"[:48], 16, top + 27, 10.5)
     yield from bar(one, scale, top)
-    yield _words("–" if one.lasted_ns is None else time_words(one.lasted_ns), _RIGHT + 14, top + 12, 13, "ink", 650)
-    reported = (rate_words(one) or one.outcome) if one.is_good else one.outcome
-    yield _words(reported[:34], _RIGHT + 14, top + 27, 10.5, "muted" if one.is_good else "bad")
+    yield _text_element(
+        "–" if one.lasted_ns is None else format_time(one.lasted_ns), _RIGHT + 14, top + 12, 13, "ink", 650
+    )
+    reported = (format_rate(one) or one.outcome) if one.is_good else one.outcome
+    yield _text_element(reported[:34], _RIGHT + 14, top + 27, 10.5, "muted" if one.is_good else "bad")
     if one.missing:
-        yield _words(f"not recorded: {', '.join(one.missing)}"[:34], _RIGHT + 14, top + 39, 9.5)
+        yield _text_element(f"not recorded: {', '.join(one.missing)}"[:34], _RIGHT + 14, top + 39, 9.5)
 
 
 def _legend(phases: Sequence[str], top: float) -> tuple[list[str], float]:
     parts, x, y = [], 16.0, top
     for phase in phases:
-        shown = LOOKS[phase]
+        shown = PHASE_THEMES[phase]
         width = 22 + 6.3 * len(shown.label) + 14
         if x + width > WIDTH - 16:
             x, y = 16.0, y + _LEGEND_ROW
         title = element("title", plain(shown.meaning))
         parts.append(element("rect", title, x=x, y=y, width=12, height=12, rx=2, class_=class_of(phase)))
-        parts.append(_words(shown.label, x + 17, y + 10, 11.5))
+        parts.append(_text_element(shown.label, x + 17, y + 10, 11.5))
         x += width
     return parts, y + _LEGEND_ROW
 
 
-def _words(
-    words: str, x: float, y: float, size: float, kind: str = "muted", weight: int = 400, anchor: str = "start"
+def _text_element(
+    content: str, x: float, y: float, size: float, kind: str = "muted", weight: int = 400, anchor: str = "start"
 ) -> str:
-    return element("text", plain(words), x=x, y=y, font_size=size, class_=kind, font_weight=weight, text_anchor=anchor)
+    return element(
+        "text", plain(content), x=x, y=y, font_size=size, class_=kind, font_weight=weight, text_anchor=anchor
+    )
