@@ -1,6 +1,7 @@
 """Make `.venv` from the pinned requirements, with a line for every step; quick when nothing has changed.
 
-Needs nothing but Python 3.11 and its standard library. `python -m scripts.bootstrap cpu dev` makes what the tests need.
+Needs nothing but Python 3.11 and its standard library. `python -m scripts.bootstrap` makes what development needs: the
+runtime that is installed already, otherwise the one for CPUs, and the tools of the checks and tests.
 """
 
 from __future__ import annotations
@@ -113,9 +114,13 @@ class Environment:
         self._steps.say(f"create {self.folder.name} with Python {platform.python_version()}")
         venv.create(self.folder, with_pip=True, symlinks=True)
 
+    def holds(self, name: str) -> bool:
+        """Whether a set was installed, of this version of the requirements or an earlier one."""
+        return self._stamp(name).exists()
+
     def once(self, name: str, key: str, install: Callable[[], None]) -> None:
         """Run `install` unless it has been run with this key."""
-        stamp = self.folder / f".kvferry-{name}"
+        stamp = self._stamp(name)
         if stamp.exists() and stamp.read_text() == key:
             return
         install()
@@ -147,6 +152,9 @@ class Environment:
                 progress.see(line.rstrip())
         if running.returncode:
             raise BootstrapError(f"pip install -r {file.name} failed:\n{progress.end}")
+
+    def _stamp(self, name: str) -> Path:
+        return self.folder / f".kvferry-{name}"
 
     def _command(self, arguments: Sequence[str]) -> list[str]:
         return [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
@@ -246,6 +254,11 @@ INSTALLERS: dict[str, tuple[tuple[str, ...], Callable[[Environment], None]]] = {
 }
 
 
+def for_development(environment: Environment) -> tuple[str, ...]:
+    """The sets that development needs: one runtime, the installed one if there is one, and the tools."""
+    return ("cuda" if environment.holds("cuda") else "cpu", "dev")
+
+
 def make(environment: Environment, wanted: Sequence[str]) -> None:
     """Bring the environment to hold the wanted sets and kvferry.
 
@@ -270,15 +283,19 @@ def make(environment: Environment, wanted: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bootstrap", description=__doc__)
-    parser.add_argument("sets", nargs="+", choices=sorted(INSTALLERS))
+    known = ", ".join(sorted(INSTALLERS))
+    parser.add_argument("sets", nargs="*", metavar="SET", help=f"any of {known}; none: what development needs")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     chosen = parser.parse_args(arguments)
+    if unknown := sorted(set(chosen.sets) - set(INSTALLERS)):
+        # Not by `choices`: Python 3.11 looks for the empty list among them.
+        parser.error(f"unknown: {', '.join(unknown)}; there are {known}")
     if sys.version_info < (3, 11):
         print(f"Python 3.11 or newer is needed; this is {platform.python_version()}", file=sys.stderr)
         return 2
     environment = Environment(chosen.venv, Steps())
     try:
-        make(environment, chosen.sets)
+        make(environment, chosen.sets or for_development(environment))
     except BootstrapError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1

@@ -12,6 +12,8 @@ import pytest
 from scripts import bootstrap
 from scripts.bootstrap import ROOT, BootstrapError, Environment, PipProgress, Steps
 
+LOCKED = " ".join(bootstrap.LOCKED)
+
 
 def report(version: str, url: str) -> str:
     return json.dumps({"install": [{"metadata": {"version": version}, "download_info": {"url": url}}]})
@@ -77,6 +79,45 @@ def test_the_sets_are_installed_once_each_and_kvferry_last(tmp_path: Path) -> No
     locked = "--no-deps --require-hashes"
     cpu = ["create", f"torch=={bootstrap.cpu_torch()}", f"cpu.lock {locked}", ROOT.name]
     assert environment.asked == [*cpu, "create", f"dev.lock {locked}"]
+
+
+@pytest.mark.parametrize(
+    ("runtimes", "asked"),
+    [
+        ([], ["create", f"torch=={bootstrap.cpu_torch()}", f"cpu.lock {LOCKED}", f"dev.lock {LOCKED}", ROOT.name]),
+        (["cpu"], ["create", f"dev.lock {LOCKED}"]),
+        (["cuda"], ["create", f"dev.lock {LOCKED}"]),
+    ],
+    ids=["nothing", "cpu", "cuda"],
+)
+def test_development_adds_its_tools_to_what_the_accuracy_test_has_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtimes: list[str], asked: list[str]
+) -> None:
+    made: list[FakeEnvironment] = []
+
+    def make(folder: Path, steps: Steps) -> FakeEnvironment:
+        made.append(FakeEnvironment(folder, "2.13.0+cpu"))
+        return made[-1]
+
+    monkeypatch.setattr(bootstrap, "Environment", make)
+    where = ("--venv", str(tmp_path))
+    assert not runtimes or bootstrap.main([*where, *runtimes]) == 0
+    assert bootstrap.main(where) == 0
+    assert made[-1].asked == asked
+    assert bootstrap.main(where) == 0
+    assert made[-1].asked == ["create"]
+
+
+def test_the_accuracy_test_leaves_the_tools_out_and_their_lock_has_them() -> None:
+    assert '-m scripts.bootstrap "$device"\n' in (ROOT / "scripts" / "run_accuracy_test.sh").read_text()
+    pinned = {line.split("==")[0] for line in (bootstrap.REQUIREMENTS / "dev.lock").read_text().splitlines()}
+    assert {"pytest", "ruff", "mypy", "import-linter", "mkdocs-material"} <= pinned
+
+
+def test_an_unknown_set_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bootstrap.main(["--venv", str(tmp_path / "v"), "cpu", "tests"])
+    assert "unknown: tests; there are cpu, cuda, dev" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
