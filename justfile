@@ -17,6 +17,10 @@ check:
 test *arguments:
     scripts/test.sh {{ arguments }}
 
+# one package's tests but the slow modules (CONTRIBUTING.md): just quick tests/plan
+quick *arguments:
+    .venv/bin/python -m pytest -q -m "not slow" {{ arguments }}
+
 # the main job: two engines behind vllm-router against a single one
 accuracy:
     scripts/run_accuracy_test.sh

@@ -85,6 +85,7 @@ KNOWN: Mapping[str, Check] = {
     "python -m bench.": Check(_PARSED, _BENCHMARK),
 }
 """By how a command begins; the first that fits."""
+TOP_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 PAGES_WITHOUT_MARKS = ("README.md", "docs/performance.md")
 
 
@@ -148,8 +149,9 @@ def _check(page: str, command: str, mark: str | None) -> Check | None:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """All that may have commands: the README and docs/, but for the list itself."""
-    found = [root / "README.md", *sorted((root / "docs").glob("*.md")), *sorted((root / "deploy").rglob("*.md"))]
+    """All that may have commands: at the top, in docs/ and deploy/, but for the list itself."""
+    top = [root / page for page in TOP_PAGES]
+    found = [*top, *sorted((root / "docs").glob("*.md")), *sorted((root / "deploy").rglob("*.md"))]
     return [page for page in found if page.name != "commands.md"]
 
 

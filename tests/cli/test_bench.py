@@ -27,6 +27,8 @@ from tests.cli.command import run
 from tests.cli.lying_owner import CHANGED
 from tests.scheduler.channel import HOST, free_port
 
+pytestmark = pytest.mark.slow
+
 QUICK = ("--seconds", "0.02", "--timeout", "60")
 LYING = ("-m", "tests.cli.lying_owner")
 BENCH = (sys.executable, "-m", "kvferry.cli", "bench")

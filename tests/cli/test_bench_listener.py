@@ -34,6 +34,8 @@ from tests.protocol.secret_files import NEW, OLD, OTHER, listing, write
 from tests.scheduler.channel import HOST, client, free_port
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 SESSION = "ab" * 16
 JOIN = {"type": "bench join", "version": 1, "session": SESSION, "host": "x", "agent_metadata": b"m"}
 

@@ -18,6 +18,8 @@ from kvferry.cli.doctor.loopback import run_loopback
 from kvferry.cli.doctor.loopback_pair import ROW_BYTES, ROWS, TOTAL_BYTES, pattern
 from kvferry.cli.doctor.transfer import CONNECTING, STARTING, TOO_LATE, Loopback, Read, UcxLog, judge_loopback, read_log
 
+pytestmark = pytest.mark.slow
+
 LOG = """\
 [1795314891.7] [host:12157:0]     ucp_context.c:2753 UCX  INFO  Version 1.23.0 (loaded from /x/libucp.so)
 [1795314891.8] [host:12157:0]          parser.c:2578 UCX  WARN  unused environment variables: UCX_NET_DEVICE (maybe: UCX_NET_DEVICES?); UCX_FOOBAR

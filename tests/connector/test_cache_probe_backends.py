@@ -23,6 +23,8 @@ from tests.connector.cpu_cache import KINDS, Kind
 from tests.connector.cpu_cache import layer_of as cpu_layer_of
 from tests.connector.written_caches import HEADS, WIDTH, Float8, Rows, Written, float8_layer, layer_of, spec_of
 
+pytestmark = pytest.mark.slow
+
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO CUDA DEVICE: no backend of GPUs was tried")
 ROOT = Path(__file__).parents[2]
 

@@ -9,6 +9,8 @@ import pytest
 from kvferry.connector.messages import workers_of
 from tests.connector.gather_rank import Axes, gathered_by_all
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "axes",

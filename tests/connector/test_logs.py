@@ -12,6 +12,8 @@ import pytest
 
 from kvferry.connector.logs import join_vllm_log
 
+pytestmark = pytest.mark.slow
+
 
 class Kept(logging.Handler):
     def __init__(self, level: int = logging.NOTSET) -> None:

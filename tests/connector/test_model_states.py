@@ -15,6 +15,8 @@ from tests.connector.recorded_engine import RecordedEngine
 from tests.connector.recorded_handover import hand_over_recorded
 from tests.connector.state_models import orient
 
+pytestmark = pytest.mark.slow
+
 POOLS = {"direct": 0, "staged": 1 << 18}
 NUM_TOKENS = 150
 _seeds = itertools.count(1)

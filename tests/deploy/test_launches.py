@@ -12,6 +12,8 @@ from kvferry.protocol.errors import InvalidConfig
 from tests.deploy.judging import documented_variables, judge_transfer_config, parsed_by_vllm
 from tests.deploy.launches import LAUNCHES, REPOSITORY, Launch, transfer_configs
 
+pytestmark = pytest.mark.slow
+
 ENGINES = [launch for launch in LAUNCHES if launch.is_engine]
 ROUTERS = [launch for launch in LAUNCHES if not launch.is_engine]
 PAGES = ("README.md", "docs/deployment.md", "docs/migration.md")

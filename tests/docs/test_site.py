@@ -14,7 +14,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from scripts.doc_commands import of_repository
+from scripts.doc_commands import TOP_PAGES, of_repository
 from tests.docs.shell import ROOT
 from tests.docs.site import Page, anchors_on_a_git_host, read_page, shape_on_a_git_host
 
@@ -144,7 +144,7 @@ def test_a_page_has_the_same_parts_on_the_site_as_on_a_git_host(
     assert found == expected
 
 
-@pytest.mark.parametrize("source", [*SOURCES, ROOT / "README.md"], ids=lambda source: source.name)
+@pytest.mark.parametrize("source", [*SOURCES, *(ROOT / page for page in TOP_PAGES)], ids=lambda source: source.name)
 def test_links_hold_on_a_git_host_as_well(source: Path) -> None:
     page = read_markdown(source)
     missing: list[str] = []

@@ -19,6 +19,8 @@ from tests.docs.shell import ROOT, Shell, succeeded
 from tests.protocol.samples import KEY
 from tests.scheduler.channel import HOST, free_port, listening
 
+pytestmark = pytest.mark.slow
+
 _HERE = "tests/docs/test_tools.py::"
 SHORTER = "--max-size 64K --seconds 0.02 --device cpu"
 

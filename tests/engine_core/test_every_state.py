@@ -20,6 +20,8 @@ from tests.engine_core.driver import tokens
 from tests.engine_core.node import Node
 from tests.engine_core.toy_model import expected_tokens
 
+pytestmark = pytest.mark.slow
+
 COUNT = 12
 """Tokens of an answer."""
 ALWAYS = {"debug_check_integrity": True}

@@ -16,6 +16,8 @@ from tests.engine_core.node import Node
 from tests.engine_core.second_runner import FirstRunner, SecondRunner
 from tests.engine_core.toy_model import expected_tokens
 
+pytestmark = pytest.mark.slow
+
 COUNT = 5
 """Tokens that the consumer decodes."""
 

@@ -13,6 +13,8 @@ from tests.engine_core.driver import tokens
 from tests.engine_core.node import Node, free_port, stop_parallel_state
 from tests.engine_core.toy_model import expected_tokens
 
+pytestmark = pytest.mark.slow
+
 PROMPT, OTHER = tokens(40), tokens(40, seed=7)
 COUNT = 4
 Tamper = Callable[[dict[str, Any], dict[str, Any]], Any]

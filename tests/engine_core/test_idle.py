@@ -21,6 +21,8 @@ from tests.engine_core.test_producer import lease_of, offered, say
 from tests.engine_core.test_producer import make as make_engine  # noqa: F401 - a fixture
 from tests.engine_core.toy_model import expected_tokens
 
+pytestmark = pytest.mark.slow
+
 PROMPT = tokens(100)
 REMOTE_DECODE = {"do_remote_decode": True}
 LONG = {"extra": {"kv_lease_duration": 600.0}}

@@ -13,6 +13,8 @@ from kvferry.connector.messages import FerryWorkerMetadata
 from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.offers import offer
 
+pytestmark = pytest.mark.slow
+
 PROMPT = tokens(40)
 
 

@@ -21,6 +21,8 @@ from tests.engine_core.node import Node
 from tests.engine_core.second_runner import SecondRunner
 from tests.engine_core.toy_model import expected_tokens
 
+pytestmark = pytest.mark.slow
+
 LIVES: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlapping steps": {"overlap": True, "runner": SecondRunner},

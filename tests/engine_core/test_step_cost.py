@@ -13,6 +13,8 @@ from tests.engine_core.slow_router import REMOTE_DECODE
 from tests.engine_core.step_count import StepCount
 from tests.fakes.memory_fabric import MemoryNetwork
 
+pytestmark = pytest.mark.slow
+
 STEPS = 15
 LEASES, LOADS = 2000, 200
 LOAD_BLOCKS = 100

@@ -18,6 +18,8 @@ from kvferry.worker.loads.record import Stage
 from tests.engine_core.driver import tokens
 from tests.engine_core.recorded_events import events_about, events_of
 
+pytestmark = pytest.mark.slow
+
 PROMPT = tokens(100)
 COUNT = 3
 LOADED = ["DecodeArrived tokens=100", "LoadOrdered first_token=0 stop_token=100", "LoadReported good=True"]

@@ -18,6 +18,8 @@ from kvferry.connector.tracing import start as tracing_start
 from kvferry.worker.loads.record import Stage
 from tests.engine_core.driver import tokens
 
+pytestmark = pytest.mark.slow
+
 PROMPT = tokens(100)
 TRACE, PARENT = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 HEADERS = {"traceparent": f"00-{TRACE:032x}-{PARENT:016x}-01"}

@@ -17,6 +17,8 @@ from tests.engine_core.node import Node
 from tests.engine_core.toy_model import expected_tokens
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 TURNS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
 FIRST = tokens(100)
 MORE = tokens(50, seed=5)

@@ -17,6 +17,8 @@ from tests.packaging.interpreters import Foreign
 from tests.packaging.outside import ROOT
 from tests.packaging.test_python_versions import NEWEST, OLDEST
 
+pytestmark = pytest.mark.slow
+
 OTHERS = [version for version in (OLDEST, NEWEST) if version != sys.version_info[:2]]
 SUITES = ("tests/protocol",)
 LEFT_OUT = ("properties", "hostile")

@@ -26,6 +26,8 @@ from tests.geometry.handmade import attention, pair, side
 from tests.geometry.pool import EVERYTHING, staged_waves
 from tests.geometry.routes import check_routes
 
+pytestmark = pytest.mark.slow
+
 DRAWS = int(os.environ.get("KVFERRY_ANY_PAIR_DRAWS", "1500"))
 """Random pairs of a run. Shares of features are bounded for a thousand draws and more."""
 UNREACHED = Costs(reaches_caches=False)

@@ -17,6 +17,8 @@ from tests.geometry.pairs import Pair, pairs
 from tests.rig.engine import SETTINGS
 from tests.rig.handover import hand_over, rig_of
 
+pytestmark = pytest.mark.slow
+
 DRAWS = 30
 CONVERTED_DRAWS = 15
 POOLS = st.sampled_from((0, 1 << 11, 1 << 16))

@@ -23,6 +23,8 @@ from tests.scheduler.channel import HOST, cpu_share, free_port, listening, threa
 from tests.scheduler.recording_listener import RecordingListener
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 SHORT_S = 1.0
 LONG_S = 3600.0
 

@@ -38,6 +38,8 @@ from tests.scheduler.channel import HOST, client, cpu_share, free_port, threads_
 from tests.scheduler.recording_listener import RecordingListener
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 30.0
 """Every refusal has to come long before it."""
 

@@ -30,6 +30,8 @@ from tests.worker.fabric_harness import (
 )
 from tests.worker.fabric_scenes import GUARD, LOST_WITHIN_S, Mortal, Pair
 
+pytestmark = pytest.mark.slow
+
 # -- peers -------------------------------------------------------------------------------------------------------
 
 

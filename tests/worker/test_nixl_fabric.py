@@ -30,6 +30,8 @@ from kvferry.worker.fabric.port import (
 )
 from tests.worker.fabric_harness import arrivals, finish, indices, random_bytes, region, row, rows, until
 
+pytestmark = pytest.mark.slow
+
 IDLE_S = 2.0
 MAX_IDLE_CORES = 0.03
 

@@ -15,6 +15,8 @@ import pytest
 from tests.deploy.dashboard.prometheus_tools import tool
 from tests.deploy.dashboard.promql import asked, complaints, samples
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 FILE = REPOSITORY / "deploy" / "prometheus" / "alerts.yml"
 RULES: list[dict[str, Any]] = msgspec.yaml.decode(FILE.read_text())["groups"][0]["rules"]

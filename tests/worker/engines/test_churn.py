@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+import pytest
+
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.worker.fabric.port import OpenHandles
 from kvferry.worker.peers.handshake_client import fetch_description
@@ -17,6 +19,8 @@ from kvferry.worker.peers.peer import PeerKey
 from tests.waiting import wait_until
 from tests.worker.engine_rig import HOST, SETTINGS, Engine, Rig, free_port
 from tests.worker.toy_caches import CacheShape
+
+pytestmark = pytest.mark.slow
 
 PRODUCERS = 150
 WARM_UP = 30

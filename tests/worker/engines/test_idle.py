@@ -11,6 +11,8 @@ from kvferry.protocol.ids import EMPTY
 from tests.waiting import wait_until
 from tests.worker.engine_rig import SETTINGS, Engine, Rig
 
+pytestmark = pytest.mark.slow
+
 WINDOW_S = 0.4
 
 

@@ -10,6 +10,8 @@ from kvferry.worker.fabric.port import PeerLost, TransferFailed
 from tests.waiting import wait_until
 from tests.worker.engine_rig import Engine, Rig
 
+pytestmark = pytest.mark.slow
+
 ERRORS = {
     "a bug": lambda: RuntimeError("unheard of"),
     "a lost peer": lambda: PeerLost("test", "the test wanted it"),

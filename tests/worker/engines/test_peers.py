@@ -20,6 +20,8 @@ from tests.waiting import wait_until
 from tests.worker.engine_rig import FACTS, SETTINGS, Rig, free_port
 from tests.worker.toy_caches import CacheShape
 
+pytestmark = pytest.mark.slow
+
 IMPATIENT = replace(SETTINGS, handshake_timeout_s=0.2)
 
 

@@ -20,6 +20,8 @@ import pytest
 from tests.waiting import wait_until
 from tests.worker.engine_rig import free_port
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 START_S = 60.0
 FAILED_WITHIN_S = 8.0  # the load's deadline is 5 s; the rest is for a busy machine

@@ -14,6 +14,8 @@ from tests.worker.relayout import definitions
 from tests.worker.relayout.cases import Case, random_case
 from tests.worker.relayout.runners import Outcome, Runner
 
+pytestmark = pytest.mark.slow
+
 
 def check(run: Runner, case: Case, reproduce: str) -> Outcome:
     expected = case.destination.copy()

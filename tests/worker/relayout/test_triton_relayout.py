@@ -16,6 +16,8 @@ import torch
 from kvferry.worker.relayout.shape import Shape
 from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, WaveTable
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 COMPILE = """
