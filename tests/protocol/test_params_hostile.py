@@ -136,6 +136,15 @@ def test_every_wrong_value_is_refused_by_the_name_of_its_field(path: str) -> Non
         assert len(str(refused.value)) < MAX_MESSAGE
 
 
+@pytest.mark.parametrize("path", WRONG)
+def test_a_lone_surrogate_is_refused_by_the_name_of_its_field(path: str) -> None:
+    """msgspec raises no error of its own for one that stands in place of a number."""
+    for wrong in ("\ud800", ["\ud800"], [["\ud800"]]):
+        with pytest.raises(InvalidParams) as refused:
+            read_params(with_wrong(path, wrong))
+        assert refused.value.field.startswith(path), (path, wrong, str(refused.value))
+
+
 def test_every_field_has_wrong_values_above() -> None:
     answer = make_params().to_json()
     assert set(WRONG) == set(answer) | {f"kvferry.{name}" for name in answer["kvferry"]}

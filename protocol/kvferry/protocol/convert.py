@@ -27,6 +27,10 @@ def as_type(value: object, type_: type[T], error: type[InputError]) -> T:
         return msgspec.convert(value, type_)
     except msgspec.ValidationError as refused:
         raise _named(refused, value, error) from None
+    except UnicodeEncodeError as refused:  # msgspec encodes a text that it finds in place of a number
+        raise error(
+            (_path_of(refused.object, value) or "message").removeprefix("."), refused.object, "no lone surrogates"
+        ) from None
 
 
 def decode(
@@ -59,6 +63,19 @@ def _named(refused: msgspec.ValidationError, root: object, error: type[InputErro
         return error(_joined(where, path, missing.group(1)), "missing", "a value")
     expected = _UNKNOWN.sub("a value that this version knows, not ", expected.removeprefix("Expected "))
     return error(_joined(where, path) or "message", _at_path(root, path), cut(expected))
+
+
+def _path_of(text: str, value: object, depth: int = 4) -> str | None:
+    """The path of a text in plain objects that are nested no deeper than messages are, or None."""
+    children = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    )
+    for key, child in children:
+        name = f"[{key}]" if isinstance(key, int) else f".{key}"
+        below = "" if child == text else _path_of(text, child, depth - 1) if depth else None
+        if below is not None:
+            return f"{name}{below}"
+    return None
 
 
 def _joined(*parts: str) -> str:
