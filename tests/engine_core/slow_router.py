@@ -25,7 +25,10 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any] | None = None, **extra: Any) -> None:
         self.now_s = 1000.0
         clock = SimpleNamespace(monotonic=lambda: self.now_s)
-        for module in ("connector.scheduler_side", "scheduler.listener"):  # both wind the clock of leases
+        for module in (
+            "connector.scheduler_side.side",
+            "scheduler.side_channel.server",
+        ):  # both wind the clock of leases
             monkeypatch.setattr(f"kvferry.{module}.time", clock)
         with side_channel(free_port()):
             self.engine = Engine(
