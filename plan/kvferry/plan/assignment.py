@@ -19,7 +19,7 @@ Name = tuple[str, str]
 
 MAX_LACKS = 1024
 """Lacks after which the search for more of them ends: the pair is refused all the same. A description may claim that
-tens of thousands of ranks share the tokens out, and every one of them that nobody describes would be a lack of every
+tens of thousands of ranks share the tokens out, and each rank that no description covers would be a lack of every
 tensor.
 """
 
@@ -30,7 +30,7 @@ claim thousands of workers whose heads all overlap differently.
 
 
 class Holding(NamedTuple):
-    """What one worker holds of a tensor."""
+    """The share of a tensor that one worker holds."""
 
     worker: int
     heads: Range
@@ -45,7 +45,7 @@ class Source(NamedTuple):
 
 
 class Lack(NamedTuple):
-    """What no producer worker holds: a tensor's heads, for one share of the tokens."""
+    """A share that no producer worker holds: a tensor's heads, for one share of the tokens."""
 
     name: Name
     heads: Range
@@ -58,8 +58,8 @@ class Assignment:
 
     Attributes:
         sources: per consumer worker what it reads, by producer worker.
-        released: per consumer worker the producer workers that it only tells.
-        lacks: what nobody holds; the pair cannot work unless this is empty. Not all of it where it is `MAX_LACKS`.
+        released: per consumer worker the producer workers that it only notifies.
+        lacks: shares that no producer worker holds, at most `MAX_LACKS`; the pair cannot work unless this is empty.
     """
 
     sources: tuple[Mapping[int, tuple[Source, ...]], ...]
@@ -75,7 +75,7 @@ class Assignment:
 
 @dataclass(slots=True)
 class _Ledger:
-    """What has been given out: bytes per producer worker, and each consumer worker's sources; and what that took."""
+    """The assignment so far: bytes per producer worker, each consumer worker's sources, and the steps it took."""
 
     load: list[int]
     sources: list[dict[int, list[Source]]]
@@ -98,8 +98,8 @@ def assign(consumers: Sequence[WorkerDescription], producers: Sequence[WorkerDes
     """Choose for every (tensor, head, share of the tokens) that a consumer needs exactly one producer that holds it.
 
     Where several hold it, the one that the fewest consumers read this from is taken, then the one with the fewest
-    bytes to send so far, then the first. A producer worker that nobody reads from is told by the consumer with the
-    fewest routes.
+    bytes to send so far, then the first. The consumer with the fewest routes notifies
+    each producer worker that is not read from.
 
     Raises:
         PlanRefused: the search takes more than `MAX_STEPS`.

@@ -128,8 +128,8 @@ def _pair_whole_blocks(
     remote_ids: np.ndarray,
     request: RequestBlocks,
 ) -> UnitPairs | None:
-    """What `pair_units` finds where a unit is a whole block on both sides and every block is there: most requests, in a
-    few calls of numpy. None for all others, and where anything is wrong with the ids."""
+    """The result of `pair_units` where a unit is a whole block on both sides and no block is missing: most requests,
+    in a few calls of numpy. None for all others, and where anything is wrong with the ids."""
     unit, local, remote = tokens.unit_tokens, tokens.local, tokens.remote
     if not unit == here.block_tokens == there.block_tokens == local.block_tokens == remote.block_tokens:
         return None

@@ -32,7 +32,7 @@ class Conversion(NamedTuple):
 
 
 def needs_conversion(local: PagedTensor, remote: PagedTensor) -> bool:
-    """Whether the bytes of one mean something else in the other."""
+    """Whether the bytes of one format mean something else in the other."""
     return local.format != remote.format or (local.scales or (1.0,)) != (remote.scales or (1.0,))
 
 
@@ -44,7 +44,7 @@ def is_convertible(local: PagedTensor, remote: PagedTensor) -> bool:
 
 
 def lacks_scales(tensor: PagedTensor) -> bool:
-    """Whether a tensor is quantised by scales that its engine does not tell."""
+    """Whether a tensor is quantised by scales that its engine does not describe."""
     return tensor.format.quantization != "none" and not tensor.scales
 
 

@@ -15,7 +15,7 @@ from kvferry.plan.transfer_plan import Placing, Route
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What one route copies for one request.
+    """The copies of one route for one request.
 
     Attributes:
         src, dst: addresses on the producer's and on the consumer's worker, int64 `[n]`.

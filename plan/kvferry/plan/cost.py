@@ -32,15 +32,15 @@ class Costs:
 
     @property
     def descriptor_s(self) -> float:
-        """What one descriptor takes beside its bytes."""
+        """The cost of one descriptor, its bytes apart."""
         return self.direct_min_bytes / (self.link_gb_s * 1e9)
 
     def read_s(self, num_bytes: float, descriptors: float) -> float:
-        """What it takes to read so many bytes by so many descriptors."""
+        """The cost of reading so many bytes with so many descriptors."""
         return num_bytes / (self.link_gb_s * 1e9) + descriptors * self.descriptor_s
 
     def relayout_s(self, num_bytes: float) -> float:
-        """What it takes to put bytes from the staging pool in place: each is read and written."""
+        """The cost of moving bytes from the staging pool to their places: each is read and written."""
         return 2 * num_bytes / (self.relayout_gb_s * 1e9)
 
 

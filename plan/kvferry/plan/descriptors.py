@@ -52,7 +52,7 @@ class DescriptorTable:
 
     @property
     def num_bytes(self) -> int:
-        """What the table takes in memory."""
+        """Size of the table in memory."""
         starts = sum(one.local_starts.nbytes + one.remote_starts.nbytes for one in self.indices)
         return self.local_rows.nbytes + self.remote_rows.nbytes + starts
 
@@ -167,7 +167,7 @@ def _remote_side(bundle: Bundle) -> _Side:
 
 
 class _Fold(NamedTuple):
-    """What a row goes through within a block: `steps` descriptors of which an axis makes `axis_steps` a position."""
+    """The descriptors of a row within a block: `steps` in all, and `axis_steps` of an axis for each position."""
 
     axis: int | None
     axis_steps: int
@@ -175,7 +175,7 @@ class _Fold(NamedTuple):
 
 
 def _fold(axes: Sequence[Axis], side: _Side) -> _Fold | None:
-    """What goes on from block to block at one distance, if anything does: it needs no rows of its own."""
+    """The axis that continues from block to block at a constant stride, if one does: it needs no rows of its own."""
     unit_stride, positions = side.unit_stride, side.positions
     if positions * unit_stride.position_stride == unit_stride.block_stride or positions == 1:
         reach = unit_stride.position_stride if positions > 1 else unit_stride.block_stride

@@ -1,4 +1,4 @@
-"""What one route reads, and whether it is read in place or through the staging pool."""
+"""The slices of one route, and whether each is read in place or through the staging pool."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _lost(
 
 
 def _must_stage(part: Part, costs: Costs, offers: Sequence[Offer]) -> Choice:
-    """What is converted, or lies where the fabric does not reach, goes through the pool, whatever it costs.
+    """The choice for a part that is converted, or lies where the fabric does not reach: the pool, whatever it costs.
 
     Raises:
         PlanRefused: there is no pool, or it is too small.

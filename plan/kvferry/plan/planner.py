@@ -149,7 +149,7 @@ def _lack_reasons(lacks: Sequence[Lack]) -> Iterator[Reason]:
 
 
 def _surplus_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
-    """Layers that only the producer has: nobody needs them, but it serves another model, or drafts where we do not."""
+    """Layers that only the producer has. They are not needed, but show that it serves another model, or drafts."""
     known = {tensor.layer for worker in consumer.workers for tensor in worker.tensors}
     surplus = dict.fromkeys(x.layer for worker in producer.workers for x in worker.tensors if x.layer not in known)
     if surplus:
@@ -178,7 +178,7 @@ def _tensor_reasons(
 
 
 def _is_alike(local: PagedTensor, remote: PagedTensor) -> bool:
-    """Whether there is nothing to find between them: of thousands of tensors nearly all are so."""
+    """Whether two tensors differ in nothing, as nearly all of thousands do."""
     return (
         local.tile_tokens == remote.tile_tokens == 1
         and local.group == remote.group
@@ -190,7 +190,7 @@ def _is_alike(local: PagedTensor, remote: PagedTensor) -> bool:
 
 def _differences(consumer: EngineDescription, local: PagedTensor, remote: PagedTensor) -> Iterator[Reason]:
     if local.group >= len(consumer.groups):
-        return  # told by the groups' own reasons
+        return  # the groups' own reasons cover it
     is_state = consumer.groups[local.group].policy == "state"
     irrelevant = {"tile_tokens"} if is_state else set()
     if needs_conversion(local, remote) and is_convertible(local, remote):

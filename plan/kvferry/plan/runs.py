@@ -92,9 +92,9 @@ def grid(shape: Sequence[int]) -> np.ndarray:
 
 
 class Part(NamedTuple):
-    """What one slice contributes before merging: two tensors, the global heads, and how the tokens correspond.
+    """One slice before merging: two tensors, the global heads, and how the tokens correspond.
 
-    Parts with the same correspondence share one token map object: shapes are told apart by it.
+    Parts with the same correspondence share one token map object: it distinguishes shapes.
     """
 
     local: PagedTensor
@@ -105,7 +105,7 @@ class Part(NamedTuple):
 
 
 class Reading(enum.Enum):
-    """What is read of a block when the bytes may arrive in the producer's shape."""
+    """The part of a block that is read when the bytes may arrive in the producer's shape."""
 
     UNITS = "units"
     """The units that are needed, of the heads that are needed."""

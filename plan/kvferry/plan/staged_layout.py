@@ -90,18 +90,18 @@ class Source:
 
 
 def differs(part: Part, reading: Reading) -> bool:
-    """Whether a part's reading is another one than those before it in `Reading`."""
+    """Whether a part's reading differs from those before it in `Reading`."""
     if reading is Reading.BLOCKS:
         return not part.tokens.is_state and part.tokens.unit_tokens < part.remote.block_tokens
     return reading is Reading.UNITS or len(part.heads) < len(part.remote.heads)
 
 
 MAX_RUNS = 8192
-"""Most runs of a source: what puts a wave in place has a table with a row for every piece of them."""
+"""Most runs of a source: the relayout of a wave has a table with a row for every piece of them."""
 
 
 def offers(parts: Sequence[Part], reading: Reading, most_bytes: int) -> Mapping[int, Offer]:
-    """What each part takes when it is read in the producer's shape, for one unit of its token map.
+    """The cost of each part when it is read in the producer's shape, for one unit of its token map.
 
     Parts that cannot be read this way, or only in runs of more than `most_bytes`, or by more of them than tables
     and indices can count, are left out.
@@ -143,7 +143,7 @@ def _descriptors(one: Bundle) -> int:
 
 
 def _fits(part: Part, one: Bundle, reading: Reading) -> bool:
-    """Whether what is read and not needed lies inside of the producer's runs: between them it would only add runs."""
+    """Whether the surplus bytes lie inside the producer's runs: between runs they would only add more of them."""
     if reading is Reading.UNITS or part.tokens.is_state:
         return True
     outside, remote = {(axis.steps, axis.remote_stride) for axis in one.axes}, part.remote

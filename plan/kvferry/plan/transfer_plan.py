@@ -23,7 +23,7 @@ class Placing(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one route reads of one paged tensor.
+    """The part of one paged tensor that a route reads.
 
     Attributes:
         local, remote: the tensor on either side.
@@ -74,7 +74,7 @@ class Route:
     Attributes:
         worker: index of the worker in the producer's description.
         place: its place.
-        slices: what is read; empty when the worker only has to be told that its copy is not needed.
+        slices: the reads; empty when the worker is only notified that its copy is not needed.
         bundles: the slices merged into the runs that both sides share; `members` index `slices`.
         sources: what is staged, in the runs of the producer.
         expected: how many consumer workers report `done` to this producer worker.
@@ -129,7 +129,7 @@ class TransferPlan:
         producer: engine id of the producer.
         place: the consumer worker's place.
         worker: the consumer worker's index in its engine.
-        routes: one per producer worker to be read from or told.
+        routes: one per producer worker to be read from or notified.
     """
 
     producer: str

@@ -42,7 +42,7 @@ class SourceTable:
 
 @dataclass(frozen=True, slots=True)
 class SourceUnits:
-    """What of a request one source reads, and where it belongs.
+    """The units of a request that one source reads, and their places.
 
     Attributes:
         remote_block, remote_position: of every source unit, in the order of the producer's blocks, int64 `[S]`.
@@ -84,7 +84,7 @@ def source_table(source: Source, device: int) -> SourceTable:
 
 
 def source_units(source: Source, pairs: UnitPairs) -> SourceUnits:
-    """What of a request a source reads: units, or the whole blocks that hold them."""
+    """The units of a request that a source reads, or the whole blocks that hold them."""
     if source.whole_blocks:
         blocks, of_unit = np.unique(pairs.remote_block, return_inverse=True)
         order = np.argsort(of_unit, kind="stable")
@@ -99,7 +99,7 @@ def source_units(source: Source, pairs: UnitPairs) -> SourceUnits:
 
 
 def next_window(runs: int, units: int, last: Window | None, chunks: int) -> Window | None:
-    """What comes after `last` (None at the beginning) and has at most `chunks` chunks; None when nothing is left.
+    """The window after `last` (None at the beginning), of at most `chunks` chunks; None at the end.
 
     Example: 3 runs, 5 units. With 7 chunks: all runs of units 0 and 1, then of 2 and 3, then of 4. With 2 chunks: runs
     0 and 1 of unit 0, run 2 of unit 0, runs 0 and 1 of unit 1, …

@@ -66,7 +66,7 @@ class EngineDump(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def dump_of(engine: EngineDescription) -> EngineDump:
-    """What may be shown of an engine."""
+    """The part of an engine's description that may be shown."""
     return EngineDump(
         engine_id=engine.engine_id,
         boot=engine.boot,

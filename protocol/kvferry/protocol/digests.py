@@ -39,7 +39,7 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What decides the KV cache of a sequence: its tokens, and what else the model saw.
+    """Everything that determines the KV cache of a sequence: its tokens, and the model's other inputs.
 
     Attributes:
         tokens: token ids, each in [0, 2**32).
@@ -97,7 +97,7 @@ _CHUNK_BYTES = CHUNK_TOKENS * TOKEN_BYTES
 _CHUNK = _EMPTY.copy()
 _CHUNK.update(_counted(b"chunk") + _LENGTH.pack(DIGEST_BYTES))
 _WHOLE_CHUNK = _counted(b"") + _LENGTH.pack(_CHUNK_BYTES)
-"""What stands before the tokens of a whole chunk without media, after the digest of the one before."""
+"""The bytes between the digest of the chunk before and the tokens of a whole chunk without media."""
 
 
 def _hash(message: bytes) -> bytes:

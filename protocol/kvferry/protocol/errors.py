@@ -18,8 +18,8 @@
     ├── FabricError           NIXL (`kvferry.worker.fabric.port`)
     └── LocalProtocolError    this process did something that its own state machine forbids: a bug in kvferry
 
-An `InputError` names the field, the value that was found and what was expected. It never stops an engine: whoever
-catches it counts it, logs it once and goes on without a transfer (only `InvalidConfig` stops a start).
+An `InputError` names the field, the value that was found and what was expected. It never stops an engine: the
+handler counts it, logs it once and goes on without a transfer (only `InvalidConfig` stops a start).
 """
 
 from __future__ import annotations

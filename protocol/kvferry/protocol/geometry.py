@@ -66,7 +66,7 @@ class Interleave(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Format(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bytes of a cell mean. Only equal formats may be copied as they are.
+    """The meaning of a cell's bytes. Only equal formats may be copied as they are.
 
     Attributes:
         dtype: of one element, e.g. `bfloat16`.
@@ -123,7 +123,7 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def name(self) -> tuple[str, str]:
-        """What a tensor is matched by across engines."""
+        """The key by which a tensor is matched across engines."""
         return (self.layer, self.kind)
 
     @property

@@ -36,7 +36,7 @@ some 40 µs each."""
 
 
 UNKNOWN_ENGINE = "?"
-"""What who does not know an engine's id asks for: the answer is a refusal of `engine_id`, which tells it."""
+"""The id in a request to an engine whose id is not known: the refusal of `engine_id` in answer contains it."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -58,7 +58,7 @@ class LeaseName(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         slot: index into the lease table.
-        epoch: the proof: it was random, and only the ticket told it.
+        epoch: the proof: it is random, and only the ticket contains it.
     """
 
     slot: SlotIndex
@@ -78,7 +78,7 @@ class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
-    """These leases are not needed any more; nobody reads under them.
+    """These leases are not needed any more, and no read uses them.
 
     Attributes:
         boot: the producer's, from the ticket.
@@ -93,7 +93,7 @@ Request = Hello | Renew | Release
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be equal for the bytes to mean the same, each under its own name.
+    """Facts that must be equal for the bytes to mean the same, each under its own name.
 
     Attributes:
         model: its name as served.
@@ -101,7 +101,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         dtype: of the activations.
         cache_dtype: of the cache, as configured.
         quantization: of the weights.
-        max_model_tokens: the longest sequence; told, not compared.
+        max_model_tokens: the longest sequence; for information, not compared.
         speculative: the draft method, `none` without.
     """
 
@@ -266,7 +266,7 @@ def decode_answerer(frame: bytes) -> Answerer | Refused:
 
 
 def decode_worker(frame: bytes) -> WorkerDescription:
-    """What a worker handed to its own scheduler. Raises `InvalidMessage`."""
+    """Decode the description that a worker handed to its own scheduler. Raises `InvalidMessage`."""
     return decode(frame, _workers, MAX_REPLY_BYTES, InvalidMessage)
 
 

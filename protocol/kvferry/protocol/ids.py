@@ -60,7 +60,7 @@ def new_boot_id() -> BootId:
 
 
 def new_epoch() -> Epoch:
-    """A fresh epoch: random, so that nobody meets or guesses another lease's."""
+    """A fresh epoch: random, so that no lease repeats or reveals another's."""
     return Epoch(secrets.randbits(EPOCH_BITS - 1) + 1)
 
 
@@ -93,7 +93,7 @@ EMPTY = 0
 
 
 class SlotState(enum.IntEnum):
-    """What a slot says about the blocks of its lease."""
+    """State of the blocks of a lease, as its slot shows it."""
 
     COMPUTING = 1
     """The producer may still write them."""

@@ -1,6 +1,6 @@
 """Notifications over NIXL: from a consumer's worker to a producer's worker.
 
-Frame: the four bytes `KVF1`, then one msgpack map with a `type`. Anything else is somebody else's and is ignored.
+Frame: the four bytes `KVF1`, then one msgpack map with a `type`. Other frames are not kvferry's and are ignored.
 Evolution rules as in `kvferry.protocol.handshake`; a change that old readers would misunderstand takes a new magic.
 """
 

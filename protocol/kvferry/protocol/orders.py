@@ -111,7 +111,7 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker needs of a step's orders at once.
+    """The part of a step's orders that a worker needs at once.
 
     Attributes:
         opens: as in `StepOrders`.
@@ -167,7 +167,7 @@ def encode_head(orders: StepOrders) -> bytes:
 
 
 def decode_head(frame: bytes) -> OrdersHead:
-    """What `encode_head` has encoded. Raises `InvalidMessage`."""
+    """Decode the result of `encode_head`. Raises `InvalidMessage`."""
     head = decode(frame, _head_decoder, _MAX_BYTES, InvalidMessage)
     _check_version(head.version)
     return head

@@ -36,7 +36,7 @@ Blocks = tuple[tuple[BlockId, ...], ...]
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """What lets a consumer read one request's blocks: the object under the key `kvferry`.
+    """The right to read one request's blocks: the object under the key `kvferry`.
 
     Attributes:
         version: of this object; a reader refuses those that it does not know.
@@ -177,8 +177,8 @@ def _read_remote_prefill(raw: Mapping[str, Any]) -> RemotePrefill:
 
 
 def _read_at_once(raw: Mapping[str, Any]) -> RemotePrefill | None:
-    """What reading part by part would find, for the params that a producer wrote and nobody changed; None for all
-    others, that may be readable nevertheless."""
+    """Read unchanged params of a producer at once, with the result of `_read_part_by_part`; None for all others, which
+    may be readable nevertheless."""
     groups = raw.get("remote_block_ids")
     if not isinstance(groups, list) or len(groups) > MAX_GROUPS:
         return None

@@ -1,6 +1,6 @@
 """The clocks of different hosts, brought together by what must have happened before what.
 
-A clock is that of a host as the processes of one engine see it, so engines with hosts of the same name are told apart.
+A clock is that of a host as the processes of one engine see it, so engines on hosts of one name are distinct.
 A difference between a time `a` on clock A and a later time `b` on clock B bounds the offsets: a + o(A) ≤ b + o(B), so
 o(A) - o(B) ≤ b - a. The least of these differences for each ordered pair is all that matters, and such a system is
 solved by shortest paths (Bellman and Ford): no clock is shifted further than it must be.
@@ -28,7 +28,7 @@ _MOST_ROUNDS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Offsets(Generic[ClockT]):
-    """What to add to the times of each clock, in nanoseconds.
+    """The shift of each clock, in nanoseconds, that is added to its times.
 
     Attributes:
         by_clock: all clocks that were asked about; 0 for most of them.
@@ -154,13 +154,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """What to add to the times of each clock, and what is said about it."""
+    """The shift of each clock, and remarks on it."""
 
     shift_ns: dict[Clock, int] = field(default_factory=dict)
     differences: tuple[Difference, ...] = ()
 
     def shift(self, process: ProcessStarted) -> int:
-        """What to add to the times of a process."""
+        """The shift of a process's times."""
         return self.shift_ns.get(clock_of(process), 0)
 
 

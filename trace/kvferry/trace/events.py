@@ -1,4 +1,4 @@
-"""What is recorded: one line of JSON each, in one file a process.
+"""Recorded events: one line of JSON each, in one file per process.
 
 A file begins with a `ProcessStarted`, which says whose it is; every other line is an event of that process. Times are
 nanoseconds since the epoch by the clock of its host: a process that measures with a monotonic clock converts.
@@ -82,7 +82,7 @@ class PrefillArrived(RequestEvent, frozen=True, kw_only=True, tag="prefill_arriv
     """Producer's scheduler: a prompt is to be decoded elsewhere.
 
     Attributes:
-        correlation: what the client calls the request, where the engine is told.
+        correlation: the client's name for the request, where the engine got one.
         traceparent: of the client's or the router's span, as W3C writes it, where the engine traces.
     """
 
@@ -120,7 +120,7 @@ class DecodeArrived(RequestEvent, frozen=True, kw_only=True, tag="decode_arrived
 
     Attributes:
         remote_request: its id in the producer.
-        correlation: what the client calls the request, where the engine is told.
+        correlation: the client's name for the request, where the engine got one.
         traceparent: of the client's or the router's span, as W3C writes it, where the engine traces.
     """
 
@@ -145,7 +145,7 @@ class Recomputed(RequestEvent, frozen=True, kw_only=True, tag="recomputed"):
 
 
 class LoadOrdered(RequestEvent, frozen=True, kw_only=True, tag="load_ordered"):
-    """Consumer's scheduler: the prompt has blocks, and the workers are told to fill them."""
+    """Consumer's scheduler: the prompt has blocks, and the order to fill them goes to the workers."""
 
     first_token: Address
     stop_token: Address

@@ -40,7 +40,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a worker of the consumer did."""
+    """The events of one worker of the consumer."""
 
     process: ProcessStarted
     ended: LoadEnded
@@ -91,7 +91,7 @@ class Handover:
 
     @property
     def producer_request(self) -> str:
-        """Its id in the producer; empty where nobody said."""
+        """Its id in the producer; empty where unknown."""
         if self.prefill is not None:
             return self.prefill.request
         arrived = self.decode.arrived if self.decode else None
@@ -99,7 +99,7 @@ class Handover:
 
     @property
     def producer(self) -> str:
-        """The producer's engine id; empty where nobody said."""
+        """The producer's engine id; empty where unknown."""
         if self.prefill is not None:
             return self.prefill.process.engine_id
         arrived = self.decode.arrived if self.decode else None
@@ -117,13 +117,13 @@ class Handover:
 
     @property
     def correlation(self) -> str:
-        """What the client calls it; empty where no engine was told."""
+        """The client's name for it; empty where no engine got one."""
         arrivals = (self.decode.arrived if self.decode else None, self.prefill.arrived if self.prefill else None)
         return next((one.correlation for one in arrivals if one is not None and one.correlation), "")
 
     @property
     def tokens(self) -> int:
-        """Of the prompt, 0 where nobody said."""
+        """Of the prompt, 0 where unknown."""
         known = (
             *((self.prefill.given, self.prefill.arrived) if self.prefill else ()),
             *((self.decode.arrived,) if self.decode else ()),

@@ -49,7 +49,7 @@ def match(processes: Iterable[Process]) -> list[Handover]:
 
 
 class _Schedulers:
-    """What the schedulers recorded so far."""
+    """The schedulers' records so far."""
 
     def __init__(self) -> None:
         self._prefills: dict[_Lease, Prefill] = {}

@@ -1,4 +1,4 @@
-"""What a handover consists of, in its order."""
+"""The phases of a handover, in their order."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from kvferry.trace.events import TRACE_VERSION, AnyEvent, Dropped, ProcessStarte
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What is wrong with a file.
+    """A defect of a file.
 
     Attributes:
         line: the first one that it was found in, from 1; 0 for the whole file.
@@ -62,14 +62,14 @@ class InvalidTrace(InputError):
 
 SUFFIX = ".jsonl"
 MAX_LINE_BYTES = 1 << 20
-"""No event is longer: the line is somebody else's."""
+"""No event is longer: such a line is of another program."""
 
 _decode = msgspec.json.Decoder(AnyEvent).decode
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What one process recorded, in its order."""
+    """The records of one process, in their order."""
 
     path: str
     started: ProcessStarted

@@ -1,7 +1,7 @@
-"""What a busy thread records is handed to a thread of its own, which writes it somewhere.
+"""A recorder: a busy thread hands its records to a writer thread.
 
-`record` costs the busy thread an append. Whoever writes may be slow, or fail: what does not fit into the queue
-meanwhile is dropped and counted, and nothing is stopped.
+`record` costs the busy thread an append. The writer may be slow, or fail: records that do not fit into the queue
+meanwhile are dropped and counted, and nothing is stopped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BATCH = 256
 
 
 class Sink(Protocol[Taken]):
-    """Where a recorder's items go. Only the writer's thread calls it, and whoever closes a recorder without one."""
+    """Where a recorder's items go. Only the writer's thread calls it, or the closing thread where there is no writer."""
 
     def take(self, items: Sequence[Taken], lost: int) -> None:
         """Write them, in their order. Raises whatever it likes: the items are lost then.

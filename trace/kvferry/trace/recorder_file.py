@@ -66,7 +66,7 @@ class TraceFile:
         os.close(self._file)
 
     def _begin_anew(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # somebody has taken it away, or it is renamed already
+        with contextlib.suppress(FileNotFoundError):  # it was removed, or it is renamed already
             self.path.replace(self.path.with_name(self.path.name.removesuffix(_SUFFIX) + _OLD_SUFFIX))
         file = os.open(self.path, _FLAGS, 0o600)
         os.close(self._file)
@@ -91,7 +91,7 @@ def _stem(role: str, started: ProcessStarted) -> str:
 
 
 def _new_file(folder: Path, stem: str) -> tuple[Path, int]:
-    """A file that nobody has: processes in containers have equal numbers."""
+    """Create a file under a free name: processes in containers have equal numbers."""
     number = 1
     while True:
         path = folder / (f"{stem}{_SUFFIX}" if number == 1 else f"{stem}-{number}{_SUFFIX}")

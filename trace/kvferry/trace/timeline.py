@@ -48,7 +48,7 @@ class WorkerSpans:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One handover, phase by phase. Phases that nobody recorded are not there.
+    """One handover, phase by phase. Phases without records are left out.
 
     Attributes:
         before: until the prompt was computed.

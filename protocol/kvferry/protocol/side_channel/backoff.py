@@ -1,4 +1,4 @@
-"""How long to leave somebody alone who could not be reached."""
+"""Exponential backoff with jitter."""
 
 from __future__ import annotations
 

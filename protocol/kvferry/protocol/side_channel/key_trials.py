@@ -20,7 +20,7 @@ _CUTS_IN_PLAIN = 3
 
 
 class NextStep(enum.Enum):
-    """What to do after an event of a connection."""
+    """The next step after an event of a connection."""
 
     SPEAK = enum.auto()
     """The connection is the right one: send."""
@@ -49,7 +49,7 @@ class KeyTrials:
 
     @property
     def may_speak(self) -> bool:
-        """Whether something may be said over a connection with `secret`, once it stands."""
+        """Whether messages may be sent over a connection with `secret`, once it is established."""
         return self.secret is not None or not self._secrets
 
     def on_event(self, event: ConnectionEvent) -> NextStep:

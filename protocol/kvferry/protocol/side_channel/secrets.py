@@ -1,7 +1,7 @@
 """The side channel's shared secrets: a file that the operator writes and every engine of a fleet reads at its start.
 
 One secret a line, as hexadecimal digits or base64 of at least 32 random bytes; blank lines and lines that begin with
-`#` are skipped. A listener uses the first, whoever asks tries each: that is how secrets are rotated.
+`#` are skipped. A listener uses the first, an asker tries each: that is how secrets are rotated.
 
 Nothing here, and no error of it, ever shows a line's text. Keys are derived by HKDF-SHA256 (RFC 5869).
 """
@@ -169,7 +169,7 @@ def _secret(path: str, number: int, text: bytes) -> Secret:
 
 
 def _decoded(text: bytes) -> bytes | None:
-    """What hexadecimal digits or base64 stand for; digits alone are never taken for base64."""
+    """Decode hexadecimal digits or base64; digits alone are never taken for base64."""
     try:
         plain = text.decode("ascii")
         if _HEX.fullmatch(plain):

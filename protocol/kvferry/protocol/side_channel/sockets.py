@@ -1,8 +1,8 @@
-"""What both ends do to a ZMQ socket of the side channel: keep-alive, CURVE, and what its monitor says.
+"""Options of the side channel's ZMQ sockets at both ends: keep-alive, CURVE, and the events of their monitors.
 
-With a secret, both ends know each other by it: the listener's key pair and the asker's are derived from it, under
-labels of their own. Who has not the secret knows neither the public key that the listener has, and so cannot even
-begin, nor has a key pair that the listener admits; and who only pretends to be the listener cannot answer.
+With a secret, both ends authenticate each other by it: the listener's key pair and the asker's are derived from it,
+under labels of their own. Without the secret, an asker neither knows the listener's public key, and so cannot begin a
+handshake, nor has a key pair that the listener admits; a false listener cannot answer.
 
 The one module of this package that needs pyzmq.
 """
@@ -57,13 +57,13 @@ class KeyPair:
 
 @functools.lru_cache(64)
 def listener_keys(secret: Secret) -> KeyPair:
-    """What a listener proves itself with."""
+    """The key pair of a listener."""
     return KeyPair.of(secret.key(b"listener"))
 
 
 @functools.lru_cache(64)
 def asker_keys(secret: Secret) -> KeyPair:
-    """What whoever asks proves itself with."""
+    """The key pair of an asker."""
     return KeyPair.of(secret.key(b"asker"))
 
 
