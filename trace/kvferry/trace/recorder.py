@@ -29,7 +29,7 @@ _BATCH = 256
 
 
 class Sink(Protocol[Taken]):
-    """Where a recorder's items go. Only the writer's thread calls it, or the closing thread where there is no writer."""
+    """Where a recorder's items go. Only the writer's thread calls it, or the closing thread without one."""
 
     def take(self, items: Sequence[Taken], lost: int) -> None:
         """Write them, in their order. Raises whatever it likes: the items are lost then.
