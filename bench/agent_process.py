@@ -2,7 +2,7 @@
 
     make count bytes                    → agents [{metadata, address}], seconds []
     connect agent peer bytes            → seconds: known, prepared, and a first read of 64 bytes
-    read agent bytes repeats patience_s → seconds [], error; with `announced` an empty answer first: it begins now
+    read agent bytes repeats timeout_s → seconds [], error; with `announced` an empty answer first: it begins now
     contact agents port                    → seconds []: each asks a producer's side channel, plans, and reads 8 bytes,
                                           all at once, each on a thread of its own
     send agent                          → one empty answer; it sends messages to its peer until it is killed
@@ -89,14 +89,14 @@ class Agent:
         self._read(60.0)
         return time.perf_counter() - start
 
-    def read(self, num_bytes: int, repeats: int, patience_s: float) -> dict[str, Any]:
+    def read(self, num_bytes: int, repeats: int, timeout_s: float) -> dict[str, Any]:
         """Seconds of every read of the whole length, up to one that raises."""
         self._prepare(num_bytes)
         seconds: list[float] = []
         for _ in range(repeats):
             start = time.perf_counter()
             try:
-                self._read(patience_s)
+                self._read(timeout_s)
             except (FabricError, TimeoutError) as error:
                 took_s = time.perf_counter() - start
                 return {"seconds": seconds, "error": f"{type(error).__name__}: {error}", "error_s": took_s}
@@ -118,14 +118,14 @@ class Agent:
         local = self.fabric.prepare_local(rows[0])
         self._sides = (local, self.fabric.prepare_remote(self._peer["name"], rows[1]))
 
-    def _read(self, patience_s: float) -> None:
+    def _read(self, timeout_s: float) -> None:
         assert self._sides is not None
         transfer = self.fabric.post_read(self._sides[0], _ONE, self._sides[1], _ONE)
-        end_s = time.perf_counter() + patience_s
+        end_s = time.perf_counter() + timeout_s
         try:
             while self.fabric.poll(transfer) is TransferState.IN_FLIGHT:
                 if time.perf_counter() > end_s:
-                    raise TimeoutError(f"not within {patience_s:g} s")
+                    raise TimeoutError(f"not within {timeout_s:g} s")
                 time.sleep(20e-6)
         finally:
             self.fabric.release(transfer)
@@ -172,7 +172,7 @@ def _obey(agents: list[Agent | None], order: dict[str, Any], answers: TextIO) ->
     if order["do"] == "read":
         if order.get("announced"):
             print("{}", file=answers, flush=True)
-        read: dict[str, Any] = agent.read(order["bytes"], order["repeats"], order["patience_s"])
+        read: dict[str, Any] = agent.read(order["bytes"], order["repeats"], order["timeout_s"])
         return read
     agents[order["agent"]] = None
     agent.fabric.close()

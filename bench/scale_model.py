@@ -15,7 +15,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 """As `kvferry.worker.peers.retry`."""
 
 
@@ -106,7 +106,7 @@ class Played:
 def play(fleet: Fleet, *, hello_s: float, timeout_s: float, seed: int = 1) -> Played:
     """All workers of all consumers ask one producer in the same moment; its listener serves one after the other.
 
-    An asker gives up after `timeout_s`, and asks again after a pause that doubles, as a worker does. What was asked by
+    An asker gives up after `timeout_s`, and asks again with a doubling backoff, as a worker does. What was asked by
     somebody who gave up is served all the same: the listener cannot know.
     """
     draw = random.Random(seed)
@@ -121,7 +121,7 @@ def play(fleet: Fleet, *, hello_s: float, timeout_s: float, seed: int = 1) -> Pl
             connected.append(free_s)
             continue
         timeouts += 1
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(failures, 16)) * draw.uniform(0.5, 1.5)
-        heapq.heappush(asked, (at_s + timeout_s + pause_s, asker, failures + 1))
+        backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(failures, 16)) * draw.uniform(0.5, 1.5)
+        heapq.heappush(asked, (at_s + timeout_s + backoff_s, asker, failures + 1))
     connected.sort()
     return Played(connected[len(connected) // 2], connected[-1], timeouts)

@@ -27,7 +27,7 @@ from bench.step_report import Shown, results_of
 from bench.step_scenes import QUICK, SCENES
 
 _STEPS, _QUICK_STEPS = 2000, 150
-_PATIENCE_S = 300.0
+_TIMEOUT_S = 300.0
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -57,7 +57,7 @@ def main() -> None:
 def _elsewhere(task: dict[str, Any]) -> Any:
     """Do it in a process of its own."""
     command = [sys.executable, "-m", "bench.step", "--scene", json.dumps(task)]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
         raise RuntimeError(f"{task}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

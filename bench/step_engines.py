@@ -56,7 +56,7 @@ WORKER_CALLS = (
 LONGEST_TOKENS = 1 << 17
 _LEASE_S = 3600.0
 _MOST_AT_ONCE = 256
-_PATIENCE_S = 120.0
+_TIMEOUT_S = 120.0
 
 
 @contextmanager
@@ -161,7 +161,7 @@ class Prompts:
 def hold(producer: TimedNode, prompts: Prompts, count: int, blocks: int) -> None:
     """`count` leases that nobody comes for."""
     left, side = count, producer.engine.connector.scheduler_side
-    end_s = time.monotonic() + _PATIENCE_S
+    end_s = time.monotonic() + _TIMEOUT_S
     while left or not producer.engine.is_idle():
         for _ in range(min(left, _MOST_AT_ONCE)):
             name, prompt = prompts.next(blocks)

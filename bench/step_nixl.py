@@ -21,7 +21,7 @@ from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region
 _BYTES = 64 << 20
 _DESCRIPTOR = 4096
 _SWITCH_S = 1e-5
-_PATIENCE_S = 10.0
+_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _free_rate(counter: _Counter) -> float:
 
 
 def _finish(agent: object, nixl: object, raw: int) -> None:
-    end_s = time.monotonic() + _PATIENCE_S
+    end_s = time.monotonic() + _TIMEOUT_S
     while agent.getXferStatus(raw) != nixl.NIXL_SUCCESS:  # type: ignore[attr-defined]
         if time.monotonic() > end_s:
             raise TimeoutError("a read of this process's own memory does not end")

@@ -1,8 +1,8 @@
 """Loads over links on which a read takes a while after its post, and over both lanes for messages within a host.
 
-Shared memory copies in the post, so the main grid of `bench.transfer` shows nothing of the transfer thread's pauses.
-Here every load is measured twice, in turn: as it is, and with pauses that only the end of a load shortens. Beside them,
-in turn too, is a bare NIXL loop that polls without a pause, where the link is one of NIXL's.
+Shared memory copies in the post, so the main grid of `bench.transfer` shows nothing of the transfer thread's backoff.
+Here every load is measured twice, in turn: as it is, and with a backoff that only a load's end resets. Beside them,
+in turn too, is a bare NIXL loop that polls without a backoff, where the link is one of NIXL's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,15 @@ from kvferry.worker.staging import staged_reads
 
 _WAVES = 8
 _LATENCY_S = 20e-6
-_COLUMNS = ("link", "request", "load, ms", "pauses of ends only, ms", "gain", "bare loop, fenced, ms", "CPU, ms a load")
+_COLUMNS = (
+    "link",
+    "request",
+    "load, ms",
+    "backoff reset at ends only, ms",
+    "gain",
+    "bare loop, fenced, ms",
+    "CPU, ms a load",
+)
 
 
 class PacedFabric(NixlFabric):

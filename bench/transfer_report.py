@@ -23,7 +23,7 @@ _SHARES = {"one / bare": (LOAD, BARE), "four / bare": (LOADS, BARES), "fenced / 
 _OF_BARE, _OF_MEMCPY = 0.95, 0.8
 _MISSED = (
     "What is not transfer is in the table of the stages. Tried: all of a load in one turn of the thread, fewer calls "
-    "of numpy, no pause after a post that has copied, the result before the notification."
+    "of numpy, no backoff after a post that has copied, the result before the notification."
 )
 
 

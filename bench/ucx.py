@@ -1,7 +1,7 @@
 """UCX settings that kvferry sets where the user has not: what they bring, and what they cost.
 
     python -m bench.ucx            # writes results/ucx.json; 5 minutes, most of them waiting for what never comes
-    python -m bench.ucx --quick    # short intervals and little patience; under a minute
+    python -m bench.ucx --quick    # short intervals and timeouts; under a minute
 
 Two processes on NIXL, with UCX settings of their own. Segments over TCP: reads, and memory per connection. Signs of
 life: how soon a read of a dead peer raises, and what an agent does whose peer takes none.
@@ -77,8 +77,8 @@ def reads_over_tcp(sizes: Sequence[str], repeats: int) -> list[list[Cell]]:
             reader.tell("connect", agent=0, peer=peers[0], bytes=16 * _MIB)
             row: list[Cell] = [size]
             for length in (64 << 10, _MIB, 16 * _MIB):
-                reader.tell("read", agent=0, bytes=length, repeats=2, patience_s=20.0)
-                took = reader.tell("read", agent=0, bytes=length, repeats=repeats, patience_s=20.0)["seconds"]
+                reader.tell("read", agent=0, bytes=length, repeats=2, timeout_s=20.0)
+                took = reader.tell("read", agent=0, bytes=length, repeats=repeats, timeout_s=20.0)["seconds"]
                 row += [length / statistics.median(took) / 1e9, length / min(took) / 1e9]
             rows.append(row)
     return rows
@@ -94,13 +94,13 @@ def memory(sizes: Sequence[str], readers: int) -> list[list[Cell]]:
                 before = [owner.tell("usage")["rss_mb"], reader.tell("usage")["rss_mb"]]
                 for agent in range(readers):
                     reader.tell("connect", agent=agent, peer=peers[0], bytes=1 << 16)
-                    reader.tell("read", agent=agent, bytes=1 << 16, repeats=3, patience_s=20.0)
+                    reader.tell("read", agent=agent, bytes=1 << 16, repeats=3, timeout_s=20.0)
                 after = [owner.tell("usage")["rss_mb"], reader.tell("usage")["rss_mb"]]
                 rows.append([transports, size, *((b - a) / readers for a, b in zip(before, after, strict=True))])
     return rows
 
 
-def dead_peer(transports: str, interval: str, idle_s: float, patience_s: float) -> list[Cell]:
+def dead_peer(transports: str, interval: str, idle_s: float, timeout_s: float) -> list[Cell]:
     """Seconds until a read raises: of a peer that died while idle, `idle_s` before the read, and in mid-read."""
     row: list[Cell] = [transports, interval]
     ucx = {**_TRANSPORTS[transports], **every(interval)}
@@ -109,7 +109,7 @@ def dead_peer(transports: str, interval: str, idle_s: float, patience_s: float) 
         with _pair(ucx, num_bytes) as (owner, reader, peers):
             reader.tell("connect", agent=0, peer=peers[0], bytes=_MIB)
             if in_mid_read:
-                reader.send("read", agent=0, bytes=num_bytes, repeats=1000, patience_s=patience_s, announced=True)
+                reader.send("read", agent=0, bytes=num_bytes, repeats=1000, timeout_s=timeout_s, announced=True)
                 reader.answer()
                 time.sleep(_IN_MID_READ_S)
             owner.process.kill()
@@ -120,13 +120,13 @@ def dead_peer(transports: str, interval: str, idle_s: float, patience_s: float) 
                 took_s = time.perf_counter() - killed_s
             else:
                 time.sleep(idle_s)
-                answer = reader.tell("read", agent=0, bytes=_MIB, repeats=1, patience_s=patience_s)
+                answer = reader.tell("read", agent=0, bytes=_MIB, repeats=1, timeout_s=timeout_s)
                 took_s = answer["error_s"]
             row.append(None if answer["error"].startswith("TimeoutError") else took_s)
     return row
 
 
-def silent_peer(transports: str, how: str, interval: str, seconds: float, patience_s: float) -> list[Cell]:
+def silent_peer(transports: str, how: str, interval: str, seconds: float, timeout_s: float) -> list[Cell]:
     """Cores that an agent takes whose peer takes no signs of life, in the last tenth; seconds until it is closed."""
     with _pair({**_TRANSPORTS[transports], **every(interval)}, _MIB, owners=2) as (owner, reader, peers):
         reader.tell("connect", agent=0, peer=peers[1], bytes=_MIB)
@@ -150,7 +150,7 @@ def silent_peer(transports: str, how: str, interval: str, seconds: float, patien
 
         waiting = threading.Thread(target=close, daemon=True)
         waiting.start()
-        waiting.join(patience_s)
+        waiting.join(timeout_s)
         row: list[Cell] = [transports, how, interval, seconds, cores, None if closed.empty() else closed.get()]
     waiting.join()
     return row
@@ -162,16 +162,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     quick = parser.parse_args(arguments).quick
     started = begin()
     sizes = ("8k", "256k") if quick else ("8k", "64k", "256k", "1m")
-    patience_s, interval_s = (4.0, 0.02) if quick else (45.0, 0.2)
+    timeout_s, interval_s = (4.0, 0.02) if quick else (45.0, 0.2)
     silent_s = 1.5 * _FIFO * interval_s
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         waited_dead = [
-            pool.submit(dead_peer, transports, interval, 1.0 if quick else 3.0, patience_s)
+            pool.submit(dead_peer, transports, interval, 1.0 if quick else 3.0, timeout_s)
             for transports in ((DEFAULT,) if quick else _TRANSPORTS)
             for interval in ("500ms", "inf")
         ]
         waited_silent = [
-            pool.submit(silent_peer, transports, how, interval, silent_s, patience_s / 3)
+            pool.submit(silent_peer, transports, how, interval, silent_s, timeout_s / 3)
             for transports in (DEFAULT, _SHARED_MEMORY)
             for how in (("stopped",) if quick else ("closed", "stopped"))
             for interval in (f"{interval_s * 1e3:g}ms", "inf")
@@ -194,12 +194,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 memory(sizes, 8 if quick else 24),
             ),
             Table(
-                f"A peer is killed: seconds until a read raises; – for not within {patience_s:g} s",
+                f"A peer is killed: seconds until a read raises; – for not within {timeout_s:g} s",
                 ("transports", "signs of life", "killed while idle", "killed in mid-read"),
                 dead,
             ),
             Table(
-                f"A peer takes no signs of life; – for not closed within {patience_s / 3:g} s",
+                f"A peer takes no signs of life; – for not closed within {timeout_s / 3:g} s",
                 ("transports", "peer", "signs of life", "seconds", "cores at the end", "seconds to close"),
                 silent,
             ),

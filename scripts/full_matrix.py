@@ -47,8 +47,8 @@ class Configuration:
     cores: int = 2
 
 
-# Three workers on two cores wait for each other: patience, so that a row fails for what it is about.
-PATIENT = {"KV_CONNECTOR_EXTRA_CONFIG": '{"kv_lease_duration": 120, "handshake_timeout_s": 60}'}
+# Three workers on two cores wait for each other: with long timeouts a row fails for what it is about.
+LONG_TIMEOUTS = {"KV_CONNECTOR_EXTRA_CONFIG": '{"kv_lease_duration": 120, "handshake_timeout_s": 60}'}
 
 CONFIGURATIONS = (
     Configuration("float32, one to one"),
@@ -59,12 +59,12 @@ CONFIGURATIONS = (
     *(
         Configuration(
             f"float32, TP {prefill} to TP {decode}, {heads} KV heads",
-            {"MODEL_NAMES": name, "PREFILLER_TP_SIZE": str(prefill), "DECODER_TP_SIZE": str(decode), **PATIENT},
+            {"MODEL_NAMES": name, "PREFILLER_TP_SIZE": str(prefill), "DECODER_TP_SIZE": str(decode), **LONG_TIMEOUTS},
         )
         for name, heads in TINY_MODELS.items()
         for prefill, decode in ((1, 2), (2, 1))
     ),
-    Configuration("float32, PP 2 to PP 1", {"MODEL_NAMES": TINY_MODEL, "PREFILLER_PP_SIZE": "2", **PATIENT}),
+    Configuration("float32, PP 2 to PP 1", {"MODEL_NAMES": TINY_MODEL, "PREFILLER_PP_SIZE": "2", **LONG_TIMEOUTS}),
     Configuration("float32, blocks of 32 to 64", {"PREFILL_BLOCK_SIZE": "32", "DECODE_BLOCK_SIZE": "64"}),
     Configuration("float32, blocks of 128 to 32", {"PREFILL_BLOCK_SIZE": "128", "DECODE_BLOCK_SIZE": "32"}),
     # Four workers on two cores: vLLM's collectives spin on the CPU, and a token takes up to tens of seconds.

@@ -30,4 +30,4 @@ def test_a_load_over_a_paced_link_takes_the_links_time_and_arrives(monkeypatch: 
     assert cpu_ms is not None
     assert min(with_stages_ms, ends_only_ms) >= LINK_S * 1e3
     assert bare_ms is None, "the bare loop has no paced link"
-    assert cpu_ms < with_stages_ms / 2, "a read in flight is not polled without a pause"
+    assert cpu_ms < with_stages_ms / 2, "a read in flight is not polled without a backoff"

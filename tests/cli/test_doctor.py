@@ -19,7 +19,7 @@ from tests.cli.command import run
 from tests.packaging.outside import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENT = ("--timeout", "120")
+LONG_TIMEOUTS = ("--timeout", "120")
 FINDINGS = (ok("a", "well"), look("b", "slow", "hurry"), not_done("d", "no kernel"))
 
 
@@ -29,7 +29,7 @@ def findings(out: str) -> dict[str, dict[str, str]]:
 
 def test_on_this_machine_nixl_moves_every_byte_and_tells_over_what(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_NET_DEVICE", "lo")
-    ran = run("doctor", "--json", *PATIENT)
+    ran = run("doctor", "--json", *LONG_TIMEOUTS)
     found = findings(ran.out)
     assert found["loopback DRAM"]["mark"] in ("ok", "look"), found["loopback DRAM"]
     assert "over " in found["loopback DRAM"]["found"]
@@ -44,7 +44,7 @@ def test_transports_that_make_no_agent_are_found_twice_and_end_with_1(monkeypatc
     """By reading the settings, and by trying."""
     monkeypatch.setenv("UCX_TLS", "sm,self")
     monkeypatch.setenv("UCX_MM_ERROR_HANDLING", "n")
-    ran = run("doctor", "--json", *PATIENT)
+    ran = run("doctor", "--json", *LONG_TIMEOUTS)
     found = findings(ran.out)
     assert ran.code == 1
     assert found["UCX settings"]["mark"] == "broken"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvferry.connector.messages import FerryHandshake
     from kvferry.protocol.geometry import Place
 
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 """It takes a second or two, and the first time until vLLM is imported."""
 
 
@@ -67,14 +67,14 @@ def gathered_by_all(axes: Axes, rendezvous: str) -> list[Rank]:
         found |= dict(_answer(answers, processes) for _ in processes)
     finally:
         for process in processes:
-            process.join(PATIENCE_S if found else 0.0)
+            process.join(TIMEOUT_S if found else 0.0)
             process.kill()
     return [found[rank] for rank in range(axes.ranks)]
 
 
 def _answer(answers: Any, processes: list[Any]) -> tuple[int, Rank]:
     """The next answer, as long as nobody has died."""
-    end_s = time.monotonic() + PATIENCE_S
+    end_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end_s:
         with contextlib.suppress(queue.Empty):
             answer: tuple[int, Rank] = answers.get(timeout=1.0)
@@ -95,7 +95,7 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
     from kvferry.protocol.handshake import LeaseTable, WorkerDescription
     from tests.vllm_preload import CONFIG
 
-    os.environ.update(VLLM_CPU_DIST_TIMEOUT=f"{PATIENCE_S:g}", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(VLLM_CPU_DIST_TIMEOUT=f"{TIMEOUT_S:g}", GLOO_SOCKET_IFNAME="lo")
     # vLLM asks for it on processors with AVX-512. Ranks that differ in it talk over gloo, not over shared memory, where
     # they would spin.
     os.environ["VLLM_DIST_IDENT"] = f"rank {rank}"

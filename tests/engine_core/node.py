@@ -40,7 +40,7 @@ _LAYER_MODULE = SimpleNamespace(
     get_attn_backend=lambda: CPUAttentionBackend, impl=_IMPL, isa="vec", _k_scale_float=1.0, _v_scale_float=1.0
 )
 """What stands for the attention layer where vLLM looks layers up by name: it can write a cache."""
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 
 RunnerType = type[FirstRunner] | type[SecondRunner]
 
@@ -106,7 +106,7 @@ class Node:
         self.port = port or free_port()
         config.setdefault("engine_id", f"{role}-{self.port}")
         if module == "kvferry.connector" and connector == "NixlConnector":
-            config["extra"] = {"handshake_timeout_s": _PATIENCE_S / 2, **(config.get("extra") or {})}
+            config["extra"] = {"handshake_timeout_s": _TIMEOUT_S / 2, **(config.get("extra") or {})}
         with side_channel(self.port):
             self.engine = Engine(connector, module=module, role=role, tp=tp, pp=pp, window=window, **config)
         current_platform.import_kernels()
@@ -172,11 +172,11 @@ class Node:
 
     def until(self, over: Callable[[], bool]) -> None:
         """Step until `over`; the transfer threads work meanwhile."""
-        end_s = deadline_s(_PATIENCE_S)
+        end_s = deadline_s(_TIMEOUT_S)
         while not over():
             if time.monotonic() > end_s:
                 states = {name: self.engine.status(name) for name in self.engine.scheduler.requests}
-                raise AssertionError(f"not over after {_PATIENCE_S:g} s; requests: {states}")
+                raise AssertionError(f"not over after {_TIMEOUT_S:g} s; requests: {states}")
             self.step()
             time.sleep(0.001)
 

@@ -55,16 +55,16 @@ class Eavesdropper:
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
-    def released(self, count: int = 1, patience_s: float = 30.0) -> list[int]:
+    def released(self, count: int = 1, timeout_s: float = 30.0) -> list[int]:
         """Slots that were given back, in order; waits until there are `count` of them."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._slots(Release)) >= count, patience_s)
+            self._changed.wait_for(lambda: len(self._slots(Release)) >= count, timeout_s)
             return self._slots(Release)
 
-    def renewed(self, patience_s: float = 30.0) -> bool:
+    def renewed(self, timeout_s: float = 30.0) -> bool:
         """Whether any lease was renewed."""
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._slots(Renew)), patience_s)
+            return self._changed.wait_for(lambda: bool(self._slots(Renew)), timeout_s)
 
     def close(self) -> None:
         self._stopping = True

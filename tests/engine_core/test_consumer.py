@@ -154,7 +154,7 @@ def test_a_request_aborted_while_loading_keeps_its_blocks_and_its_lease_until_th
     engine.abort("d")
     engine.step()
     assert engine.blocks_at_start - engine.free_blocks == 3
-    assert producer.released(patience_s=0.2) == []
+    assert producer.released(timeout_s=0.2) == []
     engine.step(loaded={"d"})
     assert engine.is_whole
 

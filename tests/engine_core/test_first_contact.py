@@ -31,7 +31,7 @@ def knows(consumer: Node, params: dict[str, Any]) -> bool:
 def has_given_up(consumer: Node) -> bool:
     """Whether a first contact has failed."""
     registry = consumer.workers[0].worker_side._worker._registry
-    return registry is not None and len(registry._back_off) > 0
+    return registry is not None and len(registry._backoff) > 0
 
 
 @pytest.mark.parametrize("tp", [1, 2])

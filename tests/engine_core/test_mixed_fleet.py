@@ -60,7 +60,7 @@ def test_a_stock_consumer_waits_for_our_blocks_and_goes_by_its_policy(
 def test_the_handshake_of_a_stock_consumer_is_refused_at_once_and_harms_nobody(make: Any) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
-        socket.setsockopt(zmq.RCVTIMEO, 5000)  # the stock consumer's own patience
+        socket.setsockopt(zmq.RCVTIMEO, 5000)  # the stock consumer's own timeout
         socket.connect(f"tcp://127.0.0.1:{producer.port}")
         socket.send(msgspec.msgpack.encode((GET_META_MSG, 0, 0)))
         answer = socket.recv_multipart()

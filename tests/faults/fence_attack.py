@@ -22,15 +22,15 @@ from tests.worker.toy_caches import Bytes, CacheShape
 LEASE_S = 0.05
 SHAPE = CacheShape(blocks=24)
 PROMPTS = 7
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 """For whatever is over in milliseconds on a quiet machine. No load or handshake may end by its deadline: the fence is
 to decide, however slow the machine is."""
 TOKENS = 11
 """Three blocks, the last one not full: seven prompts have 21 of the 23 blocks, so the next seven get blocks of each."""
 
-PATIENT = replace(SETTINGS, load_timeout_s=PATIENCE_S, handshake_timeout_s=PATIENCE_S)
-DIRECT = (SHAPE, replace(PATIENT, staging_pool_bytes=0))
-STAGED = (replace(SHAPE, axes="bth"), replace(PATIENT, staging_pool_bytes=1 << 20, direct_min_bytes=1 << 20))
+LONG_TIMEOUTS = replace(SETTINGS, load_timeout_s=TIMEOUT_S, handshake_timeout_s=TIMEOUT_S)
+DIRECT = (SHAPE, replace(LONG_TIMEOUTS, staging_pool_bytes=0))
+STAGED = (replace(SHAPE, axes="bth"), replace(LONG_TIMEOUTS, staging_pool_bytes=1 << 20, direct_min_bytes=1 << 20))
 """What the consumer is like: with the producer's layout, and with another one."""
 PLACINGS = {"direct": DIRECT, "staged": STAGED}
 
@@ -144,10 +144,10 @@ class Attack:
         reads = PROMPTS * (1 if self.consumer.worker._staging is None else WAVES_PER_LOAD)
         if waves_first:
             # No load goes on before all have begun: one that was much earlier would be over before the others begin.
-            wait_until(lambda: gate.held_by(first) == reads, "every load has begun", PATIENCE_S)
+            wait_until(lambda: gate.held_by(first) == reads, "every load has begun", TIMEOUT_S)
             gate.hold = lambda: last
             begun.set()
-        wait_until(lambda: gate.held_by(last) == reads, "every load is held up", PATIENCE_S)
+        wait_until(lambda: gate.held_by(last) == reads, "every load is held up", TIMEOUT_S)
         self._expire(offers)
         self._running = self._prefill()
         gate.hold = lambda: None
@@ -178,4 +178,4 @@ class Attack:
             engine.step()
             return happened()
 
-        wait_until(stepped, "the loads or the leases are over", PATIENCE_S)
+        wait_until(stepped, "the loads or the leases are over", TIMEOUT_S)

@@ -172,13 +172,13 @@ def _accept_any_boot(handshake: Function) -> Function:
 
 
 def _never_late(advance: Function) -> Function:
-    def patient(runner: Any, load: Any, steps: Any) -> Any:
+    def never_late(runner: Any, load: Any, steps: Any) -> Any:
         import time
 
         load.ordered_s = time.monotonic()
         return advance(runner, load, steps)
 
-    return patient
+    return never_late
 
 
 def _renew_nothing(_: Function) -> Function:

@@ -12,7 +12,7 @@ from tests.faults.guards_off import VARIABLE
 from tests.forkserver import forkserver
 
 PASSED, BY_ASSERTION = "passed", "failed by assertion"
-_PATIENCE_S = 300.0
+_TIMEOUT_S = 300.0
 _IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"
 """The process has vLLM already, and some of that has plugins of pytest."""
 
@@ -53,8 +53,8 @@ def outcomes(tests: Sequence[str], without: str = "") -> dict[str, str]:
     process.start()
     there.close()
     try:
-        if not here.poll(_PATIENCE_S):
-            return dict.fromkeys(tests, f"not over after {_PATIENCE_S:g} s")
+        if not here.poll(_TIMEOUT_S):
+            return dict.fromkeys(tests, f"not over after {_TIMEOUT_S:g} s")
         found: dict[str, str] = here.recv()
     except EOFError:
         return dict.fromkeys(tests, "its process has died")

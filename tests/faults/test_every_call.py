@@ -49,7 +49,7 @@ SIDES = ("producer", "consumer")
 
 
 @pytest.fixture(autouse=True)
-def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 0.005)
     monkeypatch.setattr("kvferry.worker.peers.retry.LONGEST_S", 0.01)
 

@@ -12,13 +12,13 @@ from tests.waiting import wait_until
 INTERVAL_S = 0.02
 SIGNS = 600
 """A queue in shared memory has room for 256; through it the agent is never closed."""
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 KILLS, AT_ONCE = 12, 4
 
 
 def test_an_agent_closes_although_its_peer_takes_no_signs_of_life() -> None:
     *_, cores, seconds_to_close = silent_peer(
-        DEFAULT, "stopped", f"{INTERVAL_S * 1e3:g}ms", SIGNS * INTERVAL_S, PATIENCE_S
+        DEFAULT, "stopped", f"{INTERVAL_S * 1e3:g}ms", SIGNS * INTERVAL_S, TIMEOUT_S
     )
     assert isinstance(cores, float)
     assert cores < 0.5, "the progress thread spins"
@@ -38,16 +38,16 @@ def test_neighbours_that_are_killed_while_they_send_leave_an_agent_that_receives
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 senders = list(pool.map(lambda _: _sender(peer), range(AT_ONCE)))
             for sender in senders:
-                wait_until(receives, "messages come", PATIENCE_S)
+                wait_until(receives, "messages come", TIMEOUT_S)
                 sender.close()
-        wait_until(lambda: not receives(), "what the dead had sent is taken", PATIENCE_S)
+        wait_until(lambda: not receives(), "what the dead had sent is taken", TIMEOUT_S)
         last = _sender(peer)
-        wait_until(receives, "messages of the living come", PATIENCE_S)
+        wait_until(receives, "messages of the living come", TIMEOUT_S)
         last.close()
         with ThreadPoolExecutor(1) as pool:
             closed = pool.submit(survivor.tell, "close", agent=0)
             try:
-                closed.result(PATIENCE_S)
+                closed.result(TIMEOUT_S)
             finally:
                 survivor.close()
     finally:

@@ -236,7 +236,7 @@ def test_for_want_of_sockets_a_producer_is_looked_for_again_later(
         return watch_connection(socket)
 
     monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.watch_connection", none_left)
-    monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.FIRST_BACKOFF_S", 0.01)
     port = free_port()
     listen(port, life(1))
     look_for([("localhost", port)])  # a name: what becomes of it is heard between two turns

@@ -17,7 +17,7 @@ from kvferry.cli.plan.describe import fetch
 from scripts.accuracy.client import ASK_FOR_PREFILL
 from scripts.accuracy.engines import EngineSpec, Transfer
 from tests.vllm.forked_server import ForkedServer
-from tests.vllm.load import PATIENCE_S, Outage, Outcome, Tokens, ask, body_of, prompt_of
+from tests.vllm.load import TIMEOUT_S, Outage, Outcome, Tokens, ask, body_of, prompt_of
 from tests.waiting import wait_until
 
 START_S = 300.0
@@ -73,7 +73,7 @@ def running(model: str, logs: Path) -> Iterator[Fleet]:
         return stack.enter_context(ForkedServer(spec, logs))
 
     short = {"kv_lease_duration": LEASE_S, "debug_check_integrity": True}
-    patient = {"handshake_timeout_s": 15, "debug_check_integrity": True}  # a busy machine must not decide
+    long_timeouts = {"handshake_timeout_s": 15, "debug_check_integrity": True}  # a busy machine must not decide
     with ExitStack() as stack:
         fleet = Fleet(
             server("plain", "0"),
@@ -82,8 +82,10 @@ def running(model: str, logs: Path) -> Iterator[Fleet]:
                 server("producer-1", "0", Transfer("kv_producer", extra_config=short)),
             ),
             (
-                server("consumer-recompute", "1", Transfer("kv_consumer", extra_config=patient)),
-                server("consumer-fail", "1", Transfer("kv_consumer", failure_policy="fail", extra_config=patient)),
+                server("consumer-recompute", "1", Transfer("kv_consumer", extra_config=long_timeouts)),
+                server(
+                    "consumer-fail", "1", Transfer("kv_consumer", failure_policy="fail", extra_config=long_timeouts)
+                ),
             ),
         )
         for each in (fleet.plain, *fleet.producers, *fleet.consumers):
@@ -129,7 +131,7 @@ def check_idle(name: str, producers: Sequence[ForkedServer], consumers: Sequence
         _check_pair(f"{name}, idle, {number}", producer, consumer)
     for server in servers:
         wait_until(partial(_is_idle, server), f"{server.spec.name} is idle again", SETTLE_S)
-        assert httpx.get(server.base_url + "/health", timeout=PATIENCE_S, trust_env=False).status_code == 200
+        assert httpx.get(server.base_url + "/health", timeout=TIMEOUT_S, trust_env=False).status_code == 200
         assert server.metrics().total("vllm:kvferry_integrity_errors_total") == 0
         assert not (bad := _bad_lines(server)), f"{server.log_path}:\n" + "\n".join(bad)
 
@@ -181,6 +183,6 @@ def _is_idle(server: ForkedServer) -> bool:
 
 
 def _answer(server: ForkedServer, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(server.base_url + "/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+    answer = httpx.post(server.base_url + "/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())

@@ -145,9 +145,9 @@ class ForkedEngine:
         self._pipe.send(command)
         return self._receive(ANSWER_S)
 
-    def _receive(self, patience_s: float) -> Any:
-        if not self._pipe.poll(patience_s):
-            raise EngineFailed(f"{self.spec.name}: no answer within {patience_s:g} s; see {self.log_path}")
+    def _receive(self, timeout_s: float) -> Any:
+        if not self._pipe.poll(timeout_s):
+            raise EngineFailed(f"{self.spec.name}: no answer within {timeout_s:g} s; see {self.log_path}")
         try:
             error, answer = self._pipe.recv()
         except EOFError:

@@ -18,7 +18,7 @@ import httpx
 from scripts.small_models import FIRST_TOKEN, VOCABULARY
 
 ANSWER_TOKENS = 8
-PATIENCE_S = 180.0
+TIMEOUT_S = 180.0
 """Of a client: a request without an answer for so long hangs."""
 
 Tokens = tuple[int, ...]
@@ -88,9 +88,7 @@ def ask(
     body = body_of(prompt, tokens, stream=stream, **more)
     came: list[int] = []
     try:
-        with httpx.stream(
-            "POST", base_url + "/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False
-        ) as reply:
+        with httpx.stream("POST", base_url + "/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False) as reply:
             kind, text = _read(reply, came, tokens, began) if stream else _read_whole(reply, came, tokens)
     except httpx.TimeoutException as error:
         kind, text = Kind.OTHER, f"hangs: {error!r}"
@@ -138,10 +136,10 @@ class Load:
     """Clients that each ask one prompt after another, each with a prompt that nobody asked before; half of the answers
     are streamed. A context manager: leaving it waits for the last answers."""
 
-    def __init__(self, name: str, base_url: str, clients: int = 3, pause_s: float = 0.7) -> None:
+    def __init__(self, name: str, base_url: str, clients: int = 3, interval_s: float = 0.7) -> None:
         self._name = name
         self._base_url = base_url
-        self._pause_s = pause_s
+        self._interval_s = interval_s
         self._changed = threading.Condition()
         self._outcomes: list[Outcome] = []
         self._asked = 0
@@ -166,7 +164,7 @@ class Load:
         with self._changed:
             return list(self._outcomes)
 
-    def wait_for(self, count: int, what: Kind, since_s: float = 0.0, timeout_s: float = PATIENCE_S) -> list[Outcome]:
+    def wait_for(self, count: int, what: Kind, since_s: float = 0.0, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
         """Wait until so many requests that were sent since then have ended so; gives them.
 
         Raises:
@@ -190,7 +188,7 @@ class Load:
             with self._changed:
                 self._outcomes.append(outcome)
                 self._changed.notify_all()
-            self._over.wait(self._pause_s)
+            self._over.wait(self._interval_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from scripts.accuracy.router import Router
 from scripts.small_models import default_cache_dir, small_model
 from tests.vllm.fleet import Fleet, check_idle, outage, prefill, running
 from tests.vllm.forked_server import ForkedServer
-from tests.vllm.load import PATIENCE_S, Kind, Load, Outage, Outcome, Tokens, ask, judge, prompt_of
+from tests.vllm.load import TIMEOUT_S, Kind, Load, Outage, Outcome, Tokens, ask, judge, prompt_of
 
 FEW = 5
 LONG = 1500
@@ -37,7 +37,7 @@ def router(producers: Sequence[ForkedServer], consumers: Sequence[ForkedServer],
     """A router that asks dead engines too: one with a circuit breaker would only wait longer until it comes back."""
     more = ("--disable-circuit-breaker", "--decode-policy", "random")
     prefill_urls, decode_urls = ([server.base_url for server in servers] for servers in (producers, consumers))
-    with Router(prefill_urls, decode_urls, logs, PATIENCE_S, more) as started:
+    with Router(prefill_urls, decode_urls, logs, TIMEOUT_S, more) as started:
         started.wait_ready(60.0)
         yield started
 
@@ -55,7 +55,7 @@ def long_stream(base_url: str, prompt: Tokens, **more: Any) -> Iterator[Future[O
     began = threading.Event()
     with ThreadPoolExecutor(1) as client:
         outcome = client.submit(ask, base_url, prompt, stream=True, tokens=LONG, began=began, **more)
-        assert began.wait(PATIENCE_S), outcome.result()
+        assert began.wait(TIMEOUT_S), outcome.result()
         yield outcome
 
 

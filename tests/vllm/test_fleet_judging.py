@@ -76,7 +76,7 @@ def test_nobody_there_is_no_refusal_by_the_router(page: str) -> None:
 
 
 def test_every_prompt_of_a_load_is_another_and_half_of_them_are_streamed(page: str) -> None:
-    with Load("load", page, clients=2, pause_s=0.0) as load:
+    with Load("load", page, clients=2, interval_s=0.0) as load:
         outcomes = load.wait_for(12, Kind.BROKEN, timeout_s=60.0)
     assert len({outcome.prompt for outcome in outcomes}) == len(outcomes)
     assert {outcome.stream for outcome in outcomes} == {False, True}

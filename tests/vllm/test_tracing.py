@@ -25,7 +25,7 @@ from tests.vllm.pair import post
 PROMPTS = [prompt_of("traced", index) for index in range(3)]
 TRACES = [f"{index + 1:032x}" for index in range(len(PROMPTS))]
 PARENT = "b7ad6b7169203331"
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 _DECODER = msgspec.json.Decoder(AnyEvent)
 
 
@@ -77,9 +77,9 @@ def hand_over(producer: ForkedServer, consumer: ForkedServer, prompt: Tokens, tr
 
 def wait_until(what: str, true: Callable[[], bool]) -> None:
     """Wait for what other processes send."""
-    end_s = time.monotonic() + _PATIENCE_S
+    end_s = time.monotonic() + _TIMEOUT_S
     while not true():
-        assert time.monotonic() < end_s, f"not within {_PATIENCE_S} s: {what}"
+        assert time.monotonic() < end_s, f"not within {_TIMEOUT_S} s: {what}"
         time.sleep(0.05)
 
 

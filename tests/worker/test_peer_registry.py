@@ -23,7 +23,7 @@ from kvferry.worker.memory.slot_reads import SlotReads
 from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS
 from kvferry.worker.peers.peer import Peer, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
-from kvferry.worker.peers.retry import BackOff
+from kvferry.worker.peers.retry import Backoff
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.plan import samples
 from tests.waiting import wait_until
@@ -137,18 +137,18 @@ def test_a_peer_is_ready_after_a_real_read_and_gives_its_cells_back(scene: Scene
     assert not scene.registry.busy()
 
 
-def test_the_back_off_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backoff_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 1.0)
     monkeypatch.setattr("kvferry.worker.peers.retry.LONGEST_S", 5.0)
     scene.answer = scene.refuse
     now_s = 100.0
-    for failures, pause_s in enumerate((1.0, 2.0, 4.0, 5.0, 5.0), 1):
+    for failures, backoff_s in enumerate((1.0, 2.0, 4.0, 5.0, 5.0), 1):
         found = scene.connect(now_s)
         assert found == Unavailable(FailureReason.HANDSHAKE, "nobody is there")
         assert len(scene.asked) == failures
-        assert scene.registry.get(KEY, now_s + pause_s - 0.01) == found
+        assert scene.registry.get(KEY, now_s + backoff_s - 0.01) == found
         assert len(scene.asked) == failures, "it was asked again before the back-off was over"
-        now_s += pause_s
+        now_s += backoff_s
     scene.answer = lambda _: scene.good
     assert isinstance(scene.connect(now_s), Peer)
     peer = scene.registry.get(KEY, now_s)
@@ -322,18 +322,18 @@ def test_what_comes_and_goes_by_the_thousand_leaves_nothing(scene: Scene, monkey
 
 def test_failures_are_remembered_of_a_bounded_number_of_peers_and_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.worker.peers.retry._MOST", 10)
-    back_off, why = BackOff(), Unavailable(FailureReason.HANDSHAKE, "nobody is there")
+    backoff, why = Backoff(), Unavailable(FailureReason.HANDSHAKE, "nobody is there")
     keys = [KEY._replace(port=number) for number in range(30)]
     for key in keys:
-        back_off.failed(key, why, 100.0)
-    assert len(back_off) == 10
-    assert back_off.why_not(keys[-1], 100.0) == why
-    assert back_off.why_not(keys[0], 100.0) is None
-    back_off.failed(KEY, why, 10_000.0)
-    assert len(back_off) == 1
+        backoff.failed(key, why, 100.0)
+    assert len(backoff) == 10
+    assert backoff.why_not(keys[-1], 100.0) == why
+    assert backoff.why_not(keys[0], 100.0) is None
+    backoff.failed(KEY, why, 10_000.0)
+    assert len(backoff) == 1
 
 
-def test_a_restart_is_not_held_up_by_the_back_off_of_the_former_life(scene: Scene) -> None:
+def test_a_restart_is_not_held_up_by_the_backoff_of_the_former_life(scene: Scene) -> None:
     scene.answer = scene.refuse
     for now_s in (0.0, 10.0, 20.0, 40.0):
         assert isinstance(scene.connect(now_s), Unavailable)
@@ -495,7 +495,7 @@ def test_a_static_peer_is_connected_although_no_load_wants_it_and_never_becomes_
     assert scene.asked == [KEY]
 
 
-def test_a_static_peer_that_could_not_be_connected_or_was_lost_is_connected_again_after_its_back_off(
+def test_a_static_peer_that_could_not_be_connected_or_was_lost_is_connected_again_after_its_backoff(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 10.0)

@@ -8,7 +8,7 @@ import time
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.worker import FerryWorker
 
-PATIENCE_S = 90.0
+TIMEOUT_S = 90.0
 """Longer than a handshake takes at most to fail, with the 30 or 60 s of `handshake_timeout_s` in these tests: a load
 whose producer has closed before it answered waits for that."""
 
@@ -19,7 +19,7 @@ def wait_until_idle(worker: FerryWorker) -> None:
     Raises:
         LocalProtocolError: with the sums.
     """
-    end_s = time.monotonic() + PATIENCE_S
+    end_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end_s:
         with contextlib.suppress(LocalProtocolError):
             worker.check_integrity(idle=True)

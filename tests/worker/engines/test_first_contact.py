@@ -48,7 +48,7 @@ def test_a_first_contact_that_fails_is_no_failed_load(rig: Rig) -> None:
 
     def given_up() -> bool:
         registry = consumer.worker._registry
-        return registry is not None and len(registry._back_off) > 0
+        return registry is not None and len(registry._backoff) > 0
 
     rig.step_until(given_up, "the producer cannot be connected")
     assert not consumer.seen.failed

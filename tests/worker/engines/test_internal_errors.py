@@ -23,7 +23,7 @@ ALWAYS = 10**9
 
 
 @pytest.fixture(autouse=True)
-def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 0.01)
     monkeypatch.setattr("kvferry.worker.peers.retry.LONGEST_S", 0.02)
 

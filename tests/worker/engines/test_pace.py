@@ -77,7 +77,7 @@ def test_while_nothing_comes_a_producer_looks_for_notifications_less_and_less_of
     offer = producer.prefill(tokens=10)
     thread = producer.worker._thread
     assert thread is not None
-    wait_until(lambda: thread._wait_s() == transfer_thread._LONGEST_NOTIFICATION_PAUSE_S, "it has backed off")
+    wait_until(lambda: thread._wait_s() == transfer_thread._MAX_NOTIFICATION_BACKOFF_S, "it has backed off")
     before = producer.fabric.calls["take_notifications"]
     time.sleep(WINDOW_S)
     assert producer.fabric.calls["take_notifications"] - before <= WINDOW_S / 20e-3 + 1
@@ -104,8 +104,8 @@ def test_a_worker_that_becomes_idle_again_and_again_checks_its_integrity_once_a_
     for seed in range(10):
         rig.transfer(producer, consumer, seed=seed)
     wait_until(lambda: checked and thread._is_checked, "the last thing that was done is checked, too")
-    pauses_s = [after - before for before, after in itertools.pairwise(checked)]
-    assert all(pause_s >= 1.0 for pause_s in pauses_s), pauses_s
+    intervals_s = [after - before for before, after in itertools.pairwise(checked)]
+    assert all(interval_s >= 1.0 for interval_s in intervals_s), intervals_s
 
 
 @pytest.mark.parametrize(("round_s", "longest_s"), [(0.01, 0.03), (0.0001, 0.001)])

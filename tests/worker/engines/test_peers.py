@@ -22,15 +22,15 @@ from tests.worker.toy_caches import CacheShape
 
 pytestmark = pytest.mark.slow
 
-IMPATIENT = replace(SETTINGS, handshake_timeout_s=0.2)
+SHORT_TIMEOUT = replace(SETTINGS, handshake_timeout_s=0.2)
 
 
-def short_back_off(monkeypatch: pytest.MonkeyPatch, first_s: float) -> None:
+def short_backoff(monkeypatch: pytest.MonkeyPatch, first_s: float) -> None:
     monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", first_s)
 
 
 def test_a_dead_port_fails_the_load_within_the_handshake_timeout(rig: Rig) -> None:
-    producer, consumer = rig.pair(settings=IMPATIENT)
+    producer, consumer = rig.pair(settings=SHORT_TIMEOUT)
     offer = producer.prefill(tokens=10)
     began_s = time.monotonic()
     load = consumer.load(producer.changed(offer, remote_port=free_port()))
@@ -44,7 +44,7 @@ def test_a_dead_port_fails_the_load_within_the_handshake_timeout(rig: Rig) -> No
     "host", ["[::1]", "::1", "nobody.invalid", "*", "eth0;1.2.3.4", "a b", "\N{SNOWMAN}", "x" * 500]
 )
 def test_a_host_that_is_none_fails_the_load_and_nothing_else(rig: Rig, host: str) -> None:
-    producer, consumer = rig.pair(settings=IMPATIENT)
+    producer, consumer = rig.pair(settings=SHORT_TIMEOUT)
     load = consumer.load(producer.changed(producer.prefill(tokens=10), remote_host=host))
     assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
     consumer.set_timeouts()
@@ -152,12 +152,12 @@ def test_a_peer_that_dies_during_a_read_fails_the_load_at_once(rig: Rig) -> None
     assert not consumer.fabric.peers
 
 
-def test_a_lost_peer_is_left_alone_for_the_back_off_and_met_anew_after_it(
+def test_a_lost_peer_is_left_alone_for_the_backoff_and_met_anew_after_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    short_back_off(monkeypatch, 0.4)
+    short_backoff(monkeypatch, 0.4)
     consumer.fabric.fail("post_data_read", lambda: PeerLost("test", "the test wanted it"))
     assert rig.until_over(consumer, consumer.load(producer.prefill(tokens=5).params)) is FailureReason.TRANSFER
     lost_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""The transfer thread's pause is short again whenever a load moves on, and grows while it merely polls."""
+"""The transfer thread's backoff is reset whenever a load moves on, and grows while it merely polls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLLS = 3
 
 @pytest.fixture(autouse=True)
 def _looking_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_thread, "_LOOKING_SHARE", 0)  # the longest pause would grow with it
+    monkeypatch.setattr(transfer_thread, "_LOOKING_SHARE", 0)  # the longest backoff would grow with it
 
 
 def _asynchronous(consumer: Engine) -> None:
@@ -42,20 +42,20 @@ def _ready_prefill(producer: Engine, tokens: int = 10) -> Offer:
     return offer
 
 
-def _note_pauses(consumer: Engine) -> list[int]:
-    """The pauses that loads wait for from now on, in µs, one after every round of the thread."""
+def _note_backoff(consumer: Engine) -> list[int]:
+    """The backoff of loads from now on, in µs, one entry after every round of the thread."""
     thread = consumer.worker._thread
     assert thread is not None
     wait_until(lambda: thread._is_idle() and not _is_connecting() and thread._inbox.empty(), "nothing else is due")
-    step, pauses_us = thread._step, list[int]()
+    step, backoff_us = thread._step, list[int]()
 
     def noted() -> None:
         step()
         if thread.runner.busy():
-            pauses_us.append(round(thread._pause_s * 1e6))
+            backoff_us.append(round(thread._backoff_s * 1e6))
 
     thread._step = noted  # type: ignore[method-assign]
-    return pauses_us
+    return backoff_us
 
 
 def _is_connecting() -> bool:
@@ -69,26 +69,26 @@ def _load(rig: Rig, consumer: Engine, load: OrderedLoad, seed: int) -> None:
     consumer.check_bytes(load, seed)
 
 
-def test_each_stage_of_a_load_begins_with_the_shortest_pause(rig: Rig) -> None:
+def test_each_stage_of_a_load_begins_with_the_shortest_backoff(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     offer = _ready_prefill(producer)
     _asynchronous(consumer)
-    pauses_us = _note_pauses(consumer)
+    backoff_us = _note_backoff(consumer)
     _load(rig, consumer, consumer.load(offer.params), seed=2)
-    assert pauses_us == 3 * [50, 100, 200], "the fence, the data, the fence again"
+    assert backoff_us == 3 * [50, 100, 200], "the fence, the data, the fence again"
 
 
-def test_each_wave_of_a_staged_load_shortens_the_pause(rig: Rig) -> None:
+def test_each_wave_of_a_staged_load_resets_the_backoff(rig: Rig) -> None:
     producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED)
     rig.transfer(producer, consumer)
     offer = _ready_prefill(producer, tokens=64)
     _asynchronous(consumer)
-    pauses_us = _note_pauses(consumer)
+    backoff_us = _note_backoff(consumer)
     _load(rig, consumer, consumer.load(offer.params), seed=2)
     assert consumer.seen.totals[-1].waves > 4
-    assert max(pauses_us) <= 200
-    assert pauses_us.count(50) >= consumer.seen.totals[-1].waves / 2
+    assert max(backoff_us) <= 200
+    assert backoff_us.count(50) >= consumer.seen.totals[-1].waves / 2
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -96,23 +96,23 @@ def test_a_load_that_merely_polls_is_polled_less_and_less_often(rig: Rig, staged
     producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED) if staged else rig.pair()
     rig.transfer(producer, consumer)
     offer = _ready_prefill(producer)
-    pauses_us = _note_pauses(consumer)
+    backoff_us = _note_backoff(consumer)
     consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
     load = consumer.load(offer.params)
-    wait_until(lambda: len(pauses_us) > 20, "it is polled again and again")
+    wait_until(lambda: len(backoff_us) > 20, "it is polled again and again")
     rig.network.thaw(producer.fabric.agent_name)
     _load(rig, consumer, load, seed=2)
-    assert pauses_us[:20] == [50, 100, 200, 400, 800] + 15 * [1000]
+    assert backoff_us[:20] == [50, 100, 200, 400, 800] + 15 * [1000]
 
 
 def test_asking_a_producer_again_that_still_computes_is_no_progress(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     offer = producer.finish_prefill(producer.start_prefill(10, seed=2))
-    pauses_us = _note_pauses(consumer)
+    backoff_us = _note_backoff(consumer)
     asked = consumer.fabric.calls["post_read"]
     load = consumer.load(offer.params)
     wait_until(lambda: consumer.fabric.calls["post_read"] >= asked + 5, "it has asked again")
-    waiting_us = list(pauses_us)
+    waiting_us = list(backoff_us)
     _load(rig, consumer, load, seed=2)
     assert waiting_us == ([50, 100, 200, 400, 800] + len(waiting_us) * [1000])[: len(waiting_us)]

@@ -96,10 +96,10 @@ def test_a_rotation_in_one_step_would_fail() -> None:
 def test_a_load_between_engines_without_a_common_secret_fails_long_before_its_deadline_and_nothing_stops(
     rig: Rig, theirs: Secrets, ours: Secrets
 ) -> None:
-    patient = replace(SETTINGS, handshake_timeout_s=60.0, load_timeout_s=60.0)
-    producer = rig.engine("P", settings=replace(patient, secrets=theirs))
-    consumer = rig.engine("C", settings=replace(patient, secrets=ours))
-    friend = rig.engine("F", settings=replace(patient, secrets=ours))
+    long_timeouts = replace(SETTINGS, handshake_timeout_s=60.0, load_timeout_s=60.0)
+    producer = rig.engine("P", settings=replace(long_timeouts, secrets=theirs))
+    consumer = rig.engine("C", settings=replace(long_timeouts, secrets=ours))
+    friend = rig.engine("F", settings=replace(long_timeouts, secrets=ours))
     began_s = time.monotonic()
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load, 30.0) is FailureReason.REFUSED

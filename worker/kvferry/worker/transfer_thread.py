@@ -1,6 +1,6 @@
 """The transfer thread: the one thread that touches the fabric once the worker runs.
 
-It blocks when there is nothing to do. While something is in flight it looks again after a pause that grows from
+It blocks when there is nothing to do. While something is in flight it polls again after a backoff that grows from
 50 µs to 1 ms, or to three times what looking at everything takes, and shrinks back with every progress, such as a
 load's next stage or wave; it looks for 100 µs at most before it lets go of the interpreter's lock for 50 µs, for the
 sake of the engine's step thread. While leases are held it looks for notifications after 2 ms, which grow to 20 ms while
@@ -37,18 +37,18 @@ from kvferry.worker.staging.host_buffer import HostMirror
 
 logger = logging.getLogger(__name__)
 
-_SHORTEST_PAUSE_S = 50e-6
-_LONGEST_PAUSE_S = 1e-3
+_MIN_BACKOFF_S = 50e-6
+_MAX_BACKOFF_S = 1e-3
 _LOOKING_SHARE = 3
-"""How many times as long as looking at everything in flight the longest pause may be: a thousand transfers are looked
+"""How many times as long as looking at everything in flight the backoff may be: a thousand transfers are looked
 at for a quarter of the time, and no more."""
-_SHORTEST_NOTIFICATION_PAUSE_S = 2e-3
-_LONGEST_NOTIFICATION_PAUSE_S = 20e-3
-_QUARANTINE_PAUSE_S = 10e-3
+_MIN_NOTIFICATION_BACKOFF_S = 2e-3
+_MAX_NOTIFICATION_BACKOFF_S = 20e-3
+_QUARANTINE_POLL_S = 10e-3
 _LAST_READS_S = 0.5
 _JOIN_S = 10.0
 _CHECK_S = 30.0
-_CHECK_PAUSE_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 
 P = ParamSpec("P")
 
@@ -94,8 +94,8 @@ class TransferThread:
         self._settings = settings
         self._inbox: queue.SimpleQueue[_WorkItem] = queue.SimpleQueue()
         self._unready = UnreadyHolds(table, mirror)
-        self._pause_s = _SHORTEST_PAUSE_S
-        self._notification_pause_s = _SHORTEST_NOTIFICATION_PAUSE_S
+        self._backoff_s = _MIN_BACKOFF_S
+        self._notification_backoff_s = _MIN_NOTIFICATION_BACKOFF_S
         self._checked_s = -math.inf
         self._is_checked = True
         self._stopping = False
@@ -184,7 +184,7 @@ class TransferThread:
         end_s = time.monotonic() + _LAST_READS_S
         while loads and time.monotonic() < end_s:
             loads = [load for load in loads if not load.settle()]
-            time.sleep(_LONGEST_PAUSE_S)
+            time.sleep(_MAX_BACKOFF_S)
         if loads:
             logger.warning("closed while %d loads may still be written", len(loads))
 
@@ -197,7 +197,7 @@ class TransferThread:
             except queue.Empty:
                 return found
             found = True
-            self._pause_s, self._notification_pause_s = _SHORTEST_PAUSE_S, _SHORTEST_NOTIFICATION_PAUSE_S
+            self._backoff_s, self._notification_backoff_s = _MIN_BACKOFF_S, _MIN_NOTIFICATION_BACKOFF_S
             if isinstance(item, _Stop):
                 self._stopping = True
             elif isinstance(item, _Orders):
@@ -207,31 +207,31 @@ class TransferThread:
 
     def _is_idle(self) -> bool:
         """Whether nothing is left to do but the integrity check, and forgetting peers in due time."""
-        return self._pause() is None
+        return self._next_poll_s() is None
 
     def _wait_s(self) -> float | None:
         """How long nothing needs to be done unless somebody calls; None for ever."""
-        pause_s = self._pause()
-        if pause_s is not None:
-            return pause_s
+        poll_s = self._next_poll_s()
+        if poll_s is not None:
+            return poll_s
         due_s = self._registry.next_s()
         if not self._is_checked:
             due_s = min(self._next_check_s(), math.inf if due_s is None else due_s)
-        return None if due_s is None else max(due_s - time.monotonic(), 0.0) + _LONGEST_PAUSE_S
+        return None if due_s is None else max(due_s - time.monotonic(), 0.0) + _MAX_BACKOFF_S
 
     def _next_check_s(self) -> float:
-        return self._checked_s + _CHECK_PAUSE_S
+        return self._checked_s + _CHECK_INTERVAL_S
 
-    def _pause(self) -> float | None:
+    def _next_poll_s(self) -> float | None:
         """How long to wait before looking again at what goes on without being told; None when nothing does."""
         if self.runner.busy() or len(self._unready) or self._registry.busy():
-            return _SHORTEST_PAUSE_S if self.runner.is_amid_round() else self._pause_s
-        pauses_s = []
+            return _MIN_BACKOFF_S if self.runner.is_amid_round() else self._backoff_s
+        polls_s = []
         if self._table.held():
-            pauses_s.append(self._notification_pause_s)
+            polls_s.append(self._notification_backoff_s)
         if len(self.runner.quarantine) or self.runner.flushing() or self._registry.closing() or self._reader.refused():
-            pauses_s.append(_QUARANTINE_PAUSE_S)
-        return min(pauses_s, default=None)
+            polls_s.append(_QUARANTINE_POLL_S)
+        return min(polls_s, default=None)
 
     def _carry_out(self, item: _Orders) -> None:
         try:
@@ -271,18 +271,18 @@ class TransferThread:
         self._report_handshakes()
         self._gauges.poll()
         if progress:
-            self._pause_s = _SHORTEST_PAUSE_S
+            self._backoff_s = _MIN_BACKOFF_S
         elif not self.runner.is_amid_round():
-            longest_s = max(_LONGEST_PAUSE_S, _LOOKING_SHARE * self.runner.round_s)
-            self._pause_s = min(self._pause_s * 2, longest_s)
+            longest_s = max(_MAX_BACKOFF_S, _LOOKING_SHARE * self.runner.round_s)
+            self._backoff_s = min(self._backoff_s * 2, longest_s)
 
     def _take_reports(self) -> bool:
         """Take notifications. Returns whether there were any."""
         if self._survive(self._reports.take):
-            self._notification_pause_s = _SHORTEST_NOTIFICATION_PAUSE_S
+            self._notification_backoff_s = _MIN_NOTIFICATION_BACKOFF_S
             return True
-        if not self.runner.busy():  # while it is, the pause is another one
-            self._notification_pause_s = min(2 * self._notification_pause_s, _LONGEST_NOTIFICATION_PAUSE_S)
+        if not self.runner.busy():  # while it is, `_backoff_s` applies
+            self._notification_backoff_s = min(2 * self._notification_backoff_s, _MAX_NOTIFICATION_BACKOFF_S)
         return False
 
     def _report_graces(self) -> None:

@@ -177,14 +177,14 @@ class FerryWorker:
         self._watchdog.ordered(first.loads)
         self._started(first.boot).submit(first, frame, self._clock.mark())
 
-    def take_results(self, patience_s: float = 0.0) -> StepResults:
+    def take_results(self, timeout_s: float = 0.0) -> StepResults:
         """What happened since the last call.
 
         Args:
-            patience_s: while loads are under way wait so long for one of them to end; 0 returns at once.
+            timeout_s: while loads are under way, wait at most so long for one of them to end; 0 returns at once.
         """
-        if self._thread is not None and patience_s and self._watchdog:
-            self._thread.results.wait_for_load(patience_s)
+        if self._thread is not None and timeout_s and self._watchdog:
+            self._thread.results.wait_for_load(timeout_s)
         results = self._thread.results.take() if self._thread is not None else StepResults()
         self._watchdog.poll(results)
         results.lost_orders += self._lost_orders

@@ -160,7 +160,7 @@ class _Measuring:
     def _read_once(
         self, case: Case, local: LocalDescriptors, landing: Indices, remote: RemoteDescriptors, picked: Indices
     ) -> float:
-        """Seconds. Polls without a pause: an engine's transfer thread has pauses, which are not the fabric's."""
+        """Seconds. Polls without a backoff: that of an engine's transfer thread is not the fabric's."""
         started_s = time.perf_counter()
         transfer = self._fabric.post_read(local, landing, remote, picked)
         while self._fabric.poll(transfer) is not TransferState.DONE:

@@ -33,7 +33,7 @@ class IdleState:
         self._workers = frozenset(range(workers))
         self._was_idle = False
         self._unheard: set[int] = set()
-        self._patient_until_s = 0.0  # on the leases' clock
+        self._waking_until_s = 0.0  # on the leases' clock
         self._stepped_s = time.monotonic()
         self._loop = EngineLoop()
 
@@ -68,7 +68,7 @@ class IdleState:
         if self._was_idle:
             self._was_idle = False
             self._unheard = set(self._workers)
-            self._patient_until_s = self._leases.clock_s + self._leases.heartbeat_s
+            self._waking_until_s = self._leases.clock_s + self._leases.heartbeat_s
         return bool(self._unheard)
 
     def reported(self, workers: Iterable[int]) -> None:
@@ -86,4 +86,4 @@ class IdleState:
     @property
     def is_waking(self) -> bool:
         """Whether workers have yet to report what they received while idle: leases may be over that seem held."""
-        return bool(self._unheard) and self._leases.clock_s <= self._patient_until_s
+        return bool(self._unheard) and self._leases.clock_s <= self._waking_until_s

@@ -17,11 +17,11 @@ from kvferry.scheduler.state.counters import Counters
 
 logger = logging.getLogger(__name__)
 
-IDLE_PAUSE_S = 10.0
+IDLE_INTERVAL_S = 10.0
 """An idle engine is checked so often at most."""
 
-_PAUSE_FACTOR = 200
-"""With tens of thousands of held blocks a check takes 50 ms: pause at least this many times as long."""
+_INTERVAL_FACTOR = 200
+"""With tens of thousands of held blocks a check takes 50 ms: the interval is at least this many times as long."""
 
 
 class Integrity:
@@ -76,7 +76,7 @@ class Integrity:
                     exc_info=bug,
                 )
         ended_s = time.monotonic()
-        self._next_s = ended_s + max(IDLE_PAUSE_S, _PAUSE_FACTOR * (ended_s - began_s))
+        self._next_s = ended_s + max(IDLE_INTERVAL_S, _INTERVAL_FACTOR * (ended_s - began_s))
 
     def check(self) -> None:
         """Check everything.

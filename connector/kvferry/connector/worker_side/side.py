@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_IDLE_PATIENCE_S = 2e-3
-"""So long a step that computes nothing waits for a load; vLLM would sleep and step again. So a load of a few megabytes
+_IDLE_STEP_TIMEOUT_S = 2e-3
+"""A step that computes nothing waits so long for a load; vLLM would sleep and step again. So a load of a few megabytes
 is reported in the step that ordered it, and an engine that waits for a long one steps less often."""
 
 
@@ -105,8 +105,8 @@ class WorkerSide:
 
         Leases that are over are no business of vLLM's, which does not hold their blocks: see `take_metadata`.
         """
-        patience_s = _IDLE_PATIENCE_S if self._is_idle else 0.0
-        self._step = self._worker.take_results(patience_s) if self._worker is not None else StepResults()
+        timeout_s = _IDLE_STEP_TIMEOUT_S if self._is_idle else 0.0
+        self._step = self._worker.take_results(timeout_s) if self._worker is not None else StepResults()
         self._has_reported = False
         if self._step.load_records:
             self._tracing.ended(self._step.load_records)

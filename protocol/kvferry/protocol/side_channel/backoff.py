@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 
-def pause_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Twice as long after every failure in a row, jittered so that a fleet does not knock in step.
+def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
+    """The delay before the next attempt, doubled after every failure in a row and jittered so that a fleet does not
+    retry in step.
 
     Args:
         failures: so far, at least 1.

@@ -28,7 +28,7 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.orders import Prewarm
-from kvferry.protocol.side_channel.backoff import pause_s
+from kvferry.protocol.side_channel.backoff import backoff_s
 from kvferry.protocol.side_channel.key_trials import KeyTrials, NextStep
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import (
@@ -40,8 +40,8 @@ from kvferry.protocol.side_channel.sockets import (
     watch_connection,
 )
 
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 10.0
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 10.0
 """Shorter than after a failed handshake: an operator has named this address, not a client."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -119,7 +119,7 @@ class PrewarmTarget:
             self.close()
         self._failures += 1
         self._state, self.trouble = _State.BACKING_OFF, why
-        self.due_s = now_s + pause_s(self._failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self.due_s = now_s + backoff_s(self._failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
 
     def close(self) -> None:
         """Close its sockets. Idempotent."""

@@ -25,7 +25,7 @@ QUEUED_MESSAGES = 64
 _MOST_ANSWER_BYTES = 4096
 """Answers are not expected, and never read: what an engine sends all the same must not fill this one's memory."""
 
-_LONGEST_PAUSE_MS = 2000
+_MAX_RECONNECT_BACKOFF_MS = 2000
 
 
 class PeerChannel:
@@ -110,7 +110,7 @@ class PeerChannel:
         socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         socket.setsockopt(zmq.RCVHWM, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, _MOST_ANSWER_BYTES)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_PAUSE_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_BACKOFF_MS)
         socket.setsockopt(zmq.LINGER, 0)
         keep_alive(socket)
         protect_asker(socket, self._trials.secret)

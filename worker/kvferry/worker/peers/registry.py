@@ -27,7 +27,7 @@ from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.slot_reads import SlotReads
 from kvferry.worker.peers.handshakes import Found, Handshakes
 from kvferry.worker.peers.peer import Handshake, Peer, PeerKey, connect, disconnect
-from kvferry.worker.peers.retry import BackOff, StaticPeers, Unavailable
+from kvferry.worker.peers.retry import Backoff, StaticPeers, Unavailable
 from kvferry.worker.staging.buffer import Staging
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class PeerRegistry:
         self._ttl_s = ttl_s
         self._most_peers = most_peers
         self._handshakes = Handshakes(handshake, wake)
-        self._back_off = BackOff()
+        self._backoff = Backoff()
         self._warming: dict[PeerKey, Warming] = {}
         self._ready: dict[PeerKey, _Ready] = {}  # the one used last is last
         self._retiring: list[Warming] = []
@@ -143,14 +143,14 @@ class PeerRegistry:
         """How many there are of each kind, for an error."""
         return (
             f"{len(self._ready)} ready, {len(self._warming)} warming, {len(self._retiring)} retiring, "
-            f"{len(self._retired)} retired, {len(self._handshakes)} asked, {len(self._back_off)} given up"
+            f"{len(self._retired)} retired, {len(self._handshakes)} asked, {len(self._backoff)} given up"
         )
 
     def get(self, key: PeerKey, now_s: float) -> Peer | Unavailable | None:
         """The peer, or why there is none, or None during its handshake."""
         if key in self._ready:
             return self._used(key, now_s)
-        why = self._back_off.why_not(key, now_s)
+        why = self._backoff.why_not(key, now_s)
         if why is not None:
             return why
         if key not in self._warming:
@@ -164,7 +164,7 @@ class PeerRegistry:
         """The configuration names this peer, which has just answered: it becomes static, in place of the one that was
         at its address."""
         self._static.add(key)
-        self._back_off.answers(key)
+        self._backoff.answers(key)
         self.prewarm(key, now_s)
 
     def prewarm(self, key: PeerKey, now_s: float) -> None:
@@ -173,7 +173,7 @@ class PeerRegistry:
         if (
             key in self._ready
             or key in self._warming
-            or self._back_off.why_not(key, now_s) is not None
+            or self._backoff.why_not(key, now_s) is not None
             or known >= self._most_peers  # it would push one out
             or 2 * self._slot_reads.free() < len(self._slot_reads.words)
         ):
@@ -272,7 +272,7 @@ class PeerRegistry:
             warming.reads.finished(read)
         self._slot_reads.give_back(warming.entries)
         del self._warming[key]
-        self._back_off.succeeded(key)
+        self._backoff.succeeded(key)
         self._ready[key] = _Ready(warming.peer, now_s)
         # Preparing may have been a part of this very step, which began at `now_s`.
         at_least_s = warming.described_s + warming.prepared_s
@@ -312,9 +312,9 @@ class PeerRegistry:
 
     def _give_up(self, key: PeerKey, why: Unavailable, now_s: float) -> None:
         self._asked_s.pop(key, None)
-        pause_s = self._back_off.failed(key, why, now_s)
+        backoff_s = self._backoff.failed(key, why, now_s)
         logger.warning(
-            "peer=%s cannot be read from (%s), again in %.1f s: %s", key, why.reason.value, pause_s, why.text
+            "peer=%s cannot be read from (%s), again in %.1f s: %s", key, why.reason.value, backoff_s, why.text
         )
 
     def _retire_former_lives(self, key: PeerKey) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.side_channel.backoff import pause_s
+from kvferry.protocol.side_channel.backoff import backoff_s
 from kvferry.worker.peers.peer import PeerKey
 
 FIRST_S = 0.5
@@ -35,8 +35,8 @@ class _Failure:
     until_s: float
 
 
-class BackOff:
-    """Twice as long after every failure, jittered so that a fleet does not knock in step; a success ends it.
+class Backoff:
+    """Doubled after every failure and jittered, so that a fleet does not retry in step; a success ends it.
 
     It is one life of a peer that is left alone: one that has restarted is connected at once. The latest `_MOST` are
     remembered, and no longer than ten minutes after their time.
@@ -58,14 +58,14 @@ class BackOff:
         """Its first contact failed.
 
         Returns:
-            The pause in seconds.
+            The backoff in seconds.
         """
         former = self._failures.pop(key, None)
         failures = former.failures + 1 if former is not None else 1
-        pause = pause_s(failures, FIRST_S, LONGEST_S)
-        self._failures[key] = _Failure(why, failures, now_s, now_s + pause)
+        delay_s = backoff_s(failures, FIRST_S, LONGEST_S)
+        self._failures[key] = _Failure(why, failures, now_s, now_s + delay_s)
         self._forget(now_s)
-        return pause
+        return delay_s
 
     def answers(self, key: PeerKey) -> None:
         """It was heard elsewhere just now: what has failed for want of an answer may be tried at once."""

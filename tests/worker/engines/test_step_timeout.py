@@ -24,7 +24,7 @@ def _stalled_load(rig: Rig) -> tuple[Engine, OrderedLoad, threading.Event]:
     return consumer, consumer.load(producer.prefill(10, 2).params), may_go_on
 
 
-def test_a_patient_step_reports_a_load_that_ends_meanwhile(rig: Rig) -> None:
+def test_a_step_with_a_timeout_reports_a_load_that_ends_meanwhile(rig: Rig) -> None:
     consumer, load, may_go_on = _stalled_load(rig)
     taken: list[StepResults] = []
     step = threading.Thread(target=lambda: taken.append(consumer.worker.take_results(LONG_S)))
@@ -35,14 +35,14 @@ def test_a_patient_step_reports_a_load_that_ends_meanwhile(rig: Rig) -> None:
     assert [results.loaded for results in taken] == [{load.request_id}]
 
 
-def test_a_step_without_patience_does_not_wait(rig: Rig) -> None:
+def test_a_step_without_a_timeout_does_not_wait(rig: Rig) -> None:
     consumer, load, may_go_on = _stalled_load(rig)
     assert not consumer.worker.take_results().loaded
     may_go_on.set()
     rig.until_over(consumer, load)
 
 
-def test_nobody_waits_when_nothing_is_under_way(rig: Rig) -> None:
+def test_no_step_waits_when_nothing_is_under_way(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     started_s = time.monotonic()
