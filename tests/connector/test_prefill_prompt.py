@@ -142,7 +142,7 @@ def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing
         request.request_id = f"of {tokens}"
         request.kv_transfer_params = {"do_remote_decode": True}
         intake.receive(request)
-        assert (request.request_id in intake.wanted, request.num_prompt_tokens) == (taken, left)
+        assert (request.request_id in intake.lease_intents, request.num_prompt_tokens) == (taken, left)
         assert dict(counters.take()) == ({} if taken else {("prefills_kept", ""): 1})
 
 

@@ -33,7 +33,7 @@ class RequestIntake:
         allowed: the hosts that params may name; None for any.
 
     Attributes:
-        wanted: requests whose blocks are for another engine when they end, and what for.
+        lease_intents: what the lease of each request that has not ended will be for; requests without one are absent.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RequestIntake:
         allowed: AllowedHosts | None = None,
         tracing: SchedulerTracing = UNTRACED,
     ) -> None:
-        self.wanted: dict[str, LeaseUse] = {}
+        self.lease_intents: dict[str, LeaseUse] = {}
         self._own_leases: dict[str, LeaseName] = {}
         self._own = own
         self._leases = leases
@@ -78,9 +78,9 @@ class RequestIntake:
             self._leases.release(name)
 
     def ended(self, request_id: str) -> LeaseUse | None:
-        """The request has ended, with or without blocks. Returns what its own blocks were wanted for."""
+        """The request has ended, with or without blocks. Returns its lease intent, or None."""
         self.allocated(request_id)
-        return self.wanted.pop(request_id, None)
+        return self.lease_intents.pop(request_id, None)
 
     def _accept_prefill(self, request: Request) -> None:
         if not self._own.is_producer:
@@ -89,7 +89,7 @@ class RequestIntake:
             self._counters.add("prefills_kept")
             logger.info("req=%s cannot be decoded elsewhere, and is served without params", request.request_id)
         else:
-            self.wanted[request.request_id] = LeaseUse.PROMPT
+            self.lease_intents[request.request_id] = LeaseUse.PROMPT
             self._tracing.prefill_arrived(request)
             logger.debug("req=%s is to be decoded elsewhere", request.request_id)
             turn = read_turn(request.kv_transfer_params or {})
@@ -147,7 +147,7 @@ class RequestIntake:
     def _expect_another_turn(self, request: Request) -> None:
         """Its answer is offered, if it came with a lease of its own: siblings have one response among them."""
         if self._loads.state(request.request_id) is not None:
-            self.wanted[request.request_id] = LeaseUse.TURN
+            self.lease_intents[request.request_id] = LeaseUse.TURN
 
     def _offer(self, request: Request, source: RemotePrefill, shared: int, *, is_turn: bool) -> None:
         if self._own.is_all_or_nothing and shared < source.remote_num_tokens:

@@ -87,9 +87,9 @@ class Integrity:
         self._leases.check_integrity()
         self._loads.check_integrity()
         self._quarantine.check_integrity()
-        unfinished, wanted = set(self._eviction.unfinished), set(self._intake.wanted)
-        _check_known("requests that are to be held", wanted, unfinished)
-        _check_known("leases of running requests", set(self._leases.requests(LeaseState.COMPUTING)), wanted)
+        unfinished, intended = set(self._eviction.unfinished), set(self._intake.lease_intents)
+        _check_known("lease intents", intended, unfinished)
+        _check_known("leases of running requests", set(self._leases.requests(LeaseState.COMPUTING)), intended)
         live = [state for state in LoadState if state is not LoadState.ABORTED]
         _check_known("remote prompts", set(self._loads.requests(*live)), unfinished)
         aborted = set(self._loads.requests(LoadState.ABORTED))

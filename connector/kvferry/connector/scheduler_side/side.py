@@ -118,18 +118,18 @@ class SchedulerSide:
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
         """Tokens beyond the local prefix hit that can be loaded; None when vLLM is to ask again in the next step, since
         the request is to have a lease and a slot may be free then."""
-        if request.request_id in self._intake.wanted and not self.leases.free_slots and self._idle.has_news:
+        if request.request_id in self._intake.lease_intents and not self.leases.free_slots and self._idle.has_news:
             return None
         return self.loads.matched_tokens(request.request_id, num_local_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has given the request blocks."""
         self._eviction.admitted(request)
-        use = self._intake.wanted.get(request.request_id)
+        use = self._intake.lease_intents.get(request.request_id)
         if use is not None and not self.leases.open(request.request_id, use):
             slots = self.leases.slots
             logger.warning("req=%s is served without a lease: all %d are taken, or its own", request.request_id, slots)
-            del self._intake.wanted[request.request_id]
+            del self._intake.lease_intents[request.request_id]
         self._intake.allocated(request.request_id)
         if self.loads.state(request.request_id) is not None:
             local = self._local_blocks(request, blocks) if num_external_tokens else ()
@@ -278,9 +278,9 @@ class SchedulerSide:
         self.leases.release_all("reset")
         for request_id in self.leases.requests(LeaseState.COMPUTING):
             self.leases.abandon(request_id, "reset")
-        for request_id in list(self._intake.wanted):
+        for request_id in list(self._intake.lease_intents):
             if self._eviction.unfinished[request_id].num_computed_tokens:
-                del self._intake.wanted[request_id]
+                del self._intake.lease_intents[request_id]
         self.loads.decline_offered("reset")
         self._flush()
         return not self.loads.requests(*_UNDER_WAY)
