@@ -63,7 +63,7 @@ class Slow:
 
     @property
     def held(self) -> set[str]:
-        return set(self.side.leases.kept.requests())
+        return set(self.side.leases.block_references.requests())
 
 
 def ended(step: Scheduled) -> set[str]:

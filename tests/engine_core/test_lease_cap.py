@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.scheduler.producer.block_references import KeptBlocks
+from kvferry.scheduler.producer.block_references import BlockReferences
 from tests.engine_core.driver import tokens
 from tests.engine_core.slow_router import HEARTBEAT_S, LEASE_S, PROMPT_TOKENS, REMOTE_DECODE
 from tests.engine_core.toy_model import expected_tokens
@@ -101,13 +101,13 @@ def test_blocks_are_counted_one_by_one_only_beyond_the_cap_and_not_in_every_step
 ) -> None:
     """It takes a while where leases keep tens of thousands."""
     counted: list[int] = []
-    count = KeptBlocks.num_leased
+    count = BlockReferences.num_leased
 
-    def counting(kept: KeptBlocks) -> int:
-        counted.append(len(kept))
-        return count(kept)
+    def counting(references: BlockReferences) -> int:
+        counted.append(len(references))
+        return count(references)
 
-    monkeypatch.setattr(KeptBlocks, "num_leased", counting)
+    monkeypatch.setattr(BlockReferences, "num_leased", counting)
     monkeypatch.setattr("kvferry.connector.scheduler_side.lease_eviction._COUNT_S", 1.0)
     slow = make_slow(max_leased_fraction=fraction)
     slow.prefill(*(f"p{index}" for index in range(9)))

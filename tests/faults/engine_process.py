@@ -173,7 +173,7 @@ class Server:
             held=worker._table.held(),
             loads=len(engine.loads),
             running=0 if runner is None else len(runner._running) + runner.waiting(),
-            quarantined=0 if runner is None else len(runner.quarantine),
+            quarantined=0 if runner is None else len(runner.quarantined),
             alive=len(engine.seen.alive),
             entries=len(slot_reads.words) - slot_reads.free(),
             waves=len(staging.pool.waves()) if staging is not None else 0,

@@ -134,9 +134,9 @@ def _always_safe(settle: Function) -> Function:
 
 
 def _pin_nothing(_: Function) -> Function:
-    def careless(quarantine: Any, request_id: str) -> None:
-        quarantine._pinned[request_id] = []
-        quarantine._since_s[request_id] = 0.0
+    def careless(quarantined: Any, request_id: str) -> None:
+        quarantined._pinned[request_id] = []
+        quarantined._since_s[request_id] = 0.0
 
     return careless
 
@@ -329,9 +329,11 @@ GUARDS = (
         "pinned",
         "blocks that are named so are kept out of the pool",
         (2,),
-        "kvferry.connector.scheduler_side.held_blocks:Quarantine._pin",
+        "kvferry.connector.scheduler_side.held_blocks:QuarantinedBlocks._pin",
         _pin_nothing,
-        ("tests/engine_core/test_quarantine.py::test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead",),
+        (
+            "tests/engine_core/test_quarantined_blocks.py::test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead",
+        ),
     ),
     Guard(
         "distinct-done",

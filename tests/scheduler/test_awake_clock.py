@@ -21,7 +21,7 @@ def held(clock: AwakeClock) -> tuple[ProducerLedger, LeaseName]:
     """A ledger with one lease, held since now."""
     ledger = ProducerLedger(2, LEASE_S, Counters(), clock=clock)
     assert ledger.open("a")
-    lease = ledger.finish("a", kept=(1,))
+    lease = ledger.finish("a", held_ids=(1,))
     assert isinstance(lease, Lease)
     ledger.take_orders(0.0)
     return ledger, lease.name

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.ids import Epoch
-from kvferry.scheduler.producer.block_references import KeptBlocks
+from kvferry.scheduler.producer.block_references import BlockReferences
 from kvferry.scheduler.producer.eviction_order import Demand, Rank, evict, rank_of
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
@@ -88,74 +88,74 @@ def test_as_many_end_as_it_takes_by_counts_of_owners_and_those_that_give_nothing
     names = [f"{index}" for index in range(len(leases))]
     ranks = {name: rank for name, (_, rank) in zip(names, leases, strict=True)}
     pool = Pool({name: blocks for name, (blocks, _) in zip(names, leases, strict=True)}, running)
-    kept = KeptBlocks()
-    kept.bind(pool.owners)
+    references = BlockReferences()
+    references.bind(pool.owners)
     for name, blocks in pool.leases.items():
-        kept.keep(name, tuple(blocks))
+        references.keep(name, tuple(blocks))
     demand = Demand(pool.free(), need, reserve, cap, slots_short, lasts)
     ended: list[str] = []
 
     def end(lease: Lease, how: str) -> None:
         assert how == "evicted"
         ended.append(lease.request_id)
-        kept.end(lease.request_id)
+        references.end(lease.request_id)
 
     turns = (Rank.IDLE_TURN, Rank.CLAIMED_TURN)
     candidates = [
         (ranks[name], Lease(name, 0, Epoch(1), LeaseUse.TURN if ranks[name] in turns else LeaseUse.PROMPT))
         for name in sorted(names, key=lambda name: (ranks[name], name))
     ]
-    assert kept.num_leased() == pool.leased()
-    is_met = evict(candidates, kept, kept.num_leased(), demand, end)
+    assert references.num_leased() == pool.leased()
+    is_met = evict(candidates, references, references.num_leased(), demand, end)
     assert (is_met, ended) == (order_by_definition(pool, ranks, demand), pool.ended)
-    assert kept.num_leased() == pool.leased()
-    assert kept.num_coming() == pool.free() - demand.free
-    assert kept.num_held == len(names) - len(ended)
-    kept.check_integrity()
+    assert references.num_leased() == pool.leased()
+    assert references.num_coming() == pool.free() - demand.free
+    assert references.num_held == len(names) - len(ended)
+    references.check_integrity()
     for name in names:
-        kept.free(name)
-    assert (len(kept), kept.num_coming(), kept.num_requests) == (0, 0, 0)
+        references.free(name)
+    assert (len(references), references.num_coming(), references.num_requests) == (0, 0, 0)
 
 
 def test_a_block_that_the_pool_has_given_away_is_noticed_with_both_counts() -> None:
-    kept = KeptBlocks()
-    kept.bind({1: 2, 2: 1, 3: 0}.__getitem__)
-    kept.keep("a", (1, 2))
-    kept.keep("b", (1,))
-    kept.check_integrity()
-    kept.keep("c", (3,))
+    references = BlockReferences()
+    references.bind({1: 2, 2: 1, 3: 0}.__getitem__)
+    references.keep("a", (1, 2))
+    references.keep("b", (1,))
+    references.check_integrity()
+    references.keep("c", (3,))
     with pytest.raises(LocalProtocolError, match="block 3: 1 leases keep it, the pool counts 0"):
-        kept.check_integrity()
+        references.check_integrity()
 
 
 def test_references_of_leases_that_are_ending_count_as_well() -> None:
-    references = {1: 2}
-    kept = KeptBlocks()
-    kept.bind(references.__getitem__)
-    kept.keep("a", (1,))
-    kept.keep("b", (1,))
-    kept.end("a")
-    kept.check_integrity()
-    references[1] = 1
+    pool_counts = {1: 2}
+    references = BlockReferences()
+    references.bind(pool_counts.__getitem__)
+    references.keep("a", (1,))
+    references.keep("b", (1,))
+    references.end("a")
+    references.check_integrity()
+    pool_counts[1] = 1
     with pytest.raises(LocalProtocolError, match="block 1: 2 leases keep it, the pool counts 1"):
-        kept.check_integrity()
-    kept.end("b")
+        references.check_integrity()
+    references.end("b")
     with pytest.raises(LocalProtocolError, match="block 1: 2 leases keep it, the pool counts 1"):
-        kept.check_integrity()
+        references.check_integrity()
 
 
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("by", [-1, 1, 0])
 def test_counts_that_are_not_those_of_the_requests_are_noticed(ends: bool, by: int) -> None:
-    kept = KeptBlocks()
-    kept.keep("a", (1, 2))
+    references = BlockReferences()
+    references.keep("a", (1, 2))
     if ends:
-        kept.end("a")
-    kept.check_integrity()
-    counts = kept._ending if ends else kept._held
+        references.end("a")
+    references.check_integrity()
+    counts = references._ending if ends else references._held
     counts[2 if by else 3] += by  # a block nobody keeps has no count at all, not even a zero
-    with pytest.raises(LocalProtocolError, match=r"kept blocks: \d held \+ \d ending references, \d \+ \d by request"):
-        kept.check_integrity()
+    with pytest.raises(LocalProtocolError, match=r"block references: \d held \+ \d ending, \d \+ \d by request"):
+        references.check_integrity()
 
 
 LEASE_S = 60.0
@@ -190,7 +190,7 @@ def test_the_longest_held_goes_first_and_one_that_is_read_goes_last() -> None:
         {"p1": LeaseUse.PROMPT, "p2": LeaseUse.PROMPT, "t1": LeaseUse.TURN, "p3": LeaseUse.PROMPT}.items()
     ):
         ledger.open(name, use)
-        leases[name] = ledger.finish(name, kept=(now_s,))
+        leases[name] = ledger.finish(name, held_ids=(now_s,))
         ledger.take_orders(float(now_s))
     for beat in range(1, 4):
         ledger.take_orders(3.0 + beat * HEARTBEAT_S)

@@ -62,7 +62,7 @@ def test_a_stuck_load_is_reported_at_once_and_its_blocks_are_named_until_its_rea
     rig.transfer(producer, consumer)
 
 
-def test_the_quarantine_names_every_load_that_is_in_it(rig: Rig) -> None:
+def test_every_quarantined_load_is_named(rig: Rig) -> None:
     producer, consumer, first = _stuck(rig)
     other = rig.engine("P2")
     second = _stick(rig, other, consumer)

@@ -60,8 +60,8 @@ class WorkerIntegrity:
         first_reads, loads = self.registry.first_reads(), list(runner.alive())
         pool = self.staging.pool if self.staging is not None else None
         return (
-            f"loads: {runner.waiting()} waiting, {len(loads) - len(runner.quarantine) - runner.flushing()} running, "
-            f"{runner.flushing()} flushing, {len(runner.quarantine)} quarantined; peers: {self.registry.describe()}; "
+            f"loads: {runner.waiting()} waiting, {len(loads) - len(runner.quarantined) - runner.flushing()} running, "
+            f"{runner.flushing()} flushing, {len(runner.quarantined)} quarantined; peers: {self.registry.describe()}; "
             f"entries: {len(slot_reads.words)} = {slot_reads.free()} free + "
             f"{sum(len(one.entries) for one in loads)} of loads + "
             f"{sum(len(one.entries) for one in first_reads)} of first reads; "
@@ -116,7 +116,7 @@ class WorkerIntegrity:
         owned = Counter(wave for one in running for wave in one.waves())
         if owned != Counter(pool.waves()):
             wrong.append(f"the pool gave out {pool.waves()}, loads have {list(owned)}")
-        aside = sum(wave.num_bytes for one in self.runner.quarantine for wave in one.waves())
+        aside = sum(wave.num_bytes for one in self.runner.quarantined for wave in one.waves())
         if aside != pool.quarantined_bytes:
             wrong.append(f"{pool.quarantined_bytes} B of the pool are quarantined, {aside} B of quarantined loads")
         unknown = set(pool.waiting) - {one.order.request_id for one in running}

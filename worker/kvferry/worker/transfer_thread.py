@@ -229,7 +229,7 @@ class TransferThread:
         polls_s = []
         if self._table.held():
             polls_s.append(self._notification_backoff_s)
-        if len(self.runner.quarantine) or self.runner.flushing() or self._registry.closing() or self._reader.refused():
+        if len(self.runner.quarantined) or self.runner.flushing() or self._registry.closing() or self._reader.refused():
             polls_s.append(_QUARANTINE_POLL_S)
         return min(polls_s, default=None)
 

@@ -76,4 +76,4 @@ class Drain:
             self.has_begun = True
             leases = self._leases
             ended = leases.release_idle_turns("shutdown") if self._drains_s else leases.release_all("shutdown")
-            logger.info("shutting down: %d leases ended, %d are waited for", ended, leases.kept.num_held)
+            logger.info("shutting down: %d leases ended, %d are waited for", ended, leases.block_references.num_held)

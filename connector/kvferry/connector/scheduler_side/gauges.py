@@ -41,8 +41,8 @@ class EngineGauges:
 
     def changes(self) -> dict[str, float]:
         """The gauges that have changed since the last call."""
-        kept, loads = self._leases.kept, self._loads
-        seen = (len(self._leases), kept.num_requests, len(kept), loads.in_flight, loads.waiting)
+        references, loads = self._leases.block_references, self._loads
+        seen = (len(self._leases), references.num_requests, len(references), loads.in_flight, loads.waiting)
         if seen == self._seen:
             return {}
         self._seen = seen

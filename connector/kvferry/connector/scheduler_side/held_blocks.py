@@ -16,7 +16,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.scheduler.producer.block_references import KeptBlocks
+from kvferry.scheduler.producer.block_references import BlockReferences
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -43,25 +43,25 @@ class HeldBlocks:
         """Keep blocks of a request whose blocks vLLM is about to free.
 
         Args:
-            block_ids: these, all of them or all but the null block and what is there twice; see `kept_ids`.
+            block_ids: these, all of them or all but the null block and what is there twice; see `ids_to_hold`.
         """
         if self._manager is None or request_id in self._of:
             raise LocalProtocolError(f"req={request_id}: its blocks cannot be held, or are already")
         groups = self._manager.get_blocks(request_id).blocks
-        kept = list(map(list, groups)) if sum(map(len, groups)) == len(block_ids) else _chosen(groups, block_ids)
-        for blocks in kept:
+        held = list(map(list, groups)) if sum(map(len, groups)) == len(block_ids) else _chosen(groups, block_ids)
+        for blocks in held:
             self._manager.block_pool.touch(blocks)
-        self._of[request_id] = kept
+        self._of[request_id] = held
 
     def give_back(self, request_id: str) -> None:
         """Nobody reads them any more. As vLLM does it: the end of a sequence is reused before its beginning."""
-        kept = self._of.pop(request_id, None)
-        if kept is None or self._manager is None:
+        held = self._of.pop(request_id, None)
+        if held is None or self._manager is None:
             return
-        for blocks in kept:
+        for blocks in held:
             self._manager.block_pool.free_blocks(reversed(blocks))
 
-    def check_integrity(self, kept: KeptBlocks) -> None:
+    def check_integrity(self, references: BlockReferences) -> None:
         """Check that there is a reference on every block that the leases count, and on no other.
 
         Raises:
@@ -69,13 +69,13 @@ class HeldBlocks:
         """
         if not self.can_hold:
             return
-        if self._of.keys() != kept.requests():
+        if self._of.keys() != references.requests():
             raise LocalProtocolError(
-                f"held blocks: of {len(self._of)} requests, leases of {kept.num_requests} keep some"
+                f"held blocks: of {len(self._of)} requests, leases of {references.num_requests} keep some"
             )
         for request_id, groups in self._of.items():
             found = sorted(block.block_id for blocks in groups for block in blocks)
-            counted = sorted(kept.of(request_id))
+            counted = sorted(references.of(request_id))
             if found != counted:
                 raise LocalProtocolError(
                     f"req={request_id}: {len(found)} blocks are held, its lease keeps {len(counted)}"
@@ -84,21 +84,21 @@ class HeldBlocks:
 
 def _chosen(groups: Sequence[Sequence[KVCacheBlock]], block_ids: Sequence[int]) -> list[list[KVCacheBlock]]:
     """Those of a request's blocks that are to be held; a block of two groups once."""
-    wanted, kept = set(block_ids), []
+    wanted, held = set(block_ids), []
     for blocks in groups:
         chosen = [block for block in blocks if block.block_id in wanted]
         wanted.difference_update([block.block_id for block in chosen])
-        kept.append(chosen)
-    return kept
+        held.append(chosen)
+    return held
 
 
-def kept_ids(block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def ids_to_hold(block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Every block of a request once, without the null block (0) where a window has left some: nobody can reuse that."""
     return tuple(dict.fromkeys(filter(None, chain.from_iterable(block_ids))))
 
 
-class Quarantine:
-    """Pins blocks by request."""
+class QuarantinedBlocks:
+    """Blocks of failed loads that may still be written, pinned by request."""
 
     def __init__(self) -> None:
         self._manager: KVCacheManager | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from kvferry.connector.scheduler_side.held_blocks import Quarantine
+from kvferry.connector.scheduler_side.held_blocks import QuarantinedBlocks
 from kvferry.connector.vllm_internals import EngineLoop
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
@@ -27,9 +27,9 @@ class IdleState:
         workers: of this engine.
     """
 
-    def __init__(self, leases: ProducerLedger, quarantine: Quarantine, workers: int) -> None:
+    def __init__(self, leases: ProducerLedger, quarantined_blocks: QuarantinedBlocks, workers: int) -> None:
         self._leases = leases
-        self._quarantine = quarantine
+        self._quarantined_blocks = quarantined_blocks
         self._workers = frozenset(range(workers))
         self._was_idle = False
         self._unheard: set[int] = set()
@@ -41,13 +41,18 @@ class IdleState:
         """Whether the engine must step although it has no request.
 
         Args:
-            is_draining: the engine was asked to end. Then it waits for its leases, but not for its quarantine.
+            is_draining: the engine was asked to end. Then it waits for its leases, but not for quarantined blocks.
         """
-        leases, kept = self._leases, self._leases.kept
-        if leases.has_orders or kept.num_ending or leases.may_have_due or (len(self._quarantine) and not is_draining):
+        leases, references = self._leases, self._leases.block_references
+        if (
+            leases.has_orders
+            or references.num_ending
+            or leases.may_have_due
+            or (len(self._quarantined_blocks) and not is_draining)
+        ):
             return True
-        if is_draining or not kept.num_held:
-            return kept.num_held > 0
+        if is_draining or not references.num_held:
+            return references.num_held > 0
         if self._loop.is_paused:
             return True  # as with requests: the pause is complete when nothing is held any more
         if self._has_slept_long():

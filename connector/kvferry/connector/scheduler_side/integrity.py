@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, Quarantine
+from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, QuarantinedBlocks
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.protocol.errors import LocalProtocolError
@@ -38,7 +38,7 @@ class Integrity:
         loads: ConsumerLedger,
         intake: RequestIntake,
         eviction: LeaseEviction,
-        quarantine: Quarantine,
+        quarantined_blocks: QuarantinedBlocks,
         held: HeldBlocks,
         counters: Counters,
         *,
@@ -48,7 +48,7 @@ class Integrity:
         self._loads = loads
         self._intake = intake
         self._eviction = eviction
-        self._quarantine = quarantine
+        self._quarantined_blocks = quarantined_blocks
         self._held = held
         self._counters = counters
         self._always = always
@@ -86,7 +86,7 @@ class Integrity:
         """
         self._leases.check_integrity()
         self._loads.check_integrity()
-        self._quarantine.check_integrity()
+        self._quarantined_blocks.check_integrity()
         unfinished, intended = set(self._eviction.unfinished), set(self._intake.lease_intents)
         _check_known("lease intents", intended, unfinished)
         _check_known("leases of running requests", set(self._leases.requests(LeaseState.COMPUTING)), intended)
@@ -95,7 +95,7 @@ class Integrity:
         aborted = set(self._loads.requests(LoadState.ABORTED))
         if aborted & unfinished:
             raise LocalProtocolError(f"{len(aborted & unfinished)} of {len(aborted)} aborted loads have not ended")
-        self._held.check_integrity(self._leases.kept)
+        self._held.check_integrity(self._leases.block_references)
 
 
 def _check_known(what: str, found: set[str], among: set[str]) -> None:

@@ -91,7 +91,7 @@ class LeaseEviction:
         self._manager = manager
         self._bounds = None
         blocks = manager.block_pool.blocks
-        self._leases.kept.bind(lambda block: int(blocks[block].ref_cnt))
+        self._leases.block_references.bind(lambda block: int(blocks[block].ref_cnt))
 
     def arrived(self, request: Request) -> None:
         """A request will need blocks, and again after every preemption."""
@@ -118,7 +118,7 @@ class LeaseEviction:
             return True
         if self._leases.clock_s > self._first_coming[1] + self._leases.heartbeat_s:
             return False
-        return self._leases.kept.num_coming() > 0
+        return self._leases.block_references.num_coming() > 0
 
     def evict(self) -> None:
         """End as many leases as it takes; their blocks come back with the workers' reports, a step or two later.
@@ -135,22 +135,22 @@ class LeaseEviction:
             logger.exception("lease eviction disabled: free blocks could not be counted")
 
     def _evict(self) -> None:
-        manager, kept, clock_s = self._manager, self._leases.kept, self._leases.clock_s
-        first = kept.first_ending()
+        manager, references, clock_s = self._manager, self._leases.block_references, self._leases.clock_s
+        first = references.first_ending()
         if first is None or first != self._first_coming[0]:
             self._first_coming = (first, clock_s)
-        if manager is None or not kept.num_requests or clock_s < self._recheck_s:
+        if manager is None or not references.num_requests or clock_s < self._recheck_s:
             return
         demand = self._demand(manager)
         if demand is None:
             self._missed_since_s = None
             return
         candidates = self._leases.candidates()
-        leased = len(kept)  # at least as many as leases alone keep
+        leased = len(references)  # at least as many as leases alone keep
         if leased > demand.cap:
             self._recheck_s = clock_s + leased * _COUNT_S
-            leased = kept.num_leased()
-        if evict(candidates, kept, leased, demand, self._end):
+            leased = references.num_leased()
+        if evict(candidates, references, leased, demand, self._end):
             self._missed_since_s = None
         elif self._missed_since_s is None:
             self._missed_since_s = clock_s
@@ -166,16 +166,16 @@ class LeaseEviction:
         if self._bounds is None:
             most = self._requests.most(manager)
             self._bounds = _Bounds.of(manager, most, self._fraction, reserves=self._own.offers_turns)
-        kept, bounds = self._leases.kept, self._bounds
-        free, leased = manager.block_pool.get_num_free_blocks(), len(kept)
+        references, bounds = self._leases.block_references, self._bounds
+        free, leased = manager.block_pool.get_num_free_blocks(), len(references)
         slots_short = False
         if self._own.offers_turns:
-            slots_short = self._leases.free_slots + kept.num_ending < self._leases.slots / _RESERVED
+            slots_short = self._leases.free_slots + references.num_ending < self._leases.slots / _RESERVED
         is_kept = leased <= bounds.cap and not slots_short
         if is_kept and free >= bounds.most + bounds.reserve:
             self._stall.end()
             return None  # no request can need more: nothing that grows with requests or blocks is looked at
-        coming = kept.num_coming()
+        coming = references.num_coming()
         free += coming
         needs = self._requests.needs(manager)
         need = max((need for need in needs if need <= free + leased), default=0)

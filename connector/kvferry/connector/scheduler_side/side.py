@@ -14,7 +14,7 @@ from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata, worke
 from kvferry.connector.metrics.stats import FerryStats
 from kvferry.connector.scheduler_side.drain import Drain, DrainSignal
 from kvferry.connector.scheduler_side.gauges import EngineGauges
-from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, Quarantine, kept_ids
+from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, QuarantinedBlocks, ids_to_hold
 from kvferry.connector.scheduler_side.idle import IdleState
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.integrity import Integrity
@@ -80,17 +80,17 @@ class SchedulerSide:
         self._params_builder = ParamsBuilder(self._own, kv_cache_config)
         self._correlations = Correlations(self.counters)
         self._gauges = EngineGauges(self.leases, self.loads)
-        self._quarantine = Quarantine()
+        self._quarantined_blocks = QuarantinedBlocks()
         self._held = HeldBlocks()
         self._acks = WorkerAcks(num_workers(self._own.topology))
-        self._idle = IdleState(self.leases, self._quarantine, self._acks.workers)
+        self._idle = IdleState(self.leases, self._quarantined_blocks, self._acks.workers)
         self._eviction = LeaseEviction(vllm_config, self._own, self.leases, self._idle, config.max_leased_fraction)
         self._integrity = Integrity(
             self.leases,
             self.loads,
             self._intake,
             self._eviction,
-            self._quarantine,
+            self._quarantined_blocks,
             self._held,
             self.counters,
             always=config.debug_check_integrity,
@@ -156,11 +156,11 @@ class SchedulerSide:
         if held is None or (self._drain.has_begun and use is LeaseUse.TURN) or not self._held.can_hold:
             self.leases.abandon(request.request_id)
             return False, None
-        kept = kept_ids(block_ids)
-        lease = self.leases.finish(request.request_id, held.blocks if self._copies_blocks else (), kept)
+        held_ids = ids_to_hold(block_ids)
+        lease = self.leases.finish(request.request_id, held.blocks if self._copies_blocks else (), held_ids)
         if lease is None:
             return False, None
-        self._held.hold(request.request_id, kept)
+        self._held.hold(request.request_id, held_ids)
         self.tracing.params_given(lease, held.num_tokens)
         logger.debug("req=%s slot=%d holds %d tokens", request.request_id, lease.slot, held.num_tokens)
         params = self._params_builder.build(held, lease, self.leases.lease_s)
@@ -197,7 +197,7 @@ class SchedulerSide:
         """What the workers report; vLLM frees nothing of this step before it."""
         report = output.kv_connector_worker_meta
         if isinstance(report, FerryWorkerMetadata):
-            self._quarantine.update(report.alive)
+            self._quarantined_blocks.update(report.alive)
             self._gauges.update(report.gauges)
             self.tracing.loads_reported(report.loads)
             self._free(report)
@@ -222,14 +222,14 @@ class SchedulerSide:
 
     def take_stats(self) -> FerryStats | None:
         """Counters and samples since the last call, and gauges that have changed."""
-        gauges = {**self._quarantine.gauges(time.monotonic()), **self._gauges.changes()}
+        gauges = {**self._quarantined_blocks.gauges(time.monotonic()), **self._gauges.changes()}
         return FerryStats.of_counts(self.counters.take(), self.counters.take_samples(), gauges)
 
     # What vLLM calls once, or rarely.
 
     def bind(self, manager: KVCacheManager) -> None:
         """The engine's block pool, for blocks that must not be reused yet."""
-        self._quarantine.bind(manager)
+        self._quarantined_blocks.bind(manager)
         self._held.bind(manager)
         self._eviction.bind(manager)
         self._gauges.bind(manager)

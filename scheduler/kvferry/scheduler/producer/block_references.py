@@ -1,4 +1,4 @@
-"""Which blocks leases keep after the end of their requests, and how many of them nobody else uses.
+"""References of leases on blocks after the end of their requests, and how many blocks nothing but leases refers to.
 
 A block may belong to several leases, and to requests that run: prompts share prefixes. Ending a lease gives back only
 those of its blocks that nobody else refers to. So references are counted, and the pool is asked for its own count.
@@ -11,23 +11,23 @@ from collections.abc import Callable, Sequence
 
 from kvferry.protocol.errors import LocalProtocolError
 
-References = Callable[[int], int]
+ReferenceCount = Callable[[int], int]
 """How many requests, all in all, refer to a block."""
 
 
-class KeptBlocks:
-    """Blocks by request, while it is held or ending."""
+class BlockReferences:
+    """References on blocks by request, while its lease is held or ending."""
 
     def __init__(self) -> None:
-        self._references: References = lambda block: self._held[block] + self._ending[block]
+        self._reference_count: ReferenceCount = lambda block: self._held[block] + self._ending[block]
         self._of: dict[str, tuple[int, ...]] = {}
         self._is_ending: dict[str, None] = {}  # the one that ended first is first
         self._held: Counter[int] = Counter()
         self._ending: Counter[int] = Counter()
 
-    def bind(self, references: References) -> None:
+    def bind(self, reference_count: ReferenceCount) -> None:
         """The pool's own count of references; until then nobody but leases is taken to use any block."""
-        self._references = references
+        self._reference_count = reference_count
 
     def __len__(self) -> int:
         """Blocks that leases which have not ended refer to, shared or not: never less than `num_leased`."""
@@ -49,11 +49,11 @@ class KeptBlocks:
 
     @property
     def num_requests(self) -> int:
-        """Requests whose blocks are kept."""
+        """Requests whose leases have references."""
         return len(self._of)
 
     def requests(self) -> frozenset[str]:
-        """Requests whose blocks are kept."""
+        """Their ids."""
         return frozenset(self._of)
 
     def of(self, request_id: str) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class KeptBlocks:
         """Blocks that are on their way back into the pool."""
         if not self._ending:
             return 0
-        return sum(self._references(block) == count for block, count in self._ending.items())
+        return sum(self._reference_count(block) == count for block, count in self._ending.items())
 
     def can_give(self, request_id: str) -> bool:
         """Whether the end of this lease, and perhaps of others, gives any block back."""
@@ -111,17 +111,19 @@ class KeptBlocks:
         # As dicts, whose comparison is not written in Python, and which do not take a zero for nothing.
         if not (dict.__eq__(held, self._held) and dict.__eq__(ending, self._ending)):
             raise LocalProtocolError(
-                f"kept blocks: {self._held.total()} held + {self._ending.total()} ending references, "
+                f"block references: {self._held.total()} held + {self._ending.total()} ending, "
                 f"{held.total()} + {ending.total()} by request"
             )
         held.update(ending)
-        for block, kept in held.items():
-            referred = self._references(block)
-            if referred < kept:
-                raise LocalProtocolError(f"block {block}: {kept} leases keep it, the pool counts {referred} references")
+        for block, leases in held.items():
+            referred = self._reference_count(block)
+            if referred < leases:
+                raise LocalProtocolError(
+                    f"block {block}: {leases} leases keep it, the pool counts {referred} references"
+                )
 
     def _is_only_leased(self, block: int) -> bool:
-        return self._references(block) == self._held[block] + self._ending[block]
+        return self._reference_count(block) == self._held[block] + self._ending[block]
 
 
 def _take(counts: Counter[int], blocks: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry.scheduler.producer.block_references import KeptBlocks
+from kvferry.scheduler.producer.block_references import BlockReferences
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
 
 
@@ -98,13 +98,17 @@ def rank_of(lease: Lease, clock_s: float, heartbeat_s: float) -> Rank | None:
 
 
 def evict(
-    candidates: Iterable[Candidate], kept: KeptBlocks, leased: int, demand: Demand, end: Callable[[Lease, str], None]
+    candidates: Iterable[Candidate],
+    references: BlockReferences,
+    leased: int,
+    demand: Demand,
+    end: Callable[[Lease, str], None],
 ) -> bool:
     """End as many leases as it takes, and none whose blocks are all used by requests that run.
 
     Args:
         candidates: in the order of eviction.
-        leased: `kept.num_leased()`.
+        leased: `references.num_leased()`.
         end: ends a lease, with `evicted` as the reason.
 
     Returns:
@@ -121,9 +125,9 @@ def evict(
             goes = lacks or (is_over and demand.lasts)
         else:
             goes = (lacks or is_over) and demand.lasts
-        if not goes or not (slots_short or kept.can_give(lease.request_id)):
+        if not goes or not (slots_short or references.can_give(lease.request_id)):
             continue
-        gain = kept.gain(lease.request_id)
+        gain = references.gain(lease.request_id)
         end(lease, "evicted")
         free, leased, slots_short = free + gain, leased - gain, False
     return free >= demand.need and leased <= demand.cap

@@ -14,7 +14,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, EpochDraw, epoch_from_text
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
-from kvferry.scheduler.producer.block_references import KeptBlocks
+from kvferry.scheduler.producer.block_references import BlockReferences
 from kvferry.scheduler.producer.deadlines import Deadlines
 from kvferry.scheduler.producer.eviction_order import Candidate, Rank, rank_of
 from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, Lease, LeaseEvent, LeaseState, LeaseUse
@@ -59,7 +59,7 @@ class ProducerLedger:
             `turns_opened`, `turns_refused`, `turns_released`, and `turns_offered` when they are held.
 
     Attributes:
-        kept: the blocks of leases whose requests have ended.
+        block_references: references of leases on blocks, after the end of their requests.
         clock: seconds that this process was awake, as far as anybody knows; every step winds it.
         observer: is called for every lease that is opened, and for every one that is over.
     """
@@ -82,7 +82,7 @@ class ProducerLedger:
         self._free = list(range(slots - 1, -1, -1))
         self._by_request: dict[str, Lease] = {}
         self._by_slot: dict[int, Lease] = {}
-        self.kept = KeptBlocks()
+        self.block_references = BlockReferences()
         self.clock = AwakeClock(self.heartbeat_s) if clock is None else clock
         self._deadlines = Deadlines(self._by_slot)
         self._pending = _Pending()
@@ -154,19 +154,19 @@ class ProducerLedger:
         self.observer.lease_opened(lease)
         return True
 
-    def finish(self, request_id: str, blocks: Blocks = (), kept: tuple[int, ...] = ()) -> Lease | None:
+    def finish(self, request_id: str, blocks: Blocks = (), held_ids: tuple[int, ...] = ()) -> Lease | None:
         """The request has ended well: keep its blocks. None when it has no lease.
 
         Args:
             blocks: what the workers are told of them.
-            kept: all that stay out of the pool, each once.
+            held_ids: ids of all blocks that stay out of the pool, each once.
         """
         lease = self._by_request.get(request_id)
         if lease is None:
             return None
         self._advance(lease, LeaseEvent.FINISH)
         lease.blocks = blocks
-        self.kept.keep(request_id, kept)
+        self.block_references.keep(request_id, held_ids)
         self._pending.finished.append(lease)
         if lease.use is LeaseUse.TURN:
             self._counters.add("turns_offered")
@@ -278,7 +278,7 @@ class ProducerLedger:
         if lease is None:
             raise LocalProtocolError(f"req={request_id}: reported sent without a lease")
         self._advance(lease, LeaseEvent.SENT)
-        self.kept.free(request_id)
+        self.block_references.free(request_id)
         how = lease.ended_by or "done"
         self._counters.add(_RELEASED[lease.use], how)
         if lease.use is LeaseUse.PROMPT and how in ("done", "release"):
@@ -306,9 +306,11 @@ class ProducerLedger:
         if unreported != sorted(x.slot for x in leases if x.state is LeaseState.FINISHED):
             raise LocalProtocolError(f"lease table: {len(unreported)} holds to be announced; {sums}")
         held = {lease.request_id for lease in leases if lease.state is not LeaseState.COMPUTING}
-        if self.kept.requests() != held:
-            raise LocalProtocolError(f"lease table: {len(self.kept.requests())} requests keep blocks; {sums}")
-        self.kept.check_integrity()
+        if self.block_references.requests() != held:
+            raise LocalProtocolError(
+                f"lease table: {len(self.block_references.requests())} requests keep blocks; {sums}"
+            )
+        self.block_references.check_integrity()
 
     def _find(self, name: LeaseName) -> Lease | None:
         lease = self._by_slot.get(name.slot)
@@ -328,7 +330,7 @@ class ProducerLedger:
             self._advance(lease, LeaseEvent.END)
             self._pending.ends.append(self._end_order(lease))
         lease.ended_by = how
-        self.kept.end(lease.request_id)
+        self.block_references.end(lease.request_id)
 
     @staticmethod
     def _end_order(lease: Lease) -> LeaseEnd:

@@ -20,8 +20,8 @@ from kvferry.worker.memory.device import DeviceMark
 from kvferry.worker.peers.peer import PeerKey
 
 
-class Quarantine:
-    """Used on the transfer thread."""
+class QuarantinedLoads:
+    """Failed loads whose blocks may still be written. Used on the transfer thread."""
 
     def __init__(self) -> None:
         self._since_s: dict[Load, float] = {}  # the oldest is first
@@ -78,7 +78,7 @@ class LoadRunner:
 
     def __init__(self, context: LoadContext, results: ResultBox, timeout_s: float, max_loads: int) -> None:
         self.timeout_s = timeout_s
-        self.quarantine = Quarantine()
+        self.quarantined = QuarantinedLoads()
         self._context = context
         self._results = results
         self._max_loads = max_loads
@@ -111,7 +111,7 @@ class LoadRunner:
         """Loads that may have something: entries, waves, transfers."""
         yield from self._running
         yield from self._flushing
-        yield from self.quarantine
+        yield from self.quarantined
 
     def flushing(self) -> int:
         """Loads that are over, with reads behind their last messages still in flight."""
@@ -148,7 +148,7 @@ class LoadRunner:
         self._stretched_s += time.monotonic() - max(begun_s, self._context.reader.let_go_s)
         if not self._round:
             self.round_s, self._stretched_s = self._stretched_s, 0.0
-            ended |= self._poll_quarantine() | self._end_flushes()
+            ended |= self._poll_quarantined() | self._end_flushes()
         if ended:
             self._in_use = None
         return ended or moved
@@ -217,7 +217,7 @@ class LoadRunner:
         self._running.pop(load, None)
         safe = load.settle()
         if not safe:
-            self.quarantine.add(load, time.monotonic())
+            self.quarantined.add(load, time.monotonic())
         logger.warning(
             "req=%s peer=%s load failed (%s): %s%s",
             request_id,
@@ -230,7 +230,7 @@ class LoadRunner:
             results.failed[request_id] = reason
             results.load_records.append(LoadRecord(request_id, load.key, load.times, reason))
             if not safe:
-                results.alive = self.quarantine.requests()
+                results.alive = self.quarantined.requests()
                 results.quarantined_loads += 1
                 results.quarantined_blocks += load.num_blocks
 
@@ -240,19 +240,19 @@ class LoadRunner:
         self._flushing = in_flight
         return ended
 
-    def _poll_quarantine(self) -> bool:
+    def _poll_quarantined(self) -> bool:
         now_s = time.monotonic()
-        oldest_s = self.quarantine.oldest_s(now_s)
-        over = self.quarantine.poll()
+        oldest_s = self.quarantined.oldest_s(now_s)
+        over = self.quarantined.poll()
         if over:
             logger.info(
                 "%s: the blocks are out of quarantine, the oldest after %.1f s; %d loads are left in it",
                 ", ".join(f"req={load.order.request_id}" for load in over[:8]),
                 oldest_s,
-                len(self.quarantine),
+                len(self.quarantined),
             )
             with self._results as results:
-                results.alive = self.quarantine.requests()
+                results.alive = self.quarantined.requests()
         return bool(over)
 
 

@@ -97,19 +97,19 @@ def test_an_aborted_request_whose_load_fails_in_flight_leaves_its_blocks_pinned(
 
 def test_the_gauges_say_how_much_is_out_of_use_and_that_nothing_is_any_more(make: Any) -> None:
     engine = make(policy="fail")
-    quarantine = engine.connector.scheduler_side._quarantine
-    assert quarantine.gauges(0.0) == {}
+    quarantined = engine.connector.scheduler_side._quarantined_blocks
+    assert quarantined.gauges(0.0) == {}
     engine.add("d", PROMPT, offer(PROMPT))
     engine.step()
     engine.step(worker=report("d", w0={"d"}))
-    reported = quarantine.gauges(time.monotonic() + 50.0)
+    reported = quarantined.gauges(time.monotonic() + 50.0)
     assert (reported["quarantined_requests_now"], reported["quarantined_blocks_now"]) == (1, 3)
     assert 50.0 <= reported["oldest_quarantine_s"] < 110.0
     engine.step(worker=report(w0=set()))
     assert engine.is_whole
-    quarantine._reported = False
-    assert set(quarantine.gauges(0.0).values()) == {0}
-    assert quarantine.gauges(0.0) == {}, "it is told once"
+    quarantined._reported = False
+    assert set(quarantined.gauges(0.0).values()) == {0}
+    assert quarantined.gauges(0.0) == {}, "it is told once"
 
 
 def test_a_failed_load_with_nothing_in_flight_pins_nothing(make: Any) -> None:
