@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvferry.connector.layout.block_layout import Arrangement, parts_of
-from kvferry.connector.layout.mamba_layout import describe_state
+from kvferry.connector.layout.mamba_layout import describe_mamba_layout
 from kvferry.connector.layout.policies import policy_of
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
@@ -73,7 +73,7 @@ def discover(
             storages.setdefault(view.untyped_storage().data_ptr(), view)
             if policy == "state":
                 blocks = kv_cache_config.num_blocks
-                tensors += describe_state(layer, index, spec, view, blocks, sharding, head_groups)
+                tensors += describe_mamba_layout(layer, index, spec, view, blocks, sharding, head_groups)
                 continue
             share = interleave if spec.dcp_sharded else _EVERY_TOKEN
             tensors += _describe(layer, index, spec, view, kv_cache_config.num_blocks, arrangements, sharding, share)

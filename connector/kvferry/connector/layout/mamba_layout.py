@@ -1,4 +1,4 @@
-"""Recurrent states: what the pages of Mamba-1, Mamba-2, gated delta net, short convolution and linear attention hold.
+"""Mamba layout: paged recurrent states of Mamba-1, Mamba-2, gated delta net, short convolution and linear attention.
 
 vLLM registers a page of a state as plain bytes, `[B, 1, 1, C]`; a layer's states follow one another in `C`. The
 convolution state is first. Its channels are those of several projections, one behind the other, and every
@@ -46,7 +46,7 @@ class _Projection:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _MambaTensor:
     """One paged tensor of a page, as `PagedTensor` has it; `offset` is from the page's first byte to its first."""
 
     kind: str
@@ -66,7 +66,7 @@ def groups_of_heads(config: Mapping[str, Any]) -> int | None:
     return reported.pop() if len(reported) == 1 else None
 
 
-def describe_state(
+def describe_mamba_layout(
     layer: str,
     group: int,
     spec: MambaSpec,
@@ -85,7 +85,7 @@ def describe_state(
         InvalidConfig: naming the layer and why it cannot be described.
     """
     where = f"cache of layer {layer}"
-    states = [*_of_convolution(where, spec, sharding, head_groups), *_of_temporal(where, spec, sharding)]
+    found = [*_of_convolution(where, spec, sharding, head_groups), *_of_temporal(where, spec, sharding)]
     size = sum(_bytes_of(shape, dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
     if tuple(view.shape) != (num_blocks, 1, 1, size) or view.element_size() != 1 or view.stride(3) != 1:
         expected = f"a view of bytes [{num_blocks}, 1, 1, {size}]"
@@ -93,26 +93,26 @@ def describe_state(
     return [
         PagedTensor(
             layer=layer,
-            kind=state.kind,
+            kind=tensor.kind,
             group=group,
-            base=view.data_ptr() + state.offset,
+            base=view.data_ptr() + tensor.offset,
             blocks=num_blocks,
             block_tokens=1,
             block_stride=view.stride(0),
-            heads=state.heads,
-            head_stride=state.head_stride,
+            heads=tensor.heads,
+            head_stride=tensor.head_stride,
             tile_tokens=1,
             tile_stride=0,
-            cell_bytes=state.cell_bytes,
-            element_bytes=state.element_bytes,
-            element_stride=state.element_stride,
-            format=Format(dtype=str(state.dtype).removeprefix("torch."), packing=state.packing),
+            cell_bytes=tensor.cell_bytes,
+            element_bytes=tensor.element_bytes,
+            element_stride=tensor.element_stride,
+            format=Format(dtype=str(tensor.dtype).removeprefix("torch."), packing=tensor.packing),
         )
-        for state in states
+        for tensor in found
     ]
 
 
-def _of_convolution(where: str, spec: MambaSpec, sharding: Sharding, head_groups: int | None) -> Iterator[_State]:
+def _of_convolution(where: str, spec: MambaSpec, sharding: Sharding, head_groups: int | None) -> Iterator[_MambaTensor]:
     """The convolution state by projections: a cell is a channel's columns."""
     has_convolution, _ = _kind_of(where, spec)
     if not has_convolution:
@@ -124,7 +124,7 @@ def _of_convolution(where: str, spec: MambaSpec, sharding: Sharding, head_groups
         heads = _ranks_part(part.width, sharding, alike=part.alike or spec.tp_replicated)
         cell_bytes = columns * item
         stride = cell_bytes if by_channel else item
-        yield _State(
+        yield _MambaTensor(
             part.kind,
             heads,
             stride,
@@ -138,7 +138,7 @@ def _of_convolution(where: str, spec: MambaSpec, sharding: Sharding, head_groups
         first += part.width
 
 
-def _of_temporal(where: str, spec: MambaSpec, sharding: Sharding) -> Iterator[_State]:
+def _of_temporal(where: str, spec: MambaSpec, sharding: Sharding) -> Iterator[_MambaTensor]:
     """The temporal state, by heads; it lies behind the convolution's."""
     has_convolution, has_temporal = _kind_of(where, spec)
     if not has_temporal:
@@ -146,7 +146,9 @@ def _of_temporal(where: str, spec: MambaSpec, sharding: Sharding) -> Iterator[_S
     (heads, *inner), dtype = spec.shapes[-1], spec.dtypes[-1]
     cell_bytes = math.prod(inner) * dtype.itemsize
     offset = _bytes_of(spec.shapes[0], spec.dtypes[0]) if has_convolution else 0
-    yield _State("ssm", _ranks_part(heads, sharding, alike=spec.tp_replicated), cell_bytes, cell_bytes, offset, dtype)
+    yield _MambaTensor(
+        "ssm", _ranks_part(heads, sharding, alike=spec.tp_replicated), cell_bytes, cell_bytes, offset, dtype
+    )
 
 
 def _kind_of(where: str, spec: MambaSpec) -> tuple[bool, bool]:

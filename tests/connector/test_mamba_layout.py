@@ -1,4 +1,4 @@
-"""Recurrent states: what kvferry says about a page, against what vLLM's layers write and read through their views."""
+"""Mamba layout: the description of a page, against what vLLM's layers write and read through their views."""
 
 from __future__ import annotations
 
