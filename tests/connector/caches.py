@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvferry.connector.layout.block_layout import BY_HEAD, OPAQUE, Arrangement
+from kvferry.connector.layout.block_layout import BY_HEAD, OPAQUE, BlockLayout
 from kvferry.connector.layout.discovery import discover
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.geometry import PagedTensor
@@ -68,16 +68,16 @@ def storage_of(view: Any) -> torch.Tensor:
 
 
 def described(
-    config: Any, views: Any, packing: str | Arrangement = "cpu_attn/vec", sharding: Sharding = ALONE
+    config: Any, views: Any, packing: str | BlockLayout = "cpu_attn/vec", sharding: Sharding = ALONE
 ) -> KvCaches:
-    arrangement = arranged(packing) if isinstance(packing, str) else packing
-    return discover(views, config, dict.fromkeys(views, arrangement), sharding)
+    block_layout = layout_of_packing(packing) if isinstance(packing, str) else packing
+    return discover(views, config, dict.fromkeys(views, block_layout), sharding)
 
 
-def arranged(packing: str) -> Arrangement:
+def layout_of_packing(packing: str) -> BlockLayout:
     """A backend as the probe finds it."""
     unknown = BY_HEAD if packing.startswith("cpu_attn/") else OPAQUE
-    return Arrangement(packing, PATTERNS.get(packing, unknown))
+    return BlockLayout(packing, PATTERNS.get(packing, unknown))
 
 
 def configs_for(stages: Sequence[dict[str, Any]], layout: str = "LBHNC", num_blocks: int = 40) -> Any:

@@ -1,4 +1,4 @@
-"""A cache that vLLM's own CPU attention writes and reads, in every arrangement that this machine's processor has."""
+"""A cache that vLLM's own CPU attention writes and reads, in every block layout that this machine's processor has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from kvferry.connector.layout.discovery import discover
-from kvferry.connector.layout.probe import arrangements_of
+from kvferry.connector.layout.probe import block_layouts_of
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.geometry import PagedTensor
 from tests.connector.caches import bytes_of, config_of, full, group, storage_of, views_of
@@ -26,7 +26,7 @@ ALONE = Sharding(KV_HEADS, 0, 1)
 
 @dataclass(frozen=True)
 class Kind:
-    """One arrangement of the backend."""
+    """One block layout of the backend."""
 
     isa: str
     dtype: torch.dtype
@@ -78,8 +78,8 @@ class Cache:
         shape["kv_quant_mode"] = get_kv_quant_mode(kind.cache_dtype)
         self.config = config_of(group(full(**shape, block_size=block_size or tokens)), num_blocks=num_blocks)
         self.views = views_of(self.config, kernel_block_sizes=[tokens])
-        arrangements = arrangements_of(dict.fromkeys(self.views, self.layer), self.views, self.config, kind.dtype)
-        self.caches = discover(self.views, self.config, arrangements, sharding)
+        block_layouts = block_layouts_of(dict.fromkeys(self.views, self.layer), self.views, self.config, kind.dtype)
+        self.caches = discover(self.views, self.config, block_layouts, sharding)
         self.view = self.views[LAYER]
         self.bytes = storage_of(self.view)
 

@@ -26,7 +26,7 @@ from kvferry.connector.layout.discovery import discover, groups_of
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.worker.memory.caches import KvCaches
-from tests.connector.caches import arranged, configs_for, storage_of, views_of
+from tests.connector.caches import configs_for, layout_of_packing, storage_of, views_of
 from tests.connector.recorded import HEADS, Recorded, Specs
 from tests.connector.state_models import read, write
 
@@ -88,10 +88,10 @@ class RecordedEngine:
         for stage, config in enumerate(self.configs):
             for rank in range(tp):
                 views = views_of(config, layout, kernel_block_sizes=_kernels(config, kernel_tokens))
-                arrangements = {name: arranged(model.packings.get(name, packing)) for name in views}
+                block_layouts = {name: layout_of_packing(model.packings.get(name, packing)) for name in views}
                 sharding = Sharding(total_heads=HEADS, rank=rank, size=tp)
                 head_groups = states.head_groups if states is not None else None
-                caches = discover(views, config, arrangements, sharding, head_groups=head_groups)
+                caches = discover(views, config, block_layouts, sharding, head_groups=head_groups)
                 self.workers.append(Worker(Place(pp=stage, tp=rank), config, views, caches))
 
     def place_sequence(self, num_tokens: int, free: Sequence[int]) -> Tokens:

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
 from kvferry.connector.layout.block_layout import BY_HEAD, OPAQUE
 from kvferry.connector.layout.discovery import discover
-from kvferry.connector.layout.probe import arrangements_of
+from kvferry.connector.layout.probe import block_layouts_of
 from kvferry.connector.layout.probe_writes import Scratch
 from kvferry.protocol.geometry import Format, PagedTensor, Range
 from tests.connector.caches import ALONE, all_bytes_of, bytes_of, config_of, full, group, storage_of, views_of
@@ -49,8 +49,8 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
 def tensors_of(cache: Written) -> list[PagedTensor]:
-    arrangements = arrangements_of(dict.fromkeys(cache.views, cache.layer), cache.views, cache.config, cache.dtype)
-    found = discover(cache.views, cache.config, arrangements, ALONE).tensors
+    block_layouts = block_layouts_of(dict.fromkeys(cache.views, cache.layer), cache.views, cache.config, cache.dtype)
+    found = discover(cache.views, cache.config, block_layouts, ALONE).tensors
     return [tensor for tensor in found if tensor.layer == LAYER]
 
 
@@ -82,7 +82,7 @@ def test_rows_of_k_and_v_are_found_in_every_layout_and_are_where_the_description
     layout: str, width_v: int
 ) -> None:
     cache = Written(layer_of(Rows()), spec_of(head_size_v=width_v), layout)
-    assert cache.arrangement().pattern == "rows"
+    assert cache.block_layout().pattern == "rows"
     assert_reported_where_it_writes(cache, {"k": WIDTH, "v": width_v})
 
 
@@ -90,7 +90,7 @@ def test_rows_of_k_and_v_are_found_in_every_layout_and_are_where_the_description
 def test_planes_of_k_and_v_are_found_and_are_where_the_description_says(layout: str) -> None:
     spec = spec_of(num_head_slots=2, state_content_bytes=HEADS * WIDTH * 2)
     cache = Written(layer_of(Planes()), spec, layout)
-    assert cache.arrangement().pattern == "planes"
+    assert cache.block_layout().pattern == "planes"
     assert_reported_where_it_writes(cache, {"k": WIDTH, "v": WIDTH})
 
 
@@ -105,11 +105,14 @@ def test_a_backend_of_which_one_byte_is_not_explained_is_not_believed(
     """It may still keep heads apart, which says nothing about what is in them."""
     cache = Written(layer_of(backend()), layout=layout)
     expected = BY_HEAD if (backend, layout) in [(Swapped, "LBHNC"), (OneTokenElsewhere, "LBHNC")] else OPAQUE
-    assert cache.arrangement().pattern == expected
+    assert cache.block_layout().pattern == expected
     (tensor,) = tensors_of(cache)
     assert (tensor.kind, tensor.tile_tokens) == ("kv", TOKENS)
     if expected == OPAQUE:
-        assert "layer layers.0 and of those like it (some_backend) is not recognised: no arrangement" in ferry_log.text
+        assert (
+            "layer layers.0 and of those like it (some_backend) is not recognised: no known block layout"
+            in ferry_log.text
+        )
         assert "moved whole, between engines of equal tensor-parallel size" in ferry_log.text
 
 
@@ -140,7 +143,7 @@ def test_heads_are_apart_where_each_has_all_of_its_own_and_nothing_of_another_wh
     backend: type[Rows], pattern: str
 ) -> None:
     cache = Written(layer_of(backend()))
-    assert cache.arrangement().pattern == pattern
+    assert cache.block_layout().pattern == pattern
     (tensor,) = tensors_of(cache)
     assert tensor.format.packing == ("some_backend" if pattern else "some_backend/heads2.tokens16.content16")
     assert len(tensor.heads) == (HEADS if pattern else 1)
@@ -148,16 +151,16 @@ def test_heads_are_apart_where_each_has_all_of_its_own_and_nothing_of_another_wh
 
 def test_what_several_patterns_explain_is_not_believed(ferry_log: pytest.LogCaptureFixture) -> None:
     """With one token a block, rows and columns are the same bytes: nothing tells which of them it is."""
-    assert Written(layer_of(Rows()), spec_of(block_size=1)).arrangement().pattern == OPAQUE
-    assert "2 arrangements explain what it writes" in ferry_log.text
+    assert Written(layer_of(Rows()), spec_of(block_size=1)).block_layout().pattern == OPAQUE
+    assert "2 block layouts explain what it writes" in ferry_log.text
 
 
 def test_heads_that_a_token_has_side_by_side_are_not_cells() -> None:
-    assert Written(layer_of(Interleaved()), layout="LBNHC").arrangement().pattern == OPAQUE
+    assert Written(layer_of(Interleaved()), layout="LBNHC").block_layout().pattern == OPAQUE
 
 
 def test_a_backend_that_raises_is_opaque_and_the_start_goes_on(ferry_log: pytest.LogCaptureFixture) -> None:
-    assert Written(layer_of(Raises())).arrangement().pattern == OPAQUE
+    assert Written(layer_of(Raises())).block_layout().pattern == OPAQUE
     (line,) = [record.getMessage() for record in ferry_log.records if record.levelno == logging.WARNING]
     assert "cannot be tried: RuntimeError: no kernel image is available;" in line
 
@@ -174,7 +177,7 @@ def test_a_backend_that_raises_is_opaque_and_the_start_goes_on(ferry_log: pytest
 def test_a_backend_that_cannot_be_called_is_opaque_with_the_reason(
     impl: Any, attributes: dict[str, Any], reason: str, ferry_log: pytest.LogCaptureFixture
 ) -> None:
-    assert Written(layer_of(impl, **attributes)).arrangement().pattern == OPAQUE
+    assert Written(layer_of(impl, **attributes)).block_layout().pattern == OPAQUE
     assert reason in ferry_log.text
 
 
@@ -182,7 +185,7 @@ def test_a_backend_that_cannot_be_called_is_opaque_with_the_reason(
 def test_what_keeps_scales_beside_the_data_is_not_even_tried(cache_dtype: str) -> None:
     """A backend may keep views of the scales in its cache, and ours would be gone."""
     layer = layer_of(Rows(), kv_cache_dtype=cache_dtype)
-    assert Written(layer, spec_of(cache_dtype)).arrangement().pattern == OPAQUE
+    assert Written(layer, spec_of(cache_dtype)).block_layout().pattern == OPAQUE
     assert layer.impl.calls == 0
 
 
@@ -198,7 +201,7 @@ def test_a_probe_leaves_everything_as_it_was() -> None:
     cache = Written(layer)
     attributes, own, before = copy.copy(vars(layer)), copy.copy(vars(layer.impl)), storage_of(cache.view).clone()
     generator = torch.get_rng_state()
-    assert cache.arrangement().pattern == "rows"
+    assert cache.block_layout().pattern == "rows"
     assert (vars(layer), vars(layer.impl)) == (attributes, own)
     assert layer._k_scale.item() == 2.0
     assert torch.equal(storage_of(cache.view), before)
@@ -219,7 +222,7 @@ def test_layers_of_one_kind_are_tried_once_and_of_another_kind_again() -> None:
     config = SimpleNamespace(transfer_groups=[*wide.transfer_groups, *narrow.transfer_groups])
     layers = {name: layer_of(Counted()) for name in views}
     layers["9"] = layer_of(Interleaved())
-    found = arrangements_of(layers, views, config, torch.bfloat16)
+    found = block_layouts_of(layers, views, config, torch.bfloat16)
     assert len(calls) == 4, "two rounds each"
     assert {found[str(n)].pattern for n in range(9)} == {"rows"}
     assert found["9"].pattern == BY_HEAD
@@ -230,7 +233,7 @@ def test_a_layer_that_shares_anothers_cache_is_like_it_and_is_not_tried() -> Non
     views = views_of(config)
     views["1"] = views["0"]
     layers = {"0": layer_of(Rows()), "1": layer_of(Raises(), kv_sharing_target_layer_name="0")}
-    found = arrangements_of(layers, views, config, torch.bfloat16)
+    found = block_layouts_of(layers, views, config, torch.bfloat16)
     assert found["1"] == found["0"]
     assert found["0"].pattern == "rows"
 
@@ -256,9 +259,9 @@ def test_the_cache_of_a_sparse_indexer_is_a_block_that_everybody_holds() -> None
     config = config_of(group(spec))
     views = views_of(config)
     layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "DEEPSEEK_V32_INDEXER"))
-    arrangements = arrangements_of(dict.fromkeys(views, layer), views, config, torch.bfloat16)
+    block_layouts = block_layouts_of(dict.fromkeys(views, layer), views, config, torch.bfloat16)
     for rank in (0, 3):
-        found = discover(views, config, arrangements, replace(ALONE, rank=rank, size=4)).tensors
+        found = discover(views, config, block_layouts, replace(ALONE, rank=rank, size=4)).tensors
         for tensor in found:
             assert (tensor.kind, tensor.heads, tensor.tile_tokens) == ("indexer", Range(0, 1), 64)
             assert tensor.cell_bytes == 64 * 132 == len(all_bytes_of(tensor)) // 5

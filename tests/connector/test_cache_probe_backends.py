@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kvferry.connector.layout.block_layout import BY_HEAD, OPAQUE
-from kvferry.connector.layout.probe import arrangements_of
+from kvferry.connector.layout.probe import block_layouts_of
 from tests.connector.caches import config_of, full, group, views_of
 from tests.connector.cpu_cache import KINDS, Kind
 from tests.connector.cpu_cache import layer_of as cpu_layer_of
@@ -54,7 +54,7 @@ def test_cpu_attention_keeps_k_by_columns_or_at_least_its_heads_apart(kind: Kind
     spec = spec_of(cache_dtype, block_size=32, head_size=kind.head_size)
     if cache_dtype == "auto":
         spec = spec_of(block_size=32, head_size=kind.head_size, dtype=kind.dtype)
-    found = Written(cpu_layer_of(kind), spec, dtype=kind.dtype).arrangement()
+    found = Written(cpu_layer_of(kind), spec, dtype=kind.dtype).block_layout()
     assert found.pattern == ("columns" if kind.plain else BY_HEAD)
     assert found.packing.startswith(f"cpu_attn/{kind.isa}")
 
@@ -63,7 +63,7 @@ def test_an_instruction_set_that_the_processor_lacks_is_opaque() -> None:
     """vLLM's kernel refuses, and the engine starts all the same."""
     assert CPUAttentionBackend.get_name() == "CPU_ATTN"
     layer = cpu_layer_of(Kind("no such set", torch.bfloat16, 64))
-    assert Written(layer, spec_of(block_size=32, head_size=64)).arrangement().pattern == OPAQUE
+    assert Written(layer, spec_of(block_size=32, head_size=64)).block_layout().pattern == OPAQUE
 
 
 def stand_in(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, dtype: str, *scales: Any) -> None:
@@ -92,7 +92,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_flash_and_flex_attention_write_rows(module: str, name: str, layout: str) -> None:
     impl = impl_of(module, name)
-    assert Written(scaled_layer(impl), layout=layout).arrangement().pattern == "rows"
+    assert Written(scaled_layer(impl), layout=layout).block_layout().pattern == "rows"
 
 
 @pytest.mark.usefixtures("kernels")
@@ -101,7 +101,7 @@ def test_b12x_writes_planes() -> None:
     spec = importlib.import_module("vllm.v1.attention.backends.b12x").B12xPagedAttentionBackend.customize_spec(
         spec_of()
     )
-    assert Written(scaled_layer(impl), spec).arrangement().pattern == "planes"
+    assert Written(scaled_layer(impl), spec).block_layout().pattern == "planes"
 
 
 @pytest.mark.usefixtures("kernels")
@@ -114,7 +114,7 @@ def test_mla_writes_rows_of_latent_and_rope(module: str, name: str, layout: str)
     spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16)
     # That of the CPU needs its blocks side by side.
     expected = OPAQUE if (module, layout) == ("cpu_mla", "BLHNC") else "latent"
-    assert Written(layer, spec, layout).arrangement().pattern == expected
+    assert Written(layer, spec, layout).block_layout().pattern == expected
 
 
 def test_triton_attention_writes_rows_of_any_type() -> None:
@@ -162,7 +162,7 @@ def test_backends_of_gpus_write_rows_on_a_gpu(module: str, name: str, cache_dtyp
     spec = spec_of(cache_dtype, num_kv_heads=4, head_size=64)
     config = config_of(group(spec), layout=layout)
     views = {name: view.cuda() for name, view in views_of(config, layout).items()}
-    (found, _) = arrangements_of(dict.fromkeys(views, layer), views, config, torch.bfloat16).values()
+    (found, _) = block_layouts_of(dict.fromkeys(views, layer), views, config, torch.bfloat16).values()
     assert found.pattern == "rows"
     assert found.dtype == ("float8_e4m3" if cache_dtype == "fp8" else "")
 
@@ -173,5 +173,5 @@ def test_the_probe_itself_works_on_a_gpu() -> None:
         cache = Written(float8_layer(impl, 0.5, 0.25), spec)
         views = {name: view.cuda() for name, view in cache.views.items()}
         layers = dict.fromkeys(views, cache.layer)
-        (found, _) = arrangements_of(layers, views, cache.config, torch.bfloat16).values()
+        (found, _) = block_layouts_of(layers, views, cache.config, torch.bfloat16).values()
         assert found.pattern == "rows"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.layout.discovery import discover, groups_of
-from kvferry.connector.layout.probe import arrangements_of
+from kvferry.connector.layout.probe import block_layouts_of
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.geometry import Place, Topology
@@ -22,9 +22,11 @@ def engine_of(tp: int, layout: str, block_size: int = TOKENS, *, backend: type[R
     workers = []
     for rank in range(tp):
         cache = Written(layer_of(backend()), spec_of(num_kv_heads=4 // tp, block_size=block_size), layout)
-        arrangements = arrangements_of(dict.fromkeys(cache.views, cache.layer), cache.views, cache.config, cache.dtype)
+        block_layouts = block_layouts_of(
+            dict.fromkeys(cache.views, cache.layer), cache.views, cache.config, cache.dtype
+        )
         sharding = replace(ALONE, total_heads=4, rank=rank, size=tp)
-        workers.append(worker(discover(cache.views, cache.config, arrangements, sharding).tensors, Place(tp=rank)))
+        workers.append(worker(discover(cache.views, cache.config, block_layouts, sharding).tensors, Place(tp=rank)))
     return engine(workers=workers, topology=Topology(tp=tp), groups=groups_of(cache.config))
 
 

@@ -1,6 +1,6 @@
 """vLLM's own CPU attention writes a cache; what kvferry calls a cell is then checked byte by byte.
 
-This is the test that lets `arrangement` believe strides of CPU attention: a cell of K or V holds the bytes of one token
+This test lets `block_layout` believe strides of CPU attention: a cell of K or V holds the bytes of one token
 and head as they were given to the write. Where the backend packs a block as it likes, a cell is a whole (block, head):
 it must hold everything of that and nothing of any other.
 """

@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kvferry.connector.layout.discovery import discover
-from kvferry.connector.layout.probe import arrangements_of
+from kvferry.connector.layout.probe import block_layouts_of
 from kvferry.connector.layout.sharding import Sharding
 from tests.connector.caches import bytes_of, config_of, group, storage_of, views_of
 
@@ -33,8 +33,8 @@ def written(dtype: torch.dtype, slots: list[int]) -> tuple[Any, Any, torch.Tenso
         kv_cache_dtype="auto",
         _k_scale=torch.ones(1),
     )
-    arrangements = arrangements_of(dict.fromkeys(views, layer), views, config, dtype)
-    found = discover(views, config, arrangements, Sharding(total_heads=1, rank=0, size=1))
+    block_layouts = block_layouts_of(dict.fromkeys(views, layer), views, config, dtype)
+    found = discover(views, config, block_layouts, Sharding(total_heads=1, rank=0, size=1))
     (tensor,) = (one for one in found.tensors if one.layer == LAYER)
     rows = torch.randn(len(slots), LATENT + ROPE, generator=torch.Generator().manual_seed(0)).to(dtype)
     # As vLLM's MLA layer does: the write sees the view without its axis of heads.

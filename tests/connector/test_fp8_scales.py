@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
 from kvferry.connector.layout.block_layout import BY_HEAD, OPAQUE
 from kvferry.connector.layout.discovery import discover, groups_of
-from kvferry.connector.layout.probe import arrangements_of
+from kvferry.connector.layout.probe import block_layouts_of
 from kvferry.connector.layout.probe_writes import VALUES, scales_of
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
@@ -39,9 +39,9 @@ FLOAT8 = {"float8_e4m3": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
 def tensors_of(cache: Written, tp: int = 1, rank: int = 0) -> list[PagedTensor]:
-    arrangements = arrangements_of(dict.fromkeys(cache.views, cache.layer), cache.views, cache.config, cache.dtype)
+    block_layouts = block_layouts_of(dict.fromkeys(cache.views, cache.layer), cache.views, cache.config, cache.dtype)
     sharding = replace(ALONE, total_heads=HEADS * tp, rank=rank, size=tp)
-    return list(discover(cache.views, cache.config, arrangements, sharding).tensors)
+    return list(discover(cache.views, cache.config, block_layouts, sharding).tensors)
 
 
 def float8_cache(impl: Any, k_scale: Any = 0.5, v_scale: Any = 0.037, dtype: torch.dtype = torch.bfloat16) -> Written:
@@ -80,7 +80,7 @@ def test_scales_of_heads_that_are_equal_leave_no_doubt() -> None:
     layers = {"layers.0": float8_layer(Float8(torch.float8_e4m3fn), [0.5, 0.5], [0.25, 0.25])}
     layers["layers.1"] = float8_layer(Float8(torch.float8_e4m3fn), [0.5, 0.3], [0.25, 0.25])
     cache = Written(layers["layers.0"], spec_of("fp8"))
-    found = arrangements_of(layers, cache.views, cache.config, cache.dtype)
+    found = block_layouts_of(layers, cache.views, cache.config, cache.dtype)
     assert [(one.pattern, one.scales["k"]) for one in found.values()] == [
         ("rows", (0.5, 0.5)),
         ("rows", pytest.approx((0.5, 0.3))),
@@ -108,7 +108,7 @@ def test_what_is_described_gives_back_the_values_that_were_written() -> None:
 def test_a_backend_that_stores_by_other_scales_than_the_layers_is_not_believed(use: str) -> None:
     cache = float8_cache(Float8(torch.float8_e4m3fn, use))
     cache.layer._k_other_scale, cache.layer._v_other_scale = 0.25, 0.037
-    assert cache.arrangement().pattern == BY_HEAD
+    assert cache.block_layout().pattern == BY_HEAD
     (tensor,) = (tensor for tensor in tensors_of(cache) if tensor.layer == LAYER)
     assert tensor.format.packing == "some_backend/fp8_e4m3/k=0.5/v=0.0370000005"
     assert (tensor.format.dtype, tensor.scales) == ("uint8", ())
@@ -118,21 +118,21 @@ def test_scales_of_another_layer_do_not_matter_to_what_is_believed_of_its_like()
     layers = {"layers.0": float8_layer(Float8(torch.float8_e4m3fn), 0.5, 1.0)}
     layers["layers.1"] = float8_layer(Float8(torch.float8_e4m3fn), 0.25, 2.0)
     cache = Written(layers["layers.0"], spec_of("fp8"))
-    found = arrangements_of(layers, cache.views, cache.config, cache.dtype)
+    found = block_layouts_of(layers, cache.views, cache.config, cache.dtype)
     assert [one.pattern for one in found.values()] == ["rows", "rows"]
     assert [one.scales for one in found.values()] == [{"k": (0.5,), "v": (1.0,)}, {"k": (0.25,), "v": (2.0,)}]
 
 
 def test_a_layer_without_scales_is_opaque() -> None:
     layer = layer_of(Rows(), kv_cache_dtype="fp8")
-    assert Written(layer, spec_of("fp8")).arrangement().pattern in (OPAQUE, BY_HEAD)
+    assert Written(layer, spec_of("fp8")).block_layout().pattern in (OPAQUE, BY_HEAD)
     assert {tensor.kind for tensor in tensors_of(Written(layer, spec_of("fp8")))} == {"kv"}
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_what_is_no_scale_is_refused_at_the_start_by_layer(scale: float) -> None:
     with pytest.raises(InvalidConfig, match=r"cache of layer layers\.0 is .*v scales .*; expected static scales"):
-        float8_cache(Float8(torch.float8_e4m3fn), 1.0, scale).arrangement()
+        float8_cache(Float8(torch.float8_e4m3fn), 1.0, scale).block_layout()
 
 
 def test_mla_in_float8_has_the_one_scale_of_its_rows() -> None:
@@ -161,7 +161,7 @@ def test_scales_that_a_running_engine_calculates_are_refused_at_the_start_by_lay
     cache = float8_cache(Float8(torch.float8_e4m3fn))
     cache.layer.calculate_kv_scales = True
     with pytest.raises(InvalidConfig, match=r"cache of layer layers\.0 is 'calculate_kv_scales'; expected static"):
-        cache.arrangement()
+        cache.block_layout()
 
 
 def engine_of(scales: tuple[Any, Any], impl: Any = None, tp: int = 1) -> Any:

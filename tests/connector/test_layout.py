@@ -179,13 +179,13 @@ def test_layers_may_lie_anywhere_as_long_as_the_blocks_are_equal_inside(here: st
         (("cpu_attn/amx", "cpu_attn/vec"), "tensor layers.0/kv"),
     ],
 )
-def test_arrangements_that_differ_are_refused(packings: tuple[str, str], field: str) -> None:
+def test_block_layouts_that_differ_are_refused(packings: tuple[str, str], field: str) -> None:
     with pytest.raises(PlanRefused) as refused:
         planned(("LBHNC", "LBHNC"), packings)
     assert refused.value.reasons[0].field == field
 
 
-def test_instruction_sets_of_one_arrangement_are_paired() -> None:
+def test_instruction_sets_of_one_block_layout_are_paired() -> None:
     assert planned(("LBHNC", "LBHNC"), ("cpu_attn/vec", "cpu_attn/vec16")).routes
 
 

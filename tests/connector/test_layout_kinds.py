@@ -23,11 +23,11 @@ from kvferry.protocol.handshake import CacheGroup
 from tests.connector.caches import (
     ALONE,
     all_bytes_of,
-    arranged,
     config_of,
     described,
     full,
     group,
+    layout_of_packing,
     storage_of,
     views_of,
 )
@@ -208,7 +208,10 @@ def test_a_window_of_latents_is_held_by_every_rank() -> None:
     spec = SlidingWindowMLASpec(block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16, sliding_window=32)
     config = config_of(group(spec))
     found = discover(
-        views_of(config), config, dict.fromkeys(("layers.0", "layers.1"), arranged("cpu_mla")), Sharding(8, 3, 4)
+        views_of(config),
+        config,
+        dict.fromkeys(("layers.0", "layers.1"), layout_of_packing("cpu_mla")),
+        Sharding(8, 3, 4),
     )
     assert {(tensor.kind, tensor.heads) for tensor in found.tensors} == {("mla", Range(0, 1))}
 
@@ -218,7 +221,7 @@ def test_ranks_that_share_tokens_out_say_so_of_the_caches_that_vllm_shards() -> 
     share = Interleave(ranks=2, rank=1, run_tokens=4)
     config = config_of(group(full(), "layers.0"), group(full(dcp_sharded=False), "draft.0"))
     views = views_of(config)
-    found = discover(views, config, dict.fromkeys(views, arranged("gpu_rows")), ALONE, interleave=share)
+    found = discover(views, config, dict.fromkeys(views, layout_of_packing("gpu_rows")), ALONE, interleave=share)
     reported = {(tensor.layer, tensor.interleave) for tensor in found.tensors}
     assert reported == {("layers.0", share), ("draft.0", Interleave())}
     assert {tensor.block_tokens for tensor in found.tensors} == {32}
@@ -232,7 +235,9 @@ def test_ranks_that_share_the_tokens_of_a_head_hold_the_same_head(total: int, tp
     held: dict[Range, set[int]] = {}
     for rank in range(tp):
         share = Interleave(ranks=dcp, rank=rank % dcp, run_tokens=4)
-        one = discover(views, config, {"layers.0": arranged("gpu_rows")}, Sharding(total, rank, tp), interleave=share)
+        one = discover(
+            views, config, {"layers.0": layout_of_packing("gpu_rows")}, Sharding(total, rank, tp), interleave=share
+        )
         (k, _) = one.tensors
         held.setdefault(k.heads, set()).add(k.interleave.rank)
     assert held == {Range(head, head + 1): set(range(dcp)) for head in range(total)}
@@ -242,8 +247,8 @@ def test_states_are_never_shared_out_by_tokens() -> None:
     engine_ = RecordedEngine(RECORDED["Nemotron-H"])
     (one,) = engine_.workers
     share = Interleave(ranks=2, rank=1, run_tokens=4)
-    arrangements = dict.fromkeys(one.views, arranged("gpu_rows"))
-    found = discover(one.views, one.config, arrangements, ALONE, interleave=share, head_groups=4)
+    block_layouts = dict.fromkeys(one.views, layout_of_packing("gpu_rows"))
+    found = discover(one.views, one.config, block_layouts, ALONE, interleave=share, head_groups=4)
     assert {x.interleave for x in found.tensors if "mixer" in x.layer} == {Interleave()}
     assert {x.interleave for x in found.tensors if "attn" in x.layer} == {share}
 

@@ -32,7 +32,7 @@ from kvferry.connector.layout.block_layout import packing_of
 from kvferry.connector.layout.discovery import discover, groups_of
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
-from tests.connector.caches import ALONE, arranged, config_of, described, full, group, views_of
+from tests.connector.caches import ALONE, config_of, described, full, group, layout_of_packing, views_of
 from tests.engine_core.configs import vllm_config
 
 ATTENTION: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
@@ -68,7 +68,7 @@ def test_what_cannot_be_carried_is_refused_by_layer_and_reason_in_scheduler_and_
         groups_of(config)
     config.transfer_groups = [group(spec, "odd.7")]
     with pytest.raises(InvalidConfig, match=says):
-        discover({"odd.7": torch.zeros(5, 2, 32, 16)}, config, {"odd.7": arranged("flash_attn")}, ALONE)
+        discover({"odd.7": torch.zeros(5, 2, 32, 16)}, config, {"odd.7": layout_of_packing("flash_attn")}, ALONE)
 
 
 @pytest.mark.parametrize("changed", [{"host_resident": True}, {"role": KVCacheGroupRole.HISPARSE_INDEXER}])

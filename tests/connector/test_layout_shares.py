@@ -12,7 +12,7 @@ from kvferry.connector.layout.discovery import discover, groups_of
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.plan.planner import plan_engine
 from kvferry.protocol.geometry import Interleave, Place, Topology
-from tests.connector.caches import arranged, config_of, full, group, views_of
+from tests.connector.caches import config_of, full, group, layout_of_packing, views_of
 from tests.connector.state_models import orient
 from tests.plan.samples import engine, worker
 
@@ -21,10 +21,10 @@ RANKS = 2
 
 def sharing(config: Any, views: Any, rank: int) -> Any:
     """The tensors of one of `RANKS` ranks that have the same head, and every second 16 tokens each."""
-    arrangements = dict.fromkeys(views, arranged("cpu_attn/vec"))
+    block_layouts = dict.fromkeys(views, layout_of_packing("cpu_attn/vec"))
     sharding = Sharding(total_heads=1, rank=rank, size=RANKS)
     share = Interleave(ranks=RANKS, rank=rank, run_tokens=16)
-    return discover(views, config, arrangements, sharding, interleave=share).tensors
+    return discover(views, config, block_layouts, sharding, interleave=share).tensors
 
 
 def test_attention_is_shared_out_and_states_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +45,6 @@ def test_a_consumer_that_holds_every_token_reads_from_every_rank_that_shares_the
     producer = engine(workers=ranks, topology=Topology(tp=RANKS, dcp=RANKS), groups=groups_of(config))
     views = views_of(config)
     alone = Sharding(total_heads=1, rank=0, size=1)
-    tensors = discover(views, config, dict.fromkeys(views, arranged("cpu_attn/vec")), alone).tensors
+    tensors = discover(views, config, dict.fromkeys(views, layout_of_packing("cpu_attn/vec")), alone).tensors
     (plan,) = plan_engine(engine(*tensors, groups=groups_of(config)), producer)
     assert [route.worker for route in plan.routes] == [0, 1]

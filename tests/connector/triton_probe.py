@@ -34,7 +34,7 @@ def main() -> None:
         layer = float8_layer(impl, 0.5, 0.25)
         if cache_dtype == "auto":
             layer = layer_of(impl, _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
-        found = Written(layer, spec_of(cache_dtype), layout).arrangement()
+        found = Written(layer, spec_of(cache_dtype), layout).block_layout()
         reported[f"{cache_dtype} {layout}"] = [found.pattern, found.dtype, found.scales]
     json.dump(reported, sys.stdout)
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
-from kvferry.connector.layout.block_layout import Arrangement
-from kvferry.connector.layout.probe import arrangements_of
+from kvferry.connector.layout.block_layout import BlockLayout
+from kvferry.connector.layout.probe import block_layouts_of
 from tests.connector.caches import config_of, group, views_of
 
 HEADS, TOKENS, WIDTH = 2, 16, 8
@@ -197,7 +197,7 @@ class Written:
         self.views = views_of(self.config, layout)
         self.view = self.views[LAYER]
 
-    def arrangement(self) -> Arrangement:
-        found = arrangements_of(dict.fromkeys(self.views, self.layer), self.views, self.config, self.dtype)
+    def block_layout(self) -> BlockLayout:
+        found = block_layouts_of(dict.fromkeys(self.views, self.layer), self.views, self.config, self.dtype)
         assert len({repr(one) for one in found.values()}) == 1
         return found[LAYER]

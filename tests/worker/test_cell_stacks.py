@@ -1,4 +1,4 @@
-"""Tensors that lie alike at one distance are one array; whatever the arrangement, every cell is there once."""
+"""Tensors that lie alike at one distance are one array; whatever their layout, every cell is there once."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         dtype: of one element, e.g. `bfloat16`.
         quantization: the cache's quantisation, `none` when there is none.
-        packing: how a cell is arranged: `plain` when the strides say everything, otherwise a name that carries
-            everything the arrangement depends on (e.g. backend, instruction set).
+        packing: layout of a cell: `plain` when the strides say everything, otherwise a name that carries
+            everything the layout depends on (e.g. backend, instruction set).
     """
 
     dtype: Text

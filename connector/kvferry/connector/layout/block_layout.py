@@ -1,9 +1,9 @@
-"""How the bytes of a cache block are arranged: what a backend's paged tensors are.
+"""Block layout: the order of bytes in a cache block, as the paged tensors of an attention backend.
 
 Strides say where things are only when it is known what is there. A *pattern* is a supposition about that: where the
 cells of K and V lie, as numbers made of a view's shape and strides. `probe` tests every pattern against what the
 backend really writes, and a layer is described by the one that was right. Where none was, a head of a block or a whole
-block is one opaque cell, in a format that no other arrangement has.
+block is one opaque cell, in a format that no other layout has.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ OPAQUE = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
-    """What is known of how a layer's cache is arranged.
+class BlockLayout:
+    """The known layout of the blocks of a layer's cache.
 
     Attributes:
-        packing: the backend and everything that its arrangement depends on, see `packing_of`.
+        packing: the backend and everything that the layout depends on, see `packing_of`.
         pattern: one of `PATTERNS`, or `BY_HEAD`, or `OPAQUE`.
         dtype: what elements are where the view's dtype does not say it (float8 in a cache of bytes).
         scales: static scales by kind, `value = stored · scale`: one for all heads of this worker or one for each.
@@ -140,7 +140,7 @@ PATTERNS: dict[str, Callable[[torch.Tensor, Any], tuple[Cells, ...]]] = {
 
 
 def packing_of(layer: Any, layer_name: str) -> str:
-    """How a layer's backend arranges the bytes of a block: its name and everything the arrangement depends on.
+    """The name of a layer's backend, and everything else that its block layout depends on.
 
     For float8 that includes which one it is: vLLM keeps every kind in a cache of bytes, under one quantisation mode.
     """
@@ -174,7 +174,7 @@ def _float8_of(layer: Any) -> str:
 
 
 def parts_of(
-    layer: str, view: torch.Tensor, spec: Any, arrangement: Arrangement, sharding: Sharding
+    layer: str, view: torch.Tensor, spec: Any, block_layout: BlockLayout, sharding: Sharding
 ) -> tuple[Part, ...]:
     """What a layer's cache consists of.
 
@@ -184,13 +184,13 @@ def parts_of(
     Raises:
         InvalidConfig: the bytes of an opaque block do not lie together.
     """
-    pattern = PATTERNS.get(arrangement.pattern)
+    pattern = PATTERNS.get(block_layout.pattern)
     cells = pattern(view, spec) if pattern is not None else ()
     if cells:
-        return tuple(_part(one, view, arrangement, sharding, everybodys=is_mla(spec)) for one in cells)
-    if arrangement.pattern == BY_HEAD and heads_lie_together(view, spec):
-        return (_head_of_block(view, arrangement, sharding),)
-    return (_opaque_block(layer, view, spec, arrangement, sharding),)
+        return tuple(_part(one, view, block_layout, sharding, everybodys=is_mla(spec)) for one in cells)
+    if block_layout.pattern == BY_HEAD and heads_lie_together(view, spec):
+        return (_head_of_block(view, block_layout, sharding),)
+    return (_opaque_block(layer, view, spec, block_layout, sharding),)
 
 
 def heads_lie_together(view: torch.Tensor, spec: Any) -> bool:
@@ -203,7 +203,7 @@ def is_mla(spec: Any) -> bool:
     return type(spec).__name__ in ("MLAAttentionSpec", "SlidingWindowMLASpec")
 
 
-def _part(cells: Cells, view: torch.Tensor, arrangement: Arrangement, sharding: Sharding, *, everybodys: bool) -> Part:
+def _part(cells: Cells, view: torch.Tensor, block_layout: BlockLayout, sharding: Sharding, *, everybodys: bool) -> Part:
     item = view.element_size()
     held, suffix = (Range(0, 1), "") if everybodys else _heads(sharding, cells.heads)
     apart = cells.element_stride != 1
@@ -218,18 +218,18 @@ def _part(cells: Cells, view: torch.Tensor, arrangement: Arrangement, sharding: 
         offset=cells.offset * item,
         element_bytes=item if apart else 0,
         element_stride=cells.element_stride * item if apart else 0,
-        dtype=arrangement.dtype,
-        scales=arrangement.scales.get(cells.kind, ()),
+        dtype=block_layout.dtype,
+        scales=block_layout.scales.get(cells.kind, ()),
     )
 
 
-def _head_of_block(view: torch.Tensor, arrangement: Arrangement, sharding: Sharding) -> Part:
+def _head_of_block(view: torch.Tensor, block_layout: BlockLayout, sharding: Sharding) -> Part:
     """K and V of a (block, head) as one cell."""
     _, heads, tokens, content = (int(n) for n in view.shape)
     item = view.element_size()
     held, suffix = _heads(sharding, heads)
     stride = view.stride(1) * item if heads > 1 else 0
-    return Part("kv", held, stride, tokens * content * item, _opaque(arrangement) + suffix, tokens)
+    return Part("kv", held, stride, tokens * content * item, _opaque(block_layout) + suffix, tokens)
 
 
 def _heads(sharding: Sharding, local_heads: int) -> tuple[Range, str]:
@@ -244,19 +244,19 @@ def _rank_of(sharding: Sharding) -> str:
     return f"/tp{sharding.size}" if sharding.size > 1 else ""
 
 
-def _opaque(arrangement: Arrangement) -> str:
+def _opaque(block_layout: BlockLayout) -> str:
     """The packing of what cannot be looked into. Scales are part of it: it can only be copied as it is."""
     reported = [
         f"{kind}={','.join(format(scale, '.9g') for scale in scales)}"
-        for kind, scales in sorted(arrangement.scales.items())
+        for kind, scales in sorted(block_layout.scales.items())
         if set(scales) != {1.0}
     ]
-    return "/".join([arrangement.packing, *reported])
+    return "/".join([block_layout.packing, *reported])
 
 
-def _opaque_block(layer: str, view: torch.Tensor, spec: Any, arrangement: Arrangement, sharding: Sharding) -> Part:
+def _opaque_block(layer: str, view: torch.Tensor, spec: Any, block_layout: BlockLayout, sharding: Sharding) -> Part:
     """All local heads of a block as one cell. Its axes belong to the format, from the outermost to the innermost with
-    their sizes, e.g. `heads2.tokens16.content512`: blocks of equal size may be arranged differently."""
+    their sizes, e.g. `heads2.tokens16.content512`: blocks of equal size may be laid out differently."""
     item = view.element_size()
     heads, tokens, content = shape = tuple(int(n) for n in view.shape[1:])
     strides = tuple(int(n) * item for n in view.stride()[1:])
@@ -269,7 +269,7 @@ def _opaque_block(layer: str, view: torch.Tensor, spec: Any, arrangement: Arrang
         )
     axes = zip(strides, (f"heads{heads}", f"tokens{tokens}", f"content{content}"), shape, strict=True)
     order = ".".join(name for _, name, n in sorted(axes, reverse=True) if n > 1) or "one"
-    packing = f"{_opaque(arrangement)}/{order}"
+    packing = f"{_opaque(block_layout)}/{order}"
     if heads == 1 and is_mla(spec):
         return Part("indexer" if _is_indexer(spec) else "kv", Range(0, 1), 0, extent, packing, tokens)
     # One thing, whatever heads are in it: ranks of engines with equal tensor-parallel sizes match.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvferry.connector.layout.block_layout import Arrangement, parts_of
+from kvferry.connector.layout.block_layout import BlockLayout, parts_of
 from kvferry.connector.layout.mamba_layout import describe_mamba_layout
 from kvferry.connector.layout.policies import policy_of
 from kvferry.connector.layout.sharding import Sharding
@@ -38,7 +38,7 @@ def groups_of(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
 def discover(
     kv_caches: Mapping[str, torch.Tensor],
     kv_cache_config: KVCacheConfig,
-    arrangements: Mapping[str, Arrangement],
+    block_layouts: Mapping[str, BlockLayout],
     sharding: Sharding,
     *,
     interleave: Interleave = _EVERY_TOKEN,
@@ -48,7 +48,7 @@ def discover(
 
     Args:
         kv_caches: by layer the view `[B, H, N, C]`: of attention in elements of the cache's dtype, of a state in bytes.
-        arrangements: by layer how its attention backend arranges a block, see `cache_probe`.
+        block_layouts: by layer, as its attention backend writes a block; see `probe`.
         interleave: which tokens this worker holds of the caches that ranks share out (decode context parallelism).
         head_groups: how many groups share B and C of a Mamba-2 model, see `groups_of_heads`.
 
@@ -76,7 +76,7 @@ def discover(
                 tensors += describe_mamba_layout(layer, index, spec, view, blocks, sharding, head_groups)
                 continue
             share = interleave if spec.dcp_sharded else _EVERY_TOKEN
-            tensors += _describe(layer, index, spec, view, kv_cache_config.num_blocks, arrangements, sharding, share)
+            tensors += _describe(layer, index, spec, view, kv_cache_config.num_blocks, block_layouts, sharding, share)
     if not tensors:
         raise InvalidConfig("kv_caches", sorted(kv_caches)[:4], "at least one layer with a transferable cache")
     return KvCaches(tuple(storages.values()), tuple(tensors), next(iter(storages.values())).device)
@@ -124,7 +124,7 @@ def _describe(
     spec: Any,
     view: torch.Tensor,
     num_blocks: int,
-    arrangements: Mapping[str, Arrangement],
+    block_layouts: Mapping[str, BlockLayout],
     sharding: Sharding,
     interleave: Interleave,
 ) -> list[PagedTensor]:
@@ -132,7 +132,7 @@ def _describe(
     where = f"cache of layer {layer}"
     if view.dim() != 4:
         raise InvalidConfig(where, f"shape {list(view.shape)}", "a view [blocks, heads, tokens, content]")
-    if layer not in arrangements:
+    if layer not in block_layouts:
         raise InvalidConfig(where, "without a layer", "a cache whose attention backend is known")
     blocks = view.shape[0]
     if not num_blocks or blocks % num_blocks or spec.block_size % (blocks // num_blocks):
@@ -160,5 +160,5 @@ def _describe(
             scales=part.scales,
             format=Format(dtype=part.dtype or dtype, quantization=quantization, packing=part.packing),
         )
-        for part in parts_of(layer, view, spec, arrangements[layer], sharding)
+        for part in parts_of(layer, view, spec, block_layouts[layer], sharding)
     ]

@@ -1,4 +1,4 @@
-"""Which arrangement a backend has: its own code writes known values, and the bytes say where they went.
+"""The block layout of a backend: its own code writes known values, and the bytes say where they went.
 
 When a worker registers its caches, every kind of layer in it is tried once. The layer's own implementation writes K and
 V into a few blocks of memory that look like the layer's cache to it. A pattern of `block_layout` is believed if it, and
@@ -20,7 +20,7 @@ from kvferry.connector.layout.block_layout import (
     BY_HEAD,
     OPAQUE,
     PATTERNS,
-    Arrangement,
+    BlockLayout,
     Cells,
     heads_lie_together,
     packing_of,
@@ -61,10 +61,10 @@ class Finding:
     reason: str = ""
 
 
-def arrangements_of(
+def block_layouts_of(
     layers: Mapping[str, Any], kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, dtype: torch.dtype
-) -> dict[str, Arrangement]:
-    """How the cache of every layer is arranged.
+) -> dict[str, BlockLayout]:
+    """The block layout of every layer's cache.
 
     Args:
         layers: by name vLLM's attention layers, with their weights loaded.
@@ -79,7 +79,7 @@ def arrangements_of(
         for name in group.layer_names
     }
     findings: dict[object, Finding] = {}
-    found: dict[str, Arrangement] = {}
+    found: dict[str, BlockLayout] = {}
     for name in kv_caches:
         if name not in layers:
             continue
@@ -90,7 +90,7 @@ def arrangements_of(
             continue
         packing = packing_of(layer, name)
         if not hasattr(spec, "kv_quant_mode") or not isinstance(view, torch.Tensor) or view.dim() != 4:
-            found[name] = Arrangement(packing)  # a state of another kind; layout knows it, or refuses it
+            found[name] = BlockLayout(packing)  # a state of another kind; layout knows it, or refuses it
             continue
         known = scales_of(layer, name, spec)
         kind = (_kind_of(layer, packing, view, spec), *known)
@@ -99,7 +99,7 @@ def arrangements_of(
             _report(name, packing, findings[kind])
         finding = findings[kind]
         scales = known.get(finding.scales_in) or next(iter(known.values()), {})
-        found[name] = Arrangement(packing, finding.pattern, finding.dtype, scales)
+        found[name] = BlockLayout(packing, finding.pattern, finding.dtype, scales)
     return found
 
 
@@ -140,10 +140,10 @@ def _probe(backend: Backend, view: torch.Tensor, spec: Any, scales: Mapping[str,
     if len(right) == 1:
         return right[0]
     if right:
-        return Finding(OPAQUE, reason=f"{len(right)} arrangements explain what it writes")
+        return Finding(OPAQUE, reason=f"{len(right)} block layouts explain what it writes")
     if heads_lie_together(scratch.view, spec) and _keeps_heads_apart(backend, scratch, next(iter(scales.values()))):
         return Finding(BY_HEAD)
-    return Finding(OPAQUE, reason="no arrangement that kvferry knows explains what it writes")
+    return Finding(OPAQUE, reason="no known block layout explains what it writes")
 
 
 def _expected(scratch: Scratch, write: Write, fill: int, cells: tuple[Cells, ...], encoding: Encoding) -> torch.Tensor:
@@ -227,5 +227,9 @@ def _report(name: str, packing: str, finding: Finding) -> None:
         return
     stored = f", stored as {finding.dtype}" if finding.dtype else ""
     logger.info(
-        "the cache of layer %s and of those like it (%s) is arranged as %r%s", name, packing, finding.pattern, stored
+        "the cache of layer %s and of those like it (%s) has the block layout %r%s",
+        name,
+        packing,
+        finding.pattern,
+        stored,
     )

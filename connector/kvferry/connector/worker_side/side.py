@@ -22,7 +22,7 @@ from kvferry.connector.engine.facts import (
 )
 from kvferry.connector.layout.discovery import discover, groups_of
 from kvferry.connector.layout.mamba_layout import groups_of_heads
-from kvferry.connector.layout.probe import arrangements_of
+from kvferry.connector.layout.probe import block_layouts_of
 from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry.connector.metrics.stats import FerryStats, PeerLabels
 from kvferry.connector.tracing.start import worker_tracing
@@ -150,11 +150,11 @@ class WorkerSide:
         topology, place = topology_of(vllm_config), place_of_this_worker()
         self._tracing = worker_tracing(vllm_config, config, place)
         layers = vllm_config.compilation_config.static_forward_context
-        arrangements = arrangements_of(layers, kv_caches, self._kv_cache_config, vllm_config.model_config.dtype)
+        block_layouts = block_layouts_of(layers, kv_caches, self._kv_cache_config, vllm_config.model_config.dtype)
         caches = discover(
             kv_caches,
             self._kv_cache_config,
-            arrangements,
+            block_layouts,
             sharding_of(vllm_config, place),
             interleave=interleave_of(vllm_config, place),
             head_groups=groups_of_heads(vllm_config.model_config.hf_text_config.to_dict()),
