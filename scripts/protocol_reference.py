@@ -11,8 +11,7 @@ from typing import Any, get_args, get_origin
 import msgspec
 from msgspec import inspect as types
 
-from kvferry.protocol import description_json as dump
-from kvferry.protocol import geometry, handshake, ids, notifications, params
+from kvferry.protocol import description_json, geometry, handshake, ids, notifications, params
 
 _ATTRIBUTE = re.compile(r"^    ((?:\w+, )*\w+): ", re.MULTILINE)
 _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -58,7 +57,7 @@ CHAPTERS = (
     ),
     Chapter(
         "What a description holds",
-        "Parts of `engine` on the side channel, and of a dump.",
+        "Parts of `engine` on the side channel, and of a description JSON.",
         (
             handshake.ModelFacts,
             handshake.CacheGroup,
@@ -79,10 +78,10 @@ CHAPTERS = (
         (notifications.Done,),
     ),
     Chapter(
-        "Dumps",
+        "Description JSON",
         "JSON files: what `kvferry describe --json` prints and `description_file` gets. Unlike on the wire, an unknown "
         "field is an error.",
-        (dump.EngineDump, dump.WorkerDump),
+        (description_json.EngineJson, description_json.WorkerJson),
     ),
 )
 
@@ -90,14 +89,14 @@ VERSIONS = (
     ("kv_transfer_params, `kvferry.version`", params.PARAMS_VERSION),
     ("side channel, `version` of `hello`, `engine` and `refused`", handshake.CHANNEL_VERSION),
     ("notifications, in the magic", notifications.MAGIC.decode()),
-    ("dumps, `kvferry_dump`", dump.DUMP_VERSION),
+    ("description JSON, `kvferry_description`", description_json.DESCRIPTION_JSON_VERSION),
 )
 
 SIZES = (
     ("a request on the side channel", handshake.MAX_REQUEST_BYTES),
     ("an answer", handshake.MAX_REPLY_BYTES),
     ("a notification", notifications.MAX_NOTIFICATION_BYTES),
-    ("a dump", dump.MAX_DUMP_BYTES),
+    ("a description JSON", description_json.MAX_DESCRIPTION_JSON_BYTES),
 )
 
 

@@ -14,7 +14,7 @@ import zmq
 from kvferry.cli.arguments import InvalidArgument, read_address
 from kvferry.cli.plan.short_engine import engine_of_form
 from kvferry.cli.plan.short_form import read_short_form
-from kvferry.protocol.description_json import decode_dump, dump_of, engine_of
+from kvferry.protocol.description_json import decode_engine_json, engine_json_of, engine_of
 from kvferry.protocol.handshake import EngineDescription, Refused, encode
 from kvferry.protocol.side_channel.secrets import VARIABLE
 from kvferry.scheduler.side_channel.server import SideChannelListener
@@ -39,12 +39,12 @@ def published(description: EngineDescription, counters: Counters | None = None) 
         yield f"{HOST}:{port}"
 
 
-def test_the_dump_of_a_running_engine_is_what_it_published() -> None:
+def test_the_description_json_of_a_running_engine_is_what_it_published() -> None:
     counters = Counters()
     with published(engine(), counters) as address:
         ran = run("describe", address, "--json")
     assert (ran.code, ran.err) == (0, "")
-    assert decode_dump(ran.out.encode()) == dump_of(engine())
+    assert decode_engine_json(ran.out.encode()) == engine_json_of(engine())
     assert counters.total("handshakes_served") == 1
     assert counters.total("bad_frames") == 0
 
@@ -58,7 +58,7 @@ def test_an_engine_with_a_secret_is_described_to_those_who_have_the_file(
         listener.publish(engine())
         monkeypatch.setenv(VARIABLE, write(tmp_path / "secrets", listing(OLD, NEW)))
         ran = run("describe", f"{HOST}:{port}", "--json")
-        assert decode_dump(ran.out.encode()) == dump_of(engine())
+        assert decode_engine_json(ran.out.encode()) == engine_json_of(engine())
         for path, said in ((None, "and there is none here"), (write(tmp_path / "open", listing(NEW), 0o644), "chmod")):
             monkeypatch.delenv(VARIABLE) if path is None else monkeypatch.setenv(VARIABLE, path)
             ran = run("describe", f"{HOST}:{port}")
@@ -78,8 +78,8 @@ def test_the_mac_key_is_not_shown() -> None:
 
 def test_what_it_prints_can_be_planned_with() -> None:
     with published(engine()) as address:
-        dump = run("describe", address, "--json").out.encode()
-    ran = run("plan", "-", FORM.replace("tp=2,pp=2", "tp=4"), stdin=dump)
+        engine_json = run("describe", address, "--json").out.encode()
+    ran = run("plan", "-", FORM.replace("tp=2,pp=2", "tp=4"), stdin=engine_json)
     assert (ran.code, ran.err) == (0, "")
     assert "plan producer=prefill-0 tp3 reads" in ran.out
 

@@ -24,7 +24,7 @@ from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import Placing
 from kvferry.plan.waves import source_table, source_units
-from kvferry.protocol.description_json import dump_of, encode_dump
+from kvferry.protocol.description_json import encode_engine_json, engine_json_of
 from kvferry.protocol.handshake import EngineDescription
 from tests.cli.command import run
 from tests.cli.forms import DENSE, short_forms
@@ -237,10 +237,10 @@ def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_2()
 
 
 BAD = [
-    (["nothing.json", DENSE], "PRODUCER is 'nothing.json'; expected the path of a dump"),
-    ([DENSE, "nothing"], "CONSUMER is 'nothing'; expected the path of a dump"),
+    (["nothing.json", DENSE], "PRODUCER is 'nothing.json'; expected the path of a description JSON"),
+    ([DENSE, "nothing"], "CONSUMER is 'nothing'; expected the path of a description JSON"),
     (["-", "-"], "CONSUMER is '-'; expected another source"),
-    (["-", DENSE], "dump is b''; expected JSON"),
+    (["-", DENSE], "description is b''; expected JSON"),
     (["/", DENSE], "PRODUCER is '/'; expected a file that can be read"),
     ([DENSE, "layers=2,head=3"], "key is 'head'; expected did you mean heads?"),
     ([DENSE, DENSE, "--tokens", "0"], "--tokens is '0'; expected a whole number from 1"),
@@ -273,23 +273,23 @@ def test_no_pair_of_texts_ends_in_anything_but_a_line_and_an_exit_code(producer:
     assert "Traceback" not in ran.err
 
 
-def test_a_dump_may_come_from_a_file_or_from_standard_input(tmp_path: Path) -> None:
+def test_a_description_json_may_come_from_a_file_or_from_standard_input(tmp_path: Path) -> None:
     producer, _ = sides(EIGHT, FOUR)
-    dump = encode_dump(dump_of(producer))
+    engine_json = encode_engine_json(engine_json_of(producer))
     path = tmp_path / "a=b.json"
-    path.write_bytes(dump)
+    path.write_bytes(engine_json)
     wanted = run("plan", EIGHT, FOUR).out
     assert run("plan", str(path), FOUR).out == wanted
-    assert run("plan", "-", FOUR, stdin=dump).out == wanted
+    assert run("plan", "-", FOUR, stdin=engine_json).out == wanted
 
 
-def test_a_short_form_beside_a_dump_is_judged_by_its_geometry_alone(tmp_path: Path) -> None:
+def test_a_short_form_beside_a_description_json_is_judged_by_its_geometry_alone(tmp_path: Path) -> None:
     producer, _ = sides(EIGHT, FOUR)
     facts = msgspec.structs.replace(
         producer.facts, model="m", fingerprint="weights:1", dtype="float16", speculative="eagle"
     )
     path = tmp_path / "producer.json"
-    path.write_bytes(encode_dump(dump_of(msgspec.structs.replace(producer, facts=facts))))
+    path.write_bytes(encode_engine_json(engine_json_of(msgspec.structs.replace(producer, facts=facts))))
     assert run("plan", str(path), FOUR).code == 0
     assert run("plan", FOUR, str(path)).code == 0
     refused = run("plan", str(path), f"{FOUR},kv=apart".replace("dim=8", "dim=4"))
@@ -297,11 +297,11 @@ def test_a_short_form_beside_a_dump_is_judged_by_its_geometry_alone(tmp_path: Pa
     assert "cell_bytes: producer 16, consumer 8" in refused.out
 
 
-def test_a_dump_that_contradicts_itself_is_bad_input(tmp_path: Path) -> None:
+def test_a_description_json_that_contradicts_itself_is_bad_input(tmp_path: Path) -> None:
     producer, _ = sides(EIGHT, FOUR)
     twice = msgspec.structs.replace(producer, workers=producer.workers[:1] * 2)
     path = tmp_path / "producer.json"
-    path.write_bytes(encode_dump(dump_of(twice)))
+    path.write_bytes(encode_engine_json(engine_json_of(twice)))
     for arguments in ([str(path), FOUR], [FOUR, str(path)]):
         ran = run("plan", *arguments)
         assert (ran.code, ran.out) == (2, "")
@@ -343,7 +343,7 @@ def test_many_ranks_are_planned_in_seconds() -> None:
     )
 
 
-FORM_OF_DUMP = "layers=3,heads=4,dim=8,tp=2,blocks=8,window=40@1,state_layers=2,ssm=4x2,conv=x4+B2*"
+FORM_OF_JSON = "layers=3,heads=4,dim=8,tp=2,blocks=8,window=40@1,state_layers=2,ssm=4x2,conv=x4+B2*"
 NUMBERS = st.sampled_from([0, 1, 2, 3, 5, 7, 15, 16, 17, 2**20, 2**31 - 1, 2**31, 2**40, 2**48 - 1, 2**62, 2**63 - 1])
 
 
@@ -358,16 +358,16 @@ def fields_of(plain: object, path: tuple[str | int, ...] = ()) -> list[tuple[str
 
 @given(st.data())
 @settings(max_examples=50)
-def test_no_dump_with_changed_numbers_ends_in_anything_but_an_exit_code(data: st.DataObject) -> None:
-    producer, _ = sides(FORM_OF_DUMP, FORM_OF_DUMP)
-    plain = json.loads(encode_dump(dump_of(producer)))
+def test_no_description_json_with_changed_numbers_ends_in_anything_but_an_exit_code(data: st.DataObject) -> None:
+    producer, _ = sides(FORM_OF_JSON, FORM_OF_JSON)
+    plain = json.loads(encode_engine_json(engine_json_of(producer)))
     for _ in range(data.draw(st.integers(1, 3))):
         *holders, last = data.draw(st.sampled_from(fields_of(plain)))
         holder = plain
         for key in holders:
             holder = holder[key]
         holder[last] = data.draw(NUMBERS)
-    arguments = ["-", FORM_OF_DUMP] if data.draw(st.booleans()) else [FORM_OF_DUMP, "-"]
+    arguments = ["-", FORM_OF_JSON] if data.draw(st.booleans()) else [FORM_OF_JSON, "-"]
     ran = run("plan", *arguments, stdin=json.dumps(plain).encode())
     assert ran.code in (0, 2)
     assert bool(ran.out) != bool(ran.err)

@@ -16,17 +16,17 @@ from kvferry.cli.plan.short_engine import engine_of_form, heads_of_rank
 from kvferry.cli.plan.short_form import read_short_form
 from kvferry.cli.plan.short_values import LAYOUTS
 from kvferry.plan.refusals import check_description
-from kvferry.protocol.description_json import EngineDump, WorkerDump, decode_dump, encode_dump, engine_of
+from kvferry.protocol.description_json import EngineJson, WorkerJson, decode_engine_json, encode_engine_json, engine_of
 from kvferry.protocol.geometry import PagedTensor, Place, Range
 from kvferry.protocol.handshake import CacheGroup
 from tests.cli.forms import short_forms
 
 
-def engine(text: str) -> EngineDump:
+def engine(text: str) -> EngineJson:
     return engine_of_form(read_short_form(text), "producer")
 
 
-def tensor(worker: WorkerDump, kind: str, layer: str = "model.layers.0.self_attn.attn") -> PagedTensor:
+def tensor(worker: WorkerJson, kind: str, layer: str = "model.layers.0.self_attn.attn") -> PagedTensor:
     (found,) = [one for one in worker.tensors if one.name == (layer, kind)]
     return found
 
@@ -46,10 +46,10 @@ def byte_addresses(one: PagedTensor) -> np.ndarray:
 @given(short_forms())
 @settings(max_examples=150)
 def test_every_drawn_form_is_a_valid_description_whose_bytes_fill_one_allocation_exactly(text: str) -> None:
-    dump = engine(text)
-    check_description(engine_of(dump))
-    assert decode_dump(encode_dump(dump)) == dump
-    for worker in dump.workers:
+    engine_json = engine(text)
+    check_description(engine_of(engine_json))
+    assert decode_engine_json(encode_engine_json(engine_json)) == engine_json
+    for worker in engine_json.workers:
         addresses = np.concatenate([byte_addresses(one).ravel() for one in worker.tensors] or [np.empty(0, np.int64)])
         assert np.array_equal(np.sort(addresses), np.arange(len(addresses)))
 
@@ -57,9 +57,9 @@ def test_every_drawn_form_is_a_valid_description_whose_bytes_fill_one_allocation
 @given(short_forms())
 @settings(max_examples=100)
 def test_every_head_of_every_layer_is_held_for_every_token_by_each_group_of_ranks(text: str) -> None:
-    form, dump = read_short_form(text), engine(text)
+    form, engine_json = read_short_form(text), engine(text)
     held: dict[tuple[str, str], Counter[tuple[int, int]]] = {}
-    for worker, one in pairs_of(dump):
+    for worker, one in pairs_of(engine_json):
         assert one.interleave.rank == (worker.place.dcp if one.interleave.ranks > 1 else 0)
         for head in range(one.heads.start, one.heads.stop):
             held.setdefault(one.name, Counter())[head, one.interleave.rank] += 1
@@ -74,8 +74,8 @@ def test_every_head_of_every_layer_is_held_for_every_token_by_each_group_of_rank
         assert {head for head, _ in cells} == set(range(1 if form.mla else form.heads))
 
 
-def pairs_of(dump: EngineDump) -> Iterator[tuple[WorkerDump, PagedTensor]]:
-    return ((worker, one) for worker in dump.workers for one in worker.tensors)
+def pairs_of(engine_json: EngineJson) -> Iterator[tuple[WorkerJson, PagedTensor]]:
+    return ((worker, one) for worker in engine_json.workers for one in worker.tensors)
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "CPU"])
@@ -109,11 +109,11 @@ def test_on_the_cpu_k_lies_by_elements_and_v_by_tokens() -> None:
 @pytest.mark.parametrize("layout", ["SD", "DS"])
 def test_a_convolution_state_has_its_channels_innermost_or_outermost(layout: str) -> None:
     text = f"layers=1,state_layers=0,conv=x4+B2*,conv_width=3,conv_layout={layout},tp=2,blocks=2,dtype=float32"
-    dump = engine(text)
+    engine_json = engine(text)
     page = np.arange(2 * 4 * 3 * 4).reshape(2, 12, 4)  # block, element of the page, byte; 2 of x and 2 of B on a rank
     grid = page.reshape(2, 3, 4, 4).transpose(0, 2, 1, 3) if layout == "SD" else page.reshape(2, 4, 3, 4)
     channels = grid.reshape(2, 4, 1, 12)
-    for worker in dump.workers:
+    for worker in engine_json.workers:
         x, b = (tensor(worker, f"conv.{name}", "model.layers.0.mixer") for name in "xB")
         assert np.array_equal(byte_addresses(x), channels[:, :2])
         assert np.array_equal(byte_addresses(b), channels[:, 2:])
@@ -142,32 +142,32 @@ def test_heads_are_spread_as_the_documentation_says(heads: int, ranks: int, held
 
 
 def test_stages_share_the_layers_out_in_order() -> None:
-    dump = engine("layers=5,heads=2,dim=8,stages=2+3")
-    found = [[one.layer for one in worker.tensors if one.kind == "k"] for worker in dump.workers]
+    engine_json = engine("layers=5,heads=2,dim=8,stages=2+3")
+    found = [[one.layer for one in worker.tensors if one.kind == "k"] for worker in engine_json.workers]
     assert found == [[f"model.layers.{layer}.self_attn.attn" for layer in stage] for stage in ((0, 1), (2, 3, 4))]
-    assert [worker.place.pp for worker in dump.workers] == [0, 1]
+    assert [worker.place.pp for worker in engine_json.workers] == [0, 1]
 
 
 def test_context_parallel_ranks_are_neighbours_that_hold_the_same_heads() -> None:
-    dump = engine("layers=1,heads=2,dim=8,tp=4,dcp=2,interleave=4")
-    assert [worker.place for worker in dump.workers] == [Place(tp=rank, dcp=rank % 2) for rank in range(4)]
-    assert [tensor(worker, "k").heads.start for worker in dump.workers] == [0, 0, 1, 1]
-    assert {tensor(worker, "k").interleave.run_tokens for worker in dump.workers} == {4}
+    engine_json = engine("layers=1,heads=2,dim=8,tp=4,dcp=2,interleave=4")
+    assert [worker.place for worker in engine_json.workers] == [Place(tp=rank, dcp=rank % 2) for rank in range(4)]
+    assert [tensor(worker, "k").heads.start for worker in engine_json.workers] == [0, 0, 1, 1]
+    assert {tensor(worker, "k").interleave.run_tokens for worker in engine_json.workers} == {4}
 
 
 def test_context_parallel_ranks_span_the_prefill_ranks_before_the_tensor_parallel_ones() -> None:
-    dump = engine("layers=1,heads=2,dim=8,tp=2,pcp=2,dcp=2")
+    engine_json = engine("layers=1,heads=2,dim=8,tp=2,pcp=2,dcp=2")
     found = [
         (worker.place.pcp, worker.place.tp, worker.place.dcp, tensor(worker, "k").heads.start)
-        for worker in dump.workers
+        for worker in engine_json.workers
     ]
     assert found == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)]
 
 
 def test_prefill_ranks_that_dcp_does_not_span_are_replicas() -> None:
-    dump = engine("layers=1,heads=2,dim=8,tp=2,pcp=2")
-    assert [tensor(worker, "k").heads.start for worker in dump.workers] == [0, 1, 0, 1]
-    assert all(one.interleave.ranks == 1 for _, one in pairs_of(dump))
+    engine_json = engine("layers=1,heads=2,dim=8,tp=2,pcp=2")
+    assert [tensor(worker, "k").heads.start for worker in engine_json.workers] == [0, 1, 0, 1]
+    assert all(one.interleave.ranks == 1 for _, one in pairs_of(engine_json))
 
 
 def test_the_interleave_is_a_block_unless_it_is_given() -> None:
@@ -176,8 +176,8 @@ def test_the_interleave_is_a_block_unless_it_is_given() -> None:
 
 
 def test_groups_come_in_one_order_and_only_those_that_have_layers() -> None:
-    dump = engine("layers=4,heads=2,dim=8,window=64@1,state_layers=3,ssm=2x2,block=8")
-    assert dump.groups == (
+    engine_json = engine("layers=4,heads=2,dim=8,window=64@1,state_layers=3,ssm=2x2,block=8")
+    assert engine_json.groups == (
         CacheGroup(policy="full", block_tokens=8),
         CacheGroup(policy="window", block_tokens=8, window_tokens=64),
         CacheGroup(policy="state", block_tokens=8),
@@ -193,8 +193,8 @@ def test_kernel_blocks_are_counted_where_they_are_smaller() -> None:
 
 
 def test_names_are_those_that_were_asked_for() -> None:
-    dump = engine("layers=2,heads=1,dim=1,names=h.{}.attn,state_layers=1,ssm=2x2,state_names=h.{}.ssm")
-    assert {one.layer for _, one in pairs_of(dump)} == {"h.0.attn", "h.1.ssm"}
+    engine_json = engine("layers=2,heads=1,dim=1,names=h.{}.attn,state_layers=1,ssm=2x2,state_names=h.{}.ssm")
+    assert {one.layer for _, one in pairs_of(engine_json)} == {"h.0.attn", "h.1.ssm"}
 
 
 TOO_LARGE = {
@@ -226,8 +226,8 @@ def test_sizes_at_their_limits_are_valid_or_refused_by_name(
 ) -> None:
     text = f"layers=2,heads={heads},dim={dim},block={block},tp={tp},blocks={blocks},layout={layout}"
     try:
-        dump = engine(text)
+        engine_json = engine(text)
     except InvalidShortForm:
         return
-    check_description(engine_of(dump))
-    assert decode_dump(encode_dump(dump)) == dump
+    check_description(engine_of(engine_json))
+    assert decode_engine_json(encode_engine_json(engine_json)) == engine_json

@@ -9,16 +9,16 @@ import pytest
 
 from kvferry.connector.engine.local_engine import write_description
 from kvferry.plan.planner import plan_engine
-from kvferry.protocol.description_json import decode_dump, dump_of, engine_of
+from kvferry.protocol.description_json import decode_engine_json, engine_json_of, engine_of
 from kvferry.protocol.errors import InvalidConfig
 from tests.cli.command import run
 from tests.engine_core.node import Node, stop_parallel_state
 from tests.protocol.samples import make_description
 
 
-def test_the_file_is_the_dump_of_the_engine_and_can_be_read_by_others(tmp_path: Path) -> None:
+def test_the_file_is_the_description_json_of_the_engine_and_can_be_read_by_others(tmp_path: Path) -> None:
     path = write_description(str(tmp_path / "engine.json"), make_description())
-    assert decode_dump(path.read_bytes()) == dump_of(make_description())
+    assert decode_engine_json(path.read_bytes()) == engine_json_of(make_description())
     assert path.stat().st_mode & 0o777 == 0o644
     assert list(tmp_path.iterdir()) == [path]
 
@@ -35,7 +35,7 @@ def test_an_old_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     with path.open("rb") as reader:
         write_description(str(path), make_description())
         assert reader.read() == b"old", "whoever has the old file open reads it to its end"
-    assert decode_dump(path.read_bytes()).engine_id == "prefill-0"
+    assert decode_engine_json(path.read_bytes()).engine_id == "prefill-0"
 
 
 def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -57,10 +57,10 @@ def test_producers_and_consumers_describe_themselves_so_that_they_can_be_planned
     extra = {"description_file": str(folder / "{engine_id}.json")}
     nodes = [Node(role, engine_id=role, extra=extra) for role in ("kv_producer", "kv_consumer")]
     try:
-        producer, consumer = (engine_of(decode_dump((folder / f"{node}.json").read_bytes())) for node in ROLES)
+        producer, consumer = (engine_of(decode_engine_json((folder / f"{node}.json").read_bytes())) for node in ROLES)
         (plan,) = plan_engine(consumer, producer)
         asked = run("describe", f"127.0.0.1:{nodes[0].port}", "--json", "--timeout", "20")
-        assert decode_dump(asked.out.encode()) == dump_of(producer), asked.err
+        assert decode_engine_json(asked.out.encode()) == engine_json_of(producer), asked.err
         assert {item.local.layer for route in plan.routes for item in route.slices} == {"model.layers.0.self_attn.attn"}
     finally:
         for node in nodes:

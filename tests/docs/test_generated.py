@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.protocol import description_json as dump
-from kvferry.protocol import geometry, handshake, notifications, params
+from kvferry.protocol import description_json, geometry, handshake, notifications, params
 from scripts import metric_table, protocol_reference
 from scripts.environment_variables import OF_ENGINES, OF_SCRIPTS, read_by_code
 from scripts.generate_docs import CLI_PAGE, DOCS, PICTURE, PICTURED, filled, main, pages
@@ -87,7 +86,7 @@ def test_the_reference_has_every_message_that_leaves_an_engine(wanted: dict[Path
     reported = {message for chapter in protocol_reference.CHAPTERS for message in chapter.messages}
     defined = {
         message
-        for module in (dump, geometry, handshake, notifications, params)
+        for module in (description_json, geometry, handshake, notifications, params)
         for message in structs(module)
         if message.__struct_fields__ and not message.__name__.startswith("_")
     }

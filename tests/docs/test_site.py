@@ -78,7 +78,8 @@ def test_every_link_anchor_and_image_of_the_site_is_there(site: Path, read: dict
 def test_a_broken_link_an_anchor_and_an_image_are_seen(site: Path, tmp_path: Path) -> None:
     page = site / "broken.html"
     page.write_text(
-        '<a href="gone.html"></a><a href="cli.html#gone"></a><img src="gone.svg"><a href="cli.html#the-dump"></a>'
+        '<a href="gone.html"></a><a href="cli.html#gone"></a>'
+        '<img src="gone.svg"><a href="cli.html#the-description-json"></a>'
     )
     try:
         read = {path: read_page(path) for path in (page, site / "cli.html")}

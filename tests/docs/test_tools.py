@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.cli.plan.short_engine import engine_of_form
 from kvferry.cli.plan.short_form import read_short_form
-from kvferry.protocol.description_json import decode_dump, encode_dump, engine_of
+from kvferry.protocol.description_json import decode_engine_json, encode_engine_json, engine_of
 from scripts.doc_commands import checked_by
 from tests.docs.shell import ROOT, Shell, succeeded
 from tests.protocol.samples import KEY
@@ -54,14 +54,14 @@ def test_engines_are_described_and_planned(shell: Shell) -> None:
     typed = [command.text for command in checked_by(f"{_HERE}test_engines_are_described_and_planned")]
     assert len(typed) == 4
     decode = engine_of_form(read_short_form("layers=32,heads=8,dim=128,tp=4"), "decode-0")
-    (shell.folder / "decode.json").write_bytes(encode_dump(decode))
+    (shell.folder / "decode.json").write_bytes(encode_engine_json(decode))
     with prefill("layers=32,heads=8,dim=128,tp=2") as address:
         for text in sorted(typed, key=lambda text: "describe" not in text):
             here = text.replace("prefill-0:5600", address).replace("/var/lib/kvferry/decode.json", "decode.json")
             printed = succeeded(shell.run(here))
             if "kvferry plan" in here:
                 assert "predicted:" in printed
-    assert decode_dump((shell.folder / "prefill.json").read_bytes()).engine_id == "prefill-0"
+    assert decode_engine_json((shell.folder / "prefill.json").read_bytes()).engine_id == "prefill-0"
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 
-from kvferry.protocol.description_json import dump_of, encode_dump
+from kvferry.protocol.description_json import encode_engine_json, engine_json_of
 from kvferry.protocol.handshake import encode
 from kvferry.protocol.notifications import MAGIC, encode_notification
 from kvferry.protocol.orders import encode_orders
@@ -28,7 +28,10 @@ def seeds(target: str) -> tuple[bytes, ...]:
         "notification": (encode_notification(DONE),),
         "orders": (encode_orders(ORDERS),),
         "metadata": (wrap_metadata("prefill-0/tp1", b"body"),),
-        "dump": (encode_dump(dump_of(make_description())), encode_dump(dump_of(make_description()))[:-3] + b',"":0}'),
+        "description_json": (
+            encode_engine_json(engine_json_of(make_description())),
+            encode_engine_json(engine_json_of(make_description()))[:-3] + b',"":0}',
+        ),
         "params": (
             *(json.dumps(SIGNED.to_json(is_turn=turn)).encode() for turn in (False, True)),
             *(b"[1]", b"7", b"NaN", b'"ticket"', b"true", b'{"version":NaN}', b'{"version":1e999}'),
@@ -41,7 +44,7 @@ def seeds(target: str) -> tuple[bytes, ...]:
 
 def _deep(target: str) -> tuple[bytes, ...]:
     """As deep as a frame can be nested, or 10,000 levels of JSON."""
-    if target in ("dump", "params"):
+    if target in ("description_json", "params"):
         return (b"[" * DEPTH, b"[" * DEPTH + b"]" * DEPTH, b'{"a":' * DEPTH + b"1" + b"}" * DEPTH)
     magic = MAGIC if target == "notification" else b""
     return (magic + b"\x91" * 4000, magic + b"\x81\xa1a" * 1300, b"\x91" * 60_000)

@@ -12,9 +12,15 @@ from typing import Any
 import msgspec
 
 from kvferry.protocol.convert import as_type
-from kvferry.protocol.description_json import EngineDump, decode_dump, dump_of, encode_dump, engine_of
+from kvferry.protocol.description_json import (
+    EngineJson,
+    decode_engine_json,
+    encode_engine_json,
+    engine_json_of,
+    engine_of,
+)
 from kvferry.protocol.digests import Prompt, shared_tokens
-from kvferry.protocol.errors import InputError, InvalidDump, InvalidMessage, InvalidParams
+from kvferry.protocol.errors import InputError, InvalidDescription, InvalidMessage, InvalidParams
 from kvferry.protocol.handshake import (
     EngineDescription,
     Hello,
@@ -114,7 +120,7 @@ def reply(data: bytes) -> None:
         return check_refusal(refused)
     assert decode_reply(encode(found)) == found
     if isinstance(found, EngineDescription):
-        assert engine_of(dump_of(found)).facts == found.facts
+        assert engine_of(engine_json_of(found)).facts == found.facts
     return None
 
 
@@ -169,13 +175,13 @@ def metadata(data: bytes) -> None:
     return None
 
 
-def dump(data: bytes) -> None:
+def description_json(data: bytes) -> None:
     """A description file."""
     try:
-        found = decode_dump(data)
-    except InvalidDump as refused:
+        found = decode_engine_json(data)
+    except InvalidDescription as refused:
         return check_refusal(refused)
-    assert decode_dump(encode_dump(found)) == found
+    assert decode_engine_json(encode_engine_json(found)) == found
     engine_of(found)
     return None
 
@@ -266,14 +272,14 @@ def mutated_params(data: bytes) -> None:
     use_params(mutate(source, raw))
 
 
-def mutated_dump(data: bytes) -> None:
+def mutated_description_json(data: bytes) -> None:
     """A valid description file with hostile values in it."""
     source = Source(data)
-    plain = mutate(source, msgspec.to_builtins(dump_of(make_description())))
-    dump(json.dumps(plain).encode("utf-8", "surrogatepass"))
+    plain = mutate(source, msgspec.to_builtins(engine_json_of(make_description())))
+    description_json(json.dumps(plain).encode("utf-8", "surrogatepass"))
     try:
-        as_type(plain, EngineDump, InvalidDump)
-    except InvalidDump as refused:
+        as_type(plain, EngineJson, InvalidDescription)
+    except InvalidDescription as refused:
         check_refusal(refused)
 
 
@@ -285,8 +291,8 @@ def _mutated(source: Source, message: Any) -> bytes:
 ALL: dict[str, Target] = {
     target.__name__: target
     for target in (
-        *(request, reply, worker, notification, orders, head, metadata, dump, params, digests),
+        *(request, reply, worker, notification, orders, head, metadata, description_json, params, digests),
         *(mutated_request, mutated_reply, mutated_worker, mutated_notification, mutated_orders),
-        *(mutated_head, mutated_params, mutated_dump, leases, planning, pairing, connecting),
+        *(mutated_head, mutated_params, mutated_description_json, leases, planning, pairing, connecting),
     )
 }

@@ -12,10 +12,9 @@ import pytest
 from kvferry.plan import assignment, planner
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import MAX_BLOCK_TOKENS, PlanRefused, check_description
-from kvferry.protocol import description_json as dump_module
-from kvferry.protocol import handshake
-from kvferry.protocol.description_json import decode_dump, dump_of, encode_dump
-from kvferry.protocol.errors import InputError, InvalidDump, InvalidMessage, InvalidParams
+from kvferry.protocol import description_json, handshake
+from kvferry.protocol.description_json import decode_engine_json, encode_engine_json, engine_json_of
+from kvferry.protocol.errors import InputError, InvalidDescription, InvalidMessage, InvalidParams
 from kvferry.protocol.geometry import MAX_SCALES, MAX_TENSORS, Interleave, PagedTensor, Place, Range
 from kvferry.protocol.handshake import (
     MAX_ENGINE_TENSORS,
@@ -151,11 +150,11 @@ def test_a_frame_may_have_as_many_bytes_as_its_limit_and_no_more(
 
 
 def test_a_description_file_may_have_as_many_bytes_as_its_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = encode_dump(dump_of(make_description()))
-    monkeypatch.setattr(dump_module, "MAX_DUMP_BYTES", len(text))
-    decode_dump(text)
-    with pytest.raises(InvalidDump, match="at most"):
-        decode_dump(text + b" ")
+    text = encode_engine_json(engine_json_of(make_description()))
+    monkeypatch.setattr(description_json, "MAX_DESCRIPTION_JSON_BYTES", len(text))
+    decode_engine_json(text)
+    with pytest.raises(InvalidDescription, match="at most"):
+        decode_engine_json(text + b" ")
 
 
 def test_the_rows_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan = commands.add_parser(
         "plan",
         help="how one engine would read another's cache",
-        description="How CONSUMER would read PRODUCER's cache. Either is a dump of an engine (a file, - for standard "
+        description="How CONSUMER would read PRODUCER's cache. Either is a description JSON (a file, - for standard "
         "input) or a short form, e.g. layers=32,heads=8,dim=128,tp=4. Exit code 2: the pair is refused, or bad input.",
         allow_abbrev=False,
     )
@@ -83,7 +83,7 @@ def _add_describe(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         allow_abbrev=False,
     )
     describe.add_argument("address", metavar="HOST:PORT", help="the producer's side channel, [host]:port for IPv6")
-    describe.add_argument("--json", action="store_true", help="print the dump that `kvferry plan` reads")
+    describe.add_argument("--json", action="store_true", help="print the description JSON that `kvferry plan` reads")
     describe.add_argument("--timeout", metavar="S", default="5", help="seconds to wait (default: %(default)s)")
     describe.set_defaults(run=_run_describe)
 

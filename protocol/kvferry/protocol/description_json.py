@@ -15,19 +15,19 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.convert import as_type
-from kvferry.protocol.errors import InvalidDump, cut
+from kvferry.protocol.errors import InvalidDescription, cut
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseTable, ModelFacts, WorkerDescription
 from kvferry.protocol.ids import MAX_WORKERS, Hex128, Positive, Text
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
 
-DUMP_VERSION = 1
-MAX_DUMP_BYTES = 256 << 20
+DESCRIPTION_JSON_VERSION = 1
+MAX_DESCRIPTION_JSON_BYTES = 256 << 20
 
 _NO_BOOT = "0" * 32
 
 
-class WorkerDump(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerJson(msgspec.Struct, frozen=True, kw_only=True):
     """One worker.
 
     Attributes:
@@ -43,11 +43,11 @@ class WorkerDump(msgspec.Struct, frozen=True, kw_only=True):
     tensors: Annotated[tuple[PagedTensor, ...], Meta(max_length=MAX_TENSORS)]
 
 
-class EngineDump(msgspec.Struct, frozen=True, kw_only=True):
+class EngineJson(msgspec.Struct, frozen=True, kw_only=True):
     """All of an engine that planning needs.
 
     Attributes:
-        kvferry_dump: version of this schema.
+        kvferry_description: version of this schema.
         engine_id: whose it is.
         boot: the life of the engine that the addresses are of; absent when they are of none.
         facts: what must be equal on both sides.
@@ -56,39 +56,39 @@ class EngineDump(msgspec.Struct, frozen=True, kw_only=True):
         workers: all of them.
     """
 
-    kvferry_dump: Positive = DUMP_VERSION
+    kvferry_description: Positive = DESCRIPTION_JSON_VERSION
     engine_id: Text
     boot: Hex128 | None = None
     facts: ModelFacts
     topology: Topology
     groups: Annotated[tuple[CacheGroup, ...], Meta(min_length=1, max_length=64)]
-    workers: Annotated[tuple[WorkerDump, ...], Meta(min_length=1, max_length=MAX_WORKERS)]
+    workers: Annotated[tuple[WorkerJson, ...], Meta(min_length=1, max_length=MAX_WORKERS)]
 
 
-def dump_of(engine: EngineDescription) -> EngineDump:
+def engine_json_of(engine: EngineDescription) -> EngineJson:
     """The part of an engine's description that may be shown."""
-    return EngineDump(
+    return EngineJson(
         engine_id=engine.engine_id,
         boot=engine.boot,
         facts=engine.facts,
         topology=engine.topology,
         groups=engine.groups,
         workers=tuple(
-            WorkerDump(place=worker.place, memory=worker.memory, device=worker.device, tensors=worker.tensors)
+            WorkerJson(place=worker.place, memory=worker.memory, device=worker.device, tensors=worker.tensors)
             for worker in engine.workers
         ),
     )
 
 
-def engine_of(dump: EngineDump) -> EngineDescription:
-    """The dump as planning takes it. What was left out is filled with values that open nothing."""
+def engine_of(engine_json: EngineJson) -> EngineDescription:
+    """The description as planning takes it. Fields that were left out get values that open nothing."""
     return EngineDescription(
-        engine_id=dump.engine_id,
-        boot=dump.boot or _NO_BOOT,
+        engine_id=engine_json.engine_id,
+        boot=engine_json.boot or _NO_BOOT,
         mac_key=bytes(MAC_KEY_BYTES),
-        facts=dump.facts,
-        topology=dump.topology,
-        groups=dump.groups,
+        facts=engine_json.facts,
+        topology=engine_json.topology,
+        groups=engine_json.groups,
         workers=tuple(
             WorkerDescription(
                 place=worker.place,
@@ -99,38 +99,42 @@ def engine_of(dump: EngineDump) -> EngineDescription:
                 lease_table=LeaseTable(address=0, slots=1),
                 tensors=worker.tensors,
             )
-            for worker in dump.workers
+            for worker in engine_json.workers
         ),
     )
 
 
-def encode_dump(dump: EngineDump) -> bytes:
-    """The dump as indented JSON with a final newline."""
-    return msgspec.json.format(msgspec.json.encode(dump), indent=1) + b"\n"
+def encode_engine_json(engine_json: EngineJson) -> bytes:
+    """Indented JSON with a final newline."""
+    return msgspec.json.format(msgspec.json.encode(engine_json), indent=1) + b"\n"
 
 
-def decode_dump(text: bytes) -> EngineDump:
-    """Read a dump.
+def decode_engine_json(text: bytes) -> EngineJson:
+    """Read a description JSON.
 
     Raises:
-        InvalidDump: naming the first field that does not fit, its value and what was expected.
+        InvalidDescription: naming the first field that does not fit, its value and what was expected.
     """
-    if len(text) > MAX_DUMP_BYTES:
-        raise InvalidDump("dump", f"{len(text)} bytes", f"at most {MAX_DUMP_BYTES} bytes")
+    if len(text) > MAX_DESCRIPTION_JSON_BYTES:
+        raise InvalidDescription("description", f"{len(text)} bytes", f"at most {MAX_DESCRIPTION_JSON_BYTES} bytes")
     try:
         plain = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
-        raise InvalidDump("dump", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
-    if not isinstance(plain, dict) or "kvferry_dump" not in plain:
-        raise InvalidDump("kvferry_dump", "missing", "a dump that `kvferry describe` or `description_file` wrote")
-    if plain["kvferry_dump"] is True or plain["kvferry_dump"] != DUMP_VERSION:
-        raise InvalidDump("kvferry_dump", plain["kvferry_dump"], f"version {DUMP_VERSION} of this schema")
-    dump = as_type(plain, EngineDump, InvalidDump)
-    for path, names in _unknown(plain, dump, ""):
+        raise InvalidDescription("description", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
+    if not isinstance(plain, dict) or "kvferry_description" not in plain:
+        raise InvalidDescription(
+            "kvferry_description", "missing", "a description that `kvferry describe` or `description_file` wrote"
+        )
+    if plain["kvferry_description"] is True or plain["kvferry_description"] != DESCRIPTION_JSON_VERSION:
+        raise InvalidDescription(
+            "kvferry_description", plain["kvferry_description"], f"version {DESCRIPTION_JSON_VERSION} of this schema"
+        )
+    engine_json = as_type(plain, EngineJson, InvalidDescription)
+    for path, names in _unknown(plain, engine_json, ""):
         near = difflib.get_close_matches(path.rpartition(".")[2], names, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise InvalidDump(cut(path) or repr(path), "unknown", f"{hint}one of {', '.join(names)}")
-    return dump
+        raise InvalidDescription(cut(path) or repr(path), "unknown", f"{hint}one of {', '.join(names)}")
+    return engine_json
 
 
 def _unknown(plain: Any, decoded: object, path: str) -> Iterator[tuple[str, list[str]]]:

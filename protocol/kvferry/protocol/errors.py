@@ -5,7 +5,7 @@
     │   ├── InvalidParams     … in `kv_transfer_params`
     │   │   └── ForeignParams … which another connector wrote (there is no `kvferry` object in them)
     │   ├── InvalidMessage    … in a frame of the side channel or a notification
-    │   ├── InvalidDump       … in the JSON of an engine's description
+    │   ├── InvalidDescription … in the JSON of an engine's description
     │   ├── InvalidCorrelation … in what a client calls its request, or in where that is to be found
     │   ├── InvalidConfig     … in the configuration of this engine
     │   │   ├── InvalidSecretFile … in the file of the side channel's secrets, or in who may read it
@@ -68,10 +68,10 @@ class InvalidMessage(InputError):
     what = "message"
 
 
-class InvalidDump(InputError):
-    """A dump of an engine's description that cannot be used."""
+class InvalidDescription(InputError):
+    """A description JSON that cannot be used."""
 
-    what = "dump"
+    what = "description JSON"
 
 
 class InvalidCorrelation(InputError):

@@ -16,7 +16,7 @@ from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
-from kvferry.protocol.description_json import MAX_DUMP_BYTES
+from kvferry.protocol.description_json import MAX_DESCRIPTION_JSON_BYTES
 from kvferry.protocol.handshake import EngineDescription
 
 GOOD = 0
@@ -71,7 +71,7 @@ def longest_staged_run(pool_bytes: int) -> int:
 
 
 def _stdin() -> bytes:
-    return sys.stdin.buffer.read(MAX_DUMP_BYTES + 1)
+    return sys.stdin.buffer.read(MAX_DESCRIPTION_JSON_BYTES + 1)
 
 
 def _print_summary(options: argparse.Namespace, summary: PlanSummary) -> None:

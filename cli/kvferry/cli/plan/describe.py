@@ -7,7 +7,7 @@ import sys
 
 from kvferry.cli.arguments import number_option, read_address
 from kvferry.plan.refusals import check_description
-from kvferry.protocol.description_json import dump_of, encode_dump
+from kvferry.protocol.description_json import encode_engine_json, engine_json_of
 from kvferry.protocol.errors import PeerRefused
 from kvferry.protocol.handshake import UNKNOWN_ENGINE, EngineDescription, Hello, Refused
 from kvferry.protocol.side_channel.secrets import Secrets, secrets_from_environment
@@ -20,15 +20,15 @@ def run_describe(options: argparse.Namespace) -> int:
     """Run the command; gives the exit code. Raises `KvferryError`."""
     host, port = read_address(options.address)
     engine = fetch(host, port, number_option("--timeout", options.timeout, 0.1, 600), secrets_from_environment())
-    dump = dump_of(engine)
+    engine_json = engine_json_of(engine)
     if options.json:
-        sys.stdout.write(encode_dump(dump).decode())
+        sys.stdout.write(encode_engine_json(engine_json).decode())
         return 0
     from kvferry.cli.formatting import console
     from kvferry.cli.plan.summary import side_of
     from kvferry.cli.plan.tables import print_engine
 
-    print_engine(console(sys.stdout), dump, side_of(engine))
+    print_engine(console(sys.stdout), engine_json, side_of(engine))
     return 0
 
 

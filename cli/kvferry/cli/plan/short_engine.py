@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from kvferry.cli.arguments import InvalidShortForm
 from kvferry.cli.plan.short_form import ShortForm
 from kvferry.cli.plan.short_values import DTYPE_BYTES, LAYOUTS
-from kvferry.protocol.description_json import EngineDump, WorkerDump
+from kvferry.protocol.description_json import EngineJson, WorkerJson
 from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Range, Topology
 from kvferry.protocol.handshake import CacheGroup, ModelFacts
 
@@ -29,7 +29,7 @@ MAX_CACHE_TOKENS = 1 << 31
 MAX_WORKER_BYTES = 1 << 47
 
 
-def engine_of_form(form: ShortForm, engine_id: str) -> EngineDump:
+def engine_of_form(form: ShortForm, engine_id: str) -> EngineJson:
     """Describe the engine.
 
     Raises:
@@ -38,7 +38,7 @@ def engine_of_form(form: ShortForm, engine_id: str) -> EngineDump:
     _check_sizes(form)
     groups = groups_of_form(form)
     places = [(pp, pcp, tp) for pp in range(form.pp) for pcp in range(form.pcp) for tp in range(form.tp)]
-    return EngineDump(
+    return EngineJson(
         engine_id=engine_id,
         facts=ModelFacts(
             model=UNKNOWN_MODEL,
@@ -77,7 +77,7 @@ def heads_of_rank(heads: int, ranks: int, rank: int) -> Range:
     return Range(first, first + size + (rank < rest))
 
 
-def _worker(form: ShortForm, groups: _Groups, pp: int, pcp: int, tp: int) -> WorkerDump:
+def _worker(form: ShortForm, groups: _Groups, pp: int, pcp: int, tp: int) -> WorkerJson:
     """One worker. A group of context parallel ranks spans the prefill ranks first, then the tensor-parallel ones."""
     place = Place(pp=pp, pcp=pcp, tp=tp, dcp=(tp * form.pcp + pcp) % form.dcp)
     first = sum(form.stages[:pp])
@@ -92,7 +92,7 @@ def _worker(form: ShortForm, groups: _Groups, pp: int, pcp: int, tp: int) -> Wor
         base += num_bytes
     if base > MAX_WORKER_BYTES:
         raise InvalidShortForm("blocks", form.blocks, f"fewer: a worker's cache has {base} bytes, more than 2**47")
-    return WorkerDump(place=place, memory="DRAM" if form.layout == "CPU" else "VRAM", tensors=tuple(tensors))
+    return WorkerJson(place=place, memory="DRAM" if form.layout == "CPU" else "VRAM", tensors=tuple(tensors))
 
 
 def _attention_tensors(

@@ -238,7 +238,9 @@ KEYS = {
     "conv_layout": Key(choice(("SD", "DS")), "name", "SD: channels innermost; DS: a channel's elements together"),
     "state_dtype": Key(choice(DTYPE_BYTES), "name", "of the states; default: dtype"),
     "names": Key(
-        name_template, "text with `{}`", "names of the layers with attention; a dump on the other side has its own"
+        name_template,
+        "text with `{}`",
+        "names of the layers with attention; a description JSON on the other side has its own",
     ),
     "state_names": Key(name_template, "text with `{}`", "names of the layers with states"),
 }

@@ -1,4 +1,4 @@
-"""PRODUCER and CONSUMER of a command line: a dump's path, `-` for standard input, or a short form."""
+"""PRODUCER and CONSUMER of a command line: the path of a description JSON, `-` for standard input, or a short form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.cli.arguments import InvalidArgument
 from kvferry.cli.plan.short_engine import UNKNOWN_MODEL, engine_of_form
 from kvferry.cli.plan.short_form import read_short_form
 from kvferry.plan.refusals import check_description
-from kvferry.protocol.description_json import MAX_DUMP_BYTES, EngineDump, decode_dump, engine_of
+from kvferry.protocol.description_json import MAX_DESCRIPTION_JSON_BYTES, EngineJson, decode_engine_json, engine_of
 from kvferry.protocol.handshake import EngineDescription, ModelFacts
 
 STDIN = "-"
@@ -32,37 +32,39 @@ def read_pair(
     here, there = read_side("consumer", consumer, read_stdin), read_side("producer", producer, read_stdin)
     facts_here, facts_there = _reported(here.facts, there.facts), _reported(there.facts, here.facts)
     pair = []
-    for role, dump, facts in (("producer", there, facts_there), ("consumer", here, facts_here)):
-        engine = engine_of(msgspec.structs.replace(dump, facts=facts))
+    for role, engine_json, facts in (("producer", there, facts_there), ("consumer", here, facts_here)):
+        engine = engine_of(msgspec.structs.replace(engine_json, facts=facts))
         try:
             check_description(engine)
         except msgspec.ValidationError as refused:  # pragma: no cover - check_description has errors of its own
-            raise InvalidArgument(role.upper(), dump.engine_id, str(refused)) from None
+            raise InvalidArgument(role.upper(), engine_json.engine_id, str(refused)) from None
         pair.append(engine)
     return pair[0], pair[1]
 
 
-def read_side(role: str, argument: str, read_stdin: Callable[[], bytes]) -> EngineDump:
+def read_side(role: str, argument: str, read_stdin: Callable[[], bytes]) -> EngineJson:
     """Read one side; a short form gets its role as engine id.
 
     Raises:
         InvalidArgument: there is no such file, or it cannot be read.
-        InvalidDump: the file is no dump.
+        InvalidDescription: the file is no description JSON.
         InvalidShortForm: the short form is none.
     """
     if argument == STDIN:
-        return decode_dump(read_stdin())
+        return decode_engine_json(read_stdin())
     if os.path.exists(argument):
-        return decode_dump(_read(role, argument))
+        return decode_engine_json(_read(role, argument))
     if "=" in argument:
         return engine_of_form(read_short_form(argument), role)
-    raise InvalidArgument(role.upper(), argument, "the path of a dump, - for standard input, or layers=…,heads=…,dim=…")
+    raise InvalidArgument(
+        role.upper(), argument, "the path of a description JSON, - for standard input, or layers=…,heads=…,dim=…"
+    )
 
 
 def _read(role: str, path: str) -> bytes:
     try:
         with open(path, "rb") as stream:
-            return stream.read(MAX_DUMP_BYTES + 1)
+            return stream.read(MAX_DESCRIPTION_JSON_BYTES + 1)
     except OSError as refused:
         raise InvalidArgument(role.upper(), path, f"a file that can be read ({refused.strerror})") from None
 

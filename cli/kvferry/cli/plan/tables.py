@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvferry.cli.formatting import binary_bytes, counted, decimal_bytes, new_table, span, spans
 from kvferry.cli.plan.formatting import format_engine, format_group, format_tokens
 from kvferry.cli.plan.summary import Flow, PlanSummary, Read, Reader, Refusal, Side
-from kvferry.protocol.description_json import EngineDump
+from kvferry.protocol.description_json import EngineJson
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,18 +49,18 @@ def print_refusal(out: Console, refusal: Refusal, sides: Sequence[tuple[str, Sid
         out.print(f"      {reason.change}", soft_wrap=True)
 
 
-def print_engine(out: Console, dump: EngineDump, side: Side) -> None:
+def print_engine(out: Console, engine_json: EngineJson, side: Side) -> None:
     """One engine: what it serves, its groups, its workers."""
-    facts = dump.facts
-    out.print(f"engine {dump.engine_id}: {format_engine(side)}")
+    facts = engine_json.facts
+    out.print(f"engine {engine_json.engine_id}: {format_engine(side)}")
     named = (("model", facts.model), ("fingerprint", facts.fingerprint), ("dtype", facts.dtype))
     more = (("cache", facts.cache_dtype), ("quantisation", facts.quantization), ("speculative", facts.speculative))
     for name, value in (*named, *more):
         out.print(f"  {name:<13} {value}")
-    for index, group in enumerate(dump.groups):
+    for index, group in enumerate(engine_json.groups):
         out.print(f"  {f'group {index}':<13} {format_group(group)}")
     table = new_table(["worker", "memory", ">device", "layers", "heads", "tokens", ">tensors", ">cache"])
-    for worker, shard in zip(dump.workers, side.workers, strict=True):
+    for worker, shard in zip(engine_json.workers, side.workers, strict=True):
         table.add_row(
             str(shard.place),
             worker.memory,

@@ -19,7 +19,7 @@ from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import topology_of
 from kvferry.connector.engine.prompt import tokens_left_out
 from kvferry.connector.layout.discovery import groups_of
-from kvferry.protocol.description_json import dump_of, encode_dump
+from kvferry.protocol.description_json import encode_engine_json, engine_json_of
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
@@ -35,7 +35,7 @@ _MODE = 0o644
 
 
 def write_description(name: str, engine: EngineDescription) -> Path:
-    """Write the dump of an engine; whoever reads the file meets the old one or the new one, never a part.
+    """Write the description JSON of an engine. The file is replaced atomically.
 
     Args:
         name: the path as configured; `{engine_id}` stands for the engine's id, in which slashes become underscores.
@@ -45,7 +45,7 @@ def write_description(name: str, engine: EngineDescription) -> Path:
     """
     path = Path(name.replace("{engine_id}", engine.engine_id.replace("/", "_")))
     try:
-        _replace(path, encode_dump(dump_of(engine)))
+        _replace(path, encode_engine_json(engine_json_of(engine)))
     except (OSError, ValueError) as refused:
         raise InvalidConfig("description_file", str(path), f"a file that can be written ({refused})") from None
     return path

@@ -1,4 +1,4 @@
-"""The dump of an engine: no secrets in it, and nothing but a dump is read as one."""
+"""The description JSON of an engine: no secrets in it, and nothing else is read as one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.description_json import DUMP_VERSION, EngineDump, decode_dump, dump_of, encode_dump, engine_of
-from kvferry.protocol.errors import InvalidDump
+from kvferry.protocol.description_json import (
+    DESCRIPTION_JSON_VERSION,
+    EngineJson,
+    decode_engine_json,
+    encode_engine_json,
+    engine_json_of,
+    engine_of,
+)
+from kvferry.protocol.errors import InvalidDescription
 from kvferry.protocol.geometry import Interleave
 from tests.protocol.samples import KEY, make_description, make_tensor, make_worker
 
@@ -25,12 +32,12 @@ DESCRIPTION = make_description(
         ),
     )
 )
-DUMP = dump_of(DESCRIPTION)
-TEXT = encode_dump(DUMP)
+ENGINE_JSON = engine_json_of(DESCRIPTION)
+TEXT = encode_engine_json(ENGINE_JSON)
 
 
 def changed(path: str, value: object) -> bytes:
-    """The dump with one field changed by its dotted path; `...` removes it."""
+    """The description with one field changed by its dotted path; `...` removes it."""
     plain: Any = json.loads(TEXT)
     *holders, name = [int(key) if key.isdigit() else key for key in path.split(".")]
     holder = plain
@@ -43,36 +50,36 @@ def changed(path: str, value: object) -> bytes:
     return json.dumps(plain).encode()
 
 
-def test_a_dump_comes_back_as_it_was() -> None:
-    assert decode_dump(TEXT) == DUMP
-    assert json.loads(TEXT)["kvferry_dump"] == DUMP_VERSION
+def test_a_description_json_comes_back_as_it_was() -> None:
+    assert decode_engine_json(TEXT) == ENGINE_JSON
+    assert json.loads(TEXT)["kvferry_description"] == DESCRIPTION_JSON_VERSION
 
 
 def test_nothing_that_opens_a_connection_or_a_lease_is_in_it() -> None:
     for secret in (KEY, KEY.hex().encode(), METADATA, b"agent", b"mac_key", b"lease"):
         assert secret not in TEXT
-    fields = set(EngineDump.__struct_fields__) - {"kvferry_dump"}
+    fields = set(EngineJson.__struct_fields__) - {"kvferry_description"}
     assert fields == {"engine_id", "boot", "facts", "topology", "groups", "workers"}
 
 
 def test_planning_gets_everything_that_the_engine_told_but_the_secrets() -> None:
-    engine = engine_of(decode_dump(TEXT))
-    assert dump_of(engine) == DUMP
+    engine = engine_of(decode_engine_json(TEXT))
+    assert engine_json_of(engine) == ENGINE_JSON
     assert engine.workers[0].tensors == DESCRIPTION.workers[0].tensors
     assert engine.mac_key == bytes(32)
 
 
-def test_a_dump_need_not_be_of_any_boot() -> None:
-    dump = decode_dump(changed("boot", ...))
-    assert dump.boot is None
-    assert dump_of(engine_of(dump)).boot == "0" * 32
+def test_a_description_json_need_not_be_of_any_boot() -> None:
+    engine_json = decode_engine_json(changed("boot", ...))
+    assert engine_json.boot is None
+    assert engine_json_of(engine_of(engine_json)).boot == "0" * 32
 
 
 WRONG: list[tuple[str, object, str, str]] = [
-    ("kvferry_dump", ..., "kvferry_dump", "a dump that"),
-    ("kvferry_dump", 2, "kvferry_dump", "version 1"),
-    ("kvferry_dump", True, "kvferry_dump", "version 1"),
-    ("kvferry_dump", "1", "kvferry_dump", "version 1"),
+    ("kvferry_description", ..., "kvferry_description", "a description that"),
+    ("kvferry_description", 2, "kvferry_description", "version 1"),
+    ("kvferry_description", True, "kvferry_description", "version 1"),
+    ("kvferry_description", "1", "kvferry_description", "version 1"),
     ("engine_id", ..., "engine_id", "a value"),
     ("engine_id", "a\nb", "engine_id", "`str` matching"),
     ("boot", "0", "boot", "`str` matching"),
@@ -89,7 +96,7 @@ WRONG: list[tuple[str, object, str, str]] = [
     ("workers.0.tensors.0.base", 1.5, "workers[0].tensors[0].base", "`int`"),
     ("workers.0.tensors.0.heads", [0], "workers[0].tensors[0].heads", "length"),
     ("workers.0.tensors.0.format.dtype", "", "workers[0].tensors[0].format.dtype", "length >= 1"),
-    ("mac_key", "x", "mac_key", "one of kvferry_dump, engine_id"),
+    ("mac_key", "x", "mac_key", "one of kvferry_description, engine_id"),
     ("engine_ids", "x", "engine_ids", "did you mean engine_id? one of"),
     ("facts.dtpye", "x", "facts.dtpye", "did you mean dtype? one of"),
     ("groups.0.window", 5, "groups[0].window", "did you mean window_tokens? one of"),
@@ -103,13 +110,13 @@ WRONG: list[tuple[str, object, str, str]] = [
 def test_what_does_not_fit_is_refused_by_field_and_expectation(
     path: str, value: object, field: str, expected: str
 ) -> None:
-    with pytest.raises(InvalidDump) as refused:
-        decode_dump(changed(path, value))
+    with pytest.raises(InvalidDescription) as refused:
+        decode_engine_json(changed(path, value))
     assert refused.value.field == field
     assert expected in refused.value.expected
 
 
-NO_DUMPS = [
+NOT_DESCRIPTIONS = [
     b"",
     b"{",
     b"[]",
@@ -124,26 +131,26 @@ NO_DUMPS = [
 ]
 
 
-@pytest.mark.parametrize("text", NO_DUMPS, ids=range(len(NO_DUMPS)))
-def test_what_is_no_dump_at_all_is_refused(text: bytes) -> None:
-    with pytest.raises(InvalidDump):
-        decode_dump(text)
+@pytest.mark.parametrize("text", NOT_DESCRIPTIONS, ids=range(len(NOT_DESCRIPTIONS)))
+def test_what_is_no_description_json_at_all_is_refused(text: bytes) -> None:
+    with pytest.raises(InvalidDescription):
+        decode_engine_json(text)
 
 
 def test_a_file_that_is_too_long_is_not_even_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.protocol.description_json.MAX_DUMP_BYTES", len(TEXT) - 1)
-    with pytest.raises(InvalidDump, match=f"at most {len(TEXT) - 1} bytes"):
-        decode_dump(TEXT)
+    monkeypatch.setattr("kvferry.protocol.description_json.MAX_DESCRIPTION_JSON_BYTES", len(TEXT) - 1)
+    with pytest.raises(InvalidDescription, match=f"at most {len(TEXT) - 1} bytes"):
+        decode_engine_json(TEXT)
 
 
 @given(st.integers(0, len(TEXT) - 1), st.binary(min_size=1, max_size=4))
-def test_no_scratched_dump_raises_anything_else(position: int, scratch: bytes) -> None:
+def test_no_scratched_description_json_raises_anything_else(position: int, scratch: bytes) -> None:
     text = TEXT[:position] + scratch + TEXT[position + len(scratch) :]
     try:
-        dump = decode_dump(text)
-    except InvalidDump:
+        engine_json = decode_engine_json(text)
+    except InvalidDescription:
         return
-    assert decode_dump(encode_dump(dump)) == dump
+    assert decode_engine_json(encode_engine_json(engine_json)) == engine_json
 
 
 JSON = st.recursive(
@@ -153,12 +160,12 @@ JSON = st.recursive(
 )
 
 
-@given(st.sampled_from([path for path, *_ in WRONG if path != "kvferry_dump"]), JSON)
+@given(st.sampled_from([path for path, *_ in WRONG if path != "kvferry_description"]), JSON)
 def test_no_value_in_any_field_raises_anything_else(path: str, value: object) -> None:
     try:
         text = changed(path, value)
-        dump = decode_dump(text)
-    except InvalidDump as refused:
+        engine_json = decode_engine_json(text)
+    except InvalidDescription as refused:
         assert len(str(refused)) < 900  # noqa: PT017 - either outcome is right
         return
-    assert msgspec.json.decode(encode_dump(dump))["kvferry_dump"] == DUMP_VERSION
+    assert msgspec.json.decode(encode_engine_json(engine_json))["kvferry_description"] == DESCRIPTION_JSON_VERSION
