@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -15,6 +16,8 @@ from tests.waiting import deadline_s
 
 _ENDING_S = 30.0
 """What a thread may take that was told to end."""
+
+_WORKER_DIED = pytest.StashKey[bool]()
 
 settings.register_profile(
     "kvferry",
@@ -53,18 +56,49 @@ def _threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("kvferry-")}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes minutes comes last, and its engines live no longer than it does."""
-    items.sort(key=_turn)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes minutes comes last where one test follows another: a failure of anything else is known before. It
+    comes first where workers share the tests: nothing else is left to run beside it at the end."""
+    items.sort(key=_minutes, reverse=hasattr(config, "workerinput"))
 
 
-def _turn(item: pytest.Item) -> int:
+def _minutes(item: pytest.Item) -> int:
+    """The order of what takes minutes; 0 for all else."""
     if item.path.parts[-2:] == ("faults", "test_soak.py"):
-        return 9  # it takes its minutes whatever happens; a failure of anything else is known before
+        return 4
     if "vllm" not in item.path.parts:
         return 0
     # The fleet's engines live as long as their module, most others for a test; those of the pair, once started, until
-    # the session ends: they come last, and take no memory before.
+    # the session ends.
     if item.path.name.startswith("test_fleet"):
         return 1
     return 3 if "pair" in getattr(item, "fixturenames", ()) else 2
+
+
+_TOGETHER = ("tests/packaging/", "tests/vllm/")
+"""Folders whose modules share what takes long to make, and so one worker of pytest-xdist."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers take whole modules. (Not by marks, which would change the tests' names: `--lf` would not know them.)"""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Modules(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            together = [folder for folder in _TOGETHER if nodeid.startswith(folder)]
+            return together[0] if together else super()._split_scope(nodeid)
+
+    return Modules(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Tests that a worker took with it when it died were not run: no second run may hide that."""
+    if error:
+        node.config.stash[_WORKER_DIED] = True
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.stash.get(_WORKER_DIED, False):
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
