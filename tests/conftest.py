@@ -75,8 +75,14 @@ def _minutes(item: pytest.Item) -> int:
     return 3 if "pair" in getattr(item, "fixturenames", ()) else 2
 
 
-_TOGETHER = ("tests/packaging/", "tests/vllm/")
-"""Folders whose modules share what takes long to make, and so one worker of pytest-xdist."""
+_TOGETHER = {
+    "tests/vllm/test_model_kinds.py": "engines in process",
+    "tests/vllm/test_turns.py": "engines in process",
+    "tests/vllm/test_unequal_engines.py": "engines in process",
+    "tests/vllm/": "servers",
+    "tests/packaging/": "distributions",
+}
+"""Modules that share what takes long to make, and so one worker of pytest-xdist. The first match counts."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -86,8 +92,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Modules(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            together = [folder for folder in _TOGETHER if nodeid.startswith(folder)]
-            return together[0] if together else super()._split_scope(nodeid)
+            shared = (group for start, group in _TOGETHER.items() if nodeid.startswith(start))
+            return next(shared, super()._split_scope(nodeid))
 
     return Modules(config, log)
 
