@@ -58,21 +58,22 @@ def _threads() -> set[threading.Thread]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes minutes comes last where one test follows another: a failure of anything else is known before. It
-    comes first where workers share the tests: nothing else is left to run beside it at the end."""
-    items.sort(key=_minutes, reverse=hasattr(config, "workerinput"))
+    comes first where workers share the tests: nothing else would be left to run beside it at the end."""
+    others = 9 if hasattr(config, "workerinput") else 0
+    items.sort(key=lambda item: _turn(item) or others)
 
 
-def _minutes(item: pytest.Item) -> int:
+def _turn(item: pytest.Item) -> int:
     """The order of what takes minutes; 0 for all else."""
-    if item.path.parts[-2:] == ("faults", "test_soak.py"):
-        return 4
+    if item.path.parts[-2:] in (("faults", "test_guards.py"), ("faults", "test_soak.py")):
+        return 1
     if "vllm" not in item.path.parts:
         return 0
     # The fleet's engines live as long as their module, most others for a test; those of the pair, once started, until
-    # the session ends.
+    # the session ends: they come last, and take no memory before.
     if item.path.name.startswith("test_fleet"):
-        return 1
-    return 3 if "pair" in getattr(item, "fixturenames", ()) else 2
+        return 2
+    return 4 if "pair" in getattr(item, "fixturenames", ()) else 3
 
 
 _TOGETHER = {
@@ -86,16 +87,17 @@ _TOGETHER = {
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Workers take whole modules. (Not by marks, which would change the tests' names: `--lf` would not know them.)"""
     from xdist.scheduler import LoadFileScheduling
 
-    class Modules(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            shared = (group for start, group in _TOGETHER.items() if nodeid.startswith(start))
-            return next(shared, super()._split_scope(nodeid))
+    scheduler = LoadFileScheduling(config, log)
+    scheduler._split_scope = _group
+    return scheduler
 
-    return Modules(config, log)
+
+def _group(nodeid: str) -> str:
+    return next((group for start, group in _TOGETHER.items() if nodeid.startswith(start)), nodeid.partition("::")[0])
 
 
 @pytest.hookimpl(optionalhook=True)

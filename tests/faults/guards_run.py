@@ -70,7 +70,8 @@ def _run(tests: tuple[str, ...], without: str, answer: Connection) -> None:
     for descriptor in (1, 2):
         os.dup2(quiet, descriptor)
     recorder = Recorder()
-    options = ["-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "tests.faults.guards_off", "-W", _IMPORTED_BEFORE]
+    plain = ["-q", "--assert=plain", "-p", "no:cacheprovider"]
+    options = [*plain, "-p", "tests.faults.guards_off", "-W", _IMPORTED_BEFORE]
     code = pytest.main([*options, *tests], plugins=[recorder])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         recorder.outcomes["pytest"] = f"exit code {code!r}"

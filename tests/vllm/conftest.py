@@ -1,7 +1,7 @@
 """Real vLLM engines on the CPU, with a real small model, started once for all tests that can share them.
 
-The pair and the data parallel engine are started as users start them; those that meet the pair in one test are forked
-(`forked_server`), which takes seconds. Nothing is mocked.
+All are forked (`forked_server`), which takes seconds, but those of `test_demo`, which are started as users start them.
+Nothing is mocked.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.accuracy.engines import Engine, EngineSpec, Transfer
+from scripts.accuracy.engines import EngineSpec, Transfer
 from scripts.accuracy.model import prepare
 from scripts.accuracy.variables import DEFAULT_MODEL
+from tests.vllm.forked_server import ForkedServer
 from tests.vllm.pair import Pair
 
 START_S = 300.0
@@ -62,7 +63,7 @@ def pair(model: Path, logs: Path) -> Iterator[Pair]:
         extra_env={"VLLM_LOGGING_LEVEL": "DEBUG"},
     )
     with ExitStack() as running:
-        producer, consumer = (running.enter_context(Engine(spec, logs)) for spec in (prefill, decode))
+        producer, consumer = (running.enter_context(ForkedServer(spec, logs)) for spec in (prefill, decode))
         for engine in (producer, consumer):
             engine.wait_ready(START_S)
         yield Pair(producer, consumer)

@@ -143,10 +143,12 @@ def _serve(arguments: Sequence[str], environment: Mapping[str, str], log_path: s
     import torch
     import torch._dynamo
     from vllm.entrypoints.launchers.api_server import entry
+    from vllm.logger import _configure_vllm_root_logger
     from vllm.model_executor.models import registry
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
+    _configure_vllm_root_logger()  # VLLM_LOGGING_LEVEL was read when vLLM was imported
     torch.set_num_threads(1)
     torch._dynamo.config.disable = True  # TORCH_COMPILE_DISABLE was read when torch was imported
     for module in (utils, multiproc_executor):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from scripts.accuracy.engines import Engine, Transfer
+from scripts.accuracy.engines import Transfer
 from tests.vllm.conftest import START_S
+from tests.vllm.forked_server import ForkedServer
 from tests.vllm.pair import Pair, long_prompt, text_of
 
 RANKS = 2
@@ -23,7 +24,7 @@ def test_every_rank_of_a_data_parallel_engine_is_a_peer_of_its_own(pair: Pair, l
     prompts = [long_prompt(f"Rank {rank}") for rank in range(RANKS)]
     want = [pair.plain(pair.producer, prompt) for prompt in prompts]
     assert len(set(want)) == RANKS
-    with Engine(spec, logs) as source:
+    with ForkedServer(spec, logs) as source:
         source.wait_ready(START_S)
         ranked = Pair(source, pair.consumer)
         before = pair.consumer.metrics()
