@@ -70,7 +70,7 @@ CASES = [
     *(Case(f"wrong type in {key}", put(**{key: WRONG})) for key in WRONG_TYPE),
     *(Case(f"wrong type in kvferry.{key}", put(**{f"ticket_{key}": WRONG})) for key in WRONG_TYPE_IN_TICKET),
     Case("kvferry is a list", put(kvferry=[])),
-    Case("ten million block ids", put(remote_block_ids=[list(range(10_000_000))])),
+    Case("ten million block ids", lambda params: put(remote_block_ids=[list(range(10_000_000))])(params)),
     Case("block ids out of range", put(remote_block_ids=[[10**6, 10**6 + 1]]), "load_failed"),
     Case("somebody else's block ids", put(remote_block_ids=[[7, 8]]), "load_failed"),
     Case("an unknown engine", put(remote_engine_id="nobody"), "load_failed"),
