@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ START_S = 300.0
 LEASE_S = 12.0
 SETTLE_S = 120.0
 _CACHE_BLOCKS = 256
+_LONGEST = 8192
 _BATCH = 32
 _BLOCK = 128
 _ENDED_BY_POLICY = "failed with an internal error during generation"
@@ -66,9 +68,12 @@ def running(model: str, logs: Path) -> Iterator[Fleet]:
             model,
             devices=(core,),
             block_size=_BLOCK,
-            max_model_len=2048,
+            max_model_len=_LONGEST,
             transfer=transfer,
-            extra_args=("--skip-tokenizer-init", "--num-gpu-blocks-override", str(_CACHE_BLOCKS)),
+            extra_args=(
+                *("--skip-tokenizer-init", "--num-gpu-blocks-override", str(_CACHE_BLOCKS)),
+                *("--hf-overrides", json.dumps({"max_position_embeddings": _LONGEST})),
+            ),
         )
         return stack.enter_context(ForkedServer(spec, logs))
 
