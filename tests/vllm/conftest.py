@@ -1,4 +1,4 @@
-"""Real vLLM engines on the CPU, with a real small model, started once for all tests that can share them.
+"""Real vLLM engines on the CPU, started once for all tests that can share them.
 
 All are forked (`forked_server`), which takes seconds, but those of `test_demo`, which are started as users start them.
 Nothing is mocked.
@@ -17,7 +17,7 @@ import pytest
 
 from scripts.accuracy.engines import EngineSpec, Transfer
 from scripts.accuracy.model import prepare
-from scripts.accuracy.variables import DEFAULT_MODEL
+from scripts.accuracy.variables import TINY_MODEL
 from tests.vllm.forked_server import ForkedServer
 from tests.vllm.pair import Pair
 
@@ -39,8 +39,8 @@ def model_folder(name: str) -> str:
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    """SmolLM2-135M-Instruct as plain safetensors."""
-    return Path(model_folder(DEFAULT_MODEL))
+    """A small Llama of random weights, with the tokenizer of SmolLM2."""
+    return Path(model_folder(TINY_MODEL))
 
 
 @pytest.fixture(scope="session")

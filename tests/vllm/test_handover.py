@@ -12,7 +12,7 @@ import psutil
 from scripts.accuracy.router import Router
 from tests.vllm.pair import TIMEOUT_S, Pair, Server, long_prompt, post, text_of
 
-LAYERS, HEADS, HEAD_DIM, FLOAT, BLOCK = 30, 3, 64, 4, 128
+LAYERS, HEADS, HEAD_DIM, FLOAT, BLOCK = 4, 4, 32, 4, 128
 BLOCK_BYTES = LAYERS * HEADS * 2 * HEAD_DIM * FLOAT * BLOCK
 
 
@@ -55,7 +55,7 @@ def test_the_plan_is_logged_once_and_the_requests_life_with_its_ids(pair: Pair) 
         assert pair.decode(prompt, params).status_code == 200
     log = pair.consumer.log_path.read_text()
     (producer,) = producers
-    assert len(re.findall(rf"INFO .*kvferry: .*plan producer={producer} tp0 reads tp0: 60 tensors", log)) == 1
+    assert len(re.findall(rf"INFO .*kvferry: .*plan producer={producer} tp0 reads tp0: {2 * LAYERS} tensors", log)) == 1
     loaded = re.findall(r"DEBUG .*kvferry: req=(\S+) peer=\S+ loaded tokens 0…\d+: \d+ B", log)
     offered = re.findall(r"DEBUG .*kvferry: req=(\S+): \d+ of \d+ tokens are held by engine", log)
     assert len(loaded) >= 2
