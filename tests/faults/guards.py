@@ -146,8 +146,8 @@ def _count_messages(done: Function) -> Function:
         import msgspec
 
         lease = table._find(message.slot, message.epoch)
-        reports = lease.reports.get(message.consumer) if lease is not None else None
-        received = reports.workers.bit_count() if reports is not None else 0
+        notifications = lease.notifications.get(message.consumer) if lease is not None else None
+        received = notifications.workers.bit_count() if notifications is not None else 0
         return done(table, msgspec.structs.replace(message, worker=received))
 
     return gullible
@@ -337,7 +337,7 @@ GUARDS = (
     ),
     Guard(
         "distinct-done",
-        "a worker that reports twice counts once",
+        "a worker that notifies twice counts once",
         (2,),
         "kvferry.worker.leases.table:LeaseTable.done",
         _count_messages,

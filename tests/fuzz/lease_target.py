@@ -13,7 +13,7 @@ from tests.fuzz.source import Source
 
 SLOTS = 3
 MOST_BYTES = 4096 // 8 + 64
-"""Of the reports of one consumer: a bit for each worker."""
+"""Of the notifications of one consumer: a bit for each worker."""
 
 
 def leases(data: bytes) -> None:
@@ -50,8 +50,8 @@ def leases(data: bytes) -> None:
             assert (table.words[index] != EMPTY) == (index in live), "a lease ended, or began, by itself"
             assert table.words[index] == EMPTY or int(table.words[index]) >> 4 == live[index]
         for lease in table._leases.values():
-            assert len(lease.reports) <= MAX_CONSUMERS
-            assert all(sys.getsizeof(reports.workers) <= MOST_BYTES for reports in lease.reports.values())
+            assert len(lease.notifications) <= MAX_CONSUMERS
+            assert all(sys.getsizeof(sent.workers) <= MOST_BYTES for sent in lease.notifications.values())
 
 
 def _notify(source: Source, table: LeaseTable, slot: int, live: dict[int, Epoch], held: set[int]) -> None:
@@ -72,9 +72,9 @@ def _notify(source: Source, table: LeaseTable, slot: int, live: dict[int, Epoch]
         return
     except InvalidMessage:
         assert knows
-        assert len(table._leases[slot].reports) == MAX_CONSUMERS
+        assert len(table._leases[slot].notifications) == MAX_CONSUMERS
         return
-    assert knows, "a report without the lease's epoch was taken"
+    assert knows, "a notification without the lease's epoch was taken"
     assert finished is None or slot in held, "reported before it was held"
     _over(finished, slot, live, held)
 

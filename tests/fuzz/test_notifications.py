@@ -81,7 +81,7 @@ def test_who_knows_the_epoch_can_end_that_lease_alone_and_then_no_load_of_it_is_
     load = consumer.load(other.params)
     rig.step_until(lambda: other.request_id in producer.seen.sent, "the other lease ends as ever")
     assert load.request_id in consumer.seen.loaded
-    assert mine.request_id not in producer.seen.sent, "one of many reports ended it"
+    assert mine.request_id not in producer.seen.sent, "one of many notifications ended it"
     other_peer.tell(done(mine, worker=3, expected=1, consumer="d" * 32))
     rig.step_until(lambda: mine.request_id in producer.seen.sent, "who knows the epoch may say that all is read")
     late = consumer.load(mine.params)
@@ -98,7 +98,7 @@ def test_any_number_of_consumers_under_one_lease_costs_the_memory_of_eight(rig: 
     beyond = count - MAX_CONSUMERS
     received = producer.seen.counts
     rig.step_until(lambda: received["bad_notifications"] == beyond, "those beyond the eighth are bad", timeout_s=60)
-    assert len(producer.worker._table._leases[ticket.lease_slot].reports) == MAX_CONSUMERS
+    assert len(producer.worker._table._leases[ticket.lease_slot].notifications) == MAX_CONSUMERS
 
 
 def test_a_notification_at_the_limit_is_read_and_one_beyond_it_is_bad() -> None:

@@ -213,7 +213,7 @@ def test_who_has_no_secret_is_not_taken_for_a_producer_by_answering_unasked(
 ) -> None:
     monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.KeyTrials", LastTrial)
     monkeypatch.setattr(
-        "kvferry.scheduler.side_channel.prewarm_target.heard", lambda _: None
+        "kvferry.scheduler.side_channel.prewarm_target.read_event", lambda _: None
     )  # its event is read too late
     impostor = TalksUnasked(encode(life(1)))
     try:

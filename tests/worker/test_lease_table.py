@@ -23,7 +23,7 @@ class ModelLease:
     def __init__(self, slot: int, epoch: Epoch, request_id: str) -> None:
         self.slot, self.epoch, self.request_id = slot, epoch, request_id
         self.held = self.ready = self.over = False
-        self.reporters: set[tuple[str, int]] = set()
+        self.notifiers: set[tuple[str, int]] = set()
         self.expected: dict[str, int] = {}
 
     @property
@@ -32,7 +32,7 @@ class ModelLease:
 
     @property
     def complete(self) -> bool:
-        counts = {consumer: sum(who == consumer for who, _ in self.reporters) for consumer in self.expected}
+        counts = {consumer: sum(who == consumer for who, _ in self.notifiers) for consumer in self.expected}
         return self.held and any(counts[consumer] >= expected for consumer, expected in self.expected.items())
 
     @property
@@ -43,7 +43,7 @@ class ModelLease:
 
 
 leases_of = st.integers(0, 10**6)
-reporters = st.tuples(st.sampled_from(CONSUMERS), st.integers(0, 2), st.integers(1, 3))
+notifiers = st.tuples(st.sampled_from(CONSUMERS), st.integers(0, 2), st.integers(1, 3))
 
 
 class LeaseTableHistory(RuleBasedStateMachine):
@@ -118,17 +118,17 @@ class LeaseTableHistory(RuleBasedStateMachine):
         self.report(lease, said)
 
     @precondition(lambda self: bool(self.leases))
-    @rule(draw=leases_of, reporter=reporters)
-    def done(self, draw: int, reporter: tuple[str, int, int]) -> None:
+    @rule(draw=leases_of, notifier=notifiers)
+    def done(self, draw: int, notifier: tuple[str, int, int]) -> None:
         lease = self.pick(draw, self.leases)
-        consumer, worker, expected = reporter
+        consumer, worker, expected = notifier
         message = Done(slot=lease.slot, epoch=lease.text, consumer=consumer, worker=worker, expected=expected)
         if lease.over:
             with pytest.raises(KeyError):
                 self.table.done(message)
             return
         said = self.table.done(message)
-        lease.reporters.add((consumer, worker))
+        lease.notifiers.add((consumer, worker))
         lease.expected[consumer] = max(lease.expected.get(consumer, 0), expected)
         assert (said is not None) == lease.complete
         lease.over = lease.complete

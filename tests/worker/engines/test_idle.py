@@ -73,7 +73,7 @@ def test_orders_without_content_do_not_even_wake_the_thread(rig: Rig) -> None:
     assert engine.worker._thread is None
 
 
-def test_a_worker_that_holds_a_lease_looks_for_reports_at_leisure(rig: Rig) -> None:
+def test_a_worker_that_holds_a_lease_polls_notifications_at_leisure(rig: Rig) -> None:
     producer, _ = rig.pair()
     producer.prefill(tokens=5)
     wait_until(lambda: producer.fabric.calls["take_notifications"] > 3, "it looks")

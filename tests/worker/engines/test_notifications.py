@@ -92,11 +92,13 @@ def test_one_worker_that_repeats_itself_does_not_free_what_its_sibling_still_rea
     rig.step_until(lambda: producer.seen.sent == [bystander.request_id], "all six have been taken")
     assert producer.word(offer) != EMPTY
     _send(rig, producer, _done(offer, worker=1, expected=2))
-    rig.step_until(lambda: producer.seen.sent == [bystander.request_id, offer.request_id], "the sibling has reported")
+    rig.step_until(
+        lambda: producer.seen.sent == [bystander.request_id, offer.request_id], "the sibling has sent its own"
+    )
     assert producer.word(offer) == EMPTY
 
 
-def test_a_doubled_report_is_one(rig: Rig) -> None:
+def test_a_doubled_notification_counts_once(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.network.stutter[producer.fabric.agent_name] = 1
     rig.transfer(producer, consumer)
@@ -105,7 +107,7 @@ def test_a_doubled_report_is_one(rig: Rig) -> None:
     assert len(producer.seen.sent) == len(set(producer.seen.sent)) == 2
 
 
-def test_a_lost_report_costs_the_rest_of_the_lease_and_no_more(rig: Rig) -> None:
+def test_a_lost_notification_costs_the_rest_of_the_lease_and_no_more(rig: Rig) -> None:
     producer, consumer = rig.pair(lease_s=0.3)
     rig.network.deaf[producer.fabric.agent_name] = 1
     offer = producer.prefill(tokens=10)
@@ -116,7 +118,7 @@ def test_a_lost_report_costs_the_rest_of_the_lease_and_no_more(rig: Rig) -> None
     rig.transfer(producer, consumer)
 
 
-def test_a_report_that_comes_before_the_hold_is_remembered(rig: Rig) -> None:
+def test_a_notification_that_comes_before_the_hold_is_remembered(rig: Rig) -> None:
     producer, _ = rig.pair()
     other = producer.prefill(tokens=3)  # a held lease, so that notifications are looked for
     request_id = producer.start_prefill(tokens=10, seed=1)
@@ -130,7 +132,7 @@ def test_a_report_that_comes_before_the_hold_is_remembered(rig: Rig) -> None:
     assert producer.word(offer) == EMPTY
 
 
-def test_a_report_that_is_here_when_its_lease_is_ended_counts_as_a_report(rig: Rig) -> None:
+def test_a_notification_that_is_here_when_its_lease_is_ended_counts(rig: Rig) -> None:
     """Else a lease that was read well and ended in one moment would look as if its reader had come too late."""
     producer, consumer = rig.pair()
     rig.transfer(consumer, producer)

@@ -24,7 +24,7 @@ from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
 from kvferry.protocol.orders import FailureReason, OrdersHead, decode_orders
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.integrity import WorkerIntegrity
-from kvferry.worker.leases.notifications import Reports
+from kvferry.worker.leases.notifications import Notifications
 from kvferry.worker.leases.pending_ready import UnreadyHolds
 from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.loads.load import LoadContext
@@ -110,7 +110,7 @@ class TransferThread:
         self._device = context.caches.device
         self.runner = LoadRunner(context, self.results, self._settings.load_timeout_s, self._settings.max_loads)
         self._gauges = GaugeReporter(context.registry, context.staging, self.results)
-        self._reports = Reports(context.fabric, self._table, self.results)
+        self._notifications = Notifications(context.fabric, self._table, self.results)
         self._integrity = WorkerIntegrity(
             reader=context.reader,
             slot_reads=context.slot_reads,
@@ -240,7 +240,7 @@ class TransferThread:
             self._lose(item.head)
             return
         if orders.ends:
-            self._survive(self._reports.take)  # a report that is here already comes before the end of its lease
+            self._survive(self._notifications.take)  # those that have arrived count before their lease ends
         sent = [self._table.end(end) for end in orders.ends]
         for hold in orders.holds:
             sent.append(self._table.hold(hold))
@@ -264,7 +264,7 @@ class TransferThread:
         progress = self._survive(self._registry.step, time.monotonic(), self.runner.in_use())
         progress |= self._survive(self._unready.step)
         if self._table.held():
-            progress |= self._take_reports()
+            progress |= self._take_notifications()
         progress |= self._survive(self.runner.step)
         self._reader.try_again()
         self._report_graces()
@@ -276,9 +276,9 @@ class TransferThread:
             longest_s = max(_MAX_BACKOFF_S, _LOOKING_SHARE * self.runner.round_s)
             self._backoff_s = min(self._backoff_s * 2, longest_s)
 
-    def _take_reports(self) -> bool:
+    def _take_notifications(self) -> bool:
         """Take notifications. Returns whether there were any."""
-        if self._survive(self._reports.take):
+        if self._survive(self._notifications.take):
             self._notification_backoff_s = _MIN_NOTIFICATION_BACKOFF_S
             return True
         if not self.runner.busy():  # while it is, `_backoff_s` applies

@@ -1,7 +1,7 @@
 """When an engine without requests may be idle, and what it does first when it wakes.
 
 vLLM's loop sleeps until there is work, unless the connector says that the engine must step. So this decides what a
-held lease costs: nothing while no request needs the blocks. What happens meanwhile waits: consumers' reports with
+held lease costs: nothing while no request needs the blocks. What happens meanwhile waits: consumers' notifications with
 the workers, renewals and releases in the listener's inbox, the ends of leases for the next step. There is one after
 `MAX_IDLE_S`, unless the engine cannot be woken.
 """

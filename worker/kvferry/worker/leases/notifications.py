@@ -1,4 +1,4 @@
-"""What consumers report: notifications, taken from the fabric and brought to the lease table.
+"""Consumers' notifications, taken from the fabric and brought to the lease table.
 
 Anybody can send them, so each that is of no use is counted, and a line in the log says so once a second at most.
 """
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _QUIET_S = 1.0
 
 
-class Reports:
+class Notifications:
     """Used on the transfer thread."""
 
     def __init__(self, fabric: Fabric, table: LeaseTable, results: ResultBox) -> None:

@@ -1,4 +1,4 @@
-"""A producer worker's lease table: the words that consumers read, and who has reported under each.
+"""A producer worker's lease table: the words that consumers read, and which workers have sent `done` under each.
 
 Leases are opened by the step thread, at once: a consumer that looks before anything is in the slot must take the lease
 for ended. All else is done by the transfer thread; a lock keeps the two apart. A word is cleared before its request is
@@ -21,12 +21,12 @@ from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 _LIVE = (SlotState.COMPUTING, SlotState.READY)
 
 MAX_CONSUMERS = 8
-"""Most consumers whose reports are kept under one lease: it is one's, and whoever knows it may name any number."""
+"""At most so many consumers' notifications are kept under one lease: a peer that knows it may name any number."""
 
 
 @dataclass(slots=True)
-class _Reports:
-    """Who of one consumer has reported, one bit each, and how many it says there are."""
+class _Notifications:
+    """The workers of one consumer that have sent `done`, one bit each, and how many it says there are."""
 
     workers: int = 0
     expected: int = 0
@@ -40,7 +40,7 @@ class _Reports:
 class _Lease:
     epoch: Epoch
     request_id: str | None = None
-    reports: dict[str, _Reports] = field(default_factory=dict)
+    notifications: dict[str, _Notifications] = field(default_factory=dict)
 
 
 class LeaseTable:
@@ -106,7 +106,7 @@ class LeaseTable:
         """The request has ended and its blocks are kept.
 
         Returns:
-            The request, if everybody had reported already: it is over.
+            The request, if every `done` had come already: it is over.
         """
         with self._lock:
             lease = self._find(order.slot, order.epoch)
@@ -138,24 +138,24 @@ class LeaseTable:
 
     def done(self, message: Done) -> str | None:
         """A consumer's worker has what it wanted. The same worker counts once, every consumer's workers by themselves;
-        an early report is remembered.
+        an early notification is remembered.
 
         Returns:
-            The request, if this was the last report: it is over.
+            The request, if this was the last notification: it is over.
 
         Raises:
             KeyError: there is no such lease.
-            InvalidMessage: too many others have reported under it.
+            InvalidMessage: too many others have sent one under it.
         """
         with self._lock:
             lease = self._find(message.slot, message.epoch)
             if lease is None:
                 raise KeyError(message.slot)
-            if message.consumer not in lease.reports and len(lease.reports) >= MAX_CONSUMERS:
+            if message.consumer not in lease.notifications and len(lease.notifications) >= MAX_CONSUMERS:
                 raise InvalidMessage("consumer", message.consumer, f"at most {MAX_CONSUMERS} consumers under one lease")
-            reports = lease.reports.setdefault(message.consumer, _Reports())
-            reports.workers |= 1 << message.worker
-            reports.expected = max(reports.expected, message.expected)
+            notifications = lease.notifications.setdefault(message.consumer, _Notifications())
+            notifications.workers |= 1 << message.worker
+            notifications.expected = max(notifications.expected, message.expected)
             return self._finish_if_complete(message.slot, lease)
 
     def clear(self) -> None:
@@ -170,7 +170,7 @@ class LeaseTable:
         return lease if lease is not None and lease.epoch == epoch_from_text(epoch) else None
 
     def _finish_if_complete(self, slot: int, lease: _Lease) -> str | None:
-        if lease.request_id is None or not any(reports.complete for reports in lease.reports.values()):
+        if lease.request_id is None or not any(sent.complete for sent in lease.notifications.values()):
             return None
         self._clear(slot)
         return lease.request_id

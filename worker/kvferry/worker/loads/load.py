@@ -65,7 +65,7 @@ class LoadContext:
 
     Attributes:
         groups: this engine's cache groups.
-        boot: this engine's boot, for the producer's count of reporters.
+        boot: this engine's boot, for the producer's count of notifications.
         worker: this worker's index in its engine.
     """
 
