@@ -109,10 +109,10 @@ def _slot_stays(clear: Function) -> Function:
 
 
 def _ready_at_once(step: Function) -> Function:
-    def hasty(holds: Any) -> Any:
-        for one in holds._unready:
+    def hasty(pending: Any) -> Any:
+        for one in pending._pending:
             one.mark = _Reached()
-        return step(holds)
+        return step(pending)
 
     return hasty
 
@@ -259,7 +259,7 @@ GUARDS = (
         "ready",
         "a slot says READY when the device has finished with the blocks, not earlier",
         (1,),
-        "kvferry.worker.leases.pending_ready:UnreadyHolds.step",
+        "kvferry.worker.leases.pending_ready:PendingReady.step",
         _ready_at_once,
         (f"{_ENGINES}/test_good_loads.py::test_a_slot_says_ready_only_when_the_device_has_finished_with_the_blocks",),
     ),

@@ -25,7 +25,7 @@ from kvferry.protocol.orders import FailureReason, OrdersHead, decode_orders
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.integrity import WorkerIntegrity
 from kvferry.worker.leases.notifications import Notifications
-from kvferry.worker.leases.pending_ready import UnreadyHolds
+from kvferry.worker.leases.pending_ready import PendingReady
 from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.loads.load import LoadContext
 from kvferry.worker.loads.results import GaugeReporter, ResultBox
@@ -93,7 +93,7 @@ class TransferThread:
         self._table = table
         self._settings = settings
         self._inbox: queue.SimpleQueue[_WorkItem] = queue.SimpleQueue()
-        self._unready = UnreadyHolds(table, mirror)
+        self._pending_ready = PendingReady(table, mirror)
         self._backoff_s = _MIN_BACKOFF_S
         self._notification_backoff_s = _MIN_NOTIFICATION_BACKOFF_S
         self._checked_s = -math.inf
@@ -116,7 +116,7 @@ class TransferThread:
             slot_reads=context.slot_reads,
             staging=context.staging,
             table=self._table,
-            unready=self._unready,
+            pending_ready=self._pending_ready,
             runner=self.runner,
             registry=context.registry,
         )
@@ -224,7 +224,7 @@ class TransferThread:
 
     def _next_poll_s(self) -> float | None:
         """How long to wait before looking again at what goes on without being told; None when nothing does."""
-        if self.runner.busy() or len(self._unready) or self._registry.busy():
+        if self.runner.busy() or len(self._pending_ready) or self._registry.busy():
             return _MIN_BACKOFF_S if self.runner.is_amid_round() else self._backoff_s
         polls_s = []
         if self._table.held():
@@ -244,7 +244,7 @@ class TransferThread:
         sent = [self._table.end(end) for end in orders.ends]
         for hold in orders.holds:
             sent.append(self._table.hold(hold))
-            self._unready.add(hold, item.mark)
+            self._pending_ready.add(hold, item.mark)
         with self.results as results:
             results.sent.update(request_id for request_id in sent if request_id is not None)
         for order in orders.loads:
@@ -262,7 +262,7 @@ class TransferThread:
 
     def _step(self) -> None:
         progress = self._survive(self._registry.step, time.monotonic(), self.runner.in_use())
-        progress |= self._survive(self._unready.step)
+        progress |= self._survive(self._pending_ready.step)
         if self._table.held():
             progress |= self._take_notifications()
         progress |= self._survive(self.runner.step)

@@ -13,7 +13,7 @@ from kvferry.worker.staging.host_buffer import HostMirror
 
 
 @dataclass(slots=True, eq=False)
-class _Unready:
+class _PendingHold:
     """A hold that waits for the device.
 
     Attributes:
@@ -26,7 +26,7 @@ class _Unready:
     waves: deque[Blocks]
 
 
-class UnreadyHolds:
+class PendingReady:
     """Used on the transfer thread.
 
     Args:
@@ -36,28 +36,28 @@ class UnreadyHolds:
     def __init__(self, table: LeaseTable, mirror: HostMirror | None) -> None:
         self._table = table
         self._mirror = mirror
-        self._unready: list[_Unready] = []
+        self._pending: list[_PendingHold] = []
 
     def __len__(self) -> int:
-        return len(self._unready)
+        return len(self._pending)
 
     def add(self, hold: LeaseHold, mark: DeviceMark) -> None:
         """Say READY when the mark is reached and the blocks are where peers read them."""
         waves = self._mirror.waves(hold.blocks) if self._mirror is not None else deque[Blocks]()
-        self._unready.append(_Unready(hold, mark, waves))
+        self._pending.append(_PendingHold(hold, mark, waves))
 
     def step(self) -> bool:
         """Go on with those whose mark is reached. Returns whether there were any.
 
         A lease that has ended meanwhile is left out: its blocks may be another request's by now.
         """
-        self._unready = [one for one in self._unready if self._table.is_open(one.hold.slot, one.hold.epoch)]
-        reached = [one for one in self._unready if one.mark.reached()]
+        self._pending = [one for one in self._pending if self._table.is_open(one.hold.slot, one.hold.epoch)]
+        reached = [one for one in self._pending if one.mark.reached()]
         for one in reached:
-            self._unready.remove(one)
+            self._pending.remove(one)
             if not one.waves or self._mirror is None:
                 self._table.ready(one.hold)
                 continue
-            self._unready.append(one)  # first: whatever happens now, it is not lost, and not the first one next time
+            self._pending.append(one)  # first: whatever happens now, it is not lost, and not the first one next time
             one.mark = self._mirror.try_copy(one.waves) or one.mark
         return bool(reached)

@@ -8,7 +8,7 @@ from typing import Any, cast
 from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
-from kvferry.worker.leases.pending_ready import UnreadyHolds
+from kvferry.worker.leases.pending_ready import PendingReady
 from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.staging.host_buffer import HostMirror
 
@@ -38,11 +38,11 @@ class Mirror:
         return self.mark
 
 
-def _scene() -> tuple[LeaseTable, Mirror, UnreadyHolds]:
+def _scene() -> tuple[LeaseTable, Mirror, PendingReady]:
     table, mirror = LeaseTable(4), Mirror()
-    holds = UnreadyHolds(table, cast("Any", mirror))
+    pending = PendingReady(table, cast("Any", mirror))
     assert isinstance(cast("HostMirror", mirror), Mirror)
-    return table, mirror, holds
+    return table, mirror, pending
 
 
 def _hold(table: LeaseTable) -> LeaseHold:
@@ -53,29 +53,29 @@ def _hold(table: LeaseTable) -> LeaseHold:
 
 
 def test_blocks_are_copied_after_the_device_and_ready_after_the_copy() -> None:
-    table, mirror, holds = _scene()
+    table, mirror, pending = _scene()
     computed = Mark(over=False)
-    holds.add(_hold(table), computed)
-    assert not holds.step()
+    pending.add(_hold(table), computed)
+    assert not pending.step()
     assert not mirror.copied
     computed.over = True
-    assert holds.step()
+    assert pending.step()
     assert mirror.copied == [((1, 2),)]
-    assert not holds.step()
+    assert not pending.step()
     assert int(table.words[1]) == slot_word(epoch_from_text(EPOCH), SlotState.COMPUTING)
     mirror.mark.over = True
-    assert holds.step()
+    assert pending.step()
     assert int(table.words[1]) == slot_word(epoch_from_text(EPOCH), SlotState.READY)
-    assert len(holds) == 0
+    assert len(pending) == 0
 
 
 def test_blocks_of_a_lease_that_has_ended_are_not_copied() -> None:
-    table, mirror, holds = _scene()
+    table, mirror, pending = _scene()
     computed = Mark(over=False)
-    holds.add(_hold(table), computed)
+    pending.add(_hold(table), computed)
     table.end(LeaseEnd(request_id="r", slot=1, epoch=EPOCH))
     computed.over = True
-    assert not holds.step()
+    assert not pending.step()
     assert not mirror.copied
-    assert len(holds) == 0
+    assert len(pending) == 0
     assert int(table.words[1]) == 0
