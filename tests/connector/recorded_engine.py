@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvferry.connector.engine.local_engine import OwnEngine
+from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.layout.discovery import discover, groups_of
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.geometry import Place, Topology
@@ -105,8 +105,8 @@ class RecordedEngine:
 
     def reported(self, tokens: Tokens) -> tuple[tuple[int, ...], ...]:
         """Its blocks as the scheduler's side hands them on."""
-        own: Any = SimpleNamespace(groups=self.groups, block_spans=[group.block_tokens for group in self.groups])
-        return tuple(map(tuple, OwnEngine.without_scratch(own, tokens.blocks, tokens.num_tokens)))
+        local: Any = SimpleNamespace(groups=self.groups, block_spans=[group.block_tokens for group in self.groups])
+        return tuple(map(tuple, LocalEngine.without_scratch(local, tokens.blocks, tokens.num_tokens)))
 
     def write(self, tokens: Tokens, seed: int) -> None:
         """What the model's layers leave: keys and values of all tokens that have a block, and the last state."""

@@ -12,7 +12,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvferry.connector.engine.local_engine import OwnEngine
+from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.engine.prompt import leave_out, prompt_of, tokens_left_out
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.protocol.digests import digest_chain
@@ -118,7 +118,7 @@ def intake_of(*groups: CacheGroup, **changed: Any) -> tuple[RequestIntake, Consu
     """Of an engine whose cache has these groups, in both roles."""
     counters = Counters()
     loads = ConsumerLedger(counters)
-    own = OwnEngine(
+    local = LocalEngine(
         engine_id="here",
         host="127.0.0.1",
         port=5600,
@@ -132,7 +132,7 @@ def intake_of(*groups: CacheGroup, **changed: Any) -> tuple[RequestIntake, Consu
         offers_turns=False,
         **changed,
     )
-    return RequestIntake(own, ProducerLedger(4, 30.0, counters), loads, counters), loads, counters
+    return RequestIntake(local, ProducerLedger(4, 30.0, counters), loads, counters), loads, counters
 
 
 def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing_that_cannot_be_used() -> None:

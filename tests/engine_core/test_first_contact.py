@@ -86,12 +86,12 @@ def times_described(producer: Node) -> int:
 
 def finds(consumer: Node, producer: Node) -> None:
     """Take the steps that the engine's loop would take, until every worker can read from this life of a producer."""
-    own = producer.engine.connector.scheduler_side._own
+    local = producer.engine.connector.scheduler_side._local
     params = {
-        "remote_host": own.host,
-        "remote_port": own.port,
-        "remote_engine_id": own.engine_id,
-        "kvferry": {"boot": own.boot},
+        "remote_host": local.host,
+        "remote_port": local.port,
+        "remote_engine_id": local.engine_id,
+        "kvferry": {"boot": local.boot},
     }
 
     def is_known() -> bool:

@@ -65,7 +65,7 @@ def say(engine: Engine, message: Renew | Release) -> None:
 
     before = arrived()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.connect(f"tcp://127.0.0.1:{side._own.port}")
+        socket.connect(f"tcp://127.0.0.1:{side._local.port}")
         socket.send_multipart([b"", encode(message)])
         deadline = time.monotonic() + 5.0
         while arrived() == before and time.monotonic() < deadline:

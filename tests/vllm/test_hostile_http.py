@@ -206,4 +206,4 @@ def test_an_engine_that_is_both_also_prefills_for_others(strict_pair: Pair) -> N
     before = pair.consumer.metrics()
     assert text_of(pair.decode(prompt, params)) == want
     counted = (pair.consumer.metrics() - before).by_label("vllm:kvferry_local_recomputes_total", "reason")
-    assert counted == {"own_engine": 1.0}
+    assert counted == {"local_engine": 1.0}

@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class OwnEngine:
+class LocalEngine:
     """One life of this engine.
 
     Attributes:
@@ -95,7 +95,7 @@ class OwnEngine:
     mac_key: bytes = field(default_factory=new_mac_key, repr=False)
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> OwnEngine:
+    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> LocalEngine:
         """A new life.
 
         Raises:

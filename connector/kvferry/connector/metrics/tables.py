@@ -23,7 +23,7 @@ RECOMPUTE_REASONS = (
     "other_prompt",
     "lease_in_use",
     "lease_over",
-    "own_engine",
+    "local_engine",
     "host_not_allowed",
     "prompt_embeds",
     "window_edge",

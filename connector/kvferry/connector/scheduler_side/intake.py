@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import AllowedHosts
-from kvferry.connector.engine.local_engine import OwnEngine
+from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.engine.prompt import has_tokens, leave_out, prompt_of
 from kvferry.connector.tracing.scheduler_events import UNTRACED, SchedulerTracing
 from kvferry.plan.tokens import held_from, reaches_back
@@ -38,7 +38,7 @@ class RequestIntake:
 
     def __init__(
         self,
-        own: OwnEngine,
+        local: LocalEngine,
         leases: ProducerLedger,
         loads: ConsumerLedger,
         counters: Counters,
@@ -47,7 +47,7 @@ class RequestIntake:
     ) -> None:
         self.lease_intents: dict[str, LeaseUse] = {}
         self._own_leases: dict[str, LeaseName] = {}
-        self._own = own
+        self._local = local
         self._leases = leases
         self._loads = loads
         self._counters = counters
@@ -83,9 +83,9 @@ class RequestIntake:
         return self.lease_intents.pop(request_id, None)
 
     def _accept_prefill(self, request: Request) -> None:
-        if not self._own.is_producer:
+        if not self._local.is_producer:
             self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
-        elif request.resumable or not has_tokens(request) or not leave_out(request, self._own.left_out):
+        elif request.resumable or not has_tokens(request) or not leave_out(request, self._local.left_out):
             self._counters.add("prefills_kept")
             logger.info("req=%s cannot be decoded elsewhere, and is served without params", request.request_id)
         else:
@@ -98,31 +98,31 @@ class RequestIntake:
 
     def _accept_turn(self, request: Request, turn: RemotePrefill) -> None:
         """The router knows of a decoder that holds the last turn: this prefill may begin with that."""
-        if turn.remote_engine_id == self._own.engine_id:
+        if turn.remote_engine_id == self._local.engine_id:
             self._keep_own(request, turn)
         elif not self._may_connect(request, turn):
             return
-        elif self._own.takes_turns:
+        elif self._local.takes_turns:
             self._accept_remote_prompt(request, turn, is_turn=True)
         else:
-            if self._own.is_consumer:
+            if self._local.is_consumer:
                 self._loads.decline(turn)
             self._compute_here(request, "turns_off", "bidirectional_kv_xfer is not set on this engine")
 
     def _keep_own(self, request: Request, source: RemotePrefill) -> None:
         """Both legs are on this engine: what the lease keeps is in the local prefix cache, and nothing else reads it.
         It ends when the request has blocks or is over; until then it keeps others from taking what will be hit."""
-        if source.kvferry.boot == self._own.boot:
+        if source.kvferry.boot == self._local.boot:
             self._own_leases[request.request_id] = RemoteLease.of(source).name
 
     def _accept_remote_prompt(self, request: Request, source: RemotePrefill, *, is_turn: bool = False) -> None:
         prompt = prompt_of(request, source.remote_num_tokens)
-        if source.remote_engine_id == self._own.engine_id:
+        if source.remote_engine_id == self._local.engine_id:
             self._keep_own(request, source)
-        if not is_turn and not self._own.is_consumer:
+        if not is_turn and not self._local.is_consumer:
             self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
-        elif source.remote_engine_id == self._own.engine_id:
-            self._compute_here(request, "own_engine", "the params name this very engine")
+        elif source.remote_engine_id == self._local.engine_id:
+            self._compute_here(request, "local_engine", "the params name this very engine")
         elif not self._may_connect(request, source):
             return
         elif prompt is None:
@@ -134,7 +134,7 @@ class RequestIntake:
         else:
             shared = shared_tokens(prompt, source.kvferry.digests, source.remote_num_tokens)
             self._offer(request, source, shared, is_turn=is_turn)
-            if self._own.offers_turns and not is_turn and not request.resumable:
+            if self._local.offers_turns and not is_turn and not request.resumable:
                 self._expect_another_turn(request)
 
     def _may_connect(self, request: Request, source: RemotePrefill) -> bool:
@@ -150,7 +150,7 @@ class RequestIntake:
             self.lease_intents[request.request_id] = LeaseUse.TURN
 
     def _offer(self, request: Request, source: RemotePrefill, shared: int, *, is_turn: bool) -> None:
-        if self._own.is_all_or_nothing and shared < source.remote_num_tokens:
+        if self._local.is_all_or_nothing and shared < source.remote_num_tokens:
             shared = 0
         elif not self._windows_reach(source, request.num_prompt_tokens):
             self._loads.decline(source)
@@ -174,12 +174,12 @@ class RequestIntake:
 
     def _windows_reach(self, source: RemotePrefill, prompt_tokens: int) -> bool:
         num_tokens, reported = source.remote_num_tokens, source.kvferry.held_from
-        if len(reported) != len(self._own.groups):
-            sides = zip(self._own.block_spans, source.remote_block_ids, strict=False)
+        if len(reported) != len(self._local.groups):
+            sides = zip(self._local.block_spans, source.remote_block_ids, strict=False)
             reported = tuple(held_from(span, len(ids), num_tokens) for span, ids in sides)
         return all(
             reaches_back(group, span, first, num_tokens, prompt_tokens)
-            for group, span, first in zip(self._own.groups, self._own.block_spans, reported, strict=False)
+            for group, span, first in zip(self._local.groups, self._local.block_spans, reported, strict=False)
         )
 
     def _compute_here(self, request: Request, reason: str, detail: str) -> None:

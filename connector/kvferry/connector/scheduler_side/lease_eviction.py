@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.connector.engine.local_engine import OwnEngine
+from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.idle import IdleState
 from kvferry.connector.scheduler_side.waiting import UnfinishedRequests
 from kvferry.scheduler.producer.eviction_order import Demand, Stall, evict
@@ -71,11 +71,16 @@ class LeaseEviction:
     """
 
     def __init__(
-        self, config: VllmConfig, own: OwnEngine, leases: ProducerLedger, idle: IdleState, max_leased_fraction: float
+        self,
+        config: VllmConfig,
+        local: LocalEngine,
+        leases: ProducerLedger,
+        idle: IdleState,
+        max_leased_fraction: float,
     ) -> None:
         self._requests = UnfinishedRequests(config)
         self.unfinished: Mapping[str, Request] = self._requests.by_id
-        self._own = own
+        self._local = local
         self._leases = leases
         self._idle = idle
         self._fraction = max_leased_fraction
@@ -165,11 +170,11 @@ class LeaseEviction:
         """What leases are to give; None when they need not give anything."""
         if self._bounds is None:
             most = self._requests.most(manager)
-            self._bounds = _Bounds.of(manager, most, self._fraction, reserves=self._own.offers_turns)
+            self._bounds = _Bounds.of(manager, most, self._fraction, reserves=self._local.offers_turns)
         references, bounds = self._leases.block_references, self._bounds
         free, leased = manager.block_pool.get_num_free_blocks(), len(references)
         slots_short = False
-        if self._own.offers_turns:
+        if self._local.offers_turns:
             slots_short = self._leases.free_slots + references.num_ending < self._leases.slots / _RESERVED
         is_kept = leased <= bounds.cap and not slots_short
         if is_kept and free >= bounds.most + bounds.reserve:

@@ -6,7 +6,7 @@ import ipaddress
 import logging
 from collections.abc import Callable
 
-from kvferry.connector.engine.local_engine import OwnEngine
+from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.producer.ledger import ProducerLedger
@@ -17,27 +17,27 @@ logger = logging.getLogger(__name__)
 
 
 def listen(
-    own: OwnEngine, counters: Counters, secrets: Secrets, leases: ProducerLedger, tick: Callable[[], None]
+    local: LocalEngine, counters: Counters, secrets: Secrets, leases: ProducerLedger, tick: Callable[[], None]
 ) -> SideChannelListener | None:
     """This engine's listener; None for one that nobody reads from.
 
     Raises:
         InvalidConfig: the address is taken, or the secrets cannot be used.
     """
-    if not own.is_read_from:
+    if not local.is_read_from:
         return None
-    if not secrets and not _is_loopback(own.host):
+    if not secrets and not _is_loopback(local.host):
         logger.warning(
             "the side channel on %s:%d answers anybody who can reach it; set KVFERRY_SECRET_FILE, or keep it on a "
             "trusted network",
-            own.host,
-            own.port,
+            local.host,
+            local.port,
         )
 
     def knows(boot: str, name: LeaseName) -> bool:
-        return boot == own.boot and leases.knows(name)
+        return boot == local.boot and leases.knows(name)
 
-    return SideChannelListener(own.host, own.port, counters, secrets, leases.clock, tick, knows)
+    return SideChannelListener(local.host, local.port, counters, secrets, leases.clock, tick, knows)
 
 
 def _is_loopback(host: str) -> bool:

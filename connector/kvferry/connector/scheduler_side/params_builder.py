@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector.engine.local_engine import OwnEngine
+from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.engine.prompt import prompt_of
 from kvferry.plan.tokens import held_from
 from kvferry.protocol.digests import digest_chain
@@ -41,10 +41,10 @@ class HeldTokens:
 class ParamsBuilder:
     """Builds the params of one engine's requests."""
 
-    def __init__(self, own: OwnEngine, kv_cache_config: KVCacheConfig) -> None:
-        self._own = own
+    def __init__(self, local: LocalEngine, kv_cache_config: KVCacheConfig) -> None:
+        self._local = local
         self._kv_cache_config = kv_cache_config
-        self._signer = ParamsSigner(own.mac_key)
+        self._signer = ParamsSigner(local.mac_key)
 
     def held(self, request: Request, block_ids: tuple[list[int], ...], use: LeaseUse) -> HeldTokens | None:
         """What can be offered of a request that has ended; None when it ended badly or has nothing.
@@ -55,7 +55,7 @@ class ParamsBuilder:
         if request.status not in _ENDED_WELL:
             return None
         computed = request.num_computed_tokens - request.num_in_flight_tokens
-        left_out = self._own.left_out if use is LeaseUse.TURN else 0  # of a prompt, before it was computed
+        left_out = self._local.left_out if use is LeaseUse.TURN else 0  # of a prompt, before it was computed
         num_tokens = max(0, min(computed, len(request.all_token_ids) - 1) - left_out)
         prompt = prompt_of(request, num_tokens)
         blocks = self._transferable(block_ids, num_tokens)
@@ -67,7 +67,7 @@ class ParamsBuilder:
         """The offer, signed."""
         ticket = Ticket(
             version=PARAMS_VERSION,
-            boot=self._own.boot,
+            boot=self._local.boot,
             lease_slot=lease.slot,
             lease_epoch=epoch_to_text(lease.epoch),
             lease_s=lease_s,
@@ -75,18 +75,18 @@ class ParamsBuilder:
             mac=_NO_MAC,
             held_from=tuple(
                 held_from(span, len(ids), held.num_tokens)
-                for span, ids in zip(self._own.block_spans, held.blocks, strict=True)
+                for span, ids in zip(self._local.block_spans, held.blocks, strict=True)
             ),
         )
         unsigned = RemotePrefill(
-            remote_engine_id=self._own.engine_id,
+            remote_engine_id=self._local.engine_id,
             remote_request_id=held.request_id,
             remote_block_ids=held.blocks,
-            remote_host=self._own.host,
-            remote_port=self._own.port,
-            tp_size=self._own.topology.tp,
-            pp_size=self._own.topology.pp,
-            dcp_size=self._own.topology.dcp,
+            remote_host=self._local.host,
+            remote_port=self._local.port,
+            tp_size=self._local.topology.tp,
+            pp_size=self._local.topology.pp,
+            dcp_size=self._local.topology.dcp,
             remote_num_tokens=held.num_tokens,
             kvferry=ticket,
         )
@@ -98,7 +98,7 @@ class ParamsBuilder:
         vLLM may have one block more than that: a step that was in flight when the request stopped had its token too.
         """
         chosen = self._kv_cache_config.select_transfer_block_ids(block_ids)
-        clipped = [ids[: -(-num_tokens // span)] for ids, span in zip(chosen, self._own.block_spans, strict=True)]
+        clipped = [ids[: -(-num_tokens // span)] for ids, span in zip(chosen, self._local.block_spans, strict=True)]
         return tuple(tuple(ids[_leading_nulls(ids) :]) for ids in clipped)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.connector.allowed_hosts import AllowedHosts
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import facts_of, is_alone, lease_slots, num_workers, uses_host_buffer
-from kvferry.connector.engine.local_engine import OwnEngine, write_description
+from kvferry.connector.engine.local_engine import LocalEngine, write_description
 from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata, workers_of
 from kvferry.connector.metrics.stats import FerryStats
 from kvferry.connector.scheduler_side.drain import Drain, DrainSignal
@@ -64,7 +64,7 @@ class SchedulerSide:
         self._recomputes: bool = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
         self._copies_blocks = uses_host_buffer(vllm_config)
         self._facts = facts_of(vllm_config, config)
-        self._own = OwnEngine.of(vllm_config, kv_cache_config, config)
+        self._local = LocalEngine.of(vllm_config, kv_cache_config, config)
         self.counters = Counters()
         self.leases = ProducerLedger(
             lease_slots(config, vllm_config),
@@ -74,17 +74,17 @@ class SchedulerSide:
         )
         self.loads = ConsumerLedger(self.counters, config.kv_recompute_threshold)
         allowed = AllowedHosts.of(config.allowed_hosts) if config.allowed_hosts is not None else None
-        self.tracing = scheduler_tracing(vllm_config, config, self._own)
+        self.tracing = scheduler_tracing(vllm_config, config, self._local)
         self.leases.observer = self.loads.observer = self.tracing
-        self._intake = RequestIntake(self._own, self.leases, self.loads, self.counters, allowed, self.tracing)
-        self._params_builder = ParamsBuilder(self._own, kv_cache_config)
+        self._intake = RequestIntake(self._local, self.leases, self.loads, self.counters, allowed, self.tracing)
+        self._params_builder = ParamsBuilder(self._local, kv_cache_config)
         self._correlations = Correlations(self.counters)
         self._gauges = EngineGauges(self.leases, self.loads)
         self._quarantined_blocks = QuarantinedBlocks()
         self._held = HeldBlocks()
-        self._acks = WorkerAcks(num_workers(self._own.topology))
+        self._acks = WorkerAcks(num_workers(self._local.topology))
         self._idle = IdleState(self.leases, self._quarantined_blocks, self._acks.workers)
-        self._eviction = LeaseEviction(vllm_config, self._own, self.leases, self._idle, config.max_leased_fraction)
+        self._eviction = LeaseEviction(vllm_config, self._local, self.leases, self._idle, config.max_leased_fraction)
         self._integrity = Integrity(
             self.leases,
             self.loads,
@@ -98,10 +98,10 @@ class SchedulerSide:
         self._is_alone = is_alone(vllm_config)
         self._drain_signal = DrainSignal()
         self._drain = Drain(self._drain_signal, self.leases, float(vllm_config.shutdown_timeout))
-        self._renewer = LeaseRenewer(self.counters, self._secrets) if self._own.reads else None
-        self._listener = listen(self._own, self.counters, self._secrets, self.leases, self._idle.poll)
+        self._renewer = LeaseRenewer(self.counters, self._secrets) if self._local.reads else None
+        self._listener = listen(self._local, self.counters, self._secrets, self.leases, self._idle.poll)
         self._known = KnownProducers(
-            config.prewarm_peers, self._own.engine_id, config.handshake_timeout_s, self._secrets
+            config.prewarm_peers, self._local.engine_id, config.handshake_timeout_s, self._secrets
         )
 
     # What vLLM calls when requests come and go.
@@ -176,7 +176,7 @@ class SchedulerSide:
         """
         if self._listener is not None:
             # Before leases are evicted: an engine that was idle does not know yet which leases are claimed.
-            receive_messages(self._listener, self.leases, self._own.boot, self.counters)
+            receive_messages(self._listener, self.leases, self._local.boot, self.counters)
         asks = self._idle.begin_step()
         self._drain.step()
         self._eviction.evict()
@@ -184,7 +184,7 @@ class SchedulerSide:
             for producer in self._known.take():
                 self.loads.prewarm_static(producer, time.monotonic())
         may_expire = not self._idle.is_waking  # else leases that were read while idle would count as expired
-        orders = next_orders(self.leases, self.loads, self._own.boot, time.monotonic(), may_expire=may_expire)
+        orders = next_orders(self.leases, self.loads, self._local.boot, time.monotonic(), may_expire=may_expire)
         self._integrity.poll()
         metadata = _NOTHING
         if orders:
@@ -244,12 +244,12 @@ class SchedulerSide:
         if not described:
             return
         engine = EngineDescription(
-            engine_id=self._own.engine_id,
-            boot=self._own.boot,
-            mac_key=self._own.mac_key,
+            engine_id=self._local.engine_id,
+            boot=self._local.boot,
+            mac_key=self._local.mac_key,
             facts=self._facts,
-            topology=self._own.topology,
-            groups=self._own.groups,
+            topology=self._local.topology,
+            groups=self._local.groups,
             workers=described,
         )
         if self._listener is not None:
@@ -309,7 +309,7 @@ class SchedulerSide:
     def _local_blocks(self, request: Request, blocks: KVCacheBlocks) -> tuple[Sequence[int], ...]:
         """Where the request's tokens are to be loaded, per transferred cache group."""
         chosen = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
-        return self._own.without_scratch(chosen, self.loads.shared_tokens(request.request_id))
+        return self._local.without_scratch(chosen, self.loads.shared_tokens(request.request_id))
 
     def _free(self, report: FerryWorkerMetadata) -> None:
         """Give back what every worker calls over; of leases alone whose hold the workers know."""

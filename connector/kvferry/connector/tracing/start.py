@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.engine.local_engine import OwnEngine
+from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.tracing.scheduler_events import UNTRACED, RecordedScheduler, SchedulerTracing
 from kvferry.connector.tracing.spans import SpanItem
 from kvferry.connector.tracing.worker_events import UNTRACED as UNTRACED_WORKER
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def scheduler_tracing(vllm_config: VllmConfig, config: FerryConfig, own: OwnEngine) -> SchedulerTracing:
+def scheduler_tracing(vllm_config: VllmConfig, config: FerryConfig, local: LocalEngine) -> SchedulerTracing:
     """What the scheduler's half tells of itself.
 
     Raises:
         InvalidConfig: nothing can be written in `trace_dir`.
     """
-    opened = _file(vllm_config, config, Part.SCHEDULER, own.boot, "")
+    opened = _file(vllm_config, config, Part.SCHEDULER, local.boot, "")
     spans = _spans() if has_opentelemetry_on(vllm_config) else None
     if opened is None and spans is None:
         return UNTRACED
     file: Recorder[Event] | None = None if opened is None else Recorder(opened)
-    return RecordedScheduler(own.boot, file, spans)
+    return RecordedScheduler(local.boot, file, spans)
 
 
 def worker_tracing(vllm_config: VllmConfig, config: FerryConfig, place: Place) -> WorkerTracing:

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, SlidingW
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.engine.local_engine import OwnEngine, block_spans
+from kvferry.connector.engine.local_engine import LocalEngine, block_spans
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
@@ -37,7 +37,7 @@ def cache(*groups: Any) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=50, kv_cache_tensors=[], kv_cache_groups=list(groups), kv_cache_layout="LBHNC")
 
 
-def own(**changed: Any) -> OwnEngine:
+def local_engine(**changed: Any) -> LocalEngine:
     usual: dict[str, Any] = {
         "engine_id": "e",
         "host": "127.0.0.1",
@@ -51,7 +51,7 @@ def own(**changed: Any) -> OwnEngine:
         "takes_turns": True,
         "offers_turns": True,
     }
-    return OwnEngine(**{**usual, **changed})
+    return LocalEngine(**{**usual, **changed})
 
 
 def finished(tokens: int) -> Request:
@@ -71,7 +71,7 @@ def test_ranks_that_share_tokens_out_widen_the_blocks_of_sharded_groups_only(dcp
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (32, 1), (33, 2), (100, 4), (128, 4), (129, 5)])
 def test_the_blocks_of_shared_out_tokens_are_clipped_by_what_they_cover(tokens: int, blocks: int) -> None:
     """vLLM clips by the local size, so the step in flight's block is still in its list."""
-    params_builder = ParamsBuilder(own(), cache(latent()))
+    params_builder = ParamsBuilder(local_engine(), cache(latent()))
     ids = list(range(10, 20))
     held = params_builder.held(finished(tokens), (ids,), LeaseUse.PROMPT)
     assert held is not None
@@ -85,7 +85,7 @@ def test_a_window_of_whole_tokens_beside_shared_out_ones_keeps_its_own_count() -
         CacheGroup(policy="full", block_tokens=16),
         CacheGroup(policy="window", block_tokens=16, window_tokens=40),
     )
-    params_builder = ParamsBuilder(own(groups=groups, block_spans=(32, 16)), cache(latent(), window()))
+    params_builder = ParamsBuilder(local_engine(groups=groups, block_spans=(32, 16)), cache(latent(), window()))
     held = params_builder.held(finished(100), ([1, 2, 3, 4, 5], [0, 0, 0, 8, 9, 10, 11, 12]), LeaseUse.PROMPT)
     assert held is not None
     assert held.blocks == ((1, 2, 3, 4), (8, 9, 10, 11))
@@ -94,7 +94,7 @@ def test_a_window_of_whole_tokens_beside_shared_out_ones_keeps_its_own_count() -
 
 @pytest.mark.parametrize(("use", "tokens"), [(LeaseUse.PROMPT, 100), (LeaseUse.TURN, 98)])
 def test_an_answer_is_offered_without_what_a_predictor_wrote_from_drafts(use: LeaseUse, tokens: int) -> None:
-    held = ParamsBuilder(own(left_out=2), cache(latent())).held(finished(100), ([1, 2, 3, 4],), use)
+    held = ParamsBuilder(local_engine(left_out=2), cache(latent())).held(finished(100), ([1, 2, 3, 4],), use)
     assert held is not None
     assert (held.num_tokens, len(held.digests)) == (tokens, 1)
 
@@ -103,7 +103,7 @@ def test_an_answer_is_offered_without_what_a_predictor_wrote_from_drafts(use: Le
 def test_scratch_blocks_behind_a_state_are_not_loaded_into(span: int, blocks: tuple[int, ...]) -> None:
     """For drafts vLLM gives a request more blocks than its tokens have, and the last of them are not the state's."""
     groups = (CacheGroup(policy="state", block_tokens=span), CacheGroup(policy="full", block_tokens=16))
-    engine = own(groups=groups, block_spans=(span, 16))
+    engine = local_engine(groups=groups, block_spans=(span, 16))
     assert engine.without_scratch(((3, 5, 7, 8), (1, 2, 4, 6)), 40) == (blocks, (1, 2, 4, 6))
 
 
@@ -111,7 +111,7 @@ def test_scratch_blocks_behind_a_state_are_not_loaded_into(span: int, blocks: tu
 def test_a_request_that_ended_badly_has_nothing_to_offer(status: RequestStatus) -> None:
     request = finished(100)
     request.status = status
-    assert ParamsBuilder(own(), cache(latent())).held(request, ([1, 2, 3, 4],), LeaseUse.TURN) is None
+    assert ParamsBuilder(local_engine(), cache(latent())).held(request, ([1, 2, 3, 4],), LeaseUse.TURN) is None
 
 
 @pytest.mark.parametrize(
@@ -123,17 +123,17 @@ def test_turns_make_an_engine_of_either_role_one_that_reads_and_is_read_from(
 ) -> None:
     made = vllm_config("NixlConnector", module="kvferry.connector", role=role)
     caches = config_of(group(full()))
-    with_turns = OwnEngine.of(made, caches, FerryConfig(bidirectional_kv_xfer=True))
+    with_turns = LocalEngine.of(made, caches, FerryConfig(bidirectional_kv_xfer=True))
     assert (with_turns.takes_turns, with_turns.offers_turns) == (takes, offers)
     assert (with_turns.reads, with_turns.is_read_from) == (True, True)
-    without = OwnEngine.of(made, caches, FerryConfig())
+    without = LocalEngine.of(made, caches, FerryConfig())
     assert (without.takes_turns, without.offers_turns) == (False, False)
     assert (without.reads, without.is_read_from) == (role != "kv_producer", role != "kv_consumer")
 
 
-def both_roles(**config: Any) -> OwnEngine:
+def both_roles(**config: Any) -> LocalEngine:
     made = vllm_config("NixlConnector", module="kvferry.connector", role="kv_both", **config)
-    return OwnEngine.of(made, config_of(group(full())), FerryConfig(bidirectional_kv_xfer=True))
+    return LocalEngine.of(made, config_of(group(full())), FerryConfig(bidirectional_kv_xfer=True))
 
 
 def test_turns_are_offered_and_taken_with_the_option_only(ferry_log: pytest.LogCaptureFixture) -> None:
