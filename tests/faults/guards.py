@@ -227,7 +227,7 @@ GUARDS = (
         "kvferry.worker.loads.load:Load._check_fence",
         _only_one_reading(before=True),
         (
-            f"{_ENGINES}/test_fence.py::test_blocks_that_were_given_away_during_the_read_are_never_believed[nixl]",
+            f"{_ENGINES}/test_fence.py::test_a_load_whose_blocks_were_given_away_during_the_read_is_never_good[nixl]",
             f"{_ENGINES}/test_fence.py::test_a_lease_that_computes_again_after_the_read_is_no_good_either",
         ),
     ),

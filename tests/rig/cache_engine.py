@@ -1,7 +1,7 @@
-"""Engines without a model, of any caches: all of kvferry is real, vLLM apart.
+"""Engines without a model, with any caches: all of kvferry is real, only vLLM is missing.
 
 One engine has one scheduler (both ledgers, a listener and a renewer on loopback) and a `FerryWorker` with an agent of
-its own for every rank. The test is the step loop of both engines.
+its own for every rank. The test runs the step loop of both engines.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class CacheEngine:
 
     Attributes:
         sent, loaded: per request, how many workers have reported it.
-        failed: per request why the first worker that failed did.
-        totals: of every worker's good loads.
-        counts: what workers counted besides.
+        failed: per request the reason of the first worker that failed.
+        totals: totals of every worker's good loads.
+        counts: the workers' other counters.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class CacheEngine:
         self.renewer = LeaseRenewer(self.counters)
 
     def lease(self, request_id: str, request: Request, compute: Callable[[], None]) -> RemotePrefill:
-        """A prompt is computed, which leaves its caches with the workers, and its blocks are leased."""
+        """Compute a prompt under a lease, and hold its blocks. Returns the signed params."""
         assert self.leases.open(request_id)
         self.step()
         compute()
@@ -132,7 +132,7 @@ class CacheEngine:
         return sign_params(params, self._mac_key)
 
     def load(self, request_id: str, request: Request, params: RemotePrefill) -> None:
-        """All workers are told to load it."""
+        """Order the load on all workers."""
         assert self.loads.offer(request_id, params, request.stop_token, 0.0) is None
         count = self.loads.matched_tokens(request_id, request.first_token)
         self.loads.allocated(request_id, count, request.local)
@@ -144,11 +144,11 @@ class CacheEngine:
         return reported >= len(self.workers)
 
     def is_free(self, request_id: str) -> bool:
-        """Whether every worker has reported that nobody reads the request's blocks any more."""
+        """Whether every worker has reported that the request's blocks are no longer read."""
         return self.sent[request_id] >= len(self.workers)
 
     def step(self) -> None:
-        """One step: what the scheduler decides goes to all workers, what they report comes back."""
+        """One step: pass the scheduler's orders to all workers and their results back."""
         receive_messages(self.listener, self.leases, self.boot, self.counters)
         orders = next_orders(self.leases, self.loads, self.boot, time.monotonic())
         if orders:

@@ -1,4 +1,4 @@
-"""A producer whose prefill context parallel ranks share out the tokens of a prompt; see `tests.rig.engine`."""
+"""A producer whose prefill context parallel ranks divide the tokens of a prompt; see `tests.rig.engine`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tests.rig.memory import Numbers
 from tests.worker.context_parallel_ranks import RankPool
 
 Read = dict[int, set[tuple[tuple[str, str], int]]]
-"""What is read of each producer worker: heads of tensors by name."""
+"""The heads that are read of each producer worker, by tensor name."""
 
 
 class ContextParallelEngine(RigEngine):
-    """Its prefills are computed by ranks of a process group, each its part, in three steps beside two other requests.
+    """Ranks of a process group compute its prefills, each its part, in three steps beside two other requests.
 
-    Every replica writes the tokens of all ranks into its own cache, where the slot mapping says.
+    Every replica writes the tokens of all ranks into its own cache, by the slot mapping.
 
     Attributes:
         computed_rows: per step, the rows that each rank of one group has computed.
-        unequal: the workers whose caches were not what one rank that computes everything would have left.
-        spoil: of every worker what becomes wrong after the prefill: heads of tensors by name.
+        unequal: the workers whose caches differ from those of one rank that computes everything.
+        spoil: for every worker the heads that are made wrong after the prefill, by tensor name.
     """
 
     def __init__(self, pool: RankPool, *arguments: Any) -> None:
@@ -72,7 +72,7 @@ class ContextParallelEngine(RigEngine):
 
 
 def read_by(plans: Sequence[TransferPlan]) -> Read:
-    """What the plans of all consumer workers read of each producer worker."""
+    """The heads that the plans of all consumer workers read of each producer worker."""
     found: Read = defaultdict(set)
     for route in (route for plan in plans for route in plan.routes):
         for one in route.slices:
@@ -118,7 +118,7 @@ def _computed_by_one(step: Step, tensors: tuple[PagedTensor, ...], numbers: Numb
 
 
 def _contents_after(caches: KvCaches, steps: Sequence[Written]) -> list[torch.Tensor]:
-    """What every allocation holds when the steps have been written; the caches themselves stay as they are."""
+    """The contents of every allocation after the steps are written; the caches themselves stay as they are."""
     before = [storage.clone() for storage in caches.storages]
     for step in steps:
         _write(caches, step)

@@ -1,4 +1,4 @@
-"""What one rank of a context parallel producer does: it computes its tokens, and gets those of the others."""
+"""One rank of a context parallel producer: it computes its tokens, and gets those of the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Step:
     """One step of the producer.
 
     Attributes:
-        requests: who takes part; 0 is the request that is handed over.
+        requests: the requests of the step; 0 is the request that is handed over.
         scheduled, computed: tokens of each, of this step and of those before.
         slots: of every scheduled token.
     """
@@ -34,10 +34,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Written:
-    """What a replica writes to its cache in a step.
+    """The rows that a replica writes to its cache in a step.
 
     Attributes:
-        rows: uint8 `[P, row_bytes]`, what tokens leave in all layers, see `token_rows`.
+        rows: uint8 `[P, row_bytes]`, the tokens' entries in all layers, see `token_rows`.
         slots: int64 `[P]`.
         computed: rows that this rank computed itself.
     """
@@ -66,7 +66,7 @@ def compute_steps(
     numbers: Numbers,
     steps: Sequence[Step],
 ) -> list[Written]:
-    """All steps of a prefill on one rank. What it computes for padding is noise of no token."""
+    """All steps of a prefill on one rank. For padding it computes noise that belongs to no token."""
     manager = PCPManager(
         group,
         device=device,

@@ -1,4 +1,4 @@
-"""Engines of any shards and layouts, whose memory is looked at whole."""
+"""Engines of any shards and layouts, whose whole memory is checked."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class RigEngine(CacheEngine):
         super().__init__(name, cache_groups(model, side), side.shards.topology, caches, make_fabric, settings)
 
     def prefill(self, request_id: str, request: Request, numbers: Numbers) -> RemotePrefill:
-        """A prompt is computed: all workers hold their shares of it, and its blocks are leased."""
+        """Compute a prompt: fill all workers' shares of it and lease its blocks."""
         return self.lease(request_id, request, lambda: self.compute(request, numbers))
 
     def compute(self, request: Request, numbers: Numbers) -> None:
-        """What the prefill itself leaves in the caches of all workers."""
+        """Write the results of the prefill to the caches of all workers."""
         for memory in self.memories:
             memory.fill(self.groups, request, numbers)
 

@@ -1,7 +1,7 @@
-"""What elements hold where both sides keep them in other formats: values that every format has exactly.
+"""Elements for pairs with different formats: values that every format represents exactly.
 
 A value is ±2^e · (1 + m/8) with e from -3 to 4 and m from 0 to 7. In float8_e4m3, in 16- and in 32-bit floats it is
-the same number, also when it is divided by a scale of 1/2, 1 or 2. So what arrives must be right to the last bit,
+the same number, also when it is divided by a scale of 1/2, 1 or 2. So the result must be right to the last bit,
 however a conversion rounds.
 """
 
@@ -49,7 +49,7 @@ def element_names(tensor: PagedTensor, names: Ints) -> Ints:
 
 
 def stored_bytes(tensor: PagedTensor, names: Ints, patterns: Bytes) -> Bytes:
-    """What a tensor's memory holds for named bytes whose elements have these patterns."""
+    """The bytes in a tensor's memory for named bytes whose elements have these patterns."""
     stored = _STORED[tensor.format.dtype]
     scales = np.array([SCALES.index(scale) for scale in tensor.scales or (1.0,)])
     head = head_of(names) - tensor.heads.start if len(scales) > 1 else np.zeros(names.shape, np.int64)

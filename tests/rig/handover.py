@@ -1,4 +1,4 @@
-"""One handover between two rig engines, every byte of both looked at."""
+"""One handover between two rig engines; every byte of both is checked."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Moved:
-    """What a handover moved.
+    """Totals of a handover.
 
     Attributes:
         num_bytes, descriptors: over all consumer workers, as NIXL counted them.
-        staged_bytes, waves: of these what went through the staging pools.
+        staged_bytes, waves: the part of them that went through the staging pools.
     """
 
     num_bytes: int
@@ -52,11 +52,10 @@ def rig_of(
 
 
 def hand_over(pair: Pair, producer: RigEngine, consumer: RigEngine, request_id: str = "request") -> Moved:
-    """The pair's request is prefilled here and loaded there.
+    """Prefill the pair's request on the producer and load it on the consumer.
 
     Raises:
-        AssertionError: the load is not good, a byte of either side is not what it must be, or somebody is told too
-            little or too much.
+        AssertionError: the load is not good, a byte of either side is wrong, or a report is missing or repeated.
     """
     request, numbers = pair.request, number_names(consumer.description)
     params = producer.prefill(request_id, request, numbers)
@@ -95,7 +94,7 @@ def step_until(happened: Callable[[], bool], what: str, *engines: CacheEngine, t
 
 
 def check_end(producer: CacheEngine, consumer: CacheEngine, request_id: str) -> None:
-    """Each worker has reported once, nothing was told in vain, and no lease and no load is left."""
+    """Check that each worker has reported once, that no message was wasted, and that no lease or load is left."""
     for engine in (producer, consumer):
         for _ in range(3):
             engine.step()

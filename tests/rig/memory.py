@@ -1,4 +1,4 @@
-"""The memory of one rig worker: real allocations, full of noise or of what a request says, and looked at whole."""
+"""The memory of one rig worker: real allocations, filled with noise or a request's values, and checked whole."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WorkerMemory:
         floats: whether tensors of floats hold values that every format has; otherwise a byte is a byte.
 
     Attributes:
-        kv: the same as kvferry gets it.
+        kv: the same memory as it is passed to kvferry.
     """
 
     def __init__(self, caches: Caches, seed: int, *, floats: bool = False) -> None:
@@ -58,7 +58,7 @@ class WorkerMemory:
         return Snapshot(np.concatenate([np.empty(0, np.uint8), *self._parts]))
 
     def fill(self, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers) -> None:
-        """What a prefill leaves: the values of the request's tokens; everything else stays noise."""
+        """Write the values of the request's tokens, as a prefill would; everything else stays noise."""
         names = produced(self.kv.tensors, groups, self._memory, request, numbers)
         content = np.where(names >= 0, self._values(names, numbers), self.snapshot().content)
         at = 0
@@ -67,7 +67,7 @@ class WorkerMemory:
             at += len(part)
 
     def _values(self, names: Ints, numbers: Numbers) -> Bytes:
-        """What named bytes hold."""
+        """The values of named bytes."""
         found = noise(names)
         number = number_of(names)
         for tensor in self._floats:
@@ -79,10 +79,10 @@ class WorkerMemory:
     def check_loaded(
         self, before: Snapshot, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers
     ) -> None:
-        """Every byte: the request's are there, its loaded blocks hold nothing else, and nothing beside has changed.
+        """Check every byte: the request's have arrived, its loaded blocks hold nothing else, and no other has changed.
 
         Raises:
-            AssertionError: saying which byte is wrong.
+            AssertionError: naming the wrong byte.
         """
         target = wanted(self.kv.tensors, groups, self._memory, request, numbers)
         now, right = self.snapshot().content, self._values(target.names, numbers)

@@ -1,7 +1,7 @@
-"""A prompt whose tokens ranks share out, read through NIXL from the replicas that the plan chose.
+"""A prompt whose tokens are divided among ranks, read through NIXL from the replicas that the plan chose.
 
-The ranks are processes of a real group. What a token leaves in the caches follows from its position alone, so a token
-computed by nobody, at another position or written to another slot is a wrong byte at the consumer.
+The ranks are processes of a real group. The bytes of a token in the caches follow from its position alone, so a token
+that no rank computed, at another position or written to another slot is a wrong byte at the consumer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def planned(producer: RigEngine, consumer: RigEngine) -> Read:
 
 @pytest.mark.parametrize("name", SCENES)
 def test_every_byte_comes_from_the_replicas_that_the_plan_spreads_readers_over(pool: RankPool, name: str) -> None:
-    """Whatever no route reads is wrong: nothing but what the plan says can have been read."""
+    """All heads that no route reads are made wrong, so only the heads of the plan can have been read."""
     made = SCENES[name].pair
     with rig_of(made, make_producer=functools.partial(ContextParallelEngine, pool)) as (producer, consumer):
         assert isinstance(producer, ContextParallelEngine)
@@ -85,7 +85,7 @@ def test_every_byte_comes_from_the_replicas_that_the_plan_spreads_readers_over(p
 
 @pytest.mark.parametrize("name", ["pcp 2 to tp 2", "mla, pcp 4 to tp 2"])
 def test_a_replica_that_is_right_is_of_no_use_when_the_plan_reads_another(pool: RankPool, name: str) -> None:
-    """The counterproof: of a wrong replica that is read, the consumer has wrong bytes."""
+    """Counter-check: if a replica that is read is wrong, the consumer has wrong bytes."""
     made = SCENES[name].pair
     with rig_of(made, make_producer=functools.partial(ContextParallelEngine, pool)) as (producer, consumer):
         assert isinstance(producer, ContextParallelEngine)

@@ -1,4 +1,4 @@
-"""Pairs that people run, through real NIXL: every byte in place, every worker told, every block free again."""
+"""Pairs that people run, through real NIXL: every byte in place, every worker notified, every block free again."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ POOLS = {"direct": 0, "staged": 1 << 16}
 
 @dataclass(frozen=True)
 class Scene:
-    """A pair, and what has to be read.
+    """A pair, and the amounts to be read.
 
     Attributes:
         read_tokens: tokens in the units that are read.
         copies: how often they are read: replicas among the consumer's workers.
-        other_bytes: what is read of other groups than those that hold every token.
+        other_bytes: bytes read of groups that do not hold every token.
     """
 
     pair: Pair
@@ -84,7 +84,7 @@ def states(producer: int, consumer: int, *, overlaid: bool) -> Scene:
 
 
 def windows(producer: int, consumer: int, held_from: int) -> Scene:
-    """A window of 20 tokens of 45: what lies before the held ones in a block becomes zero."""
+    """A window of 20 tokens of 45: the tokens before the held ones in a block become zero."""
     model = attention(window=20)
     there, here = side(model, block=producer), side(model, block=consumer, tp=2)
     return Scene(pair(model, there, here, tokens=45), 0, other_bytes=(48 - held_from) * 4 * 2 * 32)
@@ -138,7 +138,7 @@ def test_every_byte_arrives(name: str, pool: str) -> None:
 
 
 def test_one_request_after_the_other_between_the_same_engines() -> None:
-    """The second one finds its peers known, and other tokens in the same blocks."""
+    """The second one finds its peers connected, and other tokens in the same blocks."""
     made = SCENES["tp 2 to 3"].pair
     shorter = replace(made.request, num_tokens=42, stop_token=42)
     with rig_of(made) as (producer, consumer):

@@ -1,4 +1,4 @@
-"""A sample of the planner's random pairs, moved by real NIXL: what arrives is what the brute-force model says."""
+"""A sample of the planner's random pairs, moved by real NIXL and compared with the brute-force model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run(
 
 
 def without_dtype(side: Side) -> Side:
-    """The side with what its model says of its caches' dtype."""
+    """The side without a cache dtype of its own: the dtype of its model applies."""
     return replace(side, cache_dtype="")
 
 

@@ -24,7 +24,7 @@ def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
 
 @pytest.fixture(params=[MemoryHarness, NixlTcpHarness], ids=["memory", "nixl-tcp"])
 def waiting_harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
-    """Transports that need the peer's help for a read. Over CMA the kernel reads from a frozen process as well."""
+    """Transports that need the peer's help for a read; over CMA the kernel reads from a frozen process as well."""
     with contextlib.closing(request.param()) as made:
         yield made
 

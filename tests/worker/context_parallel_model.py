@@ -66,7 +66,7 @@ class Batch:
         return [request for request, count in enumerate(self.scheduled) for _ in range(count)]
 
     def positions(self) -> list[int]:
-        """Of the tokens in the scheduled order."""
+        """The positions of the tokens in the scheduled order."""
         return [done + at for count, done in zip(self.scheduled, self.computed, strict=True) for at in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""Ranks of a real process group that stay, so that many cases cost one start.
+"""Ranks of a real process group that are kept, so that many cases cost one start.
 
 They are forked from one process that has imported everything and started no thread.
 """
@@ -33,7 +33,7 @@ class RankPool:
 
     Args:
         size: how many. There are groups of every power of two up to it.
-        module: what the ranks are asked for is in it; imported once, before they are forked.
+        module: defines the functions that the ranks call; imported once, before they are forked.
         backend: `gloo` or `nccl`.
     """
 
@@ -48,7 +48,7 @@ class RankPool:
         """Call the function on the first ranks at the same time.
 
         Returns:
-            What each rank has returned.
+            The result of each rank.
 
         Raises:
             AssertionError: a rank has failed, or does not answer; then the next call starts new processes.
@@ -71,7 +71,7 @@ class RankPool:
         return [answer for answer, _ in answers]
 
     def close(self) -> None:
-        """End the processes: the ranks when nobody can ask them any more, the one that forked them with the last."""
+        """End the processes: the ranks when their pipes are closed, the one that forked them with the last rank."""
         for end in self._ends:
             end.close()
         if self._process is not None:
@@ -144,5 +144,5 @@ def _serve(backend: str, store: str, rank: int, ends: list[Connection]) -> None:
             ranks, function, arguments = ends[rank].recv()
             try:
                 ends[rank].send((function(groups[ranks], device, *arguments), ""))
-            except Exception:  # noqa: BLE001 - whatever it is, the test is told
+            except Exception:  # noqa: BLE001 - passed to the test, whatever it is
                 ends[rank].send((None, traceback.format_exc()))

@@ -1,4 +1,4 @@
-"""What a rank does in the tests of the executor, and what it is asked for."""
+"""The functions that ranks run in the tests of the executor, with their arguments and results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvferry.worker.context_parallel.manager import PCPManager
 from tests.worker.context_parallel_model import Batch
 
 POISON = 0xEE
-"""What a rank computes for padding."""
+"""The byte that a rank computes for padding."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What is gathered: rows of `shape` in `dtype`, whose bytes follow from `seed` and the token."""
+    """Rows to gather, of `shape` in `dtype`; their bytes follow from `seed` and the token."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one rank has after one step: bytes `[T, row_bytes]` and `[P, row_bytes]`, the shapes, the slots `[P]`.
+    """One rank's results of one step: bytes `[T, row_bytes]` and `[P, row_bytes]`, the shapes, the slots `[P]`.
 
     Those of the second cache group are 5 slots further on.
     """
@@ -93,7 +93,7 @@ def run_steps(
 
 
 def refusals(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
-    """What a manager of 8 tokens, 3 requests and 16 bytes a row says to what cannot be; then it still works."""
+    """The errors of a manager of 8 tokens, 3 requests and 16 bytes a row for invalid input; then it still works."""
 
     def make(**sizes: Any) -> PCPManager:
         return PCPManager(group, **{**_SIZES, "device": device, **sizes})

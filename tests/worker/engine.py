@@ -1,7 +1,7 @@
-"""An engine of one worker without a model: everything of kvferry is real, vLLM and the fabric apart.
+"""An engine of one worker without a model: all of kvferry is real, except for vLLM and the fabric.
 
 It has both ledgers, a listener and a renewer on loopback, a `FerryWorker`, and caches whose bytes follow from a seed.
-The test is its step loop.
+The test runs its step loop.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ class Engine:
         return sign_params(msgspec.structs.replace(offer.params, kvferry=ticket_now, **fields), self.mac_key)
 
     def word(self, offer: Offer) -> int:
-        """What the offer's slot says."""
+        """The word in the offer's slot."""
         return int(self.worker._table.words[offer.slot])
 
     def end(self, offer: Offer) -> None:
-        """End the lease; the worker is told."""
+        """End the lease, on the worker too."""
         self.leases.release(LeaseName(slot=offer.slot, epoch=offer.params.kvferry.lease_epoch))
         self.step()
 
@@ -194,14 +194,14 @@ class Engine:
         return load
 
     def check_bytes(self, load: OrderedLoad, seed: int) -> None:
-        """Every byte of the cache: what was loaded is there, its tail is zero, and nothing else has changed."""
+        """Check every byte of the cache: the loaded ones are right, the tail is zero, and no other has changed."""
         expected = load.before
         self.caches.write_into(expected, load.blocks, load.first, load.stop, seed, tail=0)
         for found, wanted in zip(self.caches.memory, expected, strict=True):
             assert (found == wanted).all(), f"{(found != wanted).sum()} bytes differ"
 
     def has_bytes(self, load: OrderedLoad, seed: int) -> bool:
-        """Whether the load's own blocks hold what they should; for when others are loading too."""
+        """Whether the load's own blocks are right; for tests where others are loading too."""
         expected = [part.copy() for part in load.before]
         self.caches.write_into(expected, load.blocks, load.first, load.stop, seed, tail=0)
         own = self.caches.kernel_blocks(load.blocks)
@@ -211,14 +211,14 @@ class Engine:
     # Both.
 
     def step(self) -> None:
-        """One step of the engine: what the scheduler decides goes to the worker, what the worker reports comes back."""
+        """One step of the engine: pass the scheduler's orders to the worker and its results back."""
         receive_messages(self.listener, self.leases, self.boot, self.counters)
         self.order(next_orders(self.leases, self.loads, self.boot, time.monotonic()))
         self.collect()
         self.renewer.submit(self.loads.take_commands())
 
     def order(self, orders: StepOrders) -> None:
-        """Hand orders to the worker as they arrive there."""
+        """Hand orders to the worker in their encoded form."""
         if orders:
             self.worker.carry_out(encode_head(orders), encode_orders(orders))
 
@@ -257,10 +257,10 @@ class Engine:
         self._free += load.blocks
 
     def wait_until_idle(self) -> None:
-        """Lift the faults, and let every load end, one way or the other; then nothing of them is left.
+        """Lift the faults and let every load end, well or badly; check that nothing is left.
 
         Raises:
-            LocalProtocolError: something is; with the sums.
+            LocalProtocolError: something is left; with the sums.
         """
         thread = self.worker._thread
         if thread is None or not thread._thread.is_alive():
@@ -271,7 +271,7 @@ class Engine:
         wait_until_idle(self.worker)
 
     def close(self) -> None:
-        """Whatever was done, the sums are right."""
+        """Close the engine and check that its sums are right."""
         self.worker.check_integrity()
         self.listener.close()
         self.renewer.close()
@@ -285,5 +285,5 @@ class Engine:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that the kernel gives to no outgoing connection meanwhile."""
+    """A port without a listener, which the kernel gives to no outgoing connection meanwhile."""
     return free_ports(1, HOST)[0]

@@ -6,7 +6,7 @@ Commands come as JSON lines on stdin and are answered as JSON lines with the sam
     {"id": 2, "do": "load", "params": {…}, "seed": 3}       {"id": 2, "reason": null, "good": true}
     {"id": 3, "do": "state"}                                {"id": 3, "leases": 0, "alive": 0, "entries": 384}
 
-`good` is whether the loaded blocks hold what the seed says. The end of stdin ends the engine.
+`good` is true if the loaded blocks hold the bytes of the seed. The end of stdin ends the engine.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Server:
                 self.answer_loads()
 
     def read(self) -> bool:
-        """Carry out the commands that are here. Returns whether there may be more."""
+        """Carry out the commands that have arrived. Returns whether there may be more."""
         arrived = os.read(0, 1 << 20)
         *lines, self.unread = (self.unread + arrived).split(b"\n")
         for line in lines:

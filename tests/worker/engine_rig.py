@@ -1,6 +1,6 @@
 """Engines of one worker without a model, in one process; see `tests.worker.engine`.
 
-`Engine` and what it speaks of are imported from here:
+`Engine` and the types that it uses are imported from here:
 
     rig = Rig("memory")                          # or "nixl"
     producer, consumer = rig.engine("P"), rig.engine("C")
@@ -67,7 +67,7 @@ class Rig:
     def step_until(
         self, happened: Callable[[], object], what: str, timeout_s: float = 30.0, *, only: Engine | None = None
     ) -> None:
-        """Step all engines, or one of them, until it has happened."""
+        """Step all engines, or one of them, until the condition holds."""
         end_s = deadline_s(timeout_s)
         while not happened():
             assert time.monotonic() < end_s, f"not within {timeout_s:g} s: {what}"
@@ -95,12 +95,12 @@ class Rig:
         return seen.failed.get(load.request_id)
 
     def retire(self, engine: Engine) -> None:
-        """The engine ends as it should; its port is free again."""
+        """Close an engine and free its port."""
         engine.close()
         self.engines.remove(engine)
 
     def close(self) -> None:
-        """Everything comes to its end, and nothing is left of it."""
+        """Let everything end, close the engines, and check that nothing is left."""
         try:
             self.network.thaw_all()
             for engine in self.engines:

@@ -1,4 +1,4 @@
-"""What a toy engine is asked for and what it has seen: offers, loads, reports; and how it is set up by default."""
+"""Values of a toy engine: its offers, its loads, its workers' reports, and its default settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEASE_S = 30.0
 
 @dataclass(frozen=True)
 class Offer:
-    """One finished prefill: what its blocks hold follows from `seed`."""
+    """One finished prefill: the bytes of its blocks follow from `seed`."""
 
     params: RemotePrefill
     blocks: tuple[int, ...]
@@ -60,7 +60,7 @@ class OrderedLoad:
 
 @dataclass
 class Seen:
-    """What a worker has reported, in total. Each list keeps every report, so repetitions show."""
+    """All reports of a worker. Each list keeps every report, so that repetitions show."""
 
     sent: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
@@ -71,5 +71,5 @@ class Seen:
 
     @property
     def totals(self) -> list[LoadTotals]:
-        """Of the good loads."""
+        """Totals of the good loads."""
         return [load.totals for load in self.load_records if load.totals is not None]

@@ -1,4 +1,4 @@
-"""What the conformance suite needs besides a `Fabric`: two ways to make agents, peers that can be killed, memory."""
+"""Helpers of the conformance suite: makers of agents on the fake and on NIXL, peers that can be killed, memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE
 
 
 def finish(fabric: Fabric, transfer: Transfer, deadline_s: float = DEADLINE_S) -> None:
-    """Poll until DONE; what `poll` raises gets through."""
+    """Poll until DONE; exceptions of `poll` are not caught."""
     until(lambda: fabric.poll(transfer) is TransferState.DONE, "the read is done", deadline_s)
 
 
@@ -158,7 +158,7 @@ class MemoryProducer(Producer):
 
 
 class NixlHarness(Harness):
-    """Over loopback TCP and CMA on one host, as NIXL comes."""
+    """Over loopback TCP and CMA on one host, NIXL's default."""
 
     ucx: Mapping[str, str] = {}
 
@@ -211,7 +211,7 @@ class NixlProducer(Producer):
 
     def freeze(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)  # the signal alone stops nobody at once
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)  # the signal alone does not stop it at once
 
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""A fabric in front of the real or the fake one: it counts, raises when told to, and tells of data reads."""
+"""A fabric in front of the real or the fake one: it counts calls, raises on demand, and calls back at data reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProbeFabric:
 
     Attributes:
         calls: by method name, how often it was called.
-        faults: by method name, what is raised instead and how many more times: a call that raises has not happened.
+        faults: by method name, the error to raise and how many more times; a call that raises is not passed on.
         on_data_read: called once, on the worker's thread, before the next read that is no slot read is posted.
         live: handles that were made and not released.
         peers: agents that were added and not removed.

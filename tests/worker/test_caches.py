@@ -1,4 +1,4 @@
-"""What is registered of a worker's caches."""
+"""The memory that is registered for a worker's caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that lie alike at one distance are one array; whatever their layout, every cell is there once."""
+"""Tensors of one geometry at equal distances are one array; with any layout, every cell is in one array once."""
 
 from __future__ import annotations
 

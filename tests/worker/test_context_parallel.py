@@ -1,4 +1,4 @@
-"""The collectives of prefill context parallelism, on real process groups: whatever the step, everything is in order."""
+"""The collectives of prefill context parallelism, on real process groups: rows come back in order for any step."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_ranks_computed_comes_back_in_order_whatever_the_step(gloo: RankPoo
 
 
 def test_padding_is_gathered_and_written_nowhere(gloo: RankPool) -> None:
-    """5 tokens in 8 rows: the three of padding are there as other ranks computed them, and have no slot."""
+    """5 tokens in 8 rows: the three rows of padding are gathered as their ranks computed them, and have no slot."""
     step, rows = Batch(2, 1, (5,), (0,)), Rows(torch.uint8, (4,), 7)
     result = gloo.run(2, run_steps, [step], rows, [[9, 8, 7, 6, 5]])[1][0]
     assert result.slots[0].tolist() == [9, 8, 7, 6, 5, -1, -1, -1]

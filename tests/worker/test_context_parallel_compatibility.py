@@ -33,7 +33,7 @@ class DenseBackend(LatentBackend):
 
 
 class StateBackend(LatentBackend):
-    """Of a recurrent state: it has no implementation to ask, and some have no name either."""
+    """The backend of a recurrent state: it has no implementation, and some have no name either."""
 
     @staticmethod
     def get_name() -> str:
@@ -81,7 +81,7 @@ def test_all_reasons_are_given_at_once() -> None:
     assert found == [
         "DENSE of a cannot do prefill context parallelism (supports_pcp is False, not True)",
         "LATENT of b cannot do decode context parallelism (need_to_return_lse_for_decode is False, not True)",
-        "StateBackend of c cannot do prefill context parallelism (it does not say supports_pcp)",
+        "StateBackend of c cannot do prefill context parallelism (it does not declare supports_pcp)",
     ]
 
 
@@ -89,7 +89,7 @@ def test_an_implementation_is_asked_where_the_backend_says_nothing() -> None:
     layers = {"a": SimpleNamespace(impl=SimpleNamespace(supports_pcp=True))}
     check_attention_cp_compatibility(layers, pcp=2)
     assert reasons({"a": SimpleNamespace(impl=SimpleNamespace())}, pcp=2) == [
-        "SimpleNamespace of a cannot do prefill context parallelism (it does not say supports_pcp)"
+        "SimpleNamespace of a cannot do prefill context parallelism (it does not declare supports_pcp)"
     ]
 
 
@@ -116,5 +116,5 @@ def test_drafts_under_an_interleave_of_several_tokens_need_a_backend_that_can(pc
     check_attention_cp_compatibility(layers, pcp=pcp, dcp=dcp, speculative=True)
     assert reasons(layers, pcp=pcp, dcp=dcp, interleave=16, speculative=True) == [
         "LATENT of a cannot check drafts under an interleave of several tokens "
-        "(it does not say supports_mtp_with_cp_non_trivial_interleave_size)"
+        "(it does not declare supports_mtp_with_cp_non_trivial_interleave_size)"
     ]

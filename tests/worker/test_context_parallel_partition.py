@@ -1,4 +1,4 @@
-"""DualChunkSwap: who computes which tokens, against a model that goes token by token."""
+"""DualChunkSwap: which rank computes which tokens, against a model that goes token by token."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_partition_all_gather_and_restore_are_the_identity(batch: Batch, seed: i
 
 @given(batches())
 def test_ranks_attend_to_equally_much_of_a_prompt_that_divides(batch: Batch) -> None:
-    """What a rank's tokens attend to, of requests whose chunks are full and that begin at their first token."""
+    """All ranks' tokens attend to equally many, for requests with full chunks that begin at their first token."""
     made = partition(replace(batch, computed=(0,) * len(batch.scheduled)))
     work = []
     for rank in range(batch.ranks):
@@ -74,7 +74,7 @@ def test_ranks_attend_to_equally_much_of_a_prompt_that_divides(batch: Batch) -> 
 
 @given(batches(), st.integers(0, 9), st.integers(0, 5))
 def test_buffers_of_the_computed_size_hold_any_step(batch: Batch, tokens: int, requests: int) -> None:
-    """Also of an engine whose limits are above what this step has."""
+    """Also for an engine whose limits are above the numbers of this step."""
     limits = sum(batch.scheduled) + tokens, sum(count > 0 for count in batch.scheduled) + requests
     assert partition(batch).rank_rows <= most_rank_rows(
         *limits, ranks=batch.ranks, reorder_threshold=batch.reorder_threshold
@@ -97,7 +97,7 @@ def test_the_caller_keeps_its_own_numbers() -> None:
 
 
 def test_a_short_prompt_without_context_is_shared_out_as_a_prefill() -> None:
-    """Backends treat up to 512 tokens as a decode (vLLM's FlashAttention MLA): a prompt of as many is not one."""
+    """Backends treat up to 512 tokens as a decode (vLLM's FlashAttention MLA), but a prompt of as many is none."""
     prompt = partition_step([512], [0], ranks=4, reorder_threshold=512)
     assert prompt.rank_rows == 128
     assert rank_inputs(prompt, 1).tokens.tolist() == [*range(64, 128), *range(384, 448)]

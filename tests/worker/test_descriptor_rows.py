@@ -1,4 +1,4 @@
-"""`DescriptorRows` accepts exactly what can be memory: its numbers come from what a peer described."""
+"""`DescriptorRows` accepts exactly the rows that can be memory: its numbers come from a peer's description."""
 
 from __future__ import annotations
 

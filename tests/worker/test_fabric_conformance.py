@@ -1,6 +1,6 @@
-"""What every `Fabric` promises about reads and refusals, against the fake and against NIXL.
+"""Reads and refusals of every `Fabric`, tested against the fake and against NIXL.
 
-Outcomes are the bytes on both sides and what was raised. Peers and notifications: `test_fabric_conformance_peers.py`.
+Outcomes are the bytes on both sides and the errors raised. Peers and notifications: `test_fabric_conformance_peers.py`.
 """
 
 from __future__ import annotations

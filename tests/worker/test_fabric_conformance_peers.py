@@ -1,4 +1,4 @@
-"""What every `Fabric` promises about peers, notifications, death and its own end, against the fake and NIXL."""
+"""Peers, notifications, death of peers and `close` of every `Fabric`, tested against the fake and NIXL."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_notification_beyond_the_limit_is_refused_and_not_sent(pair: Pair) -> 
 
 def test_notifying_an_unknown_or_removed_peer_raises_peer_lost(pair: Pair) -> None:
     with pytest.raises(PeerLost):
-        pair.consumer.notify(PeerAgent("nobody"), b"hello")
+        pair.consumer.notify(PeerAgent("unknown"), b"hello")
     pair.consumer.remove_peer(pair.peer)
     with pytest.raises(PeerLost) as lost:
         pair.consumer.notify(pair.peer, b"hello")
@@ -270,7 +270,7 @@ def test_what_is_open_is_counted(pair: Pair) -> None:
     pair.consumer.add_peer(pair.producer.metadata())
     pair.local()
     pair.consumer.close()
-    assert pair.consumer.open_handles() == OpenHandles(), "and after the end it can be asked all the same"
+    assert pair.consumer.open_handles() == OpenHandles(), "it can be called after `close` too"
 
 
 def test_a_peer_with_reads_in_flight_is_leaving_until_they_have_ended(waiting_harness: Harness) -> None:
@@ -312,7 +312,7 @@ def test_close_is_idempotent_and_everything_after_it_is_refused(pair: Pair) -> N
 
 
 def test_reading_from_a_closed_fabric_ends_with_its_bytes_or_with_peer_lost(pair: Pair) -> None:
-    """With the bytes where the fabric reads memory past its owner, which closed but did not unmap it (CMA)."""
+    """With the bytes where the kernel reads the memory of an owner that closed but did not unmap it (CMA)."""
     local, remote = pair.local(), pair.remote()
     pair.read(local, indices(0), remote, indices(0))
     pair.producer.close()

@@ -1,4 +1,4 @@
-"""Asking for a description: one answer, one deadline, and whatever else comes back is an error that says so."""
+"""Fetching a description: one answer, one deadline, and a typed error for any other answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT_S = 5.0
 
 @contextlib.contextmanager
 def answering(*frames: bytes, host: str = "127.0.0.1") -> Iterator[tuple[int, list[bytes]]]:
-    """A server that answers one request with `frames`; gives its port and what it was asked."""
+    """A server that answers one request with `frames`; yields its port and the requests it received."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.REP)
     socket.setsockopt(zmq.LINGER, 1000)
@@ -73,7 +73,7 @@ def test_an_address_of_ipv6_may_have_brackets_or_not(host: str) -> None:
         pytest.skip("this machine has no IPv6")
 
 
-def test_a_refusal_is_told_with_its_field() -> None:
+def test_a_refusal_is_raised_with_its_field() -> None:
     refused = Refused(field="engine", value="starting", expected="an engine whose workers are ready")
     with answering(encode(refused)) as (port, _), pytest.raises(PeerRefused, match="'engine' is 'starting'"):
         fetch(port)
@@ -156,7 +156,7 @@ def test_handshakes_that_share_threads_start_none(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_name_is_not_looked_up_on_the_threads_that_others_use() -> None:
-    """They are closed here, and the handshake with a name goes on: it has its own."""
+    """The shared threads are closed here, and the handshake with a name goes on: it has threads of its own."""
     threads = AskingThreads()
     threads.close()
     with answering(encode(make_description())) as (port, _):
@@ -165,7 +165,7 @@ def test_a_name_is_not_looked_up_on_the_threads_that_others_use() -> None:
         fetch(port, "127.0.0.1", threads=threads)
 
 
-def test_closing_the_threads_waits_for_nobody_and_lets_a_handshake_under_way_end() -> None:
+def test_closing_the_threads_does_not_wait_and_lets_a_handshake_under_way_end() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     listener = context.socket(zmq.REP)
     port = listener.bind_to_random_port("tcp://127.0.0.1")

@@ -1,4 +1,4 @@
-"""Handshakes: hosts that never answer cost the others nothing, however many of them clients name."""
+"""Handshakes: hosts that never answer do not delay others, however many of them clients name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Scene:
         if not key.host.startswith("dark"):
             raise ANSWER
         assert self.let_go.wait(60)
-        raise HandshakeFailed("nobody is there")
+        raise HandshakeFailed("no answer")
 
     def ask(self, host: str, number: int = 0) -> str | None:
         return self.handshakes.ask(PeerKey(host, 5600 + number, f"E{number}", "0" * 32))
@@ -130,7 +130,7 @@ def test_a_host_that_answered_once_and_then_no_more_is_unverified_again(scene: S
     assert "dark" not in scene.handshakes._answered
 
 
-def test_who_waits_is_asked_in_turn_when_others_have_been_met_or_given_up(scene: Scene) -> None:
+def test_waiting_peers_are_asked_in_turn_when_others_have_answered_or_failed(scene: Scene) -> None:
     for number in range(UNVERIFIED_AT_ONCE + 10):
         scene.ask(f"dark{number}")
     scene.is_asked("dark", UNVERIFIED_AT_ONCE)
@@ -141,7 +141,7 @@ def test_who_waits_is_asked_in_turn_when_others_have_been_met_or_given_up(scene:
     assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE + 10
 
 
-def test_nobody_is_asked_twice_at_a_time_and_there_is_an_end_to_the_queue(scene: Scene) -> None:
+def test_no_peer_is_asked_twice_at_a_time_and_the_queue_is_bounded(scene: Scene) -> None:
     for _ in range(3):
         assert scene.ask("dark0") is None
     assert len(scene.handshakes) == 1
@@ -150,7 +150,7 @@ def test_nobody_is_asked_twice_at_a_time_and_there_is_an_end_to_the_queue(scene:
     assert answers[-1] == "256 other engines have not answered yet"
 
 
-def test_threads_exist_only_while_somebody_is_asked(scene: Scene) -> None:
+def test_threads_exist_only_while_handshakes_are_under_way(scene: Scene) -> None:
     assert _threads() == 0
     for number in range(300):
         scene.ask(f"dark{number}")
@@ -160,7 +160,7 @@ def test_threads_exist_only_while_somebody_is_asked(scene: Scene) -> None:
     scene.let_go.set()
     wait_until(lambda: not _threads(), "they end", 60.0)
     scene.take()
-    assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE, "after the end nobody else is asked"
+    assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE, "after the end no other host is asked"
 
 
 def test_a_system_that_gives_no_more_threads_fails_the_contact_and_nothing_else(

@@ -18,7 +18,7 @@ CONSUMERS = ("a" * 32, "b" * 32)
 
 
 class ModelLease:
-    """One lease as the rules speak of it: everything that ever happened to it."""
+    """One lease by the rules: everything that ever happened to it."""
 
     def __init__(self, slot: int, epoch: Epoch, request_id: str) -> None:
         self.slot, self.epoch, self.request_id = slot, epoch, request_id
@@ -47,7 +47,7 @@ notifiers = st.tuples(st.sampled_from(CONSUMERS), st.integers(0, 2), st.integers
 
 
 class LeaseTableHistory(RuleBasedStateMachine):
-    """Orders as the scheduler may give them, notifications as anybody may send them."""
+    """Orders as the scheduler may give them, notifications as any agent may send them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class LeaseTableHistory(RuleBasedStateMachine):
         return among[draw % len(among)]
 
     def report(self, lease: ModelLease, request_id: str | None) -> None:
-        """What the table says is over must be over by the rules, held, and its word gone already."""
+        """Check that a lease that the table reports as over is over by the rules, was held, and has an empty word."""
         if request_id is None:
             return
         assert request_id == lease.request_id
@@ -136,7 +136,7 @@ class LeaseTableHistory(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, 2**24 - 1), epoch=st.integers(1, 2**60 - 1))
     def forge(self, slot: int, epoch: int) -> None:
-        """Anybody may guess; only the epoch of the slot's own lease counts."""
+        """Any agent may guess an epoch; only the epoch of the slot's own lease counts."""
         if any(lease.epoch == epoch for lease in self.leases):
             return
         text = epoch_to_text(Epoch(epoch))

@@ -1,4 +1,4 @@
-"""The runner resumes loads in turn, and lets the step thread have the interpreter's lock in between."""
+"""The runner resumes loads in turn, and releases the interpreter's lock for the step thread in between."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def runner(resumed: Counter[str]) -> LoadRunner:
 
 
 class _InFlight:
-    """What the runner looks at of a load that has not ended."""
+    """The part of a load that the runner uses, for a load that has not ended."""
 
     def __init__(self, name: str) -> None:
         self.order = SimpleNamespace(request_id=name)

@@ -1,4 +1,4 @@
-"""The faults that `MemoryNetwork` injects do what their docstrings say; the conformance suite has the rest."""
+"""The faults that `MemoryNetwork` injects, by their docstrings; the conformance suite tests everything else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Scene:
         return self.consumer.post_read(self.local, everything, self.remote, everything)
 
     def landed(self) -> int:
-        """Cells that have landed; fails unless they are the first ones and the others are untouched."""
+        """Number of cells that have been written; fails unless they are the first ones and the others are unchanged."""
         whole = (self.target.reshape(CELLS, CELL) == self.source.reshape(CELLS, CELL)).all(axis=1)
         count = int(whole.sum())
         assert whole[:count].all()

@@ -1,4 +1,4 @@
-"""What only the real fabric has: its idle cost, its environment, its bindings, foreign agents, its telemetry."""
+"""Features of the real fabric only: idle cost, environment, bindings, foreign agents, telemetry."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def test_a_peer_that_nixl_forgot_by_itself_is_lost(two: tuple[NixlFabric, NixlFa
 def test_an_envelope_around_something_else_is_refused_and_leaves_no_trace(
     two: tuple[NixlFabric, NixlFabric], name: str, spoil: Callable[[bytes], bytes], reason: str
 ) -> None:
-    """The checksum is right here. NIXL keeps half of what it refused, which would stand in a successor's way."""
+    """The checksum is right here. NIXL keeps half of what it refused, which could make a successor fail."""
     producer, consumer = two
     with pytest.raises(InvalidMetadata, match=reason):
         consumer.add_peer(wrap_metadata(name, spoil(open_metadata(producer.metadata())[1])))
@@ -356,7 +356,9 @@ print(json.dumps({"before": before, "after": kept()}))
 
 
 @pytest.mark.parametrize("in_shared_memory", ["y", "n"])
-def test_a_living_peer_that_is_met_again_and_again_adds_neither_connections_nor_segments(in_shared_memory: str) -> None:
+def test_a_living_peer_that_is_added_again_and_again_adds_neither_connections_nor_segments(
+    in_shared_memory: str,
+) -> None:
     found = in_a_process(MEET_AGAIN, UCX_MM_ERROR_HANDLING=in_shared_memory)
     assert all(after - before < 8 for before, after in zip(found["before"], found["after"], strict=True)), found
 

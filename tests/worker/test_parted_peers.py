@@ -1,4 +1,4 @@
-"""Peers that were removed while they lived: NIXL knows them until there are too many, or their metadata changes."""
+"""Peers that were removed while they lived: NIXL keeps them until there are too many, or their metadata changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peer registry by itself: back-off, first reads, and what is given back when a peer cannot be connected."""
+"""The peer registry by itself: back-off, first reads, and the release of handles when a peer cannot be connected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Answer = Callable[[PeerKey], "tuple[EngineDescription, TransferPlan]"]
 
 
 class Scene:
-    """A consumer's registry, a producer on the fake network, and a clock that stands still."""
+    """A consumer's registry, a producer on the fake network, and a clock that the test moves."""
 
     def __init__(self) -> None:
         self.network = MemoryNetwork()
@@ -88,7 +88,7 @@ class Scene:
         return self.answer(key)
 
     def add(self, key: PeerKey, agent: str | None = None) -> None:
-        """From now on an engine with an agent of its own answers for the key, and nobody else does."""
+        """From now on only an engine with an agent of its own answers for the key."""
         name = agent or key.engine_id
         if name not in self.network._by_name:
             producer = MemoryFabric(name, self.network)
@@ -109,7 +109,7 @@ class Scene:
         return self.registry.get(key, now_s)
 
     def refuse(self, _: PeerKey) -> tuple[EngineDescription, TransferPlan]:
-        raise HandshakeFailed("nobody is there")
+        raise HandshakeFailed("no answer")
 
     def nothing_is_left(self) -> bool:
         return self.slot_reads.free() == ENTRIES and self.fabric.transfers() == 0 and not self.fabric.peers
@@ -128,7 +128,7 @@ def _no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.protocol.side_channel.backoff.random.uniform", lambda *_: 1.0)
 
 
-def test_a_peer_is_ready_after_a_real_read_and_gives_its_cells_back(scene: Scene) -> None:
+def test_a_peer_is_ready_after_a_real_read_and_gives_its_entries_back(scene: Scene) -> None:
     peer = scene.connect(0.0)
     assert isinstance(peer, Peer)
     assert scene.fabric.calls["post_read"] == len(peer.routes) == 1
@@ -144,7 +144,7 @@ def test_the_backoff_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.M
     now_s = 100.0
     for failures, backoff_s in enumerate((1.0, 2.0, 4.0, 5.0, 5.0), 1):
         found = scene.connect(now_s)
-        assert found == Unavailable(FailureReason.HANDSHAKE, "nobody is there")
+        assert found == Unavailable(FailureReason.HANDSHAKE, "no answer")
         assert len(scene.asked) == failures
         assert scene.registry.get(KEY, now_s + backoff_s - 0.01) == found
         assert len(scene.asked) == failures, "it was asked again before the back-off was over"
@@ -158,8 +158,8 @@ def test_the_backoff_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.M
     assert scene.registry.get(KEY, now_s + 1.0) is None, "after a success the back-off starts anew"
 
 
-def test_a_lost_peer_that_was_met_anew_is_not_lost_again(scene: Scene) -> None:
-    """Otherwise whoever is slow to notice throws away the connection that others have made since."""
+def test_a_lost_peer_that_was_reconnected_is_not_lost_again(scene: Scene) -> None:
+    """Otherwise a load that notices the loss late would drop the new connection."""
     former = scene.connect(0.0)
     assert isinstance(former, Peer)
     scene.registry.lost(former, "the test wanted it", 0.0)
@@ -226,7 +226,7 @@ def test_engines_that_do_not_answer_cannot_pile_up_without_bound(scene: Scene) -
     wait_until(lambda: len(scene.asked) == 21, "all have been asked")
 
 
-def test_without_a_free_cell_a_peer_is_tried_again_later(scene: Scene) -> None:
+def test_without_a_free_entry_a_peer_is_tried_again_later(scene: Scene) -> None:
     taken = scene.slot_reads.try_take(ENTRIES)
     assert taken is not None
     assert isinstance(scene.connect(0.0), Unavailable)
@@ -245,7 +245,7 @@ def fleet(scene: Scene, count: int) -> list[PeerKey]:
     return keys
 
 
-def test_a_peer_that_is_not_read_from_for_its_time_is_forgotten_and_met_anew(scene: Scene) -> None:
+def test_a_peer_that_is_not_read_from_for_its_time_is_forgotten_and_connected_again(scene: Scene) -> None:
     (key,) = fleet(scene, 1)
     assert isinstance(scene.connect(100.0, key), Peer)
     assert isinstance(scene.registry.get(key, 150.0), Peer)
@@ -256,7 +256,7 @@ def test_a_peer_that_is_not_read_from_for_its_time_is_forgotten_and_met_anew(sce
     assert scene.nothing_is_left()
     assert scene.fabric.prepared() == 1, "that of the slot reads"
     assert scene.registry.next_s() is None
-    assert isinstance(scene.connect(150.0 + TTL_S, key), Peer), "it is not held against it"
+    assert isinstance(scene.connect(150.0 + TTL_S, key), Peer), "it has no back-off"
 
 
 def test_a_peer_that_is_read_from_for_longer_than_its_time_is_kept(scene: Scene) -> None:
@@ -322,7 +322,7 @@ def test_what_comes_and_goes_by_the_thousand_leaves_nothing(scene: Scene, monkey
 
 def test_failures_are_remembered_of_a_bounded_number_of_peers_and_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.worker.peers.retry._MOST", 10)
-    backoff, why = Backoff(), Unavailable(FailureReason.HANDSHAKE, "nobody is there")
+    backoff, why = Backoff(), Unavailable(FailureReason.HANDSHAKE, "no answer")
     keys = [KEY._replace(port=number) for number in range(30)]
     for key in keys:
         backoff.failed(key, why, 100.0)
@@ -363,7 +363,9 @@ def test_a_former_life_is_forgotten_at_once(scene: Scene, other: dict[str, Any])
     assert scene.registry.get(KEY, 0.0) is None, "it would have to be connected anew"
 
 
-def test_the_same_life_under_another_address_is_met_there_although_its_agents_have_the_same_names(scene: Scene) -> None:
+def test_the_same_boot_under_another_address_is_connected_there_although_its_agents_have_the_same_names(
+    scene: Scene,
+) -> None:
     scene.add(KEY, agent="P")
     assert isinstance(scene.connect(0.0), Peer)
     moved = KEY._replace(host="10.9.9.9")
@@ -407,13 +409,13 @@ def test_a_peer_that_could_not_be_prewarmed_is_left_alone_for_the_usual_time(sce
     ahead(scene, 0.0)
     ahead(scene, 0.1)
     assert len(scene.asked) == 1
-    assert scene.registry.get(KEY, 0.1) == Unavailable(FailureReason.HANDSHAKE, "nobody is there")
+    assert scene.registry.get(KEY, 0.1) == Unavailable(FailureReason.HANDSHAKE, "no answer")
     scene.answer = lambda _: scene.good
     ahead(scene, 100.0)
     assert isinstance(scene.registry.get(KEY, 100.0), Peer)
 
 
-def test_no_peer_is_prewarmed_that_would_push_out_a_peer_or_take_the_cells_of_loads(scene: Scene) -> None:
+def test_no_peer_is_prewarmed_that_would_push_out_a_peer_or_take_the_entries_of_loads(scene: Scene) -> None:
     first, second, third, fourth = fleet(scene, 4)
     taken = scene.slot_reads.try_take(ENTRIES // 2 + 1)
     assert taken is not None
@@ -430,7 +432,7 @@ def test_no_peer_is_prewarmed_that_would_push_out_a_peer_or_take_the_cells_of_lo
 def test_peers_that_no_load_waits_for_are_connected_one_at_a_turn_behind_those_that_loads_wait_for(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Connecting takes milliseconds of the thread that moves loads on."""
+    """Connecting takes milliseconds of the thread that advances loads."""
     monkeypatch.setattr(threading.Thread, "start", lambda thread: thread.run())
     first, second, third = fleet(scene, 3)
     scene.registry._handshakes._answered.update(dict.fromkeys((first.host, second.host, third.host)))
@@ -504,7 +506,7 @@ def test_a_static_peer_that_could_not_be_connected_or_was_lost_is_connected_agai
     settle(scene, 0.0)
     settle(scene, 9.0)
     assert len(scene.asked) == 1, "it was asked again before the back-off was over"
-    assert scene.registry.next_s() is not None, "somebody must look again"
+    assert scene.registry.next_s() is not None, "a check is due"
     scene.answer = lambda _: scene.good
     settle(scene, 11.0)
     assert scene.registry.next_s() == 11.0 + TTL_S
@@ -517,7 +519,7 @@ def test_a_static_peer_that_could_not_be_connected_or_was_lost_is_connected_agai
 
 
 def test_a_static_peer_that_answers_again_is_connected_at_once_however_often_it_did_not(scene: Scene) -> None:
-    """The engine's scheduler has heard it; otherwise loads would be refused for as long as the back-off has grown."""
+    """This engine's scheduler got an answer from it; otherwise loads would be refused until the back-off has ended."""
     scene.answer = scene.refuse
     scene.registry.prewarm_static(KEY, 0.0)
     for now_s in range(0, 600, 60):

@@ -1,4 +1,4 @@
-"""When a read is over: which of the fabric's answers are final, and how long the others keep memory out of use."""
+"""The end of reads: which of the fabric's answers are final, and how long the others keep memory out of use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = 256
 
 
 class Scene:
-    """A consumer that reads 64 bytes from a producer, and a clock that stands still."""
+    """A consumer that reads 64 bytes from a producer, and a clock that the test moves."""
 
     def __init__(self) -> None:
         self.network = MemoryNetwork()
@@ -89,7 +89,7 @@ def test_the_grace_of_a_failed_read_ends_with_its_peer(scene: Scene) -> None:
     while scene.fabric.calls["poll"] < 3:
         assert not scene.reads.settle()
     scene.network.kill("producer")
-    assert not scene.reads.settle(), "nobody has noticed"
+    assert not scene.reads.settle(), "the death is not noticed yet"
     with pytest.raises(PeerLost):
         scene.post()
     assert scene.reads.settle()
@@ -100,10 +100,10 @@ def test_the_grace_of_a_failed_read_ends_with_its_peer(scene: Scene) -> None:
     ("error", "grace_s"),
     [
         (lambda: InvalidRequest("test", "nothing was posted"), 0.0),
-        (lambda: PeerLost("test", "nobody is left to write"), 0.0),
+        (lambda: PeerLost("test", "nothing is left to write"), 0.0),
         (lambda: FabricClosed("test", "nothing was posted"), 0.0),
         (lambda: TransferFailed("test", "some of it was posted"), GRACE_S),
-        (lambda: RuntimeError("nobody knows"), GRACE_S),
+        (lambda: RuntimeError("it is unknown what was posted"), GRACE_S),
     ],
     ids=["invalid", "lost", "closed", "failed", "a bug"],
 )
@@ -131,7 +131,7 @@ def test_every_doubtful_post_has_a_grace_of_its_own(scene: Scene) -> None:
     assert scene.reader.graces_over == 2
 
 
-def test_a_read_whose_state_cannot_be_told_is_never_over(scene: Scene) -> None:
+def test_a_read_whose_state_is_unknown_is_never_over(scene: Scene) -> None:
     scene.post()
     scene.fabric.fail("poll", lambda: RuntimeError("a bug"), 10)
     for _ in range(10):

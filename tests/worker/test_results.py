@@ -1,4 +1,4 @@
-"""Results on their way to the step thread: one that has nothing else to do may wait for a load."""
+"""Results for the step thread, which may wait for a load if it has nothing else to do."""
 
 from __future__ import annotations
 

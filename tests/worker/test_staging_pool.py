@@ -1,4 +1,4 @@
-"""The staging pool against a model that keeps an owner per cell, and one by one the promises of its docstring."""
+"""The staging pool against a model that keeps an owner per cell, and a test for each rule of its docstring."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def taken(pool: StagingPool, load: str, cells: int, peer: str | None = None) -> 
 
 
 class CellModel:
-    """The rules of the pool, told cell by cell: who has it (None: nobody), and whether it is quarantined."""
+    """The rules of the pool, cell by cell: its owner (None: free), and whether it is quarantined."""
 
     def __init__(self, cells: int) -> None:
         self.owner: list[tuple[str, int] | None] = [None] * cells
@@ -150,7 +150,7 @@ class PoolHistories(RuleBasedStateMachine):
             assert self.pool.held_by(peer) == CELL * self.model.cells_of_peer(peer)
 
     def teardown(self) -> None:
-        """Nobody waits for ever: with everything given back, each in the queue is served in turn."""
+        """No load waits for ever: with everything given back, each in the queue is served in turn."""
         if not hasattr(self, "pool"):
             return
         for wave, _ in self.waves:
@@ -211,7 +211,7 @@ def test_a_small_load_is_served_after_the_large_one_that_came_before_it_and_not_
     pool.give_back(out[0])
     taken(pool, "large", 8)
     pool.give_back(out[1])
-    assert take(pool, "large", 8) is None, "a second wave is for when nobody waits"
+    assert take(pool, "large", 8) is None, "a second wave is given only while no load waits"
     taken(pool, "small", 1)
     assert take(pool, "large", 8) is None, "seven cells are left"
     pool.give_back(out[2])
@@ -227,7 +227,7 @@ def test_a_load_never_gets_a_third_wave() -> None:
     taken(pool, "load", 1)
 
 
-def test_a_peer_at_its_half_stands_in_nobodys_way_but_its_own() -> None:
+def test_a_peer_at_its_half_blocks_no_peer_but_itself() -> None:
     pool = pool_of(64)
     held = [taken(pool, f"load{n}", 8, peer="greedy") for n in range(4)]
     assert take(pool, "fifth", 8, peer="greedy") is None
@@ -288,7 +288,7 @@ def test_a_wave_is_cut_where_quarantined_waves_leave_no_more_and_not_where_the_p
     assert (cut.start, cut.num_bytes) == (4 * CELL, 4 * CELL), "all that fits between two quarantined waves"
 
 
-def test_a_load_that_only_the_end_of_a_quarantine_can_serve_blocks_nobody() -> None:
+def test_a_load_that_only_the_end_of_a_quarantine_can_serve_blocks_no_other() -> None:
     pool = pool_of(64)
     waves = [taken(pool, f"load{n}", 4) for n in range(16)]
     for wave in waves[::2]:
@@ -306,7 +306,7 @@ def test_a_load_that_only_the_end_of_a_quarantine_can_serve_blocks_nobody() -> N
     taken(pool, "late", 4)
 
 
-def test_a_load_that_withdraws_stands_in_nobodys_way() -> None:
+def test_a_load_that_withdraws_blocks_no_other() -> None:
     pool = pool_of(8)
     waves = [taken(pool, f"load{n}", 1) for n in range(8)]
     assert take(pool, "first", 1) is None

@@ -1,4 +1,4 @@
-"""Which bytes of loaded blocks are zeroed: those behind the last token and before the window, and no others."""
+"""The zeroed bytes of loaded blocks: those after the last token and before the window, and no others."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.worker.toy_caches import CacheShape, ToyCaches
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 1)
 WARM_UP_BYTES = 1536
-"""Of the table with which the kernel is compiled."""
+"""Size of the table with which the kernel is compiled."""
 
 
 def same_blocks(group: CacheGroup, kernel_tokens: int, blocks: int, index: int = 0) -> TokenMap:
-    """Both sides alike: units are whole blocks."""
+    """Token maps with equal sides: units are whole blocks."""
     side = TokenSide(kernel_tokens, blocks, Interleave())
     return TokenMap(index, kernel_tokens, side, side)
 
@@ -62,7 +62,7 @@ def shapes(draw: st.DrawFn) -> CacheShape:
 
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[FakeCuda]:
-    """A device whose kernel runs in numpy, with no more room for a table than the largest one is said to need."""
+    """A device whose kernel runs in numpy, with exactly the room for a table that `room_for` computes."""
     pytest.importorskip("triton", reason="Triton is not installed")
     with pytest.MonkeyPatch.context() as patched:
         cuda = FakeCuda(GPU)

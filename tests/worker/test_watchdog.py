@@ -1,4 +1,4 @@
-"""The watchdog of loads: every load is reported once, in time, and its blocks stay out of use until they are safe."""
+"""The load watchdog: every load is reported once, in time, and its blocks stay out of use until they are safe."""
 
 from __future__ import annotations
 

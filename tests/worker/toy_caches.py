@@ -33,7 +33,7 @@ class CacheShape:
         gap_bytes: unused bytes after every row of the innermost axis.
         ratio: kernel blocks per scheduler block.
         one_storage: all layers lie in one allocation.
-        format, scales: what a cell's bytes are said to mean.
+        format, scales: the described format and scales of a cell's bytes.
     """
 
     layers: int = 3
@@ -76,11 +76,11 @@ class ToyCaches:
     """The caches of one worker.
 
     Args:
-        device: where they are said to be; the memory is the host's (`tests.fakes.cuda`).
+        device: their described device; the memory is the host's (`tests.fakes.cuda`).
 
     Attributes:
         memory: uint8, one array per allocation, sharing it.
-        kv: the same as kvferry gets it.
+        kv: the same caches as they are passed to kvferry.
     """
 
     def __init__(self, shape: CacheShape, poison: int, device: torch.device = CPU) -> None:
@@ -132,7 +132,7 @@ class ToyCaches:
         return [part.copy() for part in self.memory]
 
     def write(self, blocks: Sequence[int], tokens: int, seed: int) -> None:
-        """What a prefill does: the cells of the first `tokens` tokens of a request that has these scheduler blocks."""
+        """Write the cells of the first `tokens` tokens of a request with these scheduler blocks, as a prefill does."""
         self.write_into(self.memory, blocks, 0, tokens, seed, tail=None)
 
     def fill(self, blocks: Sequence[int], value: int) -> None:
@@ -166,7 +166,7 @@ class ToyCaches:
 
 
 def pattern(seed: int, layer: int, head: int, tiles: npt.NDArray[np.int64], cell_bytes: int) -> Bytes:
-    """uint8 `[tiles, cell_bytes]`: what the cells of a request hold; no two of its cells are alike."""
+    """uint8 `[tiles, cell_bytes]`: the bytes of a request's cells; no two of its cells are equal."""
     position = np.array([[seed, layer, head, 0, 0]], dtype=np.uint64)
     mixed = (position * np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0, 0], np.uint64)).sum()
     token = tiles.astype(np.uint64)[:, None] * np.array([0xD6E8FEB86659FD93], np.uint64)

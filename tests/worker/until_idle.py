@@ -1,4 +1,4 @@
-"""A worker after everything: nothing is under way, and nothing is left."""
+"""Waits until a worker is idle: nothing is under way, and nothing is left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ whose producer has closed before it answered waits for that."""
 
 
 def wait_until_idle(worker: FerryWorker) -> None:
-    """Wait for it: the last reads end in their own time.
+    """Wait until the worker is idle; its last reads may still have to end.
 
     Raises:
         LocalProtocolError: with the sums.

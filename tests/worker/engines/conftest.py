@@ -30,5 +30,5 @@ def any_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    """On the fake fabric, for what only a fake can do on demand."""
+    """On the fake fabric, for faults that only a fake has on demand."""
     yield from _rig("memory")

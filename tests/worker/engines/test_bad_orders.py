@@ -57,7 +57,7 @@ def test_another_epoch_is_no_lease(rig: Rig) -> None:
     assert _fails(rig, producer, consumer, params) is FailureReason.FENCE
 
 
-def test_somebody_elses_slot_with_the_own_epoch_is_no_lease(rig: Rig) -> None:
+def test_the_slot_of_another_lease_with_the_own_epoch_is_no_lease(rig: Rig) -> None:
     producer, consumer = rig.pair()
     victim, own = producer.prefill(TOKENS, seed=1), producer.prefill(TOKENS, seed=2)
     params = producer.changed(own, ticket={"lease_slot": victim.slot})
@@ -65,9 +65,9 @@ def test_somebody_elses_slot_with_the_own_epoch_is_no_lease(rig: Rig) -> None:
 
 
 CHANGED: dict[str, dict[str, Any]] = {
-    "somebody else's blocks": {"remote_block_ids": ((1, 2, 3),)},
+    "another request's blocks": {"remote_block_ids": ((1, 2, 3),)},
     "more tokens": {"remote_num_tokens": TOKENS + 1},
-    "another request": {"remote_request_id": "somebody-else"},
+    "another request": {"remote_request_id": "another-request"},
     "another size": {"tp_size": 2},
 }
 

@@ -95,7 +95,7 @@ def _lists_of_a_peer(consumer: Engine) -> int:
 def test_handshakes_that_fail_leave_no_thread_socket_or_descriptor_behind() -> None:
     def handshake(key: PeerKey) -> NoReturn:
         fetch_description(key.host, key.port, key.engine_id, "C", 0.2)
-        raise AssertionError("nobody is there")
+        raise AssertionError("no answer")
 
     handshakes = Handshakes(handshake, lambda: None)
 

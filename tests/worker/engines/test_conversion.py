@@ -1,4 +1,4 @@
-"""Engines whose caches have other dtypes: what arrives is what a cast of the producer's values gives."""
+"""Engines whose caches have different dtypes: the values that arrive are those of a cast of the producer's values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAIRS = {
 
 
 def values_of(engine: Engine, layer: int, kernel_blocks: list[int]) -> torch.Tensor:
-    """What the cells of blocks stand for: float32 `[tokens, heads, elements]`."""
+    """The values of the cells of blocks: float32 `[tokens, heads, elements]`."""
     cells = torch.from_numpy(np.ascontiguousarray(engine.caches.cells(layer)[kernel_blocks]))
     stored = cells.view(TYPES[engine.shape.format.dtype]).to(torch.float32)
     scales = torch.tensor(engine.shape.scales or (1.0,)).view(1, -1, 1, 1)
@@ -39,7 +39,7 @@ def values_of(engine: Engine, layer: int, kernel_blocks: list[int]) -> torch.Ten
 
 
 def cast(values: torch.Tensor, to: CacheShape) -> torch.Tensor:
-    """What a cache of the shape can hold of the values: nearest, and float8 saturates. float32 `[T, heads, N]`."""
+    """The values as a cache of the shape stores them: rounded to nearest, float8 saturates. float32 `[T, heads, N]`."""
     scales = torch.tensor(to.scales or (1.0,)).view(1, -1, 1)
     scaled = values / scales
     if to.format.dtype == "float8_e4m3":

@@ -19,7 +19,7 @@ HURRIED = replace(SETTINGS, load_timeout_s=TIMEOUT_S)
 
 
 def _stuck(rig: Rig) -> tuple[Engine, Engine, OrderedLoad]:
-    """A load whose data read has been posted and does not come to an end. Its deadline is far away."""
+    """A load whose data read has been posted and does not end. Its deadline is far away."""
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     return producer, consumer, _stick(rig, producer, consumer)
@@ -137,7 +137,7 @@ def _fails_in_time(rig: Rig, consumer: Engine, load: OrderedLoad) -> None:
     assert rig.until_over(consumer, load, timeout_s=60.0) is FailureReason.DEADLINE
 
 
-def test_a_load_that_waits_for_cells_misses_its_deadline(rig: Rig) -> None:
+def test_a_load_that_waits_for_entries_misses_its_deadline(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     slot_reads = consumer.worker._slot_reads
@@ -191,7 +191,7 @@ def test_a_load_that_waits_for_the_device_misses_its_deadline_before_anything_is
 def test_a_load_whose_slot_is_not_answered_after_the_data_misses_its_deadline_and_its_blocks_are_named(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is still in flight is the slot's word, but the blocks were read into: they wait for it."""
+    """Only the read of the slot is still in flight, but the blocks were read into: they wait for it."""
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     zero = consumer.worker._tail_zeroing.zero

@@ -1,4 +1,4 @@
-"""Which threads use the device: each has set it first, or its first call would make a context on GPU 0."""
+"""Threads that use the device: each has set it first, or its first call would make a context on GPU 0."""
 
 from __future__ import annotations
 

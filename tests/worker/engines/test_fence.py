@@ -1,4 +1,4 @@
-"""The fence: nothing is reported loaded that was read from blocks whose lease was not READY before and after."""
+"""The fence: a load is good only if the lease of the blocks that it read was READY before and after."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_slot_that_has_another_lease_by_now_is_not_read_from(any_rig: Rig) -> 
 
 
 def lease_ends_during_the_read(rig: Rig) -> tuple[Engine, Engine, Offer, FailureReason | None, bool]:
-    """The slot said READY; then the lease ends and the blocks get new content; then the data is read."""
+    """The slot is READY; then the lease ends and the blocks get new content; then the data is read."""
     producer, consumer = rig.pair()
     offer = producer.prefill(tokens=10, seed=5)
     rig.network.polls_to_complete = 2
@@ -54,7 +54,7 @@ def lease_ends_during_the_read(rig: Rig) -> tuple[Engine, Engine, Offer, Failure
     return producer, consumer, offer, reason, consumer.has_bytes(load, offer.seed)
 
 
-def test_blocks_that_were_given_away_during_the_read_are_never_believed(any_rig: Rig) -> None:
+def test_a_load_whose_blocks_were_given_away_during_the_read_is_never_good(any_rig: Rig) -> None:
     producer, consumer, offer, reason, has_bytes = lease_ends_during_the_read(any_rig)
     assert reason is FailureReason.FENCE
     assert not has_bytes, "the test did not corrupt anything"
@@ -63,8 +63,10 @@ def test_blocks_that_were_given_away_during_the_read_are_never_believed(any_rig:
     assert producer.seen.sent.count(offer.request_id) == 1
 
 
-def test_without_the_second_look_they_would_be_believed(any_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same history with half a fence: so the test above is able to fail."""
+def test_without_the_second_fence_check_it_would_be_reported_good(
+    any_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same history with half a fence, which shows that the test above can fail."""
     check = Load._check_fence
 
     def only_before(self: Load, peer: Peer, *, wait_until_ready: bool):  # type: ignore[no-untyped-def]
@@ -78,7 +80,7 @@ def test_without_the_second_look_they_would_be_believed(any_rig: Rig, monkeypatc
 
 
 class Finished:
-    """A device that has finished when it is told so."""
+    """A device that has finished when the test sets the event."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -141,7 +143,7 @@ def test_a_failed_load_gives_the_lease_back_and_its_blocks_come_free(any_rig: Ri
     assert producer.word(offer) == EMPTY
 
 
-def test_a_lease_that_nobody_renews_ends_and_its_slot_is_empty(rig: Rig) -> None:
+def test_a_lease_that_is_not_renewed_ends_and_its_slot_is_empty(rig: Rig) -> None:
     producer = rig.engine("P", lease_s=0.12)
     offer = producer.prefill(tokens=10)
     rig.step_until(lambda: producer.word(offer) != EMPTY, "it was held")
@@ -166,7 +168,7 @@ def test_a_lease_that_a_consumer_waits_for_is_renewed_beyond_its_time(rig: Rig) 
 
 
 def test_leases_are_open_when_the_orders_are_handed_over_however_busy_the_worker_is(rig: Rig) -> None:
-    """A consumer that came before the lease would take it for one that has ended."""
+    """To a consumer that came before the lease, the lease would have ended."""
     producer, consumer = rig.pair()
     rig.transfer(consumer, producer)
     stuck, entered = threading.Event(), threading.Event()

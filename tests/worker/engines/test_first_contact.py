@@ -1,4 +1,4 @@
-"""A producer that only waiting requests name: its first contact is over before a load is ordered, and is no load."""
+"""Prewarming a producer that a waiting request names: the first contact ends before the load, and is no load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.worker.engine_rig import Engine, Rig
 
 
 def wait_in_the_queue(consumer: Engine, params: RemotePrefill, name: str = "waits") -> None:
-    """A request has arrived, and is not scheduled."""
+    """Let a request arrive that is not scheduled yet."""
     assert consumer.loads.offer(name, params, params.remote_num_tokens, 0.0) is None
 
 
@@ -25,14 +25,14 @@ def knows(consumer: Engine, params: RemotePrefill) -> bool:
     return registry is not None and PeerKey.of(params) in registry._ready
 
 
-def test_a_producer_is_met_while_its_first_request_waits_and_the_load_asks_nobody(rig: Rig) -> None:
+def test_a_producer_is_connected_while_its_first_request_waits_and_the_load_needs_no_handshake(rig: Rig) -> None:
     producer, consumer = rig.pair()
     offer = producer.prefill(10)
     wait_in_the_queue(consumer, offer.params)
     rig.step_until(lambda: knows(consumer, offer.params), "the producer is connected")
     assert not consumer.seen.loaded
     assert not consumer.seen.failed
-    producer.listener.close()  # nobody answers a handshake any more
+    producer.listener.close()  # no handshake is answered any more
     consumer.loads.finished("waits")
     load = consumer.load(producer.prefill(10, 2).params)
     assert rig.until_over(consumer, load) is None
@@ -57,10 +57,10 @@ def test_a_first_contact_that_fails_is_no_failed_load(rig: Rig) -> None:
     assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
 
 
-def test_what_a_first_contact_took_holds_all_of_its_parts(
+def test_the_time_of_a_first_contact_includes_all_of_its_parts(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its last part may come in the very step in which the one before it took long."""
+    """Its last part may end within the step in which the part before took long."""
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A load that is over reads behind its message to the producer, so that the next load does not wait for the answer."""
+"""A load that is over posts a read behind its message to the producer: the next load does not wait for the answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.worker.until_idle import wait_until_idle
 
 
 def _with_each_message(consumer: Engine, then: Callable[[], object]) -> list[int]:
-    """Do something once a message has been sent. Returns how many reads had been posted by then, for each message."""
+    """Call a function after each message. Returns how many reads had been posted by then, for each message."""
     notify, reads = consumer.fabric.notify, list[int]()
 
     def notified(peer: str, message: bytes) -> None:

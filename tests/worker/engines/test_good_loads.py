@@ -1,4 +1,4 @@
-"""Loads that go well: the right bytes in the right places, each side told once, and nothing left behind."""
+"""Loads that go well: the right bytes in the right places, each side notified once, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_load_brings_every_byte_and_both_sides_are_notified_once(any_rig: Rig)
     load = consumer.load(offer.params)
     assert any_rig.until_over(consumer, load) is None
     consumer.check_bytes(load, seed=7)
-    any_rig.step_until(lambda: producer.seen.sent, "the producer is told")
+    any_rig.step_until(lambda: producer.seen.sent, "the producer is notified")
     assert producer.word(offer) == EMPTY
     for _ in range(20):
         producer.step()
@@ -92,7 +92,7 @@ def test_a_load_waits_while_the_producer_still_computes(any_rig: Rig) -> None:
 
 
 class Device:
-    """A device whose work is finished when the test says so; it marks what was launched before."""
+    """A device whose work is finished when the test decides; it marks what was launched before."""
 
     def __init__(self) -> None:
         self.finished = False

@@ -88,7 +88,7 @@ def test_a_request_that_is_larger_than_one_copy_is_ready_when_the_last_part_has_
 
 
 class BusyRelayout:
-    """Has room for every second wave that it is asked to begin."""
+    """A relayout that has room for every second wave only."""
 
     done = HostClock().mark()
 

@@ -73,8 +73,8 @@ def test_a_worker_moves_its_caches_and_its_staging_pool_before_they_are_register
 
 
 class Kernel:
-    """What was asked of it; refuses an advice with the errors that it is told, the last one for good. Its clock takes a
-    second for every part."""
+    """A fake kernel that records its calls. It refuses an advice with the errors in `refused`, and keeps the last one.
+    Its clock takes a second for every part."""
 
     def __init__(self, folder: Path, *, enabled: str = "always [madvise] never", page: str = str(HUGE)) -> None:
         self.calls: list[tuple[int, int, int]] = []

@@ -1,4 +1,4 @@
-"""What is left after the work: nothing. And what a worker does when there is none: nothing."""
+"""Idle workers: nothing is left after the work, and a worker without work does nothing."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_orders_without_content_do_not_even_wake_the_thread(rig: Rig) -> None:
     assert engine.worker._thread is None
 
 
-def test_a_worker_that_holds_a_lease_polls_notifications_at_leisure(rig: Rig) -> None:
+def test_a_worker_that_holds_a_lease_polls_notifications_seldom(rig: Rig) -> None:
     producer, _ = rig.pair()
     producer.prefill(tokens=5)
     wait_until(lambda: producer.fabric.calls["take_notifications"] > 3, "it looks")
@@ -83,7 +83,7 @@ def test_a_worker_that_holds_a_lease_polls_notifications_at_leisure(rig: Rig) ->
     assert 5 < often < 1000
 
 
-def test_a_frozen_peer_that_was_given_up_is_looked_after_at_leisure(rig: Rig) -> None:
+def test_a_frozen_peer_that_was_given_up_is_polled_seldom(rig: Rig) -> None:
     producer, consumer = rig.pair(settings=replace(SETTINGS, handshake_timeout_s=0.1))
     rig.network.freeze(producer.fabric.agent_name)
     assert rig.until_over(consumer, consumer.load(producer.prefill(tokens=5).params)) is not None
@@ -110,7 +110,7 @@ def test_closing_clears_the_lease_table_and_is_quick_even_with_a_read_under_way(
 
 
 def test_closing_lets_a_read_that_is_about_to_end_do_so(rig: Rig) -> None:
-    """Its memory is the engine's again afterwards."""
+    """The memory goes back to the engine afterwards."""
     producer, consumer = rig.pair()
     offer = producer.prefill(tokens=40, seed=5)
     rig.transfer(producer, consumer)

@@ -1,4 +1,4 @@
-"""Failed reads from a producer that lives: what they might still write into is nobody's until a grace is over."""
+"""Failed reads from a producer that lives: memory that they might still write stays out of use for a grace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STAGED = replace(CAUTIOUS, staging_pool_bytes=8 << 10, direct_min_bytes=1 << 20)
 
 
 def _is_quarantined(rig: Rig, consumer: Engine, load: OrderedLoad) -> None:
-    """It has failed in transfer, and its blocks stay out of use."""
+    """Whether the load has failed with TRANSFER and its blocks stay out of use."""
     assert rig.until_over(consumer, load) is FailureReason.TRANSFER
     assert consumer.seen.alive == {load.request_id}
     consumer.worker.check_integrity()
@@ -57,7 +57,7 @@ def test_the_death_of_the_producer_ends_the_grace(rig: Rig) -> None:
     _is_quarantined(rig, consumer, load)
     rig.network.kill(producer.fabric.agent_name)
     assert rig.until_over(consumer, consumer.load(offers[1].params)) is FailureReason.TRANSFER
-    rig.step_until(lambda: not consumer.seen.alive, "nobody is left who could write")
+    rig.step_until(lambda: not consumer.seen.alive, "nothing can write any more")
     assert consumer.seen.counts["graces_over"] == 0
 
 
@@ -92,7 +92,7 @@ def test_a_wave_of_the_staging_pool_stays_out_of_use_as_well(rig: Rig, how: str)
 
 
 @pytest.mark.parametrize("how", ["the post raises", "the read fails"])
-def test_a_first_read_that_failed_keeps_its_cell_for_the_grace(
+def test_a_first_read_that_failed_keeps_its_entry_for_the_grace(
     rig: Rig, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 0.01)

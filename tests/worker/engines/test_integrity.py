@@ -1,4 +1,4 @@
-"""A worker's sums: whatever is taken and belongs to nobody is found, said with all the numbers, and counted."""
+"""The integrity check of a worker: whatever is taken and has no owner is found, reported with all sums, and counted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _free_an_entry_twice(engine: Engine) -> Callable[[], object]:
 def _steal_a_wave(engine: Engine) -> Callable[[], object]:
     staging = engine.worker._staging
     assert staging is not None
-    pool, wave = staging.pool, staging.pool.try_take("nobody", "peer", 256)
+    pool, wave = staging.pool, staging.pool.try_take("no load", "peer", 256)
     assert wave is not None
     return lambda: pool.give_back(wave)
 
@@ -58,9 +58,9 @@ def _write_a_word(engine: Engine) -> Callable[[], object]:
 BREAKS = {
     "an entry without an owner": (_steal_an_entry, "4608 entries are not 4607 free + 0 taken"),
     "an entry that is free twice": (_free_an_entry_twice, "4608 entries are not 4609 free + 0 taken"),
-    "a wave that nobody has": (_steal_a_wave, "the pool gave out"),
-    "a list that nobody has": (_prepare_a_list, "prepared,"),
-    "a transfer that nobody has": (_post_a_read, "the fabric has 1 transfers, 0 are known"),
+    "a wave without an owner": (_steal_a_wave, "the pool gave out"),
+    "a list without an owner": (_prepare_a_list, "prepared,"),
+    "a transfer without an owner": (_post_a_read, "the fabric has 1 transfers, 0 are known"),
     "a word without a lease": (_write_a_word, "1 words are not empty, and there are 0 leases"),
 }
 
@@ -89,7 +89,7 @@ def test_what_does_not_add_up_is_found_with_all_the_sums(
     consumer.worker.check_integrity(idle=True)
 
 
-def test_a_load_under_way_adds_up_and_is_no_rest(rig: Rig) -> None:
+def test_a_load_under_way_adds_up_and_is_not_idle(rig: Rig) -> None:
     producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=replace(SETTINGS, direct_min_bytes=1 << 20))
     consumer = rig.engine(
         "C",
@@ -130,7 +130,7 @@ def test_a_worker_without_work_and_one_that_is_closed_have_nothing_to_check(rig:
     engine.worker.check_integrity(idle=True)
 
 
-def test_a_thread_that_is_stuck_is_said_to_be(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_is_stuck_is_reported_as_stuck(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     go_on = [False]

@@ -1,4 +1,4 @@
-"""The fabric raises what it never should, from each call in turn: the thread lives, and later loads are good."""
+"""The fabric raises unexpected errors, from each call in turn: the thread lives, and later loads are good."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recovers(rig: Rig, producer: Engine, consumer: Engine) -> None:
-    """With the fabric as it should be, everything comes back: blocks, entries, transfers, and the next load is good."""
+    """Without further faults everything comes back: blocks, entries, transfers, and the next load is good."""
     consumer.fabric.faults.clear()
     rig.step_until(lambda: not consumer.seen.alive, "the quarantine is over")
     rig.step_until(lambda: len(producer.leases) == 0, "the producer's blocks are free")
@@ -60,7 +60,7 @@ def test_at_first_contact(rig: Rig, method: str, error: str, times: int) -> None
     load = consumer.load(producer.prefill(tokens=10).params)
     reason = rig.until_over(consumer, load)
     if method == "release":
-        assert reason is None, "what is not taken back is offered again; it is not the load's affair"
+        assert reason is None, "a handle that is not taken back is given back again later; the load does not fail"
     else:
         assert reason in (FailureReason.HANDSHAKE, FailureReason.TRANSFER)
     recovers(rig, producer, consumer)
@@ -76,12 +76,12 @@ def test_at_a_peer_that_is_well_known(rig: Rig, method: str, error: str, times: 
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.TRANSFER
     if (method, error, times) == ("poll", "a bug", ALWAYS):
-        assert consumer.seen.alive == {load.request_id}, "nobody knows whether the read has ended"
+        assert consumer.seen.alive == {load.request_id}, "it is unknown whether the read has ended"
     recovers(rig, producer, consumer)
 
 
 @pytest.mark.parametrize("error", ["a lost peer", "a bug"])
-def test_a_producer_that_cannot_be_told_does_not_spoil_the_load(rig: Rig, error: str) -> None:
+def test_a_producer_that_cannot_be_notified_does_not_spoil_the_load(rig: Rig, error: str) -> None:
     producer, consumer = rig.pair(lease_s=0.3)
     rig.transfer(producer, consumer)
     consumer.fabric.fail("notify", ERRORS[error])

@@ -1,4 +1,4 @@
-"""The record of a load says when each of its stages ended."""
+"""The record of a load: when each of its stages ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders that cannot be read are a bug of this engine: its loads fail, and everything else goes on."""
+"""Orders that cannot be decoded, a bug of this engine: their loads fail, and everything else goes on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_loads_of_orders_that_cannot_be_read_fail_and_later_ones_are_good(rig: R
 
 
 @pytest.mark.parametrize("head", [b"", b"\xc1", encode_orders(StepOrders(boot="0" * 32))[:-1]])
-def test_a_head_that_cannot_be_read_is_counted_and_stops_nobody(rig: Rig, head: bytes) -> None:
+def test_a_head_that_cannot_be_read_is_counted_and_stops_nothing_else(rig: Rig, head: bytes) -> None:
     producer, consumer = rig.pair()
     consumer.worker.carry_out(head, encode_orders(StepOrders(boot=consumer.boot)))
     assert consumer.collect().lost_orders == 1
@@ -37,7 +37,7 @@ def test_a_head_that_cannot_be_read_is_counted_and_stops_nobody(rig: Rig, head: 
     rig.transfer(producer, consumer)
 
 
-def test_leases_are_open_when_the_orders_have_been_handed_over_whoever_reads_the_rest(rig: Rig) -> None:
+def test_leases_are_open_when_the_orders_have_been_handed_over_even_if_the_rest_is_lost(rig: Rig) -> None:
     engine = rig.engine("P")
     opened = StepOrders(boot=engine.boot, opens=(LeaseOpen(slot=3, epoch=EPOCH),))
     engine.worker.carry_out(encode_head(opened), b"\xc1")

@@ -15,7 +15,7 @@ from tests.worker.engine_rig import Engine, Offer, Rig
 
 MALFORMED = {
     "empty": b"",
-    "somebody else's": b"req-7:1",
+    "another protocol's": b"req-7:1",
     "the magic alone": MAGIC,
     "no msgpack": MAGIC + b"\xc1",
     "cut short": encode_notification(Done(slot=0, epoch="1" * 15, consumer="a" * 32, worker=0, expected=1))[:-3],
@@ -26,7 +26,7 @@ MALFORMED = {
 
 
 def _send(rig: Rig, producer: Engine, *frames: bytes) -> None:
-    """From an agent that the producer has never heard of."""
+    """Send a notification from an agent that the producer does not know."""
     fabric = MemoryFabric(f"other-{len(rig.network._by_name)}", rig.network)
     peer = fabric.add_peer(producer.fabric.metadata())
     for frame in frames:
@@ -133,7 +133,7 @@ def test_a_notification_that_comes_before_the_hold_is_remembered(rig: Rig) -> No
 
 
 def test_a_notification_that_is_here_when_its_lease_is_ended_counts(rig: Rig) -> None:
-    """Else a lease that was read well and ended in one moment would look as if its reader had come too late."""
+    """Otherwise a lease that was read well and ended at the same moment would look as if its reader came too late."""
     producer, consumer = rig.pair()
     rig.transfer(consumer, producer)
     over = threading.Event()

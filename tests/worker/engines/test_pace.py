@@ -1,4 +1,4 @@
-"""How soon a load is reported, how often the transfer thread looks, and in how long runs blocks are read."""
+"""The pace of a worker: when a load is reported, how often the transfer thread polls, how long runs of reads are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _in_order(*engines: Engine) -> None:
 
 
 def _load(rig: Rig, producer: Engine, consumer: Engine) -> LoadTotals:
-    """What the load of 20 blocks in each of 3 layers moved; its blocks are free again on both sides."""
+    """Load 20 blocks in each of 3 layers and free them on both sides. Returns the totals of the load."""
     rig.transfer(producer, consumer, tokens=80)
     return consumer.seen.totals[-1]
 
@@ -67,7 +67,7 @@ def test_a_load_is_reported_before_its_producer_is_notified(rig: Rig) -> None:
 
     consumer.fabric.notify = noted  # type: ignore[method-assign]
     consumer.load(producer.prefill(tokens=10).params)
-    wait_until(lambda: reported_before, "the producer is told")
+    wait_until(lambda: reported_before, "the producer is notified")
     assert reported_before == [True]
 
 

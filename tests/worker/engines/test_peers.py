@@ -1,4 +1,4 @@
-"""Producers that cannot be connected, are refused, die, or come back: said by name, and never at another's expense."""
+"""Producers that cannot be connected, are refused, die, or come back: reported by name, without cost to others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_dead_port_fails_the_load_within_the_handshake_timeout(rig: Rig) -> No
 
 
 @pytest.mark.parametrize(
-    "host", ["[::1]", "::1", "nobody.invalid", "*", "eth0;1.2.3.4", "a b", "\N{SNOWMAN}", "x" * 500]
+    "host", ["[::1]", "::1", "unknown.invalid", "*", "eth0;1.2.3.4", "a b", "\N{SNOWMAN}", "x" * 500]
 )
 def test_a_host_that_is_none_fails_the_load_and_nothing_else(rig: Rig, host: str) -> None:
     producer, consumer = rig.pair(settings=SHORT_TIMEOUT)
@@ -75,7 +75,7 @@ def test_another_engine_than_the_params_name_is_refused(rig: Rig) -> None:
     assert rig.until_over(consumer, load) is FailureReason.REFUSED
 
 
-def test_a_description_of_another_engine_is_refused_whoever_sent_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_description_of_another_engine_is_refused_from_any_sender(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer = rig.pair()
     other = msgspec.structs.replace(producer.description, engine_id="Q")
     monkeypatch.setattr("kvferry.worker.worker.fetch_description", lambda *_: other)
@@ -152,7 +152,7 @@ def test_a_peer_that_dies_during_a_read_fails_the_load_at_once(rig: Rig) -> None
     assert not consumer.fabric.peers
 
 
-def test_a_lost_peer_is_left_alone_for_the_backoff_and_met_anew_after_it(
+def test_a_lost_peer_is_left_alone_for_the_backoff_and_connected_again_after_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer, consumer = rig.pair()

@@ -51,7 +51,7 @@ class EngineProcess:
         return self
 
     def order(self, **command: Any) -> int:
-        """Give a command; its number."""
+        """Give a command. Returns its number."""
         assert self._process.stdin is not None
         self._commands += 1
         print(json.dumps({"id": self._commands, **command}), file=self._process.stdin, flush=True)
@@ -97,7 +97,7 @@ class EngineProcess:
 
 @pytest.fixture
 def started() -> Iterator[list[EngineProcess]]:
-    """Whatever a test puts here is killed after it."""
+    """The processes that a test starts, killed after it."""
     engines: list[EngineProcess] = []
     yield engines
     for engine in engines:

@@ -1,4 +1,4 @@
-"""The transfer thread's backoff is reset whenever a load moves on, and grows while it merely polls."""
+"""The transfer thread's pause is reset by any progress of a load, and grows while polls find none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _looking_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _asynchronous(consumer: Engine) -> None:
-    """From now on its reads take `POLLS` polls more."""
+    """Make the reads of an engine take `POLLS` more polls from now on."""
     poll, polled = consumer.fabric.poll, Counter[Transfer]()
 
     def in_flight_first(transfer: Transfer) -> TransferState:
@@ -36,7 +36,7 @@ def _asynchronous(consumer: Engine) -> None:
 
 
 def _ready_prefill(producer: Engine, tokens: int = 10) -> Offer:
-    """An offer whose lease is good: before that, a load asks again and again, without progress."""
+    """An offer whose lease is READY: before that, a load reads the slot again and again, without progress."""
     offer = producer.prefill(tokens=tokens, seed=2)
     wait_until(lambda: producer.word(offer) & 0xF == SlotState.READY, "the blocks may be read")
     return offer
@@ -59,8 +59,8 @@ def _note_backoff(consumer: Engine) -> list[int]:
 
 
 def _is_connecting() -> bool:
-    """Whether a handshake's thread has not ended: the last that it does is to wake the transfer thread, which may have
-    taken what it brought and ended the load before."""
+    """Whether a handshake's thread is alive. Its last action is to wake the transfer thread, which may have taken its
+    result and ended the load before."""
     return any(thread.name == "kvferry-handshake" for thread in threading.enumerate())
 
 

@@ -15,10 +15,10 @@ from tests.protocol.secret_files import NEW, OLD, OTHER
 from tests.worker.engine_rig import SETTINGS, Engine, Rig
 
 STEPS: tuple[Secrets, ...] = ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,))
-"""What every engine's file lists, one step after the other; see docs/operations.md."""
+"""The secrets in every engine's file, one step of the rotation after the other; see docs/operations.md."""
 
 LEASE_S = 60.0
-"""No lease runs out, however slow the machine is; those of turns are renewed at once all the same."""
+"""So long that no lease runs out, however slow the machine is; leases of turns are renewed at once all the same."""
 
 
 class Fleet:
@@ -35,7 +35,7 @@ class Fleet:
         self.engines[name] = self._start(name, secrets, port)
 
     def check(self, name: str, seed: int) -> None:
-        """This engine and every other read from each other; they renew leases of each other, and give them back."""
+        """Check that this engine and every other read from each other, and renew and give back each other's leases."""
         others = [(self.engines[name], engine) for other, engine in self.engines.items() if other != name]
         pairs = [*others, *((engine, this) for this, engine in others)]
         unread = [producer.prefill(tokens=10, seed=seed) for producer, _ in pairs]
@@ -77,7 +77,7 @@ def test_prompts_are_handed_over_and_leases_renewed_at_every_moment_of_a_rotatio
 
 
 def test_a_rotation_in_one_step_would_fail() -> None:
-    """Why it takes three: an engine that has only the new secret is not understood by those that have only the old."""
+    """It takes three, because an engine with only the new secret cannot talk to those with only the old one."""
     rig = Rig("memory")
     try:
         old = rig.engine("A", settings=replace(SETTINGS, secrets=STEPS[0], handshake_timeout_s=20.0))

@@ -19,7 +19,7 @@ from tests.worker.toy_caches import CacheShape
 
 POOL_BYTES = 8 << 10
 STAGED = replace(SETTINGS, staging_pool_bytes=POOL_BYTES, direct_min_bytes=1 << 20)
-"""Descriptors are dear, and a wave holds seven blocks of one layer."""
+"""Descriptors cost much, and a wave holds seven blocks of one layer."""
 
 HEADS_OUTER = CacheShape(axes="bht")
 TOKENS_OUTER = CacheShape(axes="bth")
@@ -97,7 +97,7 @@ def test_a_wave_is_asked_for_what_is_left_and_no_more(rig: Rig, monkeypatch: pyt
 def test_what_does_not_change_from_load_to_load_is_made_once(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, pool_bytes: int
 ) -> None:
-    """The pieces of a source and how far their units may reach: with the peer, whatever its loads have."""
+    """The pieces of a source and their bounds are made once for each peer, not for each load."""
     pieces, bounds = counted(monkeypatch, Pieces, "__post_init__"), counted(monkeypatch, Bounds, "check")
     made = counted(monkeypatch, Bounds, "__init__")
     producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=pool_bytes))

@@ -1,4 +1,4 @@
-"""A step that has nothing to compute may wait for a load that is under way, and only for that."""
+"""A step that has nothing to compute may wait for a load that is under way, and for nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_step_without_a_timeout_does_not_wait(rig: Rig) -> None:
     rig.until_over(consumer, load)
 
 
-def test_no_step_waits_when_nothing_is_under_way(rig: Rig) -> None:
+def test_a_step_does_not_wait_when_no_load_is_under_way(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     started_s = time.monotonic()

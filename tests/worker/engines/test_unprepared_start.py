@@ -1,4 +1,4 @@
-"""An engine that cannot prepare a first contact starts, and its first contact is as it always was."""
+"""An engine that cannot prepare a first contact starts, and its first contact works as without preparation."""
 
 from __future__ import annotations
 

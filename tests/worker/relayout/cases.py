@@ -93,7 +93,7 @@ Loops = tuple[tuple[int, int], int, int]
 
 
 def random_shape(draw: random.Random, conversion: Conversion | None) -> tuple[Shape, tuple[Loops, Loops, int], int]:
-    """A shape, how its pieces lie on both sides, and how many scales a piece has."""
+    """A shape, the layout of its pieces on both sides, and the number of scales of a piece."""
     counts = [draw.choice((1, 2, 2, 3, 4, 7)) for _ in range(draw.choice((0, 1, 2, 3, 4, 4)))]
     pieces = draw.randint(1, 3)
     together = draw.choice((1, 2, 4, 8))  # of a lane: the alignment

@@ -1,4 +1,4 @@
-"""What the relayout must do, by definition: byte for byte and number for number, slowly.
+"""The definition of the relayout: byte for byte and number for number, slow.
 
 Independent of torch: a float type is its table of values, and rounding is looking for the nearest.
 """
@@ -44,7 +44,7 @@ def magnitudes(kind: ElementType) -> NDArray[np.float64]:
 
 
 class Rounding:
-    """To the nearest of all finite values of a type, and of two equally near ones to the one with an even code."""
+    """Rounds to the nearest of all finite values of a type, and a tie to the value with an even code."""
 
     def __init__(self, kind: ElementType) -> None:
         self.kind = kind

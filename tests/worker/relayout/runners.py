@@ -24,7 +24,7 @@ LARGE_BYTES = 200_000
 
 
 class Outcome:
-    """What became of the destination, and how many kernels it took."""
+    """The destination after a wave, and the number of kernels launched."""
 
     def __init__(self, destination: NDArray[np.uint8], launches: int) -> None:
         self.destination = destination

@@ -1,4 +1,4 @@
-"""What the benchmark compares does the same, and its constants are those of the times that they are made from."""
+"""The benchmark's variants have the same result, and its constants are those fitted to the measured times."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ FAR = (1 << 31) + 3 * 4096
     ids=["a block's stride", "a block's number", "a position", "an axis"],
 )
 def test_offsets_beyond_two_to_the_31(run: Runner, shape: Shape, unit: tuple[int, int, int, int]) -> None:
-    """The axis's first step is at the start of the allocations, whose bytes nobody set: only the second is compared."""
+    """The axis's first step is at the start of the allocations, whose bytes are unset: only the second is compared."""
     case = Case(
         WaveTable.of([shape], [(5, 7, 0, 0, 1, 0)], [unit]),
         np.arange(100, dtype=np.uint8),

@@ -1,4 +1,4 @@
-"""Three operations of the earlier design, as special cases; what is expected is worked out from their definitions.
+"""Three operations of the earlier design, as special cases; the expected results follow from their definitions.
 
 The fourth, `copy_kv_blocks`, is the host buffer's: tests/worker/engines/test_host_buffer.py.
 
@@ -22,7 +22,7 @@ Values = NDArray[np.uint16]
 
 
 def received(tokens: int) -> Values:
-    """What the producer computed, `[token, head, dim]`."""
+    """The producer's values, `[token, head, dim]`."""
     return np.random.default_rng(tokens).integers(0, 0x5000, (tokens, HEADS, DIM)).astype(np.uint16)
 
 

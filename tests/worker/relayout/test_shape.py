@@ -1,4 +1,4 @@
-"""Shapes: the fewest axes that say the same."""
+"""Shapes: the equivalent ones with the fewest axes."""
 
 from __future__ import annotations
 

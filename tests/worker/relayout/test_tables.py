@@ -1,4 +1,4 @@
-"""Tables: what contradicts itself is refused; what the kernel reads is what was meant."""
+"""Tables: contradictory ones are refused; the compiled ones describe the same copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Around the kernel: what is compiled, how wide it accesses memory, and what happens when too much is on its way."""
+"""Around the kernel: the compiled variants, the width of memory accesses, and too many or too large waves."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The device's clock; kernels are not run."""
+    """The device's clock, with kernels that are not run."""
     from kvferry.worker.relayout import triton_relayout
 
     made = Clock()

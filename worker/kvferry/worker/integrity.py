@@ -39,10 +39,10 @@ class WorkerIntegrity:
     registry: PeerRegistry
 
     def check(self, *, idle: bool = False) -> None:
-        """Add everything up, in time that grows with what is alive.
+        """Check all sums, in time that grows with the loads, peers and leases that there are.
 
         Args:
-            idle: nothing is to be under way either: no load, no first read, nothing in quarantine. Peers may be
+            idle: also check that nothing is under way: no load, no first read, no quarantined load. Peers may be
                 known and leases held.
 
         Raises:

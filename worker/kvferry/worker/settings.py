@@ -1,4 +1,4 @@
-"""What an operator decides for a worker."""
+"""Settings of a worker that operators choose."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class WorkerSettings:
     handshake_timeout_s: how long a producer may take to describe itself, and again to answer the first read.
     load_timeout_s: how long a load may take from its order to its last byte; afterwards it has failed.
     max_loads: loads that may be in flight at once; more of them wait their turn.
-    staging_pool_bytes: what short runs are staged in; 0 for no pool, None for the default of the device.
+    staging_pool_bytes: size of the pool that short runs are staged in; 0 for no pool, None for the device's default.
     direct_min_bytes: run length from which nothing is staged.
     host_buffer: the fabric does not reach the caches' device: everything goes through host memory.
-    is_read_from: peers read from this engine; without, it keeps no copy of its caches in host memory.
+    is_read_from: peers read from this engine; if False, it keeps no copy of its caches in host memory.
     secrets: of the side channel.
     peer_ttl_s: after which a producer that was not read from is forgotten; 0 or less for never.
-    max_peers: producers that are known at once, those apart that are being read from.
+    max_peers: producers that are known at once, not counting those that are being read from.
     failed_read_grace_s: how long memory stays out of use after a read into it has failed (`fabric.reads`).
     huge_pages_s: how long the start may take for moving host memory into huge pages (`memory.huge_pages`).
-    check_integrity: add everything up whenever anything may have changed, not only when there is nothing to do.
+    check_integrity: check the integrity after every step of the transfer thread, not only when it is idle.
     """
 
     lease_slots: int = 4096

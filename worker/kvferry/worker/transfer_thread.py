@@ -1,11 +1,11 @@
 """The transfer thread: the one thread that touches the fabric once the worker runs.
 
-It blocks when there is nothing to do. While something is in flight it polls again after a backoff that grows from
-50 µs to 1 ms, or to three times what looking at everything takes, and shrinks back with every progress, such as a
-load's next stage or wave; it looks for 100 µs at most before it lets go of the interpreter's lock for 50 µs, for the
-sake of the engine's step thread. While leases are held it looks for notifications after 2 ms, which grow to 20 ms while
-none come; while a failed transfer may still write, or a message is being flushed, every 10 ms. New orders wake it at
-once. When it has nothing more to do it checks its integrity, at most once a second.
+It blocks when there is nothing to do. While something is in flight it polls after a pause that grows from 50 µs to
+1 ms, or to three times the time that polling everything takes, and is reset by any progress, such as a load's next
+stage or wave. It polls for 100 µs at most and then releases the interpreter's lock for 50 µs, for the engine's step
+thread. While leases are held it polls notifications after 2 ms, which grow to 20 ms while none arrive; while a failed
+transfer may still write, or a message is being flushed, every 10 ms. New orders wake it at once. When it is idle it
+checks its integrity, at most once a second.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 _MIN_BACKOFF_S = 50e-6
 _MAX_BACKOFF_S = 1e-3
 _LOOKING_SHARE = 3
-"""How many times as long as looking at everything in flight the backoff may be: a thousand transfers are looked
-at for a quarter of the time, and no more."""
+"""The longest pause, in multiples of the time that polling everything in flight takes: a thousand transfers are polled
+for at most a quarter of the time."""
 _MIN_NOTIFICATION_BACKOFF_S = 2e-3
 _MAX_NOTIFICATION_BACKOFF_S = 20e-3
 _QUARANTINE_POLL_S = 10e-3
@@ -71,7 +71,7 @@ class _Stop:
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """Add everything up."""
+    """Check the integrity."""
 
     idle: bool
     answer: Future[None]
@@ -85,7 +85,7 @@ class TransferThread:
 
     Args:
         table: this worker's lease table.
-        mirror: where blocks are copied to before anybody may read them; None where peers read the caches.
+        mirror: where blocks are copied to before they may be read; None where peers read the caches.
     """
 
     def __init__(self, table: LeaseTable, mirror: HostMirror | None, settings: WorkerSettings) -> None:
@@ -104,7 +104,10 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
 
     def start(self, context: LoadContext) -> None:
-        """Begin; the context's fabric is this thread's from now on. It comes late: its registry wakes the thread."""
+        """Begin; the context's fabric belongs to this thread from now on.
+
+        The context is no constructor argument because its registry needs this object's `wake`.
+        """
         self._reader = context.reader
         self._registry = context.registry
         self._device = context.caches.device
@@ -123,17 +126,17 @@ class TransferThread:
         self._thread.start()
 
     def submit(self, head: OrdersHead, frame: bytes, mark: DeviceMark) -> None:
-        """Hand over a step's orders; returns at once, with its leases open: no consumer can come before them.
+        """Hand over a step's orders; opens its leases and returns at once, so that no consumer can come before them.
 
         Args:
-            frame: all of the orders, encoded: reading them is this thread's work.
+            frame: all of the orders, encoded: the transfer thread decodes them.
         """
         for opened in head.opens:
             self._table.open(opened)
         self._inbox.put(_Orders(head, frame, mark, time.monotonic()))
 
     def wake(self) -> None:
-        """Look for something to do; from any thread."""
+        """Make the thread look for work; may be called from any thread."""
         self._inbox.put(_Wake())
 
     def check_integrity(self, *, idle: bool) -> None:
@@ -148,7 +151,7 @@ class TransferThread:
             raise LocalProtocolError(f"the transfer thread has not answered within {_CHECK_S:g} s") from None
 
     def close(self) -> bool:
-        """Stop the thread and wait for it; from now on no lease is good. Idempotent.
+        """Stop the thread and wait for it; all leases end. Idempotent.
 
         Returns:
             Whether it has ended; False when it is stuck in a call of the fabric.
@@ -170,7 +173,7 @@ class TransferThread:
         self._wind_up()
 
     def _survive(self, part: Callable[P, bool | None], *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Do one part of the work. Whatever it raises, the thread lives and the other parts get their turn."""
+        """Do one part of the work. Any exception is logged; the thread continues with the other parts."""
         try:
             return bool(part(*args, **kwargs))
         except Exception:  # noqa: BLE001 - shown, with its traceback
@@ -178,7 +181,7 @@ class TransferThread:
             return False
 
     def _wind_up(self) -> None:
-        """The memory is about to be the engine's alone: reads of others are void, own ones get a moment to end."""
+        """End all leases and loads before the memory goes back to the engine; own reads get `_LAST_READS_S` to end."""
         self._table.clear()
         loads = self.runner.stop()
         end_s = time.monotonic() + _LAST_READS_S
@@ -206,11 +209,11 @@ class TransferThread:
                 self._answer(item)
 
     def _is_idle(self) -> bool:
-        """Whether nothing is left to do but the integrity check, and forgetting peers in due time."""
+        """Whether nothing is left to do but the integrity check and the expiry of unused peers."""
         return self._next_poll_s() is None
 
     def _wait_s(self) -> float | None:
-        """How long nothing needs to be done unless somebody calls; None for ever."""
+        """How long to wait for new work before the next step is due; None for no limit."""
         poll_s = self._next_poll_s()
         if poll_s is not None:
             return poll_s
@@ -223,7 +226,7 @@ class TransferThread:
         return self._checked_s + _CHECK_INTERVAL_S
 
     def _next_poll_s(self) -> float | None:
-        """How long to wait before looking again at what goes on without being told; None when nothing does."""
+        """How long to wait before the next poll of what changes without a wake-up; None with nothing to poll."""
         if self.runner.busy() or len(self._pending_ready) or self._registry.busy():
             return _MIN_BACKOFF_S if self.runner.is_amid_round() else self._backoff_s
         polls_s = []
@@ -240,7 +243,7 @@ class TransferThread:
             self._lose(item.head)
             return
         if orders.ends:
-            self._survive(self._notifications.take)  # those that have arrived count before their lease ends
+            self._survive(self._notifications.take)  # a report that has arrived counts before the end of its lease
         sent = [self._table.end(end) for end in orders.ends]
         for hold in orders.holds:
             sent.append(self._table.hold(hold))
@@ -254,7 +257,7 @@ class TransferThread:
             add(PeerKey.of_prewarm(prewarm), item.arrived_s)
 
     def _lose(self, head: OrdersHead) -> None:
-        """Our own bug. Nothing of these loads has begun, so their blocks are safe."""
+        """Fail the loads of orders that cannot be decoded (an internal error). None has begun: the blocks are safe."""
         internal_errors.log(f"a step's orders are lost, {len(head.loads)} loads among them")
         with self.results as results:
             results.lost_orders += 1
@@ -281,7 +284,7 @@ class TransferThread:
         if self._survive(self._notifications.take):
             self._notification_backoff_s = _MIN_NOTIFICATION_BACKOFF_S
             return True
-        if not self.runner.busy():  # while it is, `_backoff_s` applies
+        if not self.runner.busy():  # while it is, `_pause` returns `_pause_s`
             self._notification_backoff_s = min(2 * self._notification_backoff_s, _MAX_NOTIFICATION_BACKOFF_S)
         return False
 
@@ -299,7 +302,7 @@ class TransferThread:
                 results.handshake_s += handshake_s
 
     def _check_integrity(self) -> None:
-        """Never stops the thread; an error is counted each time, and shown when it is another one."""
+        """Never stops the thread; an error is counted each time, and logged if it differs from the last one."""
         self._checked_s, self._is_checked = time.monotonic(), True
         try:
             self._integrity.check()
@@ -313,7 +316,7 @@ class TransferThread:
     def _answer(self, check: _Check) -> None:
         try:
             self._integrity.check(idle=check.idle)
-        except Exception as error:  # noqa: BLE001 - raised where the question came from
+        except Exception as error:  # noqa: BLE001 - raised in the caller of `check_integrity`
             check.answer.set_exception(error)
         else:
             check.answer.set_result(None)

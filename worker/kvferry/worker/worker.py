@@ -50,17 +50,17 @@ _MORE_ENTRIES = 4096
 """Where lease slots land: one word per producer worker and load."""
 
 _PLANS_AT_ONCE = 4
-"""Planning holds the interpreter's lock, and any peer can describe engines that take seconds to plan."""
+"""Plans made at a time: planning holds the interpreter's lock, and any peer can describe engines that take seconds."""
 
 _MOST_REHEARSED = 64
-"""Workers of an engine that is planned with itself at its start; more take seconds."""
+"""Most workers of an engine that plans a transfer from itself at its start; with more it takes seconds."""
 
 MakeFabric = Callable[[str], Fabric]
 """Makes a fabric whose agent has the given name."""
 
 
 class FerryWorker:
-    """Made once the caches exist; runs until `close`.
+    """One worker: made once the caches exist, runs until `close`.
 
     Args:
         engine_id: this engine.
@@ -70,8 +70,8 @@ class FerryWorker:
         make_fabric: the fabric; made, filled and prepared on the calling thread, then given to the transfer thread.
 
     Raises:
-        FabricError: the fabric cannot be had, or refuses the memory.
-        InvalidConfig: the host memory that the settings ask for cannot be had.
+        FabricError: the fabric is not available, or refuses the memory.
+        InvalidConfig: the host memory that the settings require cannot be allocated.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class FerryWorker:
         self._staging = _staging(caches, settings)
         self._mirror = HostMirror(caches, groups) if settings.host_buffer and settings.is_read_from else None
         exported = self._mirror.caches if self._mirror is not None else caches
-        # With a host buffer the fabric never touches the caches: without a copy nothing of them is exported.
+        # With a host buffer the fabric never accesses the caches: without a copy nothing of them is exported.
         cache_regions = exported.regions() if self._mirror is not None or not settings.host_buffer else []
         table_region = Region(self._table.address.address, self._table.num_bytes, MemoryKind.DRAM)
         pool = [self._staging.region()] if self._staging is not None else []
@@ -105,7 +105,7 @@ class FerryWorker:
         if self._staging is not None and self._staging.memory is not None:
             self._host_memory.append(self._staging.memory)
         for memory in self._host_memory:
-            memory.pin()  # not earlier: pages that are pinned cannot become huge ones
+            memory.pin()  # not earlier: pinned pages cannot become huge pages
         self._fabric.register([*cache_regions, table_region, self._slot_reads.region(), *pool])
         self._slot_reads.prepare(self._fabric)
         self.description = WorkerDescription(
@@ -117,7 +117,7 @@ class FerryWorker:
             lease_table=self._table.address,
             tensors=exported.tensors,
         )
-        # This engine as the planner sees it.
+        # This engine's description for the planner; boot and key do not matter there.
         self._engine = EngineDescription(
             engine_id=engine_id,
             boot="0" * 32,
@@ -144,13 +144,13 @@ class FerryWorker:
         self._lost_orders = 0
 
     def add_siblings(self, workers: Sequence[WorkerDescription]) -> None:
-        """Learn of all workers of this engine, this one at its own index: reads are spread over all of them.
+        """Set the workers of this engine, this one at its own index: reads are spread over all of them.
 
-        Without it, a worker plans as if it were the only one, and producers with several readers would be told wrong
-        numbers. Call it before the first orders.
+        Without it, a worker plans as if it were the only one, and reports a wrong number of readers to producers with
+        several. Call it before the first orders.
 
         Raises:
-            InvalidMessage: this worker is not where it says it is.
+            InvalidMessage: this worker's own description is not at its index.
         """
         if len(workers) <= self._index or workers[self._index] != self.description:
             raise InvalidMessage("workers", f"{len(workers)} workers", f"this one's own description at {self._index}")
@@ -161,12 +161,12 @@ class FerryWorker:
         self._rehearse(workers)
 
     def carry_out(self, head: bytes, frame: bytes) -> None:
-        """Take a step's orders; returns at once, whatever they are and however many blocks they name. Call it on the
-        thread that launches the device's work.
+        """Take a step's orders; returns at once, however many blocks they name. Call it on the thread that launches the
+        device's work.
 
         Args:
-            head: of the orders, read here (`encode_head`).
-            frame: the orders, read by the transfer thread (`encode_orders`).
+            head: the head of the orders, decoded here (`encode_head`).
+            frame: the orders, decoded by the transfer thread (`encode_orders`).
         """
         try:
             first = decode_head(head)
@@ -178,10 +178,10 @@ class FerryWorker:
         self._started(first.boot).submit(first, frame, self._clock.mark())
 
     def take_results(self, timeout_s: float = 0.0) -> StepResults:
-        """What happened since the last call.
+        """Return the results since the last call.
 
         Args:
-            timeout_s: while loads are under way, wait at most so long for one of them to end; 0 returns at once.
+            timeout_s: while loads are under way, wait at most this long for one of them to end; 0 returns at once.
         """
         if self._thread is not None and timeout_s and self._watchdog:
             self._thread.results.wait_for_load(timeout_s)
@@ -192,12 +192,12 @@ class FerryWorker:
         return results
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """Whether everything that was taken belongs to a live owner: entries, waves, handles, words of the lease table.
+        """Check that all that was taken belongs to a live owner: entries, waves, handles, words of the lease table.
 
-        The transfer thread does it, between two steps. May wait for it, so it is nothing for an engine's step.
+        The transfer thread does it between two steps. The call waits for it, so do not call it in an engine's step.
 
         Args:
-            idle: nothing is to be under way either: no load, no first read, nothing in quarantine.
+            idle: also check that nothing is under way: no load, no first read, no quarantined load.
 
         Raises:
             LocalProtocolError: with all the sums, or the thread does not answer.
@@ -251,13 +251,13 @@ class FerryWorker:
         return self._thread
 
     def _as_consumer(self, caches: KvCaches) -> WorkerDescription:
-        """This worker with the addresses at which it wants the bytes: those of the caches themselves."""
+        """This worker's description as a consumer: with the addresses of the caches themselves, not of the copy."""
         return msgspec.structs.replace(self.description, tensors=caches.tensors)
 
     def _rehearse(self, workers: Sequence[WorkerDescription]) -> None:
-        """What can be done of a first contact before there is one: producers often have this engine's own shape.
+        """Prepare the first contact: start its threads, and plan a transfer from a producer of this engine's own shape.
 
-        An engine that cannot do it starts all the same: the first contact does it, or says why not.
+        Where that fails the engine starts all the same: the first contact does it, or reports the reason.
         """
         try:
             self._asking.start()
@@ -268,7 +268,7 @@ class FerryWorker:
             internal_errors.log("a first contact could not be prepared; the engine starts without")
 
     def _handshake(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
-        """Fetch a producer's description and plan it; on a thread that may wait."""
+        """Fetch a producer's description and plan the transfer; waits, so it runs on a thread of its own."""
         if key.engine_id == self._engine_id:
             raise HandshakeFailed("the params name this very engine")
         timeout_s, secrets = self._settings.handshake_timeout_s, self._settings.secrets
@@ -284,7 +284,7 @@ class FerryWorker:
 
 
 def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:
-    """The pool that the settings ask for."""
+    """The staging pool of the settings."""
     asked = settings.staging_pool_bytes
     capacity = _STAGING_BYTES.get(caches.device.type, _STAGING_BYTES_OF_OTHERS) if asked is None else asked
     if settings.host_buffer and not capacity:

@@ -1,6 +1,6 @@
-"""Which attention backends cannot do context parallelism, by name.
+"""Finds attention backends that do not support context parallelism, by name.
 
-Layers, backends and implementations are asked for the attributes by which vLLM 0.32 says so; nothing is imported:
+It reads the attributes by which layers, backends and implementations of vLLM 0.32 declare it; nothing is imported:
 
 - `layer.get_attn_backend().supports_pcp()`, and where a backend has no such method, `layer.impl.supports_pcp`;
 - `layer.impl.need_to_return_lse_for_decode`: with decode context parallelism every rank attends to its own tokens, and
@@ -24,7 +24,7 @@ class Incapable:
 
     Attributes:
         backend: its name.
-        lacks: what it cannot do, and which attribute says so.
+        lacks: what it cannot do, and the attribute that declares it.
         layers: the layers that use it.
     """
 
@@ -64,14 +64,14 @@ def check_attention_cp_compatibility(
     """Refuse a model whose attention cannot be context parallel.
 
     Args:
-        layers: by name, everything that has an attention backend; what has neither backend nor implementation is
-            passed over.
+        layers: by name, everything that has an attention backend; layers with neither backend nor implementation are
+            skipped.
         pcp, dcp: ranks of prefill and of decode context parallelism.
         interleave: tokens of a run of the decode context parallel interleave. With a drafter, runs of several tokens
-            need a backend that can under prefill context parallelism alone too, as in vLLM.
+            need a backend that supports them, under prefill context parallelism alone too, as in vLLM.
         speculative: whether there is a drafter: several tokens of a request are decoded at once.
-        pcp_layers: the layers that prefill context parallelism is about; None for all. A drafter's, which every rank
-            computes whole, are not.
+        pcp_layers: the layers whose tokens prefill context parallelism divides; None for all. Not those of a drafter,
+            which every rank computes whole.
 
     Raises:
         AttentionRefused: naming every backend, what it lacks and its layers.
@@ -95,7 +95,7 @@ def check_attention_cp_compatibility(
 
 
 def _lacks(layer: object, partitioned: bool, merged: bool, interleaved_drafts: bool) -> Iterator[tuple[str, str]]:
-    """What one layer's backend cannot do, as (backend, lack)."""
+    """The features that one layer's backend lacks, as (backend, lack)."""
     make_backend = getattr(layer, "get_attn_backend", None)
     backend = make_backend() if callable(make_backend) else None
     impl = getattr(layer, "impl", None)
@@ -114,16 +114,16 @@ def _lacks(layer: object, partitioned: bool, merged: bool, interleaved_drafts: b
 
 
 def _problem(asked: object, attribute: str) -> str:
-    """Why the answer is not yes; empty when it is."""
+    """Why the attribute does not declare support; empty when it does."""
     answer = getattr(asked, attribute, None)
     if callable(answer):
         try:
             answer = answer()
         except NotImplementedError:
-            return f"it does not say {attribute}"
+            return f"it does not declare {attribute}"
     if answer is True:
         return ""
-    return f"it does not say {attribute}" if answer is None else f"{attribute} is {answer}, not True"
+    return f"it does not declare {attribute}" if answer is None else f"{attribute} is {answer}, not True"
 
 
 def _name_of(backend: object, impl: object) -> str:

@@ -1,6 +1,6 @@
-"""The executor of prefill context parallelism: what all ranks computed comes back into order, over torch.distributed.
+"""The executor of prefill context parallelism: gathers the results of all ranks in order, over torch.distributed.
 
-All ranks of a group are given the same steps; every method that says so is a collective and is called by all of them.
+All ranks of a group get the same steps; every method documented as a collective is called by all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_ROW_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankRows:
-    """What this rank computes; see `partition.RankInputs`. On the device, valid until the next step."""
+    """The rows that this rank computes; see `partition.RankInputs`. On the device, valid until the next step."""
 
     tokens: torch.Tensor
     req_indices: torch.Tensor
@@ -44,7 +44,7 @@ class RankRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Buffers:
-    """Everything that lives on the device, allocated once. Rows are those of one rank, or of all (`[R·rows]`)."""
+    """All device buffers, allocated once. Rows are those of one rank, or of all (`[R·rows]`)."""
 
     tokens: torch.Tensor
     req_indices: torch.Tensor
@@ -61,10 +61,10 @@ class PCPManager:
     """One rank's part in its group. Called on one thread.
 
     Args:
-        group: the ranks that share the tokens out, this process among them.
+        group: the ranks among which the tokens are divided, this process among them.
         device: where rows and indices are.
         max_tokens, max_requests: of a step.
-        max_row_bytes: of one row that is gathered: a token's hidden state, or what it leaves in a layer's cache.
+        max_row_bytes: of one row that is gathered: a token's hidden state, or its entry in a layer's cache.
         reorder_threshold: up to how many scheduled tokens a request with context is a decode, which every rank
             computes; None: all are prefills. See `partition.partition_step`.
         cache_groups: block tables, each with a slot mapping of its own.
@@ -112,20 +112,20 @@ class PCPManager:
 
     @property
     def partition(self) -> Partition:
-        """The step's. Raises LocalProtocolError before the first."""
+        """The partition of the present step. Raises LocalProtocolError before the first."""
         if self._partition is None:
             raise LocalProtocolError("no step has been partitioned yet")
         return self._partition
 
     def partition_inputs(self, num_scheduled_tokens: Counts, num_computed_tokens: Counts) -> RankRows:
-        """Begin a step: share its tokens out. No collective: every rank comes to the same result.
+        """Begin a step: divide its tokens among the ranks. No collective: every rank computes the same result.
 
         Args:
             num_scheduled_tokens: `[N]`, per request, new tokens only.
             num_computed_tokens: `[N]`, per request, those of earlier steps.
 
         Raises:
-            InvalidBatch: the numbers cannot be, or are more than the buffers were made for. The step before stays.
+            InvalidBatch: the numbers are not valid, or more than the buffers hold. The step before stays.
         """
         made = partition_step(
             num_scheduled_tokens, num_computed_tokens, ranks=self.ranks, reorder_threshold=self._reorder_threshold
@@ -152,7 +152,7 @@ class PCPManager:
     def pad_slot_mapping(self, slot_mapping: torch.Tensor, cache_group: int = 0) -> torch.Tensor:
         """The cache slot of every row that `gather_padded` returns, int64 `[P]`; `PAD_SLOT` where nothing is written.
 
-        Padding is not written, and of a decode only the first rank's copy.
+        Padding is not written; of a decode, only the first rank's copy is.
 
         Args:
             slot_mapping: integers `[T]`, the slot of every scheduled token; `PAD_SLOT` for one that this engine
@@ -201,7 +201,7 @@ class PCPManager:
         return self._gather(hidden_states, self._buffers.gathered_rows[: self.partition.num_tokens])
 
     def _gather(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """All-gather into the buffer, then a copy of the rows that `index` names. Bytes are sent, so any dtype is."""
+        """All-gather into the buffer, then copy the rows that `index` names. Rows of any dtype are sent as bytes."""
         step = self.partition
         if not rows.dim() or len(rows) != step.rank_rows or rows.device.type != self._device.type:
             expected = f"{step.rank_rows} rows on {self._device}"
@@ -222,19 +222,19 @@ class PCPManager:
 
 
 def _word(row_bytes: int) -> torch.dtype:
-    """The widest integers that a row is a whole number of: bytes would be picked up one by one."""
+    """The widest integer type whose size divides a row: as bytes, `index_select` would copy them one by one."""
     return next(
         dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if not row_bytes % dtype.itemsize
     )
 
 
 def _put(buffer: torch.Tensor, values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
-    """Copy the values to the front of the buffer. From memory that is not pinned, so that it may be reused at once."""
+    """Copy the values to the front of the buffer, from memory that is not pinned, so that it can be reused at once."""
     return buffer[: len(values)].copy_(torch.tensor(values))
 
 
 def _named_gather() -> Callable[..., object]:
-    """PyTorch 2.13 gave the collective a new name and warns of the old one, which is the only one before."""
+    """The all-gather under its name of PyTorch 2.13, which warns of the old name, or under the old name before."""
     newer: Callable[..., object] | None = getattr(dist, "all_gather_single", None)
     return newer or dist.all_gather_into_tensor
 

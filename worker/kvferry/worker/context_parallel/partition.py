@@ -1,15 +1,15 @@
-"""Who computes which tokens of a step: DualChunkSwap, a frozen value made by a pure function.
+"""Which rank computes which tokens of a step: DualChunkSwap, a frozen value made by a pure function.
 
 Shapes: `N` requests, `T` scheduled tokens, `L` rows on each rank, `R` ranks, `P = R·L`.
 
 A prefill is padded to `2R` chunks of `c` tokens; rank `r` computes chunk `r` (its head) and chunk `2R-1-r` (its tail).
-A token attends to all tokens before it, so a cheap and a dear chunk together cost every rank the same. A decode (at
-most `reorder_threshold` scheduled tokens, after at least one computed token) is computed by every rank. So each rank
-has the same number of rows, and their all-gather needs no lengths.
+A token attends to all tokens before it, so a cheap and an expensive chunk together cost every rank the same. A decode
+(at most `reorder_threshold` scheduled tokens, after at least one computed token) is computed by every rank. So each
+rank has the same number of rows, and their all-gather needs no lengths.
 
 The same rows appear in three orders:
 
-- *scheduled*: the `T` tokens as the scheduler has them, request by request;
+- *scheduled*: the `T` tokens in the scheduler's order, request by request;
 - *padded*: the `P` rows, request by request: a prefill's chunks from the first to the last, a decode `R` times;
 - *gathered*: the `P` rows as an all-gather delivers them, rank by rank.
 
@@ -41,7 +41,7 @@ Counts: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class InvalidBatch(InputError):
-    """The tokens, slots or rows of a step are not what they must be. It is raised before a collective begins."""
+    """The tokens, slots or rows of a step are not valid. It is raised before a collective begins."""
 
     what = "batch"
 
@@ -74,7 +74,7 @@ def as_counts(field: str, value: Counts, most: int) -> Ints:
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 MAX_ROWS = 1 << 24
-"""Most rows of a step, all ranks together: what a wrong number of tokens may make a worker allocate."""
+"""Most rows of a step, all ranks together: it bounds what a wrong number of tokens can make a worker allocate."""
 
 MAX_RANKS = 1024
 MAX_POSITION = 1 << 40
@@ -82,13 +82,13 @@ MAX_POSITION = 1 << 40
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """One step's tokens, shared out over the ranks. Arrays are read-only.
+    """One step's tokens, divided among the ranks. Arrays are read-only.
 
     Attributes:
         ranks: `R`.
         scheduled_tokens, computed_tokens: int64 `[N]`, those of this step and of earlier ones.
-        chunk_tokens: int64 `[N]`, the `c` of every prefill; of a decode its tokens.
-        is_decode: bool `[N]`; a request of no tokens is none.
+        chunk_tokens: int64 `[N]`, the `c` of every prefill; the tokens of every decode.
+        is_decode: bool `[N]`; False for a request of no tokens.
         restore_index: int64 `[P]`, `padded = gathered[restore_index]`.
         unpad_mask: bool `[P]`, `scheduled = padded[unpad_mask]`.
     """
@@ -124,7 +124,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankInputs:
-    """What one rank computes: rows request by request, of a prefill the head chunk and then the tail chunk.
+    """The rows that one rank computes, request by request; of a prefill the head chunk and then the tail chunk.
 
     Padding repeats its request's last token, so that every index and every position is one of a real token.
 
@@ -144,13 +144,13 @@ class RankInputs:
 def partition_step(
     num_scheduled_tokens: Counts, num_computed_tokens: Counts, *, ranks: int, reorder_threshold: int | None = 1
 ) -> Partition:
-    """Share a step's tokens out.
+    """Divide a step's tokens among the ranks.
 
     Args:
         num_scheduled_tokens: `[N]`, per request, new tokens only; a request of none takes no part.
         num_computed_tokens: `[N]`, the tokens of each request that earlier steps have computed: its context.
         reorder_threshold: up to how many scheduled tokens a request with context is a decode, as the attention backend
-            has it (vLLM's `reorder_batch_threshold`); None, of a backend that tells no decodes apart: all are prefills.
+            has it (vLLM's `reorder_batch_threshold`); None, of a backend without decodes of its own: all are prefills.
 
     Raises:
         InvalidBatch: a number is not an integer, out of bounds, the two rows are not of one length, or there would be
@@ -162,7 +162,7 @@ def partition_step(
     computed = as_counts("num_computed_tokens", num_computed_tokens, MAX_POSITION)
     if len(computed) != len(scheduled):
         raise InvalidBatch("num_computed_tokens", len(computed), f"one for each of {len(scheduled)} requests")
-    # A short prompt is not a decode: it has no context to attend to, and ranks would repeat one another's work.
+    # A short prompt is not a decode: it has no context to attend to, and all ranks would do the same work.
     is_decode = (scheduled > 0) & (scheduled <= most_decode_tokens) & (computed > 0)
     chunk = np.where(is_decode, scheduled, -(-scheduled // (2 * ranks)))
     own = _rank_tokens(chunk, is_decode)
@@ -189,7 +189,7 @@ def partition_step(
 
 
 def rank_inputs(partition: Partition, rank: int) -> RankInputs:
-    """What `rank` computes of a step. Raises InvalidBatch where there is no such rank."""
+    """The rows of a step that `rank` computes. Raises InvalidBatch where there is no such rank."""
     check_integer("rank", rank, 0, partition.ranks - 1)
     scheduled, chunk = partition.scheduled_tokens, partition.chunk_tokens
     row, request = _ranges(partition.rank_tokens)
@@ -208,13 +208,13 @@ def rank_inputs(partition: Partition, rank: int) -> RankInputs:
 
 
 def most_rank_rows(max_tokens: int, max_requests: int, *, ranks: int, reorder_threshold: int | None = 1) -> int:
-    """The most rows that a step of so many tokens and requests can give a rank: what buffers have to hold.
+    """The most rows that a step of so many tokens and requests can give a rank: the size of buffers.
 
     A prefill of `n` tokens gives at most `(n + 2R-1) / R` rows, a decode `n ≤ reorder_threshold`. So a request gives at
     most `n / R` and either `(2R-1) / R` or `reorder_threshold·(R-1) / R`.
     """
     excess = max(2 * ranks - 1, min(_most_decode_tokens(reorder_threshold), max_tokens) * (ranks - 1))
-    # Nor are there ever more than two rows for a token, its own and one of padding.
+    # There are never more than two rows for a token, its own and one of padding.
     return min((max_tokens + max_requests * excess) // ranks, 2 * max_tokens)
 
 
@@ -230,12 +230,12 @@ def _rank_tokens(chunk: Ints, is_decode: Bools) -> Ints:
 
 
 def _starts(lengths: Ints) -> Ints:
-    """Where runs of these lengths begin when they follow one another."""
+    """The start of each of several runs of these lengths that follow one another."""
     return np.cumsum(lengths) - lengths
 
 
 def _ranges(lengths: Ints) -> tuple[Ints, Ints]:
-    """Of all elements of runs that follow one another: each one's index in its run, and its run."""
+    """For each element of runs that follow one another, its index in its run, and its run."""
     run = np.repeat(np.arange(len(lengths)), lengths)
     return np.arange(len(run)) - _starts(lengths)[run], run
 

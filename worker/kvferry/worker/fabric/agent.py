@@ -33,7 +33,7 @@ class AgentConfig:
     """How an agent is made.
 
     backends: NIXL plugins, in order. num_threads: extra threads of the UCX backend, 0 for none (see NIXL).
-    progress_thread: serve peers, and get messages out, while nobody calls the agent. Without it a message that was
+    progress_thread: serve peers, and send messages, also while the agent is not called. Without it a message that was
     sent before the connection stands leaves only while something is polled here (seen: never, on an idle sender).
     progress_interval_us: at most this long between two rounds of that thread; at least 1, since 0 makes it spin.
     capture_telemetry: time every transfer.
@@ -47,21 +47,21 @@ class AgentConfig:
 
 
 def ucx_defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """UCX settings that kvferry wants and that `environ` does not decide, each by itself.
+    """UCX settings that kvferry wants and that `environ` does not set.
 
-    Messages within a host go over loopback TCP, as UCX has it. Through shared memory, with `UCX_MM_ERROR_HANDLING=y`,
+    Messages within a host go over loopback TCP, UCX's default. Through shared memory, with `UCX_MM_ERROR_HANDLING=y`,
     a process that is killed in the middle of a message, or stopped for long, can hang others (docs/reliability.md).
 
     Where `UCX_TLS` admits shared memory and not TCP:
 
     - `UCX_MM_ERROR_HANDLING=y`: without it `sm,self` cannot make an agent at all.
 
-    Where messages may go through shared memory, whether by this or by `environ`:
+    Where messages may go through shared memory, by this setting or by `environ`:
 
-    - `UCX_KEEPALIVE_INTERVAL=300s` instead of 20 s. Signs of life to a peer that takes none (frozen, or an agent that
-      was closed in a process that lives) fill its queue of 256, and then NIXL's progress thread spins on a core and
-      an agent that is closed hangs: after 85 minutes with one peer, 11 with eight, and 21 hours with 300 s. It is not
-      `inf`: over shared memory alone a read that is posted to a dead peer ends with the next sign of life, or never.
+    - `UCX_KEEPALIVE_INTERVAL=300s` instead of 20 s. Keepalives to a peer that does not receive them (frozen, or an
+      agent that was closed in a process that lives) fill its queue of 256. Then NIXL's progress thread spins on a core
+      and closing the agent hangs: after 85 minutes with one peer, 11 with eight, and 21 hours with 300 s. It is not
+      `inf`: over shared memory alone a read that is posted to a dead peer ends with the next keepalive, or never.
 
     Where TCP may carry data:
 
@@ -87,8 +87,8 @@ def _may_use(transports: str, some: frozenset[str], all_of_them: frozenset[str])
     """Whether `UCX_TLS` admits a kind of transport.
 
     Args:
-        some: names that admit it, as far as they go.
-        all_of_them: names that exclude it altogether.
+        some: names of which any one admits it.
+        all_of_them: names of which any one, behind `^`, excludes it.
     """
     names = {name.strip() for name in transports.removeprefix("^").split(",")}
     return not names & all_of_them if transports.startswith("^") else bool(names & (some | {"all"}))
@@ -103,7 +103,7 @@ def apply_ucx_defaults(environ: MutableMapping[str, str]) -> None:
 
 
 def load_bindings() -> ModuleType:
-    """NIXL's bindings, from whichever of nixl_cu12, nixl_cu13 … the meta package `nixl` chose.
+    """NIXL's bindings, from the package (nixl_cu12, nixl_cu13 …) that the meta package `nixl` chose.
 
     Raises `FabricUnavailable` if there is none.
     """
@@ -116,15 +116,15 @@ def load_bindings() -> ModuleType:
 
 
 class NixlErrors:
-    """What a call into the bindings can raise, and how the port names it."""
+    """The exceptions that a call into the bindings can raise, grouped by the port's errors."""
 
     def __init__(self, bindings: ModuleType) -> None:
         self.disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
         self.not_found: type[Exception] = bindings.nixlNotFoundError
         self.invalid: tuple[type[Exception], ...] = (bindings.nixlInvalidParamError, bindings.nixlMismatchError)
         named = [error for name, error in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error")]
-        # The rest is what pybind11 makes of C++ exceptions (std::length_error is ValueError, and so on) and of
-        # arguments and results that do not convert.
+        # pybind11 raises the others for C++ exceptions (std::length_error is ValueError, and so on) and for arguments
+        # and results that do not convert.
         self.every: tuple[type[Exception], ...] = (
             *named,
             RuntimeError,
@@ -142,7 +142,7 @@ class NixlErrors:
 
 
 def make_agent(bindings: ModuleType, agent_name: str, config: AgentConfig) -> Any:
-    """The raw agent, its backends started.
+    """The raw agent, with its backends started.
 
     Raises `FabricUnavailable` for a configuration that would spin, and if a backend is not installed or does not
     start, as with `UCX_TLS` settings that leave it no transport.

@@ -1,6 +1,6 @@
 """Internal errors: bugs, and exceptions of NIXL that the fabric does not translate.
 
-The transfer thread survives them, and goes on with its other work.
+The transfer thread survives them and continues with its other work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class InternalErrors:
         """Log the exception that is being handled.
 
         Args:
-            what: the work that the error interrupted, and what goes on.
+            what: the work that the error interrupted, and what continues.
         """
         now_s = time.monotonic()
         if now_s < self._quiet_until_s:

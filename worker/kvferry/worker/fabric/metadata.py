@@ -2,10 +2,10 @@
 
     magic (8 bytes) | BLAKE2b-128 of the rest (16) | length of the name (2, little endian) | agent name, UTF-8 | body
 
-The body belongs to the fabric. Two things are outside it: the name, so that a fabric can refuse an agent it knows
-*before* its library replaces that agent's entry and kills its descriptors; and a checksum, because NIXL hands the
-body to UCX, which crashes on some damaged addresses (found by flipping bytes). The checksum turns damage into an
-error; it is no defence against a peer that means harm.
+The body belongs to the fabric. Two fields are outside it. The name lets a fabric refuse an agent it knows *before*
+its library replaces that agent's entry and invalidates its descriptors. The checksum is there because NIXL passes the
+body to UCX, which crashes on some damaged addresses (found by flipping bytes): it turns damage into an error, and is
+no defence against a malicious peer.
 """
 
 from __future__ import annotations

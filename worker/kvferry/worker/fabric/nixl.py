@@ -1,4 +1,4 @@
-"""`NixlFabric`: the port to the fabric (`fabric.port`), over NIXL. Nothing else in kvferry touches NIXL."""
+"""`NixlFabric`: the port to the fabric (`fabric.port`), over NIXL. Nothing else in kvferry uses NIXL."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _Handle = TypeVar("_Handle", NixlLocal, NixlRemote, NixlTransfer)
 
 
 class NixlFabric:
-    """One NIXL agent. See `kvferry.worker.fabric.port.Fabric` for what the methods promise.
+    """One NIXL agent. The methods are documented in `kvferry.worker.fabric.port.Fabric`.
 
     Args:
         agent_name: unique among all agents that ever connect to this one, so derive it from the boot and the rank.
@@ -138,7 +138,7 @@ class NixlFabric:
         try:
             raw = agent.makeXferReq(self._nixl.NIXL_READ, target.raw, local_indices, source.raw, remote_indices)
         except self._errors.invalid as error:
-            # Ranges were checked above, so this is what only NIXL knows: the lengths of the descriptors.
+            # Ranges were checked above; only the lengths of the descriptors are left for NIXL to refuse.
             raise InvalidRequest("post read", "a pair of descriptors differs in length", source.peer) from error
         except self._errors.every as error:
             raise self._failure("post read", error, entry) from error
@@ -217,7 +217,7 @@ class NixlFabric:
         try:
             arrived: dict[str, list[bytes]] = agent.getNotifs({})
         except UnicodeDecodeError as error:
-            # The bindings lose the whole batch if the name of one sender is not UTF-8. kvferry's always are.
+            # The bindings lose the whole batch if one sender's name is not UTF-8. kvferry's names always are.
             self._undecodable += 1
             if self._undecodable == 1:
                 logger.warning("agent=%s lost notifications: the name of a sender is %s", self.agent_name, error)
@@ -295,17 +295,17 @@ class NixlFabric:
         return raw
 
     def _failure(self, operation: str, error: Exception, entry: NixlPeer) -> PeerLost | TransferFailed:
-        """The port's name for what NIXL raised about a peer; remembers that a dead peer is dead."""
+        """The port's error for what NIXL raised about a peer; a peer that is lost is marked so."""
         reason = self._errors.describe(error)
         entry.is_sound = False
-        # NOT_FOUND: another transfer noticed the death first, and NIXL dropped its entry by itself.
+        # NOT_FOUND: another transfer noticed the death first, and NIXL dropped the peer's entry by itself.
         if isinstance(error, (self._errors.disconnected, self._errors.not_found)):
             entry.lost = entry.lost or reason
             return PeerLost(operation, reason, entry.name)
         return TransferFailed(operation, reason, entry.name)
 
     def _advance(self, transfer: NixlTransfer, status: Any) -> None:
-        """Note what NIXL said; an error status is raised like an error, though only exceptions were ever seen."""
+        """Record NIXL's status. An error status is raised as an error, although none but exceptions has been seen."""
         if status == self._nixl.NIXL_SUCCESS:
             transfer.state = TransferState.DONE
             self._end(transfer)
@@ -336,7 +336,7 @@ class NixlFabric:
             self._quietly(self._agent.releaseXferReq, raw)
 
     def _quietly(self, call: Any, argument: object) -> None:
-        """Clean up: what NIXL has to say about a dead peer's remains is logged, not raised."""
+        """Clean up: NIXL's errors, such as those about a dead peer, are logged and not raised."""
         try:
             call(argument)
         except self._errors.every as error:

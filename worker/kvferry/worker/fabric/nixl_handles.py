@@ -3,7 +3,7 @@
 Index arrays are checked before NIXL sees them. Peers that were removed while they lived are still connected: UCX closes
 a connection when both ends do, and NIXL closes only the end that asked for it. So a peer that is added, removed and
 added again would leave a connection in both processes each time, for as long as both live (over shared memory three
-attached segments, for good). NIXL is therefore told to forget a living peer only when there are too many.
+attached segments, permanently). Living peers are therefore removed from NIXL only when there are too many.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_index_pairs(
 ) -> None:
     """Raise `InvalidRequest` unless both are C-contiguous int32[n] of one n and every index is inside its list.
 
-    NIXL would check the ranges as well, but not say which index it was, and converts other dtypes with a copy.
+    NIXL would check the ranges as well, but without naming the index, and it converts other dtypes with a copy.
     """
     _check_side("local", local.count, local_indices)
     _check_side("remote", remote.count, remote_indices)
@@ -39,7 +39,7 @@ def check_index_pairs(
 
 
 def _is_inside(indices: Indices, count: int) -> bool:
-    if len(indices) == 1:  # a lease's slot, twice a load
+    if len(indices) == 1:  # a lease's slot, read twice for each load
         return 0 <= int(indices[0]) < count
     # One pass: as unsigned numbers, negative ones are larger than any count.
     return bool(indices.view(np.uint32).max() < count)
@@ -59,8 +59,8 @@ class NixlPeer:
     """A peer from `add_peer` to its end. `removed` peers stay until the last of `in_flight` has ended.
 
     Attributes:
-        metadata: NIXL's part of it.
-        is_sound: nothing that was asked of it has failed, or was given up.
+        metadata: NIXL's part of the peer's metadata.
+        is_sound: no request to it has failed or was given up.
     """
 
     name: PeerAgent
@@ -99,14 +99,14 @@ class NixlTransfer(Transfer):
 
 
 MOST_PARTED = 256
-"""Each costs about half a megabyte while it lives, forgotten or not."""
+"""Each costs about half a megabyte for as long as its process lives, whether NIXL has removed it or not."""
 
 
 class PartedPeers:
-    """By agent's name.
+    """Living peers that were removed here and that NIXL still knows, by the name of their agent.
 
     Args:
-        forget: tells NIXL.
+        forget: removes a peer from NIXL.
     """
 
     def __init__(self, forget: Callable[[str], None], most: int = MOST_PARTED) -> None:
@@ -115,13 +115,13 @@ class PartedPeers:
         self._metadata: dict[str, bytes] = {}  # the one left first is first
 
     def add(self, name: str, metadata: bytes) -> None:
-        """Nobody uses this peer any more."""
+        """Add a peer that is no longer used; the one added first is removed from NIXL if there are too many."""
         self._metadata[name] = metadata
         if len(self._metadata) > self._most:
             self._drop(next(iter(self._metadata)))
 
     def take(self, name: str, metadata: bytes) -> bool:
-        """Whether NIXL still knows a peer by this very metadata; if by other, it forgets it."""
+        """Whether NIXL still knows a peer by exactly this metadata; if by other metadata, remove it from NIXL."""
         if self._metadata.get(name) == metadata:
             del self._metadata[name]
             return True

@@ -1,4 +1,4 @@
-"""The port to the RDMA fabric: what a worker needs of it, and nothing of how it is done.
+"""The port to the RDMA fabric: the operations that a worker needs, without their implementation.
 
 `NixlFabric` (`kvferry.worker.fabric.nixl`) is the real one; `tests/fakes/memory_fabric.py` is a fake that copies
 memory inside one process. One conformance suite, `tests/worker/test_fabric_conformance.py`, runs against both.
@@ -12,8 +12,8 @@ Errors, all of them `KvferryError`s that carry `operation`, `peer` and `reason`:
     FabricError
     ├── FabricClosed           the fabric was used after `close`
     ├── FabricUnavailable      the library, its backend or the registration of memory failed
-    ├── InvalidMetadata        a peer's metadata cannot be used (it is input: anything may be in it)
-    ├── InvalidRequest         what was asked for does not fit together; nothing was posted
+    ├── InvalidMetadata        a peer's metadata cannot be used (it is untrusted input)
+    ├── InvalidRequest         the arguments do not fit together; nothing was posted
     │   └── DescriptorOutOfRange  … rows that leave the registered regions of their owner
     ├── PeerLost               the peer is gone: it died, was removed, or was never added
     └── TransferFailed         a transfer ended without its data; the peer may be well
@@ -88,7 +88,7 @@ class DescriptorRows:
         address, length, device, stride, count = rows.T
         legal = (length >= 1) & (count >= 1) & (address >= 0) & (device >= 0) & (stride >= 0)
         legal &= (count == 1) | (stride >= length)
-        # In this order nothing overflows for legal rows; illegal ones are refused whatever comes out.
+        # In this order nothing overflows for legal rows; illegal ones are refused whatever the result.
         room = _ADDRESS_END - np.maximum(address, 0) - np.minimum(np.maximum(length, 0), _ADDRESS_END - address)
         legal &= (length <= _ADDRESS_END - address) & (count - 1 <= room // np.maximum(stride, 1))
         if not legal.all():
@@ -128,7 +128,7 @@ class LocalDescriptors:
 
 
 class RemoteDescriptors:
-    """Prepared descriptors of a peer's memory: what reads fetch. Made by `prepare_remote`, dead with the peer."""
+    """Prepared descriptors of a peer's memory: what reads fetch. Made by `prepare_remote`, valid with the peer."""
 
     __slots__ = ("count", "peer")
 
@@ -147,7 +147,7 @@ class Transfer:
 
 
 class TransferState(enum.Enum):
-    """What `poll` can say; failures are raised."""
+    """The states that `poll` returns; failures are raised."""
 
     IN_FLIGHT = "in flight"
     DONE = "done"
@@ -155,7 +155,7 @@ class TransferState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class OpenHandles:
-    """What a fabric has handed out and not got back.
+    """The handles of a fabric that have not been given back.
 
     Attributes:
         transfers: posted and not released.
@@ -172,7 +172,7 @@ class OpenHandles:
 
 @dataclass(frozen=True, slots=True)
 class TransferTelemetry:
-    """What a finished transfer moved. `descriptors` counts what was posted, after merging of neighbours."""
+    """Size and times of a finished transfer. `descriptors` counts those that were posted, neighbours merged."""
 
     bytes: int
     descriptors: int
@@ -190,7 +190,7 @@ class Fabric(Protocol):
         ...
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make memory reachable: for local reads to land in, and for peers that get `metadata` afterwards.
+        """Make memory reachable: as the destination of local reads, and for peers that get `metadata` afterwards.
 
         The memory stays registered until `close`; the caller keeps it mapped until then. Raises
         `FabricUnavailable` if the fabric refuses a region; then none of `regions` is registered.
@@ -198,30 +198,30 @@ class Fabric(Protocol):
         ...
 
     def metadata(self) -> bytes:
-        """What a peer's `add_peer` needs: connection information and every region registered so far."""
+        """Bytes for the `add_peer` of peers: connection information and every region registered so far."""
         ...
 
     def add_peer(self, metadata: bytes) -> PeerAgent:
-        """Make a peer known by what its `metadata` returned.
+        """Add a peer by the bytes that its `metadata` returned.
 
         Raises `InvalidMetadata` for bytes that are no metadata, and for an agent that is known already (dead ones
-        and those with a read in flight included) or is this one: whoever replaces a peer calls `remove_peer` first.
-        Contacts nobody; an unreachable peer is noticed by the first read. Damaged bytes are recognised, but what
-        lies under a good checksum is parsed by the fabric's own library, and bytes made up with intent can crash it:
-        take metadata from authenticated peers only.
+        and those with a read in flight included) or is this one: to replace a peer, call `remove_peer` first.
+        Sends nothing; an unreachable peer is noticed by the first read. Damaged bytes are recognised, but bytes with a
+        good checksum are parsed by the fabric's own library, and forged ones can crash it: take metadata from
+        authenticated peers only.
         """
         ...
 
     def remove_peer(self, peer: PeerAgent) -> None:
-        """Forget a peer; its `RemoteDescriptors` are dead from here on. Idempotent.
+        """Forget a peer; its `RemoteDescriptors` are invalid from here on. Idempotent.
 
-        Reads in flight go on and can be polled; only when the last of them has ended or was released can it be added
-        again. Whether it is disconnected then is the fabric's affair.
+        Reads in flight go on and can be polled; the peer can be added again only when the last of them has ended or
+        was released. The fabric decides whether it disconnects then.
         """
         ...
 
     def prepare_local(self, rows: DescriptorRows) -> LocalDescriptors:
-        """Prepare own memory. Every row must lie in one registered region, else `DescriptorOutOfRange` is raised."""
+        """Prepare local memory. Every row must lie in one registered region, else `DescriptorOutOfRange` is raised."""
         ...
 
     def prepare_remote(self, peer: PeerAgent, rows: DescriptorRows) -> RemoteDescriptors:
@@ -237,34 +237,34 @@ class Fabric(Protocol):
     ) -> Transfer:
         """Start reading descriptor `remote_indices[i]` into `local_indices[i]`, for every i.
 
-        May complete at once, and may take as long as that (the GIL is released). Neighbours are merged where both
-        sides ascend and adjoin, so sort the pairs. Empty index arrays make a transfer that is DONE and contacts
-        nobody. Raises `InvalidRequest` for arrays of another dtype, shape or unequal length, an index outside its
-        list, a pair of descriptors of unequal length or a released handle: then nothing was posted. Raises
+        The transfer may complete within the call, which then takes as long (the GIL is released). Neighbours are
+        merged where both sides ascend and adjoin, so sort the pairs. Empty index arrays make a transfer that is DONE;
+        nothing is sent. Raises `InvalidRequest` for arrays of another dtype, shape or unequal length, an index outside
+        its list, a pair of descriptors of unequal length or a released handle: then nothing was posted. Raises
         `PeerLost` if the peer is gone, and `TransferFailed` otherwise, as `poll` does: parts may have been posted.
         """
         ...
 
     def poll(self, transfer: Transfer) -> TransferState:
-        """Advance a transfer and tell its state; never waits. A transfer advances for certain only if polled.
+        """Advance a transfer and return its state; never waits. A transfer is sure to advance only if polled.
 
-        Raises `PeerLost` or `TransferFailed`, again on every later call, and what its local descriptors hold is
-        undefined. After `PeerLost` nothing more is written there; after `TransferFailed` something may be, see there,
-        and once the peer is known to be dead later calls raise `PeerLost` instead. A frozen peer raises nothing:
-        deadlines are the caller's.
+        Raises `PeerLost` or `TransferFailed`, again on every later call; the contents of its local descriptors are
+        then undefined. After `PeerLost` nothing more is written there; after `TransferFailed` something may be, see
+        there, and once the peer is known to be dead later calls raise `PeerLost` instead. For a frozen peer nothing is
+        raised: the caller sets deadlines.
         """
         ...
 
     def telemetry(self, transfer: Transfer) -> TransferTelemetry | None:
-        """Numbers of a transfer that is DONE and not released; None before, for an empty one, or if not captured."""
+        """Telemetry of a transfer that is DONE and not released; None before, for an empty one, or if not captured."""
         ...
 
     def release(self, handle: Transfer | LocalDescriptors | RemoteDescriptors) -> None:
-        """Give a handle back. Idempotent; raises nothing, whatever became of the peer or the fabric.
+        """Give a handle back. Idempotent; raises nothing, also for a lost peer or a closed fabric.
 
-        Releasing a transfer that is in flight does **not** stop it: its bytes may still land, seconds later, even
-        after `remove_peer`. So release one only when `poll` said DONE or raised, or its peer is known to be dead;
-        until then its local memory must not be used for anything else. A prepared list may be released while
+        Releasing a transfer that is in flight does **not** stop it: its bytes may still be written, seconds later,
+        even after `remove_peer`. So release one only when `poll` returned DONE or raised, or its peer is known to be
+        dead; until then its local memory must not be used for anything else. A prepared list may be released while
         transfers that were posted from it are in flight.
         """
         ...
@@ -273,38 +273,38 @@ class Fabric(Protocol):
         """Send up to 64 KiB to a peer, without waiting.
 
         Raises `PeerLost` for an unknown peer or one known to be dead, `InvalidRequest` for a longer message,
-        `TransferFailed` otherwise. A peer that has died unnoticed swallows the message.
+        `TransferFailed` otherwise. A message to a peer that has died unnoticed is lost without an error.
         """
         ...
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """(name of the sending agent, message) of everything that arrived since the last call.
 
-        In order for each sender. Anybody may have sent it, peer or not: nothing in it can be trusted, and nothing
-        in it makes this raise.
+        In order for each sender. The sender may be any agent, peer or not: the content cannot be trusted, and no
+        content makes this raise.
         """
         ...
 
     def open_handles(self) -> OpenHandles:
-        """What has not been given back; in constant time. Raises nothing, not even after `close`."""
+        """The handles that have not been given back; in constant time. Raises nothing, not even after `close`."""
         ...
 
     def close(self) -> None:
         """Drop handles and peers, deregister the memory, end the agent. Idempotent.
 
-        Own transfers in flight must have ended before. Reads of others are not stopped for certain: over shared
-        memory they succeed for as long as the memory stays mapped, so unmap nothing that peers may still read.
+        Its own transfers must have ended before. Reads by peers are not reliably stopped: over shared memory they
+        succeed for as long as the memory stays mapped, so unmap nothing that peers may still read.
         """
         ...
 
 
 class FabricError(KvferryError):
-    """Base of what a fabric raises.
+    """Base of the errors that a fabric raises.
 
     Args:
-        operation: what was being done, e.g. `post read`.
+        operation: the operation that failed, e.g. `post read`.
         reason: what went wrong, in words.
-        peer: with whom, where there is one.
+        peer: the peer of the operation, where there is one.
     """
 
     def __init__(self, operation: str, reason: str, peer: PeerAgent | None = None) -> None:

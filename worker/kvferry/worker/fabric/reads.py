@@ -1,4 +1,4 @@
-"""Reads, from their post to the moment from which nothing of them can be written any more; and giving handles back.
+"""Reads, from their post until they can write nothing more; and the release of handles.
 
 When a read is over for certain:
 
@@ -7,16 +7,16 @@ When a read is over for certain:
 | DONE | from now on |
 | `PeerLost`, at the post or later | from now on: the connection is gone, and what came over it with it |
 | `InvalidRequest` or `FabricClosed` at the post | ever: nothing was posted |
-| `TransferFailed`, at the post or later | a grace after it was said, or once the peer is known to be dead |
-| anything else at the post | a grace after it was said: nobody knows what was posted, and there is nothing to ask |
+| `TransferFailed`, at the post or later | a grace after it was raised, or once the peer is known to be dead |
+| anything else at the post | a grace after it was raised: it is unknown what was posted, and nothing can be polled |
 | anything else later | when it says one of the above |
 
-Why a grace. What was posted of a failed transfer has been cancelled, and NIXL cannot say whether in time. What is under
-way lands as soon as the network delivers it, or never, once the connection gives up. With UCX's defaults a queue pair
-gives up after 7 retries of 1 s (`UCX_RC_RETRY_COUNT`, `UCX_RC_TIMEOUT`), of which hardware may take four times as much:
-about half a minute. `FAILED_READ_GRACE_S` is twice that. It is a bound for networks, not for peers that stand still:
-one that was stopped while it served a read by messages (TCP) may answer whenever it goes on. So far only lost peers
-have been seen to fail reads over UCX; the rule is for what has not been seen.
+Why a grace: the posted parts of a failed transfer have been cancelled, and NIXL cannot report whether in time. Bytes
+under way are written as soon as the network delivers them, or never, once the connection gives up. With UCX's defaults
+a queue pair gives up after 7 retries of 1 s (`UCX_RC_RETRY_COUNT`, `UCX_RC_TIMEOUT`), which hardware may stretch four
+times: about half a minute. `FAILED_READ_GRACE_S` is twice that. It is a bound for networks, not for stopped peers: one
+that was stopped while it served a read by messages (TCP) may answer whenever it continues. So far only lost peers
+have been seen to fail reads over UCX; the rule covers cases that have not been seen.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ FAILED_READ_GRACE_S = 60.0
 """How long memory stays out of use after a read into it has failed; see the module."""
 
 LET_GO_S = 50e-6
-"""A post that takes so long has copied, or waited, without the interpreter's lock: whoever wanted that has had it."""
+"""A post that takes this long has copied, or waited, without the interpreter's lock: other threads could take it."""
 
 Handle = Transfer | LocalDescriptors | RemoteDescriptors | PeerAgent
-"""What a fabric hands out and wants back."""
+"""Anything that a fabric hands out and that must be given back."""
 
 
 class Reader:
@@ -58,8 +58,8 @@ class Reader:
         clock: monotonic seconds.
 
     Attributes:
-        graces_over: reads whose memory came back because the grace was over, and nothing better was known.
-        let_go_s: by `clock`, when a post last came back that had let go of the interpreter's lock for `LET_GO_S`.
+        graces_over: reads whose memory came back only because the grace was over.
+        let_go_s: by `clock`, when a post last returned that had released the interpreter's lock for `LET_GO_S`.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class Reader:
         return Reads(self)
 
     def give_back(self, handle: Handle) -> None:
-        """Release a handle, or remove a peer. Raises nothing; what the fabric does not take now is offered again."""
+        """Release a handle, or remove a peer. Raises nothing; a handle that the fabric refuses is kept for a retry."""
         if not self._try_give_back(handle):
             self._refused.append(handle)
 
     def refused(self) -> Collection[Handle]:
-        """What the fabric did not take, which it never should."""
+        """Handles that the fabric refused to take back, which should never happen."""
         return self._refused
 
     def try_again(self) -> None:
-        """Offer again what the fabric did not take."""
+        """Give back again the handles that the fabric refused."""
         refused, self._refused = self._refused, []
         for handle in refused:
             self.give_back(handle)
@@ -106,7 +106,7 @@ class Reader:
 
 
 class Reads:
-    """Reads into memory that belongs to one owner. `settle` says when the memory is the owner's alone again."""
+    """Reads into memory that belongs to one owner. `settle` returns True once none of them can write to it any more."""
 
     __slots__ = ("_doubts", "_failed", "_posted", "_reader")
 
@@ -144,13 +144,13 @@ class Reads:
         return transfer
 
     def finished(self, transfer: Transfer) -> None:
-        """`poll` said DONE, and everything about the transfer has been asked: give it back."""
+        """Give back a transfer that `poll` reported as DONE and whose telemetry has been read."""
         self._posted.remove(transfer)
         self._failed.pop(transfer, None)
         self._reader.give_back(transfer)
 
     def settle(self) -> bool:
-        """Give back what has come to an end; raises nothing.
+        """Give back the transfers that have ended; raises nothing.
 
         Returns:
             Whether nothing can be written any more.
@@ -174,5 +174,5 @@ class Reads:
             self._reader.graces_over += is_over
             return is_over
         except Exception:  # noqa: BLE001 - shown, with its traceback
-            internal_errors.log("a transfer's state cannot be told; its memory stays out of use")
+            internal_errors.log("a transfer's state is unknown; its memory stays out of use")
             return False

@@ -1,1 +1,1 @@
-"""The leases of a producer's worker: the table of slots that consumers read, and the notifications of consumers."""
+"""Leases on a producer's worker: the table of slots that consumers read, and the consumers' notifications."""

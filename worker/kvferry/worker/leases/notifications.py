@@ -1,6 +1,6 @@
-"""Consumers' notifications, taken from the fabric and brought to the lease table.
+"""Notifications of consumers, passed from the fabric to the lease table.
 
-Anybody can send them, so each that is of no use is counted, and a line in the log says so once a second at most.
+Any agent can send them, so invalid ones are counted, and logged at most once a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _QUIET_S = 1.0
 
 
 class Notifications:
-    """Used on the transfer thread."""
+    """Receives notifications. Used on the transfer thread."""
 
     def __init__(self, fabric: Fabric, table: LeaseTable, results: ResultBox) -> None:
         self._fabric = fabric
@@ -31,7 +31,7 @@ class Notifications:
         self._unshown = 0
 
     def take(self) -> bool:
-        """Take what has arrived. Returns whether there was anything.
+        """Take the notifications that have arrived. Returns whether there were any.
 
         Raises:
             FabricError: the fabric failed.
@@ -41,7 +41,7 @@ class Notifications:
             try:
                 self._take_one(sender, frame)
             except Exception:  # noqa: BLE001 - shown, with its traceback
-                internal_errors.log("a notification is lost, others are taken")
+                internal_errors.log("one notification is lost; the others are processed")
         return bool(arrived)
 
     def _take_one(self, sender: str, frame: bytes) -> None:

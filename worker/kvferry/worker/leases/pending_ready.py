@@ -1,4 +1,4 @@
-"""Leases whose blocks are held and may not be read yet: the device is still writing them, or they are being copied."""
+"""Held leases that are not READY yet: the device still writes their blocks, or they are being copied."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class _PendingHold:
     """A hold that waits for the device.
 
     Attributes:
-        mark: reached when everything that may write the blocks has finished; then, when they have been copied.
-        waves: what has yet to be copied before anybody may read.
+        mark: reached when everything that may write the blocks has finished; later, when they have been copied.
+        waves: blocks that have yet to be copied before they may be read.
     """
 
     hold: LeaseHold
@@ -27,10 +27,10 @@ class _PendingHold:
 
 
 class PendingReady:
-    """Used on the transfer thread.
+    """The holds that wait for the device. Used on the transfer thread.
 
     Args:
-        mirror: where blocks are copied to before anybody may read them; None where peers read the caches.
+        mirror: where blocks are copied to before they may be read; None where peers read the caches.
     """
 
     def __init__(self, table: LeaseTable, mirror: HostMirror | None) -> None:
@@ -42,14 +42,14 @@ class PendingReady:
         return len(self._pending)
 
     def add(self, hold: LeaseHold, mark: DeviceMark) -> None:
-        """Say READY when the mark is reached and the blocks are where peers read them."""
+        """Set the lease READY once the mark is reached and the blocks are where peers read them."""
         waves = self._mirror.waves(hold.blocks) if self._mirror is not None else deque[Blocks]()
         self._pending.append(_PendingHold(hold, mark, waves))
 
     def step(self) -> bool:
-        """Go on with those whose mark is reached. Returns whether there were any.
+        """Advance the holds whose mark is reached. Returns whether there were any.
 
-        A lease that has ended meanwhile is left out: its blocks may be another request's by now.
+        A lease that has ended meanwhile is dropped: its blocks may be another request's by now.
         """
         self._pending = [one for one in self._pending if self._table.is_open(one.hold.slot, one.hold.epoch)]
         reached = [one for one in self._pending if one.mark.reached()]
@@ -58,6 +58,6 @@ class PendingReady:
             if not one.waves or self._mirror is None:
                 self._table.ready(one.hold)
                 continue
-            self._pending.append(one)  # first: whatever happens now, it is not lost, and not the first one next time
+            self._pending.append(one)  # before the copy: an exception does not lose it, and others come first next time
             one.mark = self._mirror.try_copy(one.waves) or one.mark
         return bool(reached)

@@ -1,8 +1,8 @@
-"""A producer worker's lease table: the words that consumers read, and which workers have sent `done` under each.
+"""A producer worker's lease table: the words that consumers read, and the workers that have reported under each.
 
-Leases are opened by the step thread, at once: a consumer that looks before anything is in the slot must take the lease
-for ended. All else is done by the transfer thread; a lock keeps the two apart. A word is cleared before its request is
-reported, so a read that overlapped the release of a block always sees it.
+Leases are opened by the step thread, at once: to a consumer that reads the slot before that, the lease has ended.
+Everything else is done by the transfer thread; both use a lock. A word is cleared before its request is reported, so a
+read that overlapped the release of a block always sees it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 _LIVE = (SlotState.COMPUTING, SlotState.READY)
 
 MAX_CONSUMERS = 8
-"""At most so many consumers' notifications are kept under one lease: a peer that knows it may name any number."""
+"""Most consumers whose notifications are kept under one lease. A lease is for one, but any may be named."""
 
 
 @dataclass(slots=True)
 class _Notifications:
-    """The workers of one consumer that have sent `done`, one bit each, and how many it says there are."""
+    """The workers of one consumer that have reported, one bit each, and how many will, by their own notifications."""
 
     workers: int = 0
     expected: int = 0
@@ -44,7 +44,7 @@ class _Lease:
 
 
 class LeaseTable:
-    """`slots` words of 8 bytes in host memory that stays where it is.
+    """`slots` words of 8 bytes in host memory at a fixed address.
 
     Attributes:
         words: uint64 `[slots]`, the memory to register with NIXL.
@@ -58,7 +58,7 @@ class LeaseTable:
 
     @property
     def address(self) -> LeaseTableAddress:
-        """Where consumers find it."""
+        """The table's address, for consumers."""
         return LeaseTableAddress(address=int(self.words.ctypes.data), slots=len(self.words))
 
     @property
@@ -66,7 +66,7 @@ class LeaseTable:
         return len(self.words) * SLOT_BYTES
 
     def held(self) -> int:
-        """Leases under which a `done` is awaited."""
+        """Number of leases that wait for a `done`."""
         return len(self._held)
 
     def is_open(self, slot: int, epoch: str) -> bool:
@@ -75,14 +75,14 @@ class LeaseTable:
             return self._find(slot, epoch) is not None
 
     def describe(self) -> str:
-        """How many leases there are, for an error."""
+        """Numbers of words and leases, for an error text."""
         return f"{np.count_nonzero(self.words)} words, {len(self._leases)} leases, {len(self._held)} held"
 
     def errors(self) -> list[str]:
-        """What does not add up: every lease has its word, every other word is empty, what is held was held once."""
+        """Errors, if any: every lease has its word, every other word is empty, only leases with a request are held."""
         with self._lock:
             wrong = [
-                f"slot {slot} says {int(self.words[slot]):#x} under epoch {lease.epoch:#x}"
+                f"the word of slot {slot} is {int(self.words[slot]):#x} under epoch {lease.epoch:#x}"
                 for slot, lease in self._leases.items()
                 if int(self.words[slot]) not in (slot_word(lease.epoch, state) for state in _LIVE)
             ]
@@ -95,7 +95,7 @@ class LeaseTable:
         return wrong
 
     def open(self, order: LeaseOpen) -> None:
-        """The request runs: the blocks are being written. A former lease of the slot that was never held is over."""
+        """Open a lease: its request runs and writes the blocks. An earlier lease of the slot that was not held ends."""
         epoch = epoch_from_text(order.epoch)
         with self._lock:
             self._held.discard(order.slot)
@@ -103,10 +103,10 @@ class LeaseTable:
             self.words[order.slot] = slot_word(epoch, SlotState.COMPUTING)
 
     def hold(self, order: LeaseHold) -> str | None:
-        """The request has ended and its blocks are kept.
+        """Hold the blocks of a request that has ended.
 
         Returns:
-            The request, if every `done` had come already: it is over.
+            The request, if all workers had reported already: its lease is over.
         """
         with self._lock:
             lease = self._find(order.slot, order.epoch)
@@ -117,14 +117,14 @@ class LeaseTable:
             return self._finish_if_complete(order.slot, lease)
 
     def ready(self, order: LeaseHold) -> None:
-        """The device has finished everything that may write the blocks."""
+        """Set READY: the device has finished everything that may write the blocks."""
         with self._lock:
             lease = self._find(order.slot, order.epoch)
             if lease is not None:
                 self.words[order.slot] = slot_word(lease.epoch, SlotState.READY)
 
     def end(self, order: LeaseEnd) -> str | None:
-        """Nobody may read any more.
+        """End a lease: its blocks may not be read any more.
 
         Returns:
             The request, if it was held and has not been reported: report it now.
@@ -137,15 +137,15 @@ class LeaseTable:
             return lease.request_id
 
     def done(self, message: Done) -> str | None:
-        """A consumer's worker has what it wanted. The same worker counts once, every consumer's workers by themselves;
-        an early notification is remembered.
+        """Record that a consumer's worker needs nothing more under a lease. A worker counts once, the workers of each
+        consumer separately; a report that comes before the hold is kept.
 
         Returns:
-            The request, if this was the last notification: it is over.
+            The request, if this was the last report: its lease is over.
 
         Raises:
             KeyError: there is no such lease.
-            InvalidMessage: too many others have sent one under it.
+            InvalidMessage: too many other consumers have reported under it.
         """
         with self._lock:
             lease = self._find(message.slot, message.epoch)

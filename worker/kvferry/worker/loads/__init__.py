@@ -1,1 +1,1 @@
-"""Loads: from an order of the scheduler to bytes in place, and the record of each."""
+"""Loads: from the scheduler's order to the bytes in place, and the record of each."""

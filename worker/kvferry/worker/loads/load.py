@@ -1,8 +1,8 @@
-"""One load, from its order to its last byte, told as the steps that it takes.
+"""One load, from its order to its last byte, as a sequence of steps.
 
-The steps are generators: a `yield` says that there is nothing to do at present. Nothing waits, nothing sleeps; the
-transfer thread resumes every load in turn. What may still write into the request's blocks is in `reads`, `staged`
-and `zeroed` of the `Load` at every moment, whatever happens to the generator.
+The steps are generators: a `yield` means that there is nothing to do at present. Nothing waits, nothing sleeps; the
+transfer thread resumes every load in turn. Everything that may still write into the request's blocks is in `reads`,
+`staged` and `zeroed` of the `Load` at any moment, whatever happens to the generator.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _ASK_AGAIN_S = 0.001
 
 
 class Planned(NamedTuple):
-    """What is read in place: descriptors before any are merged, and their bytes."""
+    """The reads in place: their bytes, and their descriptors before any are merged."""
 
     num_bytes: int
     descriptors: int
 
 
 class LoadFailed(KvferryError):
-    """A load that did not become good: the blocks hold nothing that may be used."""
+    """A load has failed: the contents of its blocks must not be used."""
 
     def __init__(self, reason: FailureReason, detail: str) -> None:
         self.reason = reason
@@ -61,11 +61,11 @@ class LoadFailed(KvferryError):
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """What every load of a worker works with.
+    """The parts of a worker that its loads share.
 
     Attributes:
         groups: this engine's cache groups.
-        boot: this engine's boot, for the producer's count of notifications.
+        boot: this engine's boot, by which the producer counts reports.
         worker: this worker's index in its engine.
     """
 
@@ -89,16 +89,16 @@ class Load:
     """One load.
 
     Attributes:
-        key: whom it is to be read from.
+        key: the producer that it reads from.
         times: when each of its stages ended.
         mark: when it is reached, the device has finished everything that was launched before the blocks were given
             to this request.
         peer: the peer it reads from, once connected.
-        reads: what may still be written: into the request's blocks, or into `entries`.
-        staged: what goes through the staging pool, and may still write too.
-        zeroed: when the device has zeroed what was not loaded; until then it may still write as well.
+        reads: the reads that may still write into the request's blocks, or into `entries`.
+        staged: the reads through the staging pool, which may still write too.
+        zeroed: reached when the device has zeroed what was not loaded; until then it may still write as well.
         totals: set when the load is good.
-        undelivered: producer workers that could not be told.
+        undelivered: producer workers that could not be notified.
     """
 
     order: LoadOrder
@@ -122,7 +122,7 @@ class Load:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that it writes into, or might."""
+        """Number of blocks that it may write into."""
         return sum(len(blocks) for blocks in self.order.local_blocks)
 
     def transfers(self) -> int:
@@ -130,14 +130,14 @@ class Load:
         return len(self.reads) + (self.staged.transfers() if self.staged is not None else 0)
 
     def waves(self) -> list[Wave]:
-        """What it has of the staging pool."""
+        """The waves of the staging pool that it holds."""
         return self.staged.waves() if self.staged is not None else []
 
     def steps(self) -> Steps:
-        """The load's life.
+        """The steps of the load, from connecting to the last byte.
 
         Raises:
-            LoadFailed: the blocks are not to be used.
+            LoadFailed: the blocks must not be used.
             FabricError: the fabric failed; the peer may be lost.
         """
         times, now_s = self.times, time.monotonic
@@ -157,7 +157,7 @@ class Load:
         try:
             self.zeroed = self.context.tail_zeroing.zero(units, self.context.groups, self._blocks)
         except Exception:
-            self.zeroed = self.context.tail_zeroing.mark()  # what was launched before it still writes
+            self.zeroed = self.context.tail_zeroing.mark()  # what was launched before the error still writes
             raise
         yield from self._check_fence(peer, wait_until_ready=False)
         while self.zeroed is not None and not self.zeroed.reached():
@@ -166,7 +166,7 @@ class Load:
         times.end(now_s())
 
     def settle(self) -> bool:
-        """Release what can write no more; raises nothing, unless the device itself has failed.
+        """Give back everything that can write no more; raises nothing, unless the device itself has failed.
 
         Returns:
             Whether nothing is in flight: the blocks are safe to use again.
@@ -219,13 +219,13 @@ class Load:
     def _check_fence(self, peer: Peer, *, wait_until_ready: bool) -> Steps:
         """Read the lease's slot on every producer worker: only `epoch | READY` on all of them is good.
 
-        Before the data, a slot that still says COMPUTING is asked again.
+        Before the data is read, a slot that is still COMPUTING is read again.
         """
         ticket = self.order.source.kvferry
         epoch = epoch_from_text(ticket.lease_epoch)
         ready, computing = (slot_word(epoch, state) for state in (SlotState.READY, SlotState.COMPUTING))
         if not peer.routes:
-            return  # this worker holds nothing of the model's caches, and nobody has to be told
+            return  # this worker holds nothing of the model's caches: nothing to check, no producer to notify
         yield from self._take_cells(len(peer.routes))
         words = self.context.slot_reads.words
         while True:
@@ -287,7 +287,7 @@ class Load:
             yield from reads.steps(sources)
 
     def _finish(self, handles: list[Transfer]) -> Steps:
-        """Until all of them are done. A transfer that raises ends the load; its siblings stay in `reads`."""
+        """Poll transfers until all are done. A transfer that raises ends the load; the others stay in `reads`."""
         waiting = list(handles)
         while True:
             waiting = [x for x in waiting if self.context.fabric.poll(x) is TransferState.IN_FLIGHT]
@@ -319,10 +319,10 @@ class Load:
         )
 
     def tell(self) -> None:
-        """Tell every producer worker that this worker needs nothing more under the lease; raises nothing.
+        """Notify every producer worker that this worker needs nothing more under the lease; raises nothing.
 
-        A read is posted behind each message. Over TCP NIXL waits for an answer to the message before it calls the next
-        read of that peer done: 0.2 ms of the next load, unless it has been waited for by then (bench.transfer, lanes).
+        A read is posted behind each message. Over TCP NIXL completes the peer's next read only after the answer to the
+        message. The extra read absorbs this wait, which would cost the next load 0.2 ms (bench.transfer, lanes).
         """
         ticket = self.order.source.kvferry
         for index, route in enumerate(self.peer.routes if self.peer is not None else ()):
@@ -340,5 +340,5 @@ class Load:
             except FabricError:
                 self.undelivered += 1  # the producer will free the blocks when their lease runs out
             except Exception:  # noqa: BLE001 - shown, with its traceback
-                internal_errors.log(f"req={self.order.request_id}: the load is good, and a producer was not told")
+                internal_errors.log(f"req={self.order.request_id}: the load is good, but a producer was not notified")
                 self.undelivered += 1

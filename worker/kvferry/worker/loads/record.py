@@ -18,11 +18,11 @@ class LoadTotals:
 
     Attributes:
         planned_bytes, planned_descriptors: by the plan, which merges nothing.
-        transferred_bytes, descriptors: as NIXL counted them, which merges neighbours: a descriptor is a run of bytes
-            that lie together on both sides.
-        post_s, transfer_s: as NIXL measured them, summed over the routes.
+        transferred_bytes, descriptors: as counted by NIXL, which merges neighbours: a descriptor is a run of bytes
+            that are contiguous on both sides.
+        post_s, transfer_s: as measured by NIXL, summed over the routes.
         load_s: from the order to the last byte.
-        staged_bytes, waves: of the planned bytes those that went through the staging pool, and in how many waves.
+        staged_bytes, waves: the part of the planned bytes that went through the staging pool, and its waves.
     """
 
     planned_bytes: int
@@ -49,7 +49,7 @@ class Stage(enum.Enum):
         CONNECTING: it waits until its producer is connected and the device is done with the blocks' last owner.
         FENCE: it reads the lease's slots until the producer is ready.
         POSTING: its reads are prepared and posted; where a post copies, it lasts until the bytes are here.
-        READING: what it reads is under way, and what is staged is put in place.
+        READING: its reads are under way, and staged bytes are put in place.
         FENCE_AGAIN: it reads the slots once more, while what was not loaded is zeroed.
     """
 
@@ -68,8 +68,8 @@ class StageTimes:
     Attributes:
         ordered_s: when the worker had the order.
         stage: the present one, or that in which the load ended.
-        ended_s: by stage, when it ended.
-        relayout_s: of `READING` the time in which waves were put in place, summed over waves.
+        ended_s: when each stage ended.
+        relayout_s: the part of `READING` in which waves were put in place, summed over waves.
     """
 
     ordered_s: float
@@ -78,20 +78,20 @@ class StageTimes:
     relayout_s: float = 0.0
 
     def go_on(self, stage: Stage, now_s: float) -> None:
-        """The present stage has ended, and this one begins."""
+        """End the present stage and begin this one."""
         self.ended_s[self.stage] = now_s
         self.stage = stage
 
     def end(self, now_s: float) -> None:
-        """The load has ended, well or badly."""
+        """End the present stage, because the load has ended, well or badly."""
         self.ended_s[self.stage] = now_s
 
     def lasted_s(self, stage: Stage) -> float | None:
-        """How long a stage took; None when it has not ended."""
+        """Duration of a stage; None when it has not ended."""
         return self.all_lasted_s().get(stage)
 
     def all_lasted_s(self) -> dict[Stage, float]:
-        """How long each stage took that has ended."""
+        """Duration of each stage that has ended."""
         lasted_s, begun_s = {}, self.ordered_s
         for stage, ended_s in self.ended_s.items():
             lasted_s[stage] = ended_s - begun_s
@@ -104,7 +104,7 @@ _STAGES = (("queue_s", Stage.QUEUED), ("connecting_s", Stage.CONNECTING), ("fenc
 
 @dataclass(frozen=True, slots=True)
 class LoadMetrics:
-    """What one good load adds to its worker's metrics, by the metrics' keys.
+    """The increments of one good load to its worker's metrics, by the metrics' keys.
 
     Attributes:
         counters: by metric and label value, which is empty where the metric has no label.
@@ -116,7 +116,7 @@ class LoadMetrics:
 
     @classmethod
     def of(cls, totals: LoadTotals, times: StageTimes) -> LoadMetrics:
-        """Of a load that has ended well."""
+        """The metrics of a good load."""
         counters: dict[str, dict[str, float]] = {"placed_loads": {_placing(totals): 1}}
         if totals.planned_bytes:
             counters["planned_bytes"] = {"": totals.planned_bytes}
@@ -145,7 +145,7 @@ class LoadMetrics:
 
 
 def _placing(totals: LoadTotals) -> str:
-    """Where the plan has its bytes read to, as the metric has it."""
+    """The label of the metric `placed_loads`: whether the plan's bytes are staged, read in place, or both."""
     if not totals.planned_bytes:
         return "none"
     if not totals.staged_bytes:
@@ -163,7 +163,7 @@ class LoadRecord:
         times: when its stages ended.
         reason: why it failed; None for a good one.
         totals: of a good one.
-        metrics: what a good one adds to the worker's metrics.
+        metrics: the increments of a good one to the worker's metrics.
     """
 
     request_id: str

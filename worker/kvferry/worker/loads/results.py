@@ -17,8 +17,8 @@ class WorkerGauges:
 
     Attributes:
         peers: producers that are ready to be read from.
-        staging_used_bytes: of the staging pool, those that some load has, quarantined ones included.
-        staging_pool_bytes: of the whole pool; 0 without one.
+        staging_used_bytes: bytes of the staging pool that loads hold, quarantined ones included.
+        staging_pool_bytes: bytes of the whole pool; 0 without one.
     """
 
     peers: int
@@ -28,20 +28,20 @@ class WorkerGauges:
 
 @dataclass(slots=True)
 class StepResults:
-    """What happened since the last step.
+    """The events since the last step.
 
     Attributes:
         sent: held requests that are over; each is reported once.
         loaded: requests whose blocks are complete.
-        failed: requests whose blocks are not to be used, with the reason.
-        load_records: of loads, good and bad, that have ended.
-        handshake_s: how long first contacts took that succeeded.
+        failed: requests whose blocks must not be used, with the reason.
+        load_records: records of the loads, good and bad, that have ended.
+        handshake_s: durations of the first contacts that succeeded.
         gauges: the worker's values; None when they have not changed.
         undelivered: notifications that could not be sent.
-        bad_notifications: notifications that were not ours, malformed, or about no lease.
+        bad_notifications: notifications that were not kvferry's, malformed, or by too many consumers of one lease.
         late_notifications: well-formed ones about a lease that is over.
         alive: failed requests whose blocks may still be written; None when that has not changed.
-        quarantined_loads, quarantined_blocks: that have been put into quarantine.
+        quarantined_loads, quarantined_blocks: loads that have been quarantined, and their blocks.
         graces_over: failed reads whose memory came back because a grace was over (`kvferry.worker.fabric.reads`).
         integrity_errors: number of failed integrity checks.
         lost_orders: steps whose orders could not be read.
@@ -70,7 +70,7 @@ class StepResults:
 
 
 class ResultBox:
-    """Where results wait for the next step, or a step for results."""
+    """Holds results until the next step takes them; a step can also wait here for results."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,12 +87,12 @@ class ResultBox:
         self._lock.release()
 
     def wait_for_load(self, timeout_s: float) -> None:
-        """Wait until a load has ended, well or badly; no longer than this."""
+        """Wait until a load has ended, well or badly, but no longer than `timeout_s`."""
         with self._lock:
             self._load_ended.wait_for(self._has_load, timeout_s)
 
     def take(self) -> StepResults:
-        """Everything since the last call."""
+        """Return the results since the last call."""
         with self._lock:
             taken, self._results = self._results, StepResults()
         return taken
@@ -102,7 +102,7 @@ class ResultBox:
 
 
 class GaugeReporter:
-    """Used on the transfer thread, the only one that changes these values."""
+    """Notifications the gauges. Used on the transfer thread, the only one that changes their values."""
 
     def __init__(self, registry: PeerRegistry, staging: Staging | None, results: ResultBox) -> None:
         self._registry = registry
@@ -111,7 +111,7 @@ class GaugeReporter:
         self._reported = (-1, -1)
 
     def poll(self) -> None:
-        """Report the values if they have changed; the latest report counts."""
+        """Report the values if they have changed; a later report replaces an earlier one."""
         used = self._pool.used_bytes if self._pool is not None else 0
         now = (self._registry.num_ready, used)
         if now == self._reported:

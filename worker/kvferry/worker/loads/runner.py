@@ -1,6 +1,6 @@
-"""The loads of a worker: those that wait for their turn, those that run, and failed ones in quarantine.
+"""The loads of a worker: those that wait for their turn, those that run, and quarantined ones.
 
-A failed load is in quarantine while its blocks may still be written.
+A failed load is quarantined while its blocks may still be written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.worker.peers.peer import PeerKey
 
 
 class QuarantinedLoads:
-    """Failed loads whose blocks may still be written. Used on the transfer thread."""
+    """The quarantined loads. Used on the transfer thread."""
 
     def __init__(self) -> None:
         self._since_s: dict[Load, float] = {}  # the oldest is first
@@ -33,18 +33,18 @@ class QuarantinedLoads:
         return iter(self._since_s)
 
     def add(self, load: Load, now_s: float) -> None:
-        """Something may still write into the blocks of a load that has failed."""
+        """Add a failed load whose blocks may still be written."""
         self._since_s[load] = now_s
 
     def requests(self) -> frozenset[str]:
-        """Whose blocks must not be used."""
+        """The requests whose blocks must not be used."""
         return frozenset(load.order.request_id for load in self._since_s)
 
     def poll(self) -> list[Load]:
-        """Let go of those whose blocks are safe.
+        """Remove the loads whose blocks are safe.
 
         Returns:
-            These.
+            The removed loads.
         """
         over = [load for load in self._since_s if load.settle()]
         for load in over:
@@ -52,20 +52,20 @@ class QuarantinedLoads:
         return over
 
     def oldest_s(self, now_s: float) -> float:
-        """Seconds that the oldest of them has been here; 0 when there is none."""
+        """Seconds since the oldest of them was added; 0 when there is none."""
         return now_s - next(iter(self._since_s.values())) if self._since_s else 0.0
 
 
 logger = logging.getLogger(__name__)
 
 _STRETCH_S = 100e-6
-"""So long loads are resumed at one go. A thousand loads take a millisecond and more, all of it under the interpreter's
-lock, and the engine's step thread would wait for that long whenever it wants the lock back. A post that let go of the
-lock for a while begins a new stretch: where posts copy, one load follows another."""
+"""Loads are resumed for this long without a pause. A thousand loads take a millisecond and more, all of it under the
+interpreter's lock, and the engine's step thread would wait that long for the lock. A post that has released the lock
+for a while begins a new stretch, so that loads whose posts copy follow one another without a pause."""
 
 
 class LoadRunner:
-    """Carries loads on. Used on the transfer thread.
+    """Runs loads. Used on the transfer thread.
 
     Args:
         results: where loads are reported.
@@ -73,7 +73,7 @@ class LoadRunner:
         max_loads: loads that run at once.
 
     Attributes:
-        round_s: how long it took last to resume every load once, posts that copied apart.
+        round_s: how long the last round took that resumed every load once, without posts that copied.
     """
 
     def __init__(self, context: LoadContext, results: ResultBox, timeout_s: float, max_loads: int) -> None:
@@ -90,7 +90,7 @@ class LoadRunner:
         self._in_use: frozenset[PeerKey] | None = None
 
     def add(self, order: LoadOrder, mark: DeviceMark, ordered_s: float) -> None:
-        """A load to be carried out when it is its turn."""
+        """Queue a load; it runs when it is its turn."""
         self._waiting.append(Load(order, mark, self._context, ordered_s))
 
     def busy(self) -> bool:
@@ -98,34 +98,34 @@ class LoadRunner:
         return bool(self._running or self._waiting)
 
     def is_amid_round(self) -> bool:
-        """Whether `step` has loads left that it has not resumed since it resumed the first one."""
+        """Whether `step` has not resumed all loads of the present round yet."""
         return bool(self._round)
 
     def in_use(self) -> frozenset[PeerKey]:
-        """Peers that something may be read from."""
+        """Peers that reads may be in flight from."""
         if self._in_use is None:
             self._in_use = frozenset(load.key for load in self.alive())
         return self._in_use
 
     def alive(self) -> Iterator[Load]:
-        """Loads that may have something: entries, waves, transfers."""
+        """Loads that may hold entries, waves or transfers."""
         yield from self._running
         yield from self._flushing
         yield from self.quarantined
 
     def flushing(self) -> int:
-        """Loads that are over, with reads behind their last messages still in flight."""
+        """Number of loads that are over, with the reads behind their last messages still in flight."""
         return len(self._flushing)
 
     def waiting(self) -> int:
-        """Loads whose turn it is not."""
+        """Number of loads that have not begun."""
         return len(self._waiting)
 
     def step(self) -> bool:
-        """Resume every load once, or as many as fit into a stretch: the next call goes on with the others. Returns
-        whether there was progress: a load that ended, or came to its next stage or wave. A poll alone is none.
+        """Resume every load once, or as many as fit into a stretch: the next call continues with the others. Returns
+        whether there was progress: a load that ended, or reached its next stage or wave. A poll alone is no progress.
 
-        Those that run are late before those that wait, which then get their turn, and are late themselves.
+        Deadlines are checked for running loads only; a load that waited past its deadline fails when it begins.
         """
         while self._waiting and len(self._running) < self._max_loads:
             load = self._waiting.popleft()
@@ -154,10 +154,10 @@ class LoadRunner:
         return ended or moved
 
     def stop(self) -> list[Load]:
-        """Go on with none of them.
+        """Stop all loads.
 
         Returns:
-            Those that something may still write for.
+            The loads whose reads may still write.
         """
         for steps in self._running.values():
             steps.close()
@@ -192,7 +192,7 @@ class LoadRunner:
         with self._results as results:
             results.loaded.add(request_id)
             results.load_records.append(record)
-        load.tell()  # after the report: the engine waits for that
+        load.tell()  # after the report, which the engine waits for
         self._flushing.append(load)
         if load.undelivered:
             with self._results as results:
@@ -211,7 +211,7 @@ class LoadRunner:
             )
 
     def _fail(self, load: Load, reason: FailureReason, detail: str) -> None:
-        """Report a failed load at once; its blocks stay in quarantine while anything may still write into them."""
+        """Report a failed load at once; it is quarantined while its blocks may still be written."""
         request_id = load.order.request_id
         load.times.end(time.monotonic())
         self._running.pop(load, None)
@@ -257,5 +257,5 @@ class LoadRunner:
 
 
 def _place(load: Load) -> tuple[Stage, int]:
-    """How far a load has come: its stage, and the changes of its waves."""
+    """The progress of a load: its stage, and the changes of its waves."""
     return load.times.stage, load.staged.changes if load.staged is not None else 0

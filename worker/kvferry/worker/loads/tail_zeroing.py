@@ -1,9 +1,9 @@
 """Zeroes the bytes of a load's last blocks that no token fills.
 
-The bytes of paged tensors are arrays, as few as possible: those that lie alike at one distance are one array. On a
+Paged tensors are viewed as arrays, as few as possible: tensors of one geometry at equal distances are one array. On a
 device, zeroing is one wave of the relayout, from a source of zeros. Its kernel runs on the relayout's own stream, once
-all that the load read is in place; the load is reported, and the engine launches what reads the blocks, only after its
-mark.
+everything that the load read is in place. The load is reported only after the kernel's mark, so the engine launches
+work that reads the blocks only then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvferry.worker.staging.buffer import relayout_for
 
 
 class CellStack(NamedTuple):
-    """Paged tensors of one cache group in one allocation, alike but for where they begin.
+    """Paged tensors of one cache group in one allocation that differ only in their base.
 
     Attributes:
         tile_tokens: tokens per cell.
@@ -44,7 +44,7 @@ def stack_cells(tensors: Iterable[PagedTensor], storages: Sequence[torch.Tensor]
     Raises:
         ValueError: one of them lies in none of the storages.
     """
-    alike: dict[tuple[int, ...], dict[int, PagedTensor]] = {}  # by base: torch writes no byte that is there twice
+    alike: dict[tuple[int, ...], dict[int, PagedTensor]] = {}  # once per base: torch writes no overlapping elements
     for tensor in tensors:
         alike.setdefault((_storage_of(tensor, storages), *_geometry(tensor)), {})[tensor.base] = tensor
     return [
@@ -63,7 +63,7 @@ def _storage_of(tensor: PagedTensor, storages: Sequence[torch.Tensor]) -> int:
 
 
 def _geometry(tensor: PagedTensor) -> tuple[int, ...]:
-    """Everything that says where a tensor's bytes are, but for its base."""
+    """Everything that determines where a tensor's bytes are, except its base."""
     return (
         tensor.group,
         tensor.blocks,
@@ -80,7 +80,7 @@ def _geometry(tensor: PagedTensor) -> tuple[int, ...]:
 
 
 def _evenly_spaced(tensors: Sequence[PagedTensor]) -> Iterator[list[PagedTensor]]:
-    """Tensors in ascending order, divided into runs that follow each other at one distance."""
+    """Tensors in ascending order, divided into runs of equal distances."""
     run: list[PagedTensor] = []
     for tensor in tensors:
         if len(run) > 1 and tensor.base - run[-1].base != run[1].base - run[0].base:
@@ -104,7 +104,7 @@ def _stack(storage: torch.Tensor, run: Sequence[PagedTensor]) -> CellStack:
 
 _WHOLE_BLOCK = 1 << 31
 _GAPS_PER_GROUP = 2
-"""One before a window, one behind the last token."""
+"""One before the window, one after the last token."""
 
 
 class Gap(NamedTuple):
@@ -126,9 +126,9 @@ class _Cells(NamedTuple):
 
 
 class TailZeroing:
-    """Zeroes what a load did not write of the blocks it loaded: behind its last token, and before its window.
+    """Zeroes the parts of loaded blocks that the load did not write: after its last token, and before its window.
 
-    A cell that holds several tokens is a whole: only cells with no loaded token at all are zeroed.
+    A cell that holds several tokens is not divided: only cells with no loaded token at all are zeroed.
     """
 
     def __init__(self, caches: KvCaches) -> None:
@@ -146,10 +146,10 @@ class TailZeroing:
             whole_blocks = [Gap(group, 0, 0, _WHOLE_BLOCK) for group in self._stacks for _ in range(_GAPS_PER_GROUP)]
             largest = self._table(self._cells(whole_blocks))
             self._relayout = relayout_for([self._zeros], caches.storages, caches.device, largest)
-            synchronize(caches.device)  # the zeros are written on another stream than they are read on
+            synchronize(caches.device)  # the zeros are written on one stream and read on another
 
     def mark(self) -> DeviceMark:
-        """Reached when all that `zero` has launched so far is done."""
+        """A mark that is reached when everything that `zero` has launched so far is done."""
         return self._relayout.mark() if self._relayout is not None else self._clock.mark()
 
     def zero(
@@ -158,18 +158,18 @@ class TailZeroing:
         """Zero the gaps of a request in every tensor.
 
         Args:
-            units: what was loaded.
-            groups: of this engine.
+            units: the loaded units.
+            groups: this engine's cache groups.
 
         Returns:
-            When it is done; None when there is nothing to zero.
+            A mark that is reached when it is done; None when there is nothing to zero.
         """
         cells = list(self._cells(gaps(units, groups, request)))
         if not cells:
             return None
         if self._relayout is None:
             for stack, block, first, stop in cells:
-                # By numpy: torch would divide the work among threads of its own, which then wait by spinning.
+                # With numpy: torch would divide the work among its own threads, which then spin while they wait.
                 stack.cells.numpy()[:, block, :, first:stop] = 0
             return self.mark()
         table = self._table(cells)
@@ -184,7 +184,7 @@ class TailZeroing:
                     yield _Cells(stack, gap.block, first, min(stop, stack.cells.shape[3]))
 
     def _table(self, cells: Iterable[_Cells]) -> WaveTable:
-        """What copies zeros into them: one piece and one unit each."""
+        """The table that copies zeros into cells: one piece and one unit for each of them."""
         shapes: dict[Shape, int] = {}
         rows: list[tuple[int, ...]] = []
         units: list[tuple[int, ...]] = []
@@ -205,7 +205,7 @@ class TailZeroing:
 
 
 class _Waiting:
-    """A table that waits for room on the device; asking whether it is done begins it."""
+    """A table that waits for room on the device; `reached` starts it once there is room."""
 
     def __init__(self, relayout: Relayout, table: WaveTable) -> None:
         self._relayout = relayout
@@ -219,9 +219,9 @@ class _Waiting:
 
 
 def gaps(units: Mapping[TokenMap, UnitPairs], groups: Sequence[CacheGroup], request: RequestBlocks) -> Iterator[Gap]:
-    """What loaded blocks hold beside the request.
+    """The slots of loaded blocks that hold no token of the request.
 
-    What lies before its first token is not the request's to touch, and left alone.
+    Slots before its first token are not among them: the load must not change them.
     """
     first_slots: dict[int, tuple[int, TokenMap]] = {}
     for tokens, pairs in units.items():

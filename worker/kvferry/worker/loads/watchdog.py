@@ -1,7 +1,7 @@
 """Watchdog of loads on the step thread: each is reported once, and in time, even if the transfer thread is stuck.
 
 The transfer thread itself fails loads that are late, unless it is stuck in a call of the fabric. Then the watchdog
-does, a little later, and the blocks count as alive until the transfer thread reports the load.
+fails them, a little later, and their blocks count as alive until the transfer thread reports the load.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SLACK_S = 1.0
 
 
 class LoadWatchdog:
-    """Used on the step thread.
+    """The loads that are ordered and not reported. Used on the step thread.
 
     Args:
         timeout_s: after which a load has failed.
@@ -38,7 +38,7 @@ class LoadWatchdog:
         return bool(self._ordered_s)
 
     def ordered(self, request_ids: Iterable[str]) -> None:
-        """These are to be loaded."""
+        """Start the deadline of these loads."""
         now_s = time.monotonic()
         self._ordered_s.update(dict.fromkeys(request_ids, now_s))
 

@@ -1,1 +1,1 @@
-"""The memory of a worker: its caches, its device, host memory, and the slots that it reads."""
+"""The memory of a worker: its caches, its device, host memory, and the destination of slot reads."""

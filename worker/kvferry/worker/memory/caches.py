@@ -16,8 +16,8 @@ class KvCaches:
 
     Attributes:
         storages: one tensor per distinct allocation, any dtype; every paged tensor lies in one of them.
-        tensors: their description, as peers get it.
-        device: where all of them are.
+        tensors: their description for peers.
+        device: the device that holds all of them.
     """
 
     storages: tuple[torch.Tensor, ...]

@@ -1,7 +1,7 @@
-"""The device that the caches are on: which threads use it, and when it has finished what was launched so far.
+"""The device of the caches: selecting it for a thread, and marks that are reached when launched work has finished.
 
-The step thread marks, the transfer thread asks. Neither waits. A thread of kvferry that uses the device calls
-`use_device` first; the step thread is the engine's, which has set it.
+The step thread sets marks, the transfer thread polls them. Neither waits. A thread of kvferry that uses the device
+calls `use_device` first; the step thread is the engine's, which has set it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Reached:
 
 
 class HostClock:
-    """The CPU: what was launched has finished."""
+    """The CPU, which is synchronous: every mark is reached."""
 
     _reached = _Reached()
 
@@ -62,14 +62,14 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> DeviceClock:
-    """The clock of a device; every device that is not CUDA is taken to be synchronous."""
+    """The clock of a device; a device that is not CUDA is assumed to be synchronous."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
 def use_device(device: torch.device) -> None:
     """Make a device the calling thread's current one; to be called before the thread uses it in any way.
 
-    A thread begins with GPU 0: its first call, an event's query as well, would make a context there, of hundreds of
+    A thread begins with GPU 0: its first call, even an event's query, would create a context there, of hundreds of
     megabytes for each worker of the node.
     """
     if device.type == "cuda":
@@ -77,6 +77,6 @@ def use_device(device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what the calling thread has launched on its current stream; only while the caches are registered."""
+    """Wait for the calling thread's current stream; it blocks, so call it only while the caches are registered."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,7 +1,7 @@
 """Host memory of an exact size that a device can copy from and to.
 
-torch rounds pinned memory up to a power of two: 33 GiB would take 64. So pages are mapped here and registered with
-CUDA.
+torch rounds pinned memory up to a power of two: 33 GiB would take 64. So this module maps pages and registers them
+with CUDA.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class HostMemory:
 
     Args:
         num_bytes: at least 1; rounded up to whole pages.
-        device: that copies from and to it; nothing is pinned for the CPU.
+        device: the device that copies from and to it; nothing is pinned for the CPU.
 
     Attributes:
-        tensor: uint8 `[num_bytes]`, the memory without what was rounded up.
+        tensor: uint8 `[num_bytes]`, the memory without the rounding.
 
     Raises:
-        InvalidConfig: the system has not so much memory.
+        InvalidConfig: the system has too little memory.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class HostMemory:
         try:
             pages = mmap.mmap(-1, self._mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
-            raise self._refused(f"the system says: {error}") from None
+            raise self._refused(f"the system's error: {error}") from None
         self.tensor = torch.from_numpy(np.frombuffer(pages, dtype=np.uint8))[:num_bytes]
 
     def pin(self) -> None:

@@ -1,8 +1,8 @@
 """Huge pages under caches in host memory.
 
-One process reads another's memory page by page, and so does the processor when it computes attention: with pages of
-2 MiB in place of 4 KiB there is less to look up. PyTorch's memory is in small pages unless `THP_MEM_ALLOC_ENABLE=1` is
-in its environment; Linux 6.1 can still exchange them for huge ones while they are in use (madvise(2), MADV_COLLAPSE).
+Reads of another process's memory go page by page, and so do the processor's when it computes attention: with pages of
+2 MiB instead of 4 KiB there are fewer to look up. PyTorch's memory is in small pages unless `THP_MEM_ALLOC_ENABLE=1` is
+in its environment; Linux 6.1 can still replace them by huge ones while they are in use (madvise(2), MADV_COLLAPSE).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MADV_COLLAPSE = 25
 """Python's mmap does not name it."""
 
 _TRIES = 3
-"""A page that the kernel is busy with cannot be moved at that moment (EAGAIN), and soon after it can."""
+"""A page that the kernel is busy with cannot be moved at that moment (EAGAIN), but soon after."""
 
 _AT_ONCE_BYTES = 128 << 20
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
@@ -35,12 +35,12 @@ Advise = Callable[[int, int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class Collapsed:
-    """What became of it.
+    """The result of `use_huge_pages`.
 
     Attributes:
-        asked_bytes: that could lie in huge pages.
-        huge_bytes: of these, what the system says it has put there, or found there.
-        seconds: that it took.
+        asked_bytes: bytes that could lie in huge pages.
+        huge_bytes: of these, the bytes that do now, by the system's answer.
+        seconds: time that it took.
     """
 
     asked_bytes: int = 0
@@ -56,15 +56,15 @@ def use_huge_pages(
     clock: Callable[[], float] = time.monotonic,
     settings: Path = _SETTINGS,
 ) -> Collapsed:
-    """Put host memory into huge pages, as far as the time goes; what is left the kernel may exchange later by itself.
+    """Put host memory into huge pages within a time limit; the kernel may replace the remaining pages later by itself.
 
-    Nothing depends on it: what the system does not have or refuses stays as it is. To be called before the memory is
-    registered, since a network card pins its pages. Nothing is touched that lies outside the regions, nor anything
-    where the administrator has switched transparent huge pages off.
+    It is optional: memory that the system cannot or will not move stays as it is. Call it before the memory is
+    registered, since a network card pins its pages. Memory outside the regions is not changed, and none at all where
+    the administrator has switched transparent huge pages off.
 
     Args:
         budget_s: seconds after which no other part is begun; a gigabyte takes 1.6 to 1.9 s on two slow cores, and
-            nothing when it lies in huge pages already. 0 or less: nothing is done.
+            no time when it lies in huge pages already. 0 or less: nothing is done.
         advise, clock, settings: for tests.
     """
     page_bytes = _huge_page_bytes(settings)
@@ -96,7 +96,7 @@ def use_huge_pages(
 
 
 def _collapse(advise: Advise, address: int, length: int) -> bool:
-    """Whether the system says that it has."""
+    """Whether the system has put the memory into huge pages."""
     for _ in range(_TRIES):
         refused = advise(address, length, _MADV_COLLAPSE)
         if refused != errno.EAGAIN:
@@ -112,7 +112,7 @@ def _inside(region: Region, page_bytes: int) -> tuple[int, int] | None:
 
 
 def _huge_page_bytes(settings: Path) -> int:
-    """0 where there are none, or where they are switched off."""
+    """The size of a huge page; 0 where there are none, or where they are switched off."""
     try:
         if "[never]" in (settings / "enabled").read_text():
             return 0

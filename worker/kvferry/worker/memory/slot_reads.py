@@ -49,7 +49,7 @@ class SlotReads:
         return tuple(self._free.pop() for _ in range(count))
 
     def give_back(self, entries: tuple[int, ...]) -> None:
-        """Return entries that nothing is read into any more."""
+        """Return entries that no read can write any more."""
         self._free.extend(entries)
 
     def free(self) -> int:

@@ -1,6 +1,6 @@
-"""Asking a producer to describe itself: one request, one answer, one deadline.
+"""Fetches the description of a producer: one request, one answer, one deadline.
 
-All handshakes of a worker share its threads of ZMQ, so that none of them starts and ends its own.
+All handshakes of a worker share its ZMQ threads, so that none starts and ends threads of its own.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class AskingThreads:
-    """Used by any number of threads. Ends with the last handshake after `close`, and nobody waits for that.
+    """The ZMQ threads of a worker's handshakes. Used by any number of threads.
 
-    One that was never used has nothing to end.
+    After `close` they end with the last handshake; `close` does not wait for it.
     """
 
     def __init__(self) -> None:
@@ -50,25 +50,25 @@ class AskingThreads:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start them now, and not with the first handshake."""
+        """Start the threads now, not with the first handshake."""
         with self._use() as context:
             context.socket(zmq.PAIR).close(linger=0)
 
     @contextlib.contextmanager
     def use(self, host: str) -> Iterator[Context]:
-        """For a handshake with this host; its sockets are to be closed within.
+        """Context manager: a ZMQ context for a handshake with this host; close its sockets before leaving it.
 
-        A host with a name gets threads of its own: ZMQ looks names up on its only one, and a name server that is slow
-        for one would hold up the others.
+        A host with a name gets threads of its own: ZMQ looks names up on its single I/O thread, and a slow name server
+        would hold up the other handshakes.
 
         Raises:
-            HandshakeFailed: they were closed.
+            HandshakeFailed: the threads were closed.
         """
         with self._use() if _is_address(host) else own_threads() as context:
             yield context
 
     def close(self) -> None:
-        """No handshake begins any more. Idempotent."""
+        """Let no further handshake begin. Idempotent."""
         with self._lock:
             self._is_closing = True
         self._end_unless_used()
@@ -100,7 +100,7 @@ class AskingThreads:
 
 @contextlib.contextmanager
 def own_threads() -> Iterator[Context]:
-    """Of one handshake."""
+    """Context manager: ZMQ threads for a single handshake."""
     context: Context = zmq.Context(io_threads=1)
     try:
         yield context
@@ -152,13 +152,13 @@ def ask(
     Waits, so it runs on a thread that may wait; everything it makes is gone when it returns.
 
     Args:
-        secrets: of the side channel, tried in their order; nothing is said before one is accepted.
+        secrets: of the side channel, tried in their order; nothing is sent before one is accepted.
         threads: see `exchange`.
 
     Raises:
-        HandshakeFailed: nobody answered in time, or the address is none.
-        PeerRefused: the secrets of both ends do not go together; told as soon as that is known.
-        InvalidMessage: the answer was none of the protocol's.
+        HandshakeFailed: no answer came in time, or the address is invalid.
+        PeerRefused: the secrets of both ends do not match; raised as soon as that is known.
+        InvalidMessage: the answer is not one of the protocol's.
     """
     return decode_reply(exchange(host, port, encode(hello), timeout_s, secrets, threads))
 
@@ -166,10 +166,10 @@ def ask(
 def exchange(
     host: str, port: int, request: bytes, timeout_s: float, secrets: Secrets = (), threads: AskingThreads | None = None
 ) -> bytes:
-    """Send one frame to a listener and get the one frame of its answer, whatever they say.
+    """Send one frame to a listener and return the one frame of its answer; neither is interpreted.
 
     Args:
-        threads: of ZMQ; without them some are started, and ended.
+        threads: ZMQ threads to use; None starts threads for this exchange only.
 
     Raises:
         HandshakeFailed, PeerRefused: as `ask`.
@@ -191,14 +191,14 @@ def exchange(
 def _answer(
     context: Context, host: str, port: int, request: bytes, trials: KeyTrials, deadline_s: float
 ) -> list[bytes]:
-    """The answer over a connection that was made with the secret that the listener has.
+    """The answer over a connection that was made with the listener's secret.
 
-    The request waits in the socket from the start: ZMQ sends nothing before the other end has shown in its ZMTP
+    The request waits in the socket from the start: ZMQ sends nothing before the other end has proved in its ZMTP
     handshake that it has the socket's secret.
 
     Raises:
         zmq.Again: the deadline has passed.
-        PeerRefused: no secret will do.
+        PeerRefused: the listener accepts none of the secrets.
     """
     while True:
         socket, monitor = _connect(context, host, port, trials.secret)

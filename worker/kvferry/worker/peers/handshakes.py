@@ -1,18 +1,17 @@
-"""Handshakes under way and waiting: which producers are asked for their description, on how many threads.
+"""Handshakes waiting and under way: the producers that are asked for their description, and the limits on threads.
 
 Clients choose the hosts that params name, so a host may be one that never answers and keeps a thread until the
-handshake's timeout. What that costs other hosts is bounded by limits for *unverified* hosts, which have
-never answered or did not the last time.
+handshake's timeout. Limits for *unverified* hosts, which have never answered or did not the last time, bound the cost
+to other hosts:
 
-- 48 of 64 handshakes at once may be with unverified hosts, 4 with any one of them; the others have 16
-  for themselves.
-- So with up to 48 handshakes to black holes under way a live host is asked at once, and with more of them it waits for
-  no longer than one handshake's timeout for every 48 that were named before it; a host that has answered before does
-  not wait for unverified ones at all.
-- 256 handshakes wait or are under way, 32 of them to any one unverified host. More are refused, not queued.
+- 48 of 64 handshakes at once may be with unverified hosts, 4 with any one of them; 16 are reserved for the others.
+- So with up to 48 handshakes to silent hosts under way a live host is asked at once. With more of them it waits for
+  at most one handshake's timeout for every 48 that were named before it. A host that has answered before does not
+  wait for unverified ones at all.
+- At most 256 handshakes wait or are under way, 32 of them with any one unverified host. More are refused, not queued.
 
 These limits are for peers that a load waits for. Peers to be prewarmed have a lane of their own, so that they take no
-place from a load; a load that needs one of them takes its handshake over as it is.
+place from a load; a load that needs one of them takes over its handshake, waiting or under way.
 
 Each thread makes one handshake and ends.
 """
@@ -34,7 +33,7 @@ from kvferry.worker.peers.peer import Handshake, PeerKey
 
 @dataclass(frozen=True, slots=True)
 class HandshakeLimits:
-    """Most handshakes. An *unverified* host has never answered, or did not the last time.
+    """Limits on the number of handshakes. An *unverified* host has never answered, or did not the last time.
 
     Attributes:
         at_once, unverified_at_once: under way, with all hosts and with all unverified ones.
@@ -101,7 +100,8 @@ FOR_LOADS = HandshakeLimits(
 AHEAD = HandshakeLimits(
     at_once=8, unverified_at_once=2, per_host=4, per_unverified_host=1, asked=64, asked_of_unverified_host=8
 )
-"""Two unverified hosts: four plans are made at a time, and such a host can describe an engine that takes seconds."""
+"""Two unverified hosts: four plans are made at a time, and such a host can describe an engine that takes seconds to
+plan."""
 
 _HOSTS_REMEMBERED = 4096
 
@@ -133,10 +133,10 @@ class Handshakes:
         return key in self._for_loads or key in self._ahead
 
     def ask(self, key: PeerKey) -> str | None:
-        """Request the handshake with a peer, once, for a load.
+        """Request the handshake with a peer for a load; repeated requests change nothing.
 
         Returns:
-            Why that cannot be; None when it will be.
+            Why it was refused; None when it was accepted.
         """
         if key in self._for_loads:
             return None
@@ -160,7 +160,7 @@ class Handshakes:
             self._begin()
 
     def arrivals(self) -> Iterator[tuple[PeerKey, Found]]:
-        """Handshakes that have ended, with their results: all that loads wait for, and after them one of the others."""
+        """Results of handshakes that have ended: all that loads wait for, and then at most one of the others."""
         while not self._arrived.empty():
             key, found = self._arrived.get()
             self._found[key] = found
@@ -179,7 +179,7 @@ class Handshakes:
         return bool(self._found)
 
     def close(self) -> None:
-        """Begin no other. Handshakes under way end by themselves; their results are dropped."""
+        """Begin no further handshake. Those under way end by themselves; their results are dropped."""
         self._for_loads.waiting.clear()
         self._ahead.waiting.clear()
 
@@ -194,7 +194,7 @@ class Handshakes:
     def _run(self, key: PeerKey) -> None:
         try:
             found: Found = self._handshake(key)
-        except Exception as error:  # noqa: BLE001 - it crosses the thread and is judged there
+        except Exception as error:  # noqa: BLE001 - passed to the thread that takes `arrivals`
             found = error
         self._arrived.put((key, found))
         self._wake()

@@ -28,7 +28,7 @@ from kvferry.worker.staging.buffer import PreparedSource, Staging
 
 
 class PeerKey(NamedTuple):
-    """One life of one engine at one address."""
+    """One boot of one engine at one address."""
 
     host: str
     port: int
@@ -37,7 +37,7 @@ class PeerKey(NamedTuple):
 
     @classmethod
     def of(cls, source: RemotePrefill) -> PeerKey:
-        """Whom params speak of."""
+        """The producer that params name."""
         return cls(source.remote_host, source.remote_port, source.remote_engine_id, source.kvferry.boot)
 
     @classmethod
@@ -64,8 +64,8 @@ class PeerRoute:
 
     Attributes:
         slots: its lease table; descriptor `i` is slot `i`.
-        tables: what is read in place from this worker.
-        sources: what is read through the staging pool.
+        tables: the reads in place from this worker.
+        sources: the reads through the staging pool.
     """
 
     route: Route
@@ -78,7 +78,7 @@ class PeerRoute:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A producer engine, ready to be read from. `made` is what has to be given back, in the order of its making."""
+    """A producer engine, ready to be read from. `made` lists the handles to give back, in the order of creation."""
 
     key: PeerKey
     description: EngineDescription
@@ -116,7 +116,7 @@ def connect(
 
 
 def disconnect(reader: Reader, peer: Peer) -> None:
-    """Give back everything that `connect` made; raises nothing. What is in flight goes on, and is to be polled."""
+    """Give back everything that `connect` made; raises nothing. Reads in flight go on and must still be polled."""
     _undo(reader, peer.made)
 
 
@@ -165,4 +165,4 @@ def _connect_route(
 
 
 Handshake = Callable[[PeerKey], tuple[EngineDescription, TransferPlan]]
-"""Fetches and plans a peer; waits, and so runs on a thread of its own. Raises KvferryError."""
+"""Fetches a peer's description and plans it; waits, so it runs on a thread of its own. Raises KvferryError."""

@@ -1,8 +1,7 @@
-"""Plans by the producer's shape: engines of one fleet differ in where their caches are, and in nothing else.
+"""Plans by the producer's shape: engines of one fleet differ only in the addresses of their caches.
 
-What merges, what is staged and who reads from whom depend on addresses by their differences within a worker alone. So
-the plan of a producer whose tensors lie as those of another one did, wherever that is, is the other one's with every
-address moved.
+Merging, staging and the assignment of reads depend only on differences between addresses within a worker. So for two
+producers whose tensors have the same differences, the plan of one is the plan of the other with every address moved.
 
     producer     layer 0     layer 1     plan
     P            0x1000      0x9000      made
@@ -27,16 +26,16 @@ from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import EngineDescription, WorkerDescription
 
 MOST_SHAPES = 16
-"""Plans that are kept, those used last; clients choose whose description is read."""
+"""Most plans that are kept, those used last; a limit is needed because clients choose the producers."""
 MOST_TENSORS = 1 << 13
-"""Of a producer's workers together; plans of larger ones are not kept, or they would take a gigabyte."""
+"""Of a producer's workers together; plans of larger producers are not kept, as they could take a gigabyte."""
 
 Shape = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A plan, and of each producer worker where its first tensor was and how far behind that its last byte."""
+    """A plan, with each producer worker's first address (its first tensor's base) and the span to its last byte."""
 
     plan: TransferPlan
     origins: tuple[int, ...]
@@ -47,8 +46,8 @@ class PlanCache:
     """The plans of one consumer worker. Any number of threads may use it.
 
     Args:
-        consumer: with all workers.
-        worker: index of the one that reads.
+        consumer: the consumer's description, with all workers.
+        worker: index of the worker that reads.
     """
 
     def __init__(self, consumer: EngineDescription, worker: int, costs: Costs = PUBLISHED) -> None:
@@ -59,7 +58,7 @@ class PlanCache:
         self._lock = threading.Lock()
 
     def plan(self, producer: EngineDescription) -> TransferPlan:
-        """As `plan_transfer`, and what it raises."""
+        """The plan of `plan_transfer` for this producer; raises as it does."""
         if sum(len(worker.tensors) for worker in producer.workers) > MOST_TENSORS:
             return plan_transfer(self._consumer, self._worker, producer, self._costs)
         shape, origins = _shape_of(producer), tuple(map(_origin, producer.workers))
@@ -79,7 +78,7 @@ class PlanCache:
 
 
 def _shape_of(producer: EngineDescription) -> Shape:
-    """Everything that a plan depends on, addresses as differences."""
+    """Everything that a plan depends on, with addresses as differences."""
     facts = msgspec.structs.astuple(producer.facts)
     workers = tuple((worker.place, _tensors(worker)) for worker in producer.workers)
     return (facts, producer.topology, producer.groups, workers)
@@ -130,5 +129,5 @@ def _moved_bundle(one: Bundle, local_by: int, remote_by: int) -> Bundle:
 
 
 def _moved_source(one: Source, by: int) -> Source:
-    """Both sides of its bundle are the producer's; its placements count from there."""
+    """Both sides of the bundle are the producer's addresses; placements are relative to them."""
     return replace(one, bundle=_moved_bundle(one.bundle, by, by))

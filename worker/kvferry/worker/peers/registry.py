@@ -1,9 +1,9 @@
 """The producers that this worker is connected to, is connecting to, or backs off from.
 
-Handshakes run on threads of their own; everything that touches the fabric runs on the transfer thread, which calls
-`step`. A peer is forgotten, and everything that belongs to it given back, when it is lost, when another life of it
+Handshakes run on threads of their own; everything that uses the fabric runs on the transfer thread, which calls
+`step`. A peer is forgotten, and everything that belongs to it given back, when it is lost, when another boot of it
 or another engine at its address is connected, when nothing was read from it for `ttl_s`, or when there are more than
-`most_peers`, the one that has been unused longest first. One that is being read from is kept until that is over.
+`most_peers`, the one that has been unused longest first. One that is being read from is kept until the reads end.
 
 A *static* peer is one that the configuration names: it does not expire, and is connected again after it was lost or
 a first contact with it failed, until it has restarted or refuses.
@@ -43,7 +43,7 @@ class _Ready:
 
 @dataclass(slots=True)
 class Warming:
-    """A first read: a real small one connects for certain, which nothing else in NIXL does.
+    """A first read: a small real read, because nothing else in NIXL makes sure that the peer is connected.
 
     Attributes:
         reads: reads that may still write `entries`.
@@ -69,7 +69,7 @@ class PeerRegistry:
         wake: called from any thread when there is something for `step`.
         timeout_s: for the first read.
         ttl_s: after which an unused peer is forgotten; 0 or less for never.
-        most_peers: that are known at once, those apart that are being read from.
+        most_peers: peers that are known at once, not counting those that are being read from.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class PeerRegistry:
         return bool(self._warming) or self._handshakes.has_arrivals()
 
     def closing(self) -> bool:
-        """Whether `step` must be called again, at leisure: first reads were given up and have not ended."""
+        """Whether `step` must be called again, not urgently: first reads were given up and have not ended."""
         return bool(self._retiring)
 
     @property
@@ -116,13 +116,13 @@ class PeerRegistry:
         return len(self._ready)
 
     def take_handshake_s(self) -> list[float]:
-        """How long first contacts took that have succeeded since the last call, each from the first request for it."""
+        """Durations of the first contacts that have succeeded since the last call, each from the first request."""
         handshake_s, self._handshake_s = self._handshake_s, []
         return handshake_s
 
     def next_s(self) -> float | None:
-        """When `step` has to be called at the latest, if nothing happens: a peer will have been unused for too long,
-        or a static one is to be connected."""
+        """The latest time for the next `step` if nothing else happens: an unused peer expires, or a static one is to be
+        connected."""
         check_s = self._static.next_s(self._ready)
         due_s = [check_s] if check_s is not None else []
         if self._ttl_s > 0 and self._ready:
@@ -140,7 +140,7 @@ class PeerRegistry:
         return [*self._warming.values(), *self._retiring]
 
     def describe(self) -> str:
-        """How many there are of each kind, for an error."""
+        """Number of peers in each state, for an error text."""
         return (
             f"{len(self._ready)} ready, {len(self._warming)} warming, {len(self._retiring)} retiring, "
             f"{len(self._retired)} retired, {len(self._handshakes)} asked, {len(self._backoff)} given up"
@@ -161,20 +161,20 @@ class PeerRegistry:
         return None
 
     def prewarm_static(self, key: PeerKey, now_s: float) -> None:
-        """The configuration names this peer, which has just answered: it becomes static, in place of the one that was
-        at its address."""
+        """Prewarm a peer that the configuration names and that has just answered: it becomes static, in place of the
+        former one at its address."""
         self._static.add(key)
         self._backoff.answers(key)
         self.prewarm(key, now_s)
 
     def prewarm(self, key: PeerKey, now_s: float) -> None:
-        """Connect to this peer before a load needs it, as long as loads lack nothing by it."""
+        """Connect to this peer before a load needs it, unless the registry is full or half of the entries are taken."""
         known = len(self._ready) + len(self._warming) + len(self._handshakes)
         if (
             key in self._ready
             or key in self._warming
             or self._backoff.why_not(key, now_s) is not None
-            or known >= self._most_peers  # it would push one out
+            or known >= self._most_peers  # it would evict another peer
             or 2 * self._slot_reads.free() < len(self._slot_reads.words)
         ):
             return
@@ -186,7 +186,7 @@ class PeerRegistry:
         """Advance handshakes and first reads. Returns whether anything changed.
 
         Args:
-            in_use: peers that reads are in flight from; what belongs to them is kept.
+            in_use: peers that reads are in flight from; they and their handles are kept.
         """
         changed = False
         for key in in_use:
@@ -205,7 +205,7 @@ class PeerRegistry:
         return changed
 
     def lost(self, peer: Peer, why: str, now_s: float) -> None:
-        """Forget a peer that is gone; the next load connects anew. One that has been connected anew stays."""
+        """Forget a peer that is gone; the next load connects again. A peer that was reconnected already is kept."""
         known = self._ready.get(peer.key)
         if known is not None and known.peer is peer:
             logger.warning("peer=%s is lost: %s", peer.key, why)
@@ -233,7 +233,7 @@ class PeerRegistry:
             return
         description, plan = found
         self._retire_former_lives(key)
-        self._disconnect_retired(in_use)  # now: under another address its agents have the names of the new ones
+        self._disconnect_retired(in_use)  # now: an engine at a new address has the agent names of its retired peer
         entries = self._slot_reads.try_take(len(plan.routes))
         if entries is None:
             self._give_up(key, Unavailable(FailureReason.HANDSHAKE, "too many reads in flight"), now_s)
@@ -241,7 +241,7 @@ class PeerRegistry:
         began_s = time.perf_counter()
         try:
             peer = connect(self._reader, self._caches, self._staging, key, description, plan)
-        except Exception as error:  # noqa: BLE001 - judged in _failed
+        except Exception as error:  # noqa: BLE001 - handled in _failed
             self._slot_reads.give_back(entries)
             self._failed(key, error, now_s)
             return
@@ -253,13 +253,13 @@ class PeerRegistry:
                 where = np.array([entry], dtype=np.int32)
                 first = np.zeros(1, dtype=np.int32)
                 warming.transfers.append(warming.reads.post(self._slot_reads.descriptors, where, route.slots, first))
-        except Exception as error:  # noqa: BLE001 - judged in _failed
+        except Exception as error:  # noqa: BLE001 - handled in _failed
             self._abandon(key, warming, error, now_s)
 
     def _warm(self, key: PeerKey, warming: Warming, now_s: float) -> bool:
         try:
             states = [self._reader.fabric.poll(read) for read in warming.transfers]
-        except Exception as error:  # noqa: BLE001 - judged in _failed
+        except Exception as error:  # noqa: BLE001 - handled in _failed
             self._abandon(key, warming, error, now_s)
             return True
         if any(state is TransferState.IN_FLIGHT for state in states):
@@ -274,7 +274,7 @@ class PeerRegistry:
         del self._warming[key]
         self._backoff.succeeded(key)
         self._ready[key] = _Ready(warming.peer, now_s)
-        # Preparing may have been a part of this very step, which began at `now_s`.
+        # The peer may have been prepared within this step, which began at `now_s`.
         at_least_s = warming.described_s + warming.prepared_s
         self._handshake_s.append(max(now_s - self._asked_s.pop(key, now_s), at_least_s))
         logger.info(
@@ -294,7 +294,7 @@ class PeerRegistry:
             self._retiring.append(warming)
 
     def _try_close(self, warming: Warming) -> bool:
-        """Give everything back once no read can land any more; a read that was not aborted still may."""
+        """Give everything back if no first read can write any more. Returns whether it did."""
         if not warming.reads.settle():
             return False
         self._slot_reads.give_back(warming.entries)
@@ -302,7 +302,7 @@ class PeerRegistry:
         return True
 
     def _failed(self, key: PeerKey, error: Exception, now_s: float) -> None:
-        """Its first contact failed."""
+        """Back off from a peer whose first contact failed."""
         reason = _reason(error)
         if reason is not FailureReason.HANDSHAKE:
             self._static.drop(key)
@@ -318,14 +318,14 @@ class PeerRegistry:
         )
 
     def _retire_former_lives(self, key: PeerKey) -> None:
-        """One engine has one life and one address, and one address one engine: whatever else there was is over."""
+        """Retire other boots and addresses of this engine, and other engines at this address."""
         for other in list(self._ready):
             if other != key and (other.engine_id == key.engine_id or other[:2] == key[:2]):
                 logger.info("peer=%s is forgotten: it is %s now", other, key)
                 self._retired.append(self._ready.pop(other).peer)
 
     def _retire_unused(self, now_s: float, in_use: Collection[PeerKey]) -> None:
-        """Those that were used are behind those that were not, and in `step` those in use have just been."""
+        """Retire expired peers. `_ready` is ordered by last use, and `step` has just updated the peers in use."""
         while self._ready:
             key, known = next(iter(self._ready.items()))
             is_old = 0 < self._ttl_s <= now_s - known.used_s

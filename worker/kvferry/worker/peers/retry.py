@@ -1,6 +1,6 @@
-"""When a peer is tried again: peers that could not be connected are left alone for a while.
+"""Backoff from peers that could not be connected, and the static peers.
 
-Peers that the configuration names are connected before a load needs them, and again when they were lost.
+Static peers are those that the configuration names: they are connected before a load needs them, and again when lost.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ class _Failure:
 
 
 class Backoff:
-    """Doubled after every failure and jittered, so that a fleet does not retry in step; a success ends it.
+    """Pauses that double with every failure, with jitter so that a fleet does not retry in step; a success ends them.
 
-    It is one life of a peer that is left alone: one that has restarted is connected at once. The latest `_MOST` are
-    remembered, and no longer than ten minutes after their time.
+    They are for one boot of a peer: one that has restarted is connected at once. The latest `_MOST` failures are
+    remembered, for at most ten minutes after the end of their pause.
     """
 
     def __init__(self) -> None:
         self._failures: dict[PeerKey, _Failure] = {}  # the latest one last
 
     def __len__(self) -> int:
-        """Peers that are remembered."""
+        """Number of peers with a remembered failure."""
         return len(self._failures)
 
     def why_not(self, key: PeerKey, now_s: float) -> Unavailable | None:
-        """Why not to connect to it now; None when it may be tried."""
+        """Why not to connect to a peer now; None when it may be tried."""
         failure = self._failures.get(key)
         return failure.why if failure is not None and now_s < failure.until_s else None
 
     def failed(self, key: PeerKey, why: Unavailable, now_s: float) -> float:
-        """Its first contact failed.
+        """Record that a peer's first contact failed.
 
         Returns:
             The backoff in seconds.
@@ -68,13 +68,13 @@ class Backoff:
         return delay_s
 
     def answers(self, key: PeerKey) -> None:
-        """It was heard elsewhere just now: what has failed for want of an answer may be tried at once."""
+        """End the pause of a peer that has just answered elsewhere, if its last failure was a missing answer."""
         failure = self._failures.get(key)
         if failure is not None and failure.why.reason in _FOR_WANT_OF_AN_ANSWER:
             del self._failures[key]
 
     def succeeded(self, key: PeerKey) -> None:
-        """Its first contact succeeded."""
+        """Forget the failures of a peer whose first contact succeeded."""
         self._failures.pop(key, None)
 
     def _forget(self, now_s: float) -> None:
@@ -86,11 +86,11 @@ class Backoff:
 
 
 CHECK_S = 0.5
-"""How often to check whether they are to be connected, while some are not known."""
+"""Interval of the checks for static peers to connect, while some are not connected."""
 
 
 class StaticPeers:
-    """One life for each address. Back-off is not decided here."""
+    """The static peers: one key for each address. Backoff is separate, in `Backoff`."""
 
     def __init__(self) -> None:
         self._keys: dict[tuple[str, int], PeerKey] = {}
@@ -100,21 +100,21 @@ class StaticPeers:
         return self._keys.get((key.host, key.port)) == key
 
     def add(self, key: PeerKey) -> None:
-        """This engine is at its address now, in place of the one that was."""
+        """Add a peer, in place of the former one at its address."""
         self._keys[key.host, key.port] = key
         self._check_s = 0.0
 
     def drop(self, key: PeerKey) -> None:
-        """Connecting to it is of no use."""
+        """Remove a peer, because connecting to it is of no use."""
         if key in self:
             del self._keys[key.host, key.port]
 
     def next_s(self, known: Container[PeerKey]) -> float | None:
-        """When the next check is due; None while all are known."""
+        """When the next check is due; None while all of them are in `known`."""
         return self._check_s if any(key not in known for key in self._keys.values()) else None
 
     def seek(self, now_s: float) -> tuple[PeerKey, ...]:
-        """All of them when a check is due, otherwise none."""
+        """All static peers when a check is due, otherwise none."""
         if not self._keys or now_s < self._check_s:
             return ()
         self._check_s = now_s + CHECK_S

@@ -1,1 +1,1 @@
-"""The relayout: puts what arrived in the producer's shape in its place, all of a wave in one launch."""
+"""The relayout: moves bytes that arrived in the producer's layout to their place, a whole wave in one launch."""

@@ -10,9 +10,10 @@ Five sections, each aligned to 256 bytes:
 | `units`    | int32   | unit      | source block, source position, destination block, destination position         |
 | `scales`   | float32 | row       | source, destination                                                            |
 
-A *chunk* is what one lane moves: `width` bytes, or `width` elements where there is a conversion. The chunks of a piece
-are counted through units, axes and run, the run innermost. Five loops, the innermost first: the chunks of a run, then
-the axes; `sizes`, the strides and the rows of scales are theirs. A lane finds its place by dividing its number by them, and divides by multiplying:
+A *chunk* is the part that one lane moves: `width` bytes, or `width` elements where there is a conversion. The chunks of
+a piece are numbered over units, axes and run, the run innermost. There are five loops, the innermost first: the chunks
+of a run, then the axes. `sizes`, the strides and the rows of scales have one column for each loop. A lane divides its
+chunk's number by the sizes to find its place, and divides by multiplying:
 
     n div d = (n · multiplier >> 32) >> shift        for 0 ≤ n < 2**31 and d ≥ 2
 
@@ -50,10 +51,10 @@ CONVERTED_TOGETHER = 8
 
 @dataclass(frozen=True, eq=False)
 class DevicePieces:
-    """What the tables of all waves of some pieces have in common.
+    """The common part of the tables of all waves of some pieces.
 
     Attributes:
-        rows: the section `pieces` for waves of one unit that nothing shifts.
+        rows: the section `pieces` for waves of one unit without a shift.
         shapes, scales: the sections.
     """
 
@@ -63,7 +64,7 @@ class DevicePieces:
 
     @classmethod
     def of(cls, pieces: Pieces) -> DevicePieces:
-        """Compile pieces: how wide each is accessed, and the rows of its shape."""
+        """Compile pieces: the access width of each, and the rows of its shape."""
         rows = np.zeros((len(pieces.rows), PIECE_COLUMNS), dtype=np.int64)
         kinds = np.stack([pieces.rows[:, SHAPE], _widths(pieces)], axis=1)
         distinct, of_piece = np.unique(kinds, axis=0, return_inverse=True)
@@ -123,7 +124,7 @@ class DeviceTable:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where in the buffer each section starts, and behind the last one where the buffer ends."""
+        """The offset of each section in the buffer, and last the end of the buffer."""
         sizes = (-(-array.nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT for array in self.sections)
         return tuple(accumulate(sizes, initial=0))
 
@@ -138,7 +139,7 @@ class DeviceTable:
 
 
 def divisor(d: int) -> tuple[int, int]:
-    """Multiplier and shift for dividing by `d`; by 1 nothing is divided."""
+    """Multiplier and shift for dividing by `d`; (0, 0) for 1, where no division is needed."""
     if d < 2:
         return (0, 0)
     shift = (d - 1).bit_length() - 1
@@ -146,9 +147,9 @@ def divisor(d: int) -> tuple[int, int]:
 
 
 def _widths(pieces: Pieces) -> NDArray[np.int64]:
-    """Per piece what one lane moves: the most bytes, up to 16, or elements, that its strides and addresses allow.
+    """The width of each piece: the most bytes, up to 16, or elements, that its strides and addresses allow.
 
-    The strides of source blocks among them: what a wave shifts does not make it less.
+    The strides of source blocks count too, so that a wave's shifts do not reduce it.
     """
     limits = np.array([_limits(shape) for shape in pieces.shapes], dtype=np.int64).reshape(-1, 3)
     sources, destinations, shapes = (pieces.rows[:, column] for column in (SOURCE, DESTINATION, SHAPE))
@@ -160,7 +161,7 @@ def _widths(pieces: Pieces) -> NDArray[np.int64]:
 
 
 def _limits(shape: Shape) -> tuple[int, int, int]:
-    """What the addresses must be divisible by on either side, and the width that this allows."""
+    """The required alignment of the source's and the destination's addresses, and the width that it allows."""
     source = [*shape.source_unit_stride, *(axis.source_stride for axis in shape.axes)]
     destination = [*shape.destination_unit_stride, *(axis.destination_stride for axis in shape.axes)]
     if shape.conversion is None:

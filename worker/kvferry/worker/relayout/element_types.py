@@ -10,8 +10,8 @@
 | bfloat16   | ±infinity                                          | 0x7fc0        |
 | float32    | ±infinity                                          | 0x7fc00000    |
 
-The source's sign is kept by everything, zeros and NaNs too; subnormals are numbers like all others on both sides.
-A *value* is what an element stands for: `value = stored · scale`. Converting is, in float32 and in this order,
+The source's sign is always kept, that of zeros and NaNs too; subnormals are decoded and encoded like other numbers.
+The *value* of an element is `value = stored · scale`. Converting is, in float32 and in this order,
 
     value = decode(source) · source_scale;    destination = encode(value / destination_scale)
 """
@@ -25,13 +25,13 @@ from kvferry.protocol.errors import InputError
 
 
 class UnsupportedConversion(InputError):
-    """Two cache formats that no conversion connects."""
+    """There is no conversion between two cache formats."""
 
     what = "cache format"
 
 
 class ElementType(enum.Enum):
-    """A type by the name that engines give it. `code` is how the kernel knows it; 0 is plain bytes."""
+    """A type by the name that engines give it. `code` is its number in the kernel; 0 is plain bytes."""
 
     BFLOAT16 = ("bfloat16", 1, 2)
     FLOAT16 = ("float16", 2, 2)
@@ -56,7 +56,7 @@ class Conversion(NamedTuple):
 
 
 def element_type(name: str, *, field: str = "dtype") -> ElementType:
-    """The type of a name, e.g. `bfloat16`, `float8_e4m3` or, as engines' options say it, `fp8_e4m3`.
+    """The type of a name, e.g. `bfloat16`, `float8_e4m3` or, as in engines' options, `fp8_e4m3`.
 
     Raises:
         UnsupportedConversion: naming `field`; the type is none of those above.

@@ -1,8 +1,8 @@
 """Element types in a Triton kernel, in integers: decoding to the bits of a float32 and encoding from them.
 
 The rules are those of `kvferry.worker.relayout.element_types`. Triton's own casts are not used for float8: under its
-interpreter they are wrong for half of the values. The one floating-point operation is an addition to a constant, whose
-rounding to nearest even is the rounding of a subnormal; its operands are powers of two apart, so it flushes nothing.
+interpreter they are wrong for half of the values. Encoding has one floating-point operation, an addition to a constant
+whose rounding to nearest even rounds a subnormal; constant and sum are normal numbers, so flushing cannot change it.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -62,7 +62,7 @@ def round_to(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """
     drop: tl.constexpr = 23 - MANTISSA
     smallest: tl.constexpr = (128 - BIAS) << 23  # the smallest normal number of the type
-    anchor: tl.constexpr = (151 - BIAS - MANTISSA) << 23  # whose last bit is the type's smallest subnormal number
+    anchor: tl.constexpr = (151 - BIAS - MANTISSA) << 23  # its last bit is worth the type's smallest subnormal number
     odd = (magnitude >> drop) & 1
     normal = ((magnitude + ((1 << (drop - 1)) - 1) + odd) >> drop) - ((127 - BIAS) << MANTISSA)
     zero = magnitude & 0

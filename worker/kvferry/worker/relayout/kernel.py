@@ -17,7 +17,7 @@ TILE = 1024
 """Chunks that one program moves: 16 KiB where a chunk is 16 bytes."""
 WARPS = 4
 CONVERTED_TILE_SHARE = 4
-"""A converting program takes so many times fewer chunks at once: each is eight float32 values in registers."""
+"""A converting program moves this many times fewer chunks: each is eight float32 values in registers."""
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _copy_narrow(source, destination, inside, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _copy_wide(source, destination, inside):
-    """16 bytes a lane: two words whose first is aligned, which the hints say, so that they become one access."""
+    """16 bytes a lane: two words. The hints declare the first one aligned, so that they become one access."""
     words = tl.arange(0, 2)[None, :]
     masks = inside[:, None]
     source_words = source.to(tl.pointer_type(tl.int64))[:, None] + words
@@ -62,7 +62,7 @@ def _copy(source, destination, inside, width):
 
 @triton.jit
 def _elements(address, ELEMENT: tl.constexpr, TOGETHER: tl.constexpr):
-    """Pointers to `TOGETHER` elements from each address on."""
+    """Pointers to `TOGETHER` consecutive elements from each address."""
     pointers = address.to(tl.pointer_type(ELEMENT))[:, None] + tl.arange(0, TOGETHER)[None, :]
     if TOGETHER > 1:
         size: tl.constexpr = ELEMENT.primitive_bitwidth // 8 * TOGETHER
@@ -108,7 +108,7 @@ def _convert(source, destination, inside, scales, scale, scaled, source_type, de
 
 @triton.jit
 def _loop(shape, level: tl.constexpr, rest, source, destination, scale, CONVERTS: tl.constexpr):
-    """One loop of the shape: what is left of the chunks' numbers, and how far its steps lead."""
+    """One loop of the shape: divides the chunks' numbers by its size and adds its steps to the offsets."""
     size = tl.load(shape + 5 + level).to(tl.uint32)
     multiplier = tl.load(shape + 10 + level).to(tl.uint32)
     shift = tl.load(shape + 15 + level).to(tl.uint32)
@@ -189,8 +189,8 @@ def launch_relayout(
 ) -> None:
     """Launch the kernel once, on the current stream.
 
-    Nothing that differs from wave to wave is an argument that the compiler would specialise on: there are two variants
-    in all, with and without conversions.
+    The compiler specialises on no argument that differs from wave to wave: there are only two variants, with and
+    without conversions.
 
     Args:
         programs: int32 `[≥ num_programs, 2]`; this and the following are the sections of `device_table`.

@@ -14,7 +14,7 @@ from kvferry.worker.relayout.wave_table import DESTINATION, SHAPE, SOURCE, Inval
 
 _Made = TypeVar("_Made")
 _FAR = 1 << 62
-"""Farther than anything reaches: the bounds of a shape that no piece has."""
+"""Larger than any offset: the bounds of a shape that no piece has."""
 
 
 class Memory:
@@ -34,11 +34,11 @@ class Memory:
         self._stops = self._starts + np.array([whole.numel() for whole in self._bytes] or [0], dtype=np.int64)
 
     def allocations_of(self, address: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Per address the index of the allocation that it lies in, or of a neighbour where it lies in none."""
+        """For each address the index of its allocation, or of a neighbour where it lies in none."""
         return np.asarray(np.maximum(np.searchsorted(self._starts, address, side="right") - 1, 0))
 
     def around(self, address: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Per address the offsets `[first, stop)` from it that its allocation has."""
+        """For each address the range `[first, stop)` of its allocation, as offsets from the address."""
         index = self.allocations_of(address)
         return self._starts[index] - address, self._stops[index] - address
 
@@ -52,7 +52,7 @@ class Memory:
 
 
 class Bounds:
-    """How far from every piece's address the units of its shape may begin: the pieces' allocations, less a unit."""
+    """Per shape, the offsets from every piece's address at which units may begin: its allocation, less a unit."""
 
     def __init__(self, pieces: Pieces, sources: Memory, destinations: Memory) -> None:
         self._sides: list[list[Span]] = []
@@ -88,7 +88,7 @@ class Bounds:
 
 
 class OncePerPieces(Generic[_Made]):
-    """What is made of pieces once, and kept for as long as they are; it must not refer to them."""
+    """Caches a value computed from pieces for as long as they live; the value must not refer to them."""
 
     def __init__(self, make: Callable[[Pieces], _Made]) -> None:
         self._make = make

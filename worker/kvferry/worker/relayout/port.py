@@ -1,4 +1,4 @@
-"""The port: whoever relays out. Every implementation passes `tests/worker/relayout/test_conformance.py`."""
+"""The port of the relayout. Every implementation passes `tests/worker/relayout/test_conformance.py`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ class Relayout(Protocol):
 
     @property
     def launches(self) -> int:
-        """Kernels launched for waves so far: one per wave that had anything to do."""
+        """Kernels launched for waves so far: one for each wave with units."""
         ...
 
     def try_start(self, table: WaveTable) -> DeviceMark | None:
         """Begin to put a wave in place; never waits.
 
-        The bytes of the source must be there, and nothing that was launched earlier may still write to the
-        destination. Bytes that two pieces write have either's value.
+        The bytes of the source must have arrived, and nothing that was launched earlier may still write to the
+        destination. Bytes that two pieces write get the value of either.
 
         Returns:
-            When it is done: until then the source and the destination must not be touched. None while too many
-            waves are on their way: ask again.
+            A mark that is reached when it is done: until then the source and the destination must not be accessed.
+            None while too many waves are under way: call again.
 
         Raises:
-            InvalidTable: the wave would touch memory that is not its own, or is too large. Nothing was begun.
+            InvalidTable: the wave would access memory that is not its own, or is too large. Nothing was begun.
         """
         ...
 
     def mark(self) -> DeviceMark:
-        """Reached when every wave that was begun so far is done, one whose start raised included."""
+        """A mark that is reached when every wave begun so far is done, also one whose start raised."""
         ...

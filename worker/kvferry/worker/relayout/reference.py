@@ -1,7 +1,7 @@
-"""The relayout in torch and numpy: what CPU engines use, and what every other implementation is compared with.
+"""The relayout in torch and numpy: used by CPU engines, and the reference for every other implementation.
 
 One gather and one scatter per piece, over all its units at once. Works on any device that torch has; from host memory
-to host memory, bytes are copied by numpy, and elements of one or two bytes converted by looking them up.
+to host memory, numpy copies bytes, and elements of one or two bytes are converted with a lookup table.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ReferenceRelayout:
     """The relayout without a kernel of its own.
 
     Args:
-        sources: what waves are read from, e.g. the staging buffer.
-        destinations: what they are written to, e.g. the caches.
+        sources: tensors that waves are read from, e.g. the staging buffer.
+        destinations: tensors that they are written to, e.g. the caches.
     """
 
     def __init__(self, sources: Iterable[torch.Tensor], destinations: Iterable[torch.Tensor]) -> None:
@@ -105,13 +105,13 @@ class _Side(NamedTuple):
 
     @property
     def divisors(self) -> int:
-        """A number that has every power of two that divides all places."""
+        """A number whose divisors among the powers of two also divide the addresses of all units."""
         return int(np.bitwise_or.reduce(self.starts)) | self.address
 
     def view(
         self, dtype: torch.dtype, counts: tuple[int, ...], strides: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The units in so many steps of so many bytes, as elements of `dtype`.
+        """A view of the units as elements of `dtype`, with these counts and strides in bytes.
 
         Returns:
             `[units, *counts]` and None where the units are equally far apart; else `[places, *counts]`, and for each
@@ -130,7 +130,7 @@ class _Side(NamedTuple):
     def host_view(
         self, dtype: np.dtype[Any], counts: tuple[int, ...], strides: tuple[int, ...]
     ) -> tuple[NDArray[Any], NDArray[np.int64] | slice]:
-        """The same in host memory, as numpy's `[units or places, *counts]`, and what to index its first axis by."""
+        """As `view`, in host memory: a numpy array `[units or places, *counts]`, and the index for its first axis."""
         step, places = self._places(dtype.itemsize)
         count = len(self.starts) if places is None else int(places.max()) + 1
         whole: NDArray[Any] = np.ndarray(
@@ -143,12 +143,12 @@ class _Side(NamedTuple):
         return whole, slice(None) if places is None else places
 
     def _places(self, size: int) -> tuple[int, NDArray[np.int64] | None]:
-        """Bytes from place to place, and the unit's places: None where unit `i` is in place `i`."""
+        """Bytes from place to place, and each unit's place: None where unit `i` is in place `i`."""
         apart = np.diff(self.starts)
         if not len(apart) or (apart[0] > 0 and (apart == apart[0]).all()):
             return (int(apart[0]) if len(apart) else size), None
         offsets = self.starts - self.starts.min()
-        step = int(np.gcd.reduce(offsets)) or size  # all units in one place: they are the same
+        step = int(np.gcd.reduce(offsets)) or size  # 0 where all units are in the same place
         return step, np.asarray(offsets // step)
 
     def read(self, dtype: torch.dtype, counts: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
@@ -179,7 +179,7 @@ def _copy(shape: Shape, source: _Side, destination: _Side) -> None:
 
 
 def _copy_on_host(shape: Shape, source: _Side, destination: _Side) -> None:
-    """By numpy: one thread, beside an engine that computes on all cores, and whole runs instead of elements."""
+    """Copy with numpy: on one thread, as the engine computes on all cores, and whole runs instead of elements."""
     counts, run = tuple(axis.steps for axis in shape.axes), np.dtype(f"V{shape.run}")
     here, units = source.host_view(run, counts, tuple(axis.source_stride for axis in shape.axes))
     there, places = destination.host_view(run, counts, tuple(axis.destination_stride for axis in shape.axes))
@@ -189,7 +189,7 @@ def _copy_on_host(shape: Shape, source: _Side, destination: _Side) -> None:
 def _convert_on_host(
     shape: Shape, conversion: Conversion, source: _Side, destination: _Side, scales: NDArray[np.float32]
 ) -> None:
-    """By looking every code up: for types of one or two bytes."""
+    """Convert with a lookup table: for source types of one or two bytes."""
     counts = (*(axis.steps for axis in shape.axes), shape.run)
     sizes = shape.element_bytes
     read, write = (np.dtype(f"u{size}") for size in sizes)
@@ -203,7 +203,7 @@ def _convert_on_host(
 
 @lru_cache(maxsize=1024)
 def _all_codes(conversion: Conversion, scales: bytes) -> NDArray[Any]:
-    """What every code of the source becomes, one scale row after the other: 64 KiB and more a row, made once."""
+    """The converted code of every source code, one scale row after the other: up to 64 Ki codes a row, made once."""
     rows = torch.frombuffer(bytearray(scales), dtype=torch.float32).view(-1, 2, 1)
     bits = 8 * conversion.source.num_bytes
     codes = torch.arange(-(1 << (bits - 1)), 1 << (bits - 1)).roll(1 << (bits - 1)).to(_BY_BYTES[bits // 8])
@@ -212,7 +212,7 @@ def _all_codes(conversion: Conversion, scales: bytes) -> NDArray[Any]:
 
 
 def _scale_rows(shape: Shape) -> NDArray[np.int64]:
-    """The row of the scales of every combination of the axes, to be broadcast: `[1, *axes or 1, 1]`."""
+    """The row of scales of every combination of axis indices, to be broadcast: `[1, *axes or 1, 1]`."""
     rows = np.zeros(1, dtype=np.int64)
     for axis in shape.axes:
         rows = rows[..., None] + (np.arange(axis.steps) if axis.scaled else np.zeros(1, dtype=np.int64))
@@ -254,7 +254,7 @@ def convert(
     bits = _BY_BYTES[target.num_bytes]
     encoded = value.to(TORCH_TYPES[target]).view(bits)
     missing = decoded.isnan()
-    if missing.any():  # torch's casts do not agree on the sign of a NaN
+    if missing.any():  # torch's casts differ in the sign of a NaN
         negative = _NAN[target] - (1 << (8 * target.num_bytes - 1))
         encoded[missing] = torch.where(raw[missing] < 0, negative, _NAN[target]).to(bits)
     return encoded

@@ -1,4 +1,4 @@
-"""A shape: how the bytes of one unit lie on both sides. Pieces that differ only in where they are share one.
+"""A shape: the layout of one unit's bytes on both sides. Pieces that differ only in their addresses share one.
 
 The relayout copies for every unit, every combination of the indices `i` of the axes and every `e` in `[0, run)`
 
@@ -7,7 +7,7 @@ The relayout copies for every unit, every combination of the indices `i` of the 
                       + Σ i·destination_stride + e
 
 where the block and the position of either side come from the unit (`kvferry.worker.relayout.wave_table`). With a
-conversion, `e` counts elements and is multiplied by the size of the side's own.
+conversion, `e` counts elements and is multiplied by the element size of the side.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_AXES = 4
 
 
 class Axis(NamedTuple):
-    """One loop: so many steps, so many bytes apart. Where `scaled`, every step has a scale of its own (heads)."""
+    """One loop: the number of steps and the bytes between them. If `scaled`, every step has its own scale (heads)."""
 
     steps: int
     source_stride: int
@@ -38,7 +38,7 @@ class Shape:
 
     Attributes:
         axes: at most four.
-        run: what follows one another on both sides: bytes, or elements where there is a conversion.
+        run: bytes, or elements where there is a conversion, that are contiguous on both sides.
         source_block_stride, source_position_stride: from one block, and from one position, to the next.
         destination_block_stride, destination_position_stride: likewise.
         conversion: None copies bytes.
@@ -72,10 +72,10 @@ class Shape:
         destination_unit_stride: tuple[int, int] = (0, 0),
         conversion: Conversion | None = None,
     ) -> Shape:
-        """The shape with the fewest axes and the longest run that says the same.
+        """The equivalent shape with the fewest axes and the longest run.
 
-        Axes of one step vanish, and axes that continue the run or one another on both sides are merged; those with
-        scales stay. The outermost axis is the one with the largest stride in the destination.
+        Axes of one step are dropped, and axes that continue the run or one another on both sides are merged; those
+        with scales stay. The outermost axis is the one with the largest stride in the destination.
 
         Example: 2 heads (128 and 32 bytes apart), 4 tokens (32 and 64 apart), 2 halves (16 apart on both sides),
         run 16. The halves continue the run: `axes=((4, 32, 64), (2, 128, 32)), run=32`.
@@ -112,7 +112,7 @@ class Shape:
 
     @property
     def element_bytes(self) -> tuple[int, int]:
-        """Bytes of what `run` counts, in the source and in the destination."""
+        """Bytes of one item of `run`, in the source and in the destination."""
         if self.conversion is None:
             return (1, 1)
         return (self.conversion.source.num_bytes, self.conversion.destination.num_bytes)
@@ -136,7 +136,7 @@ class Shape:
 
     @property
     def extents(self) -> tuple[int, int]:
-        """Bytes from a unit's first to behind its last, in the source and in the destination."""
+        """Bytes from the start of a unit's first byte to the end of its last, in the source and in the destination."""
         source = sum((axis.steps - 1) * axis.source_stride for axis in self.axes)
         destination = sum((axis.steps - 1) * axis.destination_stride for axis in self.axes)
         return (source + self.run * self.element_bytes[0], destination + self.run * self.element_bytes[1])

@@ -24,7 +24,7 @@ _LEAST_TABLE_BYTES = 16 << 10
 
 
 def room_for(largest: WaveTable) -> int:
-    """Bytes for the table of any wave of as many pieces, units and chunks, without conversions.
+    """Bytes for the table of any wave with as many pieces, units and chunks as `largest`, without conversions.
 
     Pieces of one shape can differ in width, and each width (1, 2, 4, 8, 16) has a row.
     """
@@ -34,10 +34,10 @@ def room_for(largest: WaveTable) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """Room for one wave's table in host memory and on the device, as the types that its sections have.
+    """Space for one wave's table in host memory and on the device, with views of its sections' types.
 
     Attributes:
-        mark: reached when the wave of the table that it holds is in place.
+        mark: reached when the wave of its present table is in place.
     """
 
     host: torch.Tensor
@@ -61,11 +61,11 @@ class TritonRelayout:
     interpreter it runs on the CPU, slowly: for tests.
 
     Args:
-        sources: what waves are read from, e.g. the staging buffer. Pinned host memory is fine.
-        destinations: what they are written to, e.g. the caches.
-        device: that runs the kernel; by default the one of the destinations.
+        sources: tensors that waves are read from, e.g. the staging buffer. Pinned host memory is allowed.
+        destinations: tensors that they are written to, e.g. the caches.
+        device: the device that runs the kernel; by default the one of the destinations.
         table_bytes: largest table of one wave.
-        tables: waves that may be on their way at once.
+        tables: waves that may be under way at once.
         tile: chunks that one program moves.
     """
 
@@ -113,7 +113,7 @@ class TritonRelayout:
         return self._launch(table, slot)
 
     def mark(self) -> DeviceMark:
-        """See `Relayout.mark`: on the stream that waves are launched on."""
+        """See `Relayout.mark`; the mark is on the stream that waves are launched on."""
         with self._on_stream():
             return self._clock.mark()
 
@@ -145,7 +145,7 @@ class TritonRelayout:
         return slot.mark
 
     def _warm_up(self) -> None:
-        """Compile both variants, by moving bytes of the table's own memory."""
+        """Compile both variants by moving scratch bytes."""
         scratch = torch.zeros(64, dtype=torch.uint8, device=self._device)
         address = scratch.data_ptr()
         conversion = Conversion(ElementType.FLOAT32, ElementType.FLOAT8_E4M3)

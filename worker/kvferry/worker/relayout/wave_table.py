@@ -1,6 +1,6 @@
-"""What one wave is to do: pieces, which do not change from wave to wave, and units, which do.
+"""The work of one wave: pieces, which do not change from wave to wave, and units, which do.
 
-`Pieces.rows`, int64 `[T, 4]`: one row per thing to put in place, e.g. the K of one layer in one head range.
+`Pieces.rows`, int64 `[T, 4]`: one row per part to put in place, e.g. the K of one layer in one head range.
 
 | column | name        | meaning                                                                               |
 | ------ | ----------- | ------------------------------------------------------------------------------------- |
@@ -11,11 +11,10 @@
 
 `Pieces.scales`, float32 `[S, 2]`: the scale of the source and that of the destination.
 
-`WaveTable.units`, int32 `[U, 4]`: where a unit is: source block, source position, destination block, destination
-position. What a block and a position are is up to the strides of the shape; usually a source block is a chunk of the
-staging buffer. The pieces of a shape have the units `[first, stop)` of its range; a shape that several ranges of units
-have is listed once for each. A wave may shift each piece by source blocks, but no other way: so how wide its bytes can
-be accessed does not change.
+`WaveTable.units`, int32 `[U, 4]`: the place of a unit: source block, source position, destination block, destination
+position. The strides of the shape define blocks and positions; usually a source block is a chunk of the staging
+buffer. The pieces of a shape have the units `[first, stop)` of its range; a shape with several ranges of units is
+listed once for each. A wave may shift each piece by source blocks only, so its access width does not change.
 
 Example: a wave of 2 chunks of 64 bytes, each 2 heads of 4 tokens of 8 bytes (heads outermost), goes to a cache of
 blocks of 4 tokens with tokens outermost. `Shape.of([Axis(2, 32, 8), Axis(4, 8, 16)], 8, source_unit_stride=(64, 0),
@@ -92,7 +91,7 @@ class WaveTable:
     Attributes:
         ranges: the units `[first, stop)` of each shape.
         shifts: source blocks by which each of the wave's pieces is shifted; int64, one number or one for each.
-        which: the pieces that the wave has.
+        which: the pieces of the wave.
 
     Raises:
         InvalidTable: the units have another type or shape or a negative place, or a range leaves them.
@@ -122,7 +121,7 @@ class WaveTable:
         units: Sequence[Sequence[int]] | NDArray[np.int32],
         scales: Sequence[tuple[float, float]] = ((1.0, 1.0),),
     ) -> WaveTable:
-        """The table of plain rows, each with its range: source, destination, shape, first unit, stop unit, scale."""
+        """The table of rows (source, destination, shape, first unit, stop unit, scale), each with its own range."""
         kinds: dict[tuple[int, int, int], int] = {}
         pieces = [(row[0], row[1], kinds.setdefault((row[2], row[3], row[4]), len(kinds)), row[5]) for row in rows]
         return cls(
@@ -137,22 +136,22 @@ class WaveTable:
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The wave's pieces, where they are in this wave."""
+        """The rows of the wave's pieces, with its shifts applied."""
         rows = self.pieces.rows[self.which].copy()
         rows[:, SOURCE] += self.shifts * self.pieces.source_strides[self.which]
         return rows
 
     @cached_property
     def num_bytes(self) -> tuple[int, int]:
-        """Bytes that the wave reads, and that it writes; its tables apart."""
+        """Bytes that the wave reads, and bytes that it writes, without its tables."""
         shapes = zip(self.pieces.shapes, self.ranges, strict=True)
         of_shape = [[size * (stop - first) for size in shape.unit_bytes] for shape, (first, stop) in shapes]
         total = np.array(of_shape, dtype=np.int64).reshape(-1, 2)[self.pieces.rows[self.which, SHAPE]].sum(axis=0)
         return (int(total[0]), int(total[1]))
 
     def reaches(self) -> list[tuple[Span, Span] | None]:
-        """Per shape how far from a piece's address its units begin, in the source and in the destination, as if all
-        blocks had all positions; None without units."""
+        """For each shape the offsets from a piece's address at which its units begin, in the source and in the
+        destination, as if all blocks had all positions; None without units."""
         corners = {
             units: (own.min(axis=0).tolist(), own.max(axis=0).tolist())
             for units in dict.fromkeys(self.ranges)

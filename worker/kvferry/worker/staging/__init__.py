@@ -1,1 +1,1 @@
-"""Staged reads: the pool of memory that they go to, and who waits for a part of it."""
+"""Staged reads: the pool of memory that they go through, and the loads that wait for a part of it."""

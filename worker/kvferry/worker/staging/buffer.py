@@ -1,4 +1,4 @@
-"""The staging pool of a worker, and what has been prepared for reading one source through it."""
+"""The staging buffer of a worker, and the sources that are prepared for reading through it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from kvferry.worker.staging.pool import StagingPool, Wave
 
 
 class Staging:
-    """One registered buffer, who has which part of it, and what puts the bytes in place.
+    """One registered buffer, the pool that allocates its parts, and the relayout that puts the bytes in place.
 
     Args:
-        caches: where the bytes belong.
+        caches: the destination of the bytes.
         capacity: bytes of the buffer.
-        on_host: the buffer is host memory, whatever the caches are, for fabrics that do not reach the device.
+        on_host: the buffer is host memory, wherever the caches are, for fabrics that do not reach the device.
 
     Attributes:
         memory: of a buffer in host memory, to be pinned before the first load.
 
     Raises:
         PoolTooSmall: the capacity is not enough for a wave.
-        InvalidConfig: there is not so much host memory.
+        InvalidConfig: there is too little host memory.
     """
 
     def __init__(self, caches: KvCaches, capacity: int, *, on_host: bool = False) -> None:
@@ -48,7 +48,7 @@ class Staging:
 
     @property
     def longest_run(self) -> int:
-        """Bytes of the longest run that is staged: two fit into any wave, so one does wherever the wave begins."""
+        """Bytes of the longest run that is staged: a wave of two runs contains one aligned chunk wherever it begins."""
         return self.pool.largest_wave // 2
 
     @property
@@ -72,10 +72,10 @@ def relayout_for(
     device: torch.device,
     largest: WaveTable | None = None,
 ) -> Relayout:
-    """What relays out on a device, ready to be used: kernels are compiled now. Either side may be host memory.
+    """The relayout for a device, ready to be used: kernels are compiled now. Either side may be host memory.
 
     Args:
-        largest: as many pieces, units and chunks as any wave will have; None for room for the pool's waves.
+        largest: a table with as many pieces, units and chunks as any wave will have; None for the pool's waves.
     """
     if device.type == "cuda":
         from kvferry.worker.relayout.triton_relayout import TABLE_BYTES, TritonRelayout, room_for
@@ -98,7 +98,7 @@ class PreparedSource:
     Attributes:
         chunks: the staging buffer in chunks of the source's run; descriptor `i` is chunk `i`.
         remote: the producer's rows.
-        pieces: what is put in place; as if every run were in chunk 0, which is what a wave shifts.
+        pieces: the pieces to put in place, as if every run were in chunk 0; a wave shifts them to its chunks.
         runs: the run of each piece, ascending.
     """
 
@@ -125,10 +125,10 @@ class PreparedSource:
         return cls(table, chunks, remote, pieces, np.array([one.run for one, _ in placed], dtype=np.int64))
 
     def wave_table(self, units: SourceUnits, window: Window, first_chunk: int) -> WaveTable:
-        """What is to be put in place of a window whose first chunk is number `first_chunk` of the staging buffer."""
+        """The table that puts a window in place; its first chunk is number `first_chunk` of the staging buffer."""
         first, stop = units.source_unit.searchsorted((window.first_unit, window.stop_unit))
         which = slice(*self.runs.searchsorted((window.first_run, window.stop_run)))
-        # The first run's chunk of source unit 0 would be so many chunks from there; the units count from that one on.
+        # Units are numbered from the source's first unit, so each run is shifted to the chunk that unit 0 would have.
         shifts = (self.runs[which] - window.first_run) * window.units + (first_chunk - window.first_unit)
         ranges = ((0, int(stop - first)),) * len(self.pieces.shapes)
         return WaveTable(self.pieces, ranges, units.places[first:stop], shifts, which)

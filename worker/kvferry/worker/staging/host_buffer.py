@@ -1,8 +1,8 @@
 """A copy of the caches in host memory, for fabrics that do not reach the device.
 
-The copy has the layout of the caches, so it is described by the same numbers at other addresses. A request's blocks
-are copied when it is held, by relayouts of bounded size; its lease says READY only when the last has finished. So peers
-never read from the device. The copy is as large as the caches, and only a producer has one.
+The copy has the layout of the caches at other addresses. A request's blocks are copied when it is held, by relayouts
+of bounded size; its lease becomes READY only when the last has finished. So peers never read from the device. The copy
+is as large as the caches, and only a producer has one.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 from kvferry.worker.staging.buffer import relayout_for
 
 WAVE_BYTES = 128 << 20
-"""Most bytes of one relayout, unless one block has more: a wave's table has a row for every so many bytes, and bounded
-room."""
+"""Most bytes of one relayout, unless one block has more: it bounds the rows of a table, which has limited room."""
 
 
 class HostMirror:
     """The copy. Used on the transfer thread, once made.
 
     Args:
-        caches: what is copied.
+        caches: the caches to copy.
         groups: this engine's cache groups.
 
     Attributes:
@@ -43,7 +42,7 @@ class HostMirror:
         memory: of the copy, to be pinned before the first copy.
 
     Raises:
-        InvalidConfig: there is not so much host memory.
+        InvalidConfig: there is too little host memory.
     """
 
     def __init__(self, caches: KvCaches, groups: Sequence[CacheGroup]) -> None:
@@ -68,17 +67,17 @@ class HostMirror:
         self._pieces = Pieces(tuple(shape for shape, _ in kinds), np.array(rows, dtype=np.int64).reshape(-1, 4))
 
     def waves(self, blocks: Blocks) -> deque[Blocks]:
-        """A request's scheduler blocks, per cache group, in portions that are copied one by one; at least one."""
+        """A request's scheduler blocks, per cache group, in portions to be copied one by one; at least one portion."""
         sizes = [self._block_bytes(group) for group in range(len(self._groups))]
         if sum(len(ids) * size for ids, size in zip(blocks, sizes, strict=True)) <= WAVE_BYTES:
             return deque([blocks])
         return deque(self._portions(blocks, sizes))
 
     def try_copy(self, waves: deque[Blocks]) -> DeviceMark | None:
-        """Begin to copy what is left of a request's waves, and take away what has begun; never waits.
+        """Begin to copy a request's waves, and remove those that have begun; never waits.
 
         Returns:
-            When the copy is complete; None while too many copies are on their way: ask again.
+            A mark that is reached when the copy is complete; None while too many copies are under way: call again.
         """
         mark = None
         while waves:
@@ -86,7 +85,7 @@ class HostMirror:
             if mark is None:
                 return None
             waves.popleft()
-        return mark  # of the last one: they are carried out in order
+        return mark  # of the last wave: waves are copied in order
 
     def _block_bytes(self, group: int) -> int:
         """Bytes of one scheduler block of a group, in all of its tensors."""
@@ -123,7 +122,7 @@ class HostMirror:
 
 
 class _Kernel(NamedTuple):
-    """What tensors have in common whose blocks have the same numbers."""
+    """The group and kernel block size of tensors: those that share them also share their block numbers."""
 
     group: int
     block_tokens: int

@@ -1,19 +1,19 @@
-"""The staging pool: who may read into which part of one registered buffer, and who waits.
+"""The staging pool: which load may read into which part of one registered buffer, and which loads wait.
 
 Pure bookkeeping over the offsets `[0, capacity)`. A *wave* is a contiguous range that one load reads into and relays
-out from. The rules, and why nobody waits for ever:
+out from. The rules, and why no load waits for ever:
 
 1. A wave is at most an eighth of the pool. One peer holds at most half, its quarantined waves included.
 2. A load may always hold one wave. It gets a second one, to read into while the first is put in place, only while no
    other load waits for its first. It never gets a third.
 3. Loads that wait for their first wave are served in the order in which they began to wait. A load that waits only
-   because its peer holds its half stands in nobody's way but its own peer's.
-4. Nobody waits for quarantined bytes, which may stay away for as long as a dead peer's handles live: where they stand
-   in the way, a wave is cut to what would fit if everything else came back. Where not even `at_least` would fit, the
-   load waits without standing in anybody's way.
+   because its peer holds its half blocks no loads but those of its own peer.
+4. No load waits for quarantined bytes, which may stay out for as long as a dead peer's handles live: where they are in
+   the way, a wave is cut to what would fit if everything else came back. Where not even `at_least` would fit, the
+   load waits without blocking others.
 
-Whoever holds a wave must be able to give it back without being granted another. Then the first in the queue is always
-served: nothing is granted past it, so everything that is out comes back, and by rule 4 it then fits.
+A load that holds a wave must be able to give it back without being granted another. Then the first in the queue is
+always served: nothing is granted past it, so everything that is out comes back, and by rule 4 it then fits.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Wave:
     """The bytes `[start, stop)` of the pool, while `load` has them.
 
     Attributes:
-        load: who reads into them.
-        peer: whom they are read from.
+        load: the load that reads into them.
+        peer: the peer that it reads from.
     """
 
     start: int
@@ -68,7 +68,7 @@ class StagingPool:
         alignment: of a wave's start and size; a power of two.
 
     Attributes:
-        used_bytes: that are out, quarantined ones included.
+        used_bytes: bytes that are out, quarantined ones included.
 
     Raises:
         PoolTooSmall: an eighth of the capacity is less than `alignment`.
@@ -108,11 +108,11 @@ class StagingPool:
         return tuple(self._waiting)
 
     def waves(self) -> tuple[Wave, ...]:
-        """What is out, by start."""
+        """The waves that are out, by start."""
         return tuple(self._out[start] for start in sorted(self._out))
 
     def require(self, at_least: int) -> None:
-        """Refuse what could never be given out; for the start and the handshake.
+        """Refuse a size that could never be given out; for the start and the handshake.
 
         Raises:
             PoolTooSmall: `at_least` bytes are more than the largest wave.
@@ -126,7 +126,7 @@ class StagingPool:
 
         Args:
             wanted: bytes; what exceeds the largest wave is cut off.
-            at_least: the fewest bytes that are of any use; `wanted` (or the largest wave) by default. A wave smaller
+            at_least: the fewest bytes that the load can use; `wanted` (or the largest wave) by default. A wave smaller
                 than `wanted` is given only where quarantined waves leave no more, never because the pool is busy.
 
         Raises:
@@ -148,18 +148,18 @@ class StagingPool:
         return wave
 
     def withdraw(self, load: str) -> None:
-        """`load` no longer waits. Whoever waits must say so when it ends, or others wait behind it for ever."""
+        """Remove `load` from the queue. A load that ends must call it, or others wait behind it for ever."""
         self._waiting.pop(load, None)
 
     def quarantine(self, wave: Wave) -> None:
-        """A transfer that is given up may still write into `wave`: it stays out until it is given back."""
+        """Quarantine a wave that a given-up transfer may still write into: it stays out until it is given back."""
         self._check_out(wave)
         if wave.start in self._quarantined:
             raise LocalProtocolError(f"load={wave.load} quarantines a wave twice: {wave}")
         self._quarantined.add(wave.start)
 
     def give_back(self, wave: Wave) -> None:
-        """Nothing reads or writes `wave` any more; ends its quarantine too."""
+        """Return a wave that nothing reads or writes any more; also ends its quarantine."""
         self._check_out(wave)
         del self._out[wave.start]
         self.used_bytes -= wave.num_bytes
@@ -170,10 +170,10 @@ class StagingPool:
         return sum(wave.num_bytes for wave in self._out.values() if wave.peer == peer)
 
     def check_integrity(self) -> None:
-        """Check everything that the rules promise about what is out and who waits.
+        """Check the rules for the waves that are out and the loads that wait.
 
         Raises:
-            LocalProtocolError: with the whole arithmetic.
+            LocalProtocolError: with all the sums.
         """
         waves = self.waves()
         edges = [0, *(edge for wave in waves for edge in (wave.start, wave.stop)), self.capacity]
@@ -241,7 +241,7 @@ class StagingPool:
 
 
 def _gaps(waves: Iterable[Wave], capacity: int) -> Iterator[tuple[int, int]]:
-    """What lies between waves that are ordered by start; the last gap may be empty."""
+    """The gaps between waves that are ordered by start; the last gap may be empty."""
     position = 0
     for wave in waves:
         if wave.start > position:

@@ -1,4 +1,4 @@
-"""The staged reads of one load: wave by wave through the pool, one being read while the one before is put in place."""
+"""The staged reads of one load: wave by wave through the pool; one wave is read while the last is put in place."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _MAX_UNITS = 32768
 """Units of one wave: its table has a row for each."""
 
 MAX_WAVE_BYTES = 32 << 20
-"""Bytes of one wave, however large the pool is, unless a single run has more: its table has a row for every tile, and
-the kernel's room for tables is bounded."""
+"""Most bytes of one wave, however large the pool is, unless a single run has more: a wave's table has a row for every
+tile, and the size of tables is limited."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,11 +30,11 @@ class _Flight:
     """A wave from its read to its last byte in place.
 
     Attributes:
-        reads: what may be written into the wave.
+        reads: the reads that may still write into the wave.
         transfer: its read; None once that has ended.
-        table: how its bytes are put in place.
-        mark: reached when they are; None before that has begun.
-        read_s: when it had been read.
+        table: the table that puts its bytes in place.
+        mark: reached when they are in place; None before the relayout has begun.
+        read_s: when its read ended.
     """
 
     wave: Wave
@@ -49,12 +49,12 @@ class _Flight:
         return self.mark is not None and self.mark.reached()
 
     def is_safe(self) -> bool:
-        """Whether nothing is read into the wave any more, nor written from it."""
+        """Whether no read can write into the wave any more, and no relayout reads from it."""
         return self.reads.settle() and (self.mark is None or self.mark.reached())
 
 
 class _Cursor:
-    """How far a load has come: the sources that are left, and the last window of the first one."""
+    """The position of a load: the sources that are left, and the last window of the first one."""
 
     def __init__(self, sources: Iterable[tuple[PreparedSource, SourceUnits]]) -> None:
         self._left = deque((source, units) for source, units in sources if len(units))
@@ -91,14 +91,14 @@ class _Cursor:
 
 @dataclass(slots=True)
 class StagedTotals:
-    """What went through the pool.
+    """Totals of the reads through the pool.
 
     Attributes:
-        planned_bytes: that were to be read; more than arrives in the caches where whole blocks are read.
-        planned_descriptors: for them, before any were merged.
-        waves: how many.
+        planned_bytes: bytes to read; more than arrive in the caches where whole blocks are read.
+        planned_descriptors: descriptors of these bytes, before any are merged.
+        waves: number of waves.
         relayout_s: from the end of each wave's read until it was found in place, summed.
-        telemetry: of every read, as the fabric has it.
+        telemetry: the fabric's telemetry of every read.
     """
 
     planned_bytes: int = 0
@@ -115,7 +115,7 @@ class StagedReads:
         load, peer: for the pool's fairness.
 
     Attributes:
-        changes: waves begun, waves read and waves in place, counted together: it grows with every progress.
+        changes: waves begun, waves read and waves in place, counted together: it grows with any progress.
     """
 
     def __init__(self, reader: Reader, staging: Staging, load: str, peer: str) -> None:
@@ -128,10 +128,10 @@ class StagedReads:
         self._flights: list[_Flight] = []
 
     def steps(self, sources: Iterable[tuple[PreparedSource, SourceUnits]]) -> Generator[None, None, None]:
-        """Until every byte is in place.
+        """Read and relay out every source; ends when every byte is in place.
 
         Raises:
-            FabricError: a read failed; `settle` says when the waves are safe.
+            FabricError: a read failed; poll `settle` until the waves are safe.
         """
         cursor = _Cursor(sources)
         while cursor or self._flights:
@@ -144,7 +144,7 @@ class StagedReads:
                 yield
 
     def settle(self) -> bool:
-        """Give back the waves that are safe, and put the others in quarantine; raises nothing.
+        """Give back the waves that are safe, and quarantine the others; raises nothing.
 
         Returns:
             Whether none is left: nothing writes into the request's blocks.
@@ -158,7 +158,7 @@ class StagedReads:
         return not self._flights
 
     def waves(self) -> list[Wave]:
-        """What it has of the pool."""
+        """The waves that it holds."""
         return [flight.wave for flight in self._flights]
 
     def transfers(self) -> int:
@@ -175,7 +175,7 @@ class StagedReads:
         if wave is None:
             return False
         flight = _Flight(wave, self._reader.reads())
-        self._flights.append(flight)  # first of all: whatever happens now, the wave is accounted for
+        self._flights.append(flight)  # before anything can raise: the wave is accounted for
         first, count = chunks_of(wave, size)
         window = cursor.go_on(min(count, _most_chunks(source, units)))
         flight.table = source.wave_table(units, window, first)
@@ -214,6 +214,6 @@ class StagedReads:
 
 
 def _most_chunks(source: PreparedSource, units: SourceUnits) -> int:
-    """Chunks whose units the table of one wave has room for."""
+    """Most chunks of one wave: as many as the rows of its table allow."""
     units_per_chunk = -(-len(units.source_unit) // len(units))
     return source.table.runs * max(1, _MAX_UNITS // units_per_chunk)
