@@ -21,7 +21,7 @@ TIMEOUT_S = 10.0
 
 @dataclass
 class Served:
-    """A listener that runs.
+    """A running listener.
 
     Attributes:
         said: its lines. codes: what `--once` would have ended with, once it has.
@@ -33,11 +33,11 @@ class Served:
     codes: list[int] = field(default_factory=list)
 
     def asker(self, *known: Secrets) -> Listener:
-        """Who asks it."""
+        """A client of this listener."""
         return Listener(HOST, self.port, TIMEOUT_S, known[0] if known else ())
 
     def join(self, metadata: bytes = b"m", session: str = "") -> tuple[str, Offer]:
-        """Join as soon as it has time; gives the session."""
+        """Join as soon as the listener is ready; returns the session and the offer."""
         session = session or secrets.token_hex(16)
         return session, self.asker().join(Join(session=session, host="test", agent_metadata=metadata))
 
@@ -46,7 +46,7 @@ class Served:
 def bench_listening(
     command: tuple[str, ...] = TAME, known: Secrets = (), *, once: bool = False, start: bool = True
 ) -> Iterator[Served]:
-    """Serves until the end of the block, or until one client has left; not at all unless it is to start."""
+    """A listener that serves until the end of the block, or until one client has left; not at all without `start`."""
     port = free_port()
     said: list[str] = []
     listener = BenchListener(HOST, port, TASK, known, said.append, command)

@@ -12,7 +12,7 @@ from kvferry.cli.main import main
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of a command."""
+    """The result of a command."""
 
     code: int
     out: str

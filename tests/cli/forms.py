@@ -1,4 +1,4 @@
-"""Short forms drawn at random, small enough that every byte of the caches that they stand for can be counted."""
+"""Random short forms, small enough that every byte of their caches can be counted."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from kvferry.cli.plan.short_values import DTYPE_BYTES, LAYOUTS
 
 DENSE = "layers=4,heads=4,dim=8,blocks=64"
-"""A small engine; what is appended says the rest."""
+"""A small engine; tests append further keys."""
 
 KINDS = ("heads", "heads", "mla", "cpu")
 
 
 @st.composite
 def short_forms(draw: st.DrawFn, layers: int | None = None, kinds: tuple[str, ...] = KINDS) -> str:
-    """A short form that can be read, with any of the keys."""
+    """A valid short form with any of the keys."""
     count = layers or draw(st.integers(1, 6))
     size = draw(st.integers(1, 4))
     pairs = [f"layers={count}", f"tp={size}"]

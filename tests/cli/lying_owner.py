@@ -1,4 +1,4 @@
-"""An owner whose memory is not what it says: one byte of it was changed."""
+"""An owner whose memory differs from the offered content in one byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHANGED = 9000
 
 
 def fill(memory: Memory, seed: int) -> None:
-    """What is expected, but for one bit."""
+    """Write the expected content with one bit changed."""
     right = content(seed, memory.length)
     right[CHANGED] ^= np.uint8(1)
     memory.write(right)

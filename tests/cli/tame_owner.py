@@ -13,7 +13,7 @@ MEMORY = OfferedMemory(kind="DRAM", address=4096, length=4096, seed=1)
 
 
 def own(pipe: Pipe) -> None:
-    """Offers memory that there is not; its process id is its host."""
+    """Offers memory that does not exist; its process id is its host."""
     pipe.take()
     pipe.tell(Offer(host=str(os.getpid()), agent_metadata=b"m", memories=(MEMORY,), no_cuda=""))
     while True:

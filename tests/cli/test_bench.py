@@ -1,4 +1,4 @@
-"""`kvferry bench` as it is used: a listener and a client, real processes that read over NIXL."""
+"""`kvferry bench` in normal use: a listener and a client, real processes that read over NIXL."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ BENCH = (sys.executable, "-m", "kvferry.cli", "bench")
 
 @contextlib.contextmanager
 def listener_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A listener that has said that it listens; and its address."""
+    """A listener that is ready, and its address."""
     address = f"{HOST}:{free_port()}"
     command = [*BENCH, "--listen", address, *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as listening:
         assert listening.stderr is not None
         try:
-            assert listening.stderr.readline().startswith(f"listening on {address} for anybody, with DRAM")
+            assert listening.stderr.readline().startswith(f"listening on {address} without a secret, with DRAM")
             yield listening, address
         finally:
             listening.send_signal(signal.SIGCONT)
@@ -88,8 +88,8 @@ def test_a_byte_that_was_changed_is_found_in_every_read_that_has_it_and_in_no_ot
     assert any("bytes were WRONG" in line for line in served.said)
 
 
-def test_a_listener_that_freezes_is_told_within_the_deadline_with_what_to_check() -> None:
-    """While it measures: without a sign of life from the listener it gives up, however well the reads go."""
+def test_a_listener_that_freezes_is_reported_within_the_deadline_with_a_hint() -> None:
+    """During the measurements: without an answer of the listener the client gives up, even if reads succeed."""
     with listener_process("--max-size", "16M", "--device", "cpu") as (listening, address):
         command = [*BENCH, "--connect", address, "--seconds", "300", "--timeout", "2", "--device", "cpu"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as client:
@@ -113,10 +113,10 @@ def test_a_listener_that_freezes_is_told_within_the_deadline_with_what_to_check(
     [
         ("import os; os.abort()", "ended with signal 6"),
         ("import sys; sys.exit('no UCX')", "ended with status 1: no UCX"),
-        ("print('not json'); print('{\"type\": \"done\"}')", "out of turn"),
+        ("print('not json'); print('{\"type\": \"done\"}')", "unexpected message"),
     ],
 )
-def test_a_reader_that_dies_costs_one_line(reader: str, said: str) -> None:
+def test_a_reader_that_dies_is_reported_in_one_line(reader: str, said: str) -> None:
     with bench_listening() as served, pytest.raises(BenchFailed, match=said):
         run_client(served.asker(), TASK, lambda _: None, ("-c", reader))
 
@@ -140,7 +140,7 @@ def test_a_reader_that_hangs_is_ended_within_the_deadline(monkeypatch: pytest.Mo
     assert served.codes == [2]
 
 
-def test_a_gpu_that_is_demanded_and_not_there_is_told_in_one_line() -> None:
+def test_a_missing_gpu_that_was_requested_is_reported_in_one_line() -> None:
     if os.path.exists("/dev/nvidia0"):
         pytest.skip("there is a GPU")
     ran = run("bench", "--listen", f"{HOST}:{free_port()}", "--device", "cuda")
@@ -162,7 +162,7 @@ def test_a_gpu_that_is_demanded_and_not_there_is_told_in_one_line() -> None:
         (("--connect", "a", "--timeout", "nan"), "--timeout"),
     ],
 )
-def test_an_option_that_cannot_be_is_named(arguments: tuple[str, ...], named: str) -> None:
+def test_an_invalid_option_is_named(arguments: tuple[str, ...], named: str) -> None:
     ran = run("bench", *arguments)
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert named in ran.err
@@ -178,7 +178,7 @@ def test_neither_torch_nor_nixl_is_loaded_by_the_command_itself() -> None:
     assert not {name for name in loaded if name.partition(".")[0] in {"torch", "nixl", "nixl_cu12", "nixl_cu13"}}
 
 
-def test_contents_are_the_same_everywhere_and_a_shorter_one_is_the_beginning_of_a_longer() -> None:
+def test_contents_are_the_same_everywhere_and_a_shorter_one_is_a_prefix_of_a_longer() -> None:
     assert content(7, 16).tobytes().hex() == "8b4ae5f1a94106a0956a26afbccdafe5"
     assert np.array_equal(content(7, 4096)[:64], content(7, 64))
     assert not np.array_equal(content(7, 64), content(8, 64))
@@ -192,7 +192,7 @@ def test_wrong_bytes_are_counted_from_the_first() -> None:
     assert count_wrong(wrong, right) == (2, 17)
 
 
-def test_sizes_go_by_powers_of_four_and_what_has_several_runs_is_scattered_too() -> None:
+def test_sizes_are_powers_of_four_and_cases_of_several_runs_are_scattered_too() -> None:
     assert cases_of("DRAM", 100 << 10) == [
         Case("DRAM", 4 << 10, 4 << 10),
         Case("DRAM", 16 << 10, 16 << 10),
@@ -216,7 +216,7 @@ READS = Reads(
 
 
 @pytest.mark.parametrize("rich", [True, False])
-def test_the_table_tells_wrong_rows_from_right_ones_with_and_without_rich(
+def test_the_table_distinguishes_wrong_and_right_rows_with_and_without_rich(
     rich: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not rich:

@@ -1,4 +1,4 @@
-"""The benchmark's listener: it answers with its own memory, to one after the other, and lives on whatever arrives."""
+"""The benchmark's listener: it serves its own memory to one client at a time, and no input ends it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def left(served: Served, session: str) -> Reply:
     ],
     ids=range(13),
 )
-def test_a_frame_that_is_none_is_refused_by_its_field_and_ends_nothing(served: Served, body: bytes, field: str) -> None:
+def test_an_invalid_frame_is_refused_by_its_field_and_ends_nothing(served: Served, body: bytes, field: str) -> None:
     reply = ask_raw(served.port, body)
     assert isinstance(reply, Refused)
     assert reply.field == field
@@ -84,7 +84,7 @@ def test_a_frame_that_is_none_is_refused_by_its_field_and_ends_nothing(served: S
     assert left(served, session) == Noted()
 
 
-def test_frames_too_many_or_too_long_and_bytes_that_are_no_zmq_end_nothing(served: Served) -> None:
+def test_too_many_or_too_long_frames_and_bytes_that_are_not_zmq_end_nothing(served: Served) -> None:
     with client(served.port) as dealer:
         dealer.send_multipart([b"", b"x", b"y"])
         dealer.send_multipart([b"not empty", encode(Alive(session=SESSION))])
@@ -115,7 +115,7 @@ def test_an_owner_that_hangs_is_replaced(served: Served, monkeypatch: pytest.Mon
     assert left(served, session) == Noted()
 
 
-def test_one_client_after_the_other_each_with_memory_of_its_own(served: Served) -> None:
+def test_clients_are_served_in_turn_each_with_its_own_memory(served: Served) -> None:
     session, first = served.join()
     other = Join(session=secrets.token_hex(16), host="test", agent_metadata=b"m")
     busy = served.asker().ask(other)
@@ -132,10 +132,10 @@ def test_one_client_after_the_other_each_with_memory_of_its_own(served: Served) 
     assert left(served, session) == Noted()
 
 
-def test_a_client_that_falls_silent_makes_room(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_client_is_ended_for_the_next_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "SILENT_S", 0.1)
     silent, _ = served.join()
-    wait_until(lambda: "nothing was heard" in served.said[-1], "the session ended")
+    wait_until(lambda: "no message for" in served.said[-1], "the session ended")
     monkeypatch.undo()
     session, _ = served.join()
     assert isinstance(served.asker().ask(Alive(session=silent)), Refused)
@@ -160,7 +160,7 @@ def test_without_memory_the_listener_says_why() -> None:
         served.listener.serve(once=True)
 
 
-def test_only_those_who_have_the_secret_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_clients_with_the_secret_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with bench_listening(known=(NEW,)) as served:
         for file, said in (
             (write(tmp_path / "other", listing(OTHER)), "it has none of the secrets listed here"),
@@ -173,20 +173,20 @@ def test_only_those_who_have_the_secret_are_answered(tmp_path: Path, monkeypatch
         assert served.asker((OLD, NEW)).ask(Alive(session=SESSION)).__class__ is Refused
 
 
-def test_a_port_in_use_is_told_in_one_line(served: Served) -> None:
+def test_a_port_in_use_is_reported_in_one_line(served: Served) -> None:
     ran = run("bench", "--listen", f"{HOST}:{served.port}")
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert "--listen is" in ran.err
     assert "its port free" in ran.err
 
 
-def test_nobody_there_is_told_in_one_line_with_what_to_check() -> None:
+def test_a_missing_listener_is_reported_in_one_line_with_a_hint() -> None:
     ran = run("bench", "--connect", f"{HOST}:{free_port()}", "--timeout", "0.2")
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     for word in ("did not answer within 0.2 s", "port", "firewall", "UCX_NET_DEVICES", "kvferry doctor"):
         assert word in ran.err
 
 
-def test_an_answer_of_another_version_is_none() -> None:
+def test_an_answer_of_another_version_is_invalid() -> None:
     with pytest.raises(InvalidMessage, match="version is 9; expected 1"):
         decode_reply(encode(Refused(version=9, field="x", value="y", expected="z")))

@@ -52,12 +52,12 @@ def test_each_line_has_the_documented_fields(tmp_path: Path) -> None:
 
 
 def address(one: PagedTensor, block: int, head: int, token: int) -> int:
-    """Where a global head of a token of a kernel block is."""
+    """The address of a global head of a token of a kernel block."""
     return one.base + block * one.block_stride + (head - one.heads.start) * one.head_stride + token * one.tile_stride
 
 
 @pytest.mark.parametrize("pool", ["0", "1048576"])
-def test_together_they_bring_every_cell_of_every_token_to_its_place(tmp_path: Path, pool: str) -> None:
+def test_all_copies_together_move_every_entry_of_every_token_to_its_place(tmp_path: Path, pool: str) -> None:
     """The oracle walks over layers, heads and tokens and knows only the address formula."""
     ran = run("plan", *PAIR, "--copies", written(tmp_path), "--staging-pool-bytes", pool)
     lines = [json.loads(line) for line in ran.out.splitlines()]
@@ -116,14 +116,14 @@ def test_only_the_tokens_that_are_asked_for_are_copied(tmp_path: Path) -> None:
     assert all(offset % first.head_stride >= 16 * first.tile_stride for offset in inside)
 
 
-def test_what_is_converted_says_so_and_has_the_bytes_that_are_written(tmp_path: Path) -> None:
+def test_converted_copies_name_the_conversion_and_count_the_written_bytes(tmp_path: Path) -> None:
     lines = lines_of(tmp_path, MODEL, f"{MODEL},dtype=float32", local_block_ids=[[2, 7, 1]])
     assert {line["convert"] for line in lines} == {"bfloat16 becomes float32"}
     assert {line["via"] for line in lines} == {"staged"}
     assert sum(line["bytes"] for line in lines) == 2 * 2 * 4 * 4 * 4 * 48
 
 
-def test_they_can_go_into_a_file_beside_the_table_or_the_json(tmp_path: Path) -> None:
+def test_copies_can_be_written_to_a_file_beside_the_table_or_the_json(tmp_path: Path) -> None:
     out = tmp_path / "copies.jsonl"
     request = written(tmp_path)
     for form, begins in (((), "producer TP 2"), (("--json",), "{")):
@@ -134,7 +134,7 @@ def test_they_can_go_into_a_file_beside_the_table_or_the_json(tmp_path: Path) ->
         assert out.read_text() == run("plan", *PAIR, "--copies", request).out
 
 
-def test_json_and_copies_do_not_share_one_output(tmp_path: Path) -> None:
+def test_json_and_copies_cannot_share_one_output(tmp_path: Path) -> None:
     ran = run("plan", *PAIR, "--copies", written(tmp_path), "--json")
     assert (ran.code, ran.out) == (2, "")
     assert "--out FILE with it" in ran.err
@@ -193,7 +193,7 @@ PLAIN = st.fixed_dictionaries(
 
 @given(st.one_of(st.binary(max_size=40), PLAIN.map(lambda plain: json.dumps(plain).encode())))
 @settings(max_examples=200)
-def test_no_request_at_all_raises_anything_but_its_own_error(text: bytes) -> None:
+def test_no_request_raises_anything_but_its_own_error(text: bytes) -> None:
     try:
         blocks = blocks_of(decode_request(text), CONSUMER, PRODUCER)
         lines = list(copy_lines(PLANS, CONSUMER, PRODUCER, blocks))

@@ -39,7 +39,7 @@ def published(description: EngineDescription, counters: Counters | None = None) 
         yield f"{HOST}:{port}"
 
 
-def test_the_description_json_of_a_running_engine_is_what_it_published() -> None:
+def test_the_description_json_of_a_running_engine_is_the_published_one() -> None:
     counters = Counters()
     with published(engine(), counters) as address:
         ran = run("describe", address, "--json")
@@ -49,7 +49,7 @@ def test_the_description_json_of_a_running_engine_is_what_it_published() -> None
     assert counters.total("bad_frames") == 0
 
 
-def test_an_engine_with_a_secret_is_described_to_those_who_have_the_file(
+def test_an_engine_with_a_secret_is_described_to_askers_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
@@ -76,7 +76,7 @@ def test_the_mac_key_is_not_shown() -> None:
         assert secret not in shown
 
 
-def test_what_it_prints_can_be_planned_with() -> None:
+def test_the_printed_description_can_be_used_in_plan() -> None:
     with published(engine()) as address:
         engine_json = run("describe", address, "--json").out.encode()
     ran = run("plan", "-", FORM.replace("tp=2,pp=2", "tp=4"), stdin=engine_json)
@@ -84,7 +84,7 @@ def test_what_it_prints_can_be_planned_with() -> None:
     assert "plan producer=prefill-0 tp3 reads" in ran.out
 
 
-def test_the_table_has_every_worker_with_what_it_holds() -> None:
+def test_the_table_has_every_worker_with_its_layers_and_heads() -> None:
     with published(engine()) as address:
         ran = run("describe", address)
     assert (ran.code, ran.err) == (0, "")
@@ -95,7 +95,7 @@ def test_the_table_has_every_worker_with_what_it_holds() -> None:
     assert ["tp0/pp1", "VRAM", "0", "3…5", "0…3", "all", "6"] in [line[:7] for line in lines]
 
 
-def test_an_engine_that_is_not_ready_is_told_in_one_line() -> None:
+def test_an_engine_that_is_not_ready_is_reported_in_one_line() -> None:
     with listening() as (_, port):
         ran = run("describe", f"{HOST}:{port}")
     assert (ran.code, ran.out) == (2, "")
@@ -105,13 +105,13 @@ def test_an_engine_that_is_not_ready_is_told_in_one_line() -> None:
     )
 
 
-def test_nobody_there_is_told_in_one_line() -> None:
+def test_a_missing_engine_is_reported_in_one_line() -> None:
     ran = run("describe", f"{HOST}:1", "--timeout", "0.1")
     assert (ran.code, ran.out) == (2, "")
     assert ran.err == f"kvferry describe: {HOST}:1 did not answer within 0.1 s\n"
 
 
-def test_a_description_that_contradicts_itself_is_no_answer() -> None:
+def test_a_description_that_contradicts_itself_is_refused() -> None:
     wrong = make_description(workers=(make_worker(tensors=(make_tensor(group=3),)),))
     with published(wrong) as address:
         ran = run("describe", address, "--json")
@@ -123,8 +123,8 @@ ANOTHER_ID = encode(Refused(field="engine_id", value="?", expected="x"))
 
 
 @pytest.mark.parametrize(("frame", "times"), [(b"", 1), (b"HTTP/1.1 400", 1), (ANOTHER_ID, 2)], ids=range(3))
-def test_an_answer_that_helps_nobody_ends_in_one_line(frame: bytes, times: int) -> None:
-    """The last one names an id, and when asked for that id names it again."""
+def test_an_unusable_answer_ends_in_one_line(frame: bytes, times: int) -> None:
+    """The last one names an id, and names it again when asked for that id."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = context.socket(zmq.ROUTER)
     server.setsockopt(zmq.RCVTIMEO, 10_000)
@@ -156,7 +156,7 @@ def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) ->
 @pytest.mark.parametrize(
     "text", ["", "a", "a:", ":1", "a:0", "a:65536", "::1:5", "tcp://a:1", "a b:1", "a:²", "a:-1", "[a"]
 )
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_an_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="HOST:PORT"):
         read_address(text)
 

@@ -1,4 +1,4 @@
-"""`kvferry doctor` itself, on this machine, and on made-up findings."""
+"""`kvferry doctor` itself, on this machine, and on invented findings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def findings(out: str) -> dict[str, dict[str, str]]:
     return {one["check"]: one for one in json.loads(out)["findings"]}
 
 
-def test_on_this_machine_nixl_moves_every_byte_and_tells_over_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_this_machine_nixl_moves_every_byte_and_the_transports_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_NET_DEVICE", "lo")
     ran = run("doctor", "--json", *LONG_TIMEOUTS)
     found = findings(ran.out)
@@ -40,8 +40,8 @@ def test_on_this_machine_nixl_moves_every_byte_and_tells_over_what(monkeypatch: 
     assert {"python", "torch", "GPUs", "NICs", "open files", "clock", "secret", "side channel"} <= set(found)
 
 
-def test_transports_that_make_no_agent_are_found_twice_and_end_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By reading the settings, and by trying."""
+def test_transports_without_an_agent_are_found_twice_and_give_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By reading the settings, and by the loopback transfer."""
     monkeypatch.setenv("UCX_TLS", "sm,self")
     monkeypatch.setenv("UCX_MM_ERROR_HANDLING", "n")
     ran = run("doctor", "--json", *LONG_TIMEOUTS)
@@ -52,8 +52,8 @@ def test_transports_that_make_no_agent_are_found_twice_and_end_with_1(monkeypatc
     assert "no active messages transport" in found["loopback transfer"]["found"]
 
 
-def test_with_nothing_but_python_it_names_what_is_missing() -> None:
-    """No site-packages: no msgspec, numpy, zmq, rich, torch, NIXL, vLLM, and no word of a traceback."""
+def test_without_any_package_it_names_the_missing_ones() -> None:
+    """No site-packages: no msgspec, numpy, zmq, rich, torch, NIXL, vLLM, and no traceback."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / package) for package in PACKAGES)
     # The Python that made this environment has none of its packages, and neither have its children.
@@ -72,7 +72,7 @@ def test_with_nothing_but_python_it_names_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("more", "code"), [((), 0), ((broken("c", "gone", "mend"),), 1)], ids=["nothing broken", "something broken"]
 )
-def test_only_what_is_broken_decides_the_exit_status(
+def test_only_broken_findings_decide_the_exit_status(
     more: tuple[Finding, ...], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor_command, "examine", lambda *_: (*FINDINGS, *more))
@@ -88,7 +88,7 @@ def test_only_what_is_broken_decides_the_exit_status(
     }
 
 
-def test_the_table_has_a_mark_and_what_to_type_for_every_check() -> None:
+def test_the_table_has_a_mark_and_a_remedy_for_every_check() -> None:
     out = io.StringIO()
     print_findings(out, FINDINGS)
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
@@ -113,7 +113,7 @@ def test_a_gathering_that_fails_costs_its_own_check_only(monkeypatch: pytest.Mon
     assert found["clock"].mark is not Mark.NOT_DONE
 
 
-def test_what_stops_a_program_is_not_swallowed() -> None:
+def test_interrupts_are_not_swallowed() -> None:
     def stop() -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Side channel, secret and telemetry: findings from made-up facts, and gathering with real sockets and files."""
+"""Side channel, secret and telemetry: findings from invented facts, and gathering with real sockets and files."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def test_a_loopback_address_is_worth_a_look_since_it_is_the_default() -> None:
     assert found == {"side channel": [Mark.LOOK], "side channel ports": [Mark.OK]}
 
 
-def test_a_host_that_nobody_knows_or_that_is_elsewhere_is_broken() -> None:
+def test_an_unknown_host_or_one_of_another_machine_is_broken() -> None:
     assert channel(address=None, ports={}) == {"side channel": [Mark.BROKEN]}
     assert channel(ports={5600: "EADDRNOTAVAIL"}) == {"side channel": [Mark.BROKEN]}
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])
-def test_every_address_is_no_address_to_advertise(address: str) -> None:
-    """It can be listened on; but params carry it to decoders, who then ask themselves."""
+def test_the_wildcard_address_cannot_be_advertised(address: str) -> None:
+    """A listener can bind it, but decoders that get it in params would ask their own machine."""
     assert channel(host=address, address=address) == {"side channel": [Mark.BROKEN]}
 
 
-def test_every_ranks_port_is_told_by_itself() -> None:
+def test_every_ranks_port_has_its_own_finding() -> None:
     found = list(judge_channel(Channel("h", False, "10.0.0.7", False, {1023: "EACCES", 1024: "", 1025: "EADDRINUSE"})))
     reported = {(one.mark, one.found) for one in found if one.check == "side channel ports"}
     assert reported == {
@@ -65,7 +65,7 @@ def test_every_ranks_port_is_told_by_itself() -> None:
     }
 
 
-def test_what_is_no_port_is_broken() -> None:
+def test_an_invalid_port_is_broken() -> None:
     assert channel(ports={}, wrong_port="http") == {"side channel": [Mark.OK], "side channel ports": [Mark.BROKEN]}
 
 
@@ -81,12 +81,12 @@ def test_ports_are_really_tried() -> None:
     assert gather_channel(environ, 1).ports == {port: ""}
 
 
-def test_an_address_of_another_machine_is_seen() -> None:
+def test_an_address_of_another_machine_is_detected() -> None:
     found = gather_channel({HOST_VARIABLE: "192.0.2.1"}, 1)
     assert set(found.ports.values()) == {"EADDRNOTAVAIL"}
 
 
-def test_ports_beyond_the_last_and_words_are_seen() -> None:
+def test_ports_out_of_range_and_words_are_detected() -> None:
     assert gather_channel({PORT_VARIABLE: "65535"}, 2).ports[65536] == "no port from 1 to 65535"
     found = gather_channel({PORT_VARIABLE: "tcp://10.0.0.1:80"}, 2)
     assert (found.ports, found.wrong_port) == ({}, "tcp://10.0.0.1:80")

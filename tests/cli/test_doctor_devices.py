@@ -1,4 +1,4 @@
-"""GPUs and NICs: distances and findings from made-up machines, and gathering from a made-up sysfs."""
+"""GPUs and NICs: distances and findings from invented machines, and gathering from a invented sysfs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_nearest_ports_are_active_and_none_that_is_active_is_nearer(
     assert word == (DISTANCES[min(active.values())] if active else "")
 
 
-def test_a_machine_without_devices_is_told_so_without_guessing() -> None:
+def test_a_machine_without_devices_has_findings_that_say_so() -> None:
     findings = list(judge_devices(Devices(interfaces=("eth0", "lo"))))
     assert [(one.check, one.mark) for one in findings] == [("GPUs", Mark.OK), ("NICs", Mark.OK)]
     assert findings[0].found == "none found"
@@ -84,7 +84,7 @@ def test_gpus_without_a_nic_are_worth_a_look() -> None:
     assert marks == {"GPUs": Mark.OK, "NICs": Mark.LOOK}
 
 
-def test_every_gpu_is_told_its_nics_and_a_far_one_is_worth_a_look() -> None:
+def test_every_gpu_has_its_nearest_nics_and_a_far_one_is_worth_a_look() -> None:
     far = Gpu("GPU 1", ANOTHER_NODE)
     machine = Devices((GPU, far), (port("mlx5_0:1", BESIDE), port("mlx5_1:1", ANOTHER_BRIDGE)), peer_memory=True)
     findings = {one.check: one for one in judge_devices(machine)}
@@ -93,14 +93,14 @@ def test_every_gpu_is_told_its_nics_and_a_far_one_is_worth_a_look() -> None:
     assert "mlx5_0:1, mlx5_1:1" in findings["NIC of GPU 1"].found
 
 
-def test_a_port_that_is_down_is_named_and_is_nobodys_nearest() -> None:
+def test_a_port_that_is_down_is_named_and_is_never_the_nearest() -> None:
     machine = Devices((GPU,), (port("mlx5_0:1", BESIDE, "DOWN"), port("mlx5_1:1", ANOTHER_BRIDGE)), peer_memory=True)
     findings = list(judge_devices(machine))
     assert [one.found for one in findings if one.mark is Mark.LOOK] == ["mlx5_0:1 is DOWN"]
     assert findings[-1].found == "mlx5_1:1 (NODE)"
 
 
-def test_gpudirect_is_asked_for_only_where_there_is_something_to_be_direct() -> None:
+def test_gpudirect_is_checked_only_with_gpus_and_active_nics() -> None:
     for machine, asked in (
         (Devices((GPU,), (port("mlx5_0:1", BESIDE),)), True),
         (Devices((GPU,), (port("mlx5_0:1", BESIDE),), peer_memory=True), False),

@@ -1,4 +1,4 @@
-"""Limits, processors, memory, clock: findings from made-up facts, and gathering from made-up files."""
+"""Limits, processors, memory, clock: findings from invented facts, and gathering from invented files."""
 
 from __future__ import annotations
 
@@ -65,18 +65,20 @@ def test_locked_memory_matters_where_an_rdma_device_locks_it(
         (256, 8, Mark.BROKEN, "room for 0 peer workers"),
     ],
 )
-def test_open_files_are_told_as_peers(files: int | None, each: int | None, mark: Mark, room: str) -> None:
+def test_open_files_are_reported_as_a_number_of_peers(
+    files: int | None, each: int | None, mark: Mark, room: str
+) -> None:
     finding = judge_files(Limits(None, False, files, 65536), each)
     assert (finding.mark, room in finding.found) == (mark, True), finding
 
 
-def test_what_is_to_be_typed_is_no_more_than_the_hard_limit() -> None:
+def test_the_suggested_limit_is_at_most_the_hard_limit() -> None:
     assert judge_files(Limits(None, False, 256, 4096), 8).do.startswith("ulimit -n 4096;")
     assert judge_files(Limits(None, False, 256, 256), 8).do.startswith("raise the hard limit as root;")
 
 
 @given(st.integers(0, 1 << 20), st.integers(0, 100))
-def test_as_many_peers_as_are_told_fit_and_one_more_does_not(files: int, each: int) -> None:
+def test_the_reported_number_of_peers_fits_and_one_more_does_not(files: int, each: int) -> None:
     reported = int(judge_files(Limits(None, False, files, None), each).found.split("room for ")[1].split()[0])
     spare = files - FILES_OF_A_WORKER
     assert reported * max(2, each) <= max(0, spare) < (reported + 1) * max(2, each)
@@ -92,7 +94,7 @@ def test_as_many_peers_as_are_told_fit_and_one_more_does_not(files: int, each: i
         (SharedMemory(8 << 30, 8 << 30), Mark.OK),
     ],
 )
-def test_shared_memory_must_have_room_and_dockers_default_has_not(shm: SharedMemory | None, mark: Mark) -> None:
+def test_shared_memory_must_be_large_enough_and_dockers_default_is_not(shm: SharedMemory | None, mark: Mark) -> None:
     (finding,) = judge_shared_memory(shm)
     assert finding.mark is mark
 
@@ -137,11 +139,11 @@ def test_huge_pages_matter_for_caches_in_host_memory(transparent: str | None, gp
         (Clock(1e-9, False, "tsc"), Mark.BROKEN),
     ],
 )
-def test_the_clock_must_go_forward_and_be_quick_to_read(clock: Clock, mark: Mark) -> None:
+def test_the_clock_must_be_monotonic_and_fast_to_read(clock: Clock, mark: Mark) -> None:
     assert judge_clock(clock).mark is mark
 
 
-def test_wall_clocks_are_said_not_to_matter_and_why() -> None:
+def test_the_finding_explains_why_wall_clocks_do_not_matter() -> None:
     assert "only durations are sent" in judge_clock(Clock(1e-9, True, "tsc")).found
 
 
@@ -156,7 +158,7 @@ def test_wall_clocks_are_said_not_to_matter_and_why() -> None:
         (ForeignMemory("ENOSYS", 0, False), Mark.LOOK, "--cap-add SYS_PTRACE"),
     ],
 )
-def test_reads_between_processes_that_are_refused_are_told_with_what_allows_them(
+def test_refused_reads_between_processes_are_reported_with_the_permission_they_need(
     memory: ForeignMemory, mark: Mark, do: str
 ) -> None:
     finding = judge_foreign_memory(memory)
@@ -182,7 +184,7 @@ def write(root: Path, **files: str) -> Path:
         ({}, None),
     ],
 )
-def test_the_smallest_quota_of_a_cgroup_and_those_above_it_counts(
+def test_the_smallest_quota_of_a_cgroup_and_its_parents_counts(
     files: dict[str, str], quota: float | None, tmp_path: Path
 ) -> None:
     root = write(tmp_path, **{"proc/self/cgroup": "0::/a/b\n", **files})
@@ -214,14 +216,14 @@ def test_a_missing_folder_of_shared_memory_is_no_error(tmp_path: Path) -> None:
     assert 0 <= found.free_bytes <= found.total_bytes
 
 
-def test_this_machine_can_be_asked() -> None:
+def test_the_facts_of_this_machine_can_be_gathered() -> None:
     assert gather_clock().ahead
     limits = gather_limits()
     assert limits.files is None or limits.files_hard is None or limits.files <= limits.files_hard
 
 
 def test_a_read_that_the_kernel_allows_returns_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that it does not is told with its errno: here of a process that there is not."""
+    """A refused read is reported with its errno: here of a process that does not exist."""
     found = gather_foreign_memory()
     if found.refused:
         pytest.skip(f"this machine refuses process_vm_readv: {found.refused}")

@@ -1,4 +1,4 @@
-"""The loopback transfer: findings from made-up outcomes, UCX's log, and processes that fail in every way."""
+"""The loopback transfer: findings from invented results, UCX's log, and processes that fail in every way."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def judged(loopback: Loopback, gpus: int = 0) -> dict[str, Finding]:
     return findings
 
 
-def test_what_ucx_says_is_read_from_its_log() -> None:
+def test_version_lanes_and_errors_are_read_from_ucx_log() -> None:
     assert read_log(LOG) == UcxLog(
         version="1.23.0",
         unused="UCX_NET_DEVICE (maybe: UCX_NET_DEVICES?); UCX_FOOBAR",
@@ -49,7 +49,7 @@ def test_what_ucx_says_is_read_from_its_log() -> None:
     assert read_log(LOG + error).error == "no active messages transport to <no debug data>"
 
 
-def test_a_good_transfer_tells_how_fast_and_over_what() -> None:
+def test_a_good_transfer_has_its_rate_and_transports() -> None:
     found = judged(Loopback("nixl_cu12", (GOOD,), GOOD_LOG, files_per_peer=8))
     assert {one.mark for one in found.values()} == {Mark.OK}
     assert found["loopback DRAM"].found == "10.7 GB/s, first contact 5.0 ms, over am(sysv cma)"
@@ -80,21 +80,19 @@ def test_a_slow_a_wrong_and_a_refused_transfer(read: Read, mark: Mark, said: str
         ("reading DRAM", 9.0, Mark.LOOK),
     ],
 )
-def test_a_missed_deadline_proves_something_only_while_a_read_is_under_way_on_an_idle_machine(
-    stage: str, load: float, mark: Mark
-) -> None:
+def test_a_missed_deadline_is_broken_only_during_a_read_on_an_idle_machine(stage: str, load: float, mark: Mark) -> None:
     late = Loopback("nixl_cu12", (), GOOD_LOG, stage=stage, failure=TOO_LATE, load_per_core=load)
     assert judged(late)["loopback transfer"].mark is mark
 
 
-def test_what_failed_is_broken_on_a_busy_machine_too_and_ucx_has_the_last_word() -> None:
+def test_a_failure_is_broken_on_a_busy_machine_too_and_ends_with_ucx_error() -> None:
     log = UcxLog("1.23.0", error="no transport")
     failed = Loopback("nixl_cu12", log=log, stage=CONNECTING, failure="refused", load_per_core=9.0)
     finding = judged(failed)["loopback transfer"]
     assert (finding.mark, finding.found) == (Mark.BROKEN, "refused while making two agents; UCX says: no transport")
 
 
-def test_gpu_memory_that_was_not_tried_is_told_and_is_worth_a_look_where_there_are_gpus() -> None:
+def test_gpu_memory_that_was_not_tried_is_reported_and_a_look_on_machines_with_gpus() -> None:
     tried = Loopback("nixl_cu12", (GOOD,), GOOD_LOG, no_cuda="libcuda.so.1: cannot open")
     assert judged(tried)["loopback VRAM"].mark is Mark.NOT_DONE
     assert judged(tried, gpus=8)["loopback VRAM"].mark is Mark.LOOK
@@ -106,7 +104,7 @@ def test_names_are_not_judged_where_ucx_was_not_started() -> None:
 
 
 def pair(*lines: dict[str, object], then: str = "") -> tuple[str, ...]:
-    """A pair that tells these lines and then does something else."""
+    """A pair that reports these lines and then runs other code."""
     tell = "; ".join(f"print({json.dumps(json.dumps(line))}, flush=True)" for line in lines)
     return ("-c", f"import os, signal, sys; {tell or 'pass'}; {then or 'pass'}")
 
@@ -114,7 +112,7 @@ def pair(*lines: dict[str, object], then: str = "") -> tuple[str, ...]:
 READ = {"kind": "DRAM", "bytes": 8, "best_s": 1.0, "first_ms": 1.0, "equal": True}
 
 
-def test_a_pair_that_tells_everything_is_heard() -> None:
+def test_a_pair_that_reports_everything_gives_a_full_result() -> None:
     reported: tuple[dict[str, object], ...] = (
         {"bindings": "nixl_cu13"},
         {"reading": "DRAM"},
@@ -136,7 +134,7 @@ def test_a_pair_that_tells_everything_is_heard() -> None:
         (({"bindings": "x"}, {"failed": "make agent: no"}), "", CONNECTING, "make agent: no"),
     ],
 )
-def test_a_pair_that_dies_or_fails_is_told_with_what_it_was_doing(
+def test_a_pair_that_dies_or_fails_is_reported_with_its_stage(
     lines: tuple[dict[str, object], ...], then: str, stage: str, said: str
 ) -> None:
     found = run_loopback({}, 30, pair(*lines, then=then))
@@ -144,7 +142,7 @@ def test_a_pair_that_dies_or_fails_is_told_with_what_it_was_doing(
 
 
 def test_a_pair_that_hangs_is_ended_with_its_child_at_the_deadline(tmp_path: Path) -> None:
-    """The child holds a pipe open that ends when it does."""
+    """The child holds a pipe open, which closes when the child ends."""
     fifo = tmp_path / "alive"
     os.mkfifo(fifo)
     hold = f"os.fork(); os.open({str(fifo)!r}, os.O_WRONLY); signal.pause()"
@@ -159,7 +157,7 @@ def test_a_pair_that_hangs_is_ended_with_its_child_at_the_deadline(tmp_path: Pat
     os.close(reading)
 
 
-def test_lines_that_a_library_prints_are_passed_over() -> None:
+def test_lines_that_a_library_prints_are_ignored() -> None:
     noise = ("-c", "print('hello'); print('[1]'); print('{\"bindings\": \"x\"}'); print('{\"end\": true}')")
     assert run_loopback({}, 30, noise).bindings == "x"
 
@@ -180,7 +178,7 @@ def test_the_owners_bytes_show_rows_that_were_mixed_up() -> None:
 
 
 class Driver:
-    """libcuda as far as it is used, with the GPU's memory in the host."""
+    """The used functions of libcuda, with the GPU's memory in the host."""
 
     def __init__(self, refusing: str = "") -> None:
         self.refusing = refusing

@@ -1,4 +1,4 @@
-"""`UCX_*` variables that hang, leak or slow, on made-up machines."""
+"""`UCX_*` variables that cause hangs, leaks or slow transfers, on invented machines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def troubles(environ: dict[str, str], machine: Devices = PLAIN) -> list[tuple[Ma
         ({"UCX_LOG_LEVEL": "info"}, PLAIN),
     ],
 )
-def test_settings_that_are_well_are_left_alone(environ: dict[str, str], machine: Devices) -> None:
+def test_good_settings_are_not_reported(environ: dict[str, str], machine: Devices) -> None:
     assert troubles(environ, machine) == []
 
 
@@ -82,7 +82,7 @@ def test_settings_that_are_well_are_left_alone(environ: dict[str, str], machine:
         ({"UCX_LOG_LEVEL": "debug"}, PLAIN, Mark.LOOK, "slows"),
     ],
 )
-def test_what_is_known_to_hang_leak_or_slow_is_reported(
+def test_settings_known_to_hang_leak_or_slow_are_reported(
     environ: dict[str, str], machine: Devices, mark: Mark, said: str
 ) -> None:
     ((found_mark, found),) = troubles(environ, machine)
@@ -90,12 +90,12 @@ def test_what_is_known_to_hang_leak_or_slow_is_reported(
     assert said in found
 
 
-def test_what_is_to_be_typed_names_the_devices_that_are_up() -> None:
+def test_the_remedy_names_the_devices_that_are_up() -> None:
     (finding,) = judge_ucx(BOUNDED, ONE_DOWN, {})
     assert finding.do == "export UCX_NET_DEVICES=mlx5_0:1,mlx5_1:1"
 
 
-def test_what_kvferry_adds_is_judged_and_shown_apart_from_what_is_set() -> None:
+def test_settings_added_by_kvferry_are_judged_and_shown_apart_from_the_users() -> None:
     (finding,) = judge_ucx({"UCX_TLS": "tcp", "HOME": "/"}, PLAIN, SEGMENTS)
     assert finding.mark is Mark.OK
     added = "UCX_TCP_RX_SEG_SIZE=256k UCX_TCP_TX_SEG_SIZE=256k"
@@ -104,7 +104,7 @@ def test_what_kvferry_adds_is_judged_and_shown_apart_from_what_is_set() -> None:
     assert finding.found == "UCX_TCP_TX_SEG_SIZE=8k; kvferry adds none"
 
 
-def test_several_troubles_are_all_reported() -> None:
+def test_several_problems_are_all_reported() -> None:
     environ = {"UCX_TLS": "tcp", "UCX_RC_TIMEOUT": "3s", "UCX_NET_DEVICES": "ib0", "UCX_LOG_LEVEL": "trace"}
     assert len(troubles(environ)) == 4
 
@@ -131,7 +131,7 @@ def test_times_are_read_as_ucx_reads_them(text: str, value: float | None) -> Non
     assert seconds(text) == value
 
 
-def test_names_that_ucx_does_not_know_are_told_with_its_guess() -> None:
+def test_names_that_ucx_does_not_know_are_reported_with_its_guess() -> None:
     finding = unused_names("UCX_NET_DEVICE (maybe: UCX_NET_DEVICES?); UCX_FOOBAR")
     assert (finding.mark, "maybe: UCX_NET_DEVICES?" in finding.found) == (Mark.LOOK, True)
     assert unused_names("").mark is Mark.OK

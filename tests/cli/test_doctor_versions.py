@@ -1,4 +1,4 @@
-"""Versions against the supported matrix, from made-up facts."""
+"""Versions against the supported matrix, from invented facts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_engine_needs_a_newer_python_than_the_core() -> None:
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_what_is_not_installed_is_named_with_the_command_that_installs_it(name: str) -> None:
+def test_a_missing_package_is_named_with_the_command_that_installs_it(name: str) -> None:
     finding = judged(with_packages(**{name: None}))[name]
     assert (finding.mark, finding.found) == (Mark.BROKEN, "not installed")
     assert finding.do == f"pip install '{name}{NEEDED[name]}'"
@@ -82,7 +82,7 @@ def test_what_is_not_installed_is_named_with_the_command_that_installs_it(name: 
         ({"numpy": "1.25.2"}, 0, "numpy", Mark.BROKEN, "1.25.2"),
     ],
 )
-def test_versions_that_do_not_go_together(
+def test_versions_that_do_not_work_together(
     changes: dict[str, str | None], gpus: int, check: str, mark: Mark, said: str
 ) -> None:
     finding = judged(with_packages(**changes), gpus)[check]
@@ -96,7 +96,7 @@ def test_zmq_without_curve_cannot_protect_the_side_channel() -> None:
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=4), st.lists(st.integers(0, 99), min_size=1, max_size=4))
 def test_bounds_are_compared_as_numbers(version: list[int], bound: list[int]) -> None:
-    """Padded with zeros, as versions are: 1.5 is 1.5.0."""
+    """Padded with zeros, as in versions: 1.5 is 1.5.0."""
     written, limit = ".".join(map(str, version)), ".".join(map(str, bound))
     padded = (version + [0] * 4)[:4] >= (bound + [0] * 4)[:4]
     assert fits(written, f">={limit}") is padded

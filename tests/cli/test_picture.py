@@ -1,4 +1,4 @@
-"""`--svg`: a well-formed picture with every rank in it, whose bands are as wide as their bytes."""
+"""`--svg`: a well-formed picture with every rank, and bands with widths in proportion to their bytes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_stages_and_sizes_are_labelled() -> None:
     assert "pcp 1" in texts_of(draw(summary_of(*PAIRS["context parallel"])))
 
 
-def test_direct_staged_and_released_are_told_apart() -> None:
+def test_direct_staged_and_released_bands_differ() -> None:
     staged, direct = draw(summary_of(*PAIRS["staged"])), draw(summary_of(*PAIRS["TP 8 to TP 4"]))
     assert "staged, then put in place" in texts_of(staged)
     assert staged.count('fill="url(#hatch)"') == 2, "the band and its key"
@@ -96,7 +96,7 @@ def test_bands_are_as_wide_as_their_bytes_and_fit_their_cards(summary: PlanSumma
                 assert getattr(below, top) >= getattr(above, top) + above.width - 1e-6
 
 
-def test_cards_stand_one_under_the_other_inside_the_picture(summary: PlanSummary) -> None:
+def test_cards_are_below_each_other_inside_the_picture(summary: PlanSummary) -> None:
     scene = arrange(summary)
     for column in (scene.left, scene.right):
         cards = sorted(column.cards, key=lambda card: card.top)
@@ -132,7 +132,7 @@ def test_every_producer_has_a_colour_of_its_own() -> None:
         assert all(len(colour) == 7 for colour in colours)
 
 
-def test_names_that_would_break_the_markup_do_not() -> None:
+def test_names_with_markup_do_not_break_the_picture() -> None:
     summary = summary_of(*PAIRS["TP 8 to TP 4"])
     for name in ('<script>alert("x")</script>', "a&b", "]]>", "\ufffe\uffff", "\ud800"):
         side = msgspec.structs.replace(summary.producer, engine_id=name)

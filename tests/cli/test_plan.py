@@ -1,4 +1,4 @@
-"""`kvferry plan`: what it prints, in which form, and with which exit code."""
+"""`kvferry plan`: its output in every format, and its exit codes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def costs_of(consumer: EngineDescription) -> Costs:
     return Costs(staged_run_bytes=longest_staged_run(pool))
 
 
-def test_the_staging_pool_is_taken_for_as_large_as_a_worker_makes_it() -> None:
+def test_the_staging_pool_has_the_default_size_of_a_worker() -> None:
     pool = pytest.importorskip("kvferry.worker.staging.pool").StagingPool
     worker = pytest.importorskip("kvferry.worker.worker")
     assert worker._STAGING_BYTES == {"cuda": POOL_BYTES_VRAM}
@@ -83,7 +83,7 @@ def test_a_table_that_is_piped_has_no_colours_and_a_fixed_width() -> None:
         assert re.search(rf"\b{place}\b", table)
 
 
-def test_a_producer_worker_that_nobody_reads_is_shown_as_released() -> None:
+def test_a_producer_worker_without_readers_is_shown_as_released() -> None:
     out = run("plan", "layers=2,mla=16,tp=4", "layers=2,mla=16").out
     assert out.count("release only") == 3
 
@@ -100,7 +100,7 @@ def test_without_a_staging_pool_nothing_is_staged() -> None:
     assert placings(summary_of(*arguments, "1048576")) == {"staged"}
 
 
-def test_a_lower_limit_of_cheap_runs_makes_reads_direct() -> None:
+def test_a_lower_direct_min_bytes_makes_reads_direct() -> None:
     arguments = [NHD, "layers=2,heads=4,dim=16,layout=HND", "--direct-min-bytes"]
     assert placings(summary_of(*arguments, "64")) == {"direct"}
     assert placings(summary_of(*arguments, "65")) == {"staged"}
@@ -111,7 +111,7 @@ def placings(summary: PlanSummary) -> set[str]:
 
 
 def request_for(producer: EngineDescription, consumer: EngineDescription, tokens: int) -> RequestBlocks:
-    """Blocks 1, 2, 3, … as a prompt would have them that leaves what its windows do not need."""
+    """Blocks 1, 2, 3, … of a prompt, without those outside its windows."""
     lists = []
     for engine in (consumer, producer):
         ranks = engine.workers[0].tensors[0].interleave.ranks if engine.workers[0].tensors else 1
@@ -128,7 +128,7 @@ def request_for(producer: EngineDescription, consumer: EngineDescription, tokens
 
 
 def pair_of_forms(data: st.DataObject, layers: int) -> list[str]:
-    """Two forms that can often be paired: what the model decides is the same on both sides."""
+    """Two forms that can often be paired: the keys of the model are the same on both sides."""
     kinds = data.draw(st.sampled_from([("mla",), ("heads", "cpu")]))
     first, second = (data.draw(short_forms(layers, kinds)) for _ in range(2))
     same = ("heads", "dim", "mla", "window", "state_layers", "ssm", "conv", "conv_width")
@@ -145,7 +145,7 @@ def pair_of_forms(data: st.DataObject, layers: int) -> list[str]:
 @given(st.data())
 @settings(max_examples=50)
 def test_bytes_and_descriptors_are_those_of_a_request(data: st.DataObject) -> None:
-    """The oracle pairs a request, expands every copy of what is direct, and prepares every read of what is staged."""
+    """The oracle pairs a request, expands every direct copy, and prepares every staged read."""
     layers = data.draw(st.integers(1, 4))
     producer, consumer = sides(*pair_of_forms(data, layers))
     costs = costs_of(consumer)
@@ -187,7 +187,7 @@ def test_the_predicted_time_is_the_slowest_links_bytes_and_descriptors() -> None
     assert (back.slowest.side, back.bytes) == ("producer", worker.bytes)
 
 
-def test_only_the_consumer_pays_for_putting_staged_bytes_in_place() -> None:
+def test_only_the_consumer_pays_for_the_relayout_of_staged_bytes() -> None:
     pair = ("layers=2,heads=4,dim=16,layout=NHD,tp={}", "layers=2,heads=4,dim=16,tp={}")
     together = summary_of(*(form.format(1 + index) for index, form in enumerate(pair)), "--tokens", "1024")
     apart = summary_of(*(form.format(2 - index) for index, form in enumerate(pair)), "--tokens", "1024")
@@ -237,8 +237,8 @@ def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_2()
 
 
 BAD = [
-    (["nothing.json", DENSE], "PRODUCER is 'nothing.json'; expected the path of a description JSON"),
-    ([DENSE, "nothing"], "CONSUMER is 'nothing'; expected the path of a description JSON"),
+    (["nothing.json", DENSE], "PRODUCER is 'nothing.json'; expected a description JSON"),
+    ([DENSE, "nothing"], "CONSUMER is 'nothing'; expected a description JSON"),
     (["-", "-"], "CONSUMER is '-'; expected another source"),
     (["-", DENSE], "description is b''; expected JSON"),
     (["/", DENSE], "PRODUCER is '/'; expected a file that can be read"),
@@ -267,7 +267,7 @@ def test_bad_input_is_one_line_on_standard_error_and_exit_code_2(arguments: list
 
 @given(st.text(max_size=40), st.text(max_size=40))
 @settings(max_examples=60)
-def test_no_pair_of_texts_ends_in_anything_but_a_line_and_an_exit_code(producer: str, consumer: str) -> None:
+def test_every_pair_of_texts_ends_with_one_line_and_an_exit_code(producer: str, consumer: str) -> None:
     ran = run("plan", "--", producer, consumer)
     assert ran.code == 2
     assert "Traceback" not in ran.err
@@ -358,7 +358,7 @@ def fields_of(plain: object, path: tuple[str | int, ...] = ()) -> list[tuple[str
 
 @given(st.data())
 @settings(max_examples=50)
-def test_no_description_json_with_changed_numbers_ends_in_anything_but_an_exit_code(data: st.DataObject) -> None:
+def test_every_description_json_with_changed_numbers_ends_with_an_exit_code(data: st.DataObject) -> None:
     producer, _ = sides(FORM_OF_JSON, FORM_OF_JSON)
     plain = json.loads(encode_engine_json(engine_json_of(producer)))
     for _ in range(data.draw(st.integers(1, 3))):

@@ -1,4 +1,4 @@
-"""The engine that a short form stands for: where every byte is, and who holds which heads, layers and tokens."""
+"""The engine of a short form: the address of every byte, and the heads, layers and tokens of every worker."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def pairs_of(engine_json: EngineJson) -> Iterator[tuple[WorkerJson, PagedTensor]
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "CPU"])
 @pytest.mark.parametrize("kv", ["packed", "apart"])
 def test_a_layouts_name_is_the_order_of_its_axes(layout: str, kv: str) -> None:
-    """The oracle is numpy: an array with the axes in the name's order, counted through."""
+    """The oracle is numpy: an array with the axes in the name's order and consecutive values."""
     sizes = {"L": 3, "B": 4, "H": 2, "N": 5, "C": 8 * 2 * (2 if kv == "packed" else 1)}
     order = LAYOUTS[layout]
     whole = np.arange(np.prod(list(sizes.values()))).reshape([sizes[axis] for axis in order])

@@ -1,4 +1,4 @@
-"""The grammar of the short form: what each text is read as, and what is said about those that are none."""
+"""The grammar of the short form: the values of valid texts, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_example_of_the_documentation_is_read_as_it_says() -> None:
     )
 
 
-def test_order_and_spaces_mean_nothing() -> None:
+def test_order_and_spaces_do_not_matter() -> None:
     assert read_short_form(" dim = 128 ,heads=8, layers=32") == read_short_form(ATTENTION)
 
 
@@ -151,7 +151,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("text", "said"), WRONG.items(), ids=range(len(WRONG)))
-def test_what_is_no_short_form_is_refused_by_key_value_and_what_is_accepted(text: str, said: str) -> None:
+def test_an_invalid_short_form_is_refused_with_key_value_and_accepted_values(text: str, said: str) -> None:
     with pytest.raises(InvalidShortForm) as refused:
         read_short_form(text)
     assert said in str(refused.value)
@@ -162,7 +162,7 @@ PIECES = [*KEYS, "=", ",", "+", "-", "/", "@", "*", "x", "{}", "0", "1", "7", "9
 
 
 @given(st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PIECES), max_size=24).map("".join)))
-def test_no_text_at_all_raises_anything_else(text: str) -> None:
+def test_no_text_raises_any_other_error(text: str) -> None:
     try:
         form = read_short_form(text)
     except InvalidShortForm:
@@ -171,7 +171,7 @@ def test_no_text_at_all_raises_anything_else(text: str) -> None:
 
 
 @given(st.sampled_from(sorted(KEYS)), st.text(max_size=30))
-def test_no_value_of_any_key_raises_anything_else(key: str, value: str) -> None:
+def test_no_value_of_any_key_raises_any_other_error(key: str, value: str) -> None:
     others = {"layers": "4", "heads": "2", "dim": "8", "state_layers": "0", "conv": "x2"}
     others[key] = value
     try:

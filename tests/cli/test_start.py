@@ -1,4 +1,4 @@
-"""How the command starts: under its name, without torch, and quietly when its reader goes away."""
+"""Start of the command: its name, no import of torch, and a quiet end when its reader closes the pipe."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_planning_loads_neither_torch_nor_nixl_nor_sockets(form: tuple[str, ...]
     assert heavy_modules("plan", DENSE, f"{DENSE},tp=2", *form, heavy=(*HEAVY, "zmq")) == "0"
 
 
-def test_json_does_not_load_what_draws_tables() -> None:
+def test_json_does_not_load_rich() -> None:
     assert heavy_modules("plan", DENSE, f"{DENSE},tp=2", "--json", heavy=("rich",)) == "0"
     assert heavy_modules("plan", DENSE, f"{DENSE},tp=2", heavy=("rich",)) == "0 rich"
 
@@ -75,7 +75,7 @@ def test_the_version_is_the_packages() -> None:
 @pytest.mark.parametrize(
     "arguments", [(), ("plan",), ("plan", DENSE), ("plam", DENSE, DENSE), ("plan", DENSE, DENSE, "--jso")]
 )
-def test_a_command_line_that_is_none_says_how_it_is_used(arguments: tuple[str, ...]) -> None:
+def test_an_invalid_command_line_prints_the_usage(arguments: tuple[str, ...]) -> None:
     ran = run(*arguments)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("usage: kvferry")
@@ -92,8 +92,8 @@ def test_help_names_every_option_of_the_documentation() -> None:
             assert f"`{option}" in page, option
 
 
-def test_a_reader_that_goes_away_ends_it_quietly() -> None:
-    """More than a pipe holds, to a reader that takes ten bytes."""
+def test_a_closed_pipe_ends_it_quietly() -> None:
+    """More output than a pipe holds, to a reader that reads ten bytes."""
     large = "layers=64,heads=8,dim=128,tp=8,layout=NHD"
     command = [sys.executable, "-m", "kvferry.cli", "plan", large, f"{large},pp=8", "--json"]
     assert len(run(*command[3:]).out) > 1 << 16

@@ -1,4 +1,4 @@
-"""`kvferry trace` as an operator uses it."""
+"""`kvferry trace`, used like an operator does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Tags(HTMLParser):
-    """Which elements and attributes a page really has, and whether every element ends."""
+    """The elements and attributes of a page, with a check that every element is closed."""
 
     VOID = frozenset({"meta", "rect", "line", "polygon"})
 
@@ -122,8 +122,8 @@ def test_the_picture_has_as_many_rows_as_asked(example: Path, tmp_path: Path) ->
     assert any(hint.startswith("tp1 reading: 55 ms") for hint in hints)
 
 
-def test_a_lease_that_nobody_came_for_does_not_squeeze_all_others(example: Path, tmp_path: Path) -> None:
-    """It was held for eight minutes, and handovers took milliseconds."""
+def test_an_unread_lease_does_not_shrink_the_bars_of_all_others(example: Path, tmp_path: Path) -> None:
+    """It was held for eight minutes, while handovers took milliseconds."""
     run("trace", str(example), "-o", str(tmp_path / "a.svg"), "--slowest", "25")
     said = [*ElementTree.parse(tmp_path / "a.svg").getroot().itertext()]  # noqa: S314
     assert {"not fetched: expired", "20 ms", "60 ms"} <= set(said)
@@ -215,7 +215,7 @@ def test_without_rich_the_columns_are_plain(example: Path, monkeypatch: pytest.M
         (["{example}", "-o", "/proc/version/out.svg"], "argument: -o is "),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(arguments: list[str], field: str, example: Path, tmp_path: Path) -> None:
+def test_an_error_is_reported_in_one_line(arguments: list[str], field: str, example: Path, tmp_path: Path) -> None:
     ran = run("trace", *(argument.format(example=example, empty=tmp_path) for argument in arguments))
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("kvferry trace: ")
@@ -247,7 +247,7 @@ def test_formatted_durations(nanoseconds: float, formatted: str) -> None:
     assert format_time(nanoseconds) == formatted
 
 
-def test_what_a_router_puts_before_an_id_is_not_shown() -> None:
+def test_the_routers_prefix_of_an_id_is_not_shown() -> None:
     routed = "chatcmpl-___prefill_addr_10.0.0.1:8100___decode_addr_10.0.0.2:8200_1f0c99-5a2b"
     assert short_id(routed) == "1f0c99-5a2b"
     assert len(short_id("x" * 300)) <= 34

@@ -356,7 +356,7 @@ GUARDS = (
         (
             "tests/scheduler/test_lease_clock.py::"
             "test_the_clock_starts_when_the_workers_learn_that_the_blocks_are_held",
-            "tests/scheduler/test_two_ends.py::test_everything_is_free_within_a_lease_of_the_consumers_death",
+            "tests/scheduler/test_two_ends.py::test_everything_is_freed_within_a_lease_after_the_consumer_died",
         ),
     ),
     Guard(
@@ -404,7 +404,7 @@ GUARDS = (
         (4, 6),
         "kvferry.scheduler.step:receive_messages",
         _skip_the_boot_check,
-        ("tests/scheduler/test_step.py::test_what_was_said_to_another_life_is_counted_and_changes_nothing",),
+        ("tests/scheduler/test_step.py::test_messages_to_another_boot_are_counted_and_change_nothing",),
     ),
     Guard(
         "renewals",
@@ -424,7 +424,7 @@ GUARDS = (
         (5,),
         "kvferry.scheduler.state.clock:AwakeClock.wind",
         _count_sleep,
-        ("tests/scheduler/test_lease_clock.py::test_a_pause_of_the_producer_itself_is_not_the_consumers_silence",),
+        ("tests/scheduler/test_lease_clock.py::test_a_pause_of_the_producer_does_not_expire_leases",),
     ),
     Guard(
         "listener",
@@ -432,7 +432,7 @@ GUARDS = (
         (6,),
         "kvferry.scheduler.side_channel.server:SideChannelListener._guarded",
         _unguarded,
-        ("tests/scheduler/test_listener.py::test_an_error_nobody_foresaw_is_counted_and_the_next_asker_is_answered",),
+        ("tests/scheduler/test_listener.py::test_an_unexpected_exception_is_counted_and_the_next_asker_is_answered",),
     ),
     Guard(
         "curve-auth",

@@ -1,4 +1,4 @@
-"""A client of the side channel that can say anything, and a free port to say it to."""
+"""A client of the side channel that can send any bytes, and free ports."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ BEFORE: set[threading.Thread] = set()
 
 
 def threads_named(name: str) -> list[threading.Thread]:
-    """Living threads of kvferry by their name, those apart that were there before the test."""
+    """Running threads with this name, except those that existed before the test."""
     return [thread for thread in threading.enumerate() if thread.name == name and thread not in BEFORE]
 
 
 def cpu_share(seconds: float) -> float:
-    """Which part of one core this process uses while it does nothing for some seconds."""
+    """The fraction of one core that this process uses while it is idle for some seconds."""
     wall_s, cpu_s = time.monotonic(), time.process_time()
     time.sleep(seconds)
     return (time.process_time() - cpu_s) / (time.monotonic() - wall_s)

@@ -1,4 +1,4 @@
-"""What every test of the scheduler starts from."""
+"""Fixtures of all tests of the scheduler."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tests.scheduler import channel
 
 @pytest.fixture(autouse=True)
 def threads_before() -> None:
-    """Threads are counted from here on."""
+    """Record the threads that exist before the test."""
     channel.BEFORE.clear()
     channel.BEFORE.update(threading.enumerate())

@@ -22,7 +22,7 @@ from tests.scheduler.producer_end import Producer, ProducerWorker
 
 
 class Surroundings(Protocol):
-    """What the consuming end sees of its fleet."""
+    """The part of the fleet that the consuming end uses."""
 
     draw: random.Random
     network: Network
@@ -39,7 +39,7 @@ class Surroundings(Protocol):
 
 @dataclass
 class ConsumerWorker:
-    """Reads word, blocks, word from every producer worker of its routes, each at its own moment."""
+    """Reads word, blocks, word from every producer worker of its routes, each at a random time."""
 
     index: int
     fleet: Surroundings
@@ -78,7 +78,7 @@ class ConsumerWorker:
         if after != {ready} and self.fleet.fenced_after:
             yield False
         expected = [order.source.remote_request_id] * 2
-        assert found == expected, f"believed {found}, wanted {expected}"
+        assert found == expected, f"accepted {found}, expected {expected}"
         for route in routes:
             done = Done(
                 slot=ticket.lease_slot,
@@ -99,7 +99,7 @@ class Consumer:
         self.fleet = fleet
         self.draw = fleet.draw
         self.counters = Counters()
-        # It remembers no lease that is over: every replay is tried, so that the fence has to refuse it.
+        # Ended leases are not remembered: every replay is tried, so that the fence has to refuse it.
         self.ledger = ConsumerLedger(self.counters, max_ended=0)
         self.workers = [ConsumerWorker(index, fleet) for index in range(workers)]
         self.kept: dict[LeaseKey, RemoteLease] = {}

@@ -1,6 +1,6 @@
 """Two engines without sockets, GPUs or NIXL: real ledgers, real lease tables, blocks that are names, a bad network.
 
-A block's content is the name of the request that owns it, so a decoder that believes a reused block is seen at once.
+A block's content is the name of the request that owns it, so a decoder that accepts a reused block is seen at once.
 Everything happens at random times drawn from one seed.
 """
 
@@ -16,11 +16,11 @@ from tests.scheduler.producer_end import Producer, ProducerWorker
 
 
 class Fleet:
-    """One producer, one consumer, and what is between them.
+    """One producer, one consumer, and the network between them.
 
     Args:
-        perfect: nothing is lost, late or sent twice, and nobody waits as long as a lease.
-        fenced_before, fenced_after: False takes one of the two readings of the slot away, to see it missed.
+        perfect: no message is lost, late or sent twice, and no wait is as long as a lease.
+        fenced_before, fenced_after: False removes one of the two reads of the slot, to show that both are needed.
     """
 
     def __init__(
@@ -80,6 +80,6 @@ class Fleet:
         return self.network.is_quiet() and not (self.answers or loads or producing)
 
     def kill_consumer(self) -> None:
-        """It says nothing any more, in the middle of whatever it was doing."""
+        """Stop the consumer in the middle of its work, without a message."""
         self.consumer_lives = False
         self.answers.clear()

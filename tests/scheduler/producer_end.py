@@ -25,7 +25,7 @@ ROUNDING_S = 1e-6
 
 @dataclass
 class ProducerWorker:
-    """Carries its orders out when it comes to it; what it reports is seen by the scheduler a step later.
+    """Executes its orders at random times; the scheduler sees its reports a step later.
 
     Attributes:
         wrote: called when the device has finished with a request's blocks, just before the slot says so.
@@ -148,7 +148,7 @@ class Producer:
             self.overdue_after[holder[0].request_id] = max(before_s, now_s + self.ledger.lease_s)
 
     def _collect(self) -> None:
-        """What vLLM's aggregator does: a request is over when every worker has reported it, and none twice."""
+        """As vLLM's aggregator: a request is over when every worker has reported it, each once."""
         for index, worker in enumerate(self.workers):
             for request_id in worker.reported:
                 reports = self.waiting_for.setdefault(request_id, Counter())

@@ -1,4 +1,4 @@
-"""A listener that also keeps the messages as they came, for tests of what is sent over the side channel."""
+"""A listener that keeps whole messages, for tests of what is sent over the side channel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.scheduler.state.counters import Counters
 
 
 class MessageInbox(LeaseInbox):
-    """First in, first out; nothing is put together and nothing is dropped."""
+    """First in, first out; nothing is merged or dropped."""
 
     def __init__(self) -> None:
         super().__init__()

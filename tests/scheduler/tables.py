@@ -1,4 +1,4 @@
-"""What a producer's worker does with its orders, reduced to the words of its lease table."""
+"""A fake producer worker: executes its orders on the words of its lease table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WorkerTable:
         for end in orders.ends:
             self._end(end)
         for opened in orders.opens:
-            assert self.words[opened.slot] == EMPTY, "a slot changed hands without being cleared"
+            assert self.words[opened.slot] == EMPTY, "a slot was reused without being cleared"
             self.words[opened.slot] = _word(opened, SlotState.COMPUTING)
         for hold in orders.holds:
             assert self.words[hold.slot] == _word(hold, SlotState.COMPUTING)
@@ -39,7 +39,7 @@ class WorkerTable:
             self.held[hold.request_id] = (hold.slot, hold.epoch)
 
     def done(self, request_id: str) -> None:
-        """Every consumer's worker has what it wanted."""
+        """Every worker of the consumer has read its blocks."""
         slot, _ = self.held.pop(request_id)
         self.words[slot] = EMPTY
         self.reported.append(request_id)

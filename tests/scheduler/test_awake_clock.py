@@ -1,4 +1,4 @@
-"""The clock of leases: what it counts as time, whoever winds it."""
+"""The clock of leases: which time it counts, whichever thread winds it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def held(clock: AwakeClock) -> tuple[ProducerLedger, LeaseName]:
     return ledger, lease.name
 
 
-def test_a_process_that_was_stopped_finds_that_a_heartbeat_has_passed_whoever_winds_first() -> None:
+def test_after_a_stop_of_the_process_one_heartbeat_has_passed_whichever_thread_winds_first() -> None:
     clock = AwakeClock(HEARTBEAT_S)
     for now_s in (100.0, 101.0, 1000.0, 1000.0, 1000.5, 999.0, 1000.6):
         clock.wind(now_s)
     assert round(clock.awake_s, 6) == 1.0 + HEARTBEAT_S + 0.6
 
 
-def test_two_threads_that_wind_it_count_no_moment_twice() -> None:
+def test_two_threads_that_wind_the_clock_count_no_time_twice() -> None:
     clock = AwakeClock(HEARTBEAT_S)
     started_s = clock.wind(time.monotonic())
     began_s = time.monotonic()
@@ -61,7 +61,7 @@ def test_an_idle_engine_loses_no_time_because_its_listener_winds_the_clock() -> 
         listener.close()
 
 
-def test_a_lease_that_ran_out_during_a_rest_ends_with_the_next_step() -> None:
+def test_a_lease_that_ran_out_while_idle_ends_with_the_next_step() -> None:
     clock = AwakeClock(HEARTBEAT_S)
     ledger, _ = held(clock)
     for tick in range(1, 15):
@@ -70,7 +70,7 @@ def test_a_lease_that_ran_out_during_a_rest_ends_with_the_next_step() -> None:
     assert [end.request_id for end in ledger.take_orders(15 * TICK_S).ends] == ["a"]
 
 
-def test_a_renewal_counts_from_when_it_was_heard_and_not_from_when_a_step_takes_it() -> None:
+def test_a_renewal_counts_from_its_arrival_and_not_from_the_step_that_applies_it() -> None:
     clock = AwakeClock(HEARTBEAT_S)
     ledger, name = held(clock)
     received_s = 0.0

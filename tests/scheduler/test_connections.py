@@ -1,4 +1,4 @@
-"""More connections than the listener keeps: who was silent for longest gives way, those that speak are heard."""
+"""More connections than the listener keeps: the one silent for longest is closed, the active ones are served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HELLO = encode(Hello(engine_id="prefill-0", asker="test"))
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """Whether the other end has closed it; reads what it said before."""
+    """Whether the other end has closed it; reads what was sent before."""
     connection.setblocking(False)
     try:
         while connection.recv(4096):
@@ -35,7 +35,7 @@ def _wait_for(counters: Counters, count: int) -> None:
     wait_until(lambda: counters.total("side_channel_refusals", "too_many") >= count, "one more gives way")
 
 
-def test_connections_that_send_nothing_make_room_for_the_next_and_engines_that_send_stay() -> None:
+def test_silent_connections_are_closed_for_new_ones_and_active_ones_stay() -> None:
     counters = Counters()
     with listening(counters) as (listener, port), client(port) as engine:
         listener.publish(make_description())
@@ -57,8 +57,8 @@ def test_connections_that_send_nothing_make_room_for_the_next_and_engines_that_s
             one.close()
 
 
-def test_a_file_that_is_another_connections_by_now_is_left_alone() -> None:
-    """The word of a connection's end may come late, when its number is in use again."""
+def test_a_reused_file_number_of_another_connection_is_left_alone() -> None:
+    """The event of a connection's end may come late, when its file number is in use again."""
     known = UnfinishedMessages()
     known.most = 1
     server = socket.create_server((HOST, 0))
@@ -76,7 +76,7 @@ def test_a_file_that_is_another_connections_by_now_is_left_alone() -> None:
         one.close()
 
 
-def test_a_connection_of_the_engines_own_that_has_taken_over_a_files_number_is_never_ended_for_its_bytes() -> None:
+def test_a_reused_file_number_of_a_local_connection_is_never_closed_for_its_bytes() -> None:
     """NIXL receives more over TCP than any message of the side channel may have."""
     known = UnfinishedMessages()
     server = socket.create_server((HOST, 0))

@@ -34,7 +34,7 @@ def source_of(lease: int, tokens: int = 300) -> RemotePrefill:
 
 @dataclass
 class Modelled:
-    """What the rules say about one request."""
+    """One request as the rules describe it."""
 
     source: RemotePrefill
     shared: int
@@ -44,7 +44,7 @@ class Modelled:
 
     @property
     def matched(self) -> int:
-        """What may be loaded: of a turn only what is worth it."""
+        """Tokens that may be loaded; 0 for a turn with fewer than the threshold."""
         count = max(0, self.shared - self.asked_with)
         return 0 if self.is_turn and count < THRESHOLD else count
 
@@ -55,7 +55,7 @@ REMEMBERED = 3
 
 
 class ConsumerHistories(RuleBasedStateMachine):
-    """Requests arrive with good, shared and useless params, and vLLM does with them whatever it may do."""
+    """Requests arrive with good, shared and useless params; vLLM takes any step that it may take."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class ConsumerHistories(RuleBasedStateMachine):
             assert state.value == one.state
 
     def teardown(self) -> None:
-        """When every request is over nothing is left, and every lease that was kept is kept no more."""
+        """When every request is over nothing is left, and no lease is kept any more."""
         for name, one in list(self.model.items()):
             if one.state != "aborted":
                 self.ledger.finished(name)

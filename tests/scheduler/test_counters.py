@@ -7,7 +7,7 @@ import threading
 from kvferry.scheduler.state.counters import Counters
 
 
-def test_what_is_taken_was_counted_once_and_the_total_remains() -> None:
+def test_take_returns_each_count_once_and_the_total_remains() -> None:
     counters = Counters()
     counters.add("loads")
     counters.add("leases_released", "done", amount=3)

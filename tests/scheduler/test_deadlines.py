@@ -1,4 +1,4 @@
-"""The heap of deadlines against a model that looks at every lease, and its size after any history."""
+"""The heap of deadlines against a model that scans every lease, and its size after any history."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ actions = st.one_of(
 
 
 @given(st.lists(actions, max_size=300))
-def test_what_is_due_is_what_a_look_at_every_lease_finds(history: list[tuple[str, int, float]]) -> None:
+def test_due_returns_the_same_leases_as_a_scan_of_all(history: list[tuple[str, int, float]]) -> None:
     leases: dict[int, Lease] = {}
     deadlines = Deadlines(leases)
     clock_s = 0.0

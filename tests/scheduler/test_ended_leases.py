@@ -1,4 +1,4 @@
-"""What is remembered of leases that are over, against a model that keeps all of them."""
+"""The memory of ended leases against a model that keeps all of them."""
 
 from __future__ import annotations
 

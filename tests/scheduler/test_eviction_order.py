@@ -46,7 +46,7 @@ class Pool:
 
 
 def order_by_definition(pool: Pool, ranks: dict[str, Rank], demand: Demand) -> bool:
-    """End leases one by one, counting everything anew each time."""
+    """End leases one by one, with all counts computed again each time."""
     slots_short = demand.slots_short
     for name in sorted(ranks, key=lambda name: (ranks[name], name)):
         is_over, lacks = pool.leased() > demand.cap, pool.free() < demand.need
@@ -76,7 +76,7 @@ some_blocks = st.frozensets(st.integers(0, BLOCKS - 1), max_size=5)
     slots_short=st.booleans(),
     lasts=st.booleans(),
 )
-def test_as_many_end_as_it_takes_by_counts_of_owners_and_those_that_give_nothing_stay(
+def test_eviction_ends_as_many_leases_as_needed_and_none_that_frees_nothing(
     leases: list[tuple[frozenset[int], Rank]],
     running: list[frozenset[int]],
     need: int,
@@ -117,7 +117,7 @@ def test_as_many_end_as_it_takes_by_counts_of_owners_and_those_that_give_nothing
     assert (len(references), references.num_coming(), references.num_requests) == (0, 0, 0)
 
 
-def test_a_block_that_the_pool_has_given_away_is_noticed_with_both_counts() -> None:
+def test_a_kept_block_without_references_in_the_pool_is_reported_with_both_counts() -> None:
     references = BlockReferences()
     references.bind({1: 2, 2: 1, 3: 0}.__getitem__)
     references.keep("a", (1, 2))
@@ -146,15 +146,17 @@ def test_references_of_leases_that_are_ending_count_as_well() -> None:
 
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("by", [-1, 1, 0])
-def test_counts_that_are_not_those_of_the_requests_are_noticed(ends: bool, by: int) -> None:
+def test_counts_that_differ_from_the_requests_blocks_are_reported(ends: bool, by: int) -> None:
     references = BlockReferences()
     references.keep("a", (1, 2))
     if ends:
         references.end("a")
     references.check_integrity()
     counts = references._ending if ends else references._held
-    counts[2 if by else 3] += by  # a block nobody keeps has no count at all, not even a zero
-    with pytest.raises(LocalProtocolError, match=r"block references: \d held \+ \d ending, \d \+ \d by request"):
+    counts[2 if by else 3] += by  # a block that no lease keeps has no entry, not even a zero
+    with pytest.raises(
+        LocalProtocolError, match=r"block references: \d held \+ \d ending references, \d \+ \d by request"
+    ):
         references.check_integrity()
 
 
@@ -174,7 +176,7 @@ HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE
         (LeaseUse.TURN, 0.0, True, Rank.CLAIMED_TURN),
     ],
 )
-def test_a_lease_is_ranked_by_its_use_its_age_and_whether_anybody_has_come(
+def test_a_lease_is_ranked_by_its_use_its_age_and_whether_a_consumer_has_renewed_it(
     use: LeaseUse, age_heartbeats: float, renewed: bool, rank: Rank | None
 ) -> None:
     lease = Lease("r", 0, Epoch(1), use, held_s=100.0)

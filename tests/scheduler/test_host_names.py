@@ -1,4 +1,4 @@
-"""Host names are looked up without anybody waiting."""
+"""Host names are looked up without blocking the caller."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_localhost_is_the_address_that_a_listener_on_it_binds() -> None:
 
 
 @pytest.mark.parametrize("host", ["no such host", "a" * 300, "é" * 70 + ".example", "..", "\udc80"])
-def test_a_host_that_is_none_is_none(host: str) -> None:
+def test_a_host_that_does_not_exist_has_no_address(host: str) -> None:
     assert look_up(host) is None
 
 
-def test_a_name_is_asked_for_once_while_it_is_looked_up_and_again_later() -> None:
+def test_calls_during_a_look_up_share_it_and_later_ones_look_up_again() -> None:
     asked: list[str] = []
     answer = threading.Event()
     reported: queue.SimpleQueue[Found] = queue.SimpleQueue()
@@ -55,7 +55,7 @@ def test_a_name_is_asked_for_once_while_it_is_looked_up_and_again_later() -> Non
     assert asked == ["peer", "peer"]
 
 
-def test_where_the_system_gives_no_thread_there_is_no_such_host_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_free_thread_a_look_up_fails_and_a_later_one_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

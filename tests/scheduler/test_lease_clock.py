@@ -1,4 +1,4 @@
-"""A lease's time: when it starts, what renews it, and whose silence counts."""
+"""A lease's time: when it starts, what renews it, and which pauses count."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_a_consumer_that_stalls_for_less_than_the_lease_minus_one_heartbeat_lose
 
 
 @pytest.mark.parametrize("pause_s", [LEASE_S, 3600.0])
-def test_a_pause_of_the_producer_itself_is_not_the_consumers_silence(pause_s: float) -> None:
-    """Renewals that came meanwhile may still be under way inside this process: they get their time."""
+def test_a_pause_of_the_producer_does_not_expire_leases(pause_s: float) -> None:
+    """Renewals that arrived meanwhile may still wait inside this process: they are applied first."""
     clocked = Clocked()
     lease = clocked.finish()
     clocked.step()
@@ -122,7 +122,7 @@ def test_a_release_before_the_workers_know_of_the_hold_ends_it_in_the_next_step(
     assert clocked.counters.total("leases_released", "release") == 1
 
 
-def test_a_slot_that_changes_hands_within_a_step_is_ended_before_it_is_opened() -> None:
+def test_a_slot_that_is_reused_within_a_step_is_ended_before_it_is_opened() -> None:
     ledger = ProducerLedger(1, LEASE_S, Counters())
     ledger.open("a")
     ledger.take_orders(0.0)
@@ -134,7 +134,7 @@ def test_a_slot_that_changes_hands_within_a_step_is_ended_before_it_is_opened() 
     assert orders.ends[0].epoch != orders.opens[0].epoch
 
 
-def test_a_lease_that_nobody_was_told_of_disappears_without_a_word() -> None:
+def test_a_lease_that_was_never_announced_ends_without_orders() -> None:
     ledger = ProducerLedger(1, LEASE_S, Counters())
     ledger.open("a")
     ledger.abandon("a")

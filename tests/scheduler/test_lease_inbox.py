@@ -1,4 +1,4 @@
-"""What waits for an idle engine."""
+"""The inbox of renewals and releases while the engine is idle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.protocol.samples import BOOT, EPOCH
 A, B, C = (LeaseName(slot=slot, epoch=EPOCH) for slot in range(3))
 
 
-def test_a_lease_that_is_renewed_for_minutes_waits_once_with_the_time_of_the_last() -> None:
+def test_repeated_renewals_of_a_lease_are_one_entry_with_the_latest_time() -> None:
     inbox = LeaseInbox()
     for second in range(1000):
         assert inbox.put(Renew(boot=BOOT, leases=(A, B)), float(second))
@@ -33,7 +33,7 @@ def test_a_release_is_not_lost_to_renewals_nor_the_other_way_round() -> None:
     ]
 
 
-def test_when_too_much_waits_those_that_are_known_are_still_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_full_inbox_renewals_replace_those_of_the_same_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_inbox, "MAX_WAITING_LEASES", 2)
     inbox = LeaseInbox()
     assert inbox.put(Renew(boot=BOOT, leases=(A, B, B)), 1.0)

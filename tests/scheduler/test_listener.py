@@ -1,4 +1,4 @@
-"""The side channel's listener over real sockets: what it answers, and what it lives through."""
+"""The side channel's listener over real sockets: its answers, and the inputs that it survives."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_hello_is_answered_with_the_whole_description(
     assert counters.total("handshakes_served") == 1
 
 
-def test_before_the_workers_are_ready_askers_are_told_to_come_back(counters: Counters) -> None:
+def test_before_the_workers_are_ready_a_hello_is_refused_as_starting(counters: Counters) -> None:
     with listening(counters) as (listener, port):
         answer = ask(port)
         assert isinstance(answer, Refused)
@@ -76,8 +76,8 @@ def test_an_unworkable_hello_is_refused_by_the_name_of_its_field(
     assert ask(served[1], engine_id, version) == Refused(field=field, value=value, expected=expected)
 
 
-def test_what_is_said_of_leases_that_nobody_has_waits_for_no_step(counters: Counters) -> None:
-    """So a flood of made-up names keeps no renewal out, and costs the step that hears them nothing."""
+def test_messages_about_unknown_leases_are_dropped_before_the_inbox(counters: Counters) -> None:
+    """So a flood of invented names keeps no renewal out, and costs the next step nothing."""
     mine, port = LeaseName(slot=2, epoch=EPOCH), free_port()
     listener = SideChannelListener(HOST, port, counters, knows=lambda boot, name: (boot, name) == (BOOT, mine))
     try:
@@ -157,7 +157,7 @@ def test_bytes_that_are_not_zmq_and_connections_that_break_do_not_stop_it(
     assert isinstance(ask(served[1]), EngineDescription)
 
 
-def test_a_message_that_is_too_large_costs_its_sender_the_connection_and_nobody_else(
+def test_a_message_that_is_too_large_ends_only_its_senders_connection(
     served: tuple[RecordingListener, int], counters: Counters
 ) -> None:
     with client(served[1]) as sock:
@@ -167,7 +167,7 @@ def test_a_message_that_is_too_large_costs_its_sender_the_connection_and_nobody_
     assert counters.total("bad_frames") == 0
 
 
-def test_an_error_nobody_foresaw_is_counted_and_the_next_asker_is_answered(
+def test_an_unexpected_exception_is_counted_and_the_next_asker_is_answered(
     served: tuple[RecordingListener, int], counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listener, port = served
@@ -180,7 +180,7 @@ def test_an_error_nobody_foresaw_is_counted_and_the_next_asker_is_answered(
 
 
 def test_an_asker_that_never_takes_its_answers_costs_little_memory(counters: Counters) -> None:
-    """Some answers wait for it, the rest is dropped: a megabyte each would add up quickly."""
+    """Some answers are queued, the others are dropped: they have up to a megabyte each."""
     with listening(counters) as (listener, port):
         metadata = bytes(1 << 20)
         listener.publish(make_description(workers=(make_worker(agent_metadata=metadata),)))
@@ -198,7 +198,7 @@ def test_an_asker_that_never_takes_its_answers_costs_little_memory(counters: Cou
         assert 0 < answers < 60
 
 
-def test_an_engine_that_takes_no_messages_keeps_what_was_said_of_each_lease_last(counters: Counters) -> None:
+def test_an_idle_engine_keeps_the_latest_message_about_each_lease(counters: Counters) -> None:
     port, count = free_port(), 3000
     listener = SideChannelListener(HOST, port, counters)
     try:
@@ -207,7 +207,7 @@ def test_an_engine_that_takes_no_messages_keeps_what_was_said_of_each_lease_last
                 sock.send_multipart([b"", encode(Renew(boot=BOOT, leases=(_name(number % 3),)))])
             sock.send_multipart([b"", encode(Release(boot=BOOT, leases=(_name(1),)))])
             sock.send_multipart([b"", encode(Renew(boot=BOOT, leases=(_name(9),)))])
-            wait_until(lambda: listener.inbox.qsize() == 5, "all are heard")
+            wait_until(lambda: listener.inbox.qsize() == 5, "all have arrived")
         assert counters.total("dropped_messages") == 0
         received = [(one.kind, one.name.slot) for one in listener.inbox.take()]
         assert received == [(Renew, 0), (Renew, 1), (Renew, 2), (Release, 1), (Renew, 9)]
@@ -286,6 +286,6 @@ def test_a_process_that_never_closes_it_still_ends() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
 
 
-def test_it_uses_no_processor_time_while_nobody_asks(served: tuple[RecordingListener, int]) -> None:
+def test_it_uses_no_processor_time_without_requests(served: tuple[RecordingListener, int]) -> None:
     ask(served[1])
     assert min(cpu_share(0.5) for _ in range(3)) < 0.02

@@ -51,7 +51,7 @@ def test_a_request_that_is_computed_here_prewarms_no_producer(slot: int, shared:
 
 
 def test_after_a_while_and_after_a_failed_load_the_next_request_names_its_producer_again() -> None:
-    """A worker may have forgotten it, and says nothing of it."""
+    """A worker may have dropped it, and does not report that."""
     loads = ConsumerLedger(Counters())
     loads.offer("d1", source(1), 300, 0.0)
     assert loads.take_prewarms() == (PRODUCER,)
@@ -73,8 +73,8 @@ def test_a_restarted_producer_is_another_one() -> None:
     assert len(prewarms.take()) == 1
 
 
-def test_what_is_remembered_and_what_one_step_says_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients choose the names. A producer left out is named with the next request that needs it."""
+def test_remembered_producers_and_prewarms_of_one_step_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients choose the names. A producer left out is queued by the next request that needs it."""
     monkeypatch.setattr(meetings, "MAX_NAMED", 100)
     prewarms = PrewarmQueue()
     named = [Prewarm.of(make_params(remote_host=f"10.0.1.{number}")) for number in range(MAX_WAITING + 1)]
@@ -103,7 +103,7 @@ def test_a_static_producer_is_prewarmed_once_and_requests_need_not_name_it_for_a
     assert loads.take_prewarms() == (PRODUCER,), "the workers may have lost it"
 
 
-def test_more_producers_than_one_step_names_are_all_named_when_the_configuration_names_them() -> None:
+def test_static_producers_are_all_prewarmed_even_beyond_the_limit_of_one_step() -> None:
     prewarms = PrewarmQueue()
     named = [
         msgspec.structs.replace(PRODUCER, host=f"10.0.1.{number}", is_static=True) for number in range(2 * MAX_WAITING)

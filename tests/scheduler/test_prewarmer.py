@@ -33,7 +33,7 @@ ME = "decode-0"
 
 
 class Found:
-    """What was found, in order."""
+    """The producers found, in order."""
 
     def __init__(self) -> None:
         self.producers: queue.SimpleQueue[Prewarm] = queue.SimpleQueue()
@@ -151,7 +151,7 @@ def test_this_very_engine_is_left_out(listen: Any, look_for: Any, found: Found) 
 
 
 class TalksNonsense:
-    """Answers whatever it is asked."""
+    """Answers every request."""
 
     def __init__(self, *answers: bytes) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -172,14 +172,14 @@ class TalksNonsense:
 
 
 class LastTrial(KeyTrials):
-    """No secret was accepted: the connection in plain that tells why."""
+    """No secret was accepted: the plain connection that finds out why."""
 
     def __init__(self, secrets: Secrets) -> None:
         super().__init__(secrets)
         self.secret = None
 
 
-def test_nothing_is_said_over_the_connection_that_only_tells_why_no_secret_was_accepted(
+def test_nothing_is_sent_over_the_plain_connection_that_finds_out_why_no_secret_was_accepted(
     look_for: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.KeyTrials", LastTrial)
@@ -193,7 +193,7 @@ def test_nothing_is_said_over_the_connection_that_only_tells_why_no_secret_was_a
 
 
 class TalksUnasked:
-    """Answers who has not asked anything."""
+    """Answers without a request."""
 
     def __init__(self, answer: bytes) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -202,13 +202,13 @@ class TalksUnasked:
         self._answer = answer
 
     def talk(self) -> None:
-        self._socket.send_multipart([b"", self._answer])  # to the first who connects
+        self._socket.send_multipart([b"", self._answer])  # to the first peer that connects
 
     def close(self) -> None:
         self._context.destroy(linger=0)
 
 
-def test_who_has_no_secret_is_not_taken_for_a_producer_by_answering_unasked(
+def test_an_unasked_answer_of_a_peer_without_a_secret_is_ignored(
     look_for: Any, found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.KeyTrials", LastTrial)
@@ -239,7 +239,7 @@ def test_for_want_of_sockets_a_producer_is_looked_for_again_later(
     monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.FIRST_BACKOFF_S", 0.01)
     port = free_port()
     listen(port, life(1))
-    look_for([("localhost", port)])  # a name: what becomes of it is heard between two turns
+    look_for([("localhost", port)])  # a name: the result of the look-up arrives between two turns
     assert found.next() == prewarm(port, life(1), "localhost")
     assert "Too many open files" in caplog.text
 
@@ -278,7 +278,7 @@ def test_where_the_system_gives_no_thread_peers_are_not_prewarmed_and_nothing_fa
 @pytest.mark.parametrize(
     "answer", [b"", b"HTTP/1.1 400", encode(Hello(engine_id="a", asker="b")), encode(life(1))[:40]]
 )
-def test_an_answer_that_is_none_is_a_failed_attempt_and_the_next_one_may_be_better(
+def test_an_invalid_answer_is_a_failed_attempt_and_the_next_one_may_succeed(
     answer: bytes, look_for: Any, found: Found
 ) -> None:
     liar = TalksNonsense(answer)
@@ -302,7 +302,7 @@ def test_with_secrets_each_is_tried_and_without_the_right_one_nothing_is_reporte
     listen(plain, life(3))
     look_for([(HOST, locked), (HOST, plain), (HOST, port)], secrets=(NEW, OLD))
     assert found.next() == prewarm(port, life(1))
-    wait_until(lambda: f"prewarming {HOST}:{locked}: it has none of the secrets" in caplog.text, "it is told")
+    wait_until(lambda: f"prewarming {HOST}:{locked}: it has none of the secrets" in caplog.text, "it is logged")
     wait_until(lambda: f"prewarming {HOST}:{plain}: it has no secret" in caplog.text, "it is logged")
     assert found.producers.empty()
 

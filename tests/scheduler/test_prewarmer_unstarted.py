@@ -1,4 +1,4 @@
-"""A prewarmer that is made and closed without a start leaves nothing open."""
+"""A prewarmer that is closed without a start leaves nothing open."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.scheduler.channel import HOST
 from tests.scheduler.test_prewarmer import ME, TIMEOUT_S
 
 
-def test_what_was_never_started_leaves_nothing_behind() -> None:
+def test_a_prewarmer_that_was_never_started_leaves_nothing_open() -> None:
     fds = Path("/proc/self/fd")
     before = len(list(fds.iterdir()))
     made = [PeerPrewarmer([(HOST, 1)], ME, lambda _: None, TIMEOUT_S) for _ in range(5)]

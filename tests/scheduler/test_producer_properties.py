@@ -27,7 +27,7 @@ FIRST_S = {LeaseUse.PROMPT: LEASE_S, LeaseUse.TURN: TURN_S}
 
 @dataclass
 class Modelled:
-    """What the rules say about one lease."""
+    """One lease as the rules describe it."""
 
     epoch: int
     use: LeaseUse
@@ -125,7 +125,7 @@ class ProducerHistories(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, SLOTS + 1), epoch=st.integers(1, 3), data=st.data())
     def unknown_names_are_refused(self, slot: int, epoch: int, data: st.DataObject) -> None:
-        """A guessed epoch, a slot that is none, a lease that is over or computing."""
+        """A guessed epoch, an invalid slot, a lease that is over or computing."""
         guess = LeaseName(slot=slot, epoch=f"{epoch << 50:015x}")
         assert not self.ledger.release(guess)
         assert not self.ledger.renew(guess)
@@ -211,7 +211,7 @@ class ProducerHistories(RuleBasedStateMachine):
         assert self.ledger.held() == sum(lease.phase != "computing" for lease in self.model.values())
 
     def teardown(self) -> None:
-        """When nobody says anything any more, everything is free within a lease, or a turn's time, and one step."""
+        """Without further messages everything is free within a lease, or a turn's time, and one step."""
         for name in [name for name, lease in self.model.items() if lease.phase == "computing"]:
             self.ledger.abandon(name)
             lease = self.model.pop(name)

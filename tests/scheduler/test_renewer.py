@@ -1,4 +1,4 @@
-"""The consumer's half of the side channel over real sockets: who is renewed, who is told, and who delays whom."""
+"""The consumer's half of the side channel over real sockets: renewals, releases, and no delay by dead producers."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_lease_that_is_given_back_is_released_at_once(renewer: LeaseRenewer, c
         assert counters.total("leases_given_back") == 1
 
 
-def test_leases_that_are_dropped_before_they_need_a_renewal_wake_nobody(
+def test_leases_that_are_dropped_before_their_first_renewal_do_not_wake_the_thread(
     renewer: LeaseRenewer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wakes = itertools.count()
@@ -127,7 +127,7 @@ def test_leases_that_are_dropped_before_they_need_a_renewal_wake_nobody(
         renewer.submit([ForgetLease(lease(port, slot, lease_s=LONG_S))])
     assert next(wakes) == 0
     renewer.submit([ReleaseLease(lease(port, lease_s=LONG_S))])
-    wait_until(renewer._inbox.empty, "a lease that is given back has woken nobody")
+    wait_until(renewer._inbox.empty, "a released lease has not woken the thread")
     assert not renewer._kept
 
 
@@ -142,7 +142,9 @@ def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(renewer: Leas
         assert time.monotonic() - start_s < LONG_S / HEARTBEATS_PER_LEASE
 
 
-def test_what_waits_for_the_renewer_is_bounded(renewer: LeaseRenewer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submissions_that_wait_for_the_renewer_are_bounded(
+    renewer: LeaseRenewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvferry.scheduler.side_channel.heartbeat._MOST_WAITING", 100)
     port = free_port()
     renewer.submit([RenewLease(lease(port, lease_s=LONG_S))])
@@ -184,12 +186,14 @@ def renewed_on_time(renewer: LeaseRenewer, disturb: Callable[[], None]) -> None:
             assert time.monotonic() - before_s < 3.0, "the lease would have expired"
 
 
-def test_dead_producers_delay_nobody(renewer: LeaseRenewer) -> None:
+def test_dead_producers_delay_no_other(renewer: LeaseRenewer) -> None:
     dead = [lease(free_port(), slot, lease_s=0.06) for slot in range(20)]
     renewed_on_time(renewer, lambda: renewer.submit(RenewLease(one) for one in dead))
 
 
-def test_a_name_server_that_does_not_answer_delays_nobody(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_server_that_does_not_answer_delays_no_other_producer(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Looked up by ZMQ itself, three such names were measured to stop every renewal for minutes."""
     answer = threading.Event()
     looking: list[str] = []
@@ -224,7 +228,7 @@ def test_a_hostile_host_is_counted_and_the_renewer_lives_on(
         assert listener.inbox.get(timeout=10) == _release(port, 1)
 
 
-def test_an_error_nobody_foresaw_does_not_stop_it(renewer: LeaseRenewer, counters: Counters) -> None:
+def test_an_unexpected_exception_does_not_stop_it(renewer: LeaseRenewer, counters: Counters) -> None:
     broken = msgspec.structs.replace(lease(1).name, epoch=object())
     renewer.submit([ReleaseLease(RemoteLease(HOST, 1, BOOT, broken, 1.0))])
     wait_until(lambda: counters.total("side_channel_errors") == 1, "the error is counted")
@@ -233,7 +237,7 @@ def test_an_error_nobody_foresaw_does_not_stop_it(renewer: LeaseRenewer, counter
         assert listener.inbox.get(timeout=10) == _release(port, 1)
 
 
-def test_a_producer_that_comes_back_at_its_address_is_heard_again(renewer: LeaseRenewer) -> None:
+def test_a_producer_that_restarts_at_its_address_is_renewed_again(renewer: LeaseRenewer) -> None:
     port = free_port()
     renewer.submit([RenewLease(lease(port, lease_s=0.12))])
     for boot in (BOOT, "f" * 32):

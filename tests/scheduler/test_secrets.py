@@ -1,4 +1,4 @@
-"""The side channel with secrets, over real sockets: who is let in, who is not, and that both ends say so."""
+"""The side channel with secrets, over real sockets: which peers are admitted, and what both ends log."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 30.0
-"""Every refusal has to come long before it."""
+"""Every refusal must come long before it."""
 
 HELLO = encode(Hello(engine_id="prefill-0", asker="test"))
 NAME = LeaseName(slot=1, epoch=f"{2:015x}")
@@ -65,7 +65,7 @@ def listening(secrets: Secrets, counters: Counters | None = None) -> Iterator[tu
 
 
 def handshake(port: int, secrets: Secrets) -> bool:
-    """Whether it succeeds; a refusal has to be typed."""
+    """Whether it succeeds; a refusal must be a typed error."""
     try:
         return fetch_description(HOST, port, "prefill-0", "test", TIMEOUT_S, secrets) == make_description()
     except PeerRefused:
@@ -73,7 +73,7 @@ def handshake(port: int, secrets: Secrets) -> bool:
 
 
 def go_together(theirs: Secrets, ours: Secrets) -> bool:
-    """What the documentation promises: the listener's first is among those that are listed here."""
+    """Whether the listener's first secret is among those listed here, as the documentation requires."""
     return theirs[0] in ours if theirs else not ours
 
 
@@ -88,7 +88,7 @@ def release_lease(port: int) -> ReleaseLease:
 @pytest.mark.parametrize("theirs", LISTS)
 @pytest.mark.parametrize("ours", LISTS)
 def test_engines_speak_if_the_listeners_first_secret_is_listed_by_the_asker(theirs: Secrets, ours: Secrets) -> None:
-    """Handshakes and releases alike; and a refusal takes nobody's whole deadline."""
+    """Handshakes and releases alike; a refusal comes before the deadline."""
     counters = Counters()
     renewer = LeaseRenewer(counters, ours)
     started_s = time.monotonic()
@@ -117,7 +117,7 @@ def test_engines_speak_if_the_listeners_first_secret_is_listed_by_the_asker(thei
     ],
     ids=["missing", "superfluous", "another", "the wrong order"],
 )
-def test_both_ends_say_what_does_not_fit(
+def test_both_ends_log_why_their_secrets_do_not_match(
     theirs: Secrets, ours: Secrets, said: str, counters: Counters, caplog: pytest.LogCaptureFixture
 ) -> None:
     started_s = time.monotonic()
@@ -160,7 +160,7 @@ def test_many_refusals_are_all_counted_and_few_are_logged(counters: Counters, ca
 
 
 def test_a_key_that_is_not_of_a_listed_secret_is_not_admitted(counters: Counters) -> None:
-    """Somebody knows the listener's public key, and has no secret."""
+    """A peer that knows the listener's public key, but no secret."""
     other_peer = KeyPair.of(os.urandom(32))
     with listening((OLD, NEW), counters) as (listener, port), client(port) as sock:
         sock.disconnect(f"tcp://{HOST}:{port}")
@@ -178,7 +178,7 @@ def test_a_key_that_is_not_of_a_listed_secret_is_not_admitted(counters: Counters
 
 
 @pytest.mark.parametrize("second", [OLD, NEW])
-def test_whoever_has_any_listed_secret_is_admitted(second: Secret) -> None:
+def test_an_asker_with_any_listed_secret_is_admitted(second: Secret) -> None:
     """The asker's own pair may be of either secret: ZAP admits the keys of all that are listed."""
     with listening((OLD, NEW)) as (_, port), client(port) as sock:
         sock.disconnect(f"tcp://{HOST}:{port}")
@@ -192,7 +192,7 @@ def test_whoever_has_any_listed_secret_is_admitted(second: Secret) -> None:
 
 @contextlib.contextmanager
 def impostor(keys: KeyPair | None) -> Iterator[tuple[int, list[bytes]]]:
-    """Answers everybody with a good description; with these keys, or in plain. Gives what it was told."""
+    """Answers every peer with a good description, with these keys or in plain. Yields the messages it received."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sock = context.socket(zmq.ROUTER)
     sock.setsockopt(zmq.LINGER, 0)
@@ -221,7 +221,7 @@ def impostor(keys: KeyPair | None) -> Iterator[tuple[int, list[bytes]]]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "any keys", "keys of another secret", "the asker's keys"])
-def test_who_only_pretends_to_be_the_listener_is_believed_nothing_and_told_nothing(
+def test_an_impostor_of_the_listener_receives_nothing_and_its_answers_are_ignored(
     kind: str, counters: Counters
 ) -> None:
     keys = {
@@ -325,7 +325,7 @@ def test_everything_is_sent_before_closing_although_the_first_secret_is_another(
         assert [listener.inbox.get(timeout=TIMEOUT_S).leases[0].slot for _ in range(30)] == list(range(30))
 
 
-def test_an_engine_that_comes_back_with_the_next_secret_is_heard_again(counters: Counters) -> None:
+def test_an_engine_that_restarts_with_the_next_secret_is_renewed_again(counters: Counters) -> None:
     port = free_port()
     renewer = LeaseRenewer(counters, (OLD, NEW))
     try:
@@ -343,7 +343,7 @@ def test_an_engine_that_comes_back_with_the_next_secret_is_heard_again(counters:
 def test_a_producer_that_answers_renewals_at_length_loses_the_connection_and_fills_no_memory(
     counters: Counters,
 ) -> None:
-    """Nobody reads such answers: they would wait in memory for ever."""
+    """Such answers are never read: they would stay in memory for ever."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     producer = context.socket(zmq.ROUTER)
     producer.setsockopt(zmq.RCVTIMEO, 30_000)
@@ -427,7 +427,9 @@ def test_a_producer_without_the_secret_delays_no_other(counters: Counters) -> No
         renewer.close()
 
 
-def test_an_error_in_the_gatekeeper_stops_nothing(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_curve_auth_does_not_stop_the_listener(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with listening((OLD,), counters) as (listener, port):
         assert listener._curve_auth is not None
         with monkeypatch.context() as patch:
@@ -443,7 +445,7 @@ def test_an_error_in_the_gatekeeper_stops_nothing(counters: Counters, monkeypatc
     [[], [b""], [b"", b"1.0"], [b"", b"2.0", b"1", b"", b"", b"", b"CURVE", b"x"], [b"", b"1.0", b"1"], [b"\xff"] * 50],
     ids=str,
 )
-def test_a_question_that_is_none_is_dropped_or_denied(frames: list[bytes], counters: Counters) -> None:
+def test_a_malformed_zap_request_is_dropped_or_denied(frames: list[bytes], counters: Counters) -> None:
     with listening((OLD,), counters) as (listener, port):
         sock = listener._context.socket(zmq.DEALER)
         sock.setsockopt(zmq.LINGER, 0)

@@ -1,4 +1,4 @@
-"""A step: who is heard before whose time is judged."""
+"""A step: messages are applied before leases expire."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def scheduler() -> Iterator[Scheduler]:
     made.listener.close()
 
 
-def test_a_renewal_that_has_arrived_is_heard_before_the_lease_is_judged(scheduler: Scheduler) -> None:
+def test_a_renewal_that_has_arrived_is_applied_before_the_lease_may_expire(scheduler: Scheduler) -> None:
     name = scheduler.hold()
     for _ in range(HEARTBEATS_PER_LEASE - 1):
         scheduler.step(LEASE_S / HEARTBEATS_PER_LEASE)
@@ -65,7 +65,7 @@ def test_a_release_ends_its_lease_in_the_same_step(scheduler: Scheduler) -> None
     assert [end.request_id for end in scheduler.step().ends] == ["p"]
 
 
-def test_what_was_said_to_another_life_is_counted_and_changes_nothing(scheduler: Scheduler) -> None:
+def test_messages_to_another_boot_are_counted_and_change_nothing(scheduler: Scheduler) -> None:
     name = scheduler.hold()
     scheduler.listener.inbox.put(Release(boot="f" * 32, leases=(name,)))
     scheduler.listener.inbox.put(Renew(boot="f" * 32, leases=(name,)))

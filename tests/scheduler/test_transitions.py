@@ -1,4 +1,4 @@
-"""Both transition tables: complete, closed, and obeyed by the ledgers that carry them out."""
+"""Both transition tables: complete, closed, and obeyed by the ledgers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_pair_of_state_and_event_is_in_the_table_or_forbidden(
 
 
 @pytest.mark.parametrize(("table", "states", "events", "_expected"), TABLES)
-def test_every_state_is_reached_and_every_life_can_end(
+def test_every_state_is_reachable_and_can_end(
     table: TransitionTable[Any, Any], states: type[enum.Enum], events: type[enum.Enum], _expected: object
 ) -> None:
     initial = next(iter(states))
@@ -188,7 +188,7 @@ def test_the_consumers_ledger_obeys_its_table_and_is_unchanged_by_what_is_forbid
 
 
 def test_events_of_requests_without_a_lease_or_a_load_change_nothing() -> None:
-    """vLLM reports every request; most of them are not ours. Only what a worker of ours says must be known."""
+    """vLLM reports every request; most have no lease or load. Only reports of workers must be about a known one."""
     leases, loads = ProducerLedger(2, 30.0, Counters()), ConsumerLedger(Counters())
     before = contents(leases), contents(loads)
     assert leases.finish("other") is None

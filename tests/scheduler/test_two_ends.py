@@ -1,4 +1,4 @@
-"""Both ledgers and the lease table together, over a network that loses, repeats and reorders what they say."""
+"""Both ledgers and the lease table together, over a network that loses, repeats and reorders messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUIET_TICKS = 400
 
 
 def run_dry(fleet: Fleet) -> None:
-    """Let everything that was begun end; nothing new comes."""
+    """Run without new requests until everything that was begun has ended."""
     for _ in range(QUIET_TICKS):
         fleet.tick(busy=False)
         if fleet.is_quiet():
@@ -53,7 +53,7 @@ def nothing_is_left(fleet: Fleet) -> None:
 
 @given(seed=SEEDS, workers=WORKERS, loss=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
 @settings(max_examples=200)
-def test_nothing_leaks_and_no_reused_block_is_believed_whatever_the_network_does(
+def test_nothing_leaks_and_no_reused_block_is_accepted_whatever_the_network_does(
     seed: int, workers: tuple[int, int], loss: float
 ) -> None:
     fleet = Fleet(seed, workers=workers, loss=loss)
@@ -65,7 +65,7 @@ def test_nothing_leaks_and_no_reused_block_is_believed_whatever_the_network_does
 
 @given(seed=SEEDS, workers=WORKERS, ticks=st.integers(1, 150))
 @settings(max_examples=100)
-def test_everything_is_free_within_a_lease_of_the_consumers_death(
+def test_everything_is_freed_within_a_lease_after_the_consumer_died(
     seed: int, workers: tuple[int, int], ticks: int
 ) -> None:
     """The bound itself, lease and one step, is checked by the fleet at every step."""
@@ -77,7 +77,7 @@ def test_everything_is_free_within_a_lease_of_the_consumers_death(
     nothing_is_left(fleet)
 
 
-def test_such_histories_contain_every_way_in_which_a_lease_and_a_load_end() -> None:
+def test_the_random_histories_contain_every_end_of_a_lease_and_a_load() -> None:
     """Otherwise the tests above would prove little."""
     ends: Counter[str] = Counter()
     for seed in range(12):
@@ -109,8 +109,8 @@ def test_on_a_good_network_every_load_is_good_and_no_lease_expires(seed: int, wo
 
 
 @pytest.mark.parametrize("taken_away", ["fenced_before", "fenced_after"])
-def test_without_either_reading_of_the_slot_a_wrong_block_is_believed(taken_away: str) -> None:
-    """The fence is what the promise rests on: if this passes without it, the tests above are blind."""
+def test_without_either_read_of_the_slot_a_wrong_block_is_accepted(taken_away: str) -> None:
+    """The promise rests on the fence: without this test, the tests above could pass without it."""
     believed = 0
     for seed in range(30):
         fleet = Fleet(seed, loss=0.3, **{taken_away: False})  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ def test_everything_that_many_threads_put_arrives_in_each_ones_order() -> None:
                 writer, number = waking.get()
                 break
             except queue.Empty:
-                assert not waking.empty() or select.select([waking], [], [], 30.0)[0], "a put has woken nobody"
+                assert not waking.empty() or select.select([waking], [], [], 30.0)[0], "a put has not woken the reader"
         assert number == last[writer] + 1
         last[writer] = number
     for thread in threads:
@@ -63,14 +63,14 @@ def test_a_put_between_two_looks_of_the_reader_wakes_it_again() -> None:
     waking: WakingQueue[int] = WakingQueue()
     for number in range(3):
         waking.put(number)
-        assert select.select([waking], [], [], 0)[0], "nobody would take it"
+        assert select.select([waking], [], [], 0)[0], "the reader would not be woken for it"
         assert waking.get() == number
         with pytest.raises(queue.Empty):
             waking.get()
     waking.close()
 
 
-def test_a_put_after_the_end_wakes_nobody_and_harms_nobody() -> None:
+def test_a_put_after_close_has_no_effect() -> None:
     waking: WakingQueue[int] = WakingQueue()
     waking.close()
     for number in range(3):
@@ -78,8 +78,8 @@ def test_a_put_after_the_end_wakes_nobody_and_harms_nobody() -> None:
     assert waking.get() == 0
 
 
-def test_puts_that_nobody_takes_do_not_wait() -> None:
-    """The wake-up channel fills; what is put does not."""
+def test_puts_that_are_never_taken_do_not_wait() -> None:
+    """The wake-up socket fills up; the queue does not."""
     waking: WakingQueue[int] = WakingQueue()
     for number in range(5000):
         waking.put(number)

@@ -1,11 +1,11 @@
-"""When a request is over: all workers have said so, each for itself."""
+"""A request is over when each worker has acknowledged it."""
 
 from __future__ import annotations
 
 from kvferry.scheduler.producer.lease import WorkerAcks
 
 
-def test_a_request_is_over_when_the_last_worker_has_said_so() -> None:
+def test_a_request_is_over_when_the_last_worker_has_acknowledged_it() -> None:
     acks = WorkerAcks(3)
     assert acks.take(2, ["a", "b"]) == []
     assert acks.take(0, ["b"]) == []
@@ -15,7 +15,7 @@ def test_a_request_is_over_when_the_last_worker_has_said_so() -> None:
     assert len(acks) == 0
 
 
-def test_what_one_worker_says_twice_counts_once() -> None:
+def test_a_repeated_acknowledgement_of_a_worker_counts_once() -> None:
     acks = WorkerAcks(2)
     assert [acks.take(1, ["a"]) for _ in range(3)] == [[], [], []]
     assert acks.take(0, ["a"]) == ["a"]

@@ -44,7 +44,7 @@ class InvalidRequest(InputError):
 
 
 def one_of(found: str, accepted: Iterable[str]) -> str:
-    """`did you mean …? one of …`, the guess only where something comes close."""
+    """`did you mean …? one of …`; the guess only if a name is close."""
     names = list(accepted)
     near = difflib.get_close_matches(found.lower(), [name.lower() for name in names], n=1)
     begun = [name for name in names if len(found) > 2 and name.lower().startswith(found.lower())]
@@ -71,7 +71,7 @@ def number_option(name: str, text: str, low: float, high: float) -> float:
 
 
 def write_file(name: str, path: str, content: bytes) -> None:
-    """Write what an option asks for. Raises `InvalidArgument`."""
+    """Write the file that an option names. Raises `InvalidArgument`."""
     try:
         Path(path).write_bytes(content)
     except (OSError, ValueError) as refused:

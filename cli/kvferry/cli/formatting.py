@@ -1,6 +1,6 @@
-"""Numbers in words, the same in tables and pictures, and tables for terminals.
+"""Formats of numbers, the same in tables and pictures, and tables for terminals.
 
-Only tables need rich, which the extra `cli` brings.
+Only tables need rich, which the extra `cli` installs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
 
 
 def spans(held: Iterable[Range]) -> str:
-    """Several of them."""
+    """Several half-open ranges: `0…3, 5`."""
     return ", ".join(span(one) for one in held)
 
 
@@ -72,7 +72,7 @@ def span(held: Range) -> str:
 
 
 def decimal_bytes(num_bytes: float) -> str:
-    """What goes over a link: `1.07 GB`."""
+    """Bytes on a link: `1.07 GB`."""
     return _scaled(num_bytes, 1000, _DECIMAL)
 
 

@@ -1,9 +1,8 @@
-"""The command `kvferry`: arguments, exit codes, and the one line that says what is wrong.
+"""The command `kvferry`: arguments, exit codes, and error messages of one line.
 
 Exit codes: 0 when the pair works, the engine answered or nothing is broken; 1 when the doctor found something broken or
-the benchmark a wrong byte; 2
-when the pair is refused, when nobody answered, and for anything wrong with the input. A refused pair and the doctor's
-findings are told on standard output, everything else in one line on standard error.
+the benchmark a wrong byte; 2 when the pair is refused, the engine does not answer or the input is invalid. A refused
+pair and the doctor's findings are printed on standard output, every other error in one line on standard error.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ BAD = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; gives the exit code."""
+    """Run the command; returns the exit code."""
     options = _parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KvferryError as wrong:
         print(f"kvferry {options.command}: {wrong}", file=sys.stderr)
         return BAD
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
     return code
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvferry",
-        description="Who reads what from whom when KV caches move between engines, and whether this machine can.",
+        description="Plans, checks, measures and traces transfers of KV caches between engines.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, help="print the version")
@@ -58,8 +57,9 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan = commands.add_parser(
         "plan",
         help="how one engine would read another's cache",
-        description="How CONSUMER would read PRODUCER's cache. Either is a description JSON (a file, - for standard "
-        "input) or a short form, e.g. layers=32,heads=8,dim=128,tp=4. Exit code 2: the pair is refused, or bad input.",
+        description="How CONSUMER would read PRODUCER's cache. Either is an engine's description JSON (a file, - for "
+        "standard input) or a short form, e.g. layers=32,heads=8,dim=128,tp=4. "
+        "Exit code 2: the pair is refused, or bad input.",
         allow_abbrev=False,
     )
     plan.add_argument("producer", metavar="PRODUCER", help="the engine that prefills")
@@ -138,7 +138,7 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     trace.add_argument("dirs", metavar="DIR", nargs="+", help="folders, searched to the bottom, or files *.jsonl")
     trace.add_argument("-o", dest="out", metavar="OUT", help="a folder to make, or one file: .html, .svg or .json")
-    trace.add_argument("--request", metavar="ID", help="only handovers with an id that begins so, whoever's id")
+    trace.add_argument("--request", metavar="ID", help="only handovers with an id (of any kind) that begins so")
     trace.add_argument("--slowest", metavar="N", default="20", help="handovers that are shown (default: %(default)s)")
     trace.add_argument("--json", action="store_true", help="print what was found as JSON")
     trace.set_defaults(run=_run_trace)
@@ -175,7 +175,7 @@ def _run_trace(options: argparse.Namespace) -> int:
 
 
 class _Version(argparse.Action):
-    """Prints the version; it is looked up only then, since that takes a while."""
+    """Prints the version, which is looked up only then, since that is slow."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:  # noqa: A002
         super().__init__(option_strings, dest, nargs=0, help=help)

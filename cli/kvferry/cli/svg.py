@@ -1,4 +1,4 @@
-"""As much of SVG as the picture needs: elements as text, everything that comes from outside escaped."""
+"""The part of SVG that the pictures need: elements as text, with all outside text escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's half of a step: what came over the side channel is heard, then both ledgers give orders."""
+"""The scheduler's half of a step: apply what came over the side channel, then collect the orders of both ledgers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvferry.scheduler.state.counters import Counters
 def next_orders(
     leases: ProducerLedger, loads: ConsumerLedger, boot: str, now_s: float, *, may_expire: bool = True
 ) -> StepOrders:
-    """Everything that changed since the last step, for every worker of this engine.
+    """Orders of both ledgers since the last step, for every worker of this engine.
 
-    Call `receive_messages` before: renewals and releases count before the ledger judges whose time is over.
+    Call `receive_messages` before: renewals and releases are applied before leases expire.
 
     Args:
         boot: this engine's.
-        now_s: any clock that only goes forward.
-        may_expire: False while workers may know of leases that are over and have not said so.
+        now_s: from any monotonic clock.
+        may_expire: False while workers may have ended leases that they have not reported yet.
     """
     due = leases.take_orders(now_s, may_expire=may_expire)
     return StepOrders(
@@ -34,9 +34,10 @@ def next_orders(
 
 
 def receive_messages(listener: SideChannelListener, leases: ProducerLedger, boot: str, counters: Counters) -> None:
-    """Bring in the renewals and releases that came over the side channel so far.
+    """Apply the renewals and releases that have arrived over the side channel.
 
-    What was said to another `boot` than this engine's is counted (`renewals_unknown`, `releases_unknown`) and dropped.
+    Those addressed to another `boot` than this engine's are counted (`renewals_unknown`, `releases_unknown`) and
+    dropped.
     """
     for received in listener.inbox.take():
         if received.boot != boot:

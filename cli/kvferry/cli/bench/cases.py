@@ -1,6 +1,6 @@
-"""What is measured: sizes by powers of four, in one descriptor and in runs of 16 KiB.
+"""The cases of the benchmark: sizes by powers of four, in one descriptor and in runs of 16 KiB.
 
-The owner's memory has known content, so that a copy of it can be checked.
+The owner's memory has known content, so that copies can be checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvferry.cli.bench.messages import MIN_BYTES, Kind
 
 RUN_BYTES = 16 << 10
-"""The published knee: shorter descriptors are dear. Also a block of one head of many caches."""
+"""The published knee: shorter descriptors are slow. Also the block of one head in many caches."""
 _STEP = 4
 
 
@@ -27,12 +27,12 @@ class Case:
 
     @property
     def descriptors(self) -> int:
-        """Of one read."""
+        """The number of descriptors of one read."""
         return self.num_bytes // self.run_bytes
 
 
 def cases_of(kind: Kind, max_bytes: int) -> list[Case]:
-    """4 KiB, 16 KiB … up to `max_bytes`: each in one descriptor; those of several runs scattered, too."""
+    """4 KiB, 16 KiB … up to `max_bytes`: each in one descriptor; those of several runs also scattered."""
     found: list[Case] = []
     num_bytes = MIN_BYTES
     while num_bytes <= max_bytes:
@@ -47,7 +47,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def content(seed: int, length: int) -> Bytes:
-    """`length` bytes, a multiple of 8; of a longer one it is the beginning.
+    """`length` bytes, a multiple of 8; a prefix of every longer content of the same seed.
 
     The same on every machine and with every numpy, whose raw streams are fixed.
     """

@@ -1,4 +1,4 @@
-"""A parent's end: starts a child that uses NIXL, hears what it tells, and ends it whatever happens."""
+"""The parent's end: starts a child process that uses NIXL, receives its messages, and always ends it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _decoder: msgspec.json.Decoder[FromChild] = msgspec.json.Decoder(FromChild)
 
 
 class Child:
-    """A Python process, in a session of its own, so that Ctrl-C does not reach it and all of it can be ended.
+    """A Python process in a session of its own, so that Ctrl-C does not reach it and its whole group can be killed.
 
-    What UCX and others print goes to a file without a name.
+    The output of UCX and other libraries goes to an unnamed temporary file.
 
     Args:
-        command: what Python is given.
+        command: the arguments of Python.
         environ: its environment.
     """
 
@@ -59,26 +59,26 @@ class Child:
         return self._process.pid
 
     def tell(self, message: ToChild) -> None:
-        """One message; a child that is gone hears nothing, and `take` says so."""
+        """Send one message; ignored if the child is gone, which `take` reports."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.write(msgspec.json.encode(message) + b"\n")
                 self._process.stdin.flush()
 
     def take(self, timeout_s: float = 0.0) -> FromChild | None:
-        """What it tells next, `Failed` when it has ended; None if it tells nothing in time."""
+        """The child's next message, `Failed` when it has ended; None if none arrives in time."""
         try:
             return self._reported.get(timeout=timeout_s) if timeout_s > 0 else self._reported.get_nowait()
         except queue.Empty:
             return None
 
     def lanes(self) -> str:
-        """Over which transports it speaks to the other one, as UCX names them; empty if it has not."""
+        """The transports to its peer, as UCX names them; empty without a connection."""
         found = _LANES.findall(self._printed())
         return re.sub(r"\s+", " ", found[-1].replace("/memory", "")).strip() if found else ""
 
     def close(self) -> None:
-        """End it: by itself, so that its agent is closed, or else by force. Idempotent."""
+        """Let it end by itself, so that its agent is closed; kill it after a short time. Idempotent."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()

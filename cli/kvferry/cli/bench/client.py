@@ -1,4 +1,4 @@
-"""`kvferry bench --connect`: joins a listener, lets the reader measure, and hears of both until they are done."""
+"""`kvferry bench --connect`: joins a listener, runs the reader, and collects its results."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from kvferry.worker.peers.handshake_client import exchange
 START_S = 120.0
 ALIVE_S = 2.0
 _GRACE_S = 10.0
-"""A reader tells at least this much later than a read may take: it compares bytes in between."""
+"""Added to the timeout of a read before the reader counts as hanging: it compares bytes in between."""
 _RETRY_S = 0.3
 _GOODBYE_S = 2.0
 
 
 @dataclass
 class Outcome:
-    """What was measured. `lanes`: the transports, as UCX names them. `no_cuda`: why not, for this side and that."""
+    """The results. `lanes`: the transports, as UCX names them. `no_cuda`: why there is no GPU memory, by side."""
 
     host: str = ""
     lanes: str = ""
@@ -56,13 +56,13 @@ class Outcome:
 
     @property
     def wrong(self) -> int:
-        """Bytes."""
+        """The number of wrong bytes."""
         return sum(reads.wrong for reads in self.reads)
 
 
 @dataclass(frozen=True)
 class Listener:
-    """How the listener is asked."""
+    """The listener's address, with the timeout and secrets for requests to it."""
 
     host: str
     port: int
@@ -70,7 +70,7 @@ class Listener:
     secrets: Secrets
 
     def ask(self, request: Request, timeout_s: float | None = None) -> Reply:
-        """One question, one answer. Raises `BenchFailed`."""
+        """Send one request and return the reply. Raises `BenchFailed`."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         try:
             return decode_reply(exchange(self.host, self.port, encode(request), limit_s, self.secrets))
@@ -80,7 +80,7 @@ class Listener:
             raise BenchFailed(f"{failed}; does `kvferry bench --listen` run there? {CHECK}") from None
 
     def join(self, join: Join) -> Offer:
-        """Join, as soon as it has time. Raises `BenchFailed`."""
+        """Join, with retries while the listener is busy. Raises `BenchFailed`."""
         end_s = time.monotonic() + self.timeout_s
         while True:
             reply = self.ask(join)
@@ -98,18 +98,18 @@ class Listener:
 def run_client(
     listener: Listener, task: Task, show: Callable[[Progress], None], command: Sequence[str] = READER
 ) -> Outcome:
-    """Measure all.
+    """Run the whole benchmark.
 
     Args:
-        show: told how far it is.
-        command: what Python is given to run the reader.
+        show: called with the progress.
+        command: the arguments of Python that run the reader.
 
-    Raises `BenchFailed`, with one line of what is wrong and what to check.
+    Raises `BenchFailed`, with the error and the things to check in one line.
     """
     session = random.token_hex(16)
     outcome = Outcome()
     show(Progress(what=f"connecting to {listener.host}:{listener.port}", done=0, cases=0))
-    listener.ask(Alive(session=session))  # refused, of course; but now it is known that somebody is there
+    listener.ask(Alive(session=session))  # always refused; it shows that a listener answers there
     reader = Child(command)
     joined = complete = False
     try:
@@ -117,7 +117,7 @@ def run_client(
         show(Progress(what="loading NIXL", done=0, cases=0))
         ready = _reported(reader, START_S)
         if not isinstance(ready, Ready):
-            raise BenchFailed("the reader spoke out of turn")
+            raise BenchFailed("the reader sent an unexpected message")
         me = socket.gethostname()[:256] or "unnamed"
         offer = listener.join(Join(session=session, host=me, agent_metadata=ready.agent_metadata))
         joined = True
@@ -143,7 +143,7 @@ def run_client(
 
 
 def _until_done(reader: Child, listener: Listener, session: str, timeout_s: float) -> Iterator[FromChild]:
-    """What the reader tells, while the listener hears that it goes on."""
+    """The reader's messages; keeps the listener's session alive meanwhile."""
     next_s = time.monotonic() + ALIVE_S
     received_s = time.monotonic()
     while True:
@@ -157,7 +157,7 @@ def _until_done(reader: Child, listener: Listener, session: str, timeout_s: floa
             received_s = now_s
             yield reported
         elif now_s - received_s > timeout_s + _GRACE_S:
-            raise BenchFailed(f"NIXL hangs: nothing came of it for {now_s - received_s:.0f} s; {CHECK}")
+            raise BenchFailed(f"NIXL hangs: no result for {now_s - received_s:.0f} s; {CHECK}")
         if now_s >= next_s:
             reply = listener.ask(Alive(session=session))
             if isinstance(reply, Refused):
@@ -178,4 +178,4 @@ def _say_goodbye(listener: Listener, leave: Leave) -> None:
     try:
         listener.ask(leave, _GOODBYE_S)
     except BenchFailed:
-        return  # it notices by itself, and whatever is wrong has been said
+        return  # the listener notices by itself, and the error was reported already

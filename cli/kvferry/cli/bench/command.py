@@ -24,7 +24,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Run the command; gives the exit code. Raises `KvferryError`."""
+    """Run the command; returns the exit code. Raises `KvferryError`."""
     if (options.listen is None) == (options.connect is None):
         raise InvalidArgument("bench", "both" if options.listen else "neither", "--listen or --connect HOST[:PORT]")
     task = Task(
@@ -67,7 +67,7 @@ def _connect(options: argparse.Namespace, task: Task) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Progress], None]]:
-    """A live line on a terminal; nothing where standard error is none, or rich is missing."""
+    """A live line on a terminal; nothing if standard error is no terminal, or rich is missing."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn

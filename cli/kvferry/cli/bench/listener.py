@@ -1,7 +1,7 @@
-"""`kvferry bench --listen`: serves memory of known content, to one client after the other.
+"""`kvferry bench --listen`: serves memory of known content, to one client at a time.
 
-It answers with nothing but its own benchmark's memory, and lives on whatever arrives; what it says to whom is bounded
-as on an engine's side channel, with the same parts.
+It gives access to the benchmark's memory only, and no input ends it. Queues and connections are bounded as on an
+engine's side channel, by the same classes.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from kvferry.scheduler.side_channel.curve_auth import CurveAuth
 from kvferry.scheduler.state.counters import Counters
 
 SILENT_S = 20.0
-"""A client that says nothing for so long is gone; it says something every 2 s."""
+"""A client that is silent for so long is gone; it sends a message every 2 s."""
 START_S = 120.0
-"""What loading NIXL may take, on a machine that does other things as well."""
+"""Timeout of loading NIXL, also on a busy machine."""
 CONNECT_S = 10.0
 _LOOK_MS = 50
 _MOST_FAILURES = 3
@@ -56,13 +56,13 @@ class _Stage(enum.Enum):
 
 
 class BenchListener:
-    """Serves until it is closed; belongs to one thread.
+    """Serves until it is closed; used by one thread.
 
     Args:
         task: for the owners: which memory, and how much.
-        secrets: the first is its own; clients may have any. Without one anybody may join.
-        say: told, in one line, what happens.
-        command: what Python is given to run an owner.
+        secrets: the first is its own; clients may have any. Without secrets any client may join.
+        say: called with one line per event.
+        command: the arguments of Python that run an owner.
 
     Raises `InvalidArgument` if the address cannot be bound.
     """
@@ -79,7 +79,7 @@ class BenchListener:
         derive_keys(secrets)
         self.counters = Counters()
         self._task, self._print, self._command = task, say, command
-        secured = f"for those who have secret {secrets[0].fingerprint}" if secrets else "for anybody"
+        secured = f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
         self._where = f"{channel_address(host, port).removeprefix('tcp://')} {secured}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._unfinished = UnfinishedMessages()
@@ -93,9 +93,9 @@ class BenchListener:
         self._begin()
 
     def serve(self, once: bool) -> int:
-        """Serve, for ever or until one client has left; gives the exit status of `--once`.
+        """Serve, for ever or until one client has left; returns the exit status of `--once`.
 
-        Raises `BenchFailed` if there is no memory to be had.
+        Raises `BenchFailed` if no memory can be registered.
         """
         while True:
             self.step()
@@ -104,7 +104,7 @@ class BenchListener:
                 return 2 if not left.complete else int(left.wrong > 0)
 
     def step(self) -> None:
-        """Wait a moment for what comes, and take it."""
+        """Wait a short time for messages, and process them."""
         sockets = [self._socket]
         if self._refusals.monitor is not None:
             sockets.append(self._refusals.monitor)
@@ -134,7 +134,7 @@ class BenchListener:
     def _guarded(self, serve: Callable[[], None]) -> None:
         try:
             serve()
-        except Exception as bug:  # noqa: BLE001 - nothing that somebody sent may end this; it is shown once
+        except Exception as bug:  # noqa: BLE001 - no message may end the listener; a bug is logged once
             self.counters.add("bad_frames")
             if not self._bug_said:
                 self._bug_said = True
@@ -162,7 +162,7 @@ class BenchListener:
         self._owner = Child(self._command)
         self._owner.tell(self._task)
 
-    # What the owner tells.
+    # Messages of the owner.
 
     def _hear_owner(self) -> None:
         reported = self._owner.take() if self._owner is not None else None
@@ -198,9 +198,7 @@ class BenchListener:
         if self._stage is _Stage.READY or time.monotonic() < self._until_s:
             return
         if self._stage is _Stage.SERVING:
-            self._end_session(
-                Leave(session=self._session, wrong=0, complete=False), f"nothing was heard for {SILENT_S:g} s"
-            )
+            self._end_session(Leave(session=self._session, wrong=0, complete=False), f"no message for {SILENT_S:g} s")
         else:
             self._owner_failed(f"its NIXL process hangs ({self._stage.value})")
 
@@ -209,11 +207,11 @@ class BenchListener:
         self._left = left
         self._begin()
 
-    # What clients say.
+    # Messages of clients.
 
     def _take_one(self) -> None:
         frames = self._socket.recv_multipart(copy=False)
-        with contextlib.suppress(zmq.ZMQError):  # ZMQ does not say of every message by which connection it came
+        with contextlib.suppress(zmq.ZMQError):  # ZMQ does not know the connection of every message
             self._unfinished.delivered(int(frames[0].get(zmq.SRCFD)))
         if len(frames) != 3 or len(frames[1]):
             self.counters.add("bad_frames")

@@ -22,17 +22,17 @@ class Memory(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """Where they are."""
+        """The kind of memory that they are in."""
         ...
 
     @property
     def address(self) -> int:
-        """Of the first one."""
+        """The address of the first byte."""
         ...
 
     @property
     def length(self) -> int:
-        """How many."""
+        """The number of bytes."""
         ...
 
     def write(self, new: Bytes) -> None:
@@ -84,10 +84,10 @@ class GpuMemory(CudaMemory):
 
 
 def registered_memories(fabric: Fabric, device: Device, length: int) -> tuple[list[Memory], str]:
-    """Memory of each kind that is wanted and that there is; and why there is none on a GPU, `""` if there is.
+    """Registered memory of each requested and available kind; and why there is none on a GPU, `""` if there is.
 
     Raises:
-        BenchFailed: memory of a GPU is demanded, and there is none.
+        BenchFailed: GPU memory was requested, and there is none.
         FabricUnavailable: host memory could not be registered.
     """
     found: list[Memory] = []
@@ -108,5 +108,5 @@ def registered_memories(fabric: Fabric, device: Device, length: int) -> tuple[li
 
 
 def rows_of(kind: Kind, address: int, length: int, run_bytes: int) -> DescriptorRows:
-    """`length` bytes from an address on, in descriptors of `run_bytes`."""
+    """`length` bytes at an address, in descriptors of `run_bytes`."""
     return DescriptorRows.of(MemoryKind(kind), [(address, run_bytes, 0, run_bytes, length // run_bytes)])

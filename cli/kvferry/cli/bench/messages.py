@@ -1,4 +1,4 @@
-"""What listener and client of `kvferry bench` say to each other, and what each says to its child.
+"""Messages between listener and client of `kvferry bench`, and between each of them and its child.
 
 Between machines: msgpack, one frame each way over the side channel's sockets (`kvferry.protocol.side_channel.sockets`).
 
@@ -10,7 +10,7 @@ Between machines: msgpack, one frame each way over the side channel's sockets (`
     Leave{session, wrong}    →
                              ←   Noted | Refused
 
-Between a process and its child: the same types and those below, JSON, one a line.
+Between a process and its child: these types and those below, as JSON lines.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ CHECK = "check the port, firewalls between, UCX_NET_DEVICES and `kvferry doctor`
 
 
 class BenchFailed(KvferryError):
-    """The benchmark could not be made; the text says why and what to check."""
+    """The benchmark could not be run; the text says why and what to check."""
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="bench join"):
-    """I want to read. `session` is random and names this client from now on; the metadata is its NIXL agent's."""
+    """A client wants to read. `session` is a random id of this client; the metadata is its NIXL agent's."""
 
     version: Positive = VERSION
     session: Hex128
@@ -59,7 +59,7 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="bench alive"):
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="bench leave"):
-    """The session is over; so many bytes were wrong. `complete`: all was measured."""
+    """The session is over. `wrong`: number of wrong bytes. `complete`: all cases were measured."""
 
     session: Hex128
     wrong: Count
@@ -76,7 +76,7 @@ class OfferedMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="bench offer"):
-    """What there is to read. `no_cuda`: why there is no GPU memory, empty where there is some or none was wanted."""
+    """The memory to read. `no_cuda`: why there is no GPU memory, empty if there is some or none was requested."""
 
     version: Positive = VERSION
     host: Text
@@ -86,11 +86,11 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="bench offer"):
 
 
 class Noted(msgspec.Struct, frozen=True, kw_only=True, tag="bench noted"):
-    """Heard."""
+    """Acknowledges `Alive` and `Leave`."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, tag="task"):
-    """For a child: which memory, how much of it; for how long a case is measured and how long a read may take."""
+    """To a child: the kind and amount of memory, the time to measure a case, the timeout of a read."""
 
     device: Device
     max_bytes: Length
@@ -99,18 +99,18 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, tag="task"):
 
 
 class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
-    """An owner: the client's agent is known."""
+    """From an owner: the client's agent was added."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """A reader: what it can read into."""
+    """From a reader: it has memory to read into."""
 
     agent_metadata: Metadata
     no_cuda: Reason
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """A reader: it works on a case, `done` of `cases` are behind it."""
+    """From a reader: the case that it works on; `done` of `cases` are finished."""
 
     what: str
     done: int
@@ -118,12 +118,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 
 
 class Reads(msgspec.Struct, frozen=True, kw_only=True, tag="reads"):
-    """A reader: what one case gave.
+    """From a reader: the result of one case.
 
     Attributes:
         num_bytes, descriptors: of one read.
         reads: timed ones. checked, wrong: bytes of all reads, those of the warm-up too. first_wrong: offset, or -1.
-        p50_us, p99_us: from before it is posted until it was seen to be done.
+        p50_us, p99_us: from just before the post until the poll that finds it done.
     """
 
     kind: Kind
@@ -138,7 +138,7 @@ class Reads(msgspec.Struct, frozen=True, kw_only=True, tag="reads"):
 
 
 class Echoes(msgspec.Struct, frozen=True, kw_only=True, tag="echoes"):
-    """A reader: notifications that went there and back."""
+    """From a reader: round trips of notifications."""
 
     reads: int
     p50_us: float
@@ -146,19 +146,19 @@ class Echoes(msgspec.Struct, frozen=True, kw_only=True, tag="echoes"):
 
 
 class FirstContact(msgspec.Struct, frozen=True, kw_only=True, tag="first contact"):
-    """A reader: from nothing to the end of the first, smallest read."""
+    """From a reader: time from the start until the end of the first, smallest read."""
 
     ms: float
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """A child: it cannot go on."""
+    """From a child: it cannot continue."""
 
     reason: str
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """A reader: that was all."""
+    """From a reader: all cases are finished."""
 
 
 Request = Join | Alive | Leave
@@ -182,7 +182,7 @@ def decode_request(frame: bytes) -> Request:
 
 
 def decode_reply(frame: bytes) -> Reply:
-    """A frame that a listener answered. Raises `InvalidMessage`."""
+    """A reply of a listener. Raises `InvalidMessage`."""
     reply = decode(frame, _replies, MAX_FRAME_BYTES, InvalidMessage)
     if isinstance(reply, (Offer, Refused)) and reply.version != VERSION:
         raise InvalidMessage("version", reply.version, str(VERSION))

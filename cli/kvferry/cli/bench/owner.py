@@ -17,16 +17,16 @@ from kvferry.worker.fabric.port import Fabric, FabricError, PeerAgent
 MAX_ECHO_BYTES = 64
 _POLL_S = 0.5e-3
 _BUSY_S = 0.05
-"""After a notification the next one is looked for without a pause, for so long."""
+"""After a notification, poll for the next one without pauses for this long."""
 
 
 def fill(memory: Memory, seed: int) -> None:
-    """Write what the client will expect."""
+    """Write the content that the client expects."""
     memory.write(content(seed, memory.length))
 
 
 def own(pipe: Pipe) -> None:
-    """Say where the memory is, connect to one client, and send its notifications back until the parent has enough."""
+    """Offer the memory, connect to one client, and echo its notifications until the parent closes the pipe."""
     task = pipe.take()
     if not isinstance(task, Task):
         return
@@ -43,7 +43,7 @@ def own(pipe: Pipe) -> None:
 
 
 def _connect(fabric: Fabric, pipe: Pipe) -> PeerAgent:
-    """The first client whose metadata is some."""
+    """Wait for the first client with valid metadata."""
     while True:
         asked = pipe.take()
         if isinstance(asked, Join):
@@ -57,7 +57,7 @@ def _connect(fabric: Fabric, pipe: Pipe) -> PeerAgent:
 
 
 def _echo(fabric: Fabric, peer: PeerAgent, pipe: Pipe) -> None:
-    """Until `ParentGone` is raised."""
+    """Echo notifications until `ParentGone` is raised."""
     busy_until_s = 0.0
     while True:
         pipe.take(0.0 if time.monotonic() < busy_until_s else _POLL_S)

@@ -1,4 +1,4 @@
-"""A child's end of the pipe to its parent: JSON lines, which nothing that a library prints can get into."""
+"""A child's end of the pipe to its parent: JSON lines, which output of libraries cannot corrupt."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MOST_AT_ONCE = 1 << 16
 
 
 class ParentGone(Exception):
-    """The parent has closed the pipe: there is nobody to work for."""
+    """The parent has closed the pipe."""
 
 
 class Pipe:
-    """Standard input, and what standard output was: from here on what is printed goes to standard error."""
+    """Standard input and the original standard output; later output of `print` goes to standard error."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
@@ -29,7 +29,7 @@ class Pipe:
         self._decoder: msgspec.json.Decoder[ToChild] = msgspec.json.Decoder(ToChild)
 
     def tell(self, message: FromChild) -> None:
-        """One line."""
+        """Send one message."""
         try:
             self._out.write(msgspec.json.encode(message) + b"\n")
         except BrokenPipeError:
@@ -49,13 +49,13 @@ class Pipe:
 
 
 def play(part: Callable[[Pipe], None]) -> int:
-    """Play a child's part; whatever goes wrong is told, not printed as a traceback. Gives the exit status."""
+    """Run a child's part; an exception is sent as `Failed`, not printed as a traceback. Returns the exit status."""
     pipe = Pipe()
     try:
         part(pipe)
     except ParentGone:
         return 0
-    except Exception as failure:  # noqa: BLE001 - the parent says what it was
+    except Exception as failure:  # noqa: BLE001 - the parent reports it
         named = f"{failure}" or type(failure).__name__
         pipe.tell(Failed(reason=named if hasattr(failure, "operation") else f"{type(failure).__name__}: {named}"))
         return 1

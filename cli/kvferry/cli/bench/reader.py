@@ -38,12 +38,12 @@ _US = 1e6
 
 
 def read_all(pipe: Pipe) -> None:
-    """Read each kind of memory that both have, and say what came of it."""
+    """Read each kind of memory that both sides have, and send the results."""
     task = pipe.take()
     if not isinstance(task, Task):
         return
     fabric = NixlFabric(f"kvferry-bench-reader-{secrets.token_hex(8)}")
-    # Before any memory is registered: the owner needs to know where to send notifications, and no more.
+    # Before memory is registered: the owner needs the address for notifications only.
     metadata = fabric.metadata()
     memories, no_cuda = registered_memories(fabric, task.device, task.max_bytes)
     pipe.tell(Ready(agent_metadata=metadata, no_cuda=no_cuda))
@@ -56,7 +56,7 @@ def read_all(pipe: Pipe) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Memory here and there, and what there is in it."""
+    """Local and remote memory of one kind, and the remote content."""
 
     mine: Memory
     theirs: OfferedMemory
@@ -104,7 +104,7 @@ class _Measuring:
         there = rows_of(case.kind, pair.theirs.address, total, case.run_bytes)
         here = rows_of(case.kind, pair.mine.address, case.num_bytes, case.run_bytes)
         remote, local = self._fabric.prepare_remote(peer, there), self._fabric.prepare_local(here)
-        # Scattered: so that neighbours there are none here, or NIXL would merge them.
+        # Scattered: NIXL would merge descriptors that are neighbours on both sides.
         order = np.random.default_rng(case.num_bytes).permutation(total // case.run_bytes)
         picked = order[: case.descriptors].astype(np.int32)
         if case.descriptors == 1:
@@ -129,7 +129,7 @@ class _Measuring:
     def _checked(
         self, case: Case, expected: Bytes, read: Callable[[], float], warm_up: int, enough: Callable[[int], bool]
     ) -> Reads:
-        """Before every read no byte is as it must become, after it every byte is compared; neither is timed."""
+        """Time reads. Before each one every byte is set wrong, after it every byte is compared; neither is timed."""
         mine, untouched = self._pairs[case.kind].mine, ~expected
         taken_s: list[float] = []
         checked = wrong = 0
@@ -160,7 +160,7 @@ class _Measuring:
     def _read_once(
         self, case: Case, local: LocalDescriptors, landing: Indices, remote: RemoteDescriptors, picked: Indices
     ) -> float:
-        """Seconds. Polls without a backoff: that of an engine's transfer thread is not the fabric's."""
+        """Seconds of one read. Polls without pauses: those of an engine's transfer thread are not the fabric's."""
         started_s = time.perf_counter()
         transfer = self._fabric.post_read(local, landing, remote, picked)
         while self._fabric.poll(transfer) is not TransferState.DONE:
@@ -193,7 +193,7 @@ class _Measuring:
         return time.perf_counter() - started_s
 
     def _print(self, what: str) -> None:
-        """Now and then: it shows that nothing hangs, and costs a read nothing."""
+        """Send the progress at most every `_SAY_S`: it shows that the reader does not hang, and costs little."""
         now_s = time.monotonic()
         if now_s - self._said_s > _SAY_S:
             self._said_s = now_s

@@ -1,4 +1,4 @@
-"""What `kvferry bench --connect` prints: a table, lines where rich is missing, or JSON."""
+"""The output of `kvferry bench --connect`: a table, plain lines if rich is missing, or JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _plain(message: msgspec.Struct) -> dict[str, object]:
 
 
 def print_outcome(stream: TextIO, outcome: Outcome) -> None:
-    """A table where rich is installed, else plain lines."""
+    """Print a table if rich is installed, else plain lines."""
     rows = list(_rows(outcome))
     try:
         from kvferry.cli.formatting import console, new_table

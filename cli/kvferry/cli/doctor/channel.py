@@ -20,14 +20,15 @@ _YES = ("y", "yes", "on", "true", "enable", "1")
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """Where engines of this machine would listen.
+    """The side channel's addresses of engines on this machine.
 
     Attributes:
-        host: as it is set; `default` says that it is not.
-        address: what the host means here, None where nobody knows it.
+        host: the value of `HOST_VARIABLE`, or the default.
+        default: whether the variable is not set.
+        address: the host's address, None if it has none.
         loopback: whether only this machine can reach it.
         ports: one per data-parallel rank → the errno's name of a real attempt to bind it, `""` if it worked.
-        wrong_port: what is set where that is no port at all.
+        wrong_port: the configured port if it is not a valid one, else empty.
     """
 
     host: str
@@ -40,7 +41,7 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class SecretFacts:
-    """path: of the file, None where none is named. fingerprints: of its secrets. wrong: what is the matter with it."""
+    """path: of the file, None if none is configured. fingerprints: of its secrets. wrong: why it cannot be used."""
 
     path: str | None
     fingerprints: tuple[str, ...] = ()
@@ -48,14 +49,14 @@ class SecretFacts:
 
 
 def judge_channel(channel: Channel) -> Iterator[Finding]:
-    """The host first, then every port."""
+    """Findings about the host, then about every port."""
     check = "side channel"
     shown = f"{HOST_VARIABLE}{' is not set:' if channel.default else '='}{' ' if channel.default else ''}{channel.host}"
     if channel.address is None:
         yield broken(check, f"{shown}: no such host", f"export {HOST_VARIABLE}=<this machine's address>")
         return
     if channel.address in ("0.0.0.0", "::"):  # noqa: S104 - it is refused
-        found = f"{shown}: params would tell decoders to ask their own machine"
+        found = f"{shown}: params would send decoders to their own machine"
         yield broken(check, found, f"export {HOST_VARIABLE}=<one of: hostname -I>")
         return
     if "EADDRNOTAVAIL" in channel.ports.values():
@@ -91,18 +92,18 @@ def _ports(channel: Channel) -> Iterator[Finding]:
 
 
 def judge_secret(secret: SecretFacts) -> Finding:
-    """The file of the side channel's secrets. Nothing of what is in it is shown."""
+    """The file of the side channel's secrets; its content is never shown."""
     check = "secret"
     if secret.wrong:
         return broken(check, secret.wrong, f"see docs/operations.md; a new one: (umask 077; {MAKE_ONE} > FILE)")
     if secret.path is None:
         do = f"(umask 077; {MAKE_ONE} > FILE); export {VARIABLE}=FILE, the same for all engines"
-        return look(check, f"{VARIABLE} is not set: whoever reaches the side channel can read the caches", do)
+        return look(check, f"{VARIABLE} is not set: any host that reaches the side channel can read the caches", do)
     return ok(check, f"{secret.path}, fingerprints {', '.join(secret.fingerprints)}; compare them between hosts")
 
 
 def telemetry_port(environ: Mapping[str, str]) -> int | None:
-    """The port that NIXL's Prometheus exporter would listen on; None where it is off or no number is given."""
+    """The port of NIXL's Prometheus exporter; None if it is off or the port is not a number."""
     if environ.get("NIXL_TELEMETRY_ENABLE", "").lower() not in _YES:
         return None
     if environ.get("NIXL_TELEMETRY_EXPORTER", "").lower() != "prometheus":

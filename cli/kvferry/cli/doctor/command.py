@@ -1,4 +1,4 @@
-"""`kvferry doctor`: makes the checks and prints them."""
+"""`kvferry doctor`: runs the checks and prints the findings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLOURS = {Mark.OK: "green", Mark.LOOK: "yellow", Mark.BROKEN: "bold red", Mark
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Run the command; gives the exit code: 1 if anything is broken. Raises `InvalidArgument`."""
+    """Run the command; returns the exit code: 1 if anything is broken. Raises `InvalidArgument`."""
     ranks = whole_option("--data-parallel-size", options.data_parallel_size, 1, 1024)
     timeout_s = number_option("--timeout", options.timeout, 0.1, 600)
     findings = examine(os.environ, ranks, timeout_s)
@@ -43,7 +43,7 @@ def as_json(findings: Sequence[Finding]) -> dict[str, object]:
 
 
 def print_findings(stream: TextIO, findings: Sequence[Finding]) -> None:
-    """A table where rich is installed, else plain lines: this command must say something on any machine."""
+    """Print a table if rich is installed, else plain lines: the command must work on any machine."""
     try:
         _print_table(stream, findings)
     except (InvalidArgument, ImportError):

@@ -7,15 +7,15 @@ from typing import Any
 
 
 class CudaUnavailable(Exception):
-    """There is no CUDA driver, no GPU, or it refused."""
+    """There is no CUDA driver or no GPU, or a driver call failed."""
 
 
 class CudaMemory:
-    """Bytes on GPU 0, in its primary context, which this makes current.
+    """Bytes on GPU 0, in its primary context, which is made current.
 
     Args:
-        length: bytes.
-        driver: libcuda; looked up by default.
+        length: in bytes.
+        driver: libcuda; loaded by default.
 
     Raises `CudaUnavailable`.
     """

@@ -1,8 +1,8 @@
-"""GPUs, their NICs, and how far apart they are on PCIe.
+"""GPUs, NICs, and their distances on PCIe.
 
-The words for a distance are those of `nvidia-smi topo -m`: PIX (under one switch), PXB (several switches), PHB (one
-host bridge), NODE (one NUMA node), SYS (between NUMA nodes). GPUs and NICs are found in sysfs, names of GPUs with
-`nvidia-smi` where it is there.
+Distances have the names of `nvidia-smi topo -m`: PIX (under one switch), PXB (several switches), PHB (one host bridge),
+NODE (one NUMA node), SYS (between NUMA nodes). GPUs and NICs are found in sysfs, names of GPUs with `nvidia-smi` if it
+is installed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 
 @dataclass(frozen=True, slots=True)
 class PciPlace:
-    """Where a device is.
+    """A device's place on PCIe.
 
     Attributes:
         path: from the host bridge to the device, e.g. `("pci0000:16", "0000:16:01.0", …, "0000:1a:00.0")`.
-        numa_node: -1 where the machine does not say.
+        numa_node: -1 if unknown.
     """
 
     path: tuple[str, ...]
@@ -35,7 +35,7 @@ class PciPlace:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One NVIDIA GPU. `name` is its PCI address where `nvidia-smi` is not there to say more."""
+    """One NVIDIA GPU. `name` is its PCI address without `nvidia-smi`."""
 
     name: str
     place: PciPlace
@@ -52,13 +52,13 @@ class NicPort:
 
     @property
     def active(self) -> bool:
-        """Whether anything can be sent over it."""
+        """Whether the port is up."""
         return self.state == "ACTIVE"
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """All of a machine. peer_memory: whether the module `nvidia_peermem` is loaded."""
+    """All devices of a machine. peer_memory: whether the module `nvidia_peermem` is loaded."""
 
     gpus: tuple[Gpu, ...] = ()
     ports: tuple[NicPort, ...] = ()
@@ -67,7 +67,7 @@ class Devices:
 
 
 def distance(one: PciPlace, other: PciPlace) -> str:
-    """How far two devices are apart, one of `DISTANCES`."""
+    """The distance of two devices, one of `DISTANCES`."""
     shared = 0
     for mine, theirs in zip(one.path, other.path):  # noqa: B905 - paths differ in length
         if mine != theirs:
@@ -83,7 +83,7 @@ def distance(one: PciPlace, other: PciPlace) -> str:
 
 
 def nearest(gpu: Gpu, ports: tuple[NicPort, ...]) -> tuple[str, tuple[NicPort, ...]]:
-    """The smallest distance from a GPU to an active port, and the ports at it; `("", ())` where none is active."""
+    """The smallest distance from a GPU to an active port, and the ports at it; `("", ())` if none is active."""
     by_distance = {
         word: tuple(p for p in ports if p.active and distance(gpu.place, p.place) == word) for word in DISTANCES
     }
@@ -137,11 +137,11 @@ _STATE = re.compile(r"[0-9]+: *([A-Z_]+)")
 
 
 def gather_devices(root: Path = Path("/")) -> Devices:
-    """All that this machine (or container) shows."""
+    """All devices that are visible on this machine (or in this container)."""
     names = _names()
     found = sorted(_gpus(root / "sys/bus/pci/devices"))
     gpus = [Gpu(names.get(address, address), _place(folder)) for address, folder in found]
-    # A sandbox may hide the bus from which they hang.
+    # A sandbox may hide their PCI bus.
     gpus += [Gpu(name, PciPlace(())) for address, name in names.items() if address not in dict(found)]
     return Devices(
         gpus=tuple(gpus),
@@ -174,7 +174,7 @@ def _place(folder: Path) -> PciPlace:
 
 
 def _names() -> dict[str, str]:
-    """PCI address → `GPU 0 (NVIDIA H100 …)`. Empty where there is no `nvidia-smi`, or it hangs."""
+    """PCI address → `GPU 0 (NVIDIA H100 …)`. Empty if there is no `nvidia-smi`, or it hangs."""
     query = ["nvidia-smi", "--query-gpu=index,name,pci.bus_id", "--format=csv,noheader"]
     try:
         printed = subprocess.run(query, capture_output=True, text=True, timeout=2, check=True).stdout

@@ -1,4 +1,4 @@
-"""All checks in their order: what is gathered, and who judges it."""
+"""All checks in their order, each with its `gather_…` and its judging function."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvferry.cli.doctor.loopback import run_loopback
 
 
 def added_by_workers(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a worker adds to its environment before it makes an agent."""
-    from kvferry.worker.fabric.agent import ucx_defaults  # needs numpy, which may be what is missing
+    """Variables that a worker adds to its environment before it creates an agent."""
+    from kvferry.worker.fabric.agent import ucx_defaults  # needs numpy, which may be missing
 
     return ucx_defaults(environ)
 
 
 def examine(environ: Mapping[str, str], ranks: int, timeout_s: float) -> tuple[Finding, ...]:
-    """Everything.
+    """Run all checks.
 
     Args:
         environ: of the engines that will run here.

@@ -1,4 +1,4 @@
-"""What a check says, and a fact that could not be had."""
+"""The findings of checks, and a placeholder for facts that could not be gathered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Fact = TypeVar("_Fact")
 
 
 class Mark(enum.Enum):
-    """How bad it is. Only `BROKEN` makes the exit status 1."""
+    """Severity of a finding. Only `BROKEN` makes the exit status 1."""
 
     OK = "ok"
     LOOK = "look"
@@ -24,9 +24,9 @@ class Finding:
     """One line of the table.
 
     Attributes:
-        check: what was looked at.
-        found: what was seen, or why nothing could be seen.
-        do: what to type or to change; never empty where the mark is `LOOK` or `BROKEN`.
+        check: name of the check.
+        found: its result, or why it could not be made.
+        do: the command or change that helps; never empty if the mark is `LOOK` or `BROKEN`.
     """
 
     check: str
@@ -37,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """In place of a fact that could not be gathered."""
+    """Stands for a fact that could not be gathered."""
 
     reason: str
 
@@ -48,7 +48,7 @@ def ok(check: str, found: str) -> Finding:
 
 
 def look(check: str, found: str, do: str) -> Finding:
-    """It works, but slower than it could or not in every situation."""
+    """It works, but slower than possible, or not in every situation."""
     return Finding(check, Mark.LOOK, found, do)
 
 
@@ -63,17 +63,17 @@ def not_done(check: str, reason: str) -> Finding:
 
 
 def gathered(gather: Callable[[], _Fact]) -> _Fact | Unknown:
-    """The fact, or why it could not be had: a doctor that fails with its patient helps nobody."""
+    """The fact, or why it could not be gathered: one failing check must not end the others."""
     try:
         return gather()
-    except Exception as error:  # noqa: BLE001 - whatever a strange machine does to one check, the others are made
+    except Exception as error:  # noqa: BLE001 - any error of one check; the others are still made
         return Unknown(f"{type(error).__name__}: {error}")
 
 
 def judged(
     check: str, fact: _Fact | Unknown, judge: Callable[[_Fact], Finding | Iterable[Finding]]
 ) -> tuple[Finding, ...]:
-    """The findings about a fact; that nothing could be judged where it is unknown."""
+    """The findings about a fact; one with `NOT_DONE` if it is unknown."""
     if isinstance(fact, Unknown):
         return (not_done(check, fact.reason),)
     found = judge(fact)

@@ -1,4 +1,4 @@
-"""Facts about installed packages, ports and the secret; nothing heavy is imported for them."""
+"""Facts about installed packages, ports and the secret, without imports of large packages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _curve() -> bool | None:
 
 
 def gather_channel(environ: Mapping[str, str], ranks: int) -> Channel:
-    """Where vLLM would listen, tried."""
+    """The addresses on which vLLM would listen, with an attempt to bind each."""
     host = environ.get(HOST_VARIABLE, DEFAULT_HOST)
     written = environ.get(PORT_VARIABLE, str(DEFAULT_PORT))
     first = int(written) if re.fullmatch(r"[0-9]{1,5}", written) else None
@@ -58,12 +58,12 @@ def gather_channel(environ: Mapping[str, str], ranks: int) -> Channel:
 
 
 def try_port(address: str, port: int) -> str:
-    """Bind it and let it go; gives the errno's name, or nothing."""
+    """Bind the port and release it; returns the errno's name, or `""`."""
     if not 0 < port < 65536:
         return "no port from 1 to 65535"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as attempt:
-        # As ZMQ does: a port whose last connections linger is free.
+        # As ZMQ does: a port with connections in TIME_WAIT counts as free.
         attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             attempt.bind((address, port))

@@ -1,6 +1,6 @@
-"""The kernel's part: limits, memory, processors, huge pages, clock, and reading another process's memory.
+"""Checks of the kernel: limits, memory, processors, huge pages, clock, and reads of another process's memory.
 
-Elsewhere than on Linux most facts are unknown.
+On other systems than Linux most facts are unknown.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _COARSE_S = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """What computes.
+    """Cores and their limits.
 
     Attributes:
         allowed: cores that this process may run on.
-        quota: cores' worth of time that its cgroup gives it; None for no limit.
-        omp_threads: OMP_NUM_THREADS, None where it is not set.
+        quota: CPU quota of its cgroup, in cores; None for no limit.
+        omp_threads: OMP_NUM_THREADS, None if it is not set.
     """
 
     allowed: int
@@ -41,7 +41,7 @@ class Processors:
 
 @dataclass(frozen=True, slots=True)
 class HugePages:
-    """transparent: `always`, `madvise` or `never`, None where the kernel has none. reserved: pages set aside."""
+    """transparent: `always`, `madvise` or `never`, None if the kernel has none. reserved: number of reserved pages."""
 
     transparent: str | None
     reserved: int
@@ -62,7 +62,7 @@ class ForeignMemory:
 
     Attributes:
         refused: the errno's name of a real attempt, `""` if it worked.
-        ptrace_scope: yama's, None where the kernel has no yama.
+        ptrace_scope: yama's, None if the kernel has no yama.
         may_trace: whether this process has CAP_SYS_PTRACE.
     """
 
@@ -72,7 +72,8 @@ class ForeignMemory:
 
 
 def judge_processors(processors: Processors, gpus: int) -> Finding:
-    """A quota below the threads that run stops all of them, the transfer thread too, for the rest of every 100 ms."""
+    """With a quota below the number of running threads, all of them, the transfer thread too, stop for part of every
+    100 ms."""
     check = "processors"
     threads = processors.omp_threads or processors.allowed
     if processors.quota is None:
@@ -83,13 +84,13 @@ def judge_processors(processors: Processors, gpus: int) -> Finding:
         return look(check, f"{found} for {gpus} GPU workers and their engine" if gpus else found, do)
     if processors.quota < threads:
         fitting = max(1, math.floor(processors.quota))
-        found = f"{found}, and {threads} threads compute: all are stopped when it is used up"
+        found = f"{found}, and {threads} threads compute: all stop when it is used up"
         return look(check, found, f"export OMP_NUM_THREADS={fitting}, or raise the quota")
     return ok(check, found)
 
 
 def judge_huge_pages(pages: HugePages, gpus: int) -> Finding:
-    """They help caches in host memory (large reads: 17.5 instead of 10.3 GB/s) and do nothing for GPU memory."""
+    """Huge pages speed up caches in host memory (large reads: 17.5 instead of 10.3 GB/s), not in GPU memory."""
     check = "huge pages"
     if pages.transparent is None:
         return ok(check, f"none transparent; {pages.reserved} reserved")
@@ -101,10 +102,10 @@ def judge_huge_pages(pages: HugePages, gpus: int) -> Finding:
 
 
 def judge_clock(clock: Clock) -> Finding:
-    """Only the monotonic clock matters: no clock reading ever leaves a process, durations do."""
+    """Only the monotonic clock matters: processes exchange durations, never clock readings."""
     check = "clock"
     if not clock.ahead:
-        do = "nothing that kvferry could do: leases would not end. Look at dmesg for clocksource, or at the hypervisor"
+        do = "check clocksource in dmesg, or the hypervisor; with such a clock leases may never end"
         return broken(check, "the monotonic clock went back", do)
     source = f", source {clock.source}" if clock.source else ""
     found = f"monotonic, {clock.resolution_s * 1e9:.0f} ns{source}"
@@ -115,7 +116,7 @@ def judge_clock(clock: Clock) -> Finding:
 
 
 def judge_foreign_memory(memory: ForeignMemory) -> Finding:
-    """Without it UCX reads host memory of peers on this host by messages, which the peer must serve."""
+    """Without `process_vm_readv` UCX reads host memory of peers on this host by messages, which the peer must serve."""
     check = "reads between processes"
     scope = "no yama" if memory.ptrace_scope is None else f"ptrace_scope {memory.ptrace_scope}"
     cap = "with CAP_SYS_PTRACE" if memory.may_trace else "without CAP_SYS_PTRACE"
@@ -149,14 +150,14 @@ print(0 if got == 8 and into.raw == b"kvferry!" else ctypes.get_errno() or -1)
 
 
 def gather_limits() -> Limits:
-    """Of this process."""
+    """The limits of this process."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Limits(_limit(locked), _has(_CAP_IPC_LOCK), _limit(files), _limit(hard))
 
 
 def gather_shared_memory(path: str = SHM) -> SharedMemory | None:
-    """None where it is not there."""
+    """The size of `path`; None if it does not exist."""
     if not Path(path).is_dir():
         return None
     found = os.statvfs(path)
@@ -164,7 +165,7 @@ def gather_shared_memory(path: str = SHM) -> SharedMemory | None:
 
 
 def gather_processors(environ: Mapping[str, str], root: Path = Path("/")) -> Processors:
-    """The quota is the smallest of this cgroup and those above it, of either version."""
+    """The quota is the smallest of this cgroup and its parents, of either cgroup version."""
     omp = environ.get("OMP_NUM_THREADS", "")
     quotas = [quota for folder in _cgroups(root) if (quota := _quota(folder)) is not None]
     return Processors(
@@ -175,7 +176,7 @@ def gather_processors(environ: Mapping[str, str], root: Path = Path("/")) -> Pro
 
 
 def gather_huge_pages(root: Path = Path("/")) -> HugePages:
-    """`[madvise]` in brackets is the one that is chosen."""
+    """Read both settings; the kernel writes the chosen mode in brackets: `[madvise]`."""
     transparent = root / "sys/kernel/mm/transparent_hugepage/enabled"
     chosen = transparent.read_text().partition("[")[2].partition("]")[0] if transparent.exists() else None
     lines = (root / "proc/meminfo").read_text().splitlines()
@@ -184,7 +185,7 @@ def gather_huge_pages(root: Path = Path("/")) -> HugePages:
 
 
 def gather_clock(root: Path = Path("/")) -> Clock:
-    """A thousand readings."""
+    """Properties of the monotonic clock, from a thousand readings."""
     source = root / "sys/devices/system/clocksource/clocksource0/current_clocksource"
     readings = [time.monotonic_ns() for _ in range(1000)]
     return Clock(
@@ -195,7 +196,7 @@ def gather_clock(root: Path = Path("/")) -> Clock:
 
 
 def gather_foreign_memory() -> ForeignMemory:
-    """A child tries to read eight bytes of this process; like UCX, this process allows it as far as it may."""
+    """A child tries to read eight bytes of this process, which permits it by `prctl`, as UCX does."""
     secret = ctypes.create_string_buffer(b"kvferry!")
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
     arguments = [str(os.getpid()), str(ctypes.addressof(secret))]
@@ -222,7 +223,7 @@ def _has(capability: int) -> bool:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """Folders that may hold a quota: this process's group and all above it."""
+    """Folders that may hold a quota: this process's cgroup and its parents."""
     mounts = root / "sys/fs/cgroup"
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
 
 FILES_OF_A_WORKER = 256
-"""What a worker of vLLM has open without any peer, generously."""
+"""Upper estimate of the open files of a vLLM worker without peers."""
 FILES_PER_PEER = 2
-"""At least: a connection of UCX over TCP, and one of the side channel. The loopback may count more."""
+"""Minimum: a connection of UCX over TCP, and one of the side channel. The loopback may count more."""
 MANY_PEERS = 64
 FEW_PEERS = 4
 
@@ -22,13 +22,13 @@ SHM_NEEDED = 96 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of this process, and so of an engine that is started in the same way.
+    """Limits of this process, and so of an engine that is started in the same way.
 
     Attributes:
         locked_bytes: RLIMIT_MEMLOCK; None for no limit.
         may_lock: whether CAP_IPC_LOCK lifts that limit.
         files: RLIMIT_NOFILE, soft; None for no limit.
-        files_hard: up to which it can be raised without root.
+        files_hard: RLIMIT_NOFILE, hard: the soft limit can be raised to it without root.
     """
 
     locked_bytes: int | None
@@ -60,7 +60,7 @@ def judge_locked_memory(limits: Limits, ports: int) -> Finding:
 
 
 def judge_files(limits: Limits, files_per_peer: int | None) -> Finding:
-    """How many peer workers the limit allows. `files_per_peer`: as the loopback counted, None where it did not."""
+    """The number of peer workers that the limit allows. `files_per_peer`: counted by the loopback, None if unknown."""
     check = "open files"
     if limits.files is None:
         return ok(check, "no limit")
@@ -77,7 +77,7 @@ def judge_files(limits: Limits, files_per_peer: int | None) -> Finding:
 
 
 def judge_shared_memory(shm: SharedMemory | None) -> Iterator[Finding]:
-    """`/dev/shm`; None where there is none."""
+    """The size of `/dev/shm`; None if there is none."""
     check, do = "shared memory", "Docker: --shm-size=8g; Kubernetes: an emptyDir with medium Memory mounted there"
     if shm is None:
         yield broken(check, f"{SHM} is not there", do)
@@ -87,14 +87,14 @@ def judge_shared_memory(shm: SharedMemory | None) -> Iterator[Finding]:
         yield broken(
             check,
             f"{found}: too little for an engine's queues and UCX",
-            f"{do}; or remove what dead engines left in it",
+            f"{do}; or remove files of dead engines from it",
         )
     elif shm.free_bytes < SHM_WANTED:
-        yield look(check, found, f"{do}; or remove what dead engines left in it")
+        yield look(check, found, f"{do}; or remove files of dead engines from it")
     else:
         yield ok(check, found)
 
 
 def _shown(amount: int) -> str:
-    """Not `kvferry.cli.plan.formatting`: that needs msgspec, which may be what is missing."""
+    """As `kvferry.cli.formatting.binary_bytes`, which needs msgspec, and that may be missing."""
     return f"{amount / (1 << 30):.1f} GiB" if amount >= 1 << 30 else f"{amount / (1 << 20):.0f} MiB"

@@ -1,4 +1,4 @@
-"""Conducts the loopback transfer: processes of its own, one deadline, and UCX's own log of what it did."""
+"""Runs the loopback transfer in processes of its own, with one deadline, and reads UCX's log of it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NICE_S = 0.3
 
 
 def run_loopback(environ: Mapping[str, str], timeout_s: float, command: Sequence[str] = _COMMAND) -> Loopback:
-    """Make the transfer with these settings of UCX, and end its processes whatever happens.
+    """Make the transfer with these settings of UCX, and always end its processes.
 
-    `command`: what Python is given to run the pair.
+    `command`: the arguments of Python that run the pair.
     """
     deadline = time.monotonic() + timeout_s
     reported = _Reported()
@@ -48,7 +48,7 @@ def run_loopback(environ: Mapping[str, str], timeout_s: float, command: Sequence
 
 
 class _Reported:
-    """What the pair has told so far."""
+    """The pair's reports so far."""
 
     def __init__(self) -> None:
         self.bindings = ""
@@ -58,7 +58,7 @@ class _Reported:
         self.stage = STARTING
 
     def listen(self, pair: subprocess.Popen[str], deadline: float) -> str:
-        """Until it is done, has failed, has ended, or the time is over; gives the failure, empty if there is none."""
+        """Read reports until it is done, has failed or ended, or the deadline; returns the failure, else `""`."""
         try:
             for reported in _objects(pair, deadline):
                 if "failed" in reported:
@@ -85,7 +85,7 @@ class _Reported:
 
 @contextlib.contextmanager
 def _running(environ: Mapping[str, str], folder: Path, command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """The pair, in a session of its own, so that both of it can be ended. What UCX logs goes to a file, unbuffered."""
+    """Both processes in a session of their own, so that they can be killed together; UCX logs to a file, unbuffered."""
     added = {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr", "UCX_WARN_UNUSED_ENV_VARS": "y"}
     # A second exporter of telemetry would take the engine's port.
     kept = {name: value for name, value in environ.items() if not name.startswith("NIXL_TELEMETRY_")}
@@ -102,7 +102,7 @@ def _running(environ: Mapping[str, str], folder: Path, command: Sequence[str]) -
     try:
         yield pair
     finally:
-        # What is done ends by itself, so that agents are closed; what is stuck does not.
+        # A finished pair ends by itself, so that agents are closed; one that hangs is killed.
         with contextlib.suppress(subprocess.TimeoutExpired):
             pair.wait(timeout=_NICE_S)
         with contextlib.suppress(ProcessLookupError):
@@ -111,7 +111,7 @@ def _running(environ: Mapping[str, str], folder: Path, command: Sequence[str]) -
 
 
 def _objects(pair: subprocess.Popen[str], deadline: float) -> Iterator[dict[str, Any]]:
-    """What it tells, until it ends. Raises `queue.Empty` when the time is over."""
+    """The pair's reports until it ends. Raises `queue.Empty` at the deadline."""
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def pump() -> None:

@@ -1,8 +1,8 @@
 """The loopback transfer, in processes of its own: `python -m kvferry.cli.doctor.loopback_pair`.
 
-The process forks before it has an agent: the child owns memory, the parent reads it. (Loading NIXL loads torch, where
-it is installed, which takes seconds; so it is loaded once.) What happens is told as one JSON object a line on standard
-output. NIXL and UCX can abort a process; here that costs the doctor nothing but the answer.
+The process forks before it has an agent: the child owns memory, the parent reads it. (NIXL loads torch if it is
+installed, which takes seconds, so NIXL is loaded only once.) Each event is one JSON line on standard output. NIXL and
+UCX can abort a process; in these processes that ends only the transfer, not the doctor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _POLL_S = 50e-6
 
 
 def pattern() -> npt.NDArray[np.uint8]:
-    """What the owner has: no two neighbouring rows of it are equal."""
+    """The content of the owner's memory; neighbouring rows differ."""
     row = np.arange(ROW_BYTES, dtype=np.uint32) * 7
     rows = row[None, :] + np.arange(ROWS, dtype=np.uint32)[:, None]
     return (rows % 251).astype(np.uint8).ravel()
@@ -47,22 +47,22 @@ class Memory:
 
     @property
     def address(self) -> int:
-        """Of its first byte."""
+        """The address of its first byte."""
         return int(self.host.ctypes.data) if self.cuda is None else self.cuda.address
 
     def rows(self, address: int) -> DescriptorRows:
-        """`ROWS` descriptors from an address on."""
+        """`ROWS` descriptors, starting at an address."""
         return DescriptorRows.of(self.kind, [(address, ROW_BYTES, 0, ROW_BYTES, ROWS)])
 
     def content(self) -> npt.NDArray[np.uint8]:
-        """Its bytes, fetched from the GPU where that is where they are."""
+        """Its bytes, fetched from the GPU if they are there."""
         if self.cuda is not None:
             self.cuda.fetch(self.host.ctypes.data)
         return self.host
 
 
 def memories(content: npt.NDArray[np.uint8]) -> tuple[list[Memory], str]:
-    """Host memory, and GPU memory where there is CUDA, both with this content; and why there is no GPU memory."""
+    """Host memory, and GPU memory if there is CUDA, both with this content; and why there is no GPU memory."""
     found = [Memory(MemoryKind.DRAM, content)]
     try:
         cuda = CudaMemory(TOTAL_BYTES)
@@ -73,7 +73,7 @@ def memories(content: npt.NDArray[np.uint8]) -> tuple[list[Memory], str]:
 
 
 def own(said: TextIO, asked: TextIO) -> None:
-    """The owner's part: say where the memory is, wait until nobody asks any more."""
+    """The owner's part: send the addresses of its memory and wait until the reader closes the pipe."""
     fabric = NixlFabric(f"kvferry-doctor-owner-{os.getpid()}")
     registered, wrong = _register(fabric, memories(pattern())[0])
     addresses = {memory.kind.value: memory.address for memory in registered}
@@ -83,7 +83,7 @@ def own(said: TextIO, asked: TextIO) -> None:
 
 
 def read_all(said: TextIO, received: TextIO) -> None:
-    """The reader's part: read each kind of memory that both have, and say what came of it."""
+    """The reader's part: read each kind of memory that both have, and report the results."""
     fabric = NixlFabric(f"kvferry-doctor-reader-{os.getpid()}")
     mine, no_cuda = memories(np.zeros(TOTAL_BYTES, np.uint8))
     if no_cuda:
@@ -113,7 +113,7 @@ def read_all(said: TextIO, received: TextIO) -> None:
 
 
 def _register(fabric: NixlFabric, wanted: list[Memory]) -> tuple[list[Memory], dict[str, str]]:
-    """What could be registered, and what is wrong with the rest."""
+    """The memory that could be registered, and by kind why the others could not."""
     registered, wrong = [], {}
     for memory in wanted:
         try:
@@ -126,7 +126,7 @@ def _register(fabric: NixlFabric, wanted: list[Memory]) -> tuple[list[Memory], d
 
 
 def _read(fabric: NixlFabric, memory: Memory, peer: PeerAgent, address: int) -> dict[str, Any]:
-    """One row for the first contact, then everything, a few times."""
+    """Read one row for the first contact, then all rows `TIMES` times."""
     local = fabric.prepare_local(memory.rows(memory.address))
     remote = fabric.prepare_remote(peer, memory.rows(address))
     taken_s = []
@@ -154,23 +154,23 @@ def _open_files() -> int:
 
 
 def tell(said: TextIO, what: dict[str, Any]) -> None:
-    """One line."""
+    """Write one JSON line."""
     said.write(json.dumps(what) + "\n")
     said.flush()
 
 
 def _play(part: Any, said: TextIO, received: TextIO) -> int:
-    """Whatever goes wrong is told, not printed as a traceback."""
+    """Run a part; an exception is reported as JSON, not printed as a traceback."""
     try:
         part(said, received)
-    except Exception as failure:  # noqa: BLE001 - the doctor says what it was
+    except Exception as failure:  # noqa: BLE001 - the doctor reports it
         tell(said, {"failed": f"{type(failure).__name__}: {failure}"})
         return 1
     return 0
 
 
 def main() -> int:
-    """Both ends; gives the exit status."""
+    """Run both ends; returns the exit status."""
     try:
         bindings = load_bindings()
     except KvferryError as missing:

@@ -1,4 +1,4 @@
-"""What the loopback transfer says: whether NIXL works here, how fast, and over what."""
+"""Findings from the loopback transfer: whether NIXL works here, how fast, and over which transports."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvferry.cli.doctor.findings import Finding, broken, look, not_done, ok
 from kvferry.cli.doctor.ucx import unused_names
 
 BUSY = 2.0
-"""Load per core from which a deadline that was missed proves nothing."""
+"""Load per core above which a missed deadline proves nothing."""
 SLOW_GB_S = {"DRAM": 0.5, "VRAM": 5.0}
-"""Slower than this is no transport that anybody wants; a busy machine may be slower, too."""
+"""Slower transfers point to a wrong transport, or to a busy machine."""
 
 _VERSION = re.compile(r"UCX +INFO +Version ([0-9.]+)")
 _UNUSED = re.compile(r"UCX +WARN +unused environment variables?: (.+)")
@@ -24,7 +24,7 @@ _ERROR = re.compile(r"UCX +ERROR +(.+)")
 class Read:
     """One kind of memory: bytes of one transfer, seconds of the best one, milliseconds of the first contact.
 
-    equal: whether every byte was the owner's. wrong: why it could not be read, else empty.
+    equal: whether every byte equals the owner's. wrong: why it could not be read, else empty.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class UcxLog:
-    """What UCX itself said: its version, variables that it did not use, lanes between the two, its last error."""
+    """From UCX's log: its version, variables that it did not use, lanes between the two, its last error."""
 
     version: str = ""
     unused: str = ""
@@ -47,16 +47,16 @@ class UcxLog:
 
 @dataclass(frozen=True, slots=True)
 class Loopback:
-    """What came of it.
+    """The result of the loopback transfer.
 
     Attributes:
         bindings: the package that was loaded, e.g. `nixl_cu12`.
         reads: one per kind of memory that was tried.
         log: the reader's log of UCX.
-        files_per_peer: files that the reader had more after it connected to the owner; None if it did not come to that.
+        files_per_peer: files that the connection to the owner opened in the reader; None if unknown.
         no_cuda: why GPU memory was not tried, `""` if it was.
-        stage: what was being done when it ended early, `""` if it did not.
-        failure: why it ended early: an error's text, or that the time was over.
+        stage: the stage in which it ended early, `""` if it did not.
+        failure: why it ended early: an error's text, or `TOO_LATE`.
         load_per_core: runnable processes per core, of the last minute.
     """
 
@@ -77,7 +77,7 @@ TOO_LATE = "not done in time"
 
 
 def read_log(text: str) -> UcxLog:
-    """From UCX's log at level info."""
+    """Read UCX's log at level info."""
     versions, unused, lanes, errors = (one.findall(text) for one in (_VERSION, _UNUSED, _LANES, _ERROR))
     return UcxLog(
         version=versions[0] if versions else "",
@@ -92,7 +92,7 @@ def judge_loopback(loopback: Loopback, gpus: int) -> Iterator[Finding]:
     check = "loopback transfer"
     if loopback.bindings:
         version = loopback.log.version
-        yield ok("NIXL library", f"{loopback.bindings}, UCX {version or 'did not come to say its version'}")
+        yield ok("NIXL library", f"{loopback.bindings}, UCX {version or 'of unknown version'}")
     for read in loopback.reads:
         yield _read(read, loopback.log.lanes)
     if loopback.no_cuda and gpus:
@@ -105,7 +105,7 @@ def judge_loopback(loopback: Loopback, gpus: int) -> Iterator[Finding]:
     if loopback.log.version:
         yield unused_names(loopback.log.unused)
     else:
-        yield not_done("UCX names", "UCX was not started, and it is UCX that says which names it does not know")
+        yield not_done("UCX names", "UCX was not started; only UCX can check the names of its variables")
 
 
 def _failure(check: str, loopback: Loopback) -> Finding:

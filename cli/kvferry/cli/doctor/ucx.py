@@ -1,4 +1,4 @@
-"""`UCX_*` variables that are known to hang, leak or slow.
+"""`UCX_*` variables that are known to cause hangs, leaks or slow transfers.
 
 Variables that kvferry sets itself are judged as it would set them.
 """
@@ -26,9 +26,9 @@ _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "": 1.0}
 
 
 def judge_ucx(own: Mapping[str, str], machine: Devices, added: Mapping[str, str]) -> Iterator[Finding]:
-    """Every known trouble; if there is none, what is set.
+    """All known problems; if there are none, the settings.
 
-    `own`: the environment. `added`: what a worker of kvferry adds to it.
+    `own`: the environment. `added`: variables that a worker of kvferry adds to it.
     """
     environ = {**added, **own}
     troubles = [
@@ -61,7 +61,7 @@ def _written(environ: Mapping[str, str]) -> str:
 
 
 def _listed(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The transports that `UCX_TLS` allows; None where it allows everything or only excludes some."""
+    """The transports that `UCX_TLS` allows; None if it allows everything or only excludes some."""
     value = environ.get("UCX_TLS", "all").strip()
     names = tuple(name.strip().partition(":")[0].removeprefix("\\") for name in value.split(",") if name.strip())
     return None if value.startswith("^") or "all" in names else names
@@ -136,7 +136,7 @@ def _dead_peers(environ: Mapping[str, str]) -> Iterator[Finding]:
         found = f"UCX_KEEPALIVE_INTERVAL={value}: over shared memory alone a read from a dead peer may never end"
         yield look(CHECK, found, do)
     elif interval_s is not None and interval_s < _SHORT_S:
-        found = f"UCX_KEEPALIVE_INTERVAL={value}: asked so often, a frozen peer on this host makes a core spin"
+        found = f"UCX_KEEPALIVE_INTERVAL={value}: with a short interval a frozen peer on this host makes a core spin"
         yield look(CHECK, found, do)
 
 
@@ -146,7 +146,7 @@ def _retries(environ: Mapping[str, str]) -> Iterator[Finding]:
         return
     longest_s = timeout_s * int(retries) * _HARDWARE_FACTOR
     if longest_s >= _GRACE_S:
-        said = f"UCX_RC_TIMEOUT × UCX_RC_RETRY_COUNT lets a failed read land for {longest_s:.0f} s"
+        said = f"UCX_RC_TIMEOUT × UCX_RC_RETRY_COUNT lets a failed read write for {longest_s:.0f} s"
         found = f"{said}, longer than failed_read_grace_s (60)"
         yield look(CHECK, found, f"unset both, or set failed_read_grace_s above {longest_s:.0f}")
 

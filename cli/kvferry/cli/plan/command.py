@@ -23,11 +23,11 @@ GOOD = 0
 REFUSED = 2
 
 POOL_BYTES_VRAM, POOL_BYTES_DRAM = 256 << 20, 64 << 20
-"""What a worker's staging pool has when its configuration does not say."""
+"""Default sizes of a worker's staging pool."""
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Run the command; gives the exit code. Raises `InputError`."""
+    """Run the command; returns the exit code. Raises `InputError`."""
     if options.out and not options.copies:
         raise InvalidArgument("--out", options.out, "--copies with it")
     if options.copies and options.json and not options.out:
@@ -54,7 +54,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _costs(options: argparse.Namespace, consumer: EngineDescription) -> Costs:
-    """The constants that the consumer plans with; `--link` changes the prediction, never the plan."""
+    """The constants that the consumer plans with; `--link` changes only the prediction, not the plan."""
     on_gpu = any(worker.memory == "VRAM" for worker in consumer.workers)
     pool, asked = POOL_BYTES_VRAM if on_gpu else POOL_BYTES_DRAM, options.staging_pool_bytes
     if asked is not None:

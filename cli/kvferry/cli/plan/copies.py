@@ -1,4 +1,4 @@
-"""`--copies`: every elementary copy of one request, a JSON line each: the audit when somebody suspects corruption."""
+"""`--copies`: every elementary copy of one request as a JSON line, to examine suspected corruption."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CopyRequest(msgspec.Struct, frozen=True, kw_only=True):
         remote_block_ids: the last blocks of the producer's sequence, as in `kv_transfer_params`.
         local_block_ids: the consumer's blocks from the first token on, 0 where none is held.
         num_tokens: tokens that the remote blocks hold.
-        first_token, stop_token: which of them are read; all without these.
+        first_token, stop_token: the tokens that are read; all by default.
     """
 
     remote_block_ids: Annotated[tuple[BlockIds, ...], Meta(min_length=1, max_length=64)]
@@ -48,7 +48,7 @@ def read_request(path: str, consumer: EngineDescription, producer: EngineDescrip
     """Read the file of `--copies`.
 
     Raises:
-        InvalidRequest: naming the field, its value and what was expected.
+        InvalidRequest: with the field, its value and the expected one.
     """
     try:
         with open(path, "rb") as stream:
@@ -59,7 +59,7 @@ def read_request(path: str, consumer: EngineDescription, producer: EngineDescrip
 
 
 def blocks_of(request: CopyRequest, consumer: EngineDescription, producer: EngineDescription) -> RequestBlocks:
-    """The request as it is paired. Raises `InvalidRequest`."""
+    """The request's blocks for pairing. Raises `InvalidRequest`."""
     for field, engine in (("remote_block_ids", producer), ("local_block_ids", consumer)):
         lists = getattr(request, field)
         if len(lists) != len(engine.groups):
@@ -99,7 +99,7 @@ def copy_lines(
     """One line per elementary copy, by consumer worker and producer worker.
 
     Raises:
-        InvalidRequest: the blocks do not cover what is needed, or leave a cache. Before the first line.
+        InvalidRequest: the blocks do not cover the tokens, or are outside a cache. Before the first line.
     """
     units = []
     for plan in plans:
@@ -129,7 +129,7 @@ def _place(place: Place) -> str:
 
 
 class _Shown(str):
-    """A value that an error has already put into words."""
+    """A value that an error has formatted already."""
 
     __slots__ = ()
 

@@ -33,15 +33,15 @@ def run_describe(options: argparse.Namespace) -> int:
 
 
 def fetch(host: str, port: int, timeout_s: float, secrets: Secrets = ()) -> EngineDescription:
-    """The description of whichever engine answers.
+    """The description of the engine at this address.
 
-    A listener tells only those who know its engine's id, and tells its id to those who do not: so the first question
-    may be answered by the id to ask for.
+    A listener sends its description only in answer to its engine's id, and its id in answer to a wrong one: so the
+    first request asks for the id.
 
     Raises:
-        HandshakeFailed: nobody answered in time.
+        HandshakeFailed: no answer in time.
         PeerRefused: the engine has no description yet, speaks another version, or has none of the secrets.
-        InvalidMessage: the answer is none, or contradicts itself.
+        InvalidMessage: the answer is invalid, or contradicts itself.
     """
     reply = ask(host, port, Hello(engine_id=UNKNOWN_ENGINE, asker=ASKER), timeout_s, secrets)
     if isinstance(reply, Refused) and reply.field == "engine_id":

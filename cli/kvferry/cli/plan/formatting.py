@@ -1,4 +1,4 @@
-"""Engines in words, the same in tables and pictures."""
+"""Text formats of engines and workers, the same in tables and pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvferry.protocol.handshake import CacheGroup
 
 
 def sizes(side: Side) -> str:
-    """`TP 4 · PP 2`: the parallel sizes above 1, and always the tensor-parallel one."""
+    """`TP 4 · PP 2`: the tensor-parallel size, and the other parallel sizes above 1."""
     topology = side.topology
     named = (("PP", topology.pp), ("PCP", topology.pcp), ("DCP", topology.dcp))
     return " · ".join([f"TP {topology.tp}", *(f"{name} {size}" for name, size in named if size > 1)])
@@ -31,14 +31,14 @@ def format_engine(side: Side) -> str:
 
 
 def format_tokens(interleave: Interleave) -> str:
-    """Which tokens a worker holds."""
+    """The tokens that a worker holds: `all`, or `rank 1 of 2, 16 in a row`."""
     if interleave.ranks == 1:
         return "all"
     return f"rank {interleave.rank} of {interleave.ranks}, {interleave.run_tokens} in a row"
 
 
 def format_shard(shard: Shard) -> str:
-    """What a worker holds."""
+    """The layers, heads and tokens that a worker holds."""
     return f"layers {span(shard.layers)}, heads {span(shard.heads)}, tokens {format_tokens(shard.interleave)}"
 
 

@@ -1,8 +1,8 @@
 """`--svg`: ranks, head ranges and flows at a glance.
 
-Producers are on the left, each with a colour of its own; consumers on the right. In a card, the small map is the whole
-model, heads from left to right and layers from top to bottom; what the worker holds is filled, on the right with the
-colours of those whom it comes from. A band's width is its bytes; a hatched one is staged.
+Producers are on the left, each with its own colour; consumers on the right. In a card, the small map is the whole
+model, heads from left to right and layers from top to bottom; the worker's part is filled, on the right with the
+colours of its producers. A band's width is its bytes; a hatched one is staged.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def draw(summary: PlanSummary) -> str:
 
 
 def palette(count: int) -> list[str]:
-    """A colour for every producer worker: a fixed palette, or hues around the circle where it does not suffice."""
+    """A colour for every producer worker: a fixed palette, or hues around the circle if it is too small."""
     if count <= len(_PALETTE):
         return list(_PALETTE[:count])
     colours = []
@@ -102,7 +102,7 @@ def _heading(summary: PlanSummary) -> Iterator[str]:
 
 
 def _back_to_front(bands: tuple[Band, ...]) -> list[Band]:
-    """Wide bands first, so that thin ones are seen."""
+    """Draw wide bands first, so that thin ones are visible."""
     return sorted(bands, key=lambda band: -band.width)
 
 
@@ -137,7 +137,7 @@ def _band_words(scene: Scene, band: Band) -> str:
 
 
 def _labels(scene: Scene) -> Iterator[str]:
-    """Bytes at the right end of bands that are wide enough, when there are not too many."""
+    """Labels with the bytes at the right end of wide bands, if there are few bands."""
     if len(scene.bands) > _LABELS_UP_TO:
         return
     for band in scene.bands:
@@ -220,7 +220,7 @@ def _filled(side: Side, shard: Shard, left: float, top: float, height: float, co
 
 
 def _token_strip(interleave: Interleave, left: float, top: float, colour: str) -> Iterator[str]:
-    """Which tokens, where ranks share them out: one cell per rank, the worker's own filled."""
+    """The tokens, if ranks share them: one box per rank, the worker's own filled."""
     if interleave.ranks == 1:
         return
     cell = _MAP_WIDTH / interleave.ranks

@@ -1,7 +1,7 @@
-"""Where everything in the picture is: cards of workers in two columns, bands of bytes between them. Pure arithmetic.
+"""Positions of everything in the picture: cards of workers in two columns, bands of bytes between them.
 
-Both columns are equally high. A band's width is proportional to its bytes, by one scale for the whole picture, chosen
-so that the bands of every worker fit along its card.
+Both columns have the same height. A band's width is proportional to its bytes, with one scale for the whole picture,
+chosen so that the bands of every worker fit along its card.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ THINNEST = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One worker: its shard and its rectangle's top and height; the column says the rest."""
+    """One worker: its shard, and the top and height of its rectangle; left and width are those of the column."""
 
     shard: Shard
     top: float
@@ -42,7 +42,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Workers of one pipeline stage and one prefill context parallel rank; no label where there is only one."""
+    """Workers of one pipeline stage and one prefill context parallel rank; no label if there is only one."""
 
     label: str
     top: float
@@ -61,7 +61,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Bytes that one consumer worker reads from one producer worker in one way; `width` 0 for a release."""
+    """Bytes that one consumer worker reads from one producer worker with one placing; `width` 0 for a release."""
 
     producer: int
     consumer: int
@@ -84,7 +84,7 @@ class Scene:
 
 
 def arrange(summary: PlanSummary) -> Scene:
-    """Arrange a plan."""
+    """Compute the layout of a plan's picture."""
     sides = (summary.producer, summary.consumer)
     height = max(_natural_height(side) for side in sides)
     left, right = (_column(side, height) for side in sides)
@@ -136,7 +136,7 @@ def _column(side: Side, height: float) -> Column:
 
 
 def _label(side: Side, shard: Shard) -> str:
-    """What a block is called; a block of one worker has no room for its layers."""
+    """A block's label; that of a single worker is too short for its layers."""
     parts = [f"stage {shard.place.pp}"] if side.topology.pp > 1 else []
     parts += [f"pcp {shard.place.pcp}"] if side.topology.pcp > 1 else []
     if side.topology.pp > 1 and sum(_block_of(other) == _block_of(shard) for other in side.workers) > 1:
@@ -173,7 +173,7 @@ def _bands(left: Column, right: Column, readers: Sequence[Reader]) -> tuple[Band
 
 
 def _scale(left: Column, right: Column, bands: Sequence[Band]) -> float:
-    """Height per byte: as much as the fullest card allows."""
+    """Height per byte: the largest that the fullest card allows."""
     heights = []
     for column, ends in ((left, [band.producer for band in bands]), (right, [band.consumer for band in bands])):
         load: dict[int, int] = {}
@@ -184,7 +184,7 @@ def _scale(left: Column, right: Column, bands: Sequence[Band]) -> float:
 
 
 def _stack(column: Column, order: Sequence[int], ends: Sequence[int], widths: Sequence[float]) -> list[float]:
-    """The top of every band along its cards: one under the other, centred in the card."""
+    """The top of every band along its cards: stacked, and centred in the card."""
     total: dict[int, float] = {}
     for index in order:
         total[ends[index]] = total.get(ends[index], 0.0) + widths[index]
@@ -198,7 +198,7 @@ def _stack(column: Column, order: Sequence[int], ends: Sequence[int], widths: Se
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A part of a consumer's shard and where it comes from, as fractions of heads (x) and layers (y) of the model."""
+    """A part of a consumer's shard and its producer worker, as fractions of heads (x) and layers (y) of the model."""
 
     producer: int
     x: float
@@ -208,7 +208,7 @@ class Patch:
 
 
 def patches(reader: Reader, side: Side) -> tuple[Patch, ...]:
-    """Who fills which part of a consumer worker's shard. Parts that several fill token by token lie side by side."""
+    """The producer worker of each part of a consumer worker's shard. A part that several share by token is split."""
     filled: dict[tuple[int, int, int, int], list[int]] = {}
     for flow in reader.flows:
         for read in _of_the_map(flow):
@@ -228,6 +228,6 @@ def patches(reader: Reader, side: Side) -> tuple[Patch, ...]:
 
 
 def _of_the_map(flow: Flow) -> list[Read]:
-    """The reads whose heads are the shard's: attention, or temporal states where there is nothing else."""
+    """The reads with the shard's heads: attention, or temporal states if there is no attention."""
     attention = [read for read in flow.reads if read.policy != "state"]
     return attention or [read for read in flow.reads if "ssm" in read.kinds]

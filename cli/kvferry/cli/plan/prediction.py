@@ -1,6 +1,6 @@
-"""How many descriptors and bytes a prompt takes, and how long: by pairing a prompt's blocks exactly as a request would.
+"""Predicted descriptors, bytes and time of a prompt, by pairing its blocks exactly as for a request.
 
-The blocks are imagined: 1, 2, 3, … on both sides. What NIXL merges of them is not counted.
+The blocks are assumed to be 1, 2, 3, … on both sides. Merging by NIXL is not counted.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Groups = Sequence[CacheGroup]
 
 
 class Units(NamedTuple):
-    """What a prompt has in one token map: units, and blocks of the producer that hold any of them."""
+    """A prompt in one token map: the number of units, and of the producer's blocks that hold them."""
 
     units: int
     blocks: int
 
 
 class Effort(NamedTuple):
-    """What reading takes.
+    """The cost of reading.
 
     Attributes:
-        num_bytes: what is needed.
-        link_bytes: what goes over the link; more where whole blocks are read for a part of them.
-        descriptors: what NIXL is given.
-        staged_bytes: what is put in place afterwards.
+        num_bytes: bytes needed.
+        link_bytes: bytes over the link; more than needed if whole blocks are read for a part of them.
+        descriptors: descriptors given to NIXL.
+        staged_bytes: bytes that the relayout puts in place afterwards.
     """
 
     num_bytes: int = 0
@@ -48,20 +48,20 @@ class Effort(NamedTuple):
     staged_bytes: int = 0
 
     def plus(self, other: Effort) -> Effort:
-        """Both."""
+        """The sum of both."""
         return Effort(*(mine + others for mine, others in zip(self, other, strict=True)))
 
     def seconds(self, costs: Costs, link_gb_s: float) -> float:
-        """How long it takes over a link, at what a descriptor and the relayout are known to cost."""
+        """Time over a link, with the known costs of descriptors and of the relayout."""
         descriptors_s = self.descriptors * costs.descriptor_s
         return self.link_bytes / (link_gb_s * 1e9) + descriptors_s + costs.relayout_s(self.staged_bytes)
 
 
 def prompt_tokens(asked: int | None, plans: Iterable[TransferPlan], here: Groups, there: Groups) -> int:
-    """The length of the prompt: what was asked for, or `DEFAULT_TOKENS`, or what the smaller cache holds.
+    """The length of the prompt: `asked`, or `DEFAULT_TOKENS` but at most the tokens that the smaller cache holds.
 
     Raises:
-        InvalidArgument: more was asked for than a cache holds, or one holds nothing.
+        InvalidArgument: `asked` is more than a cache holds, or a cache holds nothing.
     """
     limits = [(MAX_TOKENS, "this command counts no further")]
     for tokens in {bundle.tokens for plan in plans for route in plan.routes for bundle in route.bundles}:
@@ -71,21 +71,21 @@ def prompt_tokens(asked: int | None, plans: Iterable[TransferPlan], here: Groups
             limits.append((_capacity(tokens.local, here[group]), "the consumer's cache holds no more"))
     most, why = min(limits)
     if most < 1:
-        raise InvalidArgument("blocks", 1, "at least 2 in every cache: block 0 is nobody's")
+        raise InvalidArgument("blocks", 1, "at least 2 in every cache: block 0 is the null block")
     if asked is not None and asked > most:
         raise InvalidArgument("--tokens", asked, f"at most {most}: {why}")
     return min(DEFAULT_TOKENS, most) if asked is None else asked
 
 
 def count_units(tokens: TokenMap, here: Groups, there: Groups, num_tokens: int) -> Units:
-    """What a prompt of `num_tokens` tokens has in one token map."""
+    """The units of a prompt of `num_tokens` tokens in one token map."""
     if tokens.is_state:
         return Units(1, 1)
     group = tokens.group
     local = _ids(tokens.local, here[group], num_tokens)
     span = here[group].block_tokens * tokens.local.share.ranks
     left = first_needed(here[group], num_tokens) // span
-    local[:left] = [NULL_BLOCK] * left  # what no later token attends to has no block
+    local[:left] = [NULL_BLOCK] * left  # tokens outside the window have no block
     others: list[list[int]] = [[]] * group
     request = RequestBlocks(
         local=[*others, local],
@@ -99,7 +99,7 @@ def count_units(tokens: TokenMap, here: Groups, there: Groups, num_tokens: int) 
 
 
 def bundle_effort(route: Route, bundle: Bundle, found: Units) -> Effort:
-    """What a bundle takes; of a staged one, only what is needed and what is put in place: see `source_effort`."""
+    """The effort of a bundle; of a staged one without the reads, which are in `source_effort`."""
     num_bytes = found.units * bundle.unit_bytes
     if route.placing_of(bundle) is Placing.STAGED:
         return Effort(num_bytes=num_bytes, staged_bytes=num_bytes)
@@ -107,18 +107,18 @@ def bundle_effort(route: Route, bundle: Bundle, found: Units) -> Effort:
 
 
 def source_effort(source: Source, found: Units) -> Effort:
-    """What reading into the staging pool takes: the producer's runs, of units or of whole blocks."""
+    """The effort of reads into the staging pool: the producer's runs, of units or of whole blocks."""
     times = found.blocks if source.whole_blocks else found.units
     return Effort(link_bytes=times * source.bundle.unit_bytes, descriptors=times * source.bundle.unit_runs)
 
 
 def _capacity(side: TokenSide, group: CacheGroup) -> int:
-    """Tokens that a cache holds: all blocks but the null block."""
+    """Tokens that a cache holds in all blocks except the null block."""
     ratio = group.block_tokens // side.block_tokens
     return (side.blocks // ratio - 1) * group.block_tokens * side.share.ranks
 
 
 def _ids(side: TokenSide, group: CacheGroup, num_tokens: int) -> list[int]:
-    """Imagined scheduler blocks of a prompt."""
+    """The assumed scheduler blocks of a prompt."""
     count = -(-num_tokens // (group.block_tokens * side.share.ranks))
     return list(range(1, count + 1))

@@ -1,7 +1,7 @@
-"""The engine that a short form stands for: one allocation per worker at address 0, strides from the layout.
+"""The engine of a short form: one allocation per worker at address 0, strides from the layout.
 
-In a worker's allocation the cache groups follow one another (full attention, window, states), each with its own blocks;
-vLLM would lay them over the same bytes, which no plan can tell from this.
+In a worker's allocation the cache groups follow one another (full attention, window, states), each with its own blocks.
+In vLLM they share the same bytes, which makes no difference to a plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Ra
 from kvferry.protocol.handshake import CacheGroup, ModelFacts
 
 UNKNOWN_MODEL = "short form"
-"""A short form says nothing about weights and activations: this stands in their place."""
+"""Placeholder for facts about weights and activations, which a short form does not have."""
 
 _Groups = list[tuple[CacheGroup, tuple[int, ...]]]
 
@@ -33,7 +33,7 @@ def engine_of_form(form: ShortForm, engine_id: str) -> EngineJson:
     """Describe the engine.
 
     Raises:
-        InvalidShortForm: it would be too large to describe; the text says what and how large it may be.
+        InvalidShortForm: it would be too large to describe; the text names the value and its limit.
     """
     _check_sizes(form)
     groups = groups_of_form(form)
@@ -65,7 +65,7 @@ def groups_of_form(form: ShortForm) -> _Groups:
 
 
 def heads_of_rank(heads: int, ranks: int, rank: int) -> Range:
-    """The heads of a rank: as even as possible, the first ranks one more; one each where there are more ranks.
+    """The heads of a rank: split evenly, the first ranks have one more; one each if there are more ranks than heads.
 
     Example: 5 heads on 2 ranks: [0, 3) and [3, 5). 2 heads on 4 ranks: [0, 1), [0, 1), [1, 2), [1, 2).
     """
@@ -98,7 +98,7 @@ def _worker(form: ShortForm, groups: _Groups, pp: int, pcp: int, tp: int) -> Wor
 def _attention_tensors(
     form: ShortForm, group: int, layers: Sequence[int], place: Place, base: int
 ) -> tuple[list[PagedTensor], int]:
-    """The tensors of attention layers from address `base` on, and the bytes that they take."""
+    """The tensors of attention layers from address `base` on, and their size in bytes."""
     item = DTYPE_BYTES[form.dtype]
     heads = _kv_heads(form, place)
     packed = form.kv == "packed" and not form.mla
@@ -143,12 +143,12 @@ def _format(dtype: str) -> Format:
 
 
 def _scales(dtype: str) -> tuple[float, ...]:
-    """A float8 cache has static scales: here they are 1."""
+    """The static scales of a float8 cache: always 1 in a short form."""
     return (1.0,) if DTYPE_BYTES[dtype] == 1 else ()
 
 
 def strides_of(order: str, sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Bytes from one to the next along each axis, and in all; `order` names the axes from the outermost.
+    """The stride in bytes of each axis, and the total size; `order` names the axes from the outermost.
 
     Example: `LBHNC` of 1 layer, 10 blocks, 2 heads, 16 tokens, 512 bytes: N 512, H 8192, B 16384, L 163840.
     """
@@ -171,9 +171,9 @@ def _kv_heads(form: ShortForm, place: Place) -> Range:
 def _state_tensors(
     form: ShortForm, group: int, layers: Sequence[int], place: Place, base: int
 ) -> tuple[list[PagedTensor], int]:
-    """The states of recurrent layers from address `base` on, and their bytes.
+    """The states of recurrent layers from address `base` on, and their size in bytes.
 
-    Per layer and block there is one page: the convolution state, behind it the temporal state.
+    There is one page per layer and block: the convolution state, then the temporal state.
     """
     item = DTYPE_BYTES[form.state_dtype]
     channels = [

@@ -1,7 +1,7 @@
 """The short form of an engine: `layers=32,heads=8,dim=128,tp=4,pp=2,block=16,layout=NHD,dtype=bfloat16`.
 
-Pairs of key and value, separated by commas, in any order, none twice. This module reads the text; what engine it stands
-for is in `short_engine`.
+Pairs of key and value, separated by commas, in any order, none twice. This module reads the text; `short_engine` builds
+the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_LENGTH = 4096
 
 @dataclass(frozen=True, slots=True)
 class ShortForm:
-    """The values of a short form, defaults filled in. Keys and meanings: `KEYS`."""
+    """The values of a short form with all defaults. Keys and meanings: `KEYS`."""
 
     layers: int
     heads: int = 0
@@ -65,13 +65,13 @@ class ShortForm:
 
     @property
     def full_layers(self) -> tuple[int, ...]:
-        """Layers whose attention sees every token."""
+        """Layers with full attention."""
         others = {*self.window_layers, *self.state_layers}
         return tuple(layer for layer in range(self.layers) if layer not in others)
 
 
 class Key(NamedTuple):
-    """A key of the short form: how its value is read, the value's form, and what it means."""
+    """A key of the short form: the function that reads its value, the value's form, and its meaning."""
 
     read: Callable[[str, str], Any]
     form: str
@@ -82,7 +82,7 @@ def read_short_form(text: str) -> ShortForm:
     """Read a short form.
 
     Raises:
-        InvalidShortForm: naming the key, its value and what is accepted.
+        InvalidShortForm: with the key, its value and the accepted ones.
     """
     if len(text) > MAX_LENGTH:
         raise InvalidShortForm("text", f"{len(text)} characters", f"at most {MAX_LENGTH} characters")
@@ -100,7 +100,7 @@ def read_short_form(text: str) -> ShortForm:
 
 
 def _filled(values: dict[str, Any]) -> ShortForm:
-    """The form with every value that follows from others; raises for keys that contradict each other."""
+    """The form with all derived values; raises for keys that contradict each other."""
     if "layers" not in values:
         raise InvalidShortForm("layers", "missing", "the number of layers, e.g. layers=32")
     layers: int = values["layers"]
@@ -132,7 +132,7 @@ def _filled(values: dict[str, Any]) -> ShortForm:
 
 
 def even_stages(layers: int, pp: int) -> tuple[int, ...]:
-    """How vLLM splits layers over pipeline stages: evenly, what is left over to the stages before the last.
+    """Layers per pipeline stage, as vLLM splits them: evenly, with the remainder on the stages before the last.
 
     Example: 34 layers in 4 stages are 8, 9, 9, 8.
     """
@@ -212,7 +212,7 @@ def _exclude(values: Mapping[str, Any], key: str, others: tuple[str, ...]) -> No
 _SIZE = whole(1, MAX_SIZE)
 
 KEYS = {
-    "layers": Key(whole(1, MAX_LAYERS), "number", "layers of the model; the only key that must be there"),
+    "layers": Key(whole(1, MAX_LAYERS), "number", "layers of the model; always required"),
     "heads": Key(_SIZE, "number", "KV heads of the model, over all ranks"),
     "dim": Key(_SIZE, "number", "elements of a head, K and V each"),
     "mla": Key(_SIZE, "number", "elements of a token's latent, in place of heads and dim, e.g. 576"),
@@ -225,7 +225,7 @@ KEYS = {
     "interleave": Key(_SIZE, "number", "tokens in a row on one dcp rank, a divisor of block; default: block"),
     "block": Key(_SIZE, "number", "tokens of a scheduler block (`--block-size`), the unit of block ids"),
     "kernel_block": Key(_SIZE, "number", "tokens of a physical block, a divisor of block; default: block"),
-    "blocks": Key(whole(2, 1 << 30), "number", "scheduler blocks in the cache, of which block 0 is nobody's"),
+    "blocks": Key(whole(2, 1 << 30), "number", "scheduler blocks in the cache, of which block 0 is the null block"),
     "layout": Key(choice(LAYOUTS), "name", f"order of the axes: {', '.join(LAYOUTS)}"),
     "kv": Key(choice(("packed", "apart")), "name", "packed: a cell is `[K|V]`; apart: all of V behind all of K"),
     "window": Key(window_of, "`n` or `n@layers`", "tokens of a sliding window, and which layers have it; default: all"),
@@ -240,7 +240,7 @@ KEYS = {
     "names": Key(
         name_template,
         "text with `{}`",
-        "names of the layers with attention; a description JSON on the other side has its own",
+        "names of the layers with attention; must match those of a description JSON on the other side",
     ),
     "state_names": Key(name_template, "text with `{}`", "names of the layers with states"),
 }

@@ -1,4 +1,4 @@
-"""The values of a short form: what each looks like, and what it is read as."""
+"""The values of a short form: their syntax, and functions that read them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_SIZE = 65536
 class ConvPart(NamedTuple):
     """A sub-projection of a convolution state.
 
-    Example: `B128` has 128 channels, shared out over the ranks; of `B128*` every rank has all.
+    Example: `B128` has 128 channels, split over the ranks; of `B128*` every rank has all.
     """
 
     name: str
@@ -82,7 +82,7 @@ def window_of(key: str, text: str) -> tuple[int, str]:
 
 
 def layers_of(key: str, listed: str, layers: int) -> tuple[int, ...]:
-    """The layers of a list like `0-30/2+31`: single ones, ranges with their last, every n-th of a range."""
+    """The layers of a list like `0-30/2+31`: single layers, inclusive ranges, every n-th of a range."""
     if listed == "*":
         return tuple(range(layers))
     chosen: set[int] = set()

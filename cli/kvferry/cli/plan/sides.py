@@ -1,4 +1,4 @@
-"""PRODUCER and CONSUMER of a command line: the path of a description JSON, `-` for standard input, or a short form."""
+"""PRODUCER and CONSUMER of a command line: path of a description JSON, `-` for standard input, or a short form."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def read_pair(
 ) -> tuple[EngineDescription, EngineDescription]:
     """Read both sides.
 
-    A short form says nothing about the weights: it takes what the other side says, except for the dtype of its cache.
+    A short form has no facts about the weights: it takes those of the other side, except for the dtype of its cache.
 
     Raises:
-        InputError: of the kind that the side is of, naming what is wrong.
+        InputError: the type depends on the kind of side; the text names the error.
     """
     if producer == consumer == STDIN:
         raise InvalidArgument("CONSUMER", STDIN, "another source: PRODUCER reads standard input already")
@@ -47,8 +47,8 @@ def read_side(role: str, argument: str, read_stdin: Callable[[], bytes]) -> Engi
 
     Raises:
         InvalidArgument: there is no such file, or it cannot be read.
-        InvalidDescription: the file is no description JSON.
-        InvalidShortForm: the short form is none.
+        InvalidDescription: the file is not a description JSON.
+        InvalidShortForm: the short form is invalid.
     """
     if argument == STDIN:
         return decode_engine_json(read_stdin())
@@ -56,9 +56,7 @@ def read_side(role: str, argument: str, read_stdin: Callable[[], bytes]) -> Engi
         return decode_engine_json(_read(role, argument))
     if "=" in argument:
         return engine_of_form(read_short_form(argument), role)
-    raise InvalidArgument(
-        role.upper(), argument, "the path of a description JSON, - for standard input, or layers=…,heads=…,dim=…"
-    )
+    raise InvalidArgument(role.upper(), argument, "a description JSON, - for standard input, or layers=…,heads=…,dim=…")
 
 
 def _read(role: str, path: str) -> bytes:
@@ -70,7 +68,7 @@ def _read(role: str, path: str) -> bytes:
 
 
 def _reported(facts: ModelFacts, other: ModelFacts) -> ModelFacts:
-    """Facts for a side: its own, or the other's where it has none. A dtype that was written down stays."""
+    """Facts of a side: its own, or those of the other side if it has none. The dtype of its tensors is not changed."""
     if facts.model != UNKNOWN_MODEL or other.model == UNKNOWN_MODEL:
         return facts
     return other

@@ -1,7 +1,7 @@
-"""What `kvferry plan` tells, as one frozen value: the tables, the JSON and the picture are all made from it.
+"""The result of `kvferry plan` as one frozen value, from which the tables, the JSON and the picture are made.
 
-The field names are those of `--json`; their meaning is in docs/cli.md. Bytes and descriptors are those of the prompt,
-unless their name says otherwise.
+The field names are those of `--json`, documented in docs/cli.md. Bytes and descriptors are those of the prompt, unless
+their name says otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLAN_VERSION = 1
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker holds: layers and heads as half-open ranges over the model, and which tokens."""
+    """The part that one worker holds: layers and heads as half-open ranges over the model, and the tokens."""
 
     place: Place
     layers: Range
@@ -46,7 +46,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True):
-    """Tensors that are read alike from one producer worker."""
+    """Tensors that are read in the same way from one producer worker."""
 
     group: int
     policy: str
@@ -76,7 +76,7 @@ class StagedRead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
-    """What one consumer worker reads from one producer worker; no `reads`: it only tells it that it needs nothing."""
+    """Reads of one consumer worker from one producer worker; without `reads` it only sends its release."""
 
     producer: Place
     producer_worker: int
@@ -91,7 +91,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reader(msgspec.Struct, frozen=True, kw_only=True):
-    """One consumer worker: its line in the log, and what it reads."""
+    """One consumer worker: its line in the log, and its reads."""
 
     place: Place
     log: str
@@ -103,7 +103,7 @@ class Reader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slowest(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker whose link decides the time."""
+    """The worker whose link determines the time."""
 
     side: str
     place: Place
@@ -145,7 +145,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refusal_of(refused: PlanRefused) -> Refusal:
-    """The reasons as JSON has them."""
+    """The reasons as in the JSON."""
     return Refusal(
         reasons=tuple(
             RefusedReason(field=one.field, producer=one.producer, consumer=one.consumer, change=one.change)
@@ -165,7 +165,7 @@ def summarise(
 ) -> PlanSummary:
     """Sum up the plans of all consumer workers for a prompt.
 
-    A worker's time is that of its own link, on either side; the slowest decides.
+    A worker's time is that of its own link, on either side; the predicted time is that of the slowest worker.
 
     Raises:
         InvalidArgument: the prompt does not fit into a cache.
@@ -302,7 +302,7 @@ def _read(route: Route, bundle: Bundle, found: Units, groups: Sequence[CacheGrou
 
 
 def side_of(engine: EngineDescription) -> Side:
-    """One engine, as it is shown."""
+    """One engine, as it is displayed."""
     tensors = [tensor for worker in engine.workers for tensor in worker.tensors]
     order = layer_order(engine)
     shards = tuple(_shard(engine, worker, order) for worker in engine.workers)
@@ -318,7 +318,7 @@ def side_of(engine: EngineDescription) -> Side:
 
 
 def layer_order(engine: EngineDescription) -> dict[str, int]:
-    """The place of every layer's name among all of the engine."""
+    """The index of every layer name among all layers of the engine."""
     names = {tensor.layer for worker in engine.workers for tensor in worker.tensors}
     return {name: index for index, name in enumerate(sorted(names, key=natural))}
 

@@ -1,6 +1,6 @@
-"""Tables of `plan` and `describe` for people; needs rich, which the extra `cli` brings.
+"""Tables of `plan` and `describe`; needs rich, which the extra `cli` installs.
 
-Where the output is no terminal, lines are 132 characters wide and carry no colours.
+If the output is no terminal, lines are 132 characters wide and have no colours.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def print_plan(out: Console, summary: PlanSummary) -> None:
-    """A workable pair."""
+    """Print a workable pair."""
     _print_sides(out, (("producer", summary.producer), ("consumer", summary.consumer)))
     reasons: dict[str, int] = {}
     several = len(summary.producer.groups) > 1
@@ -39,7 +39,7 @@ def print_plan(out: Console, summary: PlanSummary) -> None:
 
 
 def print_refusal(out: Console, refusal: Refusal, sides: Sequence[tuple[str, Side]]) -> None:
-    """An unworkable pair: all reasons, each with what to change."""
+    """Print an unworkable pair: all reasons, each with the change that helps."""
     _print_sides(out, sides)
     out.print("this pair cannot work:")
     for number, reason in enumerate(refusal.reasons, 1):
@@ -50,7 +50,7 @@ def print_refusal(out: Console, refusal: Refusal, sides: Sequence[tuple[str, Sid
 
 
 def print_engine(out: Console, engine_json: EngineJson, side: Side) -> None:
-    """One engine: what it serves, its groups, its workers."""
+    """Print one engine: its model, groups and workers."""
     facts = engine_json.facts
     out.print(f"engine {engine_json.engine_id}: {format_engine(side)}")
     named = (("model", facts.model), ("fingerprint", facts.fingerprint), ("dtype", facts.dtype))
@@ -94,10 +94,10 @@ def _print_time(out: Console, summary: PlanSummary) -> None:
 
 
 def _reader_rows(reader: Reader, reasons: dict[str, int], several: bool) -> Iterable[list[str]]:
-    """The rows of one consumer worker; its name and each producer's only once."""
+    """The rows of one consumer worker; its name and each producer's are in one row only."""
     name = str(reader.place)
     if not reader.flows:
-        yield [name, "nobody"]
+        yield [name, "none"]
     for flow in reader.flows:
         producer = str(flow.producer)
         if not flow.reads:

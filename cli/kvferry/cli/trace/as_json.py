@@ -1,4 +1,4 @@
-"""What `kvferry trace --json` prints."""
+"""The output of `kvferry trace --json`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _timeline(one: Timeline) -> dict[str, Any]:
 
 
 def _span(span: Span, zero_ns: int) -> dict[str, Any]:
-    """From when to when, in milliseconds from the zero on."""
+    """A span with its begin and end in milliseconds after the zero."""
     return {
         "phase": span.phase,
         "begun_ms": (span.begun_ns - zero_ns) / 1e6,

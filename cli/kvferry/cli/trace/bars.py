@@ -1,6 +1,6 @@
-"""The bar of one handover: its phases one after the other, and below it a thin one for every worker.
+"""The bar of one handover: its phases in order, and below it a thin bar for every worker.
 
-Left of the zero is what came before the prompt was computed, right of it the handover; each side has its own scale.
+Left of the zero is the time before the prompt was computed, right of it the handover; each side has its own scale.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from kvferry.trace.timeline import Span, Timeline, WorkerSpans
 
 BAR, THIN, GAP, HELD = 17.0, 5.0, 2.0, 3.0
 MOST_WORKERS = 16
-"""Thin bars of one handover; those of the slowest workers are shown."""
+"""Most thin bars of one handover: those of the slowest workers."""
 _LETTER = 5.6
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Where which time is.
+    """The mapping of times to pixels.
 
     Attributes:
         left, zero, right: in pixels.
-        before_ns, after_ns: what fits on either side of the zero.
+        before_ns, after_ns: the time that fits on either side of the zero.
     """
 
     left: float
@@ -35,14 +35,14 @@ class Scale:
     after_ns: float
 
     def x(self, at_ns: float) -> float:
-        """Where a time is that is counted from the zero; what does not fit is at the edge."""
+        """The position of a time relative to the zero, clipped to the edges."""
         if at_ns < 0:
             return max(self.left, self.zero + at_ns / self.before_ns * (self.zero - self.left))
         return min(self.right, self.zero + at_ns / self.after_ns * (self.right - self.zero))
 
 
 def scale_for(timelines: Iterable[Timeline], left: float, zero: float, right: float) -> Scale:
-    """One that all of these fit on, except what the producer holds after all is done."""
+    """A scale that all of these fit on, except for blocks that the producer holds after the handover."""
     timelines = tuple(timelines)
     before = max((one.zero_ns - span.begun_ns for one in timelines for span in one.before), default=0)
     ends = [span.ended_ns - one.zero_ns for one in timelines for span in (*one.to_load, *one.from_load)]
@@ -52,7 +52,7 @@ def scale_for(timelines: Iterable[Timeline], left: float, zero: float, right: fl
 
 
 def height_of(one: Timeline) -> float:
-    """Of a bar with those of its workers."""
+    """The height of a bar with those of its workers."""
     thin = min(len(one.workers), MOST_WORKERS) if len(one.workers) > 1 else 0
     return BAR + GAP + HELD + thin * (THIN + 1)
 
@@ -73,13 +73,13 @@ def bar(one: Timeline, scale: Scale, top: float) -> Iterator[str]:
 
 
 def shown_workers(one: Timeline) -> tuple[WorkerSpans, ...]:
-    """All, or the slowest, in the order of their places."""
+    """All workers, or the slowest `MOST_WORKERS`, in the order of their places."""
     kept = sorted(one.workers, key=lambda worker: worker.ended_ns)[-MOST_WORKERS:]
     return tuple(worker for worker in one.workers if worker in kept)
 
 
 def axis(scale: Scale, top: float, bottom: float) -> Iterator[str]:
-    """Lines and their times, on both sides."""
+    """Grid lines with their times, on both sides."""
     sides = (
         (-1, ticks(scale.before_ns if scale.before_ns > 1 else 0, 2)),
         (1, ticks(scale.after_ns, 6)),
@@ -95,10 +95,10 @@ def axis(scale: Scale, top: float, bottom: float) -> Iterator[str]:
 
 
 def segment(span: Span, zero_ns: int, scale: Scale, y: float, height: float, whose: str = "") -> Iterator[str]:
-    """One phase, with its name in it where there is room, and a hint.
+    """One phase, with its name if there is space, and a tooltip.
 
     Args:
-        whose: the worker's place.
+        whose: the worker's place; empty for the whole engine.
     """
     begun, ended = scale.x(span.begun_ns - zero_ns), scale.x(span.ended_ns - zero_ns)
     shown = theme_of(span.phase)

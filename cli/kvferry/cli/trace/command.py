@@ -1,4 +1,4 @@
-"""`kvferry trace`: reads what engines recorded and writes one timeline per handover."""
+"""`kvferry trace`: reads the recordings of engines and writes one timeline per handover."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvferry.trace.summary import merge
 PAGE, PICTURE, TRACE = "waterfall.html", "waterfall.svg", "trace.json"
 ROWS_OF_A_PAGE = 200
 HANDOVERS_OF_A_TRACE = 10_000
-"""The slowest; a viewer in a browser opens no more."""
+"""Most handovers (the slowest) in a Chrome trace; viewers in a browser cannot open more."""
 
 
 def run_trace(options: argparse.Namespace) -> int:
-    """Run the command; gives the exit code. Raises `InvalidTrace` and `InvalidArgument`."""
+    """Run the command; returns the exit code. Raises `InvalidTrace` and `InvalidArgument`."""
     slowest = whole_option("--slowest", options.slowest, 1, 10_000)
     with _no_garbage():
         recording = read_recording(options.dirs)
@@ -48,7 +48,7 @@ def run_trace(options: argparse.Namespace) -> int:
 
 
 def _write(out: Path, reported: Report, slowest: int) -> None:
-    """A folder of everything, or the one file that the suffix says."""
+    """Write a folder with all three files, or one file by its suffix."""
     one = {".json": _write_trace, ".html": _write_page, ".svg": _write_picture}.get(out.suffix.lower())
     try:
         if one is not None and not out.is_dir():
@@ -87,7 +87,7 @@ def _write_pieces(path: Path, pieces: Iterable[str]) -> None:
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Millions of events that all stay: looking for garbage among them takes longer than reading them."""
+    """Disable garbage collection: with millions of live events it takes longer than reading them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

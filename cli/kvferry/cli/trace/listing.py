@@ -1,4 +1,4 @@
-"""What `kvferry trace` prints for people: how long each phase took, and the slowest handovers."""
+"""The tables of `kvferry trace`: durations of each phase, and the slowest handovers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def print_listing(stream: TextIO, report: Report, slowest: int) -> None:
-    """Tables where rich is installed, else plain columns."""
+    """Print tables if rich is installed, else plain columns."""
     print(_safe(headline(report)), end="\n\n", file=stream)
     _print_table(
         stream,
@@ -33,7 +33,7 @@ def print_listing(stream: TextIO, report: Report, slowest: int) -> None:
     print("\nthe slowest handovers:\n", file=stream)
     _print_table(
         stream,
-        ("request", "engines", ">tokens", ">handover", "longest phase", "what came of it"),
+        ("request", "engines", ">tokens", ">handover", "longest phase", "result"),
         (_row(one) for one in report.timelines[:slowest]),
     )
     for note in report.notes:
@@ -56,7 +56,7 @@ def _row(one: Timeline) -> tuple[str, ...]:
 
 
 def _safe(content: str) -> str:
-    """Without what a terminal obeys."""
+    """The text with terminal control characters replaced."""
     return _CONTROL.sub("\ufffd", content)
 
 

@@ -1,5 +1,5 @@
-"""The page: every shown handover as a row, and behind a click everything that is known of it. Nothing is loaded from
-anywhere, and nothing runs."""
+"""The HTML page: a row for every shown handover, with all details after a click. It loads no other files and runs no
+scripts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def page(report: Report, shown: int) -> Iterator[str]:
     """The HTML document in pieces.
 
     Args:
-        shown: how many handovers have a row.
+        shown: most handovers that have a row.
     """
     rows = report.timelines[:shown]
     scale = scale_for(rows, 4, _ZERO, _RIGHT)

@@ -1,4 +1,4 @@
-"""The content of a command's report: which handovers, out of how many, and what a reader must know."""
+"""The content of a report: the selected handovers, the durations of their phases, and notes."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def format_rate(one: Timeline) -> str:
 
 
 def short_id(request: str, longest: int = 34) -> str:
-    """What tells a request apart from others: without what a router puts before every id."""
+    """The distinctive part of a request id, without the prefix of vLLM's router."""
     found = _ROUTED.match(request)
     name = found[1] if found else request
     return name if len(name) <= longest else f"{name[: longest // 2 - 1]}…{name[-(longest - longest // 2) :]}"
 
 
 def name_of(one: Timeline, longest: int = 34) -> str:
-    """What a request is called in a picture: the client's name for it, else an id."""
+    """A request's name in pictures: the client's id, else an engine's."""
     handover = one.handover
     return short_id(handover.correlation or handover.producer_request or handover.consumer_request or "?", longest)
 
 
 def format_engines(one: Timeline) -> str:
-    """`prefill-0 → decode-1`, with what was not recorded."""
+    """`prefill-0 → decode-1`, with `?` for an engine that was not recorded."""
     handover = one.handover
     return f"{short_id(handover.producer or '?', 20)} → {short_id(handover.consumer or '?', 20)}"
 
 
 def ticks(longest_ns: float, about: int) -> list[int]:
-    """Round numbers from 0 on, of which about so many fit."""
+    """About `about` round numbers from 0 to `longest_ns`."""
     if longest_ns <= 0:
         return [0]
     rough = max(longest_ns / about, 1)
@@ -66,13 +66,13 @@ _MOST_NOTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that is shown.
+    """The content that all output formats show.
 
     Attributes:
-        timelines: all of them that were asked for, the slowest first.
+        timelines: all selected ones, the slowest first.
         durations: of every phase.
-        outcomes: how many handovers ended how.
-        processes: whose files were read.
+        outcomes: number of handovers by outcome.
+        processes: number of processes whose files were read.
         notes: about clocks and damaged files, one line each.
     """
 
@@ -84,7 +84,7 @@ class Report:
 
 
 def report(recording: Recording, merged: Merged, request: str | None) -> Report:
-    """About all handovers, or about those of a request, of which any id may be given, or its beginning."""
+    """Report on all handovers, or on those of a request, given by the beginning of any of its ids."""
     timelines = merged.timelines
     if request is not None:
         timelines = tuple(one for one in timelines if named(one, request))
@@ -94,7 +94,7 @@ def report(recording: Recording, merged: Merged, request: str | None) -> Report:
 
 
 def headline(reported: Report) -> str:
-    """How many there are, and what came of them."""
+    """The number of handovers, by outcome."""
     found = ", ".join(f"{number} {outcome}" for outcome, number in reported.outcomes.items())
     processes = "1 process" if reported.processes == 1 else f"{reported.processes} processes"
     return f"{counted(len(reported.timelines), 'handover')} of {processes}: {found or 'none'}"

@@ -10,10 +10,10 @@ from kvferry.trace.summary import HANDOVER
 
 @dataclass(frozen=True, slots=True)
 class PhaseTheme:
-    """How a phase is shown.
+    """The label and colours of a phase.
 
     Attributes:
-        ink: of text on the colour.
+        ink: colour of text on `colour`.
         meaning: a short description.
     """
 
@@ -37,7 +37,7 @@ PHASE_THEMES = {
         "decode queue", "#f3b62c", _DARK, "the consumer has no blocks or no step for it yet"
     ),
     Phase.ORDER.value: PhaseTheme("order", "#d8c9a3", _DARK, "the order to load goes to the workers"),
-    Phase.LOAD.value: PhaseTheme("load", "#3f9d6b", _LIGHT, "the workers load; what they did is not recorded"),
+    Phase.LOAD.value: PhaseTheme("load", "#3f9d6b", _LIGHT, "the workers load; their stages are not recorded"),
     Phase.QUEUED.value: PhaseTheme("load queued", "#fbe08b", _DARK, "the worker has other loads to do first"),
     Phase.CONNECTING.value: PhaseTheme(
         "connecting", "#ee7b30", _DARK, "first contact with the producer, or the device is not done"
@@ -45,15 +45,15 @@ PHASE_THEMES = {
     Phase.FENCE.value: PhaseTheme("fence", "#dc4a4a", _LIGHT, "the producer's worker is not ready"),
     Phase.POSTING.value: PhaseTheme("posting", "#45c4b6", _DARK, "reads are prepared and posted"),
     Phase.READING.value: PhaseTheme("reading", "#1f9150", _LIGHT, "bytes are under way"),
-    Phase.FENCE_AGAIN.value: PhaseTheme("second fence", "#9bc53d", _DARK, "was the lease good all the time?"),
-    Phase.REPORT.value: PhaseTheme("report", "#e46aa7", _DARK, "the scheduler has not heard of all workers yet"),
+    Phase.FENCE_AGAIN.value: PhaseTheme("second fence", "#9bc53d", _DARK, "check that the lease was still valid"),
+    Phase.REPORT.value: PhaseTheme("report", "#e46aa7", _DARK, "some workers have not reported to the scheduler yet"),
     Phase.FIRST_STEP.value: PhaseTheme("first step", "#8fa1b8", _DARK, "loaded, and not scheduled yet"),
     Phase.HELD.value: PhaseTheme("held", "#6b7a90", _LIGHT, "the producer keeps the blocks"),
 }
 
 
 def theme_of(phase: str) -> PhaseTheme:
-    """The theme of a phase, also of one that only a later version has."""
+    """The theme of a phase; a default for phases of later versions."""
     return PHASE_THEMES.get(phase) or PhaseTheme(phase, "#9ca3af", _DARK, "")
 
 
@@ -75,7 +75,7 @@ def meaning_of(phase: str) -> str:
 
 
 def style() -> str:
-    """The CSS of every picture; it follows what the reader's system prefers, light or dark."""
+    """The CSS of every picture; it follows the system's light or dark mode."""
     colours = [f".p-{phase}{{fill:{one.colour}}}.on-{phase}{{fill:{one.ink}}}" for phase, one in PHASE_THEMES.items()]
     return "".join((_STYLE, ".p-other{fill:#9ca3af}.on-other{fill:#111827}", *colours))
 

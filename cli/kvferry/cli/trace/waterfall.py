@@ -21,9 +21,9 @@ def draw(timelines: Sequence[Timeline], of_all: int, notes: Sequence[str] = ()) 
     """One SVG document.
 
     Args:
-        timelines: those to be shown, in their order.
-        of_all: how many there are.
-        notes: what a reader must know, e.g. that clocks were shifted.
+        timelines: those to show, in this order.
+        of_all: number of all handovers.
+        notes: shown below the picture, e.g. that clocks were shifted.
     """
     scale = scale_for(timelines, _LEFT, _ZERO, _RIGHT)
     legend, below_legend = _legend(phases_of(timelines), 66.0)
@@ -55,7 +55,7 @@ def draw(timelines: Sequence[Timeline], of_all: int, notes: Sequence[str] = ()) 
 
 
 def phases_of(timelines: Sequence[Timeline]) -> list[str]:
-    """The phases that are to be seen, in the order of a handover."""
+    """The phases that occur, in the order of a handover."""
     seen = {span.phase for one in timelines for span in (*one.before, *one.path)}
     seen |= {span.phase for one in timelines for worker in one.workers for span in worker.spans}
     seen |= {one.held.phase for one in timelines if one.held}

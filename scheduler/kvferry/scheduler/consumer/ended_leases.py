@@ -1,7 +1,7 @@
-"""Leases of other engines that this one is done with: what a replay of old params is known by.
+"""Leases of other engines that this engine has finished with, to recognise a replay of old params.
 
-A lease serves one request once. Whoever comes with its params afterwards is computed here at once, without asking the
-producer, whose fence would refuse it.
+A lease serves one request once. A later request with the same params is computed here at once, without a read that the
+producer's fence would refuse.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ LeaseKey = tuple[str, int, str]
 """Boot, slot and epoch: a lease among all leases of all engines."""
 
 MAX_ENDED_LEASES = 1 << 16
-"""Most that are remembered: at most 13 MB. Of older ones a replay is tried again, and fails at the producer's fence."""
+"""Most leases remembered: at most 13 MB. A replay of an older one is tried, and fails at the producer's fence."""
 
 
 class EndedLeases:
-    """The last `limit` leases that ended, the longest ended first to be forgotten."""
+    """The last `limit` leases that ended; the oldest is dropped first."""
 
     def __init__(self, limit: int = MAX_ENDED_LEASES) -> None:
         self._limit = limit
@@ -30,7 +30,7 @@ class EndedLeases:
         return _packed(key) in self._found
 
     def add(self, key: LeaseKey) -> None:
-        """Remember a lease; one that is remembered already does not become younger."""
+        """Remember a lease; adding it again does not change its age."""
         packed = _packed(key)
         if packed in self._found:
             return
@@ -41,6 +41,6 @@ class EndedLeases:
 
 
 def _packed(key: LeaseKey) -> bytes:
-    """27 bytes: 16 of the boot, 3 of the slot, 8 of the epoch. `key` is of validated params."""
+    """27 bytes: 16 of the boot, 3 of the slot, 8 of the epoch. `key` comes from validated params."""
     boot, slot, epoch = key
     return bytes.fromhex(boot) + slot.to_bytes(3, "big") + int(epoch, 16).to_bytes(8, "big")

@@ -1,6 +1,6 @@
-"""The consumer's ledger: which requests wait for blocks of which producer, and who is told when they do not any more.
+"""The consumer's ledger: requests that wait for blocks of a producer, and the leases that they hold there.
 
-No I/O, no clock. Commands for the side channel come back as `RenewLease`, `ForgetLease` and `ReleaseLease`, in order.
+No I/O, no clock. Commands for the side channel are returned in order: `RenewLease`, `ForgetLease`, `ReleaseLease`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.state.transitions import Observer
 
 _CLAIMING = (LoadState.OFFERED, LoadState.LOADING, LoadState.ABORTED)
-"""Where a request has a claim on its lease."""
+"""States in which a request has a claim on its lease."""
 _IN_FLIGHT = (LoadState.LOADING, LoadState.ABORTED)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteLease:
-    """A lease of another engine, and where its side channel is."""
+    """A lease of another engine, and the address of its side channel."""
 
     host: str
     port: int
@@ -36,7 +36,7 @@ class RemoteLease:
 
     @classmethod
     def of(cls, source: RemotePrefill) -> RemoteLease:
-        """The lease that params are about."""
+        """The lease that params name."""
         ticket = source.kvferry
         name = LeaseName(slot=ticket.lease_slot, epoch=ticket.lease_epoch)
         return cls(source.remote_host, source.remote_port, ticket.boot, name, ticket.lease_s)
@@ -51,8 +51,8 @@ class RenewLease:
     """Renew this lease from now on.
 
     Attributes:
-        at_once: not only after a first part of its time: until it is renewed, a turn's producer knows of no reader and
-            ends it when it needs the blocks.
+        at_once: renew it now, not after the first interval: until a turn is renewed, its producer knows of no reader
+            and may evict it.
     """
 
     lease: RemoteLease
@@ -61,14 +61,14 @@ class RenewLease:
 
 @dataclass(frozen=True, slots=True)
 class ForgetLease:
-    """Renew it no more; the workers have told the producer themselves."""
+    """Stop renewing; the workers have notified the producer themselves."""
 
     lease: RemoteLease
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLease:
-    """Renew it no more, and release it: nobody reads under it."""
+    """Stop renewing and release the lease: this engine does not read under it any more."""
 
     lease: RemoteLease
 
@@ -82,8 +82,8 @@ class RemotePrompt:
 
     Attributes:
         is_turn: the source is the answer to the conversation's last turn, and the rest is computed here.
-        shared_tokens: leading tokens that the producer's blocks certainly hold for this prompt.
-        local_tokens: the local prefix hit that `matched_tokens` was last asked with.
+        shared_tokens: leading tokens of this prompt that the producer's blocks certainly hold.
+        local_tokens: the local prefix hit of the last call of `matched_tokens`.
     """
 
     request_id: str
@@ -104,14 +104,12 @@ class ConsumerLedger:
 
     Args:
         counters: counts `loads`, those of them that are of turns as `turn_loads`, and by reason `local_recomputes`.
-        recompute_threshold: of a turn, fewer tokens than this are not worth a load.
+        recompute_threshold: fewer tokens of a turn than this are computed instead of loaded.
         max_ended: leases that are remembered after their end, see `EndedLeases`.
 
     Attributes:
-        in_flight: loads that were decided and have not ended.
-
-    Attributes:
-        observer: is called for offered prompts that are computed here.
+        in_flight: loads that were ordered and have not ended.
+        observer: called for offered prompts that are computed here.
     """
 
     def __init__(self, counters: Counters, recompute_threshold: int = 0, *, max_ended: int = MAX_ENDED_LEASES) -> None:
@@ -127,21 +125,21 @@ class ConsumerLedger:
         self.observer = Observer()
 
     def __len__(self) -> int:
-        """Requests that are not over."""
+        """The number of requests that are not over."""
         return len(self._by_request)
 
     @property
     def waiting(self) -> int:
-        """Requests whose load has not been decided."""
+        """The number of requests whose load has not been decided."""
         return len(self._claims) - self.in_flight
 
     def waits_since_s(self, request_id: str) -> float | None:
-        """When a request came whose load has not been decided; None for every other one."""
+        """Arrival time of a request whose load has not been decided; None for every other one."""
         prompt = self._by_request.get(request_id)
         return prompt.offered_s if prompt is not None and prompt.state is LoadState.OFFERED else None
 
     def state(self, request_id: str) -> LoadState | None:
-        """Where a request is; None when it is not a remote prompt."""
+        """The state of a request; None when it is not a remote prompt."""
         prompt = self._by_request.get(request_id)
         return prompt.state if prompt else None
 
@@ -150,7 +148,7 @@ class ConsumerLedger:
         return [request_id for request_id, prompt in self._by_request.items() if prompt.state in states]
 
     def shared_tokens(self, request_id: str) -> int:
-        """How many leading tokens of a request the producer holds; 0 when it is not a remote prompt."""
+        """The number of leading tokens of a request that the producer holds; 0 when it is not a remote prompt."""
         prompt = self._by_request.get(request_id)
         return prompt.shared_tokens if prompt else 0
 
@@ -159,9 +157,9 @@ class ConsumerLedger:
     ) -> str | None:
         """A request has arrived with usable params.
 
-        A lease serves one request: whoever comes second (a sibling of `n > 1`, another prompt of the same batch) is
-        computed here, and must not touch the lease of the first. So is a replay of params whose lease this engine has
-        read, failed to read or given back.
+        A lease serves one request: a second one (a sibling of `n > 1`, another prompt of the same batch) is computed
+        here, and must not touch the lease of the first. So is a replay of params whose lease this engine has read,
+        failed to read or released.
 
         Returns:
             None when the request takes the lease; otherwise why it is computed here.
@@ -182,17 +180,17 @@ class ConsumerLedger:
         return None
 
     def prewarm_static(self, producer: Prewarm, now_s: float) -> None:
-        """A producer that the configuration names has answered: the workers prewarm it and keep it."""
+        """A static peer has answered: the workers prewarm it and keep it."""
         self._prewarms.add_static(producer, now_s)
 
     def decline(self, source: RemotePrefill) -> None:
-        """Whom these params were for never came to be: give the lease back, unless a request has it or had it."""
+        """The request of these params was never created: release the lease, unless a request has or had it."""
         lease = RemoteLease.of(source)
         if lease.key not in self._claims and lease.key not in self._ended:
             self._release(lease)
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int:
-        """How many tokens beyond the local prefix hit can be loaded; 0 for everything that is not to be loaded."""
+        """The number of tokens beyond the local prefix hit to load; 0 when nothing is to be loaded."""
         prompt = self._by_request.get(request_id)
         if prompt is None or prompt.state is not LoadState.OFFERED:
             return 0
@@ -241,7 +239,7 @@ class ConsumerLedger:
         )
 
     def loaded(self, request_id: str) -> RemotePrompt | None:
-        """All workers have loaded it, and told the producer. None for a request that is not a remote prompt."""
+        """All workers have loaded it and notified the producer. None for a request that is not a remote prompt."""
         prompt = self._by_request.get(request_id)
         if prompt is None:
             return None
@@ -252,7 +250,7 @@ class ConsumerLedger:
         return prompt
 
     def failed(self, request_id: str) -> RemotePrompt | None:
-        """A worker could not load it. The lease is given back for those producer workers that nobody told."""
+        """A worker could not load it. Release the lease, for the producer workers that were not notified."""
         prompt = self._by_request.get(request_id)
         if prompt is None:
             return None
@@ -273,7 +271,7 @@ class ConsumerLedger:
             self._release(prompt.lease)
 
     def decline_offered(self, reason: str) -> int:
-        """Load nothing that has not been begun: those prompts are computed here. Returns how many."""
+        """Decline all loads that have not begun: their prompts are computed here. Returns how many."""
         offered = [prompt for prompt in self._by_request.values() if prompt.state is LoadState.OFFERED]
         for prompt in offered:
             self._advance(prompt, LoadEvent.DECLINE)
@@ -282,14 +280,14 @@ class ConsumerLedger:
         return len(offered)
 
     def give_all_back(self) -> None:
-        """This engine ends: whatever was to be read or is being read, nobody wants it any more."""
+        """Release all leases at the shutdown of this engine, also those that workers are reading."""
         for request_id in list(self._claims.values()):
             self._release(self._by_request[request_id].lease)
         self._by_request.clear()
         self.in_flight = 0
 
     def take_orders(self) -> tuple[LoadOrder, ...]:
-        """The loads that were decided since the last call."""
+        """The loads ordered since the last call."""
         orders, self._orders = self._orders, []
         return tuple(orders)
 
@@ -299,11 +297,11 @@ class ConsumerLedger:
 
     @property
     def has_commands(self) -> bool:
-        """Whether anything has to be said on the side channel."""
+        """Whether commands for the side channel are pending."""
         return bool(self._commands)
 
     def take_commands(self) -> tuple[LeaseCommand, ...]:
-        """What has to be said on the side channel since the last call, in order."""
+        """Commands for the side channel since the last call, in order."""
         commands, self._commands = self._commands, []
         return tuple(commands)
 

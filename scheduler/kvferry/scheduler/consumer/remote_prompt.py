@@ -1,4 +1,4 @@
-"""A remote prompt's states. The table is the whole truth; `ledger.py` only carries it out.
+"""The states of a remote prompt and its transition table, which `ledger.py` executes.
 
       offer               load                loaded
     ───────→ OFFERED ───────────→ LOADING ─────────────→ LOADED ─┐
@@ -18,22 +18,22 @@ from kvferry.scheduler.state.transitions import TableEnum, TransitionTable
 
 
 class LoadState(TableEnum):
-    """Where a remote prompt is on its way."""
+    """States of a remote prompt."""
 
     OFFERED = "offered"
-    """The request waits; its blocks are held on the producer."""
+    """The request waits; its blocks are held by the producer."""
     LOADING = "loading"
-    """The workers read into blocks that this engine keeps for it."""
+    """The workers read into blocks that are allocated for the request."""
     LOADED = "loaded"
     FAILED = "failed"
     DECLINED = "declined"
-    """Nothing needed to be loaded: the prompt was in the local cache."""
+    """Nothing is loaded: the prompt was in the local cache, or is computed here."""
     ABORTED = "aborted"
-    """The request is gone, the workers still read: the blocks stay until they report."""
+    """The request is gone while workers still read: its blocks stay allocated until they report."""
 
 
 class LoadEvent(TableEnum):
-    """What can happen to a remote prompt."""
+    """Events of a remote prompt."""
 
     LOAD = "load"
     DECLINE = "decline"
@@ -54,7 +54,7 @@ LOAD_TRANSITIONS: TransitionTable[LoadState, LoadEvent] = TransitionTable(
         (LoadState.LOADING, LoadEvent.FINISH): LoadState.ABORTED,
         (LoadState.ABORTED, LoadEvent.LOADED): None,
         (LoadState.ABORTED, LoadEvent.FAILED): None,
-        # vLLM announces every later allocation too; there is nothing to load then.
+        # vLLM reports every later allocation too; there is nothing to load then.
         **{(state, LoadEvent.DECLINE): state for state in _OVER},
         **{(state, LoadEvent.FINISH): None for state in _OVER},
     }

@@ -1,7 +1,7 @@
-"""References of leases on blocks after the end of their requests, and how many blocks nothing but leases refers to.
+"""Blocks that leases keep after their requests have ended, and how many of them only leases refer to.
 
-A block may belong to several leases, and to requests that run: prompts share prefixes. Ending a lease gives back only
-those of its blocks that nobody else refers to. So references are counted, and the pool is asked for its own count.
+A block may belong to several leases and to running requests: prompts share prefixes. Ending a lease frees only the
+blocks without other references. So references of leases are counted here and compared with the block pool's count.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from kvferry.protocol.errors import LocalProtocolError
 
 ReferenceCount = Callable[[int], int]
-"""How many requests, all in all, refer to a block."""
+"""The number of references to a block, of leases and of running requests."""
 
 
 class BlockReferences:
-    """References on blocks by request, while its lease is held or ending."""
+    """Blocks by request, while its lease is held or ending."""
 
     def __init__(self) -> None:
         self._reference_count: ReferenceCount = lambda block: self._held[block] + self._ending[block]
@@ -26,11 +26,11 @@ class BlockReferences:
         self._ending: Counter[int] = Counter()
 
     def bind(self, reference_count: ReferenceCount) -> None:
-        """The pool's own count of references; until then nobody but leases is taken to use any block."""
+        """Set the block pool's reference count; without it only leases are assumed to use blocks."""
         self._reference_count = reference_count
 
     def __len__(self) -> int:
-        """Blocks that leases which have not ended refer to, shared or not: never less than `num_leased`."""
+        """Blocks that held leases refer to, shared or not: never less than `num_leased`."""
         return len(self._held)
 
     @property
@@ -40,11 +40,11 @@ class BlockReferences:
 
     @property
     def num_ending(self) -> int:
-        """Requests whose leases have ended, until every worker has said so."""
+        """Requests whose leases have ended and which some worker has not acknowledged."""
         return len(self._is_ending)
 
     def first_ending(self) -> str | None:
-        """Of these requests the one whose lease ended first; None when there is none."""
+        """The request counted in `num_ending` whose lease ended first; None without one."""
         return next(iter(self._is_ending), None)
 
     @property
@@ -61,12 +61,12 @@ class BlockReferences:
         return self._of.get(request_id, ())
 
     def keep(self, request_id: str, blocks: tuple[int, ...]) -> None:
-        """A request has ended, its blocks are held: each is named once."""
+        """Hold the blocks of a request that has ended; `blocks` has no duplicates."""
         self._of[request_id] = blocks
         self._held.update(blocks)
 
     def end(self, request_id: str) -> None:
-        """Nobody reads them any more; they come back when every worker has said so."""
+        """The lease has ended; its blocks are freed when every worker has acknowledged it."""
         if request_id not in self._of or request_id in self._is_ending:
             return
         self._is_ending[request_id] = None
@@ -74,32 +74,32 @@ class BlockReferences:
         self._ending.update(self._of[request_id])
 
     def free(self, request_id: str) -> None:
-        """They are back in the pool, as far as nobody else uses them."""
+        """Drop the references of a request; blocks without others are back in the pool."""
         blocks = self._of.pop(request_id, ())
         is_ending = request_id in self._is_ending
         self._is_ending.pop(request_id, None)
         _take(self._ending if is_ending else self._held, blocks)
 
     def num_leased(self) -> int:
-        """Blocks that only leases keep, one of them at least not ended. Costs a look at every held block."""
+        """Blocks that only leases keep, at least one of which is held. Visits every held block."""
         return sum(self._is_only_leased(block) for block in self._held)
 
     def num_coming(self) -> int:
-        """Blocks that are on their way back into the pool."""
+        """Blocks that only ending leases keep: they return to the pool soon."""
         if not self._ending:
             return 0
         return sum(self._reference_count(block) == count for block, count in self._ending.items())
 
     def can_give(self, request_id: str) -> bool:
-        """Whether the end of this lease, and perhaps of others, gives any block back."""
+        """Whether any block of this lease is used by leases only, so that ending leases can free it."""
         return any(self._is_only_leased(block) for block in self.of(request_id))
 
     def gain(self, request_id: str) -> int:
-        """How many blocks the end of this lease alone gives back."""
+        """The number of blocks that ending this lease alone frees."""
         return sum(self._held[block] == 1 and self._is_only_leased(block) for block in self.of(request_id))
 
     def check_integrity(self) -> None:
-        """Check the sums, and that every block has as many references as leases that keep it.
+        """Check the sums, and that every block has at least as many references as leases that keep it.
 
         Raises:
             LocalProtocolError: with the sums.
@@ -108,7 +108,7 @@ class BlockReferences:
         for request_id, blocks in self._of.items():
             by_state[request_id in self._is_ending].update(blocks)
         held, ending = by_state[False], by_state[True]
-        # As dicts, whose comparison is not written in Python, and which do not take a zero for nothing.
+        # Compared as dicts: faster than `Counter.__eq__`, which also ignores zero counts.
         if not (dict.__eq__(held, self._held) and dict.__eq__(ending, self._ending)):
             raise LocalProtocolError(
                 f"block references: {self._held.total()} held + {self._ending.total()} ending, "
@@ -127,8 +127,7 @@ class BlockReferences:
 
 
 def _take(counts: Counter[int], blocks: Sequence[int]) -> None:
-    """One reference less on each of these blocks, which are all different. Most have one only, and go without a line of
-    Python for each."""
+    """Remove one reference from each of these distinct blocks. Most have only one, and need no Python loop."""
     found = list(map(counts.pop, blocks))
     if sum(found) > len(found):
         counts.update({block: count - 1 for block, count in zip(blocks, found, strict=True) if count > 1})

@@ -1,4 +1,4 @@
-"""When held leases run out: a heap, so that a step costs nothing for those whose time is not over."""
+"""Deadlines of held leases: a heap, so that leases which do not expire cost a step nothing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvferry.protocol.ids import Epoch
 from kvferry.scheduler.producer.lease import Lease, LeaseState
 
 SPARE_ENTRIES = 64
-"""Entries of ended leases that are never worth a rebuild."""
+"""So many entries of ended leases never cause a rebuild."""
 
 
 class Deadlines:
-    """Leases by the time at which they were last known to run out.
+    """Held leases by deadline.
 
-    A renewal changes only the lease: its entry is put off when its old time has come. Entries of ended leases stay
+    A renewal changes only the lease: its entry is moved when the old deadline is reached. Entries of ended leases stay
     until they are more than half: the heap has at most `2 * len(leases) + SPARE_ENTRIES` entries.
 
     Args:
@@ -27,19 +27,19 @@ class Deadlines:
         self._heap: list[tuple[float, int, Epoch]] = []
 
     def __len__(self) -> int:
-        """Entries, those of ended leases included."""
+        """The number of entries, including those of ended leases."""
         return len(self._heap)
 
     def watch(self, lease: Lease) -> None:
-        """From now on `due` looks at it."""
+        """Add a held lease, for `due`."""
         heapq.heappush(self._heap, (lease.deadline_s, lease.slot, lease.epoch))
 
     def may_be_due(self, clock_s: float) -> bool:
-        """Whether `due` would look at any lease."""
+        """Whether any entry's deadline has passed; the lease may have been renewed or ended since."""
         return bool(self._heap) and self._heap[0][0] <= clock_s
 
     def due(self, clock_s: float) -> list[Lease]:
-        """Held leases whose time is over; each is named once."""
+        """Held leases that have expired; each is returned once."""
         due = []
         while self._heap and self._heap[0][0] <= clock_s:
             _, slot, epoch = heapq.heappop(self._heap)
@@ -53,12 +53,12 @@ class Deadlines:
         return due
 
     def trim(self) -> None:
-        """Rebuild the heap if most of its entries are of ended leases; amortised, each entry costs O(1)."""
+        """Rebuild the heap if most of its entries are of ended leases; O(1) per entry, amortised."""
         if len(self._heap) > 2 * len(self._leases) + SPARE_ENTRIES:
             held = [lease for lease in self._leases.values() if lease.state is LeaseState.HELD]
             self._heap = [(lease.deadline_s, lease.slot, lease.epoch) for lease in held]
             heapq.heapify(self._heap)
 
     def watched(self) -> set[tuple[int, Epoch]]:
-        """Slots and epochs that have an entry, for the check of integrity."""
+        """Slots and epochs that have an entry, for `check_integrity`."""
         return {(slot, epoch) for _, slot, epoch in self._heap}

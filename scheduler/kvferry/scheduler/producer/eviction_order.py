@@ -1,9 +1,8 @@
-"""Which held leases are evicted when blocks are needed, in what order, and how many.
+"""Lease eviction: which held leases end when blocks are needed, in what order, and how many.
 
-Until a consumer renews a lease it is unknown whether it will be read. So offers of turns that no prefill waits with go
-first, then prompts that no consumer has renewed although it would have by now. Leases that may still be wanted go only
-when the shortage has lasted for a heartbeat: before that, consumers that are slower than this engine make it wait,
-which costs nothing, while every lease that is ended unread costs a prefill.
+Until a consumer renews a lease it is unknown whether it will be read. So turns that no consumer has renewed go first,
+then prompts that no consumer has renewed in time. Leases that may still be read go only when the shortage has lasted
+for a heartbeat: waiting for slower consumers costs nothing, while every lease that ends unread costs a prefill.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ class Rank(enum.IntEnum):
     """The order of eviction; within a rank the longest held goes first."""
 
     IDLE_TURN = 0
-    """An offer that no prefill waits with."""
+    """A turn that no consumer has renewed within a lease's time."""
     DESERTED_PROMPT = 1
-    """Held for two heartbeats, and no consumer has renewed it."""
+    """Held for two heartbeats and not renewed by a consumer."""
     FRESH_PROMPT = 2
-    """Not renewed, but too young to tell."""
+    """Not renewed, but held for less than two heartbeats."""
     CLAIMED_TURN = 3
     CLAIMED_PROMPT = 4
     """A consumer has renewed it within a lease's time."""
@@ -35,14 +34,14 @@ Candidate = tuple[Rank, Lease]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is wanted of the leases.
+    """The blocks and slots that leases have to leave free.
 
     Attributes:
         free: blocks in the pool, or on their way back into it.
-        need: blocks that must be free for a request that waits.
-        reserve: blocks that turns leave free besides.
+        need: blocks that must be free for a waiting request.
+        reserve: further blocks that turns have to leave free.
         cap: most blocks that leases alone may keep.
-        slots_short: whether turns take slots that other leases will want.
+        slots_short: whether turns occupy slots that other leases will need.
         lasts: whether `need` or `cap` has been missed for a heartbeat.
     """
 
@@ -55,10 +54,10 @@ class Demand:
 
 
 class Stall:
-    """Time during which requests wait and vLLM admits none, whatever is counted as free.
+    """Time during which requests wait and vLLM admits none, even if enough blocks are counted as free.
 
-    Each heartbeat of it counts as a lack of twice as many blocks as the one before, the first as a lack of one. So a
-    wrong estimate starves no request, and few leases end for a request that waits for something else than blocks.
+    The first heartbeat of a stall counts as a lack of one block, each further one as a lack of twice as many as the one
+    before. So a wrong estimate starves no request, and few leases end for a request that does not wait for blocks.
     """
 
     def __init__(self) -> None:
@@ -66,11 +65,11 @@ class Stall:
         self._blocks = 1
 
     def end(self) -> None:
-        """A request was admitted, or has ended."""
+        """End the stall: a request was admitted, or has ended."""
         self._since_s, self._blocks = None, 1
 
     def is_due(self, clock_s: float, heartbeat_s: float) -> bool:
-        """Whether another heartbeat has passed. Begins the time if it has not begun; call it while requests wait."""
+        """Whether another heartbeat has passed. The first call begins the stall; call it while requests wait."""
         if self._since_s is None:
             self._since_s = clock_s
         if clock_s < self._since_s + heartbeat_s:
@@ -79,13 +78,13 @@ class Stall:
         return True
 
     def take(self) -> int:
-        """Blocks that are lacking; twice as many the next time."""
+        """The number of lacking blocks; doubles with each call."""
         blocks, self._blocks = self._blocks, 2 * self._blocks
         return blocks
 
 
 def rank_of(lease: Lease, clock_s: float, heartbeat_s: float) -> Rank | None:
-    """Where a held lease stands; None for a prompt that must not be evicted yet."""
+    """The rank of a held lease; None for a prompt that must not be evicted yet."""
     is_claimed = lease.claimed_until_s > clock_s
     if lease.use is LeaseUse.TURN:
         return Rank.CLAIMED_TURN if is_claimed else Rank.IDLE_TURN
@@ -104,7 +103,7 @@ def evict(
     demand: Demand,
     end: Callable[[Lease, str], None],
 ) -> bool:
-    """End as many leases as it takes, and none whose blocks are all used by requests that run.
+    """End as many leases as the demand takes, and none whose blocks are all used by running requests.
 
     Args:
         candidates: in the order of eviction.
@@ -112,7 +111,7 @@ def evict(
         end: ends a lease, with `evicted` as the reason.
 
     Returns:
-        Whether `need` and `cap` are kept now.
+        Whether `need` and `cap` are met now.
     """
     free, slots_short = demand.free, demand.slots_short
     for rank, lease in candidates:

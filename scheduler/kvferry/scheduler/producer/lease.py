@@ -1,4 +1,4 @@
-"""A lease, one request's claim on a slot, and its states. The table is the truth; `ledger.py` only carries it out.
+"""A lease, one request's claim on a slot, and its transition table, which `ledger.py` executes.
 
   open                finish                announce               sent
 ───────→ COMPUTING ───────────→ FINISHED ───────────→ HELD ────────────────→ (gone)
@@ -6,7 +6,7 @@
              ↓                                         ↓          sent
            (gone)                                    ENDING ───────────────→ (gone)
 
-The blocks of a request are free when each worker has acknowledged that it is over.
+The blocks of a request are freed when every worker has acknowledged the end of its lease.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from kvferry.scheduler.state.transitions import TableEnum, TransitionTable
 
 
 class LeaseState(TableEnum):
-    """Where a lease is in its life."""
+    """States of a lease."""
 
     COMPUTING = "computing"
-    """The request runs; every worker's slot says COMPUTING."""
+    """The request runs; the slot is COMPUTING in every worker's lease table."""
     FINISHED = "finished"
-    """The request has ended and its blocks are kept; the workers do not know it yet, so no clock runs."""
+    """The request has ended and its blocks are kept; not announced to the workers yet, so no deadline."""
     HELD = "held"
-    """The workers know; the clock runs."""
+    """Announced to the workers; the deadline counts."""
     ENDING = "ending"
-    """Nobody may read any more; the workers clear their slots and report."""
+    """Reads are not allowed any more; the workers clear their slots and report."""
 
 
 class LeaseEvent(TableEnum):
-    """What can happen to a lease."""
+    """Events of a lease."""
 
     FINISH = "finish"
     ABANDON = "abandon"
@@ -56,12 +56,12 @@ LEASE_TRANSITIONS: TransitionTable[LeaseState, LeaseEvent] = TransitionTable(
 
 
 class LeaseUse(TableEnum):
-    """What a lease is for; the value begins the names of its counters."""
+    """The use of a lease; the value is the prefix of the names of its counters."""
 
     PROMPT = "leases"
-    """A prompt that was prefilled here, for the engine that decodes it: soon, or never."""
+    """A prompt that was prefilled here, for the engine that decodes it: read soon, or never."""
     TURN = "turns"
-    """A prompt and the answer that was decoded here, for the prefill of the conversation's next turn: some time."""
+    """A prompt and its answer decoded here, for the prefill of the conversation's next turn: at an unknown time."""
 
 
 @dataclass(slots=True)
@@ -69,12 +69,12 @@ class Lease:
     """One request's claim on a slot.
 
     Attributes:
-        held_s: on the ledger's own clock: since when the workers have known of the hold.
+        held_s: when the hold was announced to the workers, on the ledger's clock.
         deadline_s: on the same clock; meaningful while HELD.
-        claimed_until_s: on the same clock; until then a consumer certainly waits, since it has renewed the lease.
-        blocks: for the workers, if they want to know them.
-        ended_by: why nobody reads any more (`release`, `expired`, …), set when that is decided.
-        name: what other engines and the workers call it.
+        claimed_until_s: on the same clock; until then a consumer waits for it, since it has renewed the lease.
+        blocks: for the workers, where they need them.
+        ended_by: why the lease ends (`release`, `expired`, …), set when that is decided.
+        name: its name in messages and orders.
     """
 
     request_id: str
@@ -97,10 +97,10 @@ class Lease:
 
 
 class WorkerAcks:
-    """Counts distinct workers, so that a repeated acknowledgement counts once.
+    """Acknowledgements by worker, so that a repeated one counts once.
 
     Args:
-        workers: of this engine, in all its pipeline stages and with all replicas; they are numbered from 0.
+        workers: the number of workers of this engine, in all pipeline stages and replicas; ids begin at 0.
     """
 
     def __init__(self, workers: int) -> None:
@@ -108,15 +108,15 @@ class WorkerAcks:
         self._missing: dict[str, set[int]] = {}
 
     def __len__(self) -> int:
-        """Requests that some workers, but not all, have acknowledged."""
+        """The number of requests that some workers, but not all, have acknowledged."""
         return len(self._missing)
 
     def requests(self) -> set[str]:
-        """These requests."""
+        """Requests that some workers, but not all, have acknowledged."""
         return set(self._missing)
 
     def take(self, worker: int, request_ids: Iterable[str]) -> list[str]:
-        """A worker has cleared the slots of these requests. Returns those that all workers have acknowledged now.
+        """Add a worker's acknowledgements; return the requests that all workers have acknowledged now.
 
         Unknown worker ids are ignored.
         """

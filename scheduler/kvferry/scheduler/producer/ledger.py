@@ -1,6 +1,6 @@
 """The producer's ledger: which request's blocks are leased under which slot, and until when.
 
-No I/O, no clock: the caller brings the time. A slot is free, or belongs to exactly one lease.
+No I/O, no clock: the caller passes the time. A slot is free or belongs to exactly one lease.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPENED, _REFUSED, _RELEASED = (
 
 @dataclass(frozen=True, slots=True)
 class LeaseOrders:
-    """What the workers must be told in this step."""
+    """Lease orders of one step, for the workers."""
 
     ends: tuple[LeaseEnd, ...] = ()
     opens: tuple[LeaseOpen, ...] = ()
@@ -52,16 +52,16 @@ class ProducerLedger:
 
     Args:
         slots: size of every worker's lease table.
-        lease_s: how long a held lease lives without a renewal.
-        turn_s: how long a turn's lives without one; a renewal never shortens it.
+        lease_s: lifetime of a held lease without a renewal.
+        turn_s: the same for a turn's lease; a renewal never shortens it.
         draw_epoch: fresh epochs; random ones when None.
         counters: counts `leases_opened`, `leases_refused` and, by how they ended, `leases_released`; for turns
             `turns_opened`, `turns_refused`, `turns_released`, and `turns_offered` when they are held.
 
     Attributes:
         block_references: references of leases on blocks, after the end of their requests.
-        clock: seconds that this process was awake, as far as anybody knows; every step winds it.
-        observer: is called for every lease that is opened, and for every one that is over.
+        clock: seconds that this process was awake; every step winds it.
+        observer: called for every lease that is opened, and for every one that is over.
     """
 
     def __init__(
@@ -89,41 +89,41 @@ class ProducerLedger:
         self.observer = Observer()
 
     def __len__(self) -> int:
-        """Leases that are not over."""
+        """The number of leases that are not over."""
         return len(self._by_request)
 
     def state(self, request_id: str) -> LeaseState | None:
-        """Where a request's lease is; None when it has none."""
+        """The state of a request's lease; None without a lease."""
         lease = self._by_request.get(request_id)
         return lease.state if lease else None
 
     def knows(self, name: LeaseName) -> bool:
-        """Whether there is such a lease. Any thread may ask."""
+        """Whether there is such a lease. May be called from any thread."""
         return self._find(name) is not None
 
     @property
     def clock_s(self) -> float:
-        """What the clock shows."""
+        """The current time of `clock`."""
         return self.clock.awake_s
 
     @property
     def has_orders(self) -> bool:
-        """Whether there is something that the workers must be told: until a hold is announced, nobody can read."""
+        """Whether orders for the workers are pending: blocks cannot be read before their hold is announced."""
         return bool(self._pending.ends or self._pending.opens or self._pending.finished)
 
     @property
     def may_have_due(self) -> bool:
-        """Whether a held lease may have run out."""
+        """Whether a held lease may have expired."""
         return self._deadlines.may_be_due(self.clock_s)
 
     @property
     def free_slots(self) -> int:
-        """Slots that no lease has."""
+        """The number of slots without a lease."""
         return len(self._free)
 
     @property
     def heartbeat_s(self) -> float:
-        """How often consumers renew."""
+        """The interval at which consumers renew."""
         return self.lease_s / HEARTBEATS_PER_LEASE
 
     def requests(self, *states: LeaseState) -> list[str]:
@@ -131,15 +131,15 @@ class ProducerLedger:
         return [request_id for request_id, lease in self._by_request.items() if lease.state in states]
 
     def held(self) -> int:
-        """Leases whose blocks are kept after the end of their request."""
+        """The number of leases whose blocks are kept after the end of their request."""
         return sum(lease.state is not LeaseState.COMPUTING for lease in self._by_request.values())
 
     def open(self, request_id: str, use: LeaseUse = LeaseUse.PROMPT) -> bool:
-        """Open a lease when a request is scheduled for the first time; again is no change.
+        """Open a lease when a request is scheduled for the first time; further calls change nothing.
 
         Returns:
-            False when no slot is free, or a request of this id has ended and its lease has not: the request is then
-            served without a transfer.
+            False if no slot is free, or an earlier request with this id has ended and its lease has not: the request is
+            then served without a transfer.
         """
         known = self._by_request.get(request_id)
         if known is not None and known.state is LeaseState.COMPUTING:
@@ -155,11 +155,11 @@ class ProducerLedger:
         return True
 
     def finish(self, request_id: str, blocks: Blocks = (), held_ids: tuple[int, ...] = ()) -> Lease | None:
-        """The request has ended well: keep its blocks. None when it has no lease.
+        """The request has succeeded: keep its blocks. None when it has no lease.
 
         Args:
-            blocks: what the workers are told of them.
-            held_ids: ids of all blocks that stay out of the pool, each once.
+            blocks: the blocks that are sent to the workers.
+            kept: all blocks that stay out of the pool, without duplicates.
         """
         lease = self._by_request.get(request_id)
         if lease is None:
@@ -173,8 +173,7 @@ class ProducerLedger:
         return lease
 
     def abandon(self, request_id: str, how: str = "abandoned") -> None:
-        """The request has ended otherwise (aborted, failed), or must not be read: its blocks are not kept. No lease, no
-        change."""
+        """The request was aborted, has failed or must not be read: its blocks are not kept. No-op without a lease."""
         lease = self._by_request.get(request_id)
         if lease is None:
             return
@@ -188,8 +187,8 @@ class ProducerLedger:
         self.observer.lease_over(lease, how)
 
     def renew(self, name: LeaseName, received_s: float | None = None) -> bool:
-        """A consumer still waits: the lease lives `lease_s` at least from `received_s` on, by the ledger's clock; now
-        when None. False when there is no such lease."""
+        """Extend the lease to at least `lease_s` after `received_s` (the ledger's clock; now when None). False when
+        there is no such lease."""
         lease = self._find(name)
         if lease is None or lease.state is LeaseState.ENDING:
             self._counters.add("renewals_unknown")
@@ -199,9 +198,9 @@ class ProducerLedger:
         return True
 
     def release(self, name: LeaseName, how: str = "release") -> bool:
-        """Nobody reads any more. Remembered when the workers do not know of the hold yet.
+        """End a lease that will not be read any more. If its hold is not announced yet, it ends after that.
 
-        A lease that is still computing has told nobody its epoch, so such a release is unknown like any other.
+        The epoch of a lease that is still computing was never published, so its release counts as unknown.
         """
         lease = self._find(name)
         if lease is None or lease.state is LeaseState.COMPUTING or lease.ended_by:
@@ -211,7 +210,7 @@ class ProducerLedger:
         return True
 
     def candidates(self) -> list[Candidate]:
-        """The leases that may be ended because others need their blocks, in the order in which they go."""
+        """The leases that may be evicted, in the order of eviction."""
         ranked = [
             (rank, lease)
             for lease in self._by_request.values()
@@ -220,11 +219,11 @@ class ProducerLedger:
         return sorted(ranked, key=lambda candidate: (candidate[0], candidate[1].held_s))
 
     def end_early(self, lease: Lease, how: str) -> None:
-        """End a held lease that somebody may still have wanted to read."""
+        """End a held lease that a consumer may still want to read."""
         self._end(lease, how)
 
     def release_idle_turns(self, how: str) -> int:
-        """End the offers that no prefill waits with. Returns how many."""
+        """End the turns that no consumer has renewed within a lease's time. Returns how many."""
         idle = [lease for rank, lease in self.candidates() if rank is Rank.IDLE_TURN]
         for lease in idle:
             self._end(lease, how)
@@ -238,14 +237,14 @@ class ProducerLedger:
         return len(ending)
 
     def take_orders(self, now_s: float, *, may_expire: bool = True) -> LeaseOrders:
-        """What changed since the last call, for the workers of this engine.
+        """Orders since the last call, for the workers of this engine.
 
         Args:
-            may_expire: whether everything that arrived has been brought in, so that silence can be judged.
+            may_expire: whether leases may expire: True if all received renewals have been applied.
 
-        Time counts only while this process is awake (`AwakeClock`): a pause of the producer itself is not the
-        consumer's silence. Leases that ran out while it was idle end here. Call it after everything that arrived
-        has been brought in: renewals come before expiry is judged.
+        Time counts only while this process is awake (`AwakeClock`), so that a pause of the producer itself does not
+        expire leases. Leases that ran out while the engine was idle end here. Apply all received messages before the
+        call: a renewal that arrived in time must prevent expiry.
         """
         clock_s = self.clock.wind(now_s)
         if may_expire and self.may_have_due:
@@ -263,7 +262,7 @@ class ProducerLedger:
             name = lease.name
             holds.append(LeaseHold(request_id=lease.request_id, slot=name.slot, epoch=name.epoch, blocks=lease.blocks))
             if lease.ended_by:
-                # Released before the workers knew of the hold: the hold goes out now, its end in the next step.
+                # Released before its hold was announced: the hold goes out now, its end in the next step.
                 self._advance(lease, LeaseEvent.END)
                 self._pending.ends.append(self._end_order(lease))
         return LeaseOrders(tuple(pending.ends), tuple(pending.opens), tuple(holds))
@@ -286,8 +285,8 @@ class ProducerLedger:
         self.observer.lease_over(lease, how)
 
     def check_integrity(self) -> None:
-        """Check that every slot is free or leased once, that every held lease will run out, that every hold will be
-        announced, and that blocks are kept for those requests alone whose leases hold some.
+        """Check that every slot is free or leased once, that every held lease has a deadline, that every hold will be
+        announced, and that blocks are kept for exactly those requests whose leases hold them.
 
         Raises:
             LocalProtocolError: with the sums.

@@ -1,7 +1,7 @@
-"""Host names to addresses, each on a thread of its own.
+"""Look-ups of host names, each on a thread of its own.
 
-ZMQ looks names up on its one I/O thread and again at every attempt to connect. There, a name server that is slow for
-one name (which a client can choose) holds up what is to be sent to everybody else, until their leases end.
+ZMQ looks names up on its one I/O thread, and again at every attempt to connect. A name server that is slow for one name
+(which a client can choose) would delay messages to all other peers, until their leases expire.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_LOOKUPS = 32
-"""Most names looked up at once; further ones are told that there is no such host."""
+"""Most names looked up at once; further look-ups fail at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The end of a look-up; `address` is None when there is no such host."""
+    """The result of a look-up; `address` is None when there is no such host."""
 
     host: str
     address: str | None
 
 
 def address_of(host: str) -> str | None:
-    """The host itself when it is an address already, which needs no look-up."""
+    """The address if `host` is one already and needs no look-up, else None."""
     try:
         return str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
     except ValueError:
@@ -33,7 +33,7 @@ def address_of(host: str) -> str | None:
 
 
 def look_up(host: str) -> str | None:
-    """Ask the system; IPv4 before IPv6, since that is what a listener on a name binds."""
+    """Ask the system; IPv4 before IPv6, since a listener on a name binds IPv4."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -43,7 +43,7 @@ def look_up(host: str) -> str | None:
 
 
 class HostNames:
-    """Looks names up without anybody waiting.
+    """Looks names up without blocking the caller.
 
     Args:
         tell: called with the result, on the thread that found it.
@@ -56,7 +56,7 @@ class HostNames:
         self._asking: set[str] = set()
 
     def find(self, host: str) -> None:
-        """Look a name up; once, however often it is wanted meanwhile."""
+        """Look a name up; calls for the same name during a look-up share its result."""
         with self._lock:
             if host in self._asking:
                 return

@@ -1,14 +1,14 @@
-"""Connections that send a message without an end, or are too many.
+"""Limits on the listener's connections: endless messages, too many connections, refusals.
 
-ZMQ bounds the bytes of a frame and the messages that wait, but not the frames of one message: it keeps all of them
-until the last has come. So the bytes that a connection has sent since its last whole message are counted, by asking
-the system, and a connection that has sent too many is ended. So is, when there are too many, the one that has said
-nothing for longest: an engine connects anew when it has something to say, and its process has files for other things.
+ZMQ bounds the bytes of a frame and the number of queued messages, but not the frames of one message: it keeps all of
+them until the last arrives. So the bytes that a connection has sent since its last whole message are read from the
+system (`TCP_INFO`), and a connection that has sent too many is closed. When there are too many connections, the one
+that has been silent for longest is closed: an engine connects again when needed, and the process needs its files.
 
-Connections to a listener that came to nothing are counted, and named in the log at most once in a while.
+Refused connections are counted and logged, with a rate limit.
 
-ZMQ tells of them on a monitor, by the number of the connection's file. The address behind that can be asked for only
-while the connection lives, which one that is refused does not do for long: it is told when it was caught in time.
+ZMQ reports them on a monitor by file number. The peer's address can be read only while the connection exists, which is
+not long for a refused one, so it may be missing in the log.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ import zmq
 from kvferry.scheduler.state.counters import Counters
 
 MAX_UNFINISHED_BYTES = 10 << 20
-"""More than all that can be under way in whole messages: 8 of them in ZMQ's queue, 256 KiB each, and 6 MiB in TCP's
-buffer. An empty frame has 2 bytes on the way and 64 in ZMQ's memory, so a connection can cost 320 MiB at worst."""
+"""More than whole messages can have in flight: 8 of 256 KiB in ZMQ's queue, and 6 MiB in TCP's buffer. An empty frame
+takes 2 bytes on the wire and 64 in ZMQ's memory, so a connection can cost 320 MiB at worst."""
 
 LOOK_MS = 250
-"""How often connections are looked at."""
+"""Interval of the check of all connections."""
 
 MAX_CONNECTIONS = 8192
-"""More than the workers of 1,000 engines of 8 that ask in the same moment; or half of the files that the process may
-have, if that is less."""
+"""More than the workers of 1,000 engines of 8 that ask at the same time; half of the process's file limit if that is
+less."""
 
 _TCP_INFO = getattr(sockets, "TCP_INFO", None)
 _INFO_BYTES = 136
@@ -50,7 +50,7 @@ _RECEIVED = struct.Struct("=Q")
 class _Connection:
     """Attributes:
     before: bytes received up to the end of the last whole message.
-    ends: its two addresses; the file's number may be another connection's one day.
+    ends: its two addresses, since the file number may be reused by another connection.
     """
 
     before: int
@@ -58,21 +58,21 @@ class _Connection:
 
 
 class UnfinishedMessages:
-    """The connections of one listener, by the number of their file in this process; belongs to the listener's thread.
+    """The connections of one listener, by file number; used by the listener's thread only.
 
-    Where the system does not tell what a connection has received (it is not Linux), nothing is ended.
+    Where the system does not report the received bytes (not Linux), no connection is closed for endless messages.
     """
 
     def __init__(self) -> None:
         self.most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        self._known: dict[int, _Connection] = {}  # the one that said something last is last
+        self._known: dict[int, _Connection] = {}  # the latest to send is last
 
     def __len__(self) -> int:
-        """Connections."""
+        """The number of connections."""
         return len(self._known)
 
     def accepted(self, file: int) -> int | None:
-        """There is a new connection. Returns which one had to give way, if any."""
+        """Add a new connection. Returns the one that was closed for it, if any."""
         self._known.pop(file, None)
         self._known[file] = _Connection(0, _ends_of(file))
         if len(self._known) <= self.most:
@@ -82,25 +82,25 @@ class UnfinishedMessages:
         return silent
 
     def delivered(self, file: int) -> None:
-        """A whole message of it has been taken: what it sent before counts no more."""
+        """A whole message of it was received: reset its byte count."""
         connection = self._known.pop(file, None)
         if connection is not None:
             connection.before = _received(file)
             self._known[file] = connection
 
     def ended(self, file: int) -> None:
-        """The connection is gone."""
+        """Remove a connection that has ended."""
         self._known.pop(file, None)
 
     def end_endless(self) -> int:
-        """End the connections that have sent too much of one message. Returns how many."""
+        """Close the connections that have sent too many bytes of one message. Returns how many."""
         endless = [x for x, one in self._known.items() if _received(x) - one.before > MAX_UNFINISHED_BYTES]
         return sum(_end(file, self._known.pop(file).ends) for file in endless)
 
 
 def _end(file: int, ends: tuple[Any, Any] | None) -> bool:
-    """End the connection between these addresses, whatever the file's number stands for by now. Returns whether it was
-    still there."""
+    """Close the connection of this file if it still has these addresses: the number may have been reused. Returns
+    whether it was closed."""
     with contextlib.suppress(OSError), _copy(file) as connection:
         if (connection.getsockname(), connection.getpeername()) == ends:
             connection.shutdown(sockets.SHUT_RDWR)
@@ -116,7 +116,7 @@ def _ends_of(file: int) -> tuple[Any, Any] | None:
 
 
 def _received(file: int) -> int:
-    """Bytes that a connection has received; 0 where nobody knows."""
+    """Bytes received on a connection; 0 if unknown."""
     if _TCP_INFO is None:
         return 0
     with contextlib.suppress(OSError, struct.error), _copy(file) as connection:
@@ -127,7 +127,7 @@ def _received(file: int) -> int:
 
 @contextlib.contextmanager
 def _copy(file: int) -> Iterator[sockets.socket]:
-    """A connection that belongs to ZMQ and may be closed by now; its file number may even be another's."""
+    """A socket on a copy of ZMQ's file, which may be closed or reused by now."""
     copy = os.dup(file)
     try:
         connection = sockets.socket(fileno=copy)
@@ -142,14 +142,14 @@ logger = logging.getLogger(__name__)
 
 QUIET_S = 1.0
 UNFINISHED_QUIET_S = 60.0
-"""A plain TCP probe ends like this as well, so these are not worth a line each."""
+"""Plain TCP probes look the same, so they are logged less often."""
 
 _TEXTS = {
     "other_secret": "it has none of the secrets listed here",
     "one_sided": "only one of the two engines has a secret",
-    "unfinished": "it ended the connection before it had said who it is: a TCP probe, or an engine whose "
-    "secrets do not go with those here",
-    "too_many": "there are too many connections, and the one that was silent for longest gives way",
+    "unfinished": "it ended the connection during the ZMQ handshake: a TCP probe, or an engine whose "
+    "secrets do not match those here",
+    "too_many": "there are too many connections, and this one was silent for longest",
 }
 REASONS = tuple(_TEXTS)
 
@@ -164,11 +164,11 @@ _MOST_ADDRESSES = 4096
 
 
 class Refusals:
-    """Of one listener; belongs to the listener's thread.
+    """Counts and logs the refused connections of one listener; used by the listener's thread only.
 
     Args:
         counters: counts `side_channel_refusals` by reason.
-        unfinished: is told of connections that come and go.
+        unfinished: notified of new and ended connections.
 
     Attributes:
         monitor: to be polled; when it is readable, call `on_event`. None before `watch`.
@@ -183,7 +183,7 @@ class Refusals:
         self._quiet_until_s: dict[str, float] = {}
 
     def watch(self, listener: zmq.Socket[bytes]) -> None:
-        """Before `bind`: hear of this socket's connections."""
+        """Monitor this socket's connections. Call it before `bind`."""
         address = f"inproc://refusals-{uuid.uuid4().hex}"
         listener.monitor(address, _EVENTS)
         self.monitor = listener.context.socket(zmq.PAIR)
@@ -191,7 +191,7 @@ class Refusals:
         self.monitor.connect(address)
 
     def on_event(self) -> None:
-        """Take one event of the monitor."""
+        """Process one event of the monitor."""
         if self.monitor is None:
             return
         try:
@@ -219,20 +219,20 @@ class Refusals:
             self._pending = "unfinished"
 
     def refused(self, reason: str, address: str) -> None:
-        """Count it; say so at most once in a while, or whoever can reach the port could fill the disk."""
+        """Count a refusal and log it, with a rate limit: any host that reaches the port could fill the disk."""
         self._counters.add("side_channel_refusals", reason)
         now_s = time.monotonic()
         if now_s < self._quiet_until_s.get(reason, 0.0):
             return
         quiet_s = UNFINISHED_QUIET_S if reason == "unfinished" else QUIET_S
         self._quiet_until_s[reason] = now_s + quiet_s
-        who = address or "an address that was gone before it could be asked for"
+        who = address or "an unknown address"
         logger.warning(
-            "side channel: refused %s (%s), and what is like it within %g s: %s", who, reason, quiet_s, _TEXTS[reason]
+            "side channel: refused %s (%s), similar lines omitted for %g s: %s", who, reason, quiet_s, _TEXTS[reason]
         )
 
     def close(self, listener: zmq.Socket[bytes]) -> None:
-        """Hear no more. What waits is taken first: ZMQ's own thread may be waiting for room."""
+        """Stop the monitor. Its queue is emptied first: ZMQ's I/O thread may be blocked on it."""
         if self.monitor is None:
             return
         while self.monitor.poll(0):
@@ -249,7 +249,7 @@ class Refusals:
 
 
 def _peer_of(file: int) -> str | None:
-    """Who is at the other end of a file that belongs to ZMQ, and that may be closed, or be another one, by now."""
+    """The peer's address on ZMQ's file, which may be closed or reused by now."""
     try:
         copy = os.dup(file)
     except OSError:

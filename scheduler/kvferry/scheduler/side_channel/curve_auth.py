@@ -1,6 +1,6 @@
-"""CURVE authentication: ZMQ asks the listener about every connection (ZAP, ZMQ's RFC 27).
+"""CURVE authentication: ZMQ sends the listener a ZAP request (RFC 27) for every connection.
 
-The question comes over a socket inside the process, so the listener's own thread answers it in its own loop.
+The requests come over a socket inside the process; the listener's thread answers them in its loop.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kvferry.scheduler.side_channel.connections import Refusals
 _ADDRESS = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
 _QUESTION_FRAMES = 9
-"""Who asks, an empty frame, version, number, domain, address, identity, mechanism, and CURVE's one credential."""
+"""ROUTER identity, an empty frame, version, request id, domain, address, identity, mechanism, CURVE public key."""
 
 
 class CurveAuth:
     """Admits connections whose key derives from one of the listed secrets.
 
     Args:
-        context: of the listener's socket; make this before that is bound.
+        context: of the listener's socket, which must be bound after this object is created.
 
     Attributes:
         socket: to be polled; when it is readable, call `answer`.
@@ -35,7 +35,7 @@ class CurveAuth:
         self.socket.bind(_ADDRESS)
 
     def answer(self) -> None:
-        """Take one question and answer it. One that is none is dropped: its connection stays unanswered, and ends."""
+        """Receive one request and answer it. A malformed one is dropped; its connection ends without an answer."""
         frames = self.socket.recv_multipart()
         if len(frames) < 4 or frames[1] or frames[2] != _VERSION:
             return

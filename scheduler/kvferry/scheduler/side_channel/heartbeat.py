@@ -1,7 +1,7 @@
-"""The consumer's half of the side channel: one thread that renews leases and gives them back.
+"""The consumer's half of the side channel: one thread that renews and releases leases.
 
-Nothing here waits for an answer or for a name, so a dead producer delays nobody: ZMQ connects in the background and
-drops what it cannot deliver.
+It never waits for an answer or a host name, so a dead producer delays no other: ZMQ connects in the background and
+drops messages that it cannot deliver.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _LINGER_MS = 500
 _LAST_WAIT_S = 1.0
 _JOIN_S = 5.0
 _MOST_WAITING = 4096
-"""Submissions that may wait until the thread is up anyway."""
+"""Most submissions that wait for the thread's next wake-up."""
 _SHORTEST_PACE_S = 1.0
-"""A shorter lease is renewed as if it lived this long. Clients choose `lease_s` of unsigned params."""
+"""A shorter lease is renewed as if it had this lifetime: clients choose `lease_s` of unsigned params."""
 _JOINS_AT = 0.75
-"""The part of its interval after which a lease joins a renewal of its producer that is sent for another one."""
+"""Fraction of its interval after which a lease joins a renewal that is sent for another lease of its producer."""
 
 P = ParamSpec("P")
 
@@ -49,7 +49,7 @@ class _Submitted:
 
     @property
     def needed_s(self) -> float:
-        """When the first of the commands must be carried out."""
+        """The earliest time at which one of the commands must be executed."""
         return min((_needed_s(command, self.submitted_s) for command in self.commands), default=math.inf)
 
 
@@ -74,19 +74,19 @@ def _needed_s(command: LeaseCommand, submitted_s: float) -> float:
 
 
 class LeaseRenewer:
-    """Carries out `RenewLease`, `ForgetLease` and `ReleaseLease` until `close`.
+    """Executes `RenewLease`, `ForgetLease` and `ReleaseLease` until `close`.
 
-    What has time waits until the thread is up anyway: most leases are dropped before they need to be renewed at all.
+    Commands that are not urgent do not wake the thread: most leases are dropped before their first renewal.
 
-    A kept lease is renewed when a sixth of its time is over, or at once if so told, each at its own pace: one lease of
-    a producer does not set that of the others. Those whose interval is nearly over join the message.
+    A kept lease is renewed every sixth of its lifetime (at once if the command says so), each at its own interval.
+    Leases of the same producer whose interval is nearly over join the message.
 
     Args:
         counters: counts `heartbeats`, `leases_given_back` and `side_channel_errors`.
-        secrets: of the side channel; whichever a producer has is used with it.
+        secrets: of the side channel; with each producer the one that it has is used.
 
     Raises:
-        InvalidConfig: there are secrets, and ZMQ has no CURVE.
+        InvalidConfig: there are secrets, but ZMQ has no CURVE.
     """
 
     def __init__(self, counters: Counters, secrets: Secrets = ()) -> None:
@@ -107,7 +107,7 @@ class LeaseRenewer:
         if not submitted.commands:
             return
         self._inbox.put_quietly(submitted)
-        # After that: the thread says how long it sleeps, and then looks whether anything has come.
+        # After the put: the thread sets `_sleeps_until_s` and then checks the inbox.
         if self._sleeps_until_s > submitted.needed_s or len(self._inbox) >= _MOST_WAITING:
             self._inbox.wake()
 
@@ -127,7 +127,7 @@ class LeaseRenewer:
             self._inbox.close()
 
     def _survive(self, part: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """An error here is a bug; whatever it was about, all other leases are still to be renewed."""
+        """Log and count an exception, which is a bug: the other leases must still be renewed."""
         try:
             part(*args, **kwargs)
         except Exception:
@@ -143,7 +143,7 @@ class LeaseRenewer:
             self._renew_due(time.monotonic())
 
     def _sleep(self) -> None:
-        """Until the next renewal or the next socket to close, or for ever when there is neither; or until woken."""
+        """Wait until the next renewal is due, an idle socket is to be closed, or `wake` is called."""
         idle_s = self._sockets.next_idle_s()
         self._sleeps_until_s = min((*self._due.values(), math.inf if idle_s is None else idle_s))
         wait_s = 0.0 if not self._inbox.empty() else max(0.0, self._sleeps_until_s - time.monotonic())
@@ -194,7 +194,7 @@ class LeaseRenewer:
         self._sockets.close_idle(now_s)
 
     def _send_the_rest(self) -> None:
-        """Before the end: give look-ups and connections that are under way a moment, so that what waits is sent."""
+        """Before the end, give pending look-ups and connections `_LAST_WAIT_S`, so that waiting messages are sent."""
         deadline_s = time.monotonic() + _LAST_WAIT_S
         while self._sockets.has_waiting() and (left_s := deadline_s - time.monotonic()) > 0:
             self._sockets.poll(self._inbox.fileno(), left_s)

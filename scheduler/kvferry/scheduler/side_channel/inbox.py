@@ -1,9 +1,7 @@
-"""Renewals and releases that wait for the next step.
+"""Renewals and releases that wait for the next step, and a queue whose reader can poll it together with sockets.
 
-An idle engine takes none for minutes, while consumers renew with every heartbeat. So what waits is kept by lease:
-a renewal takes the place of the one before it, and says when it was heard, because that is when it counts.
-
-The other queue here is filled by any thread, and its reader may wait for sockets at the same time.
+An idle engine takes no steps for minutes, while consumers renew with every heartbeat. So the inbox keeps one entry per
+lease and kind: a renewal replaces the one before it. Its time of arrival is kept too, since the renewal counts from it.
 """
 
 from __future__ import annotations
@@ -19,15 +17,15 @@ from kvferry.protocol.handshake import LeaseName, Release, Renew
 LeaseMessage = Renew | Release
 
 MAX_WAITING_LEASES = 1 << 16
-"""Most leases that wait, of a few hundred bytes each; one message may name 4,096."""
+"""Most waiting entries, of a few hundred bytes each; one message may name 4,096 leases."""
 
 
 class Heard(NamedTuple):
     """One lease of one message.
 
     Attributes:
-        boot: whom it was said to.
-        received_s: when, by the engine's own `AwakeClock`; None where that is not known.
+        boot: the boot that the message was addressed to.
+        received_s: time of arrival on the engine's `AwakeClock`; None without a clock.
     """
 
     kind: type[LeaseMessage]
@@ -37,26 +35,26 @@ class Heard(NamedTuple):
 
 
 class LeaseInbox:
-    """Filled by the listener's thread, taken by the engine's."""
+    """Filled by the listener's thread, emptied by the engine's."""
 
     def __init__(self) -> None:
         self._received: dict[tuple[type[LeaseMessage], str, LeaseName], float | None] = {}
         self._lock = threading.Lock()
 
     def put(self, message: LeaseMessage, received_s: float | None = None) -> bool:
-        """Remember all that a message says. False, and nothing is remembered, when too much waits already."""
+        """Add all leases of a message. False if too many wait already; then none is added."""
         kind = type(message)
         with self._lock:
             new = sum((kind, message.boot, name) not in self._received for name in set(message.leases))
             if len(self._received) + new > MAX_WAITING_LEASES:
                 return False
             for name in message.leases:
-                self._received.pop((kind, message.boot, name), None)  # what was said last comes last
+                self._received.pop((kind, message.boot, name), None)  # the latest is last
                 self._received[kind, message.boot, name] = received_s
         return True
 
     def take(self) -> list[Heard]:
-        """Everything, in the order in which it was said last."""
+        """Remove and return all entries, in the order of their latest arrival."""
         if not self._received:
             return []
         with self._lock:
@@ -64,7 +62,7 @@ class LeaseInbox:
         return [Heard(*key, received_s) for key, received_s in received.items()]
 
     def qsize(self) -> int:
-        """Leases that wait; one that was renewed and released counts twice."""
+        """The number of waiting entries; a lease that was renewed and released counts twice."""
         return len(self._received)
 
     def empty(self) -> bool:
@@ -75,7 +73,7 @@ T = TypeVar("T")
 
 
 class WakingQueue(Generic[T]):
-    """First in, first out; readable as a file while something has been put since the reader last found it empty."""
+    """A FIFO queue whose file is readable if something was put since the reader last found it empty."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
@@ -83,35 +81,34 @@ class WakingQueue(Generic[T]):
         self._readable.setblocking(False)
         self._written.setblocking(False)
         self._is_awake = False
-        """Whether a byte lies there that the reader will find, or the reader is about to look once more."""
+        """Whether a wake-up byte is in the socket, or the reader is about to check the queue again."""
 
     def put(self, item: T) -> None:
-        """From any thread, also after `close`; never waits."""
+        """Add an item from any thread, also after `close`; never waits."""
         self._queue.put(item)
         self.wake()
 
     def put_quietly(self, item: T) -> None:
-        """As `put`, for an item that has time: the reader finds it when something else wakes it."""
+        """As `put`, without waking the reader: it finds the item at its next wake-up."""
         self._queue.put(item)
 
     def wake(self) -> None:
-        """Only the first one that finds the reader asleep wakes it: the call to the system gives the interpreter's lock
-        away."""
+        """Wake the reader. Only the first call while it sleeps makes a system call, which releases the GIL."""
         if self._is_awake:
             return
         self._is_awake = True
-        # Full is as good as readable; and after `close` nobody is to be woken.
+        # A full socket is readable anyway; after `close` there is no reader to wake.
         with contextlib.suppress(OSError):
             self._written.send(b"\x00")
 
     def get(self) -> T:
-        """The reader's; never waits. Raises `queue.Empty`."""
+        """Remove and return the first item, in the reader's thread; never waits. Raises `queue.Empty`."""
         try:
             return self._queue.get_nowait()
         except queue.Empty:
             with contextlib.suppress(OSError):
                 self._readable.recv(1 << 16)
-        # Whatever was put before this line is found now; what comes later brings a byte of its own.
+        # An item put before this line is found by the next one; a later `put` writes a new byte.
         self._is_awake = False
         return self._queue.get_nowait()
 
@@ -122,7 +119,7 @@ class WakingQueue(Generic[T]):
         return self._queue.empty()
 
     def fileno(self) -> int:
-        """What the reader waits for, when `empty` says so."""
+        """The file that the reader polls when `empty` returns True."""
         return self._readable.fileno()
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""One producer to be prewarmed: which engine answers at its address.
+"""One static peer: find out which engine answers at its address.
 
     backing off ──► looking up ──► asking ──► known
          ▲               │            │          │
          └───────────────┴────────────┴──────────┘   no answer, not ready, or connection ended
 
-A listener answers a wrong engine id with its own, and the right one with its boot: so it is asked twice. The connection
-then stays open and idle until it ends, which is how a restart is noticed.
+A listener answers a wrong engine id with its own, and the right one with its boot, so it is asked twice. The connection
+then stays open and idle; its end shows a restart.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvferry.protocol.side_channel.sockets import (
 
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0
-"""Shorter than after a failed handshake: an operator has named this address, not a client."""
+"""Shorter than after a failed handshake: this address comes from the configuration, not from a client."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -55,18 +55,18 @@ class _State(enum.Enum):
 
 
 class PrewarmTarget:
-    """Belongs to one thread; waits for nothing.
+    """State machine of one static peer. Used by one thread; never waits.
 
     Args:
         host, port: its side channel, as requests will name it.
-        asker: this engine.
+        asker: the id of this engine.
         timeout_s: for connecting and both answers together.
         secrets: of the side channel, tried in their order.
 
     Attributes:
-        due_s: when `turn` is to be called at the latest.
+        due_s: latest time for the next call of `turn`.
         sockets: when one of them is readable, call `on_event`.
-        trouble: why it is not known; empty while nothing is wrong.
+        trouble: the last error; empty if there is none.
     """
 
     def __init__(self, host: str, port: int, asker: str, timeout_s: float, secrets: Secrets, context: Context) -> None:
@@ -84,7 +84,7 @@ class PrewarmTarget:
         self._failures = 0
 
     def turn(self, now_s: float) -> bool:
-        """Something is due. Returns whether the host is to be looked up now, for `found`."""
+        """`due_s` has passed. Returns whether to look up the host now and call `found` with the result."""
         if self._state is _State.ASKING:
             self.back_off(f"no answer within {self._timeout_s:g} s", now_s)
             return False
@@ -92,7 +92,7 @@ class PrewarmTarget:
         return True
 
     def found(self, address: str | None, now_s: float) -> None:
-        """The host's address is known, or there is none."""
+        """The look-up has ended; `address` is None if there is none. Connect."""
         if self._state is not _State.LOOKING_UP:
             return
         if address is None:
@@ -103,7 +103,7 @@ class PrewarmTarget:
         self._open(now_s)
 
     def on_event(self, now_s: float) -> Prewarm | None:
-        """Bring it on by what can be read. Returns who has answered, once per connection."""
+        """Read one answer and one connection event. Returns the producer that has answered, once per connection."""
         try:
             producer = self._hear_answer(now_s)
             if self.sockets:
@@ -114,7 +114,7 @@ class PrewarmTarget:
         return producer
 
     def back_off(self, why: str, now_s: float) -> None:
-        """This attempt failed: close the connection and try again later, after a longer delay each time."""
+        """Close the connection after a failed attempt and try again later, after a longer delay each time."""
         with contextlib.suppress(zmq.ZMQError):
             self.close()
         self._failures += 1
@@ -156,7 +156,7 @@ class PrewarmTarget:
                 self.back_off("its connection has ended", now_s)
             return
         if event is ConnectionEvent.ENDED:
-            return  # of an attempt; what came of it is told by itself
+            return  # of an attempt; its result comes as another event
         next_step = self._trials.on_event(event)
         if next_step is NextStep.AGAIN:
             self.close()
@@ -170,7 +170,7 @@ class PrewarmTarget:
             self.sockets[0].connect(channel_address(self._address, self.port))
             if self._trials.may_speak:
                 self._ask(UNKNOWN_ENGINE)
-        except zmq.ZMQError as refused:  # of what cannot be connected to, or for want of sockets
+        except zmq.ZMQError as refused:  # no such address, or no more sockets
             self.back_off(str(refused), now_s)
 
     def _prepared(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:

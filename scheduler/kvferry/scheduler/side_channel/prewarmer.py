@@ -1,8 +1,7 @@
-"""Producers that the configuration names are found before the first request needs one.
+"""Find the static peers before the first request needs them.
 
-One thread asks which engine answers at each address and reports it, and again when the engine there has restarted. The
-next step's orders pass it to the workers. Nothing waits for this thread, and an address without an answer delays no
-other.
+One thread asks each address which engine answers there, and again when that engine has restarted. The next step's
+orders pass the answer to the workers. Nothing waits for this thread, and an address without an answer delays no other.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ class PeerPrewarmer:
 
     Args:
         addresses: hosts and ports of their side channels, as requests will name them.
-        asker: this engine, which may be among them and is left out.
-        tell: called on this class's thread with every producer that has answered.
+        asker: the id of this engine, which is left out if it is among them.
+        tell: called on this object's thread with every producer that has answered.
         timeout_s: for each attempt.
         secrets: of the side channel.
 
     Raises:
-        InvalidConfig: there are secrets, and ZMQ has no CURVE.
+        InvalidConfig: there are secrets, but ZMQ has no CURVE.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class PeerPrewarmer:
         self._thread = threading.Thread(target=self._run, name="kvferry-prewarmer", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; once. When the system gives none, peers are not prewarmed and loads make the handshakes."""
+        """Start the thread, once. If the system has no thread left, log it: loads then begin with a handshake."""
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -95,14 +94,14 @@ class PeerPrewarmer:
         self._inbox.close()
 
     def _wait(self) -> bool:
-        """Until there is something to do. Returns whether to go on."""
+        """Wait until there is something to do. Returns whether to continue."""
         poller = zmq.Poller()
         poller.register(self._inbox.fileno(), zmq.POLLIN)
         for target in self._targets:
             for socket in target.sockets:
                 poller.register(socket, zmq.POLLIN)
         due_s = min((target.due_s for target in self._targets), default=math.inf)
-        # Rounded up: a wait of less than a millisecond would not wait at all, and spin.
+        # Rounded up: a timeout below a millisecond would be 0, and the loop would spin.
         left_ms = math.ceil(min((due_s - time.monotonic()) * 1000, _LONGEST_WAIT_MS))
         poller.poll(0 if not self._inbox.empty() else max(0, left_ms))
         with contextlib.suppress(queue.Empty):
@@ -119,7 +118,7 @@ class PeerPrewarmer:
         try:
             self._advance(target, now_s)
         except Exception as bug:
-            # The others go on, and this one is tried again later.
+            # The other targets continue, and this one is tried again later.
             logger.exception("prewarming %s:%d failed", target.host, target.port)
             target.back_off(repr(bug), now_s)
         self._show(target)
@@ -145,7 +144,7 @@ class PeerPrewarmer:
         self._tell(producer)
 
     def _show(self, target: PrewarmTarget) -> None:
-        """Log trouble once, until it is over or changes."""
+        """Log an error once, until it is over or changes."""
         where = (target.host, target.port)
         if target.trouble != self._shown.get(where, ""):
             self._shown[where] = target.trouble

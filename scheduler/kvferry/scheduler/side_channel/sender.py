@@ -1,6 +1,6 @@
-"""Sockets to the side channels of other engines: made when needed, closed when idle, never waited for.
+"""Sockets to the side channels of other engines: opened when needed, closed when idle, never blocking.
 
-Each peer has one socket, and a queue of messages until its connection stands.
+Each peer has one socket, and a queue of messages until its connection is established.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from kvferry.scheduler.state.counters import Counters
 
 QUEUED_MESSAGES = 64
 _MOST_ANSWER_BYTES = 4096
-"""Answers are not expected, and never read: what an engine sends all the same must not fill this one's memory."""
+"""Answers are neither expected nor read: those that a peer sends all the same must not fill the memory."""
 
 _MAX_RECONNECT_BACKOFF_MS = 2000
 
 
 class PeerChannel:
-    """Nothing is sent before the other end has shown that it has the same secret; that it has none is shown likewise.
+    """A connection to one peer. Nothing is sent before the ZMQ handshake has shown that both ends have the same secret,
+    or both none.
 
     Args:
         secrets: tried in their order.
 
     Attributes:
-        used_s: when something was last to be sent.
-        is_connecting: whether there is an address already.
-        monitor: to be polled; when it is readable, call `on_event`. None when nothing is to be heard.
+        used_s: time of the last `send`.
+        is_connecting: whether the address is known.
+        monitor: to be polled; when it is readable, call `on_event`. None when no events are expected.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], port: int, secrets: Secrets) -> None:
@@ -53,34 +54,34 @@ class PeerChannel:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether something is still to be handed to ZMQ."""
+        """Whether messages wait for the connection."""
         return bool(self._waiting)
 
     def connect(self, address: str) -> None:
-        """The host's address is known: begin. Raises `zmq.ZMQError`."""
+        """Connect to this address. Raises `zmq.ZMQError`."""
         self._address, self.is_connecting = address, True
         self._open()
 
     def send(self, frame: bytes) -> None:
-        """Send it, or keep it until the connection stands.
+        """Send it, or queue it until the connection is established.
 
         Raises:
-            HandshakeFailed: too much is kept already.
-            zmq.ZMQError: the connection has stood, and takes no more.
+            HandshakeFailed: too many messages are queued already.
+            zmq.ZMQError: the queue of the established connection is full.
         """
         if self._socket is not None and self.monitor is None:
             self._socket.send_multipart([b"", frame], flags=zmq.NOBLOCK)
         elif len(self._waiting) < QUEUED_MESSAGES:
             self._waiting.append(frame)
         else:
-            raise HandshakeFailed("too much waits for its connection")
+            raise HandshakeFailed("too many messages wait for its connection")
 
     def on_event(self) -> None:
-        """Bring the connection on, by one event.
+        """Process one event of the connection.
 
         Raises:
-            PeerRefused: the secrets of both ends do not go together; nothing was sent.
-            zmq.ZMQError: what waited could not be sent.
+            PeerRefused: the secrets of both ends do not match; nothing was sent.
+            zmq.ZMQError: the queued messages could not be sent.
         """
         event = read_event(self.monitor) if self.monitor is not None else None
         if event is None:
@@ -98,7 +99,7 @@ class PeerChannel:
             raise PeerRefused(self._trials.why)
 
     def close(self, linger_ms: int) -> None:
-        """Close the socket, and give what ZMQ has this long to be sent. Idempotent."""
+        """Close the socket; messages in ZMQ's queue have `linger_ms` to be sent. Idempotent."""
         self._stop_listening()
         if self._socket is not None:
             self._socket.close(linger=linger_ms)
@@ -128,26 +129,26 @@ class PeerChannel:
 logger = logging.getLogger(__name__)
 
 MAX_SOCKETS = 256
-"""Clients choose hosts and ports, and a process has only so many files: beyond this the longest unused is closed."""
+"""Most open sockets; beyond it the least recently used is closed. Clients choose hosts and ports; files are limited."""
 
 IDLE_S = 60.0
 REFUSED_S = 2.0
-"""How long an engine that was not to be spoken to is left alone; what is meant for it meanwhile is dropped."""
+"""Time without a new attempt after the secrets did not match; messages for that engine are dropped meanwhile."""
 
 _QUIET_S = 1.0
 
 Endpoint = tuple[str, int, str]
-"""Host, port and boot: an engine that comes back is a new endpoint, whose name is looked up anew, and whose secret may
-be another one."""
+"""Host, port and boot: a restarted engine is a new endpoint, whose name is looked up again and whose secret may
+differ."""
 
 
 class PeerSockets:
-    """Belongs to one thread.
+    """The connections to all peers. Used by one thread.
 
     Args:
-        tell: takes what look-ups find, from any thread; to be handed to `found` on this one.
+        tell: called from any thread with the result of a look-up, which must be passed to `found` on this thread.
         counters: counts `side_channel_errors`.
-        secrets: of the side channel; the one that an endpoint has is found out when it is connected to.
+        secrets: of the side channel; tried in order when an endpoint is connected.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class PeerSockets:
         return len(self._channels)
 
     def send(self, endpoint: Endpoint, frame: bytes, now_s: float) -> None:
-        """Send, or queue until the connection stands. What cannot be sent is counted and dropped."""
+        """Send, or queue until the connection is established. A message that cannot be sent is counted and dropped."""
         if self._refused.get(endpoint, 0.0) > now_s:
             self._counters.add("side_channel_errors")
             return
@@ -184,7 +185,7 @@ class PeerSockets:
             self._failed(endpoint, str(refused))
 
     def found(self, found: Found) -> None:
-        """A look-up has ended: connect to whoever it was for."""
+        """A look-up has ended: connect the endpoints that wait for it."""
         for endpoint, channel in list(self._channels.items()):
             if endpoint[0] != found.host or channel.is_connecting:
                 continue
@@ -197,13 +198,13 @@ class PeerSockets:
                 self._give_up(endpoint, str(refused))
 
     def poll(self, wake: int, timeout_s: float | None) -> None:
-        """Wait until the file `wake` is readable or the time is over, and bring connections on; None: for ever."""
+        """Wait until the file `wake` is readable or the timeout (None: no limit), and process connection events."""
         poller = zmq.Poller()
         poller.register(wake, zmq.POLLIN)
         opening = {x.monitor: endpoint for endpoint, x in self._channels.items() if x.monitor is not None}
         for monitor in opening:
             poller.register(monitor, zmq.POLLIN)
-        # Rounded up: a wait of less than a millisecond would not wait at all, and spin.
+        # Rounded up: a timeout below a millisecond would be 0, and the loop would spin.
         for ready, _ in poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)):
             endpoint = opening.get(ready)
             if endpoint is None:
@@ -217,28 +218,28 @@ class PeerSockets:
                 self._leave_alone(endpoint, time.monotonic())
 
     def has_waiting(self) -> bool:
-        """Whether something cannot be sent yet."""
+        """Whether messages wait for a connection."""
         return any(channel.has_waiting for channel in self._channels.values())
 
     def next_idle_s(self) -> float | None:
-        """When the first socket will have been idle for too long; None without sockets."""
+        """The time at which the next idle socket is to be closed; None without sockets."""
         first = next(iter(self._channels.values()), None)
         return None if first is None else first.used_s + IDLE_S
 
     def close_idle(self, now_s: float) -> None:
-        """Close the sockets that nobody has used for a minute."""
+        """Close the sockets that were not used for `IDLE_S`."""
         for endpoint in [x for x, channel in self._channels.items() if channel.used_s + IDLE_S <= now_s]:
             self._close(endpoint)
 
     def close(self, linger_ms: int) -> None:
-        """Close all, and give what is queued this long to be sent."""
+        """Close all sockets; messages in ZMQ's queues have `linger_ms` to be sent."""
         for channel in self._channels.values():
             channel.close(linger_ms)
         self._channels.clear()
         self._context.term()
 
     def _open(self, endpoint: Endpoint) -> PeerChannel | None:
-        """A way to an endpoint, or None when there cannot be one, which is counted."""
+        """A channel to an endpoint; None, and counted as an error, if it cannot connect."""
         channel = PeerChannel(self._context, endpoint[1], self._secrets)
         address = address_of(endpoint[0])
         if address is not None:
@@ -256,7 +257,7 @@ class PeerSockets:
         return channel
 
     def _give_up(self, endpoint: Endpoint, why: str) -> None:
-        """What waited is lost; the next message tries anew."""
+        """Close the channel and drop its queue; the next message opens a new one."""
         self._failed(endpoint, why)
         self._close(endpoint)
 
@@ -269,9 +270,11 @@ class PeerSockets:
         self._channels.pop(endpoint).close(linger_ms=0)
 
     def _failed(self, endpoint: Endpoint, why: str) -> None:
-        """Count it; say so at most once a second, since clients choose whom this engine speaks to."""
+        """Count it, and log it at most once a second: clients choose the addresses."""
         self._counters.add("side_channel_errors")
         now_s = time.monotonic()
         if now_s >= self._quiet_until_s:
             self._quiet_until_s = now_s + _QUIET_S
-            logger.warning("side channel of %s:%d, and others within %g s: %s", endpoint[0], endpoint[1], _QUIET_S, why)
+            logger.warning(
+                "side channel of %s:%d (similar lines omitted for %g s): %s", endpoint[0], endpoint[1], _QUIET_S, why
+            )

@@ -1,9 +1,9 @@
 """The side channel's listener: one ZMQ ROUTER socket, one thread, in the scheduler's process.
 
-It answers `Hello` with this engine's description and puts renewals and releases into an inbox; and it winds the clock
-of leases, since an idle engine takes no steps that could. With secrets it speaks only to those who have one of
-them. Whatever arrives, it lives on: what it cannot use is counted, answered with `Refused` where there is somebody to
-answer, and dropped. What it keeps for somebody who does not take it is bounded: leases, answers, and lines in the log.
+It answers `Hello` with this engine's description and puts renewals and releases into an inbox. It also winds the clock
+of leases, since an idle engine takes no steps. With secrets it serves only peers that have one of them. No input ends
+the thread: an invalid message is counted, answered with `Refused` where an answer is possible, and dropped. All that
+waits is bounded: leases, answers and log lines.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class SideChannelListener:
 
     Args:
         host, port: where to listen.
-        counters: counts `handshakes_served`, `bad_frames`, `dropped_messages`, `side_channel_refusals`, and what is not
-            known as `renewals_unknown` and `releases_unknown`.
-        secrets: the first is this listener's own; those who ask may have any of them. Without one anybody may ask.
-        clock: wound here as often as it asks for; renewals are stamped with it.
+        counters: counts `handshakes_served`, `bad_frames`, `dropped_messages`, `side_channel_refusals`, and messages
+            about unknown leases as `renewals_unknown` and `releases_unknown`.
+        secrets: the first is this listener's own; peers may have any of them. Without secrets every peer is served.
+        clock: wound here every `period_s`; gives the times of arrival of renewals.
         tick: called on the listener's thread after every winding; it must not wait.
-        knows: asked on the listener's thread, by boot and lease: whether there is such a lease. What is said of others
-            is counted and dropped here, so that a step hears no more than there are leases, whoever floods the channel.
+        knows: called on the listener's thread with boot and name: whether there is such a lease. Messages about other
+            leases are counted and dropped here, so that a flood cannot make a step longer than the leases require.
 
     Raises:
-        InvalidConfig: the address cannot be bound, or ZMQ has no CURVE; the text says what to change.
+        InvalidConfig: the address cannot be bound, or ZMQ has no CURVE; the text names the setting to change.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class SideChannelListener:
         self._control, self._controlled = self._pair()
         self._thread = threading.Thread(target=self._serve, name="kvferry-listener", daemon=True)
         self._thread.start()
-        secured = f"for those who have secret {secrets[0].fingerprint}" if secrets else "for anybody"
+        secured = f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
         logger.info("side channel listens on %s %s", channel_address(host, port), secured)
 
     def publish(self, description: EngineDescription) -> None:
-        """Answer with this description from now on. Until then askers are told to come back."""
+        """Answer with this description from now on. Before that, `Hello` is refused with "starting"."""
         self._published = (description, encode(description))
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class SideChannelListener:
             socket.close()
 
     def _next_poll_ms(self) -> int | None:
-        """How long the thread may sleep; None for as long as nobody says anything."""
+        """Timeout of the next poll; None: until something arrives."""
         clock_ms = [math.ceil(self._clock.period_s * 1000)] if self._clock is not None else []
         return min([LOOK_MS, *clock_ms] if self._unfinished else clock_ms, default=None)
 
@@ -158,7 +158,7 @@ class SideChannelListener:
         try:
             serve()
         except Exception:
-            # Nothing that somebody sent may end this thread; what got here is a bug, and is shown as one.
+            # No message may end this thread; an exception here is a bug, so its traceback is logged.
             self._counters.add("bad_frames")
             logger.exception("side channel: a frame could not be served")
 
@@ -173,7 +173,7 @@ class SideChannelListener:
         if now_s >= self._look_again_s:
             self._look_again_s = now_s + LOOK_MS / 1000
             for _ in range(self._unfinished.end_endless()):
-                self._bad_frame("a message without an end, and its connection")
+                self._bad_frame("an endless message and its connection")
 
     def _answer_one(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or frames[1]:
@@ -217,12 +217,12 @@ class SideChannelListener:
         return answer
 
     def _bad_frame(self, what: str) -> None:
-        """Count it; say so at most once a second, or whoever can reach this port could fill the disk."""
+        """Count it, and log it at most once a second: any host that reaches the port could fill the disk."""
         self._counters.add("bad_frames")
         now_s = time.monotonic()
         if now_s >= self._quiet_until_s:
             self._quiet_until_s = now_s + _QUIET_S
-            logger.warning("side channel: dropped %s (and what is like it within %g s)", what, _QUIET_S)
+            logger.warning("side channel: dropped %s (similar lines omitted for %g s)", what, _QUIET_S)
 
     def _send(self, asker: bytes, body: bytes) -> None:
         try:

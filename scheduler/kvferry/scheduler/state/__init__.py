@@ -1,1 +1,1 @@
-"""Parts of every state machine here: transition tables, counters, the observer of changes, the clock."""
+"""Shared parts of the state machines: transition tables, counters, the observer of changes, the clock."""

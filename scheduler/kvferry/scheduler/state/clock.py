@@ -1,4 +1,4 @@
-"""A clock that stands while its process does: what the peers' silence is measured with."""
+"""A clock that stops while its process is stopped, for the deadlines of leases."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _LONGEST_PERIOD_S = 0.5
 
 
 class AwakeClock:
-    """Seconds that this process was awake, as far as those who wind it can tell. Any thread may wind and read it.
+    """Seconds that this process was awake. Any thread may wind and read it.
 
-    One winding adds at most a heartbeat: a process that was stopped for a minute finds that little time has passed,
-    while one that is wound in time loses nothing. An engine that works winds it with every step. An idle one takes
-    no steps, so the listener's thread winds it too, every `period_s`.
+    One call of `wind` adds at most a heartbeat: after a stop of a minute little time has passed, while a clock that is
+    wound in time loses nothing. A working engine winds it with every step. An idle one takes no steps, so the
+    listener's thread winds it too, every `period_s`.
 
     Args:
-        heartbeat_s: how often consumers renew.
+        heartbeat_s: the interval at which consumers renew.
     """
 
     def __init__(self, heartbeat_s: float) -> None:
@@ -29,16 +29,16 @@ class AwakeClock:
 
     @property
     def period_s(self) -> float:
-        """How often it is to be wound at least."""
+        """Longest interval at which it must be wound."""
         return min(self.heartbeat_s / 2, _LONGEST_PERIOD_S)
 
     @property
     def awake_s(self) -> float:
-        """What it shows."""
+        """The time at the last winding."""
         return self._awake_s
 
     def wind(self, now_s: float) -> float:
-        """It is `now_s`, by any clock that only goes forward, the same for all who wind. Returns what it shows now."""
+        """Add the time since the last call and return `awake_s`. All callers pass `now_s` of one monotonic clock."""
         with self._lock:
             if self._last_s is None:
                 self._last_s = now_s

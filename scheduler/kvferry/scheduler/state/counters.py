@@ -28,12 +28,12 @@ class Counters:
                 counts[key] = counts.get(key, 0) + amount
 
     def total(self, metric: str, label: str = "") -> int:
-        """Everything counted so far."""
+        """The count since the start."""
         with self._lock:
             return self._total.get((metric, label), 0)
 
     def take(self) -> dict[CounterKey, int]:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         if not self._since_taken:
             return {}
         with self._lock:
@@ -41,12 +41,12 @@ class Counters:
         return taken
 
     def sample(self, metric: str, value: float) -> None:
-        """One more measurement of `metric`."""
+        """Add a measurement of `metric`."""
         with self._lock:
             self._samples.setdefault(metric, []).append(value)
 
     def take_samples(self) -> dict[str, list[float]]:
-        """What was measured since the last call."""
+        """The measurements since the last call, by metric."""
         if not self._samples:
             return {}
         with self._lock:

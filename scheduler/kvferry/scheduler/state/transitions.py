@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class TableEnum(enum.Enum):
-    """Its members are keys of tables that are asked in every step. They are hashed as the one object that each of them
-    is; the hash of an `Enum` is that of its name, and takes a call of Python's to find."""
+    """An enum whose members are keys of tables used in every step. Identity hash, for speed: `Enum.__hash__` is a
+    Python call that hashes the name."""
 
     __hash__ = object.__hash__
 
@@ -27,7 +27,7 @@ Event = TypeVar("Event", bound=enum.Enum)
 class TransitionTable(Generic[State, Event]):
     """All transitions of a state machine; a next state of None ends it.
 
-    `next` never changes anything itself, so an illegal event leaves its caller's state as it was.
+    `next` changes nothing itself, so an illegal event leaves the caller's state unchanged.
     """
 
     def __init__(self, transitions: Mapping[tuple[State, Event], State | None]) -> None:
@@ -46,13 +46,13 @@ class TransitionTable(Generic[State, Event]):
 
 
 class Observer:
-    """Callbacks of both ledgers, which do nothing here. An override neither raises nor waits."""
+    """Callbacks of both ledgers; no-ops by default. Overrides must neither raise nor wait."""
 
     def lease_opened(self, lease: Lease) -> None:
-        """A request has a slot."""
+        """A request has got a slot."""
 
     def lease_over(self, lease: Lease, how: str) -> None:
-        """Its blocks are given back, or never were held; `how` as the counters of leases that are over have it."""
+        """Its blocks are freed, or were never held; `how` is the label of `leases_released` or `turns_released`."""
 
     def recomputed(self, prompt: RemotePrompt, reason: str) -> None:
-        """A prompt that was offered is computed here; `reason` as `local_recomputes` has it."""
+        """An offered prompt is computed here; `reason` is the label of `local_recomputes`."""
