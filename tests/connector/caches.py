@@ -1,4 +1,4 @@
-"""Caches as vLLM makes them: its specs, its configuration of the groups, its allocation, its views."""
+"""Caches as vLLM makes them: specs, configuration of the groups, allocation and views."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvferry.worker.memory.caches import KvCaches
 from tests.engine_core.configs import vllm_config
 
 PATTERNS = {"cpu_attn/vec": "columns", "cpu_attn/vec16": "columns", "cpu_mla": "latent", "gpu_rows": "rows"}
-"""What the probe finds of backends that it recognises (`test_cache_probe`); of CPU attention else `BY_HEAD`."""
+"""The probe's results for the backends that it recognises (`test_cache_probe`); other CPU attention is `BY_HEAD`."""
 
 ALONE = Sharding(total_heads=2, rank=0, size=1)
 
@@ -75,7 +75,7 @@ def described(
 
 
 def layout_of_packing(packing: str) -> BlockLayout:
-    """A backend as the probe finds it."""
+    """The probe's result for a backend."""
     unknown = BY_HEAD if packing.startswith("cpu_attn/") else OPAQUE
     return BlockLayout(packing, PATTERNS.get(packing, unknown))
 

@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def ferry_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What kvferry logs, wherever its logger has been sent by a connector made before."""
+    """kvferry's log, also if an earlier connector has redirected its logger."""
     logger = logging.getLogger("kvferry")
     level, propagate = logger.level, logger.propagate
     logger.addHandler(caplog.handler)

@@ -1,4 +1,4 @@
-"""A cache that vLLM's own CPU attention writes and reads, in every block layout that this machine's processor has."""
+"""A cache that vLLM's own CPU attention writes and reads, in every layout that this machine's processor has."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Cache:
 
 
 def layer_of(kind: Kind) -> Any:
-    """What kvferry and the cache write see of vLLM's attention layer."""
+    """The attributes of vLLM's attention layer that kvferry and the cache write read."""
     impl: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
     impl.attn_type, impl.kv_cache_dtype = "decoder", kind.cache_dtype
     return SimpleNamespace(
@@ -164,7 +164,7 @@ def random(kind: Kind, tokens: int, heads: int = KV_HEADS, seed: int = 0) -> tor
 
 
 def holds(kind: Kind, kept: torch.Tensor, numbers: torch.Tensor) -> bool:
-    """Whether these bytes of the cache are these numbers; float8, with scales of one, as near as vLLM's cast comes."""
+    """Whether these bytes of the cache are these numbers; for float8, with scales of one, up to vLLM's rounding."""
     if kind.cache_dtype == "auto":
         return torch.equal(kept, numbers.contiguous().view(torch.uint8))
     return torch.allclose(kept.view(torch.float8_e4m3fn).float(), numbers.float(), rtol=1 / 8, atol=2**-8)

@@ -1,4 +1,4 @@
-"""One rank of an engine, in a process of its own: vLLM's process groups over gloo, and what `gather_workers` brings.
+"""One rank of an engine, in its own process: vLLM's process groups over gloo, and the result of `gather_workers`.
 
 Engines of a data-parallel deployment are one world: each must come to know its own workers only.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvferry.protocol.geometry import Place
 
 TIMEOUT_S = 300.0
-"""It takes a second or two, and the first time until vLLM is imported."""
+"""A gather takes a second or two; the first one also waits for the import of vLLM."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank of the world says.
+    """The result of one rank of the world.
 
     Attributes:
         index: among its engine's workers.
@@ -56,7 +56,7 @@ class Rank:
 
 
 def gathered_by_all(axes: Axes, rendezvous: str) -> list[Rank]:
-    """What each rank of the world says, in their order."""
+    """The results of all ranks of the world, in order."""
     context = forkserver()
     answers: Any = context.Queue()
     processes = [context.Process(target=_one, args=(axes, rank, rendezvous, answers)) for rank in range(axes.ranks)]
@@ -73,7 +73,7 @@ def gathered_by_all(axes: Axes, rendezvous: str) -> list[Rank]:
 
 
 def _answer(answers: Any, processes: list[Any]) -> tuple[int, Rank]:
-    """The next answer, as long as nobody has died."""
+    """The next answer; fails if a rank has died."""
     end_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end_s:
         with contextlib.suppress(queue.Empty):

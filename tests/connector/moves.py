@@ -1,4 +1,4 @@
-"""What the workers of two engines do for a request, in this process: memmove for NIXL."""
+"""The moves of two engines' workers for a request, in this process, with memmove in place of NIXL."""
 
 from __future__ import annotations
 

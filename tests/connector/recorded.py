@@ -1,4 +1,4 @@
-"""Models that the CPU engine may not run: what their layers tell vLLM, and what vLLM makes of it.
+"""Models that the CPU engine may not run: the specs of their layers, and vLLM's configuration of them.
 
 Every layer's cache spec is made with vLLM's classes and calculators as that model's layers make it, small. Groups,
 pages of one size, the allocation and the views are vLLM's own.

@@ -104,12 +104,12 @@ class RecordedEngine:
         return Tokens(num_tokens, tuple(found))
 
     def reported(self, tokens: Tokens) -> tuple[tuple[int, ...], ...]:
-        """Its blocks as the scheduler's side hands them on."""
+        """Its blocks as the scheduler side passes them on."""
         local: Any = SimpleNamespace(groups=self.groups, block_spans=[group.block_tokens for group in self.groups])
         return tuple(map(tuple, LocalEngine.without_scratch(local, tokens.blocks, tokens.num_tokens)))
 
     def write(self, tokens: Tokens, seed: int) -> None:
-        """What the model's layers leave: keys and values of all tokens that have a block, and the last state."""
+        """Write as the model's layers do: keys and values of all tokens that have a block, and the last state."""
         for worker, layer, spec, ids in self._layers(tokens):
             if isinstance(spec, MambaSpec):
                 write(spec, worker.views[layer], *self._state(worker, layer, spec, ids, tokens, seed))
@@ -120,7 +120,7 @@ class RecordedEngine:
                     self._token(worker, layer, spec, ids, token).copy_(values[token])
 
     def check(self, tokens: Tokens, seed: int) -> None:
-        """Every layer finds what it needs to go on from.
+        """Check that every layer has all that it needs to continue.
 
         Raises:
             AssertionError: naming the worker, the layer and the token.
@@ -138,7 +138,7 @@ class RecordedEngine:
                 assert torch.equal(found, values[token]), f"{where}, token {token}"
 
     def loaded_bytes(self, tokens: Tokens) -> Iterator[tuple[Worker, torch.Tensor]]:
-        """By worker which bytes of the allocation are in the sequence's blocks, bool."""
+        """By worker, a mask of the bytes of the allocation that are in the sequence's blocks, bool."""
         for worker in self.workers:
             mask = torch.zeros_like(storage_of(next(iter(worker.views.values()))), dtype=torch.bool)
             for at, layer, _, ids in self._layers(tokens):
@@ -157,7 +157,7 @@ class RecordedEngine:
     def _state(
         self, worker: Worker, layer: str, spec: Any, ids: Sequence[int], tokens: Tokens, seed: int
     ) -> tuple[int, tuple[torch.Tensor, ...]]:
-        """The block of the state after the last token, and what a rank has of that state."""
+        """The block of the state after the last token, and a rank's part of that state."""
         states = self.model.states[layer].draw(_seed(seed, layer)).on_rank(worker.place.tp, self.topology.tp)
         return ids[-(-tokens.num_tokens // spec.block_size) - 1], states
 
@@ -169,7 +169,7 @@ class RecordedEngine:
         return view[block * ratio + inside // view.shape[2], :, inside % view.shape[2]]
 
     def _values(self, worker: Worker, layer: str, num_tokens: int, seed: int) -> torch.Tensor:
-        """What a rank must hold of a layer's tokens, `[tokens, H, C]`: its part of the whole model's heads."""
+        """A rank's part of a layer's tokens, `[tokens, H, C]`: its heads of the whole model."""
         view = worker.views[layer]
         latent = layer in self.model.packings
         heads = 1 if latent else HEADS
@@ -188,7 +188,7 @@ class RecordedEngine:
 
 
 def skipped_tokens(spec: Any, num_tokens: int) -> int:
-    """How many of a sequence's first tokens vLLM does not keep."""
+    """The number of a sequence's first tokens that vLLM does not keep."""
     manager = MANAGERS.get(type(spec))
     if manager is None:
         return 0

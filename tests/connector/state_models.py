@@ -45,7 +45,7 @@ class StateModel:
     head_groups: int | None = None
 
     def spec(self, tp: int, **changed: Any) -> Any:
-        """What a layer of one rank tells vLLM."""
+        """The spec that a layer of one rank gives to vLLM."""
         dtypes = ([CONV_DTYPE] if self.projections else []) + ([TEMPORAL_DTYPE] if self.temporal else [])
         usual = {"block_size": 512, "mamba_type": self.kind, "dtypes": tuple(dtypes)}
         return MambaSpec(**{"shapes": tuple(self.shapes(tp)), **usual, **changed})
@@ -69,7 +69,7 @@ class Whole:
     temporal: torch.Tensor
 
     def on_rank(self, rank: int, tp: int) -> tuple[torch.Tensor, ...]:
-        """What one rank has of it, the convolution as `[channels, columns]`."""
+        """One rank's part of the states, the convolution as `[channels, columns]`."""
         found = []
         if self.conv:
             settings = []
@@ -86,7 +86,7 @@ class Whole:
 
 
 def orient(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    """Keep convolution states by channel (`DS`) or by column (`SD`), as `VLLM_SSM_CONV_STATE_LAYOUT` says."""
+    """Keep convolution states by channel (`DS`) or by column (`SD`), as set by `VLLM_SSM_CONV_STATE_LAYOUT`."""
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: layout)
 
 

@@ -1,4 +1,4 @@
-"""Which hosts an allow-list permits: however an address is spelled, it is compared as what it is."""
+"""The hosts that an allow-list permits: an address is compared as an address, in any spelling."""
 
 from __future__ import annotations
 
@@ -136,10 +136,10 @@ def part(value: int, base: str) -> str:
 
 
 @given(NUMBERS, st.integers(1, 4), st.lists(st.sampled_from("dxXo"), min_size=4, max_size=4))
-def test_whatever_the_c_library_takes_for_an_address_is_judged_as_that_address(
+def test_every_spelling_that_the_c_library_accepts_is_compared_as_its_address(
     number: int, parts: int, bases: list[str]
 ) -> None:
-    """One to four parts, each decimal, hexadecimal or octal: what `connect` would go to decides, not the text."""
+    """One to four parts, each decimal, hexadecimal or octal: the address for `connect` decides, not the text."""
     heads = [(number >> shift) & 0xFF for shift in (24, 16, 8)][: parts - 1]
     last = number & ((1 << (32 - 8 * (parts - 1))) - 1)
     host = ".".join(part(value, base) for value, base in zip([*heads, last], bases, strict=False))
@@ -151,7 +151,7 @@ def test_whatever_the_c_library_takes_for_an_address_is_judged_as_that_address(
 
 @given(st.text(max_size=40) | st.text("0123456789abcdefx.:;[]%*/ p-_", max_size=30))
 def test_nothing_that_resolves_to_a_forbidden_address_without_a_name_server_is_allowed(host: str) -> None:
-    """Whatever the text: if it is an address for the system and the list permits it, the address is in the list."""
+    """For any text: if the system reads it as an address and the list permits it, the address is in the list."""
     if not ALLOWED.allow(host):
         return
     try:

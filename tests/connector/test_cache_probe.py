@@ -1,4 +1,4 @@
-"""What is believed of a backend, by what it writes: every byte explained by one pattern, or nothing."""
+"""The probe's result for a backend, from its writes: one pattern explains every byte, or the cache is opaque."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def tensors_of(cache: Written) -> list[PagedTensor]:
 
 
 def assert_reported_where_it_writes(cache: Written, widths: dict[str, int]) -> None:
-    """Let the backend write into the cache itself: all that changed is where the description says."""
+    """Let the backend write into the cache itself: only the bytes that the description names have changed."""
     tensors = tensors_of(cache)
     assert [(one.kind, one.tile_tokens, one.format.packing) for one in tensors] == [(k, 1, "plain") for k in widths]
     blocks, source = [3, 1], torch.Generator().manual_seed(0)
@@ -99,25 +99,22 @@ def test_planes_of_k_and_v_are_found_and_are_where_the_description_says(layout: 
     [Swapped, OneTokenElsewhere, HeadsExchanged, OneElementRounded, WritesOutside, WritesWhatWasThere, WritesNothing],
 )
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
-def test_a_backend_of_which_one_byte_is_not_explained_is_not_believed(
+def test_a_backend_with_one_unexplained_byte_is_opaque(
     backend: type[Rows], layout: str, ferry_log: pytest.LogCaptureFixture
 ) -> None:
-    """It may still keep heads apart, which says nothing about what is in them."""
+    """It may still keep heads apart, which does not show what is in them."""
     cache = Written(layer_of(backend()), layout=layout)
     expected = BY_HEAD if (backend, layout) in [(Swapped, "LBHNC"), (OneTokenElsewhere, "LBHNC")] else OPAQUE
     assert cache.block_layout().pattern == expected
     (tensor,) = tensors_of(cache)
     assert (tensor.kind, tensor.tile_tokens) == ("kv", TOKENS)
     if expected == OPAQUE:
-        assert (
-            "layer layers.0 and of those like it (some_backend) is not recognised: no known block layout"
-            in ferry_log.text
-        )
+        assert "layer layers.0 and of those like it (some_backend) is not recognised: no block layout" in ferry_log.text
         assert "moved whole, between engines of equal tensor-parallel size" in ferry_log.text
 
 
 def test_every_backend_that_lies_writes_something_else_than_rows() -> None:
-    """Otherwise the test above would pass for want of a lie."""
+    """Otherwise the test above would pass without a wrong backend."""
     source = torch.Generator().manual_seed(0)
     key, value = (torch.randn(TOKENS, HEADS, WIDTH, generator=source).bfloat16() for _ in range(2))
     written = []
@@ -149,8 +146,8 @@ def test_heads_are_apart_where_each_has_all_of_its_own_and_nothing_of_another_wh
     assert len(tensor.heads) == (HEADS if pattern else 1)
 
 
-def test_what_several_patterns_explain_is_not_believed(ferry_log: pytest.LogCaptureFixture) -> None:
-    """With one token a block, rows and columns are the same bytes: nothing tells which of them it is."""
+def test_a_backend_that_several_patterns_explain_is_opaque(ferry_log: pytest.LogCaptureFixture) -> None:
+    """With one token a block, rows and columns are the same bytes and cannot be distinguished."""
     assert Written(layer_of(Rows()), spec_of(block_size=1)).block_layout().pattern == OPAQUE
     assert "2 block layouts explain what it writes" in ferry_log.text
 
@@ -182,8 +179,8 @@ def test_a_backend_that_cannot_be_called_is_opaque_with_the_reason(
 
 
 @pytest.mark.parametrize("cache_dtype", ["nvfp4", "int8_per_token_head", "fp8_per_token_head", "turboquant_4bit_nc"])
-def test_what_keeps_scales_beside_the_data_is_not_even_tried(cache_dtype: str) -> None:
-    """A backend may keep views of the scales in its cache, and ours would be gone."""
+def test_a_cache_with_scales_beside_the_data_is_not_probed(cache_dtype: str) -> None:
+    """A backend may keep views of the scales in its cache, and the probe's are temporary."""
     layer = layer_of(Rows(), kv_cache_dtype=cache_dtype)
     assert Written(layer, spec_of(cache_dtype)).block_layout().pattern == OPAQUE
     assert layer.impl.calls == 0

@@ -1,4 +1,4 @@
-"""What the probe says of vLLM's own backends: on this machine's processor, under an interpreter, and on a GPU."""
+"""The probe's results for vLLM's own backends: on this machine's processor, under an interpreter, and on a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def impl_of(module: str, name: str, **attributes: Any) -> Any:
-    """A backend's implementation, with what its cache write reads."""
+    """A backend's implementation, with the attributes that its cache write reads."""
     cls = getattr(pytest.importorskip(f"vllm.v1.attention.backends.{module}"), name)
     impl = cls.__new__(cls)
     for attribute, value in {
@@ -60,14 +60,14 @@ def test_cpu_attention_keeps_k_by_columns_or_at_least_its_heads_apart(kind: Kind
 
 
 def test_an_instruction_set_that_the_processor_lacks_is_opaque() -> None:
-    """vLLM's kernel refuses, and the engine starts all the same."""
+    """vLLM's kernel refuses; the engine starts nevertheless."""
     assert CPUAttentionBackend.get_name() == "CPU_ATTN"
     layer = cpu_layer_of(Kind("no such set", torch.bfloat16, 64))
     assert Written(layer, spec_of(block_size=32, head_size=64)).block_layout().pattern == OPAQUE
 
 
 def stand_in(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, dtype: str, *scales: Any) -> None:
-    """The kernel that most backends of GPUs call, `[B, N, H, D]` caches of any strides; the CPU build has it not."""
+    """The kernel that most backends of GPUs call, `[B, N, H, D]` caches of any strides; the CPU build lacks it."""
     blocks, tokens = slots // key_cache.shape[1], slots % key_cache.shape[1]
     key_cache[blocks, tokens], value_cache[blocks, tokens] = key, value
 
@@ -78,7 +78,7 @@ def stand_in_mla(latent: Any, rope: Any, kv_cache: Any, slots: Any, kv_cache_dty
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the build has no kernels for GPUs, what stands in for them; the rest of every backend is vLLM's."""
+    """Replacements of the GPU kernels for builds without them; the rest of every backend is vLLM's."""
     for name, kernel in (("reshape_and_cache_flash", stand_in), ("concat_and_cache_mla", stand_in_mla)):
         monkeypatch.setattr(torch.ops._C_cache_ops, name, kernel, raising=False)
     flash = importlib.import_module("vllm.v1.attention.backends.flash_attn")
@@ -108,7 +108,7 @@ def test_b12x_writes_planes() -> None:
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC"])
 @pytest.mark.parametrize(("module", "name"), [("triton_mla", "TritonMLAImpl"), ("cpu_mla", "CPUMLAImpl")])
 def test_mla_writes_rows_of_latent_and_rope(module: str, name: str, layout: str) -> None:
-    """The first one's cache write is what nearly all MLA backends of GPUs inherit."""
+    """Nearly all MLA backends of GPUs inherit the first one's cache write."""
     impl = impl_of(f"mla.{module}", name)
     layer = layer_of(impl, kv_lora_rank=16, kv_cache_dtype="auto", _k_scale=torch.tensor(1.0))
     spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What engines can do with one another once the rows that their backends write are believed."""
+"""Pairs of engines that differ, when the probe has recognised the rows of both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.plan.samples import engine, worker
 
 
 def engine_of(tp: int, layout: str, block_size: int = TOKENS, *, backend: type[Rows] = Rows) -> Any:
-    """An engine of 4 heads whose backend was tried."""
+    """An engine of 4 heads whose backend was probed."""
     workers = []
     for rank in range(tp):
         cache = Written(layer_of(backend()), spec_of(num_kv_heads=4 // tp, block_size=block_size), layout)
@@ -41,7 +41,7 @@ def engine_of(tp: int, layout: str, block_size: int = TOKENS, *, backend: type[R
         ((1, "LBHNC", 2 * TOKENS), (1, "LBNHC")),
     ],
 )
-def test_engines_that_differ_in_ranks_layout_or_block_are_paired_once_rows_are_believed(
+def test_engines_that_differ_in_ranks_layout_or_block_are_paired_if_both_have_rows(
     producer: tuple[Any, ...], consumer: tuple[Any, ...]
 ) -> None:
     plans = plan_engine(engine_of(*consumer), engine_of(*producer))

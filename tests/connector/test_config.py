@@ -1,4 +1,4 @@
-"""`kv_connector_extra_config`: the peer's keys, ours, and the start that a wrong one stops."""
+"""`kv_connector_extra_config`: the stock connector's keys, kvferry's keys, and wrong ones, which stop the start."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_what_the_stock_connector_starts_with_starts_under_its_name(
 
 
 @pytest.mark.parametrize("value", ["soon", float("nan"), "nan", [30], {}, True])
-def test_what_is_no_number_stops_the_start_under_any_name(value: Any) -> None:
+def test_a_value_that_is_no_number_stops_the_start_under_any_name(value: Any) -> None:
     with pytest.raises(InvalidConfig, match=r"kv_lease_duration is .*; expected a number from"):
         read_config({"kv_lease_duration": value}, "NixlConnector")
 

@@ -84,7 +84,7 @@ def configured(
 
 
 def _built(config: Any, ranks: int, make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What is made in a process that is one of so many decode context parallel ranks."""
+    """The implementation made in a process that is one of `dcp` decode context parallel ranks."""
     group = SimpleNamespace(world_size=ranks, rank_in_group=0) if ranks > 1 else None
     with set_current_vllm_config(config), mock.patch.object(parallel_state, "_DCP", group):
         return make(*arguments, **named)

@@ -1,4 +1,4 @@
-"""What a client calls its request: out of a header, into the body, to the scheduler; and what is hostile is dropped."""
+"""The correlation value: from a header to the body to the scheduler; invalid ones are dropped."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HOSTILE = ["", " ", "a b", 'a"b', "a\\b", "a\nb", "a\x00", "ä", "x" * (MAX_CORR
 
 
 class App:
-    """What stands behind the middleware: keeps what came in."""
+    """The app behind the middleware: records its input."""
 
     def __init__(self) -> None:
         self.body = b""
@@ -109,7 +109,7 @@ def test_the_value_is_in_the_body_whatever_the_chunks(
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b" { } ", b"[1]", b"7", b"\x1f\x8b{"])
-def test_what_is_no_object_with_members_goes_through_as_it_is(body: bytes) -> None:
+def test_a_body_that_is_no_object_with_members_is_not_changed(body: bytes) -> None:
     for chunks in ([body], [body[:1], body[1:]]):
         app = through(chunks, ("X-Correlation-Id", "a1"))
         assert app.body == body
@@ -144,7 +144,7 @@ def test_a_hostile_header_changes_no_body_and_one_line_says_so(value: str, caplo
     assert len(caplog.messages) == bool(value.strip())
 
 
-def test_a_client_that_goes_away_is_seen_to() -> None:
+def test_a_client_that_disconnects_is_passed_on() -> None:
     app, messages = App(), [{"type": "http.request", "body": b" ", "more_body": True}, {"type": "http.disconnect"}]
 
     async def receive() -> Message:

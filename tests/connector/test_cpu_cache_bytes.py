@@ -1,4 +1,4 @@
-"""vLLM's own CPU attention writes a cache; what kvferry calls a cell is then checked byte by byte.
+"""vLLM's own CPU attention writes a cache; kvferry's cells are then checked byte by byte.
 
 This test lets `block_layout` believe strides of CPU attention: a cell of K or V holds the bytes of one token
 and head as they were given to the write. Where the backend packs a block as it likes, a cell is a whole (block, head):
@@ -73,7 +73,7 @@ def test_writing_tokens_of_one_head_changes_bytes_of_its_own_cells_only(kind: Ki
 
 @every_kind
 def test_a_full_block_fills_its_cells_to_the_last_byte_and_touches_nothing_else(kind: Kind) -> None:
-    """Whatever was there before: equal K and V make equal cells, so no byte of a cell is left as it was."""
+    """Equal K and V make equal cells whatever the memory held before, so every byte of a cell is written."""
     key, value = random(kind, 32), random(kind, 32, seed=1)
     seen = []
     for fill in (0x55, 0xAA):

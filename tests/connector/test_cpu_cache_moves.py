@@ -1,4 +1,4 @@
-"""Sequences moved by the plan between caches of vLLM's CPU attention, which then has to answer as before."""
+"""Sequences moved by the plan between caches of vLLM's CPU attention, whose results must not change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine_of(caches: list[Cache]) -> Any:
 
 
 def move(sources: list[Cache], targets: list[Cache], theirs: list[int], ours: list[int], tokens: int) -> int:
-    """What the workers do, with memmove for NIXL: plan, copies. Returns the bytes that moved."""
+    """Carry out the workers' plan, with memmove in place of NIXL. Returns the bytes that moved."""
     consumer, producer = engine_of(targets), engine_of(sources)
     request = RequestBlocks(local=[ours], remote=[theirs], first_token=0, stop_token=tokens, num_tokens=tokens)
     return move_by_plan(consumer, producer, request)

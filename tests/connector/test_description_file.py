@@ -34,7 +34,7 @@ def test_an_old_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     path.write_text("old")
     with path.open("rb") as reader:
         write_description(str(path), make_description())
-        assert reader.read() == b"old", "whoever has the old file open reads it to its end"
+        assert reader.read() == b"old", "a reader that has the old file open reads it to its end"
     assert decode_engine_json(path.read_bytes()).engine_id == "prefill-0"
 
 

@@ -1,4 +1,4 @@
-"""The plan beside the functions of the installed vLLM that answer the same questions, where both have an answer.
+"""The plan compared with the installed vLLM's functions for the same questions, where both have an answer.
 
 They need sizes that divide, and give out replicas by a rule of their own: equal then are the heads that every rank gets
 and how evenly ranks are read, not the ranks.
@@ -147,7 +147,7 @@ def test_dcp_source_ranks_and_consumer_count(d_dcp: int, p_dcp: int) -> None:
 
 @pytest.mark.parametrize(("d_tp", "p_tp"), [(2, 4), (1, 4), (4, 2), (4, 1), (2, 2)])
 def test_sub_projections_of_a_convolution_state(d_tp: int, p_tp: int) -> None:
-    """Where they begin in P's page, and how long they are."""
+    """Their offset in P's page, and their length."""
     parts = ("conv.x", "conv.B", "conv.C")
     sizes = {"conv.x": 16, "conv.B": 8, "conv.C": 8}
     local = tuple(count // d_tp for count in sizes.values())

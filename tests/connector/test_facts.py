@@ -1,4 +1,4 @@
-"""What vLLM's own configuration becomes on the wire."""
+"""Facts on the wire from vLLM's own configuration."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_two_engines_of_one_configuration_have_equal_facts() -> None:
     assert facts() == facts()
 
 
-def test_a_cache_dtype_of_its_own_is_told_instead_of_the_models() -> None:
+def test_a_separate_cache_dtype_is_reported_instead_of_the_models() -> None:
     assert facts(cache_config__cache_dtype="fp8_e4m3").cache_dtype == "fp8_e4m3"
 
 
@@ -112,7 +112,7 @@ def test_a_configuration_that_changes_while_a_model_is_loaded_does_not_change_th
         ({"model_config__enable_cumem_allocator": True}, "enable_cumem_allocator"),
     ],
 )
-def test_what_would_corrupt_caches_stops_the_start_by_name(changed: dict[str, Any], field: str) -> None:
+def test_options_that_would_corrupt_caches_stop_the_start_by_name(changed: dict[str, Any], field: str) -> None:
     check_supported(engine_config(), FerryConfig())
     with pytest.raises(InvalidConfig) as refused:
         check_supported(engine_config(**changed), FerryConfig())

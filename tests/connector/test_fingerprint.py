@@ -1,4 +1,4 @@
-"""Two engines' weights are told apart, or told to be the same, without reading all of them."""
+"""Fingerprints: equal for equal weights and different for others, without reading all of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_copy_under_another_name_has_the_same_fingerprint(model: Path, tmp_pat
 
 
 def test_how_the_engine_computes_is_not_part_of_the_weights(model: Path) -> None:
-    """dtypes are facts of their own, with names of their own."""
+    """dtypes are separate facts."""
     elsewhere = {**CONFIG, "dtype": "float16", "torch_dtype": "float16"}
     assert fingerprint(CONFIG, model) == fingerprint(elsewhere, model)
     assert fingerprint({"text_config": CONFIG}, model) == fingerprint({"text_config": elsewhere}, model)
@@ -146,7 +146,7 @@ CORRUPT = {
 
 
 @pytest.mark.parametrize("kind", CORRUPT)
-def test_a_corrupt_safetensors_file_stops_nothing_and_is_told_from_another(tmp_path: Path, kind: str) -> None:
+def test_a_corrupt_safetensors_file_stops_nothing_and_changes_the_fingerprint(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(CORRUPT[kind])
     found = fingerprint(CONFIG, tmp_path)

@@ -1,4 +1,4 @@
-"""Caches of float8: which one it is and by what scales, as measured; what engines make of one another's."""
+"""Caches of float8: the measured format and scales, and the pairing of engines with them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def float8_cache(impl: Any, k_scale: Any = 0.5, v_scale: Any = 0.037, dtype: tor
 def test_which_float8_it_is_and_its_scales_are_part_of_the_description(
     name: str, activation: torch.dtype, scales: tuple[float, float]
 ) -> None:
-    """However it is called: what is measured counts."""
+    """The measured format counts, not its name."""
     cache = float8_cache(Float8(FLOAT8[name]), *scales, dtype=activation)
     k, v = (tensor for tensor in tensors_of(cache) if tensor.layer == LAYER)
     for tensor, kind, scale in ((k, "k", scales[0]), (v, "v", scales[1])):
@@ -65,7 +65,7 @@ def test_which_float8_it_is_and_its_scales_are_part_of_the_description(
 
 
 @pytest.mark.parametrize("per_head", ["tensors", "numbers"])
-def test_scales_by_head_are_told_where_the_backend_uses_them_and_their_largest_where_it_uses_that(
+def test_scales_are_described_by_head_or_as_their_largest_as_the_backend_uses_them(
     per_head: str,
 ) -> None:
     use = {"tensors": "_scale", "numbers": "_scale_float"}[per_head]
@@ -76,7 +76,7 @@ def test_scales_by_head_are_told_where_the_backend_uses_them_and_their_largest_w
 
 
 def test_scales_of_heads_that_are_equal_leave_no_doubt() -> None:
-    """Whichever the backend uses, it is the same number, in this layer."""
+    """In this layer all places have the same number, so the one that the backend uses does not matter."""
     layers = {"layers.0": float8_layer(Float8(torch.float8_e4m3fn), [0.5, 0.5], [0.25, 0.25])}
     layers["layers.1"] = float8_layer(Float8(torch.float8_e4m3fn), [0.5, 0.3], [0.25, 0.25])
     cache = Written(layers["layers.0"], spec_of("fp8"))
@@ -87,8 +87,8 @@ def test_scales_of_heads_that_are_equal_leave_no_doubt() -> None:
     ]
 
 
-def test_what_is_described_gives_back_the_values_that_were_written() -> None:
-    """value = stored · scale, by the description alone."""
+def test_the_description_yields_the_values_that_were_written() -> None:
+    """value = stored · scale, from the description alone."""
     cache = float8_cache(Float8(torch.float8_e4m3fn), [0.5, 0.3], [1.0, 4.0])
     values = (VALUES[torch.randint(len(VALUES), (2, TOKENS, HEADS, WIDTH), generator=torch.Generator())]).bfloat16()
     slots = 3 * TOKENS + torch.arange(TOKENS)
@@ -105,7 +105,7 @@ def test_what_is_described_gives_back_the_values_that_were_written() -> None:
 
 
 @pytest.mark.parametrize("use", ["", "_other_scale"])
-def test_a_backend_that_stores_by_other_scales_than_the_layers_is_not_believed(use: str) -> None:
+def test_a_backend_that_stores_by_other_scales_than_the_layers_is_opaque(use: str) -> None:
     cache = float8_cache(Float8(torch.float8_e4m3fn, use))
     cache.layer._k_other_scale, cache.layer._v_other_scale = 0.25, 0.037
     assert cache.block_layout().pattern == BY_HEAD
@@ -114,7 +114,7 @@ def test_a_backend_that_stores_by_other_scales_than_the_layers_is_not_believed(u
     assert (tensor.format.dtype, tensor.scales) == ("uint8", ())
 
 
-def test_scales_of_another_layer_do_not_matter_to_what_is_believed_of_its_like() -> None:
+def test_scales_of_another_layer_do_not_change_the_result_for_its_kind() -> None:
     layers = {"layers.0": float8_layer(Float8(torch.float8_e4m3fn), 0.5, 1.0)}
     layers["layers.1"] = float8_layer(Float8(torch.float8_e4m3fn), 0.25, 2.0)
     cache = Written(layers["layers.0"], spec_of("fp8"))
@@ -130,7 +130,7 @@ def test_a_layer_without_scales_is_opaque() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_what_is_no_scale_is_refused_at_the_start_by_layer(scale: float) -> None:
+def test_invalid_scales_are_refused_at_the_start_by_layer(scale: float) -> None:
     with pytest.raises(InvalidConfig, match=r"cache of layer layers\.0 is .*v scales .*; expected static scales"):
         float8_cache(Float8(torch.float8_e4m3fn), 1.0, scale).block_layout()
 

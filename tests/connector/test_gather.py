@@ -1,4 +1,4 @@
-"""Every worker of an engine learns of all of them, over vLLM's own process groups, each rank a process."""
+"""Every worker of an engine receives all descriptions, over vLLM's own process groups, with a process per rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
     [Axes(tp=2), Axes(pp=2), Axes(pp=2, tp=2), Axes(data=2, tp=2), Axes(pcp=2, tp=2), Axes(pp=2, pcp=2)],
     ids=lambda axes: f"{axes.data} engines, pp {axes.pp}, pcp {axes.pcp}, tp {axes.tp}",
 )
-def test_every_worker_learns_of_all_workers_of_its_own_engine_in_their_order(axes: Axes, tmp_path: Path) -> None:
+def test_every_worker_receives_all_descriptions_of_its_engine_in_order(axes: Axes, tmp_path: Path) -> None:
     each = axes.ranks // axes.data
     for rank, found in enumerate(gathered_by_all(axes, f"file://{tmp_path / 'rendezvous'}")):
         first = rank // each * each
@@ -46,12 +46,12 @@ def test_a_workers_share_of_the_tokens_is_its_place_in_vllms_own_group(
     assert [rank.place.dcp for rank in ranks if rank.place is not None] == shares
 
 
-def test_a_lone_worker_asks_nobody(tmp_path: Path) -> None:
+def test_a_lone_worker_gathers_without_communication(tmp_path: Path) -> None:
     (alone,) = gathered_by_all(Axes(), f"file://{tmp_path / 'rendezvous'}")
     assert (alone.index, alone.agents) == (0, ["rank 0"])
 
 
-def test_a_worker_that_fails_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_worker_that_fails_keeps_no_other_waiting(tmp_path: Path) -> None:
     found = gathered_by_all(Axes(pp=2, tp=2, failing=1), f"file://{tmp_path / 'rendezvous'}")
     reported = ["SiblingFailed: worker 1: ValueError: no caches"]
     assert [rank.agents for rank in found] == [reported, ["ValueError: no caches"], reported, reported]

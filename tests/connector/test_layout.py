@@ -1,4 +1,4 @@
-"""What kvferry says about a cache, against where vLLM's own views have their bytes."""
+"""kvferry's description of a cache, compared with the bytes of vLLM's own views."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.plan.samples import engine, worker
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 WHOLE_BLOCKS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-"""Layouts in which the bytes of a block lie together."""
+"""Layouts in which the bytes of a block are contiguous."""
 
 
 def covers_exactly(tensors: Sequence[PagedTensor], view: Any) -> bool:
@@ -77,7 +77,7 @@ def test_where_cpu_attention_packs_as_it_likes_a_head_of_a_kernel_block_is_a_cel
 def test_where_cpu_attention_is_known_k_and_v_are_apart_and_a_token_is_a_cell(
     isa: str, dtype: torch.dtype, kernel_tokens: int
 ) -> None:
-    """K is [head_size, tokens] and V is [tokens, head_size]; `test_cpu_cache_bytes` has vLLM's word for it."""
+    """K is [head_size, tokens] and V is [tokens, head_size]; `test_cpu_cache_bytes` checks that on vLLM's kernel."""
     config = config_of(group(full(dtype=dtype)))
     views = views_of(config, kernel_block_sizes=[kernel_tokens])
     caches = described(config, views, f"cpu_attn/{isa}")
@@ -297,8 +297,8 @@ def test_the_heads_of_a_rank_are_global_on_the_cpu_and_its_own_where_blocks_are_
 
 @pytest.mark.parametrize("packing", ["cpu_attn/vec", "cpu_attn/amx", "flash_attn"])
 def test_a_single_head_that_may_be_any_is_paired_with_equal_ranks_only(packing: str) -> None:
-    """Two ranks with one head each may share out two heads or both hold the same: which, a model whose layers differ
-    does not say. Ranks of equally many hold the same in any case."""
+    """Two ranks with one head each may hold two heads or copies of one: if layers differ, the configuration does not
+    show which. With equal tensor-parallel sizes, equal ranks hold the same in either case."""
     unsure = Sharding(total_heads=2, rank=0, size=1, uniform=False)
     two = sharded_engine(2, packing, unsure, num_kv_heads=1)
     assert [plan.routes[0].place for plan in plan_engine(two, two)] == [Place(tp=0), Place(tp=1)]

@@ -1,4 +1,4 @@
-"""Models of all kinds: what kvferry says about their caches, against vLLM's configuration, views and managers."""
+"""Models of all kinds: kvferry's descriptions of their caches, compared with vLLM's views and managers."""
 
 from __future__ import annotations
 

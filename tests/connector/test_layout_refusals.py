@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "resident": (HiSparseResidentSpec(block_size=32, page_size=64), "HiSparseResidentSpec: a replica"),
     "replayed": (
         SlidingWindowMLASpec(**LATENT, sliding_window=64, bounded_replay=True),
-        "SlidingWindowMLASpec: a window that is computed once more",
+        "SlidingWindowMLASpec: a window that is computed again",
     ),
     "compressed": (MLAAttentionSpec(**LATENT, tokens_per_state=4), "4 tokens a state"),
     "compressed window": (SlidingWindowMLASpec(**LATENT, sliding_window=64, tokens_per_state=8), "8 tokens a state"),
@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_carried_is_refused_by_layer_and_reason_in_scheduler_and_worker(kind: str) -> None:
+def test_caches_that_cannot_be_transferred_are_refused_by_layer_and_reason_in_scheduler_and_worker(kind: str) -> None:
     spec, reason = REFUSED[kind]
     config = SimpleNamespace(transfer_groups=[group(full(), "plain.0"), group(spec, "odd.7")], num_blocks=5)
     says = rf"cache of layer odd\.7 is [\"']{reason}"

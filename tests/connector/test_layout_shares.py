@@ -1,4 +1,4 @@
-"""Decode context parallelism: which caches of a model a worker holds a share of, and who then reads from whom."""
+"""Decode context parallelism: the caches of which a worker holds a share, and the reads between workers."""
 
 from __future__ import annotations
 

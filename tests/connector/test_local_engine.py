@@ -1,4 +1,4 @@
-"""How many tokens a scheduler block covers, and which blocks are therefore offered."""
+"""The tokens that a scheduler block covers, and the blocks that are offered."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def test_lines_below_vllms_level_are_not_even_made(log: Log) -> None:
     join_vllm_log()
     assert not log.ours.isEnabledFor(logging.DEBUG)
     log.ours.debug("quiet")
-    log.ours.info("told")
-    assert [line.endswith("kvferry: told") for line in log.handler.lines] == [True]
+    log.ours.info("event")
+    assert [line.endswith("kvferry: event") for line in log.handler.lines] == [True]
 
 
 def test_every_handler_of_vllm_gets_the_line_at_its_own_level(log: Log) -> None:
@@ -93,7 +93,7 @@ def test_an_exception_keeps_its_traceback(log: Log) -> None:
     assert "RuntimeError: boom" in log.handler.lines[0]
 
 
-def test_a_log_that_somebody_configured_is_left_alone(log: Log) -> None:
+def test_a_log_with_handlers_of_its_own_is_left_alone(log: Log) -> None:
     own = Kept()
     log.kvferry.addHandler(own)
     join_vllm_log()

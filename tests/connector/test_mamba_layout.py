@@ -1,4 +1,4 @@
-"""Mamba layout: the description of a page, against what vLLM's layers write and read through their views."""
+"""Recurrent states: kvferry's description of a page, compared with the views through which vLLM's layers access it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Engine:
                 write(self.spec, views[layer], block, self.model.draw(seed + index).on_rank(rank, self.tp))
 
     def check(self, block: int, seed: int) -> None:
-        """Every rank reads what it must have of the states."""
+        """Check that every rank has its part of the states."""
         for rank, views in enumerate(self.views):
             for index, layer in enumerate(LAYERS):
                 expected = self.model.draw(seed + index).on_rank(rank, self.tp)
@@ -64,7 +64,7 @@ class Engine:
 
 
 def move(source: Engine, target: Engine, theirs: int, ours: int) -> int:
-    """What the workers do, with memmove for NIXL. Returns the bytes that moved."""
+    """Carry out the workers' plan, with memmove in place of NIXL. Returns the bytes that moved."""
     consumer, producer = target.description, source.description
     request = RequestBlocks([[ours]], [[theirs]], first_token=0, stop_token=40, num_tokens=40)
     return move_by_plan(consumer, producer, request)
@@ -126,7 +126,7 @@ def test_engines_of_the_two_orientations_are_paired(
 
 @pytest.mark.parametrize("name", ["Mamba-2", "Mamba-2, one group"])
 def test_a_single_group_on_a_rank_that_may_be_any_is_paired_with_equal_ranks_only(name: str, orientation: str) -> None:
-    """It is the rank's own, or a copy of the only one: what the model does not say is not guessed."""
+    """It is the rank's own or a copy of the only one: kvferry does not guess."""
     model = replace(STATE_MODELS[name], head_groups=None)
     source, target = Engine(model, 4), Engine(model, 4)
     source.write(1, seed=3)

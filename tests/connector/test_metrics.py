@@ -1,4 +1,4 @@
-"""Statistics on their way from a step to `/metrics`: added up, sent, observed, and nothing counted in vain."""
+"""Statistics on their way from a step to `/metrics`: added up, sent and observed."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_step_passes_on_what_a_load_moved_and_works_nothing_out() -> None:
     assert one < 300, "instructions on the thread that launches forward passes"
 
 
-def test_what_a_step_told_is_not_changed_by_what_is_added_to_it_elsewhere() -> None:
+def test_a_steps_statistics_are_not_changed_when_they_are_aggregated() -> None:
     reported = [
         FerryStats.of_results(StepResults(load_records=[replace(RECORD), replace(STAGED)]), PeerLabels(8)) for _ in "ab"
     ]
@@ -292,7 +292,7 @@ BY_USE = ("_OPENED", "_REFUSED", "_RELEASED")
 
 
 def texts(node: ast.expr | None) -> set[str]:
-    """The texts that an expression can be, as far as it says so itself; names of variables in angle brackets.
+    """The texts that an expression can be, as far as it shows them; names of variables in angle brackets.
 
     Counters of leases begin with what a lease is for: `f"{use.value}_opened"` is one text for each use.
     """

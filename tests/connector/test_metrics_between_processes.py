@@ -48,7 +48,7 @@ class FrontEnds:
         metrics.observe(reported.to_dict(), engine)
 
     def value(self, name: str, engine: int = 0, **labels: str) -> Any:
-        """What a scrape gets, whichever process answers it."""
+        """The result of a scrape, which does not depend on the process that answers."""
         registry = CollectorRegistry()
         MultiProcessCollector(registry, path=str(self._folder))
         return registry.get_sample_value(f"vllm:{name}", {"engine": str(engine), **labels})
@@ -71,7 +71,7 @@ def test_counters_and_histograms_are_added_up_over_processes(front_ends: FrontEn
 @pytest.mark.parametrize("name", GAUGES)
 def test_of_a_gauge_the_latest_word_counts_whichever_process_it_came_to(front_ends: FrontEnds, name: str) -> None:
     exported = GAUGES[name].exported
-    assert front_ends.value(exported) is None, "not 0, before anybody has said so"
+    assert front_ends.value(exported) is None, "not 0, before the first report"
     for process, value in ((0, 7.0), (1, 5.0), (0, 6.0), (1, 0.0)):
         front_ends.observe(process, gauges={name: value})
         assert front_ends.value(exported) == value
@@ -79,7 +79,7 @@ def test_of_a_gauge_the_latest_word_counts_whichever_process_it_came_to(front_en
     assert (front_ends.value(exported), front_ends.value(exported, 1)) == (0.0, 9.0), "engines have their own"
 
 
-def test_producers_that_are_heard_of_later_are_there_too_and_added_up(front_ends: FrontEnds) -> None:
+def test_producers_that_appear_later_are_exported_and_added_up(front_ends: FrontEnds) -> None:
     front_ends.observe(0, {("peer_bytes", "10.0.0.1:5600"): 100})
     front_ends.observe(1, {("peer_bytes", "10.0.0.1:5600"): 20, ("peer_bytes", "10.0.0.2:5600"): 3})
     assert front_ends.value("kvferry_peer_bytes_total", peer="10.0.0.1:5600") == 120

@@ -1,4 +1,4 @@
-"""Producers by name in metrics: only those that were really read from, only so many, and nothing strange in a name."""
+"""Labels of producers in metrics: only after a good load, at most `max_peer_labels`, and of plain characters."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_the_first_producers_have_names_and_keep_them() -> None:
     assert labels.of(peer("a"), is_good=False) == "a:5600"
 
 
-def test_a_producer_that_nothing_good_came_from_has_no_name_and_takes_no_room() -> None:
+def test_a_producer_without_a_good_load_has_no_label_and_takes_up_none() -> None:
     labels = PeerLabels(1)
     assert {labels.of(peer(f"made-up-{number}"), is_good=False) for number in range(100)} == {OTHER_PEERS}
     assert labels.of(peer("real"), is_good=True) == "real:5600"
 
 
-def test_an_engine_that_was_restarted_is_the_same_one() -> None:
+def test_a_restarted_engine_keeps_its_label() -> None:
     labels = PeerLabels(1)
     assert labels.of(peer("a", engine_id="x", boot="1" * 32), is_good=True) == "a:5600"
     assert labels.of(peer("a", engine_id="y", boot="2" * 32), is_good=True) == "a:5600"

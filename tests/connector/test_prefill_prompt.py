@@ -1,4 +1,4 @@
-"""What a producer leaves out of a prompt, against a request that never had it."""
+"""Tokens that a producer leaves out of a prompt, compared with a request that never had them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_nothing_changes_where_nothing_is_left_out() -> None:
     ],
     ids=["a single token", "more answers wanted", "log-probabilities of the prompt", "ends within an image"],
 )
-def test_what_could_not_be_used_is_served_as_it_is(request_: Any) -> None:
+def test_a_prompt_whose_cache_would_be_unusable_is_not_changed(request_: Any) -> None:
     before = request_.num_prompt_tokens, list(request_.all_token_ids), request_.max_tokens, list(request_.block_hashes)
     assert not leave_out(request_, 1)
     after = request_.num_prompt_tokens, list(request_.all_token_ids), request_.max_tokens, list(request_.block_hashes)
@@ -115,7 +115,7 @@ def test_what_could_not_be_used_is_served_as_it_is(request_: Any) -> None:
 
 
 def intake_of(*groups: CacheGroup, **changed: Any) -> tuple[RequestIntake, ConsumerLedger, Counters]:
-    """Of an engine whose cache has these groups, in both roles."""
+    """The intake of an engine whose cache has these groups, in both roles."""
     counters = Counters()
     loads = ConsumerLedger(counters)
     local = LocalEngine(
@@ -148,7 +148,7 @@ def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing
 
 @pytest.mark.parametrize(("held", "loads_from_there"), [(15, True), (16, False)])
 def test_a_consumer_of_states_goes_on_after_the_last_but_one_token_only(held: int, loads_from_there: bool) -> None:
-    """A state that has seen the whole prompt would see its last token twice."""
+    """To a state of the whole prompt, the last token would be applied twice."""
     intake, loads, counters = intake_of(STATE, FULL)
     request = request_of(16)
     prompt = prompt_of(request, request.num_prompt_tokens)

@@ -18,7 +18,7 @@ BASES = [1 << 20, 1 << 22, 1 << 24]
 
 
 def worker(tp: int, rank: int, block_bytes: int) -> Any:
-    """As much of a NixlConnector worker as makes descriptors."""
+    """The parts of a NixlConnector worker that make descriptors."""
     topology = TransferTopology(
         tp_rank=rank,
         tp_size=tp,

@@ -1,4 +1,4 @@
-"""Which heads a rank holds, against how vLLM's layers take them."""
+"""The heads of a rank, compared with those that vLLM's layers load."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_where_layers_may_differ_only_several_heads_and_one_rank_are_certain() -
 
 
 @pytest.mark.parametrize(("seen", "uniform"), [([2, 2], True), ([2, 1], False), ([], True)])
-def test_what_the_layers_show_is_believed_more_than_the_configuration(seen: list[int], uniform: bool) -> None:
+def test_the_layers_count_more_than_the_configuration(seen: list[int], uniform: bool) -> None:
     assert Sharding(4, 0, 2).checked(seen).uniform is uniform
 
 

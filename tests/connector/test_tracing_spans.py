@@ -1,4 +1,4 @@
-"""Events become the spans that a trace shows: their tree, their times, their outcome, and whose children they are."""
+"""Spans from events: their tree, times, outcome and parents."""
 
 from __future__ import annotations
 
@@ -134,12 +134,12 @@ def test_a_load_that_failed_carries_its_reason() -> None:
     assert root.span.children[1].failure == "fence"
 
 
-def test_what_was_not_seen_to_begin_makes_no_span() -> None:
+def test_an_event_without_its_beginning_makes_no_span() -> None:
     over = LeaseOver(at_ns=9, request="p", lease=LEASE, how="done")
     assert spans_of(ORDERED, reported(0, LOAD), LoadReported(at_ns=50, request="d", good=True), FINISHED, over) == []
 
 
-def test_what_never_ends_is_forgotten() -> None:
+def test_the_oldest_open_entries_are_dropped_beyond_the_limit() -> None:
     book = SpanBook(most_open=2)
     for number in range(5):
         spans_of(PrefillArrived(at_ns=number, request=f"p{number}", tokens=1, traceparent=PARENT), book=book)

@@ -1,4 +1,4 @@
-"""The start under another vLLM than kvferry was run with."""
+"""The start with a version of vLLM that kvferry was not tested with."""
 
 from __future__ import annotations
 

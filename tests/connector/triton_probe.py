@@ -1,4 +1,4 @@
-"""Run by a test in a process of its own: what the probe says of vLLM's Triton attention, whose kernel is interpreted.
+"""Run by a test in its own process: the probe's result for vLLM's Triton attention, with an interpreted kernel.
 
 vLLM's CPU build switches Triton off, and off it stays in a process. Prints one JSON object.
 """

@@ -1,4 +1,4 @@
-"""Backends that write a cache in a way of their own, and layers that have them, for what the probe says of each."""
+"""Backends with different cache writes, and layers that have them, as input of the probe."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HeadsExchanged(Rows):
 
 
 class OneElementRounded(Rows):
-    """The last element of V of one token of one head is not what was given."""
+    """The last element of V of one token of one head is wrong."""
 
     def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
         super().put(layer, cache, blocks, tokens, key, value)
@@ -63,7 +63,7 @@ class OneElementRounded(Rows):
 
 
 class WritesOutside(Rows):
-    """Notes something in the last block, which no slot is in."""
+    """Writes into the last block, which has none of the slots."""
 
     def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
         super().put(layer, cache, blocks, tokens, key, value)
@@ -71,7 +71,7 @@ class WritesOutside(Rows):
 
 
 class WritesWhatWasThere(Rows):
-    """Sets what no slot is in to a byte that the probe may have put there itself."""
+    """Fills memory outside the slots with a byte that the probe may have put there itself."""
 
     def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
         super().put(layer, cache, blocks, tokens, key, value)
@@ -104,7 +104,7 @@ class InterleavedOutside(Interleaved):
 
 
 class Constant(Rows):
-    """Every head keeps the same, whatever it was given."""
+    """Every head stores the same values, whatever its input."""
 
     def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
         cache[blocks, :, tokens] = 1
@@ -119,7 +119,7 @@ class NotedInAll(Interleaved):
 
 
 class TurnedByHead(Interleaved):
-    """The same, but which head it is decides where a token is."""
+    """The same, but the position of a token depends on its head."""
 
     def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
         for head in range(cache.shape[1]):
@@ -161,13 +161,13 @@ class Float8(Rows):
 
 
 def layer_of(impl: Any, name: str = "SOME_BACKEND", **attributes: Any) -> Any:
-    """What the probe sees of vLLM's layer of attention."""
+    """The attributes of vLLM's attention layer that the probe reads."""
     backend = SimpleNamespace(get_name=lambda: name)
     return SimpleNamespace(impl=impl, get_attn_backend=lambda: backend, **attributes)
 
 
 def float8_layer(impl: Any, k_scale: Any, v_scale: Any, cache_dtype: str = "fp8") -> Any:
-    """A layer with static scales, kept as vLLM keeps them: as tensors, and as numbers, of which the largest is told."""
+    """A layer with static scales, stored as in vLLM: as tensors, and as a number, which is the largest of them."""
     tensors = [torch.tensor(scale, dtype=torch.float32) for scale in (k_scale, v_scale)]
     return layer_of(
         impl,
@@ -187,7 +187,7 @@ def spec_of(cache_dtype: str = "auto", **changed: Any) -> Any:
 
 
 class Written:
-    """The caches of two layers of one kind, and what the probe says of them."""
+    """The caches of two layers of one kind, and the probe's results for them."""
 
     def __init__(
         self, layer: Any, spec: Any = None, layout: str = "LBHNC", dtype: torch.dtype = torch.bfloat16

@@ -1,4 +1,4 @@
-"""vLLM configurations of engines so small that only a scheduler and a cache are left of them."""
+"""vLLM configurations of engines that consist of a scheduler and a cache only."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def vllm_config(
     max_step_tokens: int = 128,
     states: int = 0,
 ) -> Any:
-    """What the command line would have made, for the scheduler and for a worker alike."""
+    """The configuration that the command line would make, for the scheduler and for a worker."""
     config = VllmConfig(
         model_config=model_config(max_tokens),
         cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),

@@ -45,7 +45,7 @@ def _process_groups() -> Iterator[None]:
 
 @pytest.fixture
 def make() -> Iterator[Any]:
-    """Makes nodes: `make(role, **config)`. They are closed with the test, and their sums must add up then."""
+    """Makes nodes: `make(role, **config)`. They are closed at the end of the test, with an integrity check."""
     node_type = importlib.import_module("tests.engine_core.node").Node
     nodes: list[Any] = []
 
@@ -60,7 +60,7 @@ def make() -> Iterator[Any]:
 
 @pytest.fixture
 def make_slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes producers with slow routers: `make_slow(**keys)`. Their sums must add up in every step."""
+    """Makes producers with slow routers: `make_slow(**keys)`. Their integrity is checked in every step."""
     slow_type = importlib.import_module("tests.engine_core.slow_router").Slow
     made: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with one connector in it, and a worker side that says what the test tells it to say.
+"""vLLM's scheduler with one connector in it, and a worker side whose reports the test chooses.
 
     engine = Engine("NixlConnector", role="kv_consumer")
     engine.add("a", tokens(40), params)
@@ -55,7 +55,7 @@ class Scheduled:
 
 @dataclass
 class Answer:
-    """Everything that one request got back."""
+    """All outputs of one request."""
 
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -113,16 +113,16 @@ class Engine:
 
     @property
     def is_whole(self) -> bool:
-        """Every block is back in the pool and no request is left."""
+        """Whether every block is back in the pool and no request is left."""
         return self.free_blocks == self.blocks_at_start and not self.scheduler.requests
 
     def counted(self, name: str, label: str | None = None) -> int:
-        """What kvferry's counters have come to, as vLLM's front end adds them up; of all labels when none is given."""
+        """The sum of a counter, as vLLM's front end adds it up; over all labels if none is given."""
         found = [stats.get("counters", {}).get(name, {}) for stats in self.stats]
         return sum(sum(by_label.values()) if label is None else by_label.get(label, 0) for by_label in found)
 
     def is_idle(self) -> bool:
-        """No request is running or waiting; some may still be held."""
+        """Whether no request is running or waiting; some may still be held."""
         return not self.scheduler.get_num_unfinished_requests()
 
     def total_counts(self) -> dict[tuple[str, str], int]:
@@ -143,7 +143,7 @@ class Engine:
     def add(
         self, request_id: str, prompt: Sequence[int], params: Any = None, *, max_tokens: int = 4, **request: Any
     ) -> Any:
-        """Add a request as the engine core does; `params` goes in unread, whatever it is."""
+        """Add a request as the engine core does; `params` may be anything."""
         sampling = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,

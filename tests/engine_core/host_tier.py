@@ -1,4 +1,4 @@
-"""A connector that offloads: what stands beside kvferry under a MultiConnector where vLLM's own wants a GPU.
+"""A connector that offloads, used beside kvferry under a MultiConnector; vLLM's own needs a GPU.
 
 Of a request that has ended it copies the full blocks to host memory, later than that, and vLLM holds them until then.
 Of one that arrives it loads the blocks whose tokens it knows, and says so steps later. Stores are kept by name.
@@ -25,7 +25,7 @@ Prefix = tuple[int, ...]
 
 @dataclass
 class Store:
-    """What was offloaded, by the tokens up to a block's end.
+    """The offloaded blocks, by the tokens up to a block's end.
 
     Attributes:
         may_save: whether saves go on; a slow disk where it is False.
@@ -97,7 +97,7 @@ class HostTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._caches = kv_caches
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """What is new waits for a step more."""
+        """New blocks wait for one more step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 

@@ -39,14 +39,14 @@ _IMPL.attn_type, _IMPL.kv_cache_dtype = "decoder", "auto"
 _LAYER_MODULE = SimpleNamespace(
     get_attn_backend=lambda: CPUAttentionBackend, impl=_IMPL, isa="vec", _k_scale_float=1.0, _v_scale_float=1.0
 )
-"""What stands for the attention layer where vLLM looks layers up by name: it can write a cache."""
+"""The replacement of the attention layer where vLLM looks layers up by name: it can write a cache."""
 _TIMEOUT_S = 60.0
 
 RunnerType = type[FirstRunner] | type[SecondRunner]
 
 
 def between_processes(value: Any) -> Any:
-    """What arrives when vLLM sends a value from the scheduler's process to a worker's, or back."""
+    """The value as it arrives when vLLM sends it between the scheduler's and a worker's process."""
     return pickle.loads(pickle.dumps(value))  # noqa: S301
 
 
@@ -125,7 +125,7 @@ class Node:
                 for place in places
             ]
         except BaseException:
-            self.engine.close()  # nobody else has it, and its threads would live on
+            self.engine.close()  # no other owner closes it, and its threads would stay
             raise
         full = [shard[layer_of(place.pp)] for place, shard in zip(places, caches, strict=True)]
         windowed = [[shard[WINDOW_LAYER] for shard in caches]] if window else []
@@ -161,7 +161,7 @@ class Node:
 
     def go_on(self) -> bool:
         """One turn of the engine's loop as vLLM takes it: a step if there must be one, otherwise the answer to one that
-        is in flight. Returns whether there was either; if not, the loop sleeps until somebody wants something."""
+        is in flight. Returns whether there was either; if not, the loop sleeps until there is input."""
         if self.must_step:
             self.step()
         elif self._in_flight:
@@ -195,7 +195,7 @@ class Node:
         return params
 
     def close(self, *, idle: bool = True) -> None:
-        """End the engine. Whatever was done to it, its sums add up.
+        """End the engine, with an integrity check.
 
         Args:
             idle: wait until nothing is under way before the workers end.
@@ -215,14 +215,14 @@ class Node:
         self.engine.finish(answered, worker=self._aggregator.aggregate(outputs).kv_connector_output)
 
     def _add_siblings(self) -> None:
-        """What the process groups of several ranks do while the caches are registered."""
+        """Replaces the process groups of several ranks while the caches are registered."""
         halves = [ferry_of(worker).worker_side._worker for worker in self.workers]
         for half in halves:
             half.add_siblings([one.description for one in halves])
 
     def _add_worker(self, runner: RunnerType, place: Place, cache_config: Any) -> dict[str, torch.Tensor]:
         config = self.engine.config
-        # One process has one rank, so a worker of several is told its place.
+        # One process has one rank, so the place of a worker of several is passed in.
         reported = mock.patch.multiple(
             "kvferry.connector.worker_side.side",
             place_of_this_worker=lambda: place,

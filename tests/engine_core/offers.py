@@ -42,7 +42,7 @@ def offer(prompt: Sequence[int], *, port: int = 9, slot: int = 0, lease_s: float
 
 
 class Eavesdropper:
-    """A side channel that answers nothing and remembers what it was told."""
+    """A side channel that answers nothing and records its messages."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -56,7 +56,7 @@ class Eavesdropper:
         self._thread.start()
 
     def released(self, count: int = 1, timeout_s: float = 30.0) -> list[int]:
-        """Slots that were given back, in order; waits until there are `count` of them."""
+        """The released slots, in order; waits until there are `count` of them."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._slots(Release)) >= count, timeout_s)
             return self._slots(Release)

@@ -1,4 +1,4 @@
-"""What the processes of nodes have recorded in a folder."""
+"""The events that the processes of nodes have recorded in a folder."""
 
 from __future__ import annotations
 

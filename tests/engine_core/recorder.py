@@ -1,4 +1,4 @@
-"""A connector that does what it is told and writes down how vLLM called it: one line per call, in order.
+"""A connector with scripted answers that records vLLM's calls: one line per call, in order.
 
 It stands for the contract that kvferry's connector is written against. When a new vLLM calls in another way, the tests
 over it fail first, and say how.
@@ -66,6 +66,6 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         raise NotImplementedError
 
     def take(self) -> list[str]:
-        """The calls since the last `take`, without the one per step that says nothing."""
+        """The calls since the last `take`, without the empty one of each step."""
         taken, self.calls = [call for call in self.calls if call != "meta"], []
         return taken

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 Forward = Callable[[Any], None]
-"""What stands for the model: it is called between the wrapper's two halves, with the scheduler's output."""
+"""The replacement of the model: it is called between the wrapper's two parts, with the scheduler's output."""
 
 
 def no_forward(output: Any) -> None:

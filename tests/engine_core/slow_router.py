@@ -1,4 +1,4 @@
-"""A producer whose router comes back late or never, on a clock that steps move."""
+"""A producer whose router returns late or never, on a clock that steps advance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT_TOKENS = 64
 
 
 class Slow:
-    """A producer whose router comes back late or never, on a clock of its own: a second a step. Its workers obey."""
+    """A producer with such a router, on its own clock, a second per step. Its workers report at once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any] | None = None, **extra: Any) -> None:
         self.now_s = 1000.0

@@ -1,4 +1,4 @@
-"""What a step of an engine's thread does, counted: a machine that is busy, or slow, counts the same."""
+"""The cost of a step on an engine's thread in instructions, which does not depend on the machine's speed or load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class StepCount:
-    """Counts the instructions of Python's that methods of some objects carry out, on the thread that calls them.
+    """Counts the Python instructions that methods of some objects execute, on the calling thread.
 
     What is done in C counts as the one instruction that calls it.
     """
@@ -21,7 +21,7 @@ class StepCount:
         self._depth = 0
 
     def wrap(self, owner: Any, names: Iterable[str]) -> None:
-        """Count what these methods of an object do from now on; those that it does not have are left out."""
+        """Count these methods of an object from now on; missing ones are ignored."""
         for name in names:
             if hasattr(owner, name):
                 setattr(owner, name, self._counted(getattr(owner, name)))

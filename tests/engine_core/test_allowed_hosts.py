@@ -1,4 +1,4 @@
-"""A consumer with an allow-list in vLLM's scheduler: no way of using params leads to a host that is not listed."""
+"""A consumer with an allow-list in vLLM's scheduler: no params lead to a connection to a host that is not listed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = tokens(40)
 
 
 class OtherPeer:
-    """A host that must not be connected to: this machine, under a name or address that nobody listed."""
+    """A host that must not be connected to: this machine, under a name or address that is not listed."""
 
     def __init__(self) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))

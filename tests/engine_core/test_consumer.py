@@ -1,4 +1,4 @@
-"""A consumer's scheduler side in vLLM's scheduler: every state in which a remote prompt can be."""
+"""A consumer's scheduler side in vLLM's scheduler: every state of a remote prompt."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def producer() -> Iterator[Eavesdropper]:
 
 
 def loads(step: Scheduled) -> dict[str, tuple[int, int]]:
-    """What the workers are told to load in this step: first and last token, by request."""
+    """The loads ordered in this step: first and last token, by request."""
     orders = step.metadata.orders()
     return {} if orders is None else {x.request_id: (x.first_token, x.stop_token) for x in orders.loads}
 
@@ -213,7 +213,7 @@ def test_a_preempted_request_is_computed_here_and_not_loaded_a_second_time(make:
     assert engine.is_whole
 
 
-def test_a_prompt_that_finds_no_room_waits_for_it_and_is_loaded_then(make: Any) -> None:
+def test_a_prompt_without_free_blocks_waits_for_them_and_is_then_loaded(make: Any) -> None:
     engine = make(num_blocks=5)
     engine.add("first", tokens(50, seed=2), max_tokens=2)
     engine.add("d", PROMPT, offer(PROMPT))
@@ -228,7 +228,7 @@ def test_a_prompt_that_finds_no_room_waits_for_it_and_is_loaded_then(make: Any) 
     assert engine.is_whole
 
 
-def test_siblings_of_one_request_share_params_that_nobody_changes_and_one_of_them_loads(make: Any) -> None:
+def test_siblings_of_one_request_share_unchanged_params_and_one_of_them_loads(make: Any) -> None:
     engine = make()
     params = offer(PROMPT)
     before = copy.deepcopy(params)

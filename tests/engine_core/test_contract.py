@@ -1,4 +1,4 @@
-"""What kvferry relies on in vLLM's scheduler, asked of the scheduler itself."""
+"""The behaviour of vLLM's scheduler that kvferry relies on, tested on the scheduler itself."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_failed_load_under_recompute_frees_its_blocks_at_the_next_step_and_ask
     assert engine.connector.take()[:3] == ["output", "match d local=0", "alloc d external=0 blocks=3"]
 
 
-def test_a_preempted_request_is_matched_again_and_nobody_says_why(make: Any) -> None:
+def test_a_preempted_request_is_matched_again_without_a_reason(make: Any) -> None:
     engine = make(num_blocks=7)
     engine.add("old", tokens(47, seed=2), max_tokens=30)
     engine.add("young", tokens(47, seed=3), max_tokens=30)
@@ -123,7 +123,7 @@ def test_the_local_hit_of_a_whole_prompt_stops_one_block_short(make: Any) -> Non
     assert engine.connector.take()[1] == f"match again local={2 * BLOCK_TOKENS}"
 
 
-def test_a_match_that_cannot_be_told_yet_is_asked_for_at_every_step(make: Any) -> None:
+def test_an_undecided_match_is_asked_for_in_every_step(make: Any) -> None:
     engine = make()
     engine.connector.match = lambda request, local: (None, False)
     engine.add("d", PROMPT)
@@ -133,7 +133,7 @@ def test_a_match_that_cannot_be_told_yet_is_asked_for_at_every_step(make: Any) -
     assert engine.scheduler.has_requests()
 
 
-def test_a_pool_without_room_asks_again_and_allocates_nothing(make: Any) -> None:
+def test_with_a_full_pool_the_match_is_asked_again_and_nothing_is_allocated(make: Any) -> None:
     engine = make(role="kv_consumer", num_blocks=5)
     engine.connector.match = load_all
     engine.add("first", tokens(50, seed=2))
@@ -168,7 +168,7 @@ def test_the_engine_steps_while_a_request_is_held_or_the_connector_says_that_it_
     assert engine.scheduler.has_requests()
 
 
-def test_a_finished_request_that_is_not_a_transfer_is_still_told_to_the_workers(make: Any) -> None:
+def test_a_finished_request_without_a_transfer_is_still_reported_to_the_workers(make: Any) -> None:
     engine = make()
     engine.add("a", PROMPT, max_tokens=1)
     engine.run()

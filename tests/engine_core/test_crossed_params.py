@@ -1,4 +1,4 @@
-"""A router sends one producer's params with another producer's prompt: the digests tell.
+"""A router sends one producer's params with another producer's prompt: the digests show it.
 
 Params of another prompt are not given back, since the prompt that they belong to may have come in the same batch: such
 a lease runs out by itself.

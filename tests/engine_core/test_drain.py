@@ -1,4 +1,4 @@
-"""An engine that is asked to end: who still gets what was leased, and when nothing keeps it any more.
+"""An engine that shuts down: the consumers that still get their leases, and the end of its drain.
 
 vLLM steps on while its scheduler `has_requests`, until its time to drain is over; a held request is one.
 """
@@ -25,13 +25,13 @@ from tests.engine_core.toy_model import expected_tokens
 
 PROMPT = tokens(100)
 LONG_S = 600.0
-"""A lease that outlives every test."""
+"""A lease time longer than every test."""
 DRAINS: dict[str, Any] = {"shutdown_timeout": 60, "extra": {"kv_lease_duration": LONG_S}}
 TURNS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1, "kv_lease_duration": LONG_S}
 
 
 def terminate(node: Node | Engine) -> None:
-    """What a SIGTERM does to the connector; the engine's own part is not stepped through here."""
+    """The effect of SIGTERM on the connector, without the engine's own part."""
     engine = node.engine if isinstance(node, Node) else node
     engine.connector.scheduler_side._drain_signal.was_received = True
 
@@ -47,7 +47,7 @@ def test_while_an_engine_drains_its_lease_is_read_and_it_ends_as_soon_as_none_is
     terminate(producer)
     for _ in range(20):
         producer.step()
-    assert not may_end(producer), "somebody may still come"
+    assert not may_end(producer), "a consumer may still come"
     consumer.engine.add("d", PROMPT, params, max_tokens=4)
     while consumer.engine.answers["d"].finish_reason is None:
         producer.step()
@@ -76,7 +76,7 @@ def test_a_prompt_that_is_prefilled_while_the_engine_drains_is_still_handed_over
     producer.until(lambda: may_end(producer))
 
 
-def test_a_lease_that_nobody_reads_keeps_a_draining_engine_no_longer_than_it_lives(make: Any) -> None:
+def test_an_unread_lease_keeps_a_draining_engine_no_longer_than_it_lives(make: Any) -> None:
     producer = make("kv_producer", shutdown_timeout=60, extra={"kv_lease_duration": 0.3})
     producer.prefill("p", PROMPT)
     terminate(producer)

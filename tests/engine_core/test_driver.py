@@ -1,4 +1,4 @@
-"""The driver itself, with vLLM's own NixlConnector in it: what holds there is the scheduler's doing, not kvferry's."""
+"""The driver itself, with vLLM's own NixlConnector in it: it shows the scheduler's own behaviour, without kvferry."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make() -> Iterator[Any]:
 
 
 def remote(blocks: int, request_id: str = "elsewhere") -> dict[str, Any]:
-    """What a stock producer answers with."""
+    """The params of a stock producer's response."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -148,4 +148,4 @@ def test_a_report_for_an_unknown_request_would_stop_the_engine(make: Any, report
     engine = make()
     engine.add("a", PROMPT)
     with pytest.raises(AssertionError):
-        engine.step(**{report: {"nobody"}})
+        engine.step(**{report: {"unknown"}})

@@ -1,4 +1,4 @@
-"""Engines that end in the middle of loads end quietly, and leave nothing that they opened."""
+"""Engines that end in the middle of loads end without errors and close all that they opened."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_engines_that_end_in_the_middle_of_loads_end_quietly(
 
 @dataclass(frozen=True)
 class _Held:
-    """Where all loads stand still.
+    """The stage at which all loads stand still.
 
     Attributes:
         is_reached: whether they have come to it.

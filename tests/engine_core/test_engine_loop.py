@@ -1,4 +1,4 @@
-"""An idle engine is woken now and then; a paused one is not idle before its leases are over."""
+"""An idle engine is woken once in a while; a paused one is not idle before its leases are over."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEASE_S = 1.2
 
 @pytest.fixture
 def make_core() -> Iterator[Any]:
-    """Makes cores of vLLM's with nothing but what their loop needs, and a thread as the real ones have it."""
+    """Makes vLLM engine cores with only the parts that their loop needs, and a thread like that of real ones."""
     over = threading.Event()
     threads = []
 
@@ -42,20 +42,20 @@ def make_core() -> Iterator[Any]:
         thread.join()
 
 
-def test_the_core_of_this_process_is_found_and_told_to_wake_up(make_core: Any) -> None:
+def test_the_core_of_this_process_is_found_and_woken(make_core: Any) -> None:
     core = make_core()
     EngineLoop().wake()
     assert core.input_queue.get_nowait() == (EngineCoreRequestType.WAKEUP, None)
 
 
-def test_without_a_core_or_with_two_nobody_is_woken_and_nothing_happens(make_core: Any) -> None:
+def test_without_a_core_or_with_two_none_is_woken_and_nothing_happens(make_core: Any) -> None:
     EngineLoop().wake()
     cores = [make_core(), make_core()]
     EngineLoop().wake()
     assert all(core.input_queue.empty() for core in cores)
 
 
-def test_a_lease_that_nobody_comes_for_ends_in_time_although_nobody_asks_the_engine_for_anything(
+def test_an_unclaimed_lease_expires_in_time_although_the_engine_has_no_requests(
     make: Any, make_core: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", LEASE_S / 6)
@@ -85,7 +85,7 @@ def test_a_pause_is_complete_when_no_lease_is_held_any_more_and_then_caches_can_
     assert done is not None
     for _ in range(5):
         node.step()
-    assert core.has_work(), "somebody may still come"
+    assert core.has_work(), "a consumer may still come"
     node.engine.connector.scheduler_side.leases.release_all("release")
     node.until(lambda: not core.has_work())
     core._notify_idle_state_callbacks()

@@ -1,5 +1,5 @@
-"""Aborted and preempted in every state that a remote prompt and a lease can be in: what is answered is right, every
-block comes back, no lease stays, and the sums of both engines add up after every step."""
+"""Aborts and preemptions in every state of a remote prompt and a lease: answers are right, every block is freed, no
+lease stays, and the integrity of both engines holds after every step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Scene:
         assert node.engine.answers[name].tokens == expected_tokens(self.prompt, count)
 
     def end(self) -> None:
-        """All is over on both engines, and nothing went wrong on the way."""
+        """Check that all is over on both engines, without errors."""
         self.until(lambda: self.producer.engine.is_whole and self.consumer.engine.is_whole)
         self.step()
         for node in (self.producer, self.consumer):
@@ -91,7 +91,7 @@ class Scene:
 
 
 def preempt(node: Node, name: str) -> None:
-    """What vLLM does to a running request when another needs its blocks."""
+    """Preempt as vLLM does when another request needs the blocks of a running one."""
     scheduler = node.engine.scheduler
     request = scheduler.requests[name]
     scheduler.running.remove(request)
@@ -147,7 +147,7 @@ LOADS: dict[LoadState, tuple[Callable[[Scene], None], bool]] = {
     LoadState.DECLINED: (declined, True),
     LoadState.ABORTED: (aborted, False),
 }
-"""How, and whether vLLM can preempt it there: what does not run cannot be."""
+"""How to reach the state, and whether vLLM can preempt the request in it: only a running one."""
 
 
 def computing(scene: Scene) -> None:

@@ -48,7 +48,7 @@ def test_a_request_that_waits_for_a_slot_finds_its_producer_met_when_it_is_sched
     consumer.engine.abort("long")
     assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
     producer.until(lambda: producer.engine.is_whole)
-    assert producer.engine.counted("handshakes_served") == tp, "nobody asked twice"
+    assert producer.engine.counted("handshakes_served") == tp, "no worker asked twice"
 
 
 def test_a_producer_that_cannot_be_prewarmed_costs_its_request_what_it_always_cost(make: Any) -> None:
@@ -80,7 +80,7 @@ def test_only_hosts_that_are_allowed_are_named_to_the_workers(allowed: list[str]
 
 
 def times_described(producer: Node) -> int:
-    """How often it has described itself."""
+    """The number of descriptions that it has sent."""
     return int(producer.engine.connector.scheduler_side.counters.total("handshakes_served"))
 
 
@@ -102,9 +102,7 @@ def finds(consumer: Node, producer: Node) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_producer_that_the_configuration_names_is_met_before_there_is_any_request_and_after_it_restarts(
-    make: Any, tp: int
-) -> None:
+def test_a_configured_producer_is_prewarmed_before_any_request_and_after_it_restarts(make: Any, tp: int) -> None:
     producer = make("kv_producer")
     consumer = make("kv_consumer", tp=tp, extra={"prewarm_peers": [f"127.0.0.1:{producer.port}"]})
     finds(consumer, producer)
@@ -130,7 +128,7 @@ def test_an_idle_engine_is_woken_when_a_producer_is_found(make: Any, make_core: 
     port = free_port()
     consumer = make("kv_consumer", extra={"prewarm_peers": [f"127.0.0.1:{port}"]})
     core = make_core(consumer.engine.scheduler)
-    assert not core.has_work(), "nobody is there yet"
+    assert not core.has_work(), "no producer is there yet"
     producer = make("kv_producer", port=port)
     wait_until(lambda: not core.input_queue.empty(), "it is woken", 30.0)
     core._process_input_queue()  # vLLM's: it returns when there is something to do
@@ -139,14 +137,14 @@ def test_an_idle_engine_is_woken_when_a_producer_is_found(make: Any, make_core: 
     assert not core.has_work()
 
 
-def test_without_the_key_nobody_is_looked_for(make: Any) -> None:
+def test_without_the_key_no_producer_is_prewarmed(make: Any) -> None:
     consumer = make("kv_consumer")
     consumer.step()
     assert not consumer.must_step
     assert not [thread for thread in threading.enumerate() if thread.name == "kvferry-prewarmer"]
 
 
-def test_an_engine_with_producers_that_are_not_there_starts_rests_and_ends(make: Any) -> None:
+def test_an_engine_whose_configured_producers_are_absent_starts_idles_and_ends(make: Any) -> None:
     consumer = make("kv_consumer", extra={"prewarm_peers": [f"127.0.0.1:{free_port()}", "nowhere.invalid:1"]})
     assert not consumer.must_step
     consumer.engine.add("d", PROMPT, None, max_tokens=COUNT)

@@ -23,7 +23,7 @@ COUNT = 5
 
 
 def decode(node: Node, name: str, prompt: list[int], params: Any) -> int:
-    """Decode on `node` and check every token. Returns how many tokens of the prompt were computed there."""
+    """Decode on `node` and check every token. Returns the number of prompt tokens that were computed there."""
     node.engine.add(name, prompt, params, max_tokens=COUNT)
     computed = 0
     while node.engine.answers[name].finish_reason is None:
@@ -230,7 +230,7 @@ def test_params_of_an_aborted_request_are_over_for_its_client_too(make: Any) -> 
     assert consumer.engine.counted("loads") == 0
 
 
-def test_a_read_that_overlaps_the_end_of_its_lease_is_not_believed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_overlaps_the_end_of_its_lease_is_not_used(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer = make("kv_producer", extra={"kv_lease_duration": 0.1}), make("kv_consumer")
     checked, freed = threading.Event(), threading.Event()
     post = Load._post_reads
@@ -254,7 +254,7 @@ def test_a_read_that_overlaps_the_end_of_its_lease_is_not_believed(make: Any, mo
 
 
 def test_a_worker_that_does_not_find_itself_among_its_engines_workers_stops_the_start() -> None:
-    """What the process groups tell is what the worker plans with."""
+    """The worker plans with the descriptions from the process groups."""
     nobody = mock.patch("kvferry.connector.worker_side.side.gather_workers", return_value=())
     with nobody, pytest.raises(InvalidMessage, match="0 workers"):
         Node("kv_producer")

@@ -1,5 +1,5 @@
-"""Whatever a client puts into `kv_transfer_params`: the answer is right, the engine lives, and the prompt's blocks are
-not poisoned for the next one. With `fail` the request may end with an error instead, and nothing else changes."""
+"""Any content of `kv_transfer_params`: the answer is right, the engine stays alive, and the prompt's blocks are not
+poisoned for the next request. With `fail` the request may end with an error instead, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ NO_LOAD |= {
 }
 
 FAILED_LOAD: dict[str, Tamper] = {
-    "somebody else's blocks": lambda mine, other: {**mine, "remote_block_ids": other["remote_block_ids"]},
-    "somebody else's lease": lambda mine, other: {
+    "another request's blocks": lambda mine, other: {**mine, "remote_block_ids": other["remote_block_ids"]},
+    "another request's lease": lambda mine, other: {
         **mine,
         "kvferry": {**mine["kvferry"], **{key: other["kvferry"][key] for key in ("lease_slot", "lease_epoch")}},
     },
@@ -102,7 +102,7 @@ FAILED_LOAD: dict[str, Tamper] = {
     "a forged mac": ticket(mac="0" * 64),
     "another boot": ticket(boot="0" * 32),
     "a wrong epoch": ticket(lease_epoch="0" * 14 + "1"),
-    "an unknown engine": flat(remote_engine_id="nobody"),
+    "an unknown engine": flat(remote_engine_id="unknown"),
     "a dead port": lambda mine, other: {**mine, "remote_port": free_port()},
     "a host that is no host": flat(remote_host="no such host.invalid"),
     "another tensor parallel size": flat(tp_size=2),
@@ -111,13 +111,13 @@ FAILED_LOAD: dict[str, Tamper] = {
 
 @pytest.fixture(scope="module")
 def untouched(producer: Node) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Good params of `PROMPT` and of `OTHER`, for tests in which nobody takes them up."""
+    """Good params of `PROMPT` and of `OTHER`, for tests in which they are not used."""
     return producer.prefill("untouched/0", PROMPT), producer.prefill("untouched/1", OTHER)
 
 
 @pytest.fixture
 def params(producer: Node, request: pytest.FixtureRequest) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Good params of `PROMPT` and of `OTHER`, each with a lease of its own that is given back afterwards."""
+    """Good params of `PROMPT` and of `OTHER`, each with its own lease, which is released afterwards."""
     names = [f"{request.node.name}/{index}" for index in range(2)]
     yield producer.prefill(names[0], PROMPT), producer.prefill(names[1], OTHER)
     producer.engine.connector.scheduler_side.leases.release_all("test")

@@ -1,4 +1,4 @@
-"""What else decides whether blocks may be taken: adapters, salts and pauses."""
+"""Other conditions for using blocks: adapters, salts and pauses."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine is: no test here is so slow that the engine would take a step by itself."""
+    """No test is so slow, on any machine, that the engine would take a step by itself."""
     monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", 3600.0)
 
 
@@ -92,7 +92,7 @@ def test_a_held_prompt_is_read_from_an_engine_that_takes_no_step_meanwhile(make:
     decode(consumer, "d", PROMPT, params)
     assert consumer.engine.counted("loads") == 1
     assert consumer.engine.counted("failed_loads") == 0
-    assert not producer.must_step, "nobody wants the blocks"
+    assert not producer.must_step, "no request needs the blocks"
     assert used(producer.engine) == before
     wait_until_reported(producer)
     producer.engine.add("next", tokens(20, seed=7), max_tokens=1)
@@ -132,7 +132,7 @@ def test_a_prompt_that_finds_every_slot_taken_by_a_lease_that_was_read_gets_one_
     assert producer.engine.answers["new"].params is not None
 
 
-def test_no_lease_is_ended_for_room_before_the_engine_knows_which_are_over_anyway(make: Any) -> None:
+def test_no_lease_is_evicted_before_the_engine_knows_which_are_over_anyway(make: Any) -> None:
     """Of two offers one was read while the engine slept. The other is idle, and would go at once."""
     producer, consumer = make("kv_producer", num_blocks=15, **LONG), make("kv_consumer")
     prompts = {name: tokens(100, seed=ord(name)) for name in "ab"}
@@ -148,7 +148,7 @@ def test_no_lease_is_ended_for_room_before_the_engine_knows_which_are_over_anywa
     assert consumer.engine.counted("failed_loads") == 0
 
 
-def test_held_blocks_are_given_to_nobody_while_others_come_and_go(make: Any) -> None:
+def test_held_blocks_are_not_reused_while_other_requests_come_and_go(make: Any) -> None:
     producer, consumer = make("kv_producer", num_blocks=24, **LONG), make("kv_consumer")
     params = prefill(producer, "p", PROMPT)
     for index in range(12):
@@ -199,7 +199,7 @@ def test_two_ranks_free_nothing_until_the_later_one_has_reported(make: Any) -> N
 
 
 def test_the_connector_itself_asks_for_steps_until_a_hold_is_announced(make_engine: Any) -> None:  # noqa: F811
-    """vLLM steps once more after a request's end anyway. Should it not: until then nobody can read."""
+    """vLLM takes another step after a request's end. If it did not, no consumer could read before the next one."""
     engine = make_engine()
     engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
     engine.step()
@@ -221,8 +221,8 @@ def test_a_lease_that_ran_out_while_idle_ends_with_the_next_request(
     assert not engine.scheduler.has_requests()
     time.sleep(0.6)
     assert used(engine) == 3, "no step, no end"
-    assert engine.scheduler.has_requests(), "whoever asks after a while gets a step"
-    assert not engine.step().metadata.holds, "in the first one the workers say what they heard meanwhile"
+    assert engine.scheduler.has_requests(), "a call after a while gets a step"
+    assert not engine.step().metadata.holds, "in the first one the workers report what they received meanwhile"
     assert engine.scheduler.has_requests()
     step = engine.schedule()
     assert [end.request_id for end in step.metadata.orders().ends] == ["p"]
@@ -289,7 +289,7 @@ def test_a_release_that_came_while_idle_frees_the_blocks_in_the_next_step(
 
 
 def test_a_request_of_an_id_whose_lease_is_not_over_is_served_without_one(make_engine: Any) -> None:  # noqa: F811
-    """vLLM knows the first request no more, so it lets the second pass."""
+    """vLLM no longer knows the first request, so it accepts the second."""
     engine = make_engine()
     for _ in range(2):
         engine.add("same", tokens(40), REMOTE_DECODE, max_tokens=1)

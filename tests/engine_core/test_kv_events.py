@@ -1,4 +1,4 @@
-"""What a router that follows vLLM's KV events learns of blocks that kvferry has loaded.
+"""vLLM's KV events for blocks that kvferry has loaded, as a router receives them.
 
 vLLM's block pool publishes them when it caches them, which is after the load was reported. So kvferry's `take_events`
 has nothing to add, and must not: every event of its own would be a second one.
@@ -21,7 +21,7 @@ FULL_BLOCKS = len(PROMPT) // BLOCK_TOKENS
 
 
 class Events:
-    """An engine's events, published where vLLM's scheduler publishes them."""
+    """An engine's events, published as vLLM's scheduler does."""
 
     def __init__(self, engine: Engine) -> None:
         self.all: list[Any] = []

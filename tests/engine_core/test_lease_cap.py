@@ -1,4 +1,4 @@
-"""Leases that nobody comes for, and prompts that wait for their blocks."""
+"""Unclaimed leases, and prompts that wait for their blocks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_without_want_and_below_the_cap_a_lease_lives_as_long_as_it_was_promised
     assert slow.held == {"p0", "p1"}
 
 
-def test_what_a_consumer_waits_with_goes_last_and_not_before_the_want_has_lasted(make_slow: Any) -> None:
+def test_claimed_leases_are_evicted_last_and_only_after_a_lasting_want(make_slow: Any) -> None:
     slow = make_slow(max_leased_fraction=1.0)
     slow.prefill(*(f"p{index}" for index in range(8)))
     slow.step(5)
@@ -57,7 +57,7 @@ def test_what_a_consumer_waits_with_goes_last_and_not_before_the_want_has_lasted
     assert "p2" not in slow.held
     slow.prefill("long", length=480)
     slow.step(3)
-    assert slow.held & {"p0", "p1"} == {"p0", "p1"}, "what runs must end first; or somebody may come yet"
+    assert slow.held & {"p0", "p1"} == {"p0", "p1"}, "what runs must end first; or a consumer may still come"
     slow.step(round(3 * HEARTBEAT_S))
     assert slow.engine.answers["long"].finish_reason is not None
     assert slow.engine.counted("leases_released", "expired") == 0

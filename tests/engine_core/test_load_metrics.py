@@ -1,4 +1,4 @@
-"""What real handovers move: every metric of loads, leases and gauges, and by how much.
+"""The effect of real handovers on every metric of loads, leases and gauges.
 
 Two whole engines with real NIXL under them; the figures are those that vLLM's front end would get.
 """
@@ -35,12 +35,12 @@ def rig() -> Iterator[Rig]:
 
 
 def samples(engine: Engine, name: str) -> list[float]:
-    """Of all steps so far."""
+    """The statistics of all steps so far."""
     return [value for stats in engine.stats for value in stats.get("samples", {}).get(name, ())]
 
 
 def gauges(engine: Engine, name: str) -> list[float]:
-    """Every word that was said of it, the latest last."""
+    """All reported values of the gauge, the latest last."""
     return [stats["gauges"][name] for stats in engine.stats if name in stats.get("gauges", {})]
 
 
@@ -52,7 +52,7 @@ def hand_over(producer: Node, consumer: Node, name: str = "d", prompt: list[int]
     consumer.step()
 
 
-def test_a_direct_load_tells_its_plan_its_bytes_its_runs_and_its_producer(make: Callable[..., Node]) -> None:
+def test_a_direct_load_reports_its_plan_its_bytes_its_runs_and_its_producer(make: Callable[..., Node]) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     hand_over(producer, consumer)
     reported, size = consumer.engine, BLOCKS * producer.engine.block_bytes
@@ -73,7 +73,7 @@ def test_a_direct_load_tells_its_plan_its_bytes_its_runs_and_its_producer(make: 
 @pytest.mark.parametrize(
     ("direct_min_bytes", "plan"), [(1 << 20, "staged"), (1, "direct")], ids=["descriptors are dear", "they are cheap"]
 )
-def test_a_load_between_two_layouts_tells_its_plan_and_its_relayout(rig: Rig, direct_min_bytes: int, plan: str) -> None:
+def test_a_load_between_layouts_reports_its_plan_and_its_relayout(rig: Rig, direct_min_bytes: int, plan: str) -> None:
     settings = replace(SETTINGS, staging_pool_bytes=16 << 10, direct_min_bytes=direct_min_bytes)
     producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=settings)
     consumer = rig.engine("C", shape=CacheShape(axes="bth"), settings=settings)
@@ -104,7 +104,7 @@ def test_the_stages_of_a_load_are_parts_of_its_time(make: Callable[..., Node]) -
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_first_contact_is_told_once_by_every_worker(make: Callable[..., Node], tp: int) -> None:
+def test_a_handshake_is_reported_once_by_every_worker(make: Callable[..., Node], tp: int) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer", tp=tp)
     for name in ("a", "b", "c"):
         hand_over(producer, consumer, name, tokens(40, seed=ord(name)))
@@ -121,7 +121,7 @@ def test_a_load_is_in_flight_until_it_has_ended(make: Callable[..., Node]) -> No
     assert gauges(consumer.engine, "prompts_waiting_now")[-1] == 0
 
 
-def test_a_prompt_that_waits_for_a_place_is_told_as_waiting() -> None:
+def test_a_prompt_that_waits_for_a_place_is_reported_as_waiting() -> None:
     engine = Engine("FerryConnector", module="kvferry.connector", role="kv_consumer", max_num_seqs=1)
     try:
         engine.add("long", tokens(20, seed=7), max_tokens=400)
@@ -137,7 +137,7 @@ def test_a_prompt_that_waits_for_a_place_is_told_as_waiting() -> None:
         engine.close()
 
 
-def test_a_lease_is_told_while_it_computes_while_it_is_held_and_with_the_seconds_that_were_left(
+def test_a_lease_is_reported_while_computing_while_held_and_with_its_seconds_left(
     make: Callable[..., Node],
 ) -> None:
     producer, consumer = make("kv_producer", extra={"lease_slots": 9}), make("kv_consumer")
@@ -155,7 +155,7 @@ def test_a_lease_is_told_while_it_computes_while_it_is_held_and_with_the_seconds
     assert 20 < left <= 30, "it was read at once"
 
 
-def test_a_lease_that_computes_for_several_steps_is_told_meanwhile() -> None:
+def test_a_lease_that_computes_for_several_steps_is_reported_meanwhile() -> None:
     engine = Engine("FerryConnector", module="kvferry.connector", role="kv_producer", max_step_tokens=16)
     try:
         engine.add("p", PROMPT, {"do_remote_decode": True}, max_tokens=1)
@@ -166,12 +166,12 @@ def test_a_lease_that_computes_for_several_steps_is_told_meanwhile() -> None:
         engine.close()
 
 
-def test_staging_in_use_is_told_while_a_read_cannot_end(make: Callable[..., Node]) -> None:
+def test_staging_in_use_is_reported_while_a_read_cannot_end(make: Callable[..., Node]) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer", **POOL)
     hand_over(producer, consumer)
     assert gauges(consumer.engine, "staging_pool_bytes")[-1] == 1 << 20
     pool = consumer.workers[0].worker_side._worker._staging.pool
-    wave = pool.try_take("somebody", "else", 1 << 16)
+    wave = pool.try_take("another", "load", 1 << 16)
     hand_over(producer, consumer, "meanwhile", tokens(60, seed=5))
     assert gauges(consumer.engine, "staging_used_bytes")[-1] == 1 << 16
     pool.give_back(wave)
@@ -179,7 +179,7 @@ def test_staging_in_use_is_told_while_a_read_cannot_end(make: Callable[..., Node
     assert gauges(consumer.engine, "staging_used_bytes")[-1] == 0
 
 
-def test_a_load_that_fails_is_told_by_producer_once_that_is_known(make: Callable[..., Node]) -> None:
+def test_a_failed_load_is_reported_by_producer_once_that_is_known(make: Callable[..., Node]) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     for name in ("before", "good", "after"):
         prompt = tokens(60, seed=len(name))
@@ -208,7 +208,7 @@ def test_every_sample_and_every_gauge_is_moved_by_a_handover(make: Callable[...,
     assert {name for stats in both for name in stats.get("gauges", {})} == set(GAUGES) - MOVED_ELSEWHERE
 
 
-def test_a_step_without_news_tells_nothing(make: Callable[..., Node]) -> None:
+def test_a_step_without_news_reports_nothing(make: Callable[..., Node]) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     hand_over(producer, consumer)
     consumer.engine.add("local", tokens(20, seed=3), max_tokens=30)

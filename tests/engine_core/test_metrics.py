@@ -1,4 +1,4 @@
-"""kvferry's figures on their way through vLLM: scheduler statistics → front end → Prometheus."""
+"""kvferry's metrics through vLLM: scheduler statistics → front end → Prometheus."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sample(name: str, **labels: str) -> Any:
     return REGISTRY.get_sample_value(f"vllm:{name}", {**LABELS, **labels})
 
 
-def test_what_happened_to_remote_prompts_shows_in_prometheus_under_its_reason(engine: Engine) -> None:
+def test_outcomes_of_remote_prompts_are_in_prometheus_by_reason(engine: Engine) -> None:
     front_end = KVConnectorProm(engine.config, list(LABELS), {3: list(LABELS.values())})
     assert sample("kvferry_local_recomputes_total", reason="load_failed") == 0
     engine.add("good", PROMPT, offer(PROMPT), max_tokens=1)

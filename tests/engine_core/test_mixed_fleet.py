@@ -40,7 +40,7 @@ def test_what_a_stock_producer_offers_is_computed_here_whatever_the_policy(stock
     assert consumer.engine.counted("local_recomputes", "foreign_params") == 1
     assert consumer.engine.counted("loads") == 0
     assert consumer.engine.is_whole
-    assert not producer.is_whole, "nobody tells a stock producer: it holds the blocks until its own lease ends"
+    assert not producer.is_whole, "a stock producer gets no notification: it holds the blocks until its own lease ends"
 
 
 @pytest.mark.parametrize(("policy", "reason"), [("recompute", "length"), ("fail", "error")])
@@ -57,7 +57,7 @@ def test_a_stock_consumer_waits_for_our_blocks_and_goes_by_its_policy(
     assert producer.engine.counted("leases_released", "expired") == 1
 
 
-def test_the_handshake_of_a_stock_consumer_is_refused_at_once_and_harms_nobody(make: Any) -> None:
+def test_the_handshake_of_a_stock_consumer_is_refused_at_once_without_harm(make: Any) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.setsockopt(zmq.RCVTIMEO, 5000)  # the stock consumer's own timeout

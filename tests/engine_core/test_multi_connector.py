@@ -35,7 +35,7 @@ def stores() -> Iterator[dict[str, Store]]:
 
 
 def children(role: str, *, offloading_first: bool = False) -> dict[str, Any]:
-    """What makes a node's connector a MultiConnector of two."""
+    """The configuration that makes a node's connector a MultiConnector of two."""
     ferry = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.connector", "kv_role": role}
     tier = {
         "kv_connector": "HostTier",
@@ -134,7 +134,7 @@ def test_a_prompt_whose_lease_is_over_is_computed_and_counted(make: Any) -> None
 
 @pytest.fixture
 def stock_handshake(make: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Node], Any]]:
-    """What a worker of vLLM's own NixlConnector says, as the second child of a node's MultiConnector would make it."""
+    """The handshake of a worker of vLLM's own NixlConnector, as from the second child of a MultiConnector."""
     monkeypatch.setattr(CPUAttentionBackend, "get_supported_kernel_block_sizes", lambda *_: [MultipleOf(BLOCK_TOKENS)])
     made: list[Any] = []
 

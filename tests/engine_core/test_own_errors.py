@@ -1,4 +1,4 @@
-"""What this connector gets wrong, or what another vLLM counts otherwise, does not end an engine."""
+"""Errors of this connector, or of its use of vLLM's internals, do not end an engine."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def test_sums_that_cannot_be_made_are_counted_in_every_step_and_logged_once(
         assert held(producer, "first")
     assert producer.counted("integrity_errors") > 1
     (reported,) = caplog.records
-    assert "integrity check of the scheduler side failed" in reported.getMessage()
-    assert reported.exc_info, "an error that nobody foresaw is shown with its traceback"
+    assert "do not add up" in reported.getMessage()
+    assert reported.exc_info, "an unexpected error is shown with its traceback"

@@ -13,7 +13,7 @@ from tests.engine_core.toy_model import expected_tokens
 
 PROMPT = tokens(200)
 LONG: dict[str, Any] = {"extra": {"kv_lease_duration": 600.0}}
-"""So long that blocks which come back have come back by a release."""
+"""Long enough that freed blocks were freed by a release."""
 
 
 @pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
@@ -39,7 +39,7 @@ def test_a_second_leg_that_is_aborted_before_it_has_blocks_gives_them_back(make:
     assert node.engine.counted("leases_released", "release") == 1
 
 
-def test_params_of_an_earlier_life_of_this_engine_end_no_lease(make: Any) -> None:
+def test_params_from_before_a_restart_of_this_engine_end_no_lease(make: Any) -> None:
     node = make("kv_both", **LONG)
     params = node.prefill("p", PROMPT)
     params["kvferry"]["boot"] = "f" * 32

@@ -1,4 +1,4 @@
-"""A producer's scheduler side in vLLM's scheduler: when blocks are held, for how long, and what the answer says."""
+"""A producer's scheduler side in vLLM's scheduler: when and how long blocks are held, and the response's params."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ def make() -> Iterator[Any]:
 
 
 def offered(engine: Engine, request_id: str) -> RemotePrefill:
-    """What the answer offers, after a trip through JSON."""
+    """The offered params, after a trip through JSON."""
     params = read_params(json.loads(json.dumps(engine.answers[request_id].params)))
     assert isinstance(params, RemotePrefill)
     return params
 
 
 def ended(step: Scheduled) -> set[str]:
-    """Requests whose lease the workers are told to end in this step."""
+    """Requests whose lease the workers are ordered to end in this step."""
     orders = step.metadata.orders()
     return set() if orders is None else {end.request_id for end in orders.ends}
 
 
 def step_as_workers_do(engine: Engine) -> set[str]:
-    """One step whose workers obey: a lease that is to end is reported sent."""
+    """One step whose workers report each lease that they are ordered to end as sent."""
     step = engine.schedule()
     engine.finish(step, over=ended(step))
     return ended(step)
 
 
 def say(engine: Engine, message: Renew | Release) -> None:
-    """Say something on the engine's side channel and wait until it has arrived, or was counted as unknown."""
+    """Send a message on the engine's side channel and wait until it has arrived, or was counted as unknown."""
     side = engine.connector.scheduler_side
 
     def arrived() -> int:
@@ -147,7 +147,7 @@ def test_an_aborted_prefill_holds_nothing(make: Any, when: str) -> None:
     assert len(engine.connector.scheduler_side.leases) == 0
 
 
-def test_a_held_lease_that_nobody_renews_expires(make: Any) -> None:
+def test_a_held_lease_that_is_not_renewed_expires(make: Any) -> None:
     engine = make(lease_s=0.3)
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.step()
@@ -195,7 +195,7 @@ def test_a_lease_that_was_given_back_before_the_workers_knew_of_it_ends_all_the_
     assert engine.is_whole
 
 
-def test_nobody_ends_a_lease_by_guessing(make: Any) -> None:
+def test_no_lease_is_ended_by_guessing(make: Any) -> None:
     engine = make()
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.step()

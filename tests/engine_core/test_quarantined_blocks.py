@@ -1,4 +1,4 @@
-"""Blocks of a failed load that may still be written: nobody gets them before every worker says that they are safe."""
+"""Blocks of a failed load that may still be written: they are not reused before every worker reports them as safe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make() -> Iterator[Any]:
 
 
 def report(*failed: str, **alive: set[str]) -> KVConnectorOutput:
-    """What the workers say: loads that failed, and by worker (`w0`, `w1`) whose blocks may still be written."""
+    """The workers' reports: failed loads, and by worker (`w0`, `w1`) those whose blocks may still be written."""
     reported = {int(worker[1:]): frozenset(names) for worker, names in alive.items()}
     return KVConnectorOutput(
         finished_recving=set(failed) or None,
@@ -61,7 +61,7 @@ def test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead(make: Any, p
     assert engine.answers["d"].finish_reason == ("length" if policy == "recompute" else "error")
     engine.step()
     assert taken(engine) == 3
-    assert engine.scheduler.has_requests(), "the engine must step on, or nobody hears that the transfer is dead"
+    assert engine.scheduler.has_requests(), "the engine must step on, or the end of the transfer is not noticed"
     engine.step(worker=report(w0=set()))
     assert engine.is_whole
     engine.step()
@@ -109,7 +109,7 @@ def test_the_gauges_say_how_much_is_out_of_use_and_that_nothing_is_any_more(make
     assert engine.is_whole
     quarantined._reported = False
     assert set(quarantined.gauges(0.0).values()) == {0}
-    assert quarantined.gauges(0.0) == {}, "it is told once"
+    assert quarantined.gauges(0.0) == {}, "it is reported once"
 
 
 def test_a_failed_load_with_nothing_in_flight_pins_nothing(make: Any) -> None:

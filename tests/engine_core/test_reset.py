@@ -1,6 +1,6 @@
-"""`/reset_prefix_cache` and weight updates: what was computed before is never read after.
+"""`/reset_prefix_cache` and weight updates: blocks computed before are never read after.
 
-New weights are a cache that was poisoned: whoever reads a cell of before answers wrong.
+New weights are modelled by a poisoned cache: a request that reads an old cell answers wrong.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ BOTH = {"role": "kv_both", "extra": {"bidirectional_kv_xfer": True, "kv_recomput
 
 
 def reset(node: Node, *, running: bool = False) -> bool:
-    """What `/reset_prefix_cache?reset_external=true` does, with `reset_running_requests` or without."""
+    """Do what `/reset_prefix_cache?reset_external=true` does, with `reset_running_requests` or without."""
     return bool(node.engine.scheduler.reset_prefix_cache(running, True))
 
 
 def reset_until_done(node: Node) -> None:
-    """As an operator does: until it says that it was successful."""
+    """Reset as an operator does: again until it succeeds."""
     for _ in range(200):
         if reset(node):
             return
@@ -100,7 +100,7 @@ def test_a_prompt_that_has_not_begun_keeps_its_right_to_a_lease(make: Any) -> No
 
 
 def test_a_consumer_that_is_reset_computes_what_it_has_not_begun_to_load_and_gives_it_back(make: Any) -> None:
-    """Its own weights have changed: what the producer holds is of the old ones."""
+    """Its weights have changed: the producer's blocks are of the old ones."""
     producer, consumer = make("kv_producer"), make("kv_consumer")
     params = producer.prefill("p", PROMPT)
     producer.model.poison()

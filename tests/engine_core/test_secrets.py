@@ -82,7 +82,7 @@ def test_a_file_that_others_can_read_stops_the_start(tmp_path: Path, role: str) 
     [("0.0.0.0", [], True), ("127.0.0.1", [], False), ("0.0.0.0", [OLD], False)],
     ids=["everywhere", "loopback", "with a secret"],
 )
-def test_a_listener_that_anybody_can_ask_says_so_and_how_to_change_it(
+def test_an_open_listener_logs_a_warning_and_how_to_change_it(
     tmp_path: Path,
     host: str,
     secrets: list[Secret],
@@ -95,7 +95,7 @@ def test_a_listener_that_anybody_can_ask_says_so_and_how_to_change_it(
     with secret_file(tmp_path, *secrets), caplog.at_level(logging.INFO, logger="kvferry"):
         engine = Engine("FerryConnector", module="kvferry.connector", role="kv_producer")
         engine.close()
-    assert ("answers anybody" in caplog.text) == warns
+    assert ("answers every client" in caplog.text) == warns
     assert (VARIABLE in caplog.text) == warns
     for secret in secrets:
         assert secret.fingerprint in caplog.text

@@ -1,4 +1,4 @@
-"""What an operator configures is what a worker goes by."""
+"""Workers use the settings that an operator configures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other connectors under the same MultiConnector load and hold: vLLM tells every child of all of it."""
+"""Loads and holds of other connectors under the same MultiConnector, which vLLM reports to every child."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Life:
         self.aborted: set[str] = set()
 
     def turn(self) -> None:
-        """Something happens, and the engines step at their own pace."""
+        """Carry out a random event, and let the engines step at random."""
         what = self.random.choices(
             (self.prefill, self.decode, self.decode_plain, self.abort, self.rest), (4, 6, 1, 2, 1), k=1
         )
@@ -106,7 +106,7 @@ class Life:
         time.sleep(self.random.choice((0.001, 0.02, 0.2)))
 
     def prompt(self) -> list[int]:
-        """Few different ones, so that local caches hit."""
+        """A prompt out of a few, so that local caches hit."""
         return tokens(self.random.choice((1, 16, 17, 40, 64, 130, 270)), seed=self.random.randrange(6))
 
     def add(self, node: Node, prompt: list[int], params: Any, max_tokens: int) -> None:
@@ -116,7 +116,7 @@ class Life:
         node.engine.add(name, prompt, params, max_tokens=max_tokens)
 
     def collect(self) -> None:
-        """Check every answer that has come, and keep what was offered."""
+        """Check every new answer, and keep the offered params."""
         for node in (self.producer, self.consumer):
             for name, answer in node.engine.answers.items():
                 if name not in self.wanted or answer.finish_reason is None:
@@ -132,7 +132,7 @@ class Life:
                     offers.append(([*prompt, *answer.tokens[:-1]], answer.params))
 
     def has_loaded(self) -> bool:
-        """Whether there was anything to see: a handover, and a turn's where there are any."""
+        """Whether there was a handover, and one of a turn if turns are on."""
         turns = self.producer.engine.counted("turn_loads") > 0
         return self.consumer.engine.counted("loads") > 0 and (turns or not self.turns)
 

@@ -1,5 +1,5 @@
-"""What a step costs the engine's thread does not grow with what is held or in flight. Instructions are counted here;
-`python -m bench.step` measures times."""
+"""The cost of a step on the engine's thread does not grow with held leases or loads in flight. It is counted in
+instructions; `python -m bench.step` measures times."""
 
 from __future__ import annotations
 

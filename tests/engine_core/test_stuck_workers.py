@@ -1,4 +1,4 @@
-"""Workers that do not report what has ended: neither running requests nor the engine's own end wait for them."""
+"""Workers that do not report ended leases: neither running requests nor the engine's shutdown wait for them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_vllm_preempts_again_when_blocks_have_been_coming_for_a_heartbeat(make_e
     for _ in range(12):
         side.leases.take_orders(next(clock))
         side._eviction.evict()
-    assert not producer.connector.has_pending_block_frees(), "110 s, and nobody has reported anything"
+    assert not producer.connector.has_pending_block_frees(), "110 s without a report"
     say_over(producer, "first")
     side._eviction.evict()
     assert producer.connector.has_pending_block_frees(), "they do report"

@@ -66,7 +66,7 @@ def test_a_load_that_hangs_costs_its_deadline_and_its_blocks_until_it_is_dead(
         consumer.step()
     assert not consumer.engine.scheduler.requests
     assert consumer.engine.blocks_at_start - consumer.engine.free_blocks == 3
-    assert consumer.engine.scheduler.has_requests(), "somebody must step until the transfer is dead"
+    assert consumer.engine.scheduler.has_requests(), "the engine must step until the transfer is dead"
     hanging.clear()
     consumer.until(lambda: consumer.engine.is_whole)
     assert consumer.engine.counted("failed_loads", "deadline") == config.get("tp", 1)
@@ -88,7 +88,7 @@ def test_an_abort_of_a_load_that_hangs_gives_the_blocks_back_when_it_is_dead(
     consumer.until(lambda: consumer.engine.is_whole)
 
 
-def test_a_prompt_that_waits_for_room_longer_than_its_lease_is_loaded_all_the_same(make: Any) -> None:
+def test_a_prompt_that_waits_for_blocks_longer_than_its_lease_is_loaded_all_the_same(make: Any) -> None:
     producer, consumer = make("kv_producer", extra={"kv_lease_duration": 0.4}), make("kv_consumer", num_blocks=8)
     consumer.engine.add("long", tokens(70, seed=5), max_tokens=40)
     consumer.step()
@@ -109,7 +109,7 @@ def test_a_prompt_that_waits_for_room_longer_than_its_lease_is_loaded_all_the_sa
 def test_a_producer_that_stalls_longer_than_its_lease_still_serves_it(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of its threads do: nobody winds the clock. An engine that is merely idle does not stall (`test_idle.py`)."""
+    """All of its threads stall, so its clock stops. An engine that is merely idle does not stall (`test_idle.py`)."""
     producer, consumer = make("kv_producer", extra={"kv_lease_duration": 0.4}), make("kv_consumer")
     params = producer.prefill("p", PROMPT)
     with monkeypatch.context() as stopped:

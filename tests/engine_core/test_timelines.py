@@ -1,4 +1,4 @@
-"""What two engines really recorded becomes one timeline."""
+"""Real recordings of two engines become one timeline."""
 
 from __future__ import annotations
 

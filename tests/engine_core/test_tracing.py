@@ -1,4 +1,4 @@
-"""What is recorded of requests: exactly this, in this order, by the scheduler and by the worker."""
+"""The recorded events of requests, exact and in order, by the scheduler and by the worker."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def decode(node: Any, name: str, prompt: list[int], params: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [{}, {"tp": 2, "overlap": True}], ids=["one worker", "two workers, overlapping"])
-def test_a_handover_is_told_by_both_schedulers_and_by_every_worker_of_the_consumer(
+def test_a_handover_is_recorded_by_both_schedulers_and_by_every_worker_of_the_consumer(
     make: Any, folder: Path, extra: dict[str, Any], shape: dict[str, Any]
 ) -> None:
     producer, consumer = make("kv_producer", extra=extra, **shape), make("kv_consumer", extra=extra, **shape)
@@ -102,7 +102,7 @@ def test_the_files_of_both_engines_make_one_whole_timeline(make: Any, folder: Pa
     assert len(timeline.workers) == 2
 
 
-def test_what_a_client_calls_a_request_is_recorded_and_what_cannot_be_used_is_counted_once(
+def test_the_correlation_value_is_recorded_and_invalid_ones_are_counted_once(
     make: Any, folder: Path, extra: dict[str, Any]
 ) -> None:
     producer = make("kv_producer", extra=extra)
@@ -167,7 +167,7 @@ def test_a_load_that_fails_a_request_is_not_called_a_recompute(make: Any, folder
 
 def test_leases_say_how_they_ended(make: Any, folder: Path, extra: dict[str, Any]) -> None:
     producer = make("kv_producer", extra={**extra, "kv_lease_duration": 0.1})
-    producer.prefill("nobody-comes", PROMPT)
+    producer.prefill("unclaimed", PROMPT)
     producer.until(lambda: producer.engine.is_whole)
     producer.engine.add("aborted", tokens(50, seed=3), {"do_remote_decode": True}, max_tokens=1)
     producer.engine.schedule()
@@ -175,7 +175,7 @@ def test_leases_say_how_they_ended(make: Any, folder: Path, extra: dict[str, Any
     producer.close()
     events = events_of(folder, producer)
     begun = ["PrefillArrived tokens=100", "PrefillScheduled", "ParamsGiven tokens=100"]
-    assert events_about(events, "nobody-comes") == [*begun, "LeaseOver how=expired"]
+    assert events_about(events, "unclaimed") == [*begun, "LeaseOver how=expired"]
     assert events_about(events, "aborted") == [
         "PrefillArrived tokens=50",
         "PrefillScheduled",
@@ -226,7 +226,7 @@ def test_a_prompt_that_is_here_already_is_not_loaded(make: Any, folder: Path, ex
     )
 
 
-def test_a_reset_computes_what_waits(make: Any, folder: Path, extra: dict[str, Any]) -> None:
+def test_waiting_prompts_are_computed_here_after_a_reset(make: Any, folder: Path, extra: dict[str, Any]) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer", extra=extra)
     consumer.engine.add("d", PROMPT, producer.prefill("p", PROMPT), max_tokens=COUNT)
     consumer.engine.connector.scheduler_side.reset()

@@ -74,7 +74,7 @@ class Conversation:
 
 
 def settle(node: Node) -> None:
-    """Until the workers know of what is held, whatever steps are in flight."""
+    """Step until the workers know the held leases, whatever steps are in flight."""
     for _ in range(3):
         node.step()
 
@@ -181,7 +181,7 @@ def test_a_turn_of_another_conversation_is_computed_and_leaves_the_offer_to_its_
     assert decoder.engine.counted("turns_released", "expired") == 2
 
 
-def test_an_offer_that_nobody_takes_ends_with_its_time_and_counts_as_no_lost_prompt(make: Any) -> None:
+def test_an_unclaimed_offer_ends_with_its_time_and_is_not_counted_as_a_lost_prompt(make: Any) -> None:
     prefiller, decoder = make(), make(extra={"decoder_kv_blocks_ttl": 0.3, "kv_lease_duration": 60})
     talk = Conversation(prefiller, decoder)
     started_s = time.monotonic()
@@ -207,7 +207,7 @@ def test_a_stale_offer_is_refused_by_the_fence_and_computed(make: Any) -> None:
     assert prefiller.engine.counted("local_recomputes", "load_failed") == 1
 
 
-def test_a_decoder_that_has_restarted_offers_nothing_that_its_former_life_did(make: Any) -> None:
+def test_a_restarted_decoder_offers_nothing_from_before_its_restart(make: Any) -> None:
     prefiller, decoder = make(extra={"handshake_timeout_s": 1.0}), make()
     talk = Conversation(prefiller, decoder)
     talk.say(FIRST)
@@ -339,10 +339,10 @@ def claim(talk: Conversation) -> None:
     talk.prefiller.step()
     talk.prefiller.engine.add("next", [*talk.text, *MORE], talk.offer, max_tokens=1)
     listener = talk.decoder.engine.connector.scheduler_side._listener
-    wait_until(lambda: not listener.inbox.empty(), "the claim is heard")
+    wait_until(lambda: not listener.inbox.empty(), "the claim has arrived")
 
 
-def test_an_offer_that_a_prefill_waits_with_outlives_a_younger_one_that_nobody_has_come_for(make: Any) -> None:
+def test_an_offer_that_a_waiting_prefill_has_claimed_outlives_a_younger_unclaimed_one(make: Any) -> None:
     prefiller, decoder = make(num_blocks=16), make(num_blocks=33, extra={"kv_lease_duration": 600})
     talks = [Conversation(prefiller, decoder) for _ in range(2)]
     for seed, talk in enumerate(talks, 20):
@@ -358,7 +358,7 @@ def test_an_offer_that_a_prefill_waits_with_outlives_a_younger_one_that_nobody_h
     assert prefiller.engine.counted("local_recomputes", "load_failed") == 0
 
 
-def test_an_offer_that_a_prefill_waits_with_gives_way_only_when_nothing_else_helps(make: Any) -> None:
+def test_an_offer_that_a_waiting_prefill_has_claimed_is_evicted_only_when_nothing_else_helps(make: Any) -> None:
     prefiller, decoder = make(num_blocks=16), make(num_blocks=33)
     talk = Conversation(prefiller, decoder)
     talk.say(FIRST)

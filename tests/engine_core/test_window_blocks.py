@@ -1,4 +1,4 @@
-"""Sliding windows between engines whose blocks differ: what is loaded, and what the prefix cache keeps of it."""
+"""Sliding windows between engines whose blocks differ: the loaded blocks, and those that the prefix cache keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose tokens show what is in the cache: an attention in miniature.
+"""A model whose tokens show the content of the cache: a miniature attention.
 
 What it writes for a token depends on what it *reads* for all the tokens before, and a sliding-window layer adds what it
 reads in its window. So any cell that holds other bytes than it should gives other tokens, as in a real engine, and
@@ -35,7 +35,7 @@ def sampled_from(state: int) -> int:
 
 
 def expected_tokens(prompt: Sequence[int], count: int, window: int = 0) -> list[int]:
-    """What the toy model answers when its cache is right."""
+    """The toy model's answer with a correct cache."""
     states: list[int] = []
     for token in prompt:
         states.append(next_state(states, token, window))
@@ -73,7 +73,7 @@ class ToyModel:
         return self._samples[request_id].popleft()
 
     def poison(self) -> None:
-        """Overwrite the whole cache, as if every block had been given to somebody else."""
+        """Overwrite the whole cache, as if every block had been reused."""
         for shards in self._layers:
             for shard in shards:
                 shard.fill_(9999.0)

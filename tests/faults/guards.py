@@ -469,9 +469,7 @@ GUARDS = (
         (8,),
         "kvferry.scheduler.state.counters:Counters.add",
         _count_no_recomputes,
-        (
-            "tests/engine_core/test_metrics.py::test_what_happened_to_remote_prompts_shows_in_prometheus_under_its_reason",
-        ),
+        ("tests/engine_core/test_metrics.py::test_outcomes_of_remote_prompts_are_in_prometheus_by_reason",),
     ),
 )
 

@@ -1,9 +1,9 @@
-"""The face to vLLM: what `--kv-transfer-config` names.
+"""The connector classes that `--kv-transfer-config` names.
 
     {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.connector", "kv_role": "kv_producer"}
 
-Both names are one class. It is imported when it is asked for, so that importing this package (as vLLM's plugin loader
-does in every process) costs nothing; a vLLM that it was not run with is refused before.
+Both names are one class. It is imported on first use, so that importing this package (as vLLM's plugin loader does in
+every process) costs nothing. Before that, the version of vLLM is checked.
 """
 
 from __future__ import annotations

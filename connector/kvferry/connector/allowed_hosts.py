@@ -1,10 +1,10 @@
-"""The hosts that a consumer may connect to, whatever params say: clients can write params.
+"""The hosts that a consumer may connect to, whatever params name: clients can write params.
 
-An address is compared as an address, however it is written, and a name as a name. Nothing is looked up for it: a name
-that is allowed may lead to any address, so allow only names in zones that you control.
+An address is compared as an address, in any spelling, and a name as a name. No name is resolved: an allowed name may
+resolve to any address, so allow only names in zones that you control.
 
     listed          allows                                       and not
-    10.1.0.0/16     10.1.2.3, ::ffff:10.1.2.3, 0xa.0x10203       names that lead there
+    10.1.0.0/16     10.1.2.3, ::ffff:10.1.2.3, 0xa.0x10203       names that resolve to it
     10.1.2.3        the same address
     p0.example      p0.example, P0.Example.                      p0.example.evil, its address
     *.example       p0.example, a.b.example                      example
@@ -25,7 +25,7 @@ _MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 _OLD_NUMBERS = re.compile(r"(0x[0-9a-f]*|[0-9]+)(\.(0x[0-9a-f]*|[0-9]+)){0,3}")
-"""What the C library takes for an IPv4 address besides the usual form: fewer parts, octal, hexadecimal."""
+"""Other IPv4 spellings that the C library accepts: fewer parts, octal, hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class AllowedHosts:
     """An allow-list.
 
     Attributes:
-        networks: addresses that are allowed; a single one is a network of its own.
-        names: in lower case, without a dot at the end.
-        suffixes: the same, each with a dot before it.
+        networks: allowed networks; a single address is a network of one.
+        names: allowed names, in lower case, without a trailing dot.
+        suffixes: allowed suffixes, as `names`, each with a leading dot.
     """
 
     networks: tuple[Network, ...] = ()
@@ -44,7 +44,7 @@ class AllowedHosts:
 
     @classmethod
     def of(cls, entries: Iterable[str]) -> AllowedHosts:
-        """Understand the entries of a configuration. Raises `ValueError`, whose text is the entry that is none."""
+        """Parse the entries of a configuration. Raises `ValueError` with the entry that is not valid."""
         networks: list[Network] = []
         names: list[str] = []
         suffixes: list[str] = []
@@ -59,7 +59,7 @@ class AllowedHosts:
         return cls(tuple(networks), frozenset(names), tuple(f".{suffix}" for suffix in suffixes))
 
     def allow(self, host: str) -> bool:
-        """Whether this engine may connect to a host, as params name it."""
+        """Whether this engine may connect to a host, given as params spell it."""
         address = _address_of(host)
         if address is not None:
             return any(address.version == network.version and address in network for network in self.networks)
@@ -72,12 +72,12 @@ def _plain(name: str) -> str:
 
 
 def _is_name(name: str) -> bool:
-    """Whether it is a host's name, and nothing that somebody may take for an address or for more than a name."""
+    """Whether it is a host name that no resolver could read as an address or as more than a name."""
     return len(name) <= 253 and _NAME.fullmatch(name) is not None and not name.rpartition(".")[2].isdigit()
 
 
 def _network_of(entry: str) -> Network | None:
-    """The network that an entry names; bits beside its prefix are an error of the operator's."""
+    """The network that an entry names; None if it names none, e.g. with bits set beyond its prefix."""
     try:
         network = ipaddress.ip_network(entry.removeprefix("[").removesuffix("]") if "/" not in entry else entry)
     except ValueError:
@@ -89,7 +89,7 @@ def _network_of(entry: str) -> Network | None:
 
 
 def _address_of(host: str) -> Address | None:
-    """The address that a host is, in whichever spelling somebody between here and the network may accept."""
+    """The address that `host` is, in any spelling that a resolver may accept; None if it is none."""
     if not host.isascii():
         return None
     plain = host.removesuffix(".").removeprefix("[").removesuffix("]").lower()

@@ -1,8 +1,8 @@
 """`kv_connector_extra_config`, parsed once into a frozen value.
 
-All keys of vLLM's NixlConnector are accepted, so that a deployment changes one key to change connectors. Those that
-mean nothing here are named in a warning. A key that neither knows stops the start, but under the name `NixlConnector`:
-there it is warned of and ignored, as the stock connector ignores it.
+All keys of vLLM's NixlConnector are accepted, so that a deployment changes one key to change connectors. A warning
+names those that have no effect here. A key that neither connector knows stops the start; under the name `NixlConnector`
+it is ignored with a warning, because the stock connector ignores it too.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from kvferry.trace.recorder_file import DEFAULT_BYTES, SMALLEST_BYTES
 from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
 
 MAX_PEER_LABELS = 1024
-"""The most that can be asked for; the front end makes no more, whatever workers tell."""
+"""Upper limit of `max_peer_labels`; the front end creates no more labels, whatever workers report."""
 
 
 logger = logging.getLogger(__name__)
 
 
 STOCK_NAME = "NixlConnector"
-"""Under this name of vLLM's own connector a configuration made for that one must start."""
+"""The name of vLLM's own connector. Under it, a configuration made for that connector must start."""
 
 
 def _option(default: object, check: Callable[[str, Any], object], doc: str, *, peer: bool = False) -> Any:
@@ -51,14 +51,14 @@ def _option(default: object, check: Callable[[str, Any], object], doc: str, *, p
 
 @dataclass(frozen=True, slots=True)
 class FerryConfig:
-    """Everything an operator can decide. Each field's metadata has its check and its documentation."""
+    """All options of an operator. Each field's metadata has its check and its documentation."""
 
     backends: tuple[str, ...] = _option(("UCX",), names, "NIXL plugins, in order of preference", peer=True)
     num_threads: int = _option(0, whole(0, 64), "extra threads of NIXL's UCX backend; 0 for none", peer=True)
     kv_lease_duration: float = _option(
         30.0,
         number(SHORTEST_LEASE_S, 86400),
-        "seconds that a producer holds a finished prompt's blocks without hearing of a consumer",
+        "seconds that a producer holds a finished prompt's blocks without a message from a consumer",
         peer=True,
     )
     bidirectional_kv_xfer: bool = _option(
@@ -76,7 +76,7 @@ class FerryConfig:
     kv_recompute_threshold: int = _option(
         64,
         whole(0, 1 << 30),
-        "tokens of the last turn that the prefiller must lack to read them from the decoder; fewer are computed",
+        "missing tokens of the last turn from which the prefiller reads them from the decoder; fewer are computed",
         peer=True,
     )
     lease_slots: int = _option(
@@ -85,31 +85,30 @@ class FerryConfig:
     max_leased_fraction: float = _option(
         0.875,
         share,
-        "of the cache's blocks, those that held leases alone may keep; beyond it the oldest end, those that nobody "
-        "has come for first; the default leaves an eighth in which prompts can be prefilled at once",
+        "fraction of the cache's blocks that held leases alone may keep; above it the oldest leases are ended, "
+        "unclaimed ones first; the default leaves an eighth, in which prompts can be prefilled at once",
     )
     engine_ttl: float = _option(
         3600.0,
         number(-86400 * 365, 86400 * 365),
-        "seconds after which a producer that nothing was read from is forgotten, its plan and tables with it; 0 or "
-        "less: never",
+        "seconds without a read after which a producer is forgotten, with its plan and tables; 0 or less: never",
         peer=True,
     )
     max_peers: int = _option(
         1024,
         whole(1, 1 << 20),
-        "producers known at once, per worker; beyond it the one unused longest is forgotten, never one that is being "
-        "read from",
+        "producers known at once, per worker; above it the least recently used one is forgotten, never one that is "
+        "being read from",
     )
     handshake_timeout_s: float = _option(
-        5.0, number(0.1, 600), "seconds that a producer may take to describe itself, and again for the first read"
+        5.0, number(0.1, 600), "seconds that a producer may take to send its description, and again for the first read"
     )
     load_timeout_s: float = _option(60.0, number(0.1, 3600), "seconds after which a load has failed")
     failed_read_grace_s: float = _option(
         FAILED_READ_GRACE_S,
         number(0, 86400),
-        "seconds that blocks stay out of use after a read into them has failed and its producer lives: nobody can say "
-        "sooner that nothing arrives any more",
+        "seconds that blocks stay out of use after a failed read from a producer that is alive: until then, data may "
+        "still arrive",
     )
     max_loads: int = _option(1024, whole(1, 1 << 16), "loads in flight at once, per worker")
     staging_pool_bytes: int | None = _option(
@@ -123,16 +122,16 @@ class FerryConfig:
     huge_pages_s: float = _option(
         10.0,
         number(0, 600),
-        "seconds at start, at most, for moving caches in host memory into huge pages, which makes reading them faster; "
-        "a gigabyte takes about two, and none with `THP_MEM_ALLOC_ENABLE=1`; 0: they stay as they are",
+        "longest time in seconds, at start, to move caches in host memory into huge pages, which are faster to read; "
+        "a gigabyte takes about two, or none with `THP_MEM_ALLOC_ENABLE=1`; 0: they are not moved",
     )
     max_peer_labels: int = _option(
         32,
         whole(0, MAX_PEER_LABELS),
-        "producers that metrics tell by name, in their label `peer`; all others are `other`",
+        "producers that metrics name in their label `peer`; all others are `other`",
     )
     debug_check_integrity: bool = _option(
-        False, yes_or_no, "whether all sums are checked in every step and not only when the engine is idle; slow"
+        False, yes_or_no, "whether integrity is checked in every step, not only when the engine is idle; slow"
     )
     allow_cumem_allocator: bool = _option(
         False, yes_or_no, "whether `--enable-cumem-allocator` is accepted; such an engine must never be put to sleep"
@@ -140,18 +139,18 @@ class FerryConfig:
     allowed_hosts: tuple[str, ...] | None = _option(
         None,
         hosts,
-        "hosts that this engine connects to when params name them, as they name them; default any. "
+        "hosts that this engine may connect to, as params spell them; default any. "
         '`["10.1.0.0/16", "*.prefill.example"]`; see docs/protocol.md',
     )
     prewarm_peers: tuple[str, ...] = _option(
         (),
         addresses,
-        "side channels of producers that a consumer gets to know as it starts, and again when they restart, so that no "
-        'request waits for it; `["10.1.2.3:5600"]`, as their `VLLM_NIXL_SIDE_CHANNEL_HOST` is written; see '
+        "side channels of producers with which a consumer does the handshake at start, and again after they restart, "
+        'so that no request waits for it; `["10.1.2.3:5600"]`, spelled as their `VLLM_NIXL_SIDE_CHANNEL_HOST`; see '
         "docs/operations.md",
     )
     model_fingerprint: str | None = _option(
-        None, name, "a name that stands for the weights; engines with equal names are taken to serve the same model"
+        None, name, "a name for the weights; engines with equal names are assumed to serve the same model"
     )
     description_file: str | None = _option(
         None,
@@ -161,16 +160,16 @@ class FerryConfig:
     trace_dir: str | None = _option(
         None,
         path,
-        "a folder in which each process of this engine records what happens to requests, for `kvferry trace`; default "
+        "a folder in which each process of this engine records the events of requests, for `kvferry trace`; default "
         "nothing is recorded",
     )
     trace_max_bytes: int = _option(
-        DEFAULT_BYTES, whole(SMALLEST_BYTES, 1 << 40), "bytes of a process in `trace_dir`; the newest are kept"
+        DEFAULT_BYTES, whole(SMALLEST_BYTES, 1 << 40), "bytes per process in `trace_dir`; the newest are kept"
     )
 
 
 WITHOUT_MEANING = {
-    "enforce_handshake_compat": "every fact is compared by itself; name the weights with model_fingerprint instead",
+    "enforce_handshake_compat": "each fact is compared separately; name the weights with model_fingerprint instead",
     "push_registration_timeout": "transfers are pulled, never pushed",
     "enable_cross_layers_blocks": "any two memory layouts are paired",
 }
@@ -184,15 +183,15 @@ def known_keys() -> tuple[str, ...]:
 def read_config(extra: Mapping[str, Any], kv_connector: str | None = "FerryConnector") -> FerryConfig:
     """Parse `kv_connector_extra_config`.
 
-    Under the name `NixlConnector` an unknown key is warned of and left out, as the stock connector ignores it, and a
-    number of one of its keys may be quoted; out of range, the nearest in range is used, with a warning. Under any other
-    name both stop the start.
+    Under the name `NixlConnector` an unknown key is ignored with a warning, as the stock connector ignores it. A number
+    of one of that connector's keys may be quoted there; out of range, the nearest valid one is used, with a warning.
+    Under any other name all three stop the start.
 
     Args:
         kv_connector: the name in `--kv-transfer-config`.
 
     Raises:
-        InvalidConfig: an unknown key, or a value that cannot be used; the text names the key and what is valid.
+        InvalidConfig: an unknown key, or an invalid value; the text names the key and what is valid.
     """
     is_stock = kv_connector == STOCK_NAME
     options = {option.name: option.metadata for option in fields(FerryConfig)}
@@ -216,7 +215,7 @@ def read_config(extra: Mapping[str, Any], kv_connector: str | None = "FerryConne
 
 
 def check_role(config: FerryConfig, kv_role: str | None) -> None:
-    """Compare the configuration with the engine's role.
+    """Check the configuration against the engine's role.
 
     Raises:
         InvalidConfig: `prewarm_peers` with a role that does not consume, or with a host that `allowed_hosts` does not

@@ -1,5 +1,4 @@
-"""Checks of the values of `kv_connector_extra_config`: each takes a key and what was found, and returns the value that
-is used.
+"""Checks of the values of `kv_connector_extra_config`: each takes a key and a raw value, and returns the value to use.
 
 Raises:
     InvalidConfig: from every check; the text names the key, the value and what is valid.
@@ -19,19 +18,19 @@ from kvferry.protocol.errors import InvalidConfig, shorten
 logger = logging.getLogger(__name__)
 
 SMALLEST_POOL_BYTES = 1 << 20
-"""Below that a wave would hold next to nothing."""
+"""Below this size a wave would hold next to nothing."""
 MAX_ALLOWED_HOSTS = 1024
 MAX_MET_AT_START = 256
 
 _CHOICES = {"true": True, "1": True, "false": False, "0": False}
-"""Of text in lower case: the upstream guide writes `"True"`, in quotes."""
+"""Keys in lower case: the upstream guide writes `"True"`, in quotes."""
 
 
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/\[\]]{1,253})):(?P<port>[0-9]{1,5})")
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[address]:port`. Raises `ValueError`, whose text is what is wrong."""
+    """Host and port of `host:port` or `[address]:port`. Raises `ValueError` with the text if it is neither."""
     found = _ADDRESS.fullmatch(text)
     if found is None or not 1 <= int(found["port"]) <= 65535:
         raise ValueError(text)
@@ -54,7 +53,7 @@ class Range:
         return value if self.is_whole else float(value)
 
     def nearest(self, key: str, value: Any) -> float:
-        """The number in range that is nearest to a number, which may be quoted."""
+        """The number in range that is nearest to `value`, which may be quoted."""
         try:
             found = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
@@ -83,7 +82,7 @@ def whole(low: int, high: int) -> Range:
 
 
 def share(key: str, value: Any) -> float:
-    """A part of a whole that is not empty."""
+    """A fraction: above 0, at most 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise InvalidConfig(key, value, "a number above 0, up to 1")
     return float(value)
@@ -98,7 +97,7 @@ def pool_size(key: str, value: Any) -> int:
 
 
 def yes_or_no(key: str, value: Any) -> bool:
-    """True or false, also as 0 or 1, also quoted, in any case."""
+    """True or false, or 0 or 1; may be quoted, in upper or lower case."""
     choice = _CHOICES.get(str(value).lower()) if isinstance(value, (int, str)) else None
     if choice is None:
         raise InvalidConfig(key, value, "a choice: true or false")
@@ -113,14 +112,14 @@ def name(key: str, value: Any) -> str:
 
 
 def path(key: str, value: Any) -> str:
-    """A path; not looked up."""
+    """A path, which need not exist."""
     if not isinstance(value, str) or not 1 <= len(value) <= 4096 or not value.isprintable():
         raise InvalidConfig(key, value, "a path of printable characters")
     return value
 
 
 def hosts(key: str, value: Any) -> tuple[str, ...]:
-    """Patterns of hosts; at least one."""
+    """One or more host patterns."""
     expected = (
         'a list of hosts: names, "*." and a name, addresses, networks in CIDR notation; leave it out to allow any'
     )
@@ -135,7 +134,7 @@ def hosts(key: str, value: Any) -> tuple[str, ...]:
 
 
 def addresses(key: str, value: Any) -> tuple[str, ...]:
-    """Side channels, `host:port`."""
+    """Side channels, each `host:port`."""
     expected = (
         f'a list of at most {MAX_MET_AT_START} side channels of producers, e.g. ["10.1.2.3:5600", "[fd00::1]:5600"]'
     )
@@ -151,7 +150,7 @@ def addresses(key: str, value: Any) -> tuple[str, ...]:
 
 
 def names(key: str, value: Any) -> tuple[str, ...]:
-    """Names of NIXL plugins; an empty list stands for UCX alone, as in the stock connector."""
+    """Names of NIXL plugins; an empty list means UCX alone, as in the stock connector."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(x, str) and x for x in value):
         raise InvalidConfig(key, value, 'a list of names of NIXL plugins, e.g. ["UCX"]')
     return tuple(value) or ("UCX",)

@@ -1,4 +1,4 @@
-"""`FerryConnector`: the class that vLLM loads, in its scheduler and in each worker. It only passes calls on."""
+"""`FerryConnector`: the class that vLLM loads, in its scheduler and in each worker. It only forwards calls."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's KV connector. Run with vLLM 0.32, read against 0.33: hooks that only one of them calls do nothing in the
-    other."""
+    """vLLM's KV connector. Tested with vLLM 0.32, compared with the source of 0.33. A hook that only one of them calls
+    has no effect in the other."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -64,29 +64,29 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler_side(self) -> SchedulerSide:
-        """The half in the scheduler's process."""
+        """The part in the scheduler's process."""
         if self._scheduler_side is None:
             raise LocalProtocolError("a scheduler's hook was called in a worker")
         return self._scheduler_side
 
     @property
     def worker_side(self) -> WorkerSide:
-        """The half in a worker's process."""
+        """The part in a worker's process."""
         if self._worker_side is None:
             raise LocalProtocolError("a worker's hook was called in the scheduler")
         return self._worker_side
 
-    # Asked of the class.
+    # Class methods.
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads before tokens: a head range is one run, and a block is too."""
+        """Heads before tokens: then a head range of a block is one run, and so is a whole block."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """No: waking up remaps the pages under registered addresses."""
+        """False: waking up remaps the pages under registered addresses."""
         return False
 
     @classmethod
@@ -117,7 +117,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         return matched, bool(matched)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Every group that is transferred at all: a load writes the request's own blocks in each."""
+        """All transferred groups: a load writes the request's own blocks in each."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -144,7 +144,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side.publish(metadata)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether vLLM should let a running request wait for a step rather than preempt one."""
+        """Whether vLLM should make a running request wait for a step instead of preempting one."""
         return self.scheduler_side.has_coming_blocks()
 
     def has_pending_push_work(self) -> bool:
@@ -163,24 +163,24 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_side.describe()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Start the step's transfers: before the forward pass, so that they overlap it."""
+        """Start the step's transfers, before the forward pass, so that they overlap with it."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, FerryMetadata):
             self.worker_side.bind(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Nothing is left to start: see `bind_connector_metadata`."""
+        """Does nothing: `bind_connector_metadata` has started the loads."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads end between steps, never within one."""
+        """Does nothing: loads end between steps, never within one."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Nothing is saved: consumers read the blocks where they are."""
+        """Does nothing: consumers read the blocks where they are."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Does nothing, as `save_kv_layer`."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         results = self.worker_side.take_results()
@@ -205,5 +205,5 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
                 side.close()
 
 
-# MultiConnector looks classes up by name, also where the plugin was left out.
+# MultiConnector looks classes up by name, even if VLLM_PLUGINS leaves the plugin out.
 register()

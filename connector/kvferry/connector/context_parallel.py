@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def check_attention_cp_compatibility(vllm_config: VllmConfig, target_layer_names: Container[str] | None = None) -> None:
-    """Refuse a model whose attention cannot be context parallel in the sizes that are configured.
+    """Refuse a model whose attention does not support the configured context-parallel sizes.
 
-    It refuses what vLLM's function of this name refuses. Layers enter the configuration when the model is built: before
-    that, nothing is refused.
+    It refuses the same models as vLLM's function of this name. Layers enter the configuration when the model is built:
+    before that, nothing is refused.
 
     Args:
-        vllm_config: with the layers, the parallel sizes, the interleave and whether there is a drafter.
-        target_layer_names: the layers that prefill context parallelism is about; None for all. See the worker's check.
+        vllm_config: has the layers, the parallel sizes, the interleave and the drafter, if any.
+        target_layer_names: the layers that prefill context parallelism splits; None for all. See the worker's check.
 
     Raises:
-        AttentionRefused: naming the sizes, every backend, what it lacks and its layers.
+        AttentionRefused: names the sizes and, for every backend, the missing features and its layers.
     """
     parallel = vllm_config.parallel_config
     compatibility.check_attention_cp_compatibility(

@@ -1,4 +1,4 @@
-"""kvferry's log lines in vLLM's log: same handlers, same format, same level, and a word to search for."""
+"""kvferry's log lines in vLLM's log: same handlers, format and level, with the prefix `kvferry:`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 
 
 class _Forward(logging.Handler):
-    """Passes records on to vLLM's handlers, marked as kvferry's."""
+    """Passes records on to vLLM's handlers, with the prefix."""
 
     def emit(self, record: logging.LogRecord) -> None:
         marked = copy.copy(record)
@@ -18,7 +18,7 @@ class _Forward(logging.Handler):
 
 
 def join_vllm_log() -> None:
-    """Let the logger `kvferry` write where vLLM writes, unless somebody has configured it. Idempotent."""
+    """Send the logger `kvferry` to vLLM's handlers, unless it has handlers of its own. Idempotent."""
     ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:
         return

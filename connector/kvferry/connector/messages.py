@@ -1,4 +1,4 @@
-"""What kvferry sends through vLLM's own channels between scheduler and workers. All of it is pickled by vLLM."""
+"""The messages that kvferry sends through vLLM's own channels between scheduler and workers. vLLM pickles them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class FerryMetadata(KVConnectorMetadata):
     """One step's orders, encoded; empty when there are none.
 
     Attributes:
-        head: what workers read before their step goes on (`encode_head`).
-        frame: everything (`encode_orders`).
-        asks: whether every worker is to say what it knows (`FerryWorkerMetadata.over`), be it nothing.
-        is_idle: whether the step computes nothing, so that nobody minds if it waits a moment for a load.
+        head: the part that workers read before their step goes on (`encode_head`).
+        frame: all orders (`encode_orders`).
+        asks: whether every worker must report `FerryWorkerMetadata.over`, even if it is empty.
+        is_idle: whether the step computes nothing, so that it may wait a moment for a load.
     """
 
     head: bytes = b""
@@ -36,11 +36,11 @@ class FerryMetadata(KVConnectorMetadata):
 
     @classmethod
     def of(cls, orders: StepOrders) -> FerryMetadata:
-        """Encoded once, however many workers there are."""
+        """Encode the orders, once for all workers."""
         return cls(encode_head(orders), encode_orders(orders))
 
     def orders(self) -> StepOrders | None:
-        """The orders, or None."""
+        """The decoded orders; None if there are none."""
         return decode_orders(self.frame) if self.frame else None
 
     @property
@@ -52,27 +52,27 @@ class FerryMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class FerryHandshake(KVConnectorHandshakeMetadata):
-    """Workers' descriptions, encoded.
+    """Encoded worker descriptions.
 
-    vLLM keeps one of these per pipeline stage and tensor-parallel rank, whichever replica of prefill context
-    parallelism sent it: so each carries all of them.
+    vLLM keeps one of these per pipeline stage and tensor-parallel rank, from any one of the replicas of prefill
+    context parallelism. So each carries the descriptions of all replicas.
     """
 
     frames: tuple[bytes, ...]
 
     @classmethod
     def of(cls, place: Place, workers: Iterable[WorkerDescription]) -> FerryHandshake:
-        """What the worker at a place hands over: itself and its replicas, out of all workers of the engine."""
+        """The handshake of the worker at `place`: it and its replicas, out of all workers of the engine."""
         return cls(tuple(encode(one) for one in workers if (one.place.pp, one.place.tp) == (place.pp, place.tp)))
 
 
 def workers_of(handshakes: Iterable[object]) -> tuple[WorkerDescription, ...]:
-    """The workers that described themselves, each once, in the order of `worker_index`.
+    """The described workers, each once, in the order of `worker_index`.
 
     Raises:
         InvalidMessage: a description cannot be read.
-        InvalidConfig: it is of another connector: a MultiConnector passes on what one of its children says, and two
-            that hand prompts over cannot be children of one.
+        InvalidConfig: it is another connector's. A MultiConnector passes on the metadata of one child only, so at most
+            one of its children may hand prompts over.
     """
     frames: list[bytes] = []
     for one in handshakes:
@@ -86,14 +86,14 @@ def workers_of(handshakes: Iterable[object]) -> tuple[WorkerDescription, ...]:
 
 @dataclass
 class FerryWorkerMetadata(KVConnectorWorkerMetadata):
-    """What workers tell in one step, by worker; one that is not named has nothing new to say.
+    """The workers' reports of one step, by worker. A worker without an entry has no news.
 
     Attributes:
         alive: requests whose blocks may still be written after their load failed.
-        over: held requests whose slots have been cleared, each named once. vLLM's own `finished_sending` is only for
-            requests that vLLM holds.
+        over: held requests whose slots have been cleared, each reported once. vLLM's own `finished_sending` is only
+            for requests that vLLM holds.
         gauges: the workers' latest values.
-        loads: what has become of its loads (`reported_loads`), where OpenTelemetry is on.
+        loads: results of the worker's loads (`reported_loads`), where OpenTelemetry is on.
     """
 
     alive: dict[int, frozenset[str]] = field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""The engine that this connector belongs to: its facts, its fingerprint, its own params and prompts."""
+"""The local engine: its facts, its fingerprint, its description and the prompts of its requests."""

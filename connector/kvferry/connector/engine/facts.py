@@ -1,4 +1,4 @@
-"""What vLLM's configuration says about the model and about this worker's place, in kvferry's words."""
+"""Facts about the model and this worker's place, translated from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 def check_supported(vllm_config: VllmConfig, config: FerryConfig) -> None:
-    """Refuse at start what would corrupt caches later.
+    """Refuse at start the options that would corrupt caches later.
 
-    vLLM's `sleep` and `release_kv_cache_memory` do not ask for sleep mode: the cumem allocator is all that they need,
-    and they cannot be refused when they are called.
+    vLLM's `sleep` and `release_kv_cache_memory` work without sleep mode if the cumem allocator is on, and a connector
+    cannot refuse the call. So the allocator is refused.
 
     Raises:
-        InvalidConfig: naming the option and what to change.
+        InvalidConfig: names the option and the change to make.
     """
     model = vllm_config.model_config
     if model.enable_sleep_mode:
@@ -36,13 +36,13 @@ def check_supported(vllm_config: VllmConfig, config: FerryConfig) -> None:
     if model.enable_cumem_allocator and not config.allow_cumem_allocator:
         expected = (
             "false: sleep and release_kv_cache_memory would remap cache pages under registered memory; "
-            "or true with allow_cumem_allocator, on an engine that neither is ever called on"
+            "or true with allow_cumem_allocator, on an engine where neither is ever called"
         )
         raise InvalidConfig("enable_cumem_allocator", True, expected)
     parallel = vllm_config.parallel_config
     uses_ray = parallel.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
     if uses_ray and parallel.pipeline_parallel_size > 1:
-        # This executor hands on what the last stage reports, so no lease would ever be over.
+        # This executor passes on only the last stage's reports, so no lease would ever end.
         raise InvalidConfig("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0", "1 with several pipeline stages")
 
 
@@ -53,14 +53,14 @@ def uses_host_buffer(vllm_config: VllmConfig) -> bool:
 
 
 def is_alone(vllm_config: VllmConfig) -> bool:
-    """Whether nobody minds if a step that computes nothing takes a moment: no other stage has a micro-batch for this
-    one, and no other data-parallel rank waits at the next collective operation."""
+    """Whether a step that computes nothing may take a moment: no other stage has a micro-batch for this one, and no
+    other data-parallel rank waits at the next collective operation."""
     parallel = vllm_config.parallel_config
     return bool(parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1)
 
 
 def lease_slots(config: FerryConfig, vllm_config: VllmConfig) -> int:
-    """Slots of the lease table; scheduler and workers of one engine must agree, so both ask here."""
+    """Slots of the lease table. Scheduler and workers of one engine must use the same number."""
     return config.lease_slots or max(1024, 4 * vllm_config.scheduler_config.max_num_seqs)
 
 
@@ -76,7 +76,7 @@ def topology_of(vllm_config: VllmConfig) -> Topology:
 
 
 def place_of_this_worker() -> Place:
-    """Where this process stands among its engine's workers; vLLM's process groups must exist."""
+    """The place of this process among its engine's workers; vLLM's process groups must exist."""
     from vllm.distributed import parallel_state
 
     return Place(
@@ -88,9 +88,9 @@ def place_of_this_worker() -> Place:
 
 
 def interleave_of(vllm_config: VllmConfig, place: Place) -> Interleave:
-    """Which tokens this worker holds of the caches that decode context parallelism shares out (`spec.dcp_sharded`).
+    """The tokens that this worker holds of caches split by decode context parallelism (`spec.dcp_sharded`).
 
-    vLLM decides the length of the runs when it knows its block sizes, before workers register their caches.
+    vLLM decides the length of the runs once it knows its block sizes, before workers register their caches.
     """
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size == 1:
@@ -103,17 +103,17 @@ def interleave_of(vllm_config: VllmConfig, place: Place) -> Interleave:
 
 
 def worker_index(topology: Topology, place: Place) -> int:
-    """A worker's index in its engine: stage by stage, within a stage rank by rank."""
+    """A worker's index in its engine: by pipeline stage, then prefill-context-parallel rank, then tensor rank."""
     return (place.pp * topology.pcp + place.pcp) * topology.tp + place.tp
 
 
 def num_workers(topology: Topology) -> int:
-    """How many workers an engine has: those of `worker_index`."""
+    """The number of workers of an engine, as numbered by `worker_index`."""
     return topology.pp * topology.pcp * topology.tp
 
 
 def sharding_of(vllm_config: VllmConfig, place: Place) -> Sharding:
-    """How the KV heads of the model's layers, and of its drafter's, are spread over the tensor-parallel ranks."""
+    """The sharding of the KV heads of the model and its drafter over the tensor-parallel ranks."""
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config if speculative is not None else None
     models = [vllm_config.model_config, *([draft] if draft is not None else [])]
@@ -154,15 +154,15 @@ def _fingerprint(vllm_config: VllmConfig) -> str:
     if found.startswith("config:") and not is_dummy:
         logger.warning(
             "no weight files of %s are on this machine: engines with other weights of this configuration would be "
-            "taken for the same; name the weights with model_fingerprint",
+            "treated as equal; name the weights with model_fingerprint",
             model.model,
         )
     return found
 
 
 def _config_of(model: ModelConfig, directory: Path | None) -> dict[str, Any]:
-    """The model's configuration as its folder has it: vLLM and some models change theirs, and not in every process
-    alike (Falcon-H1 in its workers only)."""
+    """The model's configuration from its folder: vLLM and some models change theirs in memory, not equally in every
+    process (Falcon-H1 in its workers only)."""
     overrides = getattr(model, "hf_overrides", None) or {}
     kept = read_model_config(directory) if directory is not None and isinstance(overrides, dict) else None
     return model.hf_config.to_dict() if kept is None else {"kept": kept, "overrides": overrides}

@@ -1,7 +1,7 @@
-"""Telling whether two engines serve the same weights, without reading all of them.
+"""A fingerprint of the weights that an engine serves, made without reading all of them.
 
-Covered: the model's configuration, every weight file's size and header, and a sample of every tensor (at most 4,096 a
-file, evenly chosen, 256 bytes from the middle of each). A fine-tune changes nearly every tensor, so it changes the
+It covers the model's configuration, every weight file's size and header, and a sample of every tensor (at most 4,096
+per file, evenly chosen, 256 bytes from the middle of each). A fine-tune changes nearly every tensor, so it changes the
 fingerprint; a deliberate edit between the samples would not.
 """
 
@@ -25,12 +25,12 @@ _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype
 
 
 def fingerprint(config: dict[str, Any], weights: Path | None, extra: str = "") -> str:
-    """The fingerprint of a model, e.g. `weights:3f0c…` or, when there are no files to look at, `config:91ab…`.
+    """The fingerprint of a model, e.g. `weights:3f0c…` or, without weight files, `config:91ab…`.
 
     Args:
         config: the model's configuration as plain objects.
-        weights: the directory with its files, or the one file that it is, or None.
-        extra: whatever else decides the weights, e.g. a seed.
+        weights: the directory of the weight files, or the one weight file, or None.
+        extra: anything else that determines the weights, e.g. a seed.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"kvferry-model-1")
     digest.update(json.dumps([_of_the_model(config), extra], sort_keys=True, default=str).encode())
@@ -43,21 +43,21 @@ def fingerprint(config: dict[str, Any], weights: Path | None, extra: str = "") -
 
 
 def local_model_dir(model: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """Where a model is on this machine: a directory, a file, or a snapshot in the hub's cache. Contacts nobody."""
+    """The model's local path: a directory, a file, or a snapshot in the hub's cache. Uses no network."""
     if os.path.exists(model):
         return Path(model)
     try:
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(model, "config.json", revision=revision, cache_dir=download_dir)
-    except Exception as error:  # noqa: BLE001 - a name that no hub would accept is no reason to stop
+    except Exception as error:  # noqa: BLE001 - an invalid name for the hub must not stop the start
         logger.debug("no local files of %s: %s", model, error)
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def read_model_config(directory: Path) -> dict[str, Any] | None:
-    """The `config.json` beside the weights; None when there is none that can be read."""
+    """The `config.json` beside the weights; None if it is missing or not readable."""
     try:
         config = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -67,7 +67,7 @@ def read_model_config(directory: Path) -> dict[str, Any] | None:
 
 
 def _of_the_model(config: Any) -> Any:
-    """A configuration without what depends on this engine; multimodal models have configurations in theirs."""
+    """A configuration without the keys that depend on this engine, also in nested ones (multimodal models)."""
     if not isinstance(config, dict):
         return config
     return {key: _of_the_model(value) for key, value in config.items() if key not in _NOT_THE_MODEL}
@@ -96,7 +96,7 @@ def _parts(file: Path) -> Iterator[bytes]:
 
 
 def _safetensors(stream: BinaryIO, size: int) -> tuple[bytes, list[int] | None]:
-    """The file's header, and where to sample; (b"", None) for a file that is none."""
+    """The header of a safetensors file and the offsets of its samples; (b"", None) for any other file."""
     length = int.from_bytes(stream.read(8), "little")
     if not 0 < length <= min(size - 8, _LONGEST_HEADER):
         return b"", None

@@ -1,7 +1,4 @@
-"""This engine as the params that it writes name it, and what it may do with those that it gets.
-
-Its description is written where an operator asked for it, whole or not at all.
-"""
+"""The local engine: its identity in params, its roles, and its description file."""
 
 from __future__ import annotations
 
@@ -35,13 +32,13 @@ _MODE = 0o644
 
 
 def write_description(name: str, engine: EngineDescription) -> Path:
-    """Write the description JSON of an engine. The file is replaced atomically.
+    """Write the description JSON of an engine, atomically: a reader sees the old file or the new one, never a part.
 
     Args:
-        name: the path as configured; `{engine_id}` stands for the engine's id, in which slashes become underscores.
+        name: the path as configured; `{engine_id}` is replaced by the engine's id, with underscores for slashes.
 
     Raises:
-        InvalidConfig: it cannot be written; the text says why.
+        InvalidConfig: the file cannot be written; the text has the reason.
     """
     path = Path(name.replace("{engine_id}", engine.engine_id.replace("/", "_")))
     try:
@@ -70,14 +67,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LocalEngine:
-    """One life of this engine.
+    """The local engine, from one start to its end.
 
     Attributes:
-        host, port: of its side channel.
-        block_spans: per cache group the tokens that one scheduler block covers on all ranks together.
-        left_out: how many of a prompt's last tokens are not computed where it is prefilled.
-        takes_turns: whether its prefills read what decoders hold of a conversation's last turn.
-        offers_turns: whether it offers its answers.
+        host, port: address of its side channel.
+        block_spans: per cache group, the tokens that one scheduler block covers on all ranks together.
+        left_out: number of a prompt's last tokens that the producer does not compute.
+        takes_turns: whether its prefills read the last turn of a conversation from decoders.
+        offers_turns: whether it offers its answers for the next turn.
     """
 
     engine_id: str
@@ -96,7 +93,7 @@ class LocalEngine:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> LocalEngine:
-        """A new life.
+        """Create it from the configuration, with a new boot id and MAC key.
 
         Raises:
             InvalidConfig: a cache cannot be described.
@@ -121,7 +118,7 @@ class LocalEngine:
 
     @property
     def is_read_from(self) -> bool:
-        """Whether other engines read its blocks: it needs a side channel."""
+        """Whether other engines read its blocks. Then it needs a side channel."""
         return self.is_producer or self.offers_turns
 
     @property
@@ -131,12 +128,12 @@ class LocalEngine:
 
     @property
     def is_all_or_nothing(self) -> bool:
-        """Whether a part of a sequence's cache is of no use: a window or a state belongs to its end."""
+        """Whether a part of a sequence's cache is useless: a window or a state belongs to the sequence's end."""
         return any(group.policy != "full" for group in self.groups)
 
     def without_scratch(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[Sequence[int], ...]:
-        """The blocks of a request per cache group, those of a state up to the one after `num_tokens` tokens: behind
-        them vLLM has blocks for the states of drafts."""
+        """The blocks of a request per cache group; of a state, only those for the first `num_tokens` tokens, because
+        vLLM's blocks after them are for the states of drafts."""
         return tuple(
             ids[: -(-num_tokens // span)] if group.policy == "state" else ids
             for ids, group, span in zip(block_ids, self.groups, self.block_spans, strict=True)
@@ -146,18 +143,18 @@ class LocalEngine:
 def _can_offer_turns(groups: tuple[CacheGroup, ...], failure_policy: str) -> bool:
     if failure_policy != "recompute":
         logger.warning(
-            "kv_load_failure_policy=%s: a turn whose offer has run out will end with an error; use recompute",
+            "kv_load_failure_policy=%s: a request whose last turn's offer has expired will fail; use recompute",
             failure_policy,
         )
     if not any(group.policy == "state" for group in groups):
         return True
-    # A step in flight when a request stops has put one token more into the state, in place.
+    # A step in flight when a request stops has added one more token to the state, in place.
     logger.warning("bidirectional_kv_xfer: answers are not offered, since this model keeps a recurrent state")
     return False
 
 
 def block_spans(kv_cache_config: KVCacheConfig, dcp: int) -> tuple[int, ...]:
-    """Per transferred cache group the tokens that a scheduler block covers: with `dcp` ranks that share tokens out, a
-    block of `n` local slots covers `n · dcp` tokens of the groups that vLLM shards."""
+    """Per transferred cache group, the tokens that a scheduler block covers. With `dcp` ranks, a block of `n` local
+    slots covers `n · dcp` tokens of the groups that vLLM shards by tokens."""
     specs = (group.kv_cache_spec for group in kv_cache_config.transfer_groups)
     return tuple(spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in specs)

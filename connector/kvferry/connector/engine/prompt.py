@@ -1,9 +1,9 @@
-"""What a producer leaves out of a prompt, so that the consumer can go on from what it holds.
+"""Prompts and the tokens that a producer leaves out of them, so that the consumer can continue from the loaded cache.
 
-The consumer computes the prompt's last token itself, for its logits. An attention layer's keys and values of that
-token may be there already; a recurrent state that has seen it may not, for it would see it twice. So a producer of a
-model with states computes all tokens but the last one. The modules of a multi-token predictor each look one token
-further ahead: what they would write from tokens that are not yet certain is left to the consumer too.
+The consumer computes the prompt's last token itself, for its logits. It does not matter if the keys and values of that
+token are loaded too. But a recurrent state must not include it, or the token would be applied twice. So the producer of
+a model with states computes all tokens but the last. Each module of a multi-token predictor looks one token further
+ahead; the entries that depend on tokens not yet certain are left to the consumer too.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 def tokens_left_out(vllm_config: VllmConfig, groups: Iterable[CacheGroup]) -> int:
-    """How many of a prompt's last tokens a producer does not compute."""
+    """The number of a prompt's last tokens that a producer does not compute."""
     has_states = any(group.policy == "state" for group in groups)
     return max(int(has_states), int(vllm_config.num_prefill_lookahead_tokens) - 1)
 
 
 def leave_out(request: Request, num_tokens: int) -> bool:
-    """Take the last tokens off a prompt that is to be decoded elsewhere, and let it be answered with one token.
+    """Remove the last tokens of a prompt that will be decoded elsewhere, and limit its answer to one token.
 
     Must be called before the request is scheduled.
 
     Returns:
-        Whether what it will hold can be used. If not, the request is as it was, to be served without a transfer: it is
-        too short, wants log-probabilities of its prompt or more answers than one token, or ends within an image.
+        Whether its cache will be usable. If not, the request is unchanged and is served without a transfer: it is too
+        short, requests log-probabilities of its prompt or at least two tokens, or ends within an image.
     """
     if not num_tokens:
         return True
@@ -47,25 +47,25 @@ def leave_out(request: Request, num_tokens: int) -> bool:
     del request._all_token_ids[rest:]
     request.num_prompt_tokens = rest
     request.max_tokens = 1
-    # Full blocks were hashed with what is gone now; a block of one token is the least that there is.
+    # Drop hashes that include removed tokens: at most `num_tokens`, since a block has at least one token.
     del request.block_hashes[max(0, len(request.block_hashes) - num_tokens) :]
     request.update_block_hashes()
     return True
 
 
 def has_tokens(request: Request) -> bool:
-    """Whether the prompt is one of tokens, not of embeddings."""
+    """Whether the prompt consists of tokens, not of embeddings."""
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
 def prompt_of(request: Request, num_tokens: int) -> Prompt | None:
-    """Tokens and whatever else decides the request's KV cache; None when embeddings take the place of tokens.
+    """The tokens and everything else that determines the request's KV cache; None for a prompt of embeddings.
 
-    The tokens are the request's own, not a copy: they grow with it.
+    The tokens are the request's own list, not a copy: they grow with it.
 
     Args:
-        num_tokens: how many will be looked at. Those of the prompt alone are its list: to copy the beginning of another
-            takes a sixth of the time in which digests are made.
+        num_tokens: number of tokens that will be read. If the prompt has as many, its list is used: copying the
+            beginning of all tokens would take a sixth of the time of making digests.
     """
     prompt = request.prompt_token_ids
     if prompt is None or not has_tokens(request):

@@ -1,9 +1,9 @@
-"""Block layout: the order of bytes in a cache block, as the paged tensors of an attention backend.
+"""Block layouts: the block layout of the bytes of a cache block, as a backend's paged tensors.
 
-Strides say where things are only when it is known what is there. A *pattern* is a supposition about that: where the
-cells of K and V lie, as numbers made of a view's shape and strides. `probe` tests every pattern against what the
-backend really writes, and a layer is described by the one that was right. Where none was, a head of a block or a whole
-block is one opaque cell, in a format that no other layout has.
+Strides alone do not give the meaning of the bytes. A *pattern* is a hypothesis about it: the positions of the cells of
+K and V, computed from a view's shape and strides. `probe` tests every pattern against the bytes that the backend really
+writes, and the matching one describes the layer. If none matches, a head of a block or a whole block is one opaque
+cell, in a format that no other block layout has.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Range
 
 PLAIN = "plain"
-"""The packing of cells whose strides say everything."""
+"""The packing of cells that are fully described by their strides."""
 
 BY_HEAD = "by_head"
-"""Instead of a pattern: each (block, head) has its bytes for itself, and they do not depend on which it is."""
+"""Instead of a pattern: each (block, head) has its own bytes, and their layout is the same for all of them."""
 
 OPAQUE = ""
-"""Instead of a pattern: nothing is known of a block."""
+"""Instead of a pattern: the layout of a block is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The known layout of the blocks of a layer's cache.
+    """The block layout of a layer's cache, as far as it is known.
 
     Attributes:
-        packing: the backend and everything that the layout depends on, see `packing_of`.
+        packing: the backend and everything that its layout depends on, see `packing_of`.
         pattern: one of `PATTERNS`, or `BY_HEAD`, or `OPAQUE`.
-        dtype: what elements are where the view's dtype does not say it (float8 in a cache of bytes).
+        dtype: dtype of the elements; empty if it is the view's (not for float8 in a cache of bytes).
         scales: static scales by kind, `value = stored · scale`: one for all heads of this worker or one for each.
     """
 
@@ -47,7 +47,7 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Where the cells of one kind are in a view, in elements.
+    """The positions of the cells of one kind in a view, in elements.
 
     Element `i` of (block, head, token) is at
     `offset + block·view.stride(0) + head·head_stride + token·token_stride + i·element_stride`.
@@ -70,9 +70,9 @@ class Cells:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One paged tensor of a layer, as `PagedTensor` has it; `offset` is from the layer's first byte to its first.
+    """One paged tensor of a layer, see `PagedTensor`; `offset` is in bytes from the layer's first byte.
 
-    `dtype` is empty where it is that of the view.
+    `dtype` is empty if it is that of the view.
     """
 
     kind: str
@@ -90,7 +90,7 @@ class Part:
 
 
 def _rows(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
-    """A row `[k | v]` for every (head, token), wherever heads and tokens are: the usual one on GPUs."""
+    """A row `[k | v]` for every (head, token), with any strides of heads and tokens: the usual one on GPUs."""
     width, width_v = spec.head_size, spec.head_size_v
     if is_mla(spec) or view.shape[1] != spec.num_kv_heads or view.shape[3] != width + width_v:
         return ()
@@ -113,7 +113,7 @@ def _columns(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
 
 
 def _planes(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
-    """Two slots in place of heads, one of K and one of V, with all heads of a token in a row."""
+    """The head axis has two entries, one for K and one for V; all heads of a token are one row."""
     heads, width = spec.num_kv_heads, spec.head_size
     if is_mla(spec) or view.shape[1] != 2 or view.shape[3] != heads * width or spec.head_size_v != width:
         return ()
@@ -136,13 +136,13 @@ PATTERNS: dict[str, Callable[[torch.Tensor, Any], tuple[Cells, ...]]] = {
     "planes": _planes,
     "latent": _latent,
 }
-"""By name the cells of a view `[B, H, N, C]` of a cache with a spec; none where the shape rules the pattern out."""
+"""By name, a function from a view `[B, H, N, C]` and its spec to the cells; () if the shape excludes the pattern."""
 
 
 def packing_of(layer: Any, layer_name: str) -> str:
-    """The name of a layer's backend, and everything else that its block layout depends on.
+    """The packing of a layer's blocks: the backend's name and everything that its block layout depends on.
 
-    For float8 that includes which one it is: vLLM keeps every kind in a cache of bytes, under one quantisation mode.
+    For float8 that includes the format: vLLM keeps every format in a cache of bytes, under one quantisation mode.
     """
     backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
     name = str(backend.get_name()) if backend is not None else type(layer).__name__
@@ -166,7 +166,7 @@ def packing_of(layer: Any, layer_name: str) -> str:
 
 
 def _float8_of(layer: Any) -> str:
-    """What a layer's cache holds, where its dtype does not tell; vLLM's `fp8` is its `fp8_e4m3`."""
+    """The float8 format of a layer's cache, as a suffix; "" for other dtypes. vLLM's `fp8` is its `fp8_e4m3`."""
     cache_dtype = str(getattr(layer, "kv_cache_dtype", None))
     if not cache_dtype.startswith("fp8"):
         return ""
@@ -176,13 +176,13 @@ def _float8_of(layer: Any) -> str:
 def parts_of(
     layer: str, view: torch.Tensor, spec: Any, block_layout: BlockLayout, sharding: Sharding
 ) -> tuple[Part, ...]:
-    """What a layer's cache consists of.
+    """The paged tensors of a layer's cache.
 
     Args:
         view: `[B, H, N, C]`, content contiguous.
 
     Raises:
-        InvalidConfig: the bytes of an opaque block do not lie together.
+        InvalidConfig: the bytes of an opaque block are not contiguous.
     """
     pattern = PATTERNS.get(block_layout.pattern)
     cells = pattern(view, spec) if pattern is not None else ()
@@ -194,12 +194,12 @@ def parts_of(
 
 
 def heads_lie_together(view: torch.Tensor, spec: Any) -> bool:
-    """Whether the bytes of each (block, head) follow one another."""
+    """Whether the bytes of each (block, head) are contiguous."""
     return not is_mla(spec) and view.shape[1] == spec.num_kv_heads and bool(view.stride(2) == view.shape[3])
 
 
 def is_mla(spec: Any) -> bool:
-    """Whether a cache holds one latent vector a token, the same on every tensor-parallel rank."""
+    """Whether a cache holds one latent vector per token, the same on every tensor-parallel rank."""
     return type(spec).__name__ in ("MLAAttentionSpec", "SlidingWindowMLASpec")
 
 
@@ -233,7 +233,7 @@ def _head_of_block(view: torch.Tensor, block_layout: BlockLayout, sharding: Shar
 
 
 def _heads(sharding: Sharding, local_heads: int) -> tuple[Range, str]:
-    """The heads, and what the format says of them: where only the rank is known, ranks of equally many match."""
+    """The heads, and a suffix of the format. If the heads are unknown, only equal tensor-parallel sizes match."""
     known = sharding.heads(local_heads)
     if known is not None:
         return known, ""
@@ -245,7 +245,7 @@ def _rank_of(sharding: Sharding) -> str:
 
 
 def _opaque(block_layout: BlockLayout) -> str:
-    """The packing of what cannot be looked into. Scales are part of it: it can only be copied as it is."""
+    """The packing of opaque cells. Scales are part of it, because the cells can only be copied unchanged."""
     reported = [
         f"{kind}={','.join(format(scale, '.9g') for scale in scales)}"
         for kind, scales in sorted(block_layout.scales.items())
@@ -255,8 +255,8 @@ def _opaque(block_layout: BlockLayout) -> str:
 
 
 def _opaque_block(layer: str, view: torch.Tensor, spec: Any, block_layout: BlockLayout, sharding: Sharding) -> Part:
-    """All local heads of a block as one cell. Its axes belong to the format, from the outermost to the innermost with
-    their sizes, e.g. `heads2.tokens16.content512`: blocks of equal size may be laid out differently."""
+    """All local heads of a block as one cell. The format has its axes and their sizes, from the outermost to the
+    innermost, e.g. `heads2.tokens16.content512`, because blocks of equal size may differ in layout."""
     item = view.element_size()
     heads, tokens, content = shape = tuple(int(n) for n in view.shape[1:])
     strides = tuple(int(n) * item for n in view.stride()[1:])
@@ -265,18 +265,18 @@ def _opaque_block(layer: str, view: torch.Tensor, spec: Any, block_layout: Block
         raise InvalidConfig(
             f"cache of layer {layer}",
             f"strides {list(strides)} for {list(shape)}",
-            "blocks whose bytes lie together (set VLLM_KV_CACHE_LAYOUT to LBHNC)",
+            "blocks whose bytes are contiguous (set VLLM_KV_CACHE_LAYOUT to LBHNC)",
         )
     axes = zip(strides, (f"heads{heads}", f"tokens{tokens}", f"content{content}"), shape, strict=True)
     order = ".".join(name for _, name, n in sorted(axes, reverse=True) if n > 1) or "one"
     packing = f"{_opaque(block_layout)}/{order}"
     if heads == 1 and is_mla(spec):
         return Part("indexer" if _is_indexer(spec) else "kv", Range(0, 1), 0, extent, packing, tokens)
-    # One thing, whatever heads are in it: ranks of engines with equal tensor-parallel sizes match.
+    # One unit, whatever its heads are: only ranks of engines with equal tensor-parallel sizes match.
     alone = Range(sharding.rank, sharding.rank + 1)
     return Part("kv", alone, 0, extent, packing + _rank_of(sharding), tokens)
 
 
 def _is_indexer(spec: Any) -> bool:
-    """Whether a cache holds the keys by which sparse attention chooses its tokens."""
+    """Whether a cache holds the keys by which sparse attention selects its tokens."""
     return str(getattr(getattr(spec, "cache_role", None), "value", "")) == "indexer"

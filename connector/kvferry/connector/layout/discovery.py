@@ -1,6 +1,6 @@
 """Layout discovery: from vLLM's cache tensors to paged tensors.
 
-Strides come from the registered tensors; what their bytes mean comes from the cache spec, and for attention from the
+Strides come from the registered tensors; the meaning of the bytes comes from the cache spec, and for attention from the
 backend: see `policies`, `block_layout` and `mamba_layout`.
 """
 
@@ -30,7 +30,7 @@ def groups_of(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
     """The cache groups that take part in transfers.
 
     Raises:
-        InvalidConfig: a group holds what kvferry cannot describe; the text names a layer and why.
+        InvalidConfig: kvferry cannot describe a group; the text names a layer and the reason.
     """
     return tuple(_group(group) for group in kv_cache_config.transfer_groups)
 
@@ -47,19 +47,19 @@ def discover(
     """Describe the registered caches.
 
     Args:
-        kv_caches: by layer the view `[B, H, N, C]`: of attention in elements of the cache's dtype, of a state in bytes.
-        block_layouts: by layer, as its attention backend writes a block; see `probe`.
-        interleave: which tokens this worker holds of the caches that ranks share out (decode context parallelism).
-        head_groups: how many groups share B and C of a Mamba-2 model, see `groups_of_heads`.
+        kv_caches: by layer, the view `[B, H, N, C]`: elements of the cache's dtype for attention, bytes for a state.
+        block_layouts: by layer, the block layout of its attention backend, see `probe`.
+        interleave: the tokens that this worker holds of caches split by tokens (decode context parallelism).
+        head_groups: number of groups that share B and C of a Mamba-2 model, see `groups_of_heads`.
 
     Raises:
-        InvalidConfig: naming the layer and why it cannot be described.
+        InvalidConfig: names the layer and why it cannot be described.
     """
     sharding = sharding.checked(_local_heads(kv_cache_config))
     tensors: list[PagedTensor] = []
     storages: dict[int, torch.Tensor] = {}
     for index, group in enumerate(kv_cache_config.transfer_groups):
-        seen: set[tuple[int, ...]] = set()  # not across groups: vLLM lays all of them over the same bytes
+        seen: set[tuple[int, ...]] = set()  # not across groups: all of them share the same bytes in vLLM
         for layer in group.layer_names:
             view = kv_caches.get(layer)
             if view is None:
@@ -85,7 +85,7 @@ def discover(
 def _group(group: KVCacheGroupSpec) -> CacheGroup:
     from vllm.v1 import kv_cache_interface as specs
 
-    # A pipeline stage may have none of a group's layers; the group's spec is the whole model's.
+    # A pipeline stage may have none of a group's layers; the group's spec covers the whole model.
     spec, layer = group.kv_cache_spec, next(iter(group.layer_names), "of another stage")
     if group.host_resident or group.role is not specs.KVCacheGroupRole.DEFAULT:
         expected = "caches in the device's memory (no hisparse_config)"
@@ -107,7 +107,7 @@ def _layer_spec(spec: KVCacheSpec, layer: str) -> Any:
 
 
 def _local_heads(kv_cache_config: KVCacheConfig) -> Iterator[int]:
-    """KV heads on this worker, of every layer whose heads are shared out."""
+    """KV heads on this worker, of every layer whose heads are split over ranks."""
     from vllm.v1 import kv_cache_interface as specs
 
     everywhere = (specs.MLAAttentionSpec, specs.SlidingWindowMLASpec)
@@ -128,7 +128,7 @@ def _describe(
     sharding: Sharding,
     interleave: Interleave,
 ) -> list[PagedTensor]:
-    """The paged tensors of a layer of attention."""
+    """The paged tensors of an attention layer."""
     where = f"cache of layer {layer}"
     if view.dim() != 4:
         raise InvalidConfig(where, f"shape {list(view.shape)}", "a view [blocks, heads, tokens, content]")

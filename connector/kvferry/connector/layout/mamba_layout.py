@@ -1,8 +1,8 @@
-"""Mamba layout: paged recurrent states of Mamba-1, Mamba-2, gated delta net, short convolution and linear attention.
+"""The layout of recurrent states: pages of Mamba-1, Mamba-2, gated delta net, short convolution, linear attention.
 
-vLLM registers a page of a state as plain bytes, `[B, 1, 1, C]`; a layer's states follow one another in `C`. The
-convolution state is first. Its channels are those of several projections, one behind the other, and every
-tensor-parallel rank has a part of each, so each projection is a paged tensor of its own. What vLLM shards where:
+vLLM registers a page of a state as plain bytes, `[B, 1, 1, C]`, with a layer's states one after another in `C`. The
+convolution state is first. Its channels are those of several projections, one after another, and every tensor-parallel
+rank has a part of each, so each projection is a separate paged tensor. The axes that vLLM shards:
 
 | | convolution, `kernel − 1 (+ drafts)` columns of | temporal state, by heads |
 | --- | --- | --- |
@@ -12,7 +12,7 @@ tensor-parallel rank has a part of each, so each projection is a paged tensor of
 | short convolution | `x` | – |
 | linear attention | – | heads, `[head_dim, head_dim]` |
 
-B and C of Mamba-2 belong to groups of heads. vLLM gives every rank `groups / ranks` of them, or a copy of the only one.
+B and C of Mamba-2 belong to groups of heads. vLLM gives every rank `groups / ranks` groups, or a copy of a single one.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import MambaSpec
 
 _NAMES_OF_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
-"""What models call the number of groups that share B and C."""
+"""Names in models' configurations of the number of groups that share B and C."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
-    """Channels of the convolution on this rank, `width` of them; `alike` when every rank has the same ones."""
+    """`width` channels of the convolution on this rank; `alike` if every rank has the same ones."""
 
     kind: str
     width: int
@@ -47,7 +47,7 @@ class _Projection:
 
 @dataclass(frozen=True, slots=True)
 class _MambaTensor:
-    """One paged tensor of a page, as `PagedTensor` has it; `offset` is from the page's first byte to its first."""
+    """One paged tensor of a page, see `PagedTensor`; `offset` is in bytes from the page's first byte."""
 
     kind: str
     heads: Range
@@ -61,7 +61,7 @@ class _MambaTensor:
 
 
 def groups_of_heads(config: Mapping[str, Any]) -> int | None:
-    """How many groups share B and C in a Mamba-2 model, as its configuration says; None when it does not say it."""
+    """The number of groups that share B and C in a Mamba-2 model; None if its configuration does not give it."""
     reported = {config[name] for name in _NAMES_OF_GROUPS if isinstance(config.get(name), int)}
     return reported.pop() if len(reported) == 1 else None
 
@@ -82,7 +82,7 @@ def describe_mamba_layout(
         head_groups: see `groups_of_heads`.
 
     Raises:
-        InvalidConfig: naming the layer and why it cannot be described.
+        InvalidConfig: names the layer and why it cannot be described.
     """
     where = f"cache of layer {layer}"
     found = [*_of_convolution(where, spec, sharding, head_groups), *_of_temporal(where, spec, sharding)]
@@ -113,7 +113,7 @@ def describe_mamba_layout(
 
 
 def _of_convolution(where: str, spec: MambaSpec, sharding: Sharding, head_groups: int | None) -> Iterator[_MambaTensor]:
-    """The convolution state by projections: a cell is a channel's columns."""
+    """The convolution state, by projection; a cell holds the columns of one channel."""
     has_convolution, _ = _kind_of(where, spec)
     if not has_convolution:
         return
@@ -139,7 +139,7 @@ def _of_convolution(where: str, spec: MambaSpec, sharding: Sharding, head_groups
 
 
 def _of_temporal(where: str, spec: MambaSpec, sharding: Sharding) -> Iterator[_MambaTensor]:
-    """The temporal state, by heads; it lies behind the convolution's."""
+    """The temporal state, by head; it follows the convolution state."""
     has_convolution, has_temporal = _kind_of(where, spec)
     if not has_temporal:
         return
@@ -152,10 +152,10 @@ def _of_temporal(where: str, spec: MambaSpec, sharding: Sharding) -> Iterator[_M
 
 
 def _kind_of(where: str, spec: MambaSpec) -> tuple[bool, bool]:
-    """Whether there is a convolution and a temporal state.
+    """Whether there is a convolution state, and whether there is a temporal state.
 
     Raises:
-        InvalidConfig: a kind of state, or a number of them, that is not known.
+        InvalidConfig: the kind or the number of states is unknown.
     """
     kinds = {
         "MAMBA1": (True, True),
@@ -175,7 +175,7 @@ def _kind_of(where: str, spec: MambaSpec) -> tuple[bool, bool]:
 
 
 def _orientation(shape: tuple[int, ...]) -> tuple[int, int, bool]:
-    """Channels and columns of a convolution state, and whether a channel's columns lie together."""
+    """Channels and columns of a convolution state, and whether a channel's columns are contiguous."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     first, second = shape
@@ -185,7 +185,7 @@ def _orientation(shape: tuple[int, ...]) -> tuple[int, int, bool]:
 def _projections(
     where: str, spec: MambaSpec, channels: int, sharding: Sharding, head_groups: int | None
 ) -> list[_Projection]:
-    """What the channels of a convolution belong to, in the order in which they lie."""
+    """The projections that the channels of a convolution belong to, in memory order."""
     name = spec.mamba_type.name
     if name in ("MAMBA1", "SHORT_CONV"):
         return [_Projection("conv.x", channels)]
@@ -205,10 +205,10 @@ def _projections(
 
 
 def _copied(local_groups: int, sharding: Sharding, head_groups: int | None) -> tuple[bool, str]:
-    """Whether every rank has a copy of B and C, and their format's packing.
+    """Whether every rank has a copy of B and C, and the packing of their format.
 
-    Several groups on a rank are a part of all. A single one is the rank's own, or a copy of the only one: where the
-    model does not tell, only ranks of equally many are paired, which is right in either case.
+    Several groups on a rank are a part of all groups. A single one is the rank's own or a copy of the only one. If the
+    configuration does not give their number, only equal tensor-parallel sizes are paired, which is right in both cases.
     """
     if sharding.size == 1 or local_groups > 1:
         return False, "plain"

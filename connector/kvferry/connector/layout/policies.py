@@ -1,4 +1,4 @@
-"""What a cache spec says about a group: which tokens its blocks hold, or why kvferry cannot carry them."""
+"""The policy of a cache group, from its cache spec: the tokens in its blocks, or why they cannot be transferred."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXPECTED = (
 )
 _REASONS = {
     "CircularBufferSpec": "a ring buffer of keys that are not compressed yet",
-    "RSWASpec": "a window over answers only, whose gaps are given back",
+    "RSWASpec": "a window over answers only, whose gaps are freed",
     "HiddenStateCacheSpec": "hidden states, which no decoder reads",
     "CrossAttentionSpec": "keys of an encoder, which belong to no token of the prompt",
     "EncoderOnlyAttentionSpec": "an encoder's layer, which has no cache",
@@ -31,10 +31,10 @@ def policy_of(layer: str, spec: KVCacheSpec) -> tuple[str, int]:
     """A `CacheGroup`'s policy and window for one layer's cache.
 
     A window that vLLM keeps as full attention (without the hybrid cache manager) holds every token. Blocks of sinks
-    belong to the engine and to no request.
+    belong to the engine, not to a request.
 
     Raises:
-        InvalidConfig: naming the layer and why its cache cannot be carried.
+        InvalidConfig: names the layer and why its cache cannot be transferred.
     """
     from vllm.v1 import kv_cache_interface as specs
 
@@ -44,12 +44,12 @@ def policy_of(layer: str, spec: KVCacheSpec) -> tuple[str, int]:
     if kind in (specs.FullAttentionSpec, specs.MLAAttentionSpec, specs.SinkFullAttentionSpec):
         policy = ("full", 0)
     elif kind in (specs.SlidingWindowSpec, specs.SlidingWindowMLASpec) and not spec.prefix_replay_tokens:
-        # What a multi-token predictor computes once more has windows of its own before the last one.
+        # With `prefix_replay_tokens`, a multi-token predictor needs further windows before the last one.
         policy = ("window", spec.sliding_window + spec.extra_retained_tokens)
     elif kind is specs.ChunkedLocalAttentionSpec:
         policy = ("chunk", spec.attention_chunk_size)
     else:
-        reason = "a window that is computed once more after a load" if spec.prefix_replay_tokens else ""
+        reason = "a window that is computed again after a load" if spec.prefix_replay_tokens else ""
         reason = _REASONS.get(kind.__name__, reason)
         raise InvalidConfig(_where(layer), f"{kind.__name__}: {reason}" if reason else kind.__name__, _EXPECTED)
     _check_states_and_scales(layer, spec)
@@ -57,7 +57,7 @@ def policy_of(layer: str, spec: KVCacheSpec) -> tuple[str, int]:
 
 
 def _check_states_and_scales(layer: str, spec: Any) -> None:
-    """Only caches of one state a token, with scales that belong to the weights."""
+    """Refuse caches without one state per token, or with scales that do not belong to the weights."""
     if spec.tokens_per_state != 1:
         raise InvalidConfig(_where(layer), f"{spec.tokens_per_state} tokens a state", "one token a state")
     mode = spec.kv_quant_mode.name

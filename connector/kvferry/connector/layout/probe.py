@@ -1,10 +1,10 @@
-"""The block layout of a backend: its own code writes known values, and the bytes say where they went.
+"""Finds the block layout of a backend: the backend's own code writes known values, and the bytes show the layout.
 
-When a worker registers its caches, every kind of layer in it is tried once. The layer's own implementation writes K and
-V into a few blocks of memory that look like the layer's cache to it. A pattern of `block_layout` is believed if it, and
-no other, explains every byte of that memory, those that must not change included. So belief is a measurement on the
-machine that serves, for the backend, instruction set and quantisation in use, whatever the vLLM version. A backend that
-cannot be tried, or writes in no known way, is opaque, and a log line says so. The probe itself never stops a start.
+When a worker registers its caches, every kind of layer is probed once. The layer's own implementation writes K and V
+into a few blocks of memory with the shape of its cache. A pattern of `block_layout` is accepted if it, and no other,
+explains every byte of that memory, including those that must not change. So the result is a measurement on the serving
+machine, for the backend, instruction set and quantisation in use, with any version of vLLM. A backend that cannot be
+probed, or that matches no pattern, is opaque, with a log line. The probe itself never stops a start.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _FILLS = (0x55, 0xAA)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a probe has found for layers of one kind.
+    """The result of a probe, for layers of one kind.
 
     Attributes:
         pattern: one of `PATTERNS`, `BY_HEAD` or `OPAQUE`.
-        dtype: of the elements where the view's does not say it.
-        scales_in: where these layers keep the scales that are used, see `scales_of`.
+        dtype: dtype of the elements; empty if it is the view's.
+        scales_in: the place in these layers of the scales that the backend uses, see `scales_of`.
         reason: why it is opaque.
     """
 
@@ -67,8 +67,8 @@ def block_layouts_of(
     """The block layout of every layer's cache.
 
     Args:
-        layers: by name vLLM's attention layers, with their weights loaded.
-        dtype: of activations.
+        layers: vLLM's attention layers by name, with their weights loaded.
+        dtype: dtype of activations.
 
     Raises:
         InvalidConfig: a layer's scales are not static.
@@ -86,11 +86,11 @@ def block_layouts_of(
         layer, view, spec = layers[name], kv_caches[name], specs.get(name)
         target = getattr(layer, "kv_sharing_target_layer_name", None)
         if target in found:
-            found[name] = found[target]  # the very same cache
+            found[name] = found[target]  # the same cache
             continue
         packing = packing_of(layer, name)
         if not hasattr(spec, "kv_quant_mode") or not isinstance(view, torch.Tensor) or view.dim() != 4:
-            found[name] = BlockLayout(packing)  # a state of another kind; layout knows it, or refuses it
+            found[name] = BlockLayout(packing)  # not attention: `discover` describes or refuses it
             continue
         known = scales_of(layer, name, spec)
         kind = (_kind_of(layer, packing, view, spec), *known)
@@ -104,19 +104,19 @@ def block_layouts_of(
 
 
 def probe(layer: Any, view: torch.Tensor, spec: Any, scales: Mapping[str, Scales], dtype: torch.dtype) -> Finding:
-    """Let a layer's backend write into memory of the probe's own, and look for the pattern that explains every byte.
+    """Let a layer's backend write into scratch memory, and find the pattern that explains every byte.
 
     Args:
-        view: the layer's cache `[B, H, N, C]`; only its shape, strides, type and device are used.
+        view: the layer's cache `[B, H, N, C]`; only its shape, strides, dtype and device are used.
         scales: see `scales_of`.
-        dtype: of activations.
+        dtype: dtype of activations.
     """
     try:
         with torch.inference_mode():
             return _probe(Backend(layer, spec, dtype), view, spec, scales or {"": {}})
     except CannotBeTried as error:
         return Finding(OPAQUE, reason=str(error))
-    except Exception as error:  # noqa: BLE001 - whatever a backend does: it is opaque then, and the engine starts
+    except Exception as error:  # noqa: BLE001 - whatever a backend raises, it is opaque and the engine starts
         text = str(error).partition("\n")[0][:200]
         return Finding(OPAQUE, reason=f"its cache write cannot be tried: {type(error).__name__}: {text}")
 
@@ -143,11 +143,11 @@ def _probe(backend: Backend, view: torch.Tensor, spec: Any, scales: Mapping[str,
         return Finding(OPAQUE, reason=f"{len(right)} block layouts explain what it writes")
     if heads_lie_together(scratch.view, spec) and _keeps_heads_apart(backend, scratch, next(iter(scales.values()))):
         return Finding(BY_HEAD)
-    return Finding(OPAQUE, reason="no known block layout explains what it writes")
+    return Finding(OPAQUE, reason="no block layout that kvferry knows explains what it writes")
 
 
 def _expected(scratch: Scratch, write: Write, fill: int, cells: tuple[Cells, ...], encoding: Encoding) -> torch.Tensor:
-    """All of the memory after a write, if these are the cells and this is how values are kept in them."""
+    """The expected content of the whole memory after a write, for these cells and this encoding."""
     image = scratch.image(fill)
     view = scratch.as_view(image, encoding.bits.dtype)
     for one in cells:
@@ -156,16 +156,16 @@ def _expected(scratch: Scratch, write: Write, fill: int, cells: tuple[Cells, ...
 
 
 def _keeps_heads_apart(backend: Backend, scratch: Scratch, scales: Scales) -> bool:
-    """Whether a (block, head) holds all of its own K and V and nothing else, the same wherever it is."""
+    """Whether each (block, head) holds exactly its own K and V, in the same way in every place."""
     if any(len(set(values)) > 1 for values in scales.values()):
-        return False  # equal values are not stored alike
+        return False  # equal values are stored differently in different heads
     _, heads, tokens, _ = scratch.view.shape
     device, bits = scratch.raw.device, integers_of(scratch.view)
 
     def cells_of(image: torch.Tensor) -> torch.Tensor:
         return scratch.as_view(image, bits).view(torch.uint8)[1:]
 
-    # The same K and V for every head of two blocks: every cell is the same, to the last byte, and nothing else changes.
+    # The same K and V for every head of two blocks: all cells must have equal bytes, and nothing else may change.
     one = {kind: codes_of((tokens, 1, size), 3, device) for kind, size in backend.elements.items()}
     alike = {kind: codes.expand(-1, heads, -1).repeat(2, 1, 1) for kind, codes in one.items()}
     blocks = torch.tensor([2, 1], device=device).repeat_interleave(tokens)
@@ -179,7 +179,7 @@ def _keeps_heads_apart(backend: Backend, scratch: Scratch, scales: Scales) -> bo
         cells.fill_(fill)
         if not torch.equal(image, scratch.image(fill)):
             return False
-    # Other K and V for one head: its cells change, and nothing else.
+    # Other K and V for one head: its cells must change, and nothing else may.
     for codes in alike.values():
         codes[:, heads - 1] = (codes[:, heads - 1] + 1) % len(VALUES)
     image = backend.write(scratch, write, _FILLS[0], scales).clone()
@@ -193,7 +193,7 @@ def _keeps_heads_apart(backend: Backend, scratch: Scratch, scales: Scales) -> bo
 
 
 def _plan_write(scratch: Scratch, backend: Backend, whole: int, seed: int) -> Write:
-    """All tokens of one block, in no order, and every third token of the block before it."""
+    """All tokens of one block in random order, and every third token of the block before it."""
     count, device = scratch.view.shape[2], scratch.raw.device
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(device)
     some = torch.arange(min(seed, count), count, 3, device=device)
@@ -207,7 +207,7 @@ def _plan_write(scratch: Scratch, backend: Backend, whole: int, seed: int) -> Wr
 
 
 def _kind_of(layer: Any, packing: str, view: torch.Tensor, spec: Any) -> object:
-    """What layers have in common that one probe can speak for."""
+    """The key of a kind of layers: layers with equal keys share one probe."""
     impl = getattr(layer, "impl", None)
     reported = (getattr(layer, "kv_cache_dtype", None), getattr(layer, "kv_lora_rank", None))
     shared = getattr(layer, "kv_sharing_target_layer_name", None) is not None
@@ -215,7 +215,7 @@ def _kind_of(layer: Any, packing: str, view: torch.Tensor, spec: Any) -> object:
 
 
 def _report(name: str, packing: str, finding: Finding) -> None:
-    """One line for every kind of layer."""
+    """Log the result, one line per kind of layer."""
     if finding.pattern == OPAQUE:
         logger.warning(
             "the cache of layer %s and of those like it (%s) is not recognised: %s; its blocks are moved whole, "

@@ -1,7 +1,7 @@
-"""The writes of a probe: a layer's own cache write, called without an engine around it and without a trace.
+"""The writes of a probe: a layer's own cache write, called outside a forward pass and without side effects.
 
-They go to memory that looks like the layer's cache. The written values are known, and what they are in memory under
-every supposition of how a cache is quantised.
+They go to scratch memory with the shape of the layer's cache. The written values are known, and so are their bytes
+under every encoding that a cache may have.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kvferry.connector.layout.block_layout import is_mla
 from kvferry.protocol.errors import InvalidConfig
 
 BLOCKS = 3
-"""As many blocks as are needed to write one whole, one in part and one not at all."""
+"""Enough blocks to write one fully, one partly and one not at all."""
 
 _GUARD_BYTES = 4096
 _MAX_BYTES = 64 << 20
-"""Above this the gaps between blocks and between heads are made smaller than in the layer's cache."""
+"""Above this size the gaps between blocks and between heads are smaller than in the layer's cache."""
 
 
 class Scratch:
-    """A cache of `BLOCKS` blocks with the shape and the strides of a layer's, between guard bytes.
+    """A cache of `BLOCKS` blocks with the shape and the strides of a layer's cache, between guard bytes.
 
     Args:
-        view: the layer's, `[B, H, N, C]`.
+        view: the layer's cache, `[B, H, N, C]`.
     """
 
     def __init__(self, view: torch.Tensor) -> None:
@@ -42,17 +42,17 @@ class Scratch:
         self.view = self.as_view(self.raw, view.dtype)
 
     def image(self, fill: int) -> torch.Tensor:
-        """What all of the memory would hold, filled with one byte."""
+        """A tensor of the memory's size, filled with one byte."""
         return torch.full_like(self.raw, fill)
 
     def as_view(self, raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The cache in an image of this memory, in elements of a type of the same size."""
+        """The cache's view of an image of this memory, in elements of a dtype of the same size."""
         elements = raw.view(dtype)
         return elements.as_strided(self._shape, self._strides, _GUARD_BYTES // elements.element_size())
 
 
 def _strides(view: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The view's own strides if that is affordable; else in the same order, with gaps where it has gaps."""
+    """The view's own strides if they fit in `_MAX_BYTES`; else smaller ones in the same order, with the same gaps."""
     strides = list(view.stride())
     if _extent(shape, strides) * view.element_size() <= _MAX_BYTES:
         return tuple(strides)
@@ -71,7 +71,7 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...] | list[int]) -> int
 VALUES = torch.tensor(
     [sign * 2.0**exponent * (1 + m / 4) for sign in (1, -1) for exponent in range(-2, 4) for m in range(4)]
 )
-"""Numbers that every floating-point type down to float8 has exactly, each with a pattern of bits of its own."""
+"""Numbers that every floating-point type down to float8 represents exactly, all with different bits."""
 
 _FLOAT8 = {
     "float8_e4m3": torch.float8_e4m3fn,
@@ -81,16 +81,16 @@ _FLOAT8 = {
 }
 
 Scales = dict[str, tuple[float, ...]]
-"""By kind the static scales of a layer on this worker: one, or one for each of its heads."""
+"""The static scales of a layer on this worker, by kind: one, or one for each of its heads."""
 
 
 def scales_of(layer: Any, layer_name: str, spec: Any) -> dict[str, Scales]:
-    """The static scales of a float8 layer by where the layer keeps them; the backends differ in which they use.
+    """The static scales of a float8 layer, by their place in the layer; backends differ in the place they use.
 
     They are final: vLLM allocates caches after the weights have been loaded and processed.
 
     Raises:
-        InvalidConfig: scales that change while the engine runs, or that are no scales.
+        InvalidConfig: the scales change while the engine runs, or are invalid.
     """
     if spec.kv_quant_mode.name != "FP8_PER_TENSOR":
         return {}
@@ -118,21 +118,21 @@ def _are_equal(one: Scales, other: Scales) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How a value is supposed to be kept. `dtype` is empty where the view's own says it.
+    """A hypothesis about the encoding of values. `dtype` is empty if it is the view's.
 
-    `bits` are those of every one of `VALUES`, as integers of their size.
+    `bits` are the encoded `VALUES`, as integers of the element's size.
     """
 
     dtype: str
     bits: torch.Tensor
 
     def stored(self, codes: torch.Tensor) -> torch.Tensor:
-        """What elements hold for the `VALUES` of these codes, as integers."""
+        """The encoded `VALUES` of these codes, as integers."""
         return self.bits.to(codes.device)[codes]
 
 
 def encodings_of(view: torch.Tensor, spec: Any) -> Iterator[Encoding]:
-    """Every way in which values may be kept in a cache."""
+    """Every possible encoding of values in a cache."""
     if spec.kv_quant_mode.name == "FP8_PER_TENSOR":
         if view.element_size() == 1:
             for name, dtype in _FLOAT8.items():
@@ -142,19 +142,19 @@ def encodings_of(view: torch.Tensor, spec: Any) -> Iterator[Encoding]:
 
 
 def integers_of(view: torch.Tensor) -> torch.dtype:
-    """Integers of the size of a view's elements: every device can move and compare them."""
+    """The integer dtype of the size of a view's elements, which every device can move and compare."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]
 
 
 def codes_of(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
-    """Indices into `VALUES`, random but always the same, without touching the generators of the engine."""
+    """Random but reproducible indices into `VALUES`; the engine's generators are not used."""
     count = math.prod(shape)
     source = torch.Generator().manual_seed(seed)
     return torch.randint(len(VALUES), (count,), generator=source).to(device).view(shape)
 
 
 def values_of(codes: torch.Tensor, scales: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What to give a backend so that it stores these codes under these scales, `[T, heads, elements]`."""
+    """The input that makes a backend store these codes under these scales, `[T, heads, elements]`."""
     heads = codes.shape[1]
     scale = torch.tensor(scales or (1.0,)).expand(heads)
     table = (VALUES[None, :] * scale[:, None]).to(dtype).to(codes.device)
@@ -165,12 +165,12 @@ _MODES = ("NONE", "FP8_PER_TENSOR")
 
 
 class CannotBeTried(Exception):
-    """A backend that cannot be tried; the text says why."""
+    """A backend that cannot be probed; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What is written in one round: the blocks' tokens, and codes `[T, heads, elements]` of every kind."""
+    """One write: block and token of each of `T` entries, and codes `[T, heads, elements]` by kind."""
 
     blocks: torch.Tensor
     tokens: torch.Tensor
@@ -181,11 +181,11 @@ class Backend:
     """A layer's own cache write.
 
     Attributes:
-        elements: by kind how many elements a token of a head has.
-        heads: heads that are written.
+        elements: number of elements of a token of a head, by kind.
+        heads: number of heads.
 
     Raises:
-        CannotBeTried: it has none that can be called.
+        CannotBeTried: the layer has no cache write that can be called.
     """
 
     def __init__(self, layer: Any, spec: Any, dtype: torch.dtype) -> None:
@@ -196,7 +196,7 @@ class Backend:
             raise CannotBeTried("it has no cache write of its own")
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             raise CannotBeTried("another layer writes its cache")
-        # Writing must leave nothing behind: attributes that it sets go to copies, tensors that it fills as well.
+        # A write must have no side effects: it sets attributes and fills tensors of copies only.
         self._impl = copy.copy(impl)
         self._layer = _Borrowed(layer)
         self._dtype = dtype
@@ -208,7 +208,7 @@ class Backend:
         )
 
     def write(self, scratch: Scratch, what: Write, fill: int, scales: Scales) -> torch.Tensor:
-        """Fill the memory with a byte, write, and return all of it."""
+        """Fill the memory with a byte, write, and return the whole memory."""
         scratch.raw.fill_(fill)
         slots = what.blocks * scratch.view.shape[2] + what.tokens
         given = {kind: values_of(codes, scales.get(kind, ()), self._dtype) for kind, codes in what.codes.items()}
@@ -228,7 +228,7 @@ class Backend:
 
 
 class _Borrowed:
-    """A layer to read from. What is set stays here, and tensors are copies."""
+    """A read-only proxy of a layer: attributes are set on the proxy only, and tensors are copies."""
 
     def __init__(self, layer: Any) -> None:
         self.__dict__["_kvferry_layer"] = layer

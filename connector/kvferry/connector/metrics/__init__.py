@@ -1,1 +1,1 @@
-"""Metrics: their tables, their way between processes, and Prometheus."""
+"""Metrics: their tables, the statistics passed between processes, and Prometheus."""

@@ -1,4 +1,4 @@
-"""kvferry's figures in the engine's own `/metrics`: the tables of `metrics.tables` as Prometheus metrics."""
+"""kvferry's metrics in the engine's own `/metrics`: the tables of `metrics.tables` as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["COUNTERS", "GAUGES", "HISTOGRAMS", "FerryPromMetrics"]
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):
-    """One child per engine and label value, made at start; those of producers when they are first heard of."""
+    """One child per engine and label value, created at start; those of producers at their first load."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):
                 self._histograms[engine, name] = histogram.labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one step's statistics. What is not in the tables, e.g. from a newer worker, is left out."""
+        """Record one step's statistics. Metrics that are not in the tables, e.g. of a newer worker, are ignored."""
         for name, by_label in transfer_stats_data.get("counters", {}).items():
             for label, amount in by_label.items():
                 child = self._counters.get((engine_idx, name, label)) or self._of_peer(engine_idx, name, label)
@@ -77,7 +77,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):
                     histogram.observe(value)
 
     def _of_peer(self, engine: int, name: str, label: str) -> Any:
-        """The child of a producer; None where there is none to be."""
+        """The child of a producer, created if needed; None for an unknown metric or engine."""
         counter, values = self._counters_by_peer.get(name), self.per_engine_labelvalues.get(engine)
         if counter is None or values is None:
             return None

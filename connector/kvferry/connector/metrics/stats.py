@@ -1,8 +1,8 @@
-"""Statistics on their way from workers and scheduler to the front end: plain counters, samples and gauges.
+"""Statistics that workers and scheduler send to the front end: plain counters, samples and gauges.
 
-Some metrics have a label for the producer. Clients choose what params name, so nothing that was only named gets a
-label: a load is good when its producer has been connected and the MAC of its params checked. Labels are never taken
-back, so there is a bound.
+Some metrics have a label for the producer. Clients choose the hosts in params, so a producer gets a label only after a
+good load: then it was connected and the MAC of the params was checked. Labels are never removed, so their number is
+bounded.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _UNCLEAN = re.compile(r"[^A-Za-z0-9.:_\-]")
 
 
 class PeerLabels:
-    """The first producers, by address: an engine that was restarted is the same one.
+    """Labels of the first producers, by address: a restarted engine keeps its label.
 
     Args:
-        most: labels beside `other`.
+        most: number of labels besides `other`.
     """
 
     def __init__(self, most: int) -> None:
@@ -38,7 +38,7 @@ class PeerLabels:
         self._known: dict[tuple[str, int], str] = {}
 
     def of(self, source: PeerKey, *, is_good: bool) -> str:
-        """The label of a producer that a load from has ended, well or badly."""
+        """The label of the producer of an ended load."""
         address = (source.host, source.port)
         known = self._known.get(address)
         if known is None and is_good and len(self._known) < self._most:
@@ -55,8 +55,8 @@ class FerryStats(KVConnectorStats):
     """Counters by name and label, samples and gauges by name:
     `{"counters": {name: {label: n}}, "samples": {name: [x]}, "gauges": {name: x}}`.
 
-    Counters and samples are added up, over workers and over steps. Gauges are only reported by schedulers, of which
-    an engine has one, and which has the latest values of each worker (`EngineGauges`). So the latest gauge counts.
+    Counters and samples are added up, over workers and over steps. Gauges are reported only by the engine's scheduler,
+    which has the latest values of each worker (`EngineGauges`), so the latest gauge replaces earlier ones.
     """
 
     @classmethod
@@ -66,7 +66,7 @@ class FerryStats(KVConnectorStats):
         samples: Mapping[str, list[float]],
         gauges: Mapping[str, float] | None = None,
     ) -> FerryStats | None:
-        """Statistics of one step; None when there is nothing to tell."""
+        """Statistics of one step; None if there are none."""
         if not counts and not samples and not gauges:
             return None
         counters: LabelledCounts = {}
@@ -77,7 +77,7 @@ class FerryStats(KVConnectorStats):
 
     @classmethod
     def of_results(cls, results: StepResults, labels: PeerLabels) -> FerryStats | None:
-        """What a worker's step tells; None when there is nothing to tell. The results' accounts are given away."""
+        """Statistics of a worker's step; None if there are none. They may share the samples of the results' records."""
         counters, samples = _of_records(results.load_records, labels) if results.load_records else ({}, {})
         if results.failed:
             counters.update(_failures(results.failed.values()))
@@ -101,7 +101,7 @@ class FerryStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The interval in a few figures, for the log."""
+        """A summary of the interval, for the log."""
         samples: dict[str, list[float]] = self.data.get("samples", {})
         counters: dict[str, dict[str, float]] = self.data.get("counters", {})
         reported: dict[str, int | float] = {
@@ -127,7 +127,7 @@ _NUMBERS = {
     "integrity_errors": "integrity_errors",
     "lost_orders": "lost_orders",
 }
-"""Counters that a step's results have as they are, by metric."""
+"""Counters that are attributes of a step's results: attribute by metric."""
 _numbers_of = attrgetter(*_NUMBERS.values())
 
 
@@ -138,7 +138,7 @@ def _failures(failed: Iterable[FailureReason]) -> LabelledCounts:
 
 
 def _of_records(records: Sequence[LoadRecord], labels: PeerLabels) -> tuple[LabelledCounts, Samples]:
-    """Counters and samples of ended loads. Most steps have one at most, whose metrics are passed on as they are."""
+    """Counters and samples of ended loads. Most steps have at most one; its metrics are passed on without a copy."""
     if len(records) == 1 and (metrics := records[0].metrics) is not None:
         return {**metrics.counters, **_of_peer(records[0], labels)}, metrics.samples
     counters: LabelledCounts = {}
@@ -153,7 +153,7 @@ def _of_records(records: Sequence[LoadRecord], labels: PeerLabels) -> tuple[Labe
 
 
 def _of_peer(load: LoadRecord, labels: PeerLabels) -> LabelledCounts:
-    """Counters by producer of a load that is over."""
+    """The per-producer counters of an ended load."""
     totals = load.totals
     peer = labels.of(load.source, is_good=totals is not None)
     if totals is None:
@@ -166,7 +166,7 @@ def _of_peer(load: LoadRecord, labels: PeerLabels) -> LabelledCounts:
 
 
 def _add(counters: LabelledCounts, more: Mapping[str, Mapping[str, float]]) -> None:
-    """Add counters to others."""
+    """Add `more` to `counters`, in place."""
     for name, by_label in more.items():
         ours = counters.setdefault(name, {})
         for label, amount in by_label.items():

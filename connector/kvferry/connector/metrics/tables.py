@@ -1,6 +1,6 @@
-"""Every metric of kvferry: its name, what it means, and what its label may be.
+"""Every metric of kvferry: its name, its meaning and the values of its label.
 
-Where the meaning is that of vLLM's NixlConnector, so is the name: dashboards carry over.
+Metrics with the meaning of one of vLLM's NixlConnector have its name, so that dashboards keep working.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ RECOMPUTE_REASONS = (
 RELEASE_WAYS = ("done", "release", "expired", "abandoned", "evicted", "reset", "shutdown")
 PLACINGS = ("direct", "staged", "mixed", "none")
 OTHER_PEERS = "other"
-"""The label of all producers that have none of their own (`PeerLabels`)."""
+"""The label of all producers without a label of their own (`PeerLabels`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CounterSpec:
-    """A counter. `values` are the label's possible values; () for a counter without a label."""
+    """A counter. `values` are the values of its label; () for a counter without a label."""
 
     exported: str
     doc: str
@@ -52,7 +52,7 @@ class CounterSpec:
 
 @dataclass(frozen=True, slots=True)
 class PeerCounterSpec(CounterSpec):
-    """A counter by producer, whose names come with the loads: `values` are those that are there from the start."""
+    """A counter by producer. Its labels are created with the loads; `values` are those that exist from the start."""
 
     label: str = "peer"
     values: tuple[str, ...] = (OTHER_PEERS,)
@@ -77,29 +77,27 @@ class HistogramSpec:
 
 COUNTERS: Mapping[str, CounterSpec] = {
     "loads": CounterSpec("kvferry_loads", "Prompts ordered to be loaded from another engine."),
-    "turn_loads": CounterSpec("kvferry_turn_loads", "Those of them that read a last turn from its decoder."),
-    "planned_bytes": CounterSpec("kvferry_planned_bytes", "Bytes of good loads by the transfer plan."),
+    "turn_loads": CounterSpec("kvferry_turn_loads", "Loads that read a last turn from its decoder."),
+    "planned_bytes": CounterSpec("kvferry_planned_bytes", "Bytes of good loads, by the transfer plan."),
     "planned_descriptors": CounterSpec(
-        "kvferry_planned_descriptors", "Descriptors of good loads by the transfer plan, before neighbours are merged."
+        "kvferry_planned_descriptors", "Descriptors of good loads, by the transfer plan, before neighbours are merged."
     ),
-    "staged_bytes": CounterSpec(
-        "kvferry_staged_bytes", "Those of the planned bytes that went through the staging pool."
-    ),
+    "staged_bytes": CounterSpec("kvferry_staged_bytes", "Planned bytes that went through the staging pool."),
     "placed_loads": CounterSpec(
         "kvferry_placed_loads",
-        "Good loads, by worker, and where the plan has their bytes read to: straight into the cache, into the staging "
-        "pool, some of each, or nowhere since this worker lacks nothing.",
+        "Good loads, by worker and destination of their reads in the plan: the cache itself, the staging pool, some of "
+        "each, or none since this worker lacks nothing.",
         "plan",
         PLACINGS,
     ),
     "peer_loads": PeerCounterSpec(
-        "kvferry_peer_loads", "Good loads, by worker and producer: the first `max_peer_labels` by name."
+        "kvferry_peer_loads", "Good loads, by worker and producer: the first `max_peer_labels` have names."
     ),
-    "peer_bytes": PeerCounterSpec("kvferry_peer_bytes", "Bytes of these loads by the transfer plan."),
-    "peer_load_s": PeerCounterSpec("kvferry_peer_load_seconds", "Their seconds from order to last byte, summed."),
+    "peer_bytes": PeerCounterSpec("kvferry_peer_bytes", "Bytes of these loads, by the transfer plan."),
+    "peer_load_s": PeerCounterSpec("kvferry_peer_load_seconds", "Sum of their seconds from order to last byte."),
     "peer_failed_loads": PeerCounterSpec(
         "kvferry_peer_failed_loads",
-        "Loads that failed, by worker and producer: by name if anything good was ever loaded from it.",
+        "Failed loads, by worker and producer: it has a name after its first good load.",
     ),
     "local_recomputes": CounterSpec(
         "kvferry_local_recomputes",
@@ -112,11 +110,11 @@ COUNTERS: Mapping[str, CounterSpec] = {
     ),
     "failed_loads": CounterSpec(
         "kvferry_failed_loads",
-        "Loads that failed, by worker and reason.",
+        "Failed loads, by worker and reason.",
         "reason",
         tuple(reason.value for reason in FailureReason),
     ),
-    "failed_transfers": CounterSpec("nixl_num_failed_transfers", "Loads that failed, by worker."),
+    "failed_transfers": CounterSpec("nixl_num_failed_transfers", "Failed loads, by worker."),
     "failed_notifications": CounterSpec("nixl_num_failed_notifications", "Notifications that could not be sent."),
     "expired": CounterSpec("nixl_num_kv_expired_reqs", "Leases that ran out before their blocks were read."),
     "quarantined_loads": CounterSpec(
@@ -125,106 +123,106 @@ COUNTERS: Mapping[str, CounterSpec] = {
     "quarantined_blocks": CounterSpec("kvferry_quarantined_blocks", "Blocks of these loads, by worker."),
     "graces_over": CounterSpec(
         "kvferry_read_graces_over",
-        "Failed reads whose memory came back after `failed_read_grace_s`, because nothing better was to be known.",
+        "Failed reads whose memory was freed after `failed_read_grace_s`, without proof that they had ended.",
     ),
     "late_notifications": CounterSpec(
-        "nixl_num_notifications_after_expiry", "Notifications about leases that were over."
+        "nixl_num_notifications_after_expiry", "Notifications about leases that had ended."
     ),
-    "bad_notifications": CounterSpec("kvferry_bad_notifications", "Notifications that were not kvferry's."),
+    "bad_notifications": CounterSpec("kvferry_bad_notifications", "Notifications not in kvferry's format."),
     "leases_opened": CounterSpec("kvferry_leases_opened", "Leases opened for prompts to be decoded elsewhere."),
     "leases_refused": CounterSpec("kvferry_leases_refused", "Prompts served without a lease: no slot was free."),
     "prefills_kept": CounterSpec(
         "kvferry_prefills_kept",
-        "Prompts to be decoded elsewhere that cannot be: streamed, of embeddings, or without the tokens to leave out.",
+        "Prompts that should but cannot be decoded elsewhere: streamed, embeddings, or without tokens to leave out.",
     ),
     "leases_released": CounterSpec(
         "kvferry_leases_released",
-        "Leases that are over, and how; `abandoned` ones were never held, `evicted` ones kept blocks that others need.",
+        "Ended leases, by how they ended; `abandoned` ones were never held, `evicted` ones kept needed blocks.",
         "how",
         RELEASE_WAYS,
     ),
     "turns_opened": CounterSpec("kvferry_turns_opened", "Leases opened for answers that may be offered."),
-    "turns_refused": CounterSpec("kvferry_turns_refused", "Answers that will not be offered: no slot was free."),
+    "turns_refused": CounterSpec("kvferry_turns_refused", "Answers that are not offered: no slot was free."),
     "turns_offered": CounterSpec("kvferry_turns_offered", "Answers offered to the next turn."),
     "turns_released": CounterSpec(
         "kvferry_turns_released",
-        "Turns that are held no more, and how; `abandoned` ones were never offered, `evicted` ones gave up blocks.",
+        "Ended turn leases, by how they ended; `abandoned` ones were never offered, `evicted` ones gave up blocks.",
         "how",
         RELEASE_WAYS,
     ),
     "leases_given_back": CounterSpec("kvferry_leases_given_back", "Leases of other engines given back unread."),
     "heartbeats": CounterSpec("kvferry_heartbeats", "Renewals of other engines' leases."),
-    "renewals_unknown": CounterSpec("kvferry_unknown_renewals", "Renewals of leases that are over or never were."),
-    "releases_unknown": CounterSpec("kvferry_unknown_releases", "Releases of leases that are over or never were."),
-    "handshakes_served": CounterSpec("kvferry_handshakes_served", "Descriptions given to other engines."),
+    "renewals_unknown": CounterSpec("kvferry_unknown_renewals", "Renewals of leases that have ended or never existed."),
+    "releases_unknown": CounterSpec("kvferry_unknown_releases", "Releases of leases that have ended or never existed."),
+    "handshakes_served": CounterSpec("kvferry_handshakes_served", "Descriptions sent to other engines."),
     "dropped_messages": CounterSpec(
         "kvferry_dropped_messages", "Renewals and releases that came faster than this engine took them."
     ),
-    "bad_frames": CounterSpec("kvferry_bad_frames", "Messages on the side channel that could not be used."),
+    "bad_frames": CounterSpec("kvferry_bad_frames", "Invalid messages on the side channel."),
     "dropped_correlations": CounterSpec(
-        "kvferry_dropped_correlations", "Requests whose `kvferry_correlation` was no usable value."
+        "kvferry_dropped_correlations", "Requests whose `kvferry_correlation` was invalid."
     ),
     "integrity_errors": CounterSpec(
-        "kvferry_integrity_errors", "Checks of kvferry's own sums that found them wrong: a bug; the log has the sums."
+        "kvferry_integrity_errors", "Failed integrity checks of kvferry's own counts: a bug; the log has the counts."
     ),
     "lost_orders": CounterSpec(
         "kvferry_lost_orders",
-        "Steps whose orders a worker could not read: a bug. Their loads have failed, their holds are not known to it.",
+        "Steps whose orders a worker could not read: a bug. Their loads fail, and the worker lacks their holds.",
     ),
     "side_channel_errors": CounterSpec("kvferry_side_channel_errors", "Messages that the side channel could not send."),
     "side_channel_refusals": CounterSpec(
         "kvferry_side_channel_refusals",
-        "Connections to this engine's side channel that came to nothing: another secret, a secret at one end only, "
-        "ended before that was known, or one that gave way because there were too many.",
+        "Refused connections to this engine's side channel: another secret, a secret at one end only, closed before "
+        "that was known, or dropped because there were too many.",
         "reason",
         REASONS,
     ),
 }
 
 GAUGES: Mapping[str, GaugeSpec] = {
-    "loads_now": GaugeSpec("kvferry_loads_now", "Loads that were ordered and have not ended."),
+    "loads_now": GaugeSpec("kvferry_loads_now", "Loads that are ordered and have not ended."),
     "prompts_waiting_now": GaugeSpec(
         "kvferry_prompts_waiting_now", "Prompts with usable params whose load has not been ordered."
     ),
     "leases_computing_now": GaugeSpec(
-        "kvferry_leases_computing_now", "Leases, of prompts and of turns, whose requests have not ended."
+        "kvferry_leases_computing_now", "Leases, of prompts and of turns, whose requests still run."
     ),
     "leases_held_now": GaugeSpec("kvferry_leases_held_now", "Leases, of prompts and of turns, whose blocks are held."),
     "lease_slots": GaugeSpec("kvferry_lease_slots", "Leases that can be open at once."),
     "leased_blocks_now": GaugeSpec("kvferry_leased_blocks_now", "Blocks that held leases refer to."),
     "leased_fraction_now": GaugeSpec(
-        "kvferry_leased_fraction_now", "Of the cache's blocks, those that held leases refer to."
+        "kvferry_leased_fraction_now", "Fraction of the cache's blocks that held leases refer to."
     ),
     "staging_used_bytes": GaugeSpec(
-        "kvferry_staging_used_bytes", "Bytes of the staging pool in use, of the worker with most."
+        "kvferry_staging_used_bytes", "Bytes of the staging pool in use, on the worker with the most."
     ),
     "staging_pool_bytes": GaugeSpec("kvferry_staging_pool_bytes", "Bytes of a worker's staging pool."),
-    "peers_now": GaugeSpec("kvferry_peers_now", "Producers that are ready to be read from, of the worker with most."),
+    "peers_now": GaugeSpec("kvferry_peers_now", "Producers that are ready for reads, on the worker with the most."),
     "quarantined_requests_now": GaugeSpec(
         "kvferry_quarantined_requests_now", "Requests whose load failed and whose blocks may still be written."
     ),
-    "quarantined_blocks_now": GaugeSpec("kvferry_quarantined_blocks_now", "Their blocks, which are out of use."),
+    "quarantined_blocks_now": GaugeSpec("kvferry_quarantined_blocks_now", "Blocks of these requests, out of use."),
     "oldest_quarantine_s": GaugeSpec(
-        "kvferry_oldest_quarantine_seconds", "Seconds since the first of them was put out of use."
+        "kvferry_oldest_quarantine_seconds", "Seconds for which the oldest of them has been out of use."
     ),
 }
 
 HISTOGRAMS: Mapping[str, HistogramSpec] = {
-    "transfer_s": HistogramSpec("nixl_xfer_time_seconds", "Time of a load's transfers as NIXL measured it.", _SECONDS),
-    "post_s": HistogramSpec("nixl_post_time_seconds", "Time to post a load's transfers as NIXL measured it.", _SECONDS),
-    "transferred_bytes": HistogramSpec("nixl_bytes_transferred", "Bytes of a load as NIXL counted them.", _BYTES),
-    "descriptors": HistogramSpec("nixl_num_descriptors", "Descriptors of a load as NIXL counted them.", _COUNTS),
+    "transfer_s": HistogramSpec("nixl_xfer_time_seconds", "Time of a load's transfers, measured by NIXL.", _SECONDS),
+    "post_s": HistogramSpec("nixl_post_time_seconds", "Time to post a load's transfers, measured by NIXL.", _SECONDS),
+    "transferred_bytes": HistogramSpec("nixl_bytes_transferred", "Bytes of a load, counted by NIXL.", _BYTES),
+    "descriptors": HistogramSpec("nixl_num_descriptors", "Descriptors of a load, counted by NIXL.", _COUNTS),
     "run_bytes": HistogramSpec(
-        "kvferry_run_bytes", "Mean length of a load's runs: of bytes that lie together on both sides.", _RUNS
+        "kvferry_run_bytes", "Mean length of a load's runs: bytes that are contiguous on both sides.", _RUNS
     ),
     "load_s": HistogramSpec("kvferry_load_seconds", "Time of a load from its order to its last byte.", _SECONDS),
     "order_wait_s": HistogramSpec(
         "kvferry_order_wait_seconds",
-        "Time from a prompt's arrival here until its load was ordered: it waits for blocks, or for a step.",
+        "Time from a prompt's arrival until its load was ordered: it waits for blocks, or for a step.",
         _SECONDS,
     ),
     "queue_s": HistogramSpec(
-        "kvferry_load_queue_seconds", "Time from a load's order until it was its turn, by worker.", _SECONDS
+        "kvferry_load_queue_seconds", "Time from a load's order until its worker began it, by worker.", _SECONDS
     ),
     "connecting_s": HistogramSpec(
         "kvferry_load_connecting_seconds",
@@ -232,29 +230,29 @@ HISTOGRAMS: Mapping[str, HistogramSpec] = {
         _SECONDS,
     ),
     "fence_s": HistogramSpec(
-        "kvferry_load_fence_seconds", "Time after that until the producer was seen to be ready.", _SECONDS
+        "kvferry_load_fence_seconds", "Time after that until the fence showed that the producer was ready.", _SECONDS
     ),
     "read_s": HistogramSpec(
-        "kvferry_load_read_seconds", "Time after that until everything was read and in its place.", _SECONDS
+        "kvferry_load_read_seconds", "Time after that until all bytes were read and in place.", _SECONDS
     ),
     "relayout_s": HistogramSpec(
         "kvferry_relayout_seconds",
-        "Of that, in staged loads: the time in which bytes were put from the staging pool into place.",
+        "The part of that in which staged loads copied bytes from the staging pool into place.",
         _SECONDS,
     ),
     "handshake_s": HistogramSpec(
         "kvferry_handshake_seconds",
-        "Time of a first contact with a producer, by worker: its description, the plan and a first read.",
+        "Time of a handshake with a producer, by worker: its description, the plan and a first read.",
         _SECONDS,
     ),
     "lease_left_s": HistogramSpec(
         "kvferry_lease_seconds_left",
-        "Seconds that were left of a prompt's lease when it was known to have been read or given back.",
+        "Seconds left of a prompt's lease when this engine learned that it had been read or released.",
         _LEFT_SECONDS,
     ),
     "handover_s": HistogramSpec(
         "kvferry_handover_seconds",
-        "Time from a prompt's arrival here until its blocks were loaded.",
+        "Time from a prompt's arrival until its blocks were loaded.",
         _SECONDS,
     ),
 }

@@ -1,10 +1,9 @@
-"""The drain of an engine that was asked to end: it steps on while blocks are held, until its time is up.
+"""The drain of an engine that shuts down: it keeps stepping while blocks are held, until its time is up.
 
-vLLM calls a connector's `shutdown` only when all is over. On SIGTERM an engine goes on stepping until no request is
-left, and a request whose blocks are held counts as one. So unless leases that no consumer will read are ended, the
-engine steps until it is killed.
+vLLM calls a connector's `shutdown` only at the very end. On SIGTERM an engine steps until it has no work, and held
+leases count as work. So unless leases that no consumer will read are ended, the engine steps until it is killed.
 
-With a time to drain, those that wait for a lease get it, and answers are offered no more; without, nobody does.
+With a time to drain, waiting requests still get leases, but answers are no longer offered; without it, all leases end.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from kvferry.scheduler.producer.ledger import ProducerLedger
 
 
 class DrainSignal:
-    """Knows whether this process was asked to end.
+    """Records whether this process has received SIGTERM or SIGINT.
 
-    vLLM has set its handlers of SIGTERM and SIGINT before it makes a connector. They are called as before; the
-    handler only sets a flag. Where no handler is set (an engine within another program), or on a thread that may not
-    set one, nothing is changed and no signal is noticed.
+    vLLM sets its handlers before it creates a connector. They are called as before; the new handler only sets a flag in
+    addition. If no handler is set (an engine within another program), or on a thread that may not set one, nothing is
+    changed and no signal is noticed.
     """
 
     def __init__(self) -> None:
@@ -50,7 +49,7 @@ class Drain:
     """The drain of one engine.
 
     Args:
-        drains_s: how long vLLM waits for what is under way (`--shutdown-timeout`).
+        drains_s: seconds that vLLM waits for running requests (`--shutdown-timeout`).
 
     Attributes:
         has_begun: whether a step has seen the signal.
@@ -64,11 +63,11 @@ class Drain:
 
     @property
     def is_requested(self) -> bool:
-        """Whether the engine is to end."""
+        """Whether the engine shuts down."""
         return self.has_begun or self._drain_signal.was_received
 
     def step(self) -> None:
-        """Called once a step. Also ends offers that are held only now, or that a prefill has waited with until now."""
+        """Called once per step. After the drain has begun, it ends turn leases that became held or idle since."""
         if self.has_begun:
             if self._drains_s:
                 self._leases.release_idle_turns("shutdown")
@@ -76,4 +75,4 @@ class Drain:
             self.has_begun = True
             leases = self._leases
             ended = leases.release_idle_turns("shutdown") if self._drains_s else leases.release_all("shutdown")
-            logger.info("shutting down: %d leases ended, %d are waited for", ended, leases.block_references.num_held)
+            logger.info("shutting down: %d leases ended, waiting for %d", ended, leases.block_references.num_held)

@@ -1,6 +1,6 @@
-"""An engine's gauges: its values that go up and down.
+"""An engine's gauges.
 
-Reported by the scheduler alone, of which an engine has one: a front end may get only some of an engine's steps, and
+Only the scheduler reports them, of which an engine has one: a front end may get only some of an engine's steps, and
 keeps the latest value.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EngineGauges:
-    """Reads both ledgers once a step, at constant cost: the ledgers keep the counts."""
+    """Reads both ledgers once per step, at constant cost: the ledgers maintain the counts."""
 
     def __init__(self, leases: ProducerLedger, loads: ConsumerLedger) -> None:
         self._leases = leases
@@ -29,7 +29,7 @@ class EngineGauges:
         self._reported: dict[str, float] = {}
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Where the blocks belong."""
+        """Take the KV cache manager, for its number of blocks."""
         self._usable_blocks = manager.block_pool.num_gpu_blocks - 1  # without the null block
         self._seen = ()
 

@@ -1,11 +1,11 @@
-"""Blocks of requests that have ended, kept out of the pool by references of this connector's own.
+"""Blocks of ended requests, kept out of the pool by this connector's own references.
 
-vLLM can hold a request's blocks itself when it is asked to delay their free. But then the request stays in its
-scheduler, and an engine with such a request steps every millisecond, on more than one core, for as long as the blocks
-are held. So vLLM frees as ever, and here is one reference more on each block, taken before that.
+vLLM can hold a request's blocks itself if a connector asks it to delay their free. But then the request stays in its
+scheduler, and the engine steps every millisecond, on more than one core, as long as the blocks are held. So vLLM frees
+the blocks as usual, and this module takes one more reference on each block before that.
 
-Blocks of failed loads are kept out of the pool in the same way until every worker says that nothing may still write
-them: vLLM frees a failed request's blocks at once, and they are pinned before that happens.
+Blocks of failed loads are kept out of the pool in the same way until no worker reports that they may still be written:
+vLLM frees a failed request's blocks at once, and they are pinned before that.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class HeldBlocks:
         self._of: dict[str, list[list[KVCacheBlock]]] = {}
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Where the blocks belong."""
+        """Take the KV cache manager, in whose pool the blocks are."""
         self._manager = manager
 
     @property
     def can_hold(self) -> bool:
-        """Whether the engine has told where its blocks belong."""
+        """Whether the KV cache manager is known."""
         return self._manager is not None
 
     def hold(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Keep blocks of a request whose blocks vLLM is about to free.
+        """Take references on the blocks of a request that vLLM is about to free.
 
         Args:
-            block_ids: these, all of them or all but the null block and what is there twice; see `ids_to_hold`.
+            block_ids: the blocks: all of the request's, or those of `ids_to_hold`.
         """
         if self._manager is None or request_id in self._of:
-            raise LocalProtocolError(f"req={request_id}: its blocks cannot be held, or are already")
+            raise LocalProtocolError(f"req={request_id}: its blocks cannot be held, or are held already")
         groups = self._manager.get_blocks(request_id).blocks
         held = list(map(list, groups)) if sum(map(len, groups)) == len(block_ids) else _chosen(groups, block_ids)
         for blocks in held:
@@ -54,7 +54,7 @@ class HeldBlocks:
         self._of[request_id] = held
 
     def give_back(self, request_id: str) -> None:
-        """Nobody reads them any more. As vLLM does it: the end of a sequence is reused before its beginning."""
+        """Free a request's blocks. In vLLM's order: the end of a sequence is reused before its beginning."""
         held = self._of.pop(request_id, None)
         if held is None or self._manager is None:
             return
@@ -65,7 +65,7 @@ class HeldBlocks:
         """Check that there is a reference on every block that the leases count, and on no other.
 
         Raises:
-            LocalProtocolError: with the sums.
+            LocalProtocolError: with the counts that disagree.
         """
         if not self.can_hold:
             return
@@ -83,7 +83,7 @@ class HeldBlocks:
 
 
 def _chosen(groups: Sequence[Sequence[KVCacheBlock]], block_ids: Sequence[int]) -> list[list[KVCacheBlock]]:
-    """Those of a request's blocks that are to be held; a block of two groups once."""
+    """The blocks of a request that are in `block_ids`, by group; a block of two groups only once."""
     wanted, held = set(block_ids), []
     for blocks in groups:
         chosen = [block for block in blocks if block.block_id in wanted]
@@ -93,12 +93,12 @@ def _chosen(groups: Sequence[Sequence[KVCacheBlock]], block_ids: Sequence[int]) 
 
 
 def ids_to_hold(block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Every block of a request once, without the null block (0) where a window has left some: nobody can reuse that."""
+    """Every block of a request once, without the null block (0) that vLLM uses for blocks that left a window."""
     return tuple(dict.fromkeys(filter(None, chain.from_iterable(block_ids))))
 
 
 class QuarantinedBlocks:
-    """Blocks of failed loads that may still be written, pinned by request."""
+    """Pins the blocks of failed loads, by request."""
 
     def __init__(self) -> None:
         self._manager: KVCacheManager | None = None
@@ -108,19 +108,19 @@ class QuarantinedBlocks:
         self._reported = True
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Where the blocks belong."""
+        """Take the KV cache manager, in whose pool the blocks are."""
         self._manager = manager
 
     def __len__(self) -> int:
-        """Requests whose blocks are pinned."""
+        """The number of requests whose blocks are pinned."""
         return len(self._pinned)
 
     def num_blocks(self) -> int:
-        """Blocks that are pinned."""
+        """The number of pinned blocks."""
         return sum(len(blocks) for blocks in self._pinned.values())
 
     def update(self, alive: Mapping[int, frozenset[str]]) -> None:
-        """Take the workers' word on what may still be written. Call it before vLLM frees anything of this step."""
+        """Take the requests whose blocks may still be written, by worker, before vLLM frees blocks of the step."""
         self._alive.update(alive)
         named = frozenset().union(*self._alive.values()) if self._alive else frozenset()
         for request_id in named - self._pinned.keys():
@@ -129,7 +129,7 @@ class QuarantinedBlocks:
             self._unpin(request_id)
 
     def gauges(self, now_s: float) -> dict[str, float]:
-        """How much is pinned, and how long the oldest has been; {} when nothing is and that has been told."""
+        """The gauges of pinned requests and blocks; {} if there are none and that has been reported."""
         reported, self._reported = self._reported, not self._pinned
         if reported and not self._pinned:
             return {}
@@ -141,10 +141,10 @@ class QuarantinedBlocks:
         }
 
     def check_integrity(self) -> None:
-        """Check that what may still be written is pinned, and that the pool has not given it away.
+        """Check that blocks that may still be written are pinned, and that none of them is free.
 
         Raises:
-            LocalProtocolError: with the sums.
+            LocalProtocolError: with the counts that disagree.
         """
         named = frozenset().union(*self._alive.values()) if self._alive else frozenset()
         if self._manager is not None and named != self._pinned.keys():

@@ -1,9 +1,9 @@
-"""When an engine without requests may be idle, and what it does first when it wakes.
+"""The idle state of an engine without requests, and its first step after waking.
 
-vLLM's loop sleeps until there is work, unless the connector says that the engine must step. So this decides what a
-held lease costs: nothing while no request needs the blocks. What happens meanwhile waits: consumers' notifications with
-the workers, renewals and releases in the listener's inbox, the ends of leases for the next step. There is one after
-`MAX_IDLE_S`, unless the engine cannot be woken.
+vLLM's loop sleeps until there is work, unless the connector reports that the engine must step. An engine sleeps while
+it holds leases, so a held lease costs nothing as long as no request needs its blocks. Meanwhile consumers'
+notifications wait at the workers, renewals and releases in the listener's inbox, and expired leases for the next step.
+A step follows after `MAX_IDLE_S`, unless the engine cannot be woken.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvferry.connector.vllm_internals import EngineLoop
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
 MAX_IDLE_S = 15.0
-"""While it holds leases, an engine steps so often at least: then what it reports is hardly older. A step costs more
-than itself: vLLM's workers spin for a second after each before they sleep again."""
+"""Longest time between steps of an engine that holds leases; its metrics are hardly older. More steps would be costly:
+vLLM's workers spin for a second after each before they sleep again."""
 
 
 class IdleState:
     """The idle state of one engine.
 
     Args:
-        workers: of this engine.
+        workers: number of this engine's workers.
     """
 
     def __init__(self, leases: ProducerLedger, quarantined_blocks: QuarantinedBlocks, workers: int) -> None:
@@ -41,7 +41,7 @@ class IdleState:
         """Whether the engine must step although it has no request.
 
         Args:
-            is_draining: the engine was asked to end. Then it waits for its leases, but not for quarantined blocks.
+            is_draining: whether the engine shuts down. Then it waits for its leases, but not for quarantined blocks.
         """
         leases, references = self._leases, self._leases.block_references
         if (
@@ -54,21 +54,21 @@ class IdleState:
         if is_draining or not references.num_held:
             return references.num_held > 0
         if self._loop.is_paused:
-            return True  # as with requests: the pause is complete when nothing is held any more
+            return True  # as with requests: the pause is complete when no lease is held
         if self._has_slept_long():
-            # A sleeping engine is not asked. A caller that asks now (the listener's thread, a call to empty its prefix
-            # cache) gets what one step can bring back.
+            # vLLM does not call this while the engine sleeps. After a long sleep (woken by the listener's thread or by
+            # a call to empty the prefix cache), take one step, which may free blocks.
             return True
         self._was_idle = True
         return False
 
     def poll(self) -> None:
-        """Called on the listener's thread, twice a second or oftener: wake an engine that has been idle for long."""
+        """Wake an engine after `MAX_IDLE_S` without a step. Called by the listener's thread, twice a second or more."""
         if self._was_idle and self._has_slept_long():
             self._loop.wake()
 
     def begin_step(self) -> bool:
-        """A step begins. Returns whether every worker is to answer in it, be it that there is nothing new."""
+        """A step begins. Returns whether every worker must report in it, even if it has no news."""
         self._stepped_s = time.monotonic()
         if self._was_idle:
             self._was_idle = False
@@ -77,12 +77,12 @@ class IdleState:
         return bool(self._unheard)
 
     def reported(self, workers: Iterable[int]) -> None:
-        """These workers have told what they knew."""
+        """These workers have reported."""
         self._unheard.difference_update(workers)
 
     @property
     def has_news(self) -> bool:
-        """Whether the next step or two may tell of leases that were over before the engine woke."""
+        """Whether the next step or two may report leases that ended before the engine woke."""
         return self._was_idle or self.is_waking
 
     def _has_slept_long(self) -> bool:
@@ -90,5 +90,5 @@ class IdleState:
 
     @property
     def is_waking(self) -> bool:
-        """Whether workers have yet to report what they received while idle: leases may be over that seem held."""
+        """Whether reports of notifications received while idle are outstanding: leases that seem held may be over."""
         return bool(self._unheard) and self._leases.clock_s <= self._waking_until_s

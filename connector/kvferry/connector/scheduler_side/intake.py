@@ -1,4 +1,4 @@
-"""Intake of requests: checks the params of a new request, and decides what is done with it."""
+"""Request intake: checks the params of a new request and decides how it is served."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 
 class RequestIntake:
-    """Decides about every request once, when it arrives.
+    """Decides how a request is served, once, when it arrives.
 
     Args:
         allowed: the hosts that params may name; None for any.
 
     Attributes:
-        lease_intents: what the lease of each request that has not ended will be for; requests without one are absent.
+        wanted: lease intents: the use of the lease, by request whose blocks are for another engine when it ends.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RequestIntake:
         self._tracing = tracing
 
     def receive(self, request: Request) -> None:
-        """Read the request's params before vLLM does; params that cannot be used are removed."""
+        """Read the request's params before vLLM does, and remove unusable ones."""
         try:
             params = read_params(request.kv_transfer_params)
             if isinstance(params, RemoteDecode):
@@ -72,13 +72,13 @@ class RequestIntake:
             self._compute_here(request, "invalid_params", repr(error))
 
     def allocated(self, request_id: str) -> None:
-        """The request has its blocks: of what a lease of this very engine kept for it, it has references of its own."""
+        """The request has its own references on its blocks: release this engine's lease that kept them, if any."""
         name = self._own_leases.pop(request_id, None)
         if name is not None:
             self._leases.release(name)
 
     def ended(self, request_id: str) -> LeaseUse | None:
-        """The request has ended, with or without blocks. Returns its lease intent, or None."""
+        """The request has ended, with or without blocks. Returns its lease intent, if any."""
         self.allocated(request_id)
         return self.lease_intents.pop(request_id, None)
 
@@ -97,7 +97,7 @@ class RequestIntake:
                 self._accept_turn(request, turn)
 
     def _accept_turn(self, request: Request, turn: RemotePrefill) -> None:
-        """The router knows of a decoder that holds the last turn: this prefill may begin with that."""
+        """The router names a decoder that holds the last turn, which this prefill may load."""
         if turn.remote_engine_id == self._local.engine_id:
             self._keep_own(request, turn)
         elif not self._may_connect(request, turn):
@@ -110,8 +110,8 @@ class RequestIntake:
             self._compute_here(request, "turns_off", "bidirectional_kv_xfer is not set on this engine")
 
     def _keep_own(self, request: Request, source: RemotePrefill) -> None:
-        """Both legs are on this engine: what the lease keeps is in the local prefix cache, and nothing else reads it.
-        It ends when the request has blocks or is over; until then it keeps others from taking what will be hit."""
+        """Prefill and decode are on this engine: the lease's blocks are in the local prefix cache, and no other engine
+        reads them. It ends when the request has blocks or is over; until then it protects the prefix hit."""
         if source.kvferry.boot == self._local.boot:
             self._own_leases[request.request_id] = RemoteLease.of(source).name
 
@@ -122,13 +122,13 @@ class RequestIntake:
         if not is_turn and not self._local.is_consumer:
             self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
         elif source.remote_engine_id == self._local.engine_id:
-            self._compute_here(request, "local_engine", "the params name this very engine")
+            self._compute_here(request, "local_engine", "the params name this engine itself")
         elif not self._may_connect(request, source):
             return
         elif prompt is None:
             self._compute_here(request, "prompt_embeds", "a prompt of embeddings has no tokens to compare")
         elif request.abort_immediately:
-            # The front end rejected this request; it is here only so that the remote blocks are given back.
+            # The front end rejected this request and passes it on only to have the remote blocks released.
             self._loads.decline(source)
             request.kv_transfer_params = None
         else:
@@ -138,14 +138,14 @@ class RequestIntake:
                 self._expect_another_turn(request)
 
     def _may_connect(self, request: Request, source: RemotePrefill) -> bool:
-        """Whether anything at all may be sent to the host that the params name; neither loads nor releases are."""
+        """Whether the host in the params is allowed. If not, nothing is sent to it: no load and no release."""
         if self._allowed is None or self._allowed.allow(source.remote_host):
             return True
         self._compute_here(request, "host_not_allowed", f"allowed_hosts does not list {source.remote_host!r}")
         return False
 
     def _expect_another_turn(self, request: Request) -> None:
-        """Its answer is offered, if it came with a lease of its own: siblings have one response among them."""
+        """Record that its answer is offered if it has the remote lease; sibling requests share one response."""
         if self._loads.state(request.request_id) is not None:
             self.lease_intents[request.request_id] = LeaseUse.TURN
 
@@ -154,7 +154,7 @@ class RequestIntake:
             shared = 0
         elif not self._windows_reach(source, request.num_prompt_tokens):
             self._loads.decline(source)
-            self._compute_here(request, "window_edge", "it needs tokens that the producer, or vLLM here, gives back")
+            self._compute_here(request, "window_edge", "it needs tokens whose blocks the producer, or vLLM here, frees")
             return
         shared = min(shared, request.num_prompt_tokens)
         refused = self._loads.offer(request.request_id, source, shared, time.monotonic(), is_turn=is_turn)

@@ -1,4 +1,4 @@
-"""Integrity of the scheduler side: whether the counts of its parts agree with each other and with vLLM's."""
+"""Integrity checks of the scheduler side: the counts of its parts must agree with each other and with vLLM's."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from kvferry.scheduler.state.counters import Counters
 logger = logging.getLogger(__name__)
 
 IDLE_INTERVAL_S = 10.0
-"""An idle engine is checked so often at most."""
+"""Shortest time between two checks, without `always`."""
 
 _INTERVAL_FACTOR = 200
-"""With tens of thousands of held blocks a check takes 50 ms: the interval is at least this many times as long."""
+"""The time between two checks is at least this many times the last check's duration, which is 50 ms with tens of
+thousands of held blocks."""
 
 
 class Integrity:
     """Checks one engine's scheduler side.
 
     Args:
-        always: whether `poll` checks every time, and not only now and then when nothing is going on.
+        always: whether every `poll` checks, instead of only some while the engine has no requests.
         counters: counts `integrity_errors`.
     """
 
@@ -56,8 +57,8 @@ class Integrity:
         self._has_reported = False
 
     def poll(self) -> None:
-        """Check, if it is time to. An error is counted each time, logged once, and never raised: it says that this
-        connector has a bug, which must not end an engine that may still serve."""
+        """Check if a check is due. An error is counted each time, logged once and never raised: it is a bug of this
+        connector, which must not stop an engine that may still serve."""
         if self._eviction.unfinished and not self._always:
             return
         began_s = time.monotonic()
@@ -79,10 +80,10 @@ class Integrity:
         self._next_s = ended_s + max(IDLE_INTERVAL_S, _INTERVAL_FACTOR * (ended_s - began_s))
 
     def check(self) -> None:
-        """Check everything.
+        """Check all counts.
 
         Raises:
-            LocalProtocolError: with the sums.
+            LocalProtocolError: with the counts that disagree.
         """
         self._leases.check_integrity()
         self._loads.check_integrity()

@@ -1,9 +1,9 @@
 """Lease eviction: held leases end early when the engine needs their blocks or their slots.
 
-A prompt's lease lives until its consumer has read it, an offer of a turn for minutes. Without this, an engine whose
-router is slow, or lost what it was answered, would fill up with blocks that no consumer reads, and requests would wait
-for them; and two engines that wait for each other's blocks would wait for ever. `eviction_order.py` has the order and
-the rules, `waiting.py` counts what requests lack; here is counted what vLLM has.
+A prompt's lease lives until its consumer has read it, an offered turn's for minutes. Without eviction, if the router is
+slow or loses a response, the cache would fill up with blocks that no consumer reads, and requests would wait for them;
+two engines that wait for each other's blocks would wait for ever. `eviction_order.py` has the order and the rules,
+`waiting.py` counts the blocks that requests lack, and this module counts the blocks that vLLM has.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RESERVED = 8
-"""Turns may be held while more than one in so many blocks, and slots, is free."""
+"""Turns may be held while more than 1/8 of the blocks and of the slots are free."""
 
 _MANY = 1024
 _RECHECK_S = 0.05
-"""With more leases than `_MANY` that may not be evicted yet, they are checked again after this time."""
+"""If more than `_MANY` leases may not be evicted yet, they are checked again after this time."""
 
 _COUNT_S = 10e-6
-"""Counting the blocks that only leases keep takes most of a microsecond each: wait ten times as long."""
+"""Wait per leased block before counting again: ten times the cost of counting the blocks that only leases keep."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """What does not change while an engine lives.
+    """Numbers of blocks that are constant for an engine.
 
     Attributes:
-        most: blocks of the longest request that there can be.
+        most: blocks of the longest possible request.
         cap: blocks that leases alone may keep for longer than a heartbeat.
         reserve: blocks that turns leave free.
     """
@@ -54,17 +54,17 @@ class _Bounds:
 
     @classmethod
     def of(cls, manager: KVCacheManager, most: int, fraction: float, *, reserves: bool) -> _Bounds:
-        """Those of an engine whose leases may keep a fraction of all blocks."""
+        """The bounds of an engine whose leases may keep `fraction` of all blocks."""
         total = manager.block_pool.num_gpu_blocks
         reserve = total // _RESERVED if reserves else 0
         return cls(most, int((total - 1) * fraction), reserve)  # no null block
 
 
 class LeaseEviction:
-    """Compares once a step what is free with what requests need, and ends leases.
+    """Compares the free blocks with the requests' need once per step, and ends leases.
 
     Args:
-        max_leased_fraction: of the engine's blocks, those that leases alone may keep for longer than a heartbeat.
+        max_leased_fraction: fraction of the engine's blocks that leases alone may keep for longer than a heartbeat.
 
     Attributes:
         unfinished: this engine's requests.
@@ -92,32 +92,32 @@ class LeaseEviction:
         self._first_coming: tuple[str | None, float] = (None, 0.0)
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Where the blocks belong."""
+        """Take the KV cache manager, whose blocks are counted."""
         self._manager = manager
         self._bounds = None
         blocks = manager.block_pool.blocks
         self._leases.block_references.bind(lambda block: int(blocks[block].ref_cnt))
 
     def arrived(self, request: Request) -> None:
-        """A request will need blocks, and again after every preemption."""
+        """A request has arrived: it will need blocks, now and after every preemption."""
         self._requests.add(request)
 
     def admitted(self, request: Request) -> None:
-        """vLLM has given a request blocks: those that wait are not stalled. A preempted one may lack them again."""
+        """vLLM has allocated blocks for a request, so admission is not stalled. Preempted requests do not count."""
         if not request.num_preemptions:
             self._stall.end()
 
     def finished(self, request_id: str) -> None:
-        """It needs none any more."""
+        """The request has ended and needs no more blocks."""
         self._requests.remove(request_id)
         self._stall.end()
 
     @property
     def is_coming(self) -> bool:
-        """Whether blocks of leases that were ended are still on their way back into the pool.
+        """Whether blocks of ended leases will return to the pool soon.
 
-        Where a worker's transfer thread is stuck they do not come, and vLLM must not go on waiting for them. An engine
-        that wakes does not know yet of which leases it has slept through the end.
+        If a worker's transfer thread is stuck they do not return, and vLLM must not wait for them for ever. It is also
+        True while the engine wakes: it does not know yet which leases ended while it slept.
         """
         if self._idle.is_waking:
             return True
@@ -126,10 +126,10 @@ class LeaseEviction:
         return self._leases.block_references.num_coming() > 0
 
     def evict(self) -> None:
-        """End as many leases as it takes; their blocks come back with the workers' reports, a step or two later.
+        """End as many leases as needed; their blocks return with the workers' reports, a step or two later.
 
-        It counts what vLLM keeps to itself. Where that cannot be counted, the engine goes on, and leases live as long
-        as they were given. Nor does it end any before it knows which are over anyway.
+        It reads vLLM's internals. If that fails, eviction is disabled: the engine goes on, and leases live until they
+        expire. While the engine wakes no lease is ended, since it is not known yet which are over.
         """
         if self._idle.is_waking:
             return
@@ -164,10 +164,10 @@ class LeaseEviction:
 
     def _end(self, lease: Lease, how: str) -> None:
         self._leases.end_early(lease, how)
-        logger.debug("req=%s slot=%d ends early (%s): others need its blocks", lease.request_id, lease.slot, how)
+        logger.debug("req=%s slot=%d: lease ended early (%s)", lease.request_id, lease.slot, how)
 
     def _demand(self, manager: KVCacheManager) -> Demand | None:
-        """What leases are to give; None when they need not give anything."""
+        """The blocks and slots that leases must give up; None if none."""
         if self._bounds is None:
             most = self._requests.most(manager)
             self._bounds = _Bounds.of(manager, most, self._fraction, reserves=self._local.offers_turns)
@@ -179,7 +179,7 @@ class LeaseEviction:
         is_kept = leased <= bounds.cap and not slots_short
         if is_kept and free >= bounds.most + bounds.reserve:
             self._stall.end()
-            return None  # no request can need more: nothing that grows with requests or blocks is looked at
+            return None  # no request can need more; this path has constant cost
         coming = references.num_coming()
         free += coming
         needs = self._requests.needs(manager)
@@ -194,7 +194,7 @@ class LeaseEviction:
         return Demand(free, need, bounds.reserve, bounds.cap, slots_short, lasts)
 
     def _stalled(self) -> int:
-        """Blocks besides the free ones that a request counts as lacking, since it has waited for a heartbeat."""
+        """Blocks that a request is assumed to lack, besides the free ones, after it has waited for a heartbeat."""
         if not self._stall.is_due(self._leases.clock_s, self._leases.heartbeat_s):
             return 0
         return self._stall.take() if self._requests.may_lack_blocks() else 0

@@ -1,4 +1,4 @@
-"""The side channel of an engine that others read from, opened where its configuration says."""
+"""Opens the side channel of an engine that others read from, at its configured address."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ logger = logging.getLogger(__name__)
 def listen(
     local: LocalEngine, counters: Counters, secrets: Secrets, leases: ProducerLedger, tick: Callable[[], None]
 ) -> SideChannelListener | None:
-    """This engine's listener; None for one that nobody reads from.
+    """This engine's listener; None if no engine reads from it.
 
     Raises:
-        InvalidConfig: the address is taken, or the secrets cannot be used.
+        InvalidConfig: the address is in use, or the secrets are invalid.
     """
     if not local.is_read_from:
         return None
     if not secrets and not _is_loopback(local.host):
         logger.warning(
-            "the side channel on %s:%d answers anybody who can reach it; set KVFERRY_SECRET_FILE, or keep it on a "
-            "trusted network",
+            "the side channel on %s:%d answers every client that can reach it; set KVFERRY_SECRET_FILE, or keep it on "
+            "a trusted network",
             local.host,
             local.port,
         )

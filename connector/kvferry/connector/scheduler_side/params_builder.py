@@ -29,7 +29,7 @@ class HeldTokens:
     """Tokens whose cache is complete.
 
     Attributes:
-        blocks: per cache group the last blocks of the sequence, without those that left their window.
+        blocks: per cache group, the last blocks of the sequence, without those that left their window.
     """
 
     request_id: str
@@ -47,15 +47,15 @@ class ParamsBuilder:
         self._signer = ParamsSigner(local.mac_key)
 
     def held(self, request: Request, block_ids: tuple[list[int], ...], use: LeaseUse) -> HeldTokens | None:
-        """What can be offered of a request that has ended; None when it ended badly or has nothing.
+        """The tokens of an ended request that can be offered; None if it failed or has none.
 
-        A token that was sampled last has no cache, nor has one certainly whose step is still in flight. What the
-        modules of a multi-token predictor wrote for an answer's last tokens came from drafts: those are left out.
+        The token that was sampled last has no cache, and tokens of a step in flight may have none. An answer's last
+        tokens were computed from drafts by the modules of a multi-token predictor, so they are left out.
         """
         if request.status not in _ENDED_WELL:
             return None
         computed = request.num_computed_tokens - request.num_in_flight_tokens
-        left_out = self._local.left_out if use is LeaseUse.TURN else 0  # of a prompt, before it was computed
+        left_out = self._local.left_out if use is LeaseUse.TURN else 0  # a prompt's were left out at its intake
         num_tokens = max(0, min(computed, len(request.all_token_ids) - 1) - left_out)
         prompt = prompt_of(request, num_tokens)
         blocks = self._transferable(block_ids, num_tokens)
@@ -64,7 +64,7 @@ class ParamsBuilder:
         return HeldTokens(request.request_id, num_tokens, blocks, digest_chain(prompt, num_tokens))
 
     def build(self, held: HeldTokens, lease: Lease, lease_s: float) -> RemotePrefill:
-        """The offer, signed."""
+        """The signed params."""
         ticket = Ticket(
             version=PARAMS_VERSION,
             boot=self._local.boot,
@@ -95,7 +95,7 @@ class ParamsBuilder:
     def _transferable(self, block_ids: tuple[list[int], ...], num_tokens: int) -> Blocks:
         """The blocks of the first `num_tokens` tokens, without the null blocks of those that left their window.
 
-        vLLM may have one block more than that: a step that was in flight when the request stopped had its token too.
+        vLLM may have one more block, for the token of a step that was in flight when the request stopped.
         """
         chosen = self._kv_cache_config.select_transfer_block_ids(block_ids)
         clipped = [ids[: -(-num_tokens // span)] for ids, span in zip(chosen, self._local.block_spans, strict=True)]

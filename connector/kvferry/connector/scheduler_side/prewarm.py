@@ -1,7 +1,7 @@
-"""The producers that `prewarm_peers` names, handed to the engine's next step when they answer.
+"""The producers in `prewarm_peers`, passed to the engine's next step when they answer.
 
-The search starts at the engine loop's first poll, not before: an engine that is still being made can neither be woken
-nor step. A producer that has answered waits for the next step, and an idle engine is woken for it.
+The prewarmer starts at the engine loop's first poll: before that, the engine can neither be woken nor step. A producer
+that has answered waits for the next step; an idle engine is woken for it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
 
 
 class KnownProducers:
-    """One engine's. Starts no thread when the list is empty.
+    """The prewarmed producers of one engine. Starts no thread if the list is empty.
 
     Args:
         addresses: as in the configuration.
-        engine_id: this engine's.
-        timeout_s: for every attempt to reach one of them.
-        secrets: of the side channel.
+        engine_id: this engine's id.
+        timeout_s: timeout of each attempt to reach one of them.
+        secrets: secrets of the side channel.
     """
 
     def __init__(self, addresses: Sequence[str], engine_id: str, timeout_s: float, secrets: Secrets) -> None:
@@ -35,7 +35,7 @@ class KnownProducers:
             self._search = PeerPrewarmer(map(address_of, addresses), engine_id, self._hear, timeout_s, secrets)
 
     def poll(self) -> bool:
-        """The engine's loop runs. Returns whether there is news for a step."""
+        """Called by the engine's loop. Returns whether a producer waits for a step."""
         if self._search is not None and not self._is_started:
             self._is_started = True
             self._search.start()
@@ -46,7 +46,7 @@ class KnownProducers:
         return [self._found.popleft() for _ in range(len(self._found))]
 
     def close(self) -> None:
-        """Stop looking. Idempotent."""
+        """Stop the prewarmer. Idempotent."""
         if self._search is not None:
             self._search.close()
 

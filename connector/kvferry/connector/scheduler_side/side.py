@@ -1,4 +1,4 @@
-"""The connector in the scheduler's process: vLLM's hooks carried to the two ledgers and the side channel."""
+"""The connector in the scheduler's process: connects vLLM's hooks to the two ledgers and the side channel."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ _HELD = (LeaseState.HELD, LeaseState.ENDING)
 
 
 class SchedulerSide:
-    """One engine's scheduler half.
+    """The scheduler side of one engine.
 
     Raises:
-        InvalidConfig: the side channel's address is taken, its secrets cannot be used, or a cache cannot be described.
+        InvalidConfig: the side channel's address is in use, its secrets are invalid, or a cache cannot be described.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> None:
@@ -104,10 +104,10 @@ class SchedulerSide:
             config.prewarm_peers, self._local.engine_id, config.handshake_timeout_s, self._secrets
         )
 
-    # What vLLM calls when requests come and go.
+    # Hooks of a request.
 
     def on_new_request(self, request: Request) -> None:
-        """Understand the request's params before vLLM looks at them."""
+        """Read the request's params before vLLM does."""
         correlation = self._correlations.of(request)
         if correlation is not None:
             logger.debug("req=%s correlation=%s", request.request_id, correlation)
@@ -116,19 +116,21 @@ class SchedulerSide:
         self._flush()
 
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
-        """Tokens beyond the local prefix hit that can be loaded; None when vLLM is to ask again in the next step, since
-        the request is to have a lease and a slot may be free then."""
+        """Tokens beyond the local prefix hit that can be loaded; None makes vLLM ask again in the next step, if the
+        request needs a lease and a slot may be free by then."""
         if request.request_id in self._intake.lease_intents and not self.leases.free_slots and self._idle.has_news:
             return None
         return self.loads.matched_tokens(request.request_id, num_local_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """vLLM has given the request blocks."""
+        """vLLM has allocated blocks for the request."""
         self._eviction.admitted(request)
         use = self._intake.lease_intents.get(request.request_id)
         if use is not None and not self.leases.open(request.request_id, use):
             slots = self.leases.slots
-            logger.warning("req=%s is served without a lease: all %d are taken, or its own", request.request_id, slots)
+            logger.warning(
+                "req=%s is served without a lease: all %d slots are used, or one by its id", request.request_id, slots
+            )
             del self._intake.lease_intents[request.request_id]
         self._intake.allocated(request.request_id)
         if self.loads.state(request.request_id) is not None:
@@ -143,7 +145,7 @@ class SchedulerSide:
         """The request has ended.
 
         Returns:
-            Whether vLLM is to hold its blocks, which it never is (`HeldBlocks`), and what its answer carries.
+            Whether vLLM must hold its blocks, which is always False (see `HeldBlocks`), and the params of its response.
         """
         self.loads.finished(request.request_id)
         self._eviction.finished(request.request_id)
@@ -151,7 +153,7 @@ class SchedulerSide:
         self._flush()
         use = self._intake.ended(request.request_id)
         if use is None or self.leases.state(request.request_id) is not LeaseState.COMPUTING:
-            return False, None  # a lease that is held is of a request before this one, with the same id
+            return False, None  # a held lease belongs to an earlier request with the same id
         held = self._params_builder.held(request, block_ids, use)
         if held is None or (self._drain.has_begun and use is LeaseUse.TURN) or not self._held.can_hold:
             self.leases.abandon(request.request_id)
@@ -166,16 +168,16 @@ class SchedulerSide:
         params = self._params_builder.build(held, lease, self.leases.lease_s)
         return False, params.to_json(is_turn=use is LeaseUse.TURN)
 
-    # What vLLM calls once a step.
+    # Hooks of a step.
 
     def build_metadata(self, *, is_idle: bool) -> FerryMetadata:
-        """Everything that changed since the last step, for the workers.
+        """All changes since the last step, for the workers.
 
         Args:
-            is_idle: no token is scheduled in this step.
+            is_idle: whether no token is scheduled in this step.
         """
         if self._listener is not None:
-            # Before leases are evicted: an engine that was idle does not know yet which leases are claimed.
+            # Before eviction: after idling, messages that claim leases are still in the inbox.
             receive_messages(self._listener, self.leases, self._local.boot, self.counters)
         asks = self._idle.begin_step()
         self._drain.step()
@@ -183,7 +185,7 @@ class SchedulerSide:
         if self._known.poll():
             for producer in self._known.take():
                 self.loads.prewarm_static(producer, time.monotonic())
-        may_expire = not self._idle.is_waking  # else leases that were read while idle would count as expired
+        may_expire = not self._idle.is_waking  # otherwise leases that were read while idle would count as expired
         orders = next_orders(self.leases, self.loads, self._local.boot, time.monotonic(), may_expire=may_expire)
         self._integrity.poll()
         metadata = _NOTHING
@@ -194,7 +196,7 @@ class SchedulerSide:
         return FerryMetadata(metadata.head, metadata.frame, asks, is_idle) if asks or is_idle else metadata
 
     def update(self, output: KVConnectorOutput) -> None:
-        """What the workers report; vLLM frees nothing of this step before it."""
+        """Process the workers' reports. vLLM calls this before it frees any blocks of the step."""
         report = output.kv_connector_worker_meta
         if isinstance(report, FerryWorkerMetadata):
             self._quarantined_blocks.update(report.alive)
@@ -225,20 +227,20 @@ class SchedulerSide:
         gauges = {**self._quarantined_blocks.gauges(time.monotonic()), **self._gauges.changes()}
         return FerryStats.of_counts(self.counters.take(), self.counters.take_samples(), gauges)
 
-    # What vLLM calls once, or rarely.
+    # Other hooks.
 
     def bind(self, manager: KVCacheManager) -> None:
-        """The engine's block pool, for blocks that must not be reused yet."""
+        """Take the KV cache manager, whose block pool is needed to hold blocks and to count free ones."""
         self._quarantined_blocks.bind(manager)
         self._held.bind(manager)
         self._eviction.bind(manager)
         self._gauges.bind(manager)
 
     def publish(self, workers: Mapping[tuple[int, int], object]) -> None:
-        """The workers have described themselves: answer handshakes from now on.
+        """Take the workers' descriptions, and answer handshakes from now on.
 
         Raises:
-            InvalidConfig: the description was to be written to a file, and cannot be; or it is not kvferry's.
+            InvalidConfig: `description_file` cannot be written, or a description is not kvferry's.
         """
         described = workers_of(workers.values())
         if not described:
@@ -255,25 +257,25 @@ class SchedulerSide:
         if self._listener is not None:
             self._listener.publish(engine)
         if self._config.description_file is not None:
-            logger.info("described this engine in %s", write_description(self._config.description_file, engine))
+            logger.info("wrote the engine's description: %s", write_description(self._config.description_file, engine))
 
     def must_step(self) -> bool:
-        """Whether the engine must step although it has no request; otherwise it is idle, however much it holds."""
+        """Whether the engine must step although it has no request. If not, it is idle, even with held leases."""
         return self._known.poll() or self._idle.must_step(is_draining=self._drain.is_requested)
 
     def has_coming_blocks(self) -> bool:
-        """Whether a running request need not be preempted, since blocks are coming in a step or two."""
+        """Whether blocks will be freed within a step or two, so that no running request need be preempted."""
         return self._eviction.is_coming
 
     def reset(self) -> bool:
-        """The weights have changed, or are about to: no cache of before may be taken for one of after.
+        """The weights have changed or are about to: caches of the old weights must not be used with the new ones.
 
-        Every held lease ends, through the fence. A request that runs keeps what it has computed, so it will offer
-        nothing; one that has nothing yet, or was preempted, gets a lease with a new epoch when it begins. Prompts whose
-        load has not begun are computed here, since what their producer holds is of before.
+        Every held lease ends, through the fence. A running request keeps its computed tokens, so it offers nothing at
+        its end; one without computed tokens, or a preempted one, gets a lease with a new epoch when it begins. Prompts
+        whose load has not begun are computed here, since their producer's blocks are of the old weights.
 
         Returns:
-            Whether nothing of before is left. While blocks are loaded there is, and vLLM is to ask again.
+            Whether the reset is complete. While loads are in flight it is not, and vLLM must call again.
         """
         self.leases.release_all("reset")
         for request_id in self.leases.requests(LeaseState.COMPUTING):
@@ -286,15 +288,15 @@ class SchedulerSide:
         return not self.loads.requests(*_UNDER_WAY)
 
     def check_integrity(self) -> None:
-        """Check that everything adds up.
+        """Check the integrity of the scheduler side.
 
         Raises:
-            LocalProtocolError: with the sums.
+            LocalProtocolError: with the counts that disagree.
         """
         self._integrity.check()
 
     def close(self) -> None:
-        """Give leases of other engines back, and stop the threads. Idempotent."""
+        """Release the leases of other engines, and stop the threads. Idempotent."""
         self.loads.give_all_back()
         self._flush()
         self._known.close()
@@ -304,15 +306,15 @@ class SchedulerSide:
             self._renewer.close()
         self.tracing.close()
 
-    # How it does it.
+    # Helpers.
 
     def _local_blocks(self, request: Request, blocks: KVCacheBlocks) -> tuple[Sequence[int], ...]:
-        """Where the request's tokens are to be loaded, per transferred cache group."""
+        """The blocks into which the request's tokens are loaded, per transferred cache group."""
         chosen = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
         return self._local.without_scratch(chosen, self.loads.shared_tokens(request.request_id))
 
     def _free(self, report: FerryWorkerMetadata) -> None:
-        """Give back what every worker calls over; of leases alone whose hold the workers know."""
+        """Free the blocks of held leases that every worker reports as over; workers know only held ones."""
         for worker, reported in report.over.items():
             held = [request_id for request_id in reported if self.leases.state(request_id) in _HELD]
             for request_id in self._acks.take(worker, held):
@@ -322,6 +324,6 @@ class SchedulerSide:
         self._idle.reported(report.over)
 
     def _flush(self) -> None:
-        """Hand the ledger's commands to the thread that sends them."""
+        """Pass the ledger's commands to the thread that sends them."""
         if self._renewer is not None and self.loads.has_commands:
             self._renewer.submit(self.loads.take_commands())

@@ -1,7 +1,7 @@
 """Requests in the order of vLLM's waiting queue, and the blocks that they lack.
 
-vLLM is asked for the number of blocks with the call that its own admission makes (`KVCacheManager.allocate_slots`,
-vLLM 0.32), so groups with a window, a chunk or a recurrent state count as vLLM counts them. Prefix hits are left out.
+The number of blocks comes from the call that vLLM's own admission makes (`KVCacheManager.allocate_slots`, vLLM 0.32),
+so groups with a window, a chunk or a recurrent state count as in vLLM. Prefix hits are ignored.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _FIRST = 8
-"""Waiting requests whose need is counted. vLLM admits in order, so those behind them wait for these anyway."""
+"""Number of waiting requests whose need is counted. vLLM admits in order, so later ones wait for these anyway."""
 
 _NEEDS_BLOCKS = frozenset(
     (RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, RequestStatus.PREEMPTED)
 )
-"""Also where a request is after a load, failed or not; while it loads it has the blocks for that."""
+"""A request is also in one of these after a load, failed or not; while it loads, it has the blocks for that."""
 
 _Place = tuple[int, float, str]
 
@@ -32,7 +32,7 @@ class UnfinishedRequests:
     """This engine's requests, in the order in which vLLM admits them.
 
     Attributes:
-        by_id: all of them.
+        by_id: all requests, by id.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -57,8 +57,8 @@ class UnfinishedRequests:
             del self._order[bisect_left(self._order, self._places.pop(request_id))]
 
     def needs(self, manager: KVCacheManager) -> list[int]:
-        """Blocks that each of the first waiting requests lacks, in order. Looks at no more requests than can run, and a
-        few."""
+        """Blocks that each of the first waiting requests lacks, in order. It reads at most as many requests as can run,
+        and a few more."""
         first: list[Request] = []
         running = False
         for _, _, request_id in self._order:
@@ -72,15 +72,15 @@ class UnfinishedRequests:
         return [self._lacking(manager, request) + watermark for request in first]
 
     def most(self, manager: KVCacheManager) -> int:
-        """Blocks of the longest request that there can be, with vLLM's watermark."""
+        """Blocks of the longest possible request, including vLLM's watermark."""
         length, unknown = manager.max_model_len, ""
         most = _ask(manager, unknown, length, length, num_computed=0, prefill_end=length)
-        manager.coordinator.free(unknown)  # the question itself enters a request without blocks in some groups
+        manager.coordinator.free(unknown)  # the call registers the request in some groups, without blocks
         return most + int(manager.watermark_blocks)
 
     def may_lack_blocks(self) -> bool:
-        """Whether a request waits that is not known to wait for anything but blocks: vLLM could run more requests, and
-        none that runs is being prefilled, which can use up every step. Looks at all requests."""
+        """Whether a request may be waiting for blocks only: vLLM could run more requests, and no running one is being
+        prefilled, which can use up every step. It reads all requests."""
         requests = self.by_id.values()
         running = [request for request in requests if request.status is RequestStatus.RUNNING]
         if len(running) >= self._max_running or any(request.is_prefill_chunk for request in running):
@@ -88,7 +88,7 @@ class UnfinishedRequests:
         return any(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for request in requests)
 
     def _lacking(self, manager: KVCacheManager, request: Request) -> int:
-        """Of the whole sequence with its lookahead tokens."""
+        """Blocks that the whole sequence lacks, with its lookahead tokens."""
         num_tokens = min(request.num_tokens, manager.max_model_len)
         num_slots = min(num_tokens + self._lookahead, manager.max_model_len)
         prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
@@ -99,11 +99,11 @@ class UnfinishedRequests:
 def _ask(
     manager: KVCacheManager, request_id: str, num_tokens: int, num_slots: int, *, num_computed: int, prefill_end: int
 ) -> int:
-    """vLLM's own admission question, and a block more for each group whose state moves: in `align` mode a sequence
-    has the blocks of two states while it is computed in steps, and is admitted with one.
+    """The block count of vLLM's own admission, plus a block for each group in `align` mode: there a sequence has the
+    blocks of two states while it is computed in steps, but is admitted with one.
 
     Args:
-        num_slots: the tokens, and those that a draft model writes ahead.
+        num_slots: number of tokens, including those that a draft model writes ahead.
     """
     lacking: int = manager.coordinator.get_num_blocks_to_allocate(
         request_id=request_id,

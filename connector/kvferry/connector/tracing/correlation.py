@@ -1,14 +1,14 @@
-"""What a client calls its request, read where vLLM 0.32 lets it through to the scheduler of both engines.
+"""The correlation value: a client's own name for its request, which vLLM 0.32 passes to the scheduler of both engines.
 
-Routers give requests ids of their own. A client that wants to find its request again sends a value in
-`vllm_xargs.kvferry_correlation`, or in a header that `correlation_middleware` puts there. It names requests in
-timelines and logs, and decides nothing: anybody can send any value, and several requests may carry one.
+Routers assign their own request ids. A client that wants to find its request again sends a value in
+`vllm_xargs.kvferry_correlation`, or in a header that `correlation_middleware` copies there. It names requests in
+timelines and logs and has no other effect: any client can send any value, and several requests may have the same one.
 
-Where the value is in the headers of an HTTP request:
+Sources in the headers of an HTTP request:
 
 X-Correlation-Id     the value of that header
-baggage:request-id   the member `request-id` of W3C Baggage, a header that vllm-router passes on where it drops others
-traceparent          a header like any other, and passed on too
+baggage:request-id   the member `request-id` of W3C Baggage, a header that vllm-router forwards while it drops others
+traceparent          an ordinary header, which is forwarded too
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _VALUE = re.compile(r"[!#-\[\]-~]+")
 
 
 def check_correlation(value: object) -> str:
-    """The value, if it is one that may be stored and shown.
+    """Return the value if it may be stored and shown.
 
     Raises:
-        InvalidCorrelation: it is no text of 1 to 128 printable ASCII characters without space, `"` and `\\`.
+        InvalidCorrelation: it is not a text of 1 to 128 printable ASCII characters without space, `"` and `\\`.
     """
     if isinstance(value, str) and len(value) <= MAX_CORRELATION and _VALUE.fullmatch(value):
         return value
@@ -50,10 +50,10 @@ def check_correlation(value: object) -> str:
 
 
 def read_correlation(extra_args: Mapping[str, Any] | None) -> str | None:
-    """The value in a request's extra arguments; None where there is none.
+    """The value in a request's extra arguments; None if there is none.
 
     Raises:
-        InvalidCorrelation: there is one, and it cannot be used.
+        InvalidCorrelation: the value is not valid.
     """
     if not extra_args or CORRELATION_ARG not in extra_args:
         return None
@@ -61,28 +61,28 @@ def read_correlation(extra_args: Mapping[str, Any] | None) -> str | None:
 
 
 def correlation_of(request: Request) -> str | None:
-    """What a client calls a request; None where there is no value.
+    """The correlation value of a request; None if there is none.
 
     Raises:
-        InvalidCorrelation: there is one, and it cannot be used.
+        InvalidCorrelation: the value is not valid.
     """
     params = request.sampling_params
     return read_correlation(params.extra_args) if params is not None else None
 
 
 class Correlations:
-    """Reads the values of requests. One that cannot be used is dropped and counted; the first is logged too."""
+    """Reads the values of requests. Invalid ones are dropped and counted; the first one is also logged."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
 
     def of(self, request: Request) -> str | None:
-        """The request's value; None where there is none that can be used. Never raises."""
+        """The request's value; None if there is no valid one. Never raises."""
         try:
             return correlation_of(request)
         except InvalidCorrelation as invalid:
             if not self._counters.total("dropped_correlations"):
-                logger.warning("req=%s: %s; dropped, and so are others without a word", request.request_id, invalid)
+                logger.warning("req=%s: %s; dropped; further ones are not logged", request.request_id, invalid)
             self._counters.add("dropped_correlations")
             return None
 
@@ -92,7 +92,7 @@ _BAGGAGE = "baggage"
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
 
 Headers = Iterable[tuple[bytes, bytes]]
-"""As ASGI has them: names are lower case."""
+"""Headers as in ASGI: names are lower case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class CorrelationSource:
     """A header, or one member of the header `baggage`.
 
     Attributes:
-        header: lower case.
-        member: None for the whole header.
+        header: name in lower case.
+        member: member of the baggage; None for the whole header.
     """
 
     header: bytes
@@ -109,10 +109,10 @@ class CorrelationSource:
 
     @classmethod
     def parse(cls, text: str) -> CorrelationSource:
-        """A header's name, or `baggage:KEY`.
+        """Parse a header's name or `baggage:KEY`.
 
         Raises:
-            InvalidCorrelation: it is neither.
+            InvalidCorrelation: the text is neither.
         """
         header, colon, member = text.partition(":")
         is_member = colon and header.lower() == _BAGGAGE and _TOKEN.fullmatch(member)
@@ -122,18 +122,18 @@ class CorrelationSource:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> CorrelationSource:
-        """What `KVFERRY_CORRELATION_HEADER` names.
+        """The source that `KVFERRY_CORRELATION_HEADER` names.
 
         Raises:
-            InvalidCorrelation: it names nothing, or nothing that can be a header.
+            InvalidCorrelation: it is empty or cannot be the name of a header.
         """
         return cls.parse(environment.get(HEADER_VARIABLE, ""))
 
     def value(self, headers: Headers) -> str | None:
-        """The value of the first header that has one; None where there is none.
+        """The value of the first header that has one; None if no header has one.
 
         Raises:
-            InvalidCorrelation: it cannot be used.
+            InvalidCorrelation: the value is not valid.
         """
         for name, raw in headers:
             if name == self.header:

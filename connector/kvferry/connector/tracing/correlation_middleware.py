@@ -1,11 +1,11 @@
-"""Carries a header's value to the engine: an ASGI middleware for vLLM's API server.
+"""An ASGI middleware for vLLM's API server that passes a header's value to the engine.
 
     KVFERRY_CORRELATION_HEADER=X-Correlation-Id vllm serve … \\
         --middleware kvferry.connector.tracing.correlation_middleware.CorrelationMiddleware
 
-vLLM gives its scheduler no header. It does give it the body's `vllm_xargs`, so that is what the value becomes, as the
-body's first member; where the client sends `vllm_xargs` of its own these count, as the later of two equal keys does.
-The body is passed on as it comes in: nothing of it is parsed, and nothing is held back but the space before it.
+vLLM passes no header to its scheduler, but it does pass the body's `vllm_xargs`. So the value is inserted there, as the
+body's first member. If the client sends `vllm_xargs` too, the client's count: of two equal keys, the later one wins.
+The body is streamed: it is not parsed, and nothing but the space before it is held back.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvferry.protocol.errors import InvalidCorrelation
 logger = logging.getLogger(__name__)
 
 PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
-"""Where vLLM knows `vllm_xargs`."""
+"""Paths where vLLM accepts `vllm_xargs`."""
 MAX_SPACE = 4096
-"""Bytes before a body's first member; a body that has more is left as it is."""
+"""Bytes before a body's first member; a body that has more is not changed."""
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -37,7 +37,7 @@ class CorrelationMiddleware:
     """Puts the value of a header into the bodies of requests.
 
     Raises:
-        InvalidCorrelation: no source was given, and `KVFERRY_CORRELATION_HEADER` names none.
+        InvalidCorrelation: `source` is None and `KVFERRY_CORRELATION_HEADER` names no valid one.
     """
 
     def __init__(self, app: App, source: CorrelationSource | None = None) -> None:
@@ -67,13 +67,13 @@ class CorrelationMiddleware:
             return self._source.value(scope["headers"])
         except InvalidCorrelation as invalid:
             if not self._has_warned:
-                logger.warning("%s; dropped, and so are others without a word", invalid)
+                logger.warning("%s; dropped; further ones are not logged", invalid)
             self._has_warned = True
             return None
 
 
 def member_for(value: str, beginning: bytes) -> bytes:
-    """What to write behind the `{` of a JSON object that begins so; nothing where there is no object, or an empty one.
+    """The bytes to insert after the `{` of a JSON object that begins so; empty if it is no object or has no member.
 
     `value="a1"`, `beginning=b'{"prompt":'` → `b'"vllm_xargs":{"kvferry_correlation":"a1"},'`
     """
@@ -91,7 +91,7 @@ def _is_of_interest(scope: Scope) -> bool:
 
 
 async def _beginning(receive: Receive) -> Message:
-    """The body's first chunks as one, up to its first member."""
+    """The body's first chunks, joined, up to its first member."""
     message = await receive()
     while message["type"] == "http.request" and message.get("more_body"):
         body = message.get("body", b"")

@@ -1,6 +1,6 @@
-"""What the scheduler's half does, as events: for the file in `trace_dir` and for OpenTelemetry.
+"""Events of the scheduler side, for the file in `trace_dir` and for OpenTelemetry.
 
-`SchedulerTracing` is told of everything and does nothing: that is an engine that traces nothing.
+`SchedulerTracing` receives all events and does nothing with them: it is used when tracing is off.
 """
 
 from __future__ import annotations
@@ -43,49 +43,49 @@ _LONGEST_TRACEPARENT = 256
 
 
 class SchedulerTracing(Observer):
-    """Does nothing. All of it is called by the step thread; nothing raises, or waits."""
+    """Does nothing. All methods are called by the step thread; they never raise or wait."""
 
     def prefill_arrived(self, request: Request) -> None:
-        """A prompt is to be decoded elsewhere."""
+        """A prompt will be decoded elsewhere."""
 
     def decode_arrived(self, request: Request, source: RemotePrefill, shared_tokens: int) -> None:
         """A prompt came with usable params."""
 
     def computed_here(self, request: Request, reason: str) -> None:
-        """A prompt came with params that are not used; they are still in the request."""
+        """A prompt came with params that are not used; the request still has them."""
 
     def params_given(self, lease: Lease, num_tokens: int) -> None:
-        """A request has ended, and its answer carries params."""
+        """A request has ended, and its response carries params."""
 
     def ordered(self, loads: Sequence[LoadOrder]) -> None:
-        """The workers are told to load these."""
+        """The workers are ordered to load these."""
 
     def scheduled(self, output: SchedulerOutput) -> None:
-        """A step is about to be taken."""
+        """A step is about to begin."""
 
     def loads_reported(self, loads: Mapping[int, bytes]) -> None:
-        """By worker, what has become of its loads."""
+        """Encoded results of loads, by worker (`reported_loads`)."""
 
     def reported(self, request_id: str, *, good: bool) -> None:
         """Every worker has reported a load."""
 
     def finished(self, request_id: str) -> None:
-        """A request of any kind has ended."""
+        """A request has ended, with or without a load or a lease."""
 
     def close(self) -> None:
-        """Write what is not written yet. Idempotent."""
+        """Write the remaining events. Idempotent."""
 
 
 UNTRACED = SchedulerTracing()
 
 
 class RecordedScheduler(SchedulerTracing):
-    """Records all of it.
+    """Records all events.
 
     Args:
-        boot: this engine's.
-        file: of `trace_dir`; None without one.
-        spans: where the engine has OpenTelemetry on.
+        boot: boot id of this engine.
+        file: the recorder for `trace_dir`; None without that option.
+        spans: the recorder for OpenTelemetry; None if it is off.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ def _remote_name(lease: RemoteLease) -> LeaseName:
 
 
 def _lease_in(params: object) -> LeaseName | None:
-    """The lease that a request's params are about, where they can be read."""
+    """The lease that a request's params name; None if they cannot be read."""
     try:
         source = read_params(params)
         if isinstance(source, RemoteDecode) and isinstance(params, dict):
@@ -218,7 +218,7 @@ def _lease_in(params: object) -> LeaseName | None:
 
 
 def _correlation(request: Request) -> str:
-    """What the client calls it; what cannot be used is counted where requests arrive."""
+    """The correlation value, or ""; invalid ones are counted by `Correlations`."""
     try:
         return correlation_of(request) or ""
     except InvalidCorrelation:

@@ -1,13 +1,13 @@
-"""Events of one engine's scheduler as spans, in the tree in which a trace shows them; they go to the tracer provider
-that vLLM has made in this process, where it has OpenTelemetry on.
+"""Spans from the events of one engine's scheduler. They go to the tracer provider that vLLM has created in this process
+if OpenTelemetry is on. The tree of spans:
 
-kvferry.lease       the producer's lease, from its slot to the end of its blocks
+kvferry.lease       on the producer, from the allocation of its slot until the lease ends
 ├── kvferry.lease.prefill
 └── kvferry.lease.held
-kvferry.handover    the consumer's, from the request's arrival until all workers have reported
-├── kvferry.handover.wait            until the workers are told
-└── kvferry.load                     one for each worker that told what it did
-    └── kvferry.load.reading, …      its stages
+kvferry.handover    on the consumer, from the request's arrival until all workers have reported
+├── kvferry.handover.wait            until the load is ordered
+└── kvferry.load                     one for each worker that reported its load
+    └── kvferry.load.reading, …      the load's stages
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvferry.trace.events import (
 )
 
 MOST_OPEN = 1 << 16
-"""Requests and leases whose end is waited for; beyond it those that began first are forgotten."""
+"""Requests and leases that are open at once; above it the oldest ones are dropped."""
 
 Attribute = str | int
 Key = TypeVar("Key")
@@ -47,7 +47,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoads:
-    """What a worker has told its scheduler of its loads, for `reported_loads`."""
+    """The encoded load results of one worker, for `reported_loads`."""
 
     worker: int
     reported: bytes
@@ -58,10 +58,10 @@ SpanItem = Event | WorkerLoads
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took a while, in nanoseconds since the epoch.
+    """A span; times are nanoseconds since the epoch.
 
     Attributes:
-        failure: empty for what went well.
+        failure: the reason of a failure; empty if it succeeded.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RootSpan:
-    """A span and whose child it is: `traceparent` as W3C writes it, empty for the first of a trace."""
+    """A span and its parent: `traceparent` in W3C format, empty for the first span of a trace."""
 
     traceparent: str
     span: Span
@@ -95,7 +95,7 @@ class _OpenHandover:
 
 
 class SpanBook:
-    """What has begun and not ended, of one engine. Events come in their order."""
+    """The open leases and handovers of one engine. Events must come in order."""
 
     def __init__(self, most_open: int = MOST_OPEN) -> None:
         self._most_open = most_open
@@ -104,7 +104,7 @@ class SpanBook:
         self._handovers: dict[str, _OpenHandover] = {}
 
     def take(self, item: SpanItem) -> Iterator[RootSpan]:
-        """The spans that end with it."""
+        """The spans that end with this item."""
         match item:
             case PrefillArrived():
                 self._keep(self._traceparents, item.request, item.traceparent)
@@ -139,7 +139,7 @@ class SpanBook:
 
     def _end_handover(self, request: str, at_ns: int, outcome: str, failure: str = "") -> RootSpan:
         opened = self._handovers.pop(request)
-        outcome = "aborted" if opened.is_aborted and not failure else outcome  # vLLM ends what it fails, first
+        outcome = "aborted" if opened.is_aborted and not failure else outcome  # vLLM ends a failed request first
         return RootSpan(opened.arrived.traceparent, _handover_span(opened, at_ns, outcome, failure))
 
     def _keep(self, kept: dict[Key, Value], key: Key, value: Value) -> None:
@@ -195,7 +195,7 @@ _FLUSH_MS = 2000
 
 
 class SpanSink:
-    """A recorder's sink: makes spans of what it is given. The exporter is vLLM's, with threads of its own."""
+    """A recorder's sink that makes spans of its items. The exporter is vLLM's and has its own threads."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -203,15 +203,15 @@ class SpanSink:
         self._propagator = TraceContextTextMapPropagator()
 
     def take(self, items: Sequence[SpanItem], lost: int) -> None:
-        """Make what ended with these."""
+        """Make the spans that end with these items."""
         for item in items:
             for root in self._book.take(item):
-                # An empty context where there is no parent, so that nothing else in this process is taken for one.
+                # An empty context if there is no parent, so that no other span of this process becomes the parent.
                 parent = self._propagator.extract({"traceparent": root.traceparent}, Context())
                 self._make(root.span, parent, SpanKind.INTERNAL)
 
     def close(self) -> None:
-        """Have the exporter send what it has: a forked engine ends without the hooks that would."""
+        """Flush the exporter: a forked engine ends without the hooks that would do it."""
         flush = getattr(trace.get_tracer_provider(), "force_flush", None)
         if flush is not None:
             flush(_FLUSH_MS)

@@ -1,4 +1,4 @@
-"""Opens what an engine records into, as its configuration says."""
+"""Opens an engine's trace recorders according to its configuration."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def scheduler_tracing(vllm_config: VllmConfig, config: FerryConfig, local: LocalEngine) -> SchedulerTracing:
-    """What the scheduler's half tells of itself.
+    """The tracing of the scheduler side.
 
     Raises:
-        InvalidConfig: nothing can be written in `trace_dir`.
+        InvalidConfig: `trace_dir` is not writable.
     """
     opened = _file(vllm_config, config, Part.SCHEDULER, local.boot, "")
     spans = _spans() if has_opentelemetry_on(vllm_config) else None
@@ -37,10 +37,10 @@ def scheduler_tracing(vllm_config: VllmConfig, config: FerryConfig, local: Local
 
 
 def worker_tracing(vllm_config: VllmConfig, config: FerryConfig, place: Place) -> WorkerTracing:
-    """What a worker's half tells of itself; its engine's boot it does not know.
+    """The tracing of a worker side. Its file has no boot id, which workers do not know.
 
     Raises:
-        InvalidConfig: nothing can be written in `trace_dir`.
+        InvalidConfig: `trace_dir` is not writable.
     """
     opened = _file(vllm_config, config, Part.WORKER, "", str(place))
     recorded = UNTRACED_WORKER if opened is None else RecordedWorker(Recorder(LoadFile(opened)))
@@ -48,7 +48,7 @@ def worker_tracing(vllm_config: VllmConfig, config: FerryConfig, place: Place) -
 
 
 def has_opentelemetry_on(vllm_config: VllmConfig) -> bool:
-    """vLLM starts with an endpoint only where OpenTelemetry is installed."""
+    """Whether OpenTelemetry is on. vLLM starts with an endpoint only if OpenTelemetry is installed."""
     return vllm_config.observability_config.otlp_traces_endpoint is not None
 
 

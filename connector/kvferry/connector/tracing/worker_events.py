@@ -1,6 +1,6 @@
-"""What has become of a worker's loads, as events: for the file in `trace_dir`, and for the scheduler to make spans of.
+"""Events of a worker's ended loads, for the file in `trace_dir` and for the spans that the scheduler makes.
 
-`WorkerTracing` is told and does nothing: that is an engine that traces nothing.
+`WorkerTracing` receives all loads and does nothing with them: it is used when tracing is off.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _DECODER = msgspec.msgpack.Decoder(list[LoadEnded])
 
 
 class WorkerTracing:
-    """Does nothing. All of it is called by the step thread; nothing raises, or waits."""
+    """Does nothing. All methods are called by the step thread; they never raise or wait."""
 
     def ended(self, loads: Sequence[LoadRecord]) -> None:
-        """These loads are over."""
+        """These loads have ended."""
 
     def take_reported(self) -> bytes:
-        """Of loads that ended since the last call, for `reported_loads` in the scheduler; empty for nothing."""
+        """The encoded loads that ended since the last call, for `reported_loads`; empty if there are none."""
         return b""
 
     def close(self) -> None:
-        """Write what is not written yet. Idempotent."""
+        """Write the remaining events. Idempotent."""
 
 
 UNTRACED = WorkerTracing()
@@ -41,20 +41,20 @@ UNTRACED = WorkerTracing()
 
 @dataclass(frozen=True, slots=True)
 class TimedLoad:
-    """A load that is over, and what the wall's clock showed more than the monotonic one then."""
+    """An ended load, and the wall clock minus the monotonic clock at its end."""
 
     load: LoadRecord
     offset_ns: int
 
 
 class LoadFile:
-    """A recorder's sink: makes events of loads on the writer's thread, and writes them."""
+    """A recorder's sink that makes events of loads, on the writer's thread, and writes them."""
 
     def __init__(self, file: TraceFile) -> None:
         self._file = file
 
     def take(self, items: Sequence[TimedLoad], lost: int) -> None:
-        """As `TraceFile.take`."""
+        """See `TraceFile.take`."""
         self._file.take([load_event(timed.load, timed.offset_ns) for timed in items], lost)
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class RecordedWorker(WorkerTracing):
 
 
 class ReportingWorker(WorkerTracing):
-    """Keeps every load for the scheduler, and passes all on."""
+    """Keeps every load for the scheduler, and passes it on."""
 
     def __init__(self, other: WorkerTracing) -> None:
         self._other = other
@@ -99,17 +99,17 @@ class ReportingWorker(WorkerTracing):
 
 
 def reported_loads(reported: bytes) -> list[LoadEnded]:
-    """What `take_reported` has encoded, in this version of kvferry."""
+    """Decode the result of `take_reported` of this version of kvferry."""
     return _DECODER.decode(reported)
 
 
 def wall_offset_ns() -> int:
-    """What the clock of the wall shows more than the monotonic one, now."""
+    """The wall clock minus the monotonic clock, now."""
     return time.time_ns() - time.monotonic_ns()
 
 
 def load_event(load: LoadRecord, offset_ns: int) -> LoadEnded:
-    """A load with its stages, from the monotonic clock to the wall's."""
+    """The event of a load with its stages, converted from the monotonic clock to the wall clock."""
     begun_ns = int(load.times.ordered_s * _NS) + offset_ns
     stages: list[StageSpan] = []
     for stage, ended_s in load.times.ended_s.items():

@@ -1,4 +1,4 @@
-"""The descriptions of all workers of this engine: each needs them, because reads are spread over the whole engine."""
+"""Gathers the descriptions of all workers of this engine: each needs them, because reads span the whole engine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def engine_groups() -> list[ProcessGroup]:
-    """The CPU groups that this worker shares with its engine's others, from the innermost axis out: tensor parallel,
-    prefill context parallel, pipeline. Those of one rank are left out. Not vLLM's world group: with data parallelism it
-    spans several engines.
+    """The CPU groups that this worker shares with the engine's other workers, innermost axis first: tensor parallel,
+    prefill context parallel, pipeline. Groups of one rank are left out. vLLM's world group is not used: with data
+    parallelism it spans several engines.
     """
     from vllm.distributed import parallel_state
 
@@ -26,24 +26,25 @@ def engine_groups() -> list[ProcessGroup]:
 
 
 class SiblingFailed(KvferryError):
-    """Another worker of this engine could not describe itself, so none of them can start."""
+    """Another worker of this engine failed to make its description, so none of them can start."""
 
 
 def gather_workers(
     mine: WorkerDescription | Exception, groups: Sequence[ProcessGroup]
 ) -> tuple[WorkerDescription, ...]:
-    """What every worker of the engine says of itself, in the order of `worker_index`.
+    """The descriptions of all workers of the engine, in the order of `worker_index`.
 
-    All workers must call it, with equal axes in equal order; it waits for them. So one that has failed calls it too,
-    with its error: it would keep the others waiting otherwise. Without groups nobody is asked.
+    A collective call: all workers must make it, with equal axes in equal order, and it waits for them. A worker that
+    has failed also calls it, with its error, so that the others do not wait for ever. Without groups it is local.
 
     Args:
+        mine: this worker's description, or its error.
         groups: one process group per axis, the innermost first; see `engine_groups`.
 
     Raises:
         SiblingFailed: another worker has failed.
         InvalidMessage: a worker's description cannot be read.
-        Exception: `mine`, when it is one.
+        Exception: `mine`, if it is an error.
     """
     known: list[bytes | str] = [f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else encode(mine)]
     for group in groups:

@@ -1,4 +1,4 @@
-"""The connector in a worker's process: vLLM's hooks carried to the worker."""
+"""The connector in a worker's process: connects vLLM's hooks to the worker."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _IDLE_STEP_TIMEOUT_S = 2e-3
-"""A step that computes nothing waits so long for a load; vLLM would sleep and step again. So a load of a few megabytes
-is reported in the step that ordered it, and an engine that waits for a long one steps less often."""
+"""Time that a step that computes nothing waits for a load; without it vLLM would sleep and step again. So a load of a
+few megabytes is reported in the step that ordered it, and an engine that waits for a long one steps less often."""
 
 
 class WorkerSide:
-    """One worker's half; it comes to life with the caches."""
+    """The worker side of one worker. Its `FerryWorker` is created when vLLM registers the caches."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> None:
         self._vllm_config = vllm_config
@@ -64,7 +64,7 @@ class WorkerSide:
         self._tracing = UNTRACED
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Describe and register the caches, and learn of the engine's other workers; all of them must do it together.
+        """Describe and register the caches, and exchange descriptions with the engine's other workers (collective).
 
         Raises:
             InvalidConfig: a cache cannot be described.
@@ -76,7 +76,7 @@ class WorkerSide:
         try:
             self._worker = self._make_worker(kv_caches)
         except Exception as error:
-            gather_workers(error, groups)  # raises it, once the others know
+            gather_workers(error, groups)  # raises `error` after the other workers have received it
             raise
         siblings = gather_workers(self._worker.description, groups)
         self._worker.add_siblings(siblings)
@@ -90,20 +90,20 @@ class WorkerSide:
         )
 
     def describe(self) -> FerryHandshake | None:
-        """This worker as peers need it, with its replicas; None before the caches exist."""
+        """The descriptions of this worker and its replicas, for peers; None before the caches exist."""
         return self._handshake
 
     def bind(self, metadata: FerryMetadata) -> None:
-        """Start what the scheduler ordered; it runs beside the forward pass."""
+        """Start the step's orders, which run in parallel with the forward pass."""
         self._is_asked |= metadata.asks
         self._is_idle = metadata.is_idle
         if metadata.head and self._worker is not None:
             self._worker.carry_out(metadata.head, metadata.frame)
 
     def take_results(self) -> KVConnectorTransferResults:
-        """The loads that ended since the last step. The rest of the step's results waits for the calls that follow.
+        """The loads that ended since the last step. `take_stats` and `take_metadata` return the step's other results.
 
-        Leases that are over are no business of vLLM's, which does not hold their blocks: see `take_metadata`.
+        Ended leases are not reported here, since vLLM does not hold their blocks: see `take_metadata`.
         """
         timeout_s = _IDLE_STEP_TIMEOUT_S if self._is_idle else 0.0
         self._step = self._worker.take_results(timeout_s) if self._worker is not None else StepResults()
@@ -118,15 +118,14 @@ class WorkerSide:
         )
 
     def take_stats(self) -> FerryStats | None:
-        """Figures of the step whose results were taken last."""
+        """Statistics of the step whose results were taken last."""
         if self._has_reported:
             return None
         self._has_reported = True
         return FerryStats.of_results(self._step, self._labels)
 
     def take_metadata(self) -> FerryWorkerMetadata | None:
-        """Which leases are over, what loads did; which blocks may still be written, and the worker's gauges, when they
-        have changed."""
+        """Ended leases and loads; if changed, requests whose blocks may still be written, and the worker's gauges."""
         alive, over, is_asked = self._step.alive, frozenset(self._step.sent), self._is_asked
         gauges, loads = self._step.gauges, self._tracing.take_reported()
         self._step.alive, self._step.sent, self._step.gauges, self._is_asked = None, set(), None, False
@@ -140,7 +139,7 @@ class WorkerSide:
         )
 
     def close(self) -> None:
-        """Stop the thread and give the memory back. Idempotent."""
+        """Stop the thread and release the memory. Idempotent."""
         if self._worker is not None:
             self._worker.close()
         self._tracing.close()
@@ -189,7 +188,7 @@ class WorkerSide:
         )
 
     def _pool_bytes(self) -> int | None:
-        """The pool's size; an engine that never reads needs none."""
+        """The staging pool's size; 0 for an engine that never reads."""
         transfer = self._vllm_config.kv_transfer_config
         reads = transfer.is_kv_consumer or self._config.bidirectional_kv_xfer
         if not reads and not uses_host_buffer(self._vllm_config):
