@@ -1,4 +1,4 @@
-"""A process with NIXL agents in it that does what it is told: JSON lines in, JSON lines out.
+"""A process with NIXL agents that is driven by JSON lines on its input and answers with JSON lines.
 
     make count bytes                    → agents [{metadata, address}], seconds []
     connect agent peer bytes            → seconds: known, prepared, and a first read of 64 bytes
@@ -8,7 +8,7 @@
     send agent                          → one empty answer; it sends messages to its peer until it is killed
     receive agent                       → messages: how many have come since it was last asked
     usage                               → rss_mb, files, threads, cpu_s
-    close agent                         → nothing: it ends without a word to anybody
+    close agent                         → nothing: the agent ends without notifying its peers
 
 `AgentProcess` is the other end.
 """
@@ -74,7 +74,7 @@ class Agent:
         return seconds
 
     def make_contact(self, port: int) -> float:
-        """What a worker does on first contact, the tables of its layers apart; returns seconds."""
+        """Do a worker's first contact, without the tables of its layers; returns seconds."""
         blocks = 1000
         engine = llama("C", tp=1, layout="HND", blocks=blocks, bases={0: 1 << 44}, layers=30)
         start = time.perf_counter()
@@ -132,7 +132,7 @@ class Agent:
 
 
 def usage(process: int | str = "self") -> dict[str, float]:
-    """What a process has of the machine."""
+    """Memory, files, threads and processor time of a process."""
     folder = Path("/proc") / str(process)
     of_process = (folder / "stat").read_text().rpartition(")")[2].split()
     return {
@@ -209,7 +209,7 @@ class AgentProcess:
         print(json.dumps({"do": do, **order}), file=self.process.stdin, flush=True)
 
     def answer(self) -> dict[str, Any]:
-        """What came of the oldest order that was not answered; waits."""
+        """Wait for the answer to the oldest unanswered order."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:

@@ -1,4 +1,4 @@
-"""What is measured: pairs of engines, a request, and the clock."""
+"""Benchmark cases: pairs of engines, a request, and the clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is inside the axes of a chart: lines or bars with their ranges, and ticks with plain numbers."""
+"""Contents of a chart's axes: lines or bars with their ranges, and ticks with plain numbers."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def targets(found: By) -> tuple[Target, ...]:
 
 
 def notes(found: By, seconds: float) -> tuple[str, ...]:
-    """What the figures do not say."""
+    """Notes beside the figures."""
     said = [
         f"All of it took {seconds / 60:.1f} minutes. The producer has a core, the consumers share the other one; one "
         "of them is asked at a time.",

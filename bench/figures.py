@@ -1,4 +1,4 @@
-"""What every benchmark publishes: tables, charts and targets, in a shape that `bench.report` draws without knowing it.
+"""Results of a benchmark: tables, charts and targets, in a form that `bench.report` draws without knowing them.
 
     Results(
         command="python -m bench.step",
@@ -86,7 +86,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Target:
-    """What was promised and what was measured; made by `at_most` and `at_least`. `note`: of a miss, what was tried."""
+    """A limit and the measured value; made by `at_most` and `at_least`. `note`: for a missed target, what was tried."""
 
     name: str
     measured: float

@@ -1,12 +1,12 @@
-"""What a consumer's worker does at its first contact with a producer, part by part, beside the published way.
+"""The parts of a consumer worker's first contact with a producer, beside the published way.
 
     python -m bench.first_contact            # 100, 5,000 and 100,000 blocks; results/first_contact.json; 3 minutes
     python -m bench.first_contact --quick    # 100 and 5,000 blocks; half a minute
 
-The producer is another process on this machine: a Llama of 30 layers whose caches are addresses that nobody touches.
+The producer is another process on this machine: a Llama of 30 layers with caches of reserved addresses, never touched.
 Both ways end with the first bytes read from every rank. Every repetition has a new agent, which is made, with its
-memory registered, before the clock starts. Each way has a process of its own; they take turns, so that whatever else
-the machine does meets both. The first repetition of a process is told apart: it is the one that engines see.
+memory registered, before the clock starts. Each way has a process of its own; they take turns, so that other load
+affects both. The first repetition of a process is listed separately: it is the one that engines see.
 """
 
 from __future__ import annotations

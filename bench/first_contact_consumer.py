@@ -86,7 +86,7 @@ class _Timed:
 
 
 def make_contact(producer: Any, consumer_tp: int, blocks: int) -> dict[str, float]:
-    """What `FerryWorker` does, one part after the other."""
+    """The parts of `FerryWorker`'s first contact, one after the other."""
     memory, base = reserve(worker_bytes(consumer_tp, blocks, LAYERS))
     engine = llama("C", tp=consumer_tp, layout="HND", blocks=blocks, bases={0: base}, layers=LAYERS)
     storage = torch.frombuffer(memory, dtype=torch.uint8)

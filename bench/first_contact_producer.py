@@ -1,4 +1,4 @@
-"""A producer to contact: one process with its listener, the agents of all its ranks, and caches that nobody touches.
+"""A producer to contact: one process with its listener, the agents of all its ranks, and caches that are never touched.
 
 It answers on two ports: kvferry's side channel, and the published connector's way, one question for every rank. Its
 first line says where; the end of its input ends it.
@@ -62,7 +62,7 @@ class Producer:
         return msgspec.structs.replace(engine, workers=workers)
 
     def published_answers(self, blocks: int) -> list[bytes]:
-        """What the published connector says of each rank: the agent, the regions' addresses, the blocks."""
+        """The published connector's answer for each rank: the agent, the regions' addresses, the blocks."""
         region = worker_bytes(len(self.fabrics), blocks, 1)
         return [
             msgspec.msgpack.encode(

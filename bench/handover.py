@@ -66,7 +66,7 @@ class Measured:
 
 
 def scenario_of(engines: str, most_tokens: int, pool_bytes: int) -> Scenario:
-    """What `bench.transfer` moves, in the shape of a Llama-70B."""
+    """A scenario of `bench.transfer` with the shape of a Llama-70B."""
     producer, consumer, staged = ENGINES[engines]
     return Scenario(
         name=engines,

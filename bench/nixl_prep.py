@@ -1,4 +1,4 @@
-"""Two NIXL agents and registered memory that nobody touches: what preparing descriptors takes, without the bytes."""
+"""Two NIXL agents and registered memory that is never touched: the cost of preparing descriptors, without the bytes."""
 
 from __future__ import annotations
 

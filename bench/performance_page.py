@@ -14,10 +14,10 @@ _HEAD = """\
 # Performance
 """
 _METHOD = """\
-Figures are medians with the range seen, unless they say otherwise. What a benchmark is compared with ran in the same
+Figures are medians with the range seen, unless they say otherwise. A benchmark and its comparison ran in the same
 run. Each chapter has its command, its circumstances and its JSON with the samples;
-[bench/README.md](../bench/README.md) says how each of them measures, and [missed-targets.md](missed-targets.md) why
-what was missed was missed."""
+[bench/README.md](../bench/README.md) says how each benchmark measures; [missed-targets.md](missed-targets.md) explains
+missed targets."""
 
 
 def page_of(found: Sequence[Measured]) -> str:

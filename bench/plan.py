@@ -39,7 +39,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a worker keeps of a peer: its plan, tables for direct reads, and for staged ones."""
+    """A worker's state for a peer: its plan, tables for direct reads, and for staged ones."""
 
     plan: TransferPlan
     direct: tuple[tuple[DescriptorTable, ...], ...]
@@ -47,7 +47,7 @@ class Prepared:
 
     @classmethod
     def of(cls, consumer: EngineDescription, producer: EngineDescription) -> Prepared:
-        """What the first worker of the consumer prepares."""
+        """Prepare the state of the consumer's first worker."""
         plan = plan_transfer(consumer, 0, producer)
         direct = tuple(route_tables(route, 0, 0, Placing.DIRECT) for route in plan.routes)
         staged = tuple(tuple(source_table(source, 0) for source in route.sources) for route in plan.routes)
@@ -117,7 +117,7 @@ def measure_ours(case: Case, repeats: int, registered: Registered | None = None)
 
 
 def _prepare_with_nixl(prepared: Prepared, registered: Registered, repeats: int) -> float:
-    """What NIXL takes for the rows of both sides, ms."""
+    """NIXL's time for the rows of both sides, ms."""
 
     def prepare() -> None:
         for index, (tables, sources) in enumerate(zip(prepared.direct, prepared.staged, strict=True)):

@@ -1,4 +1,4 @@
-"""What `bench.plan` publishes: its table, a chart beside the published way, and the limits."""
+"""Published results of `bench.plan`: its table, a chart beside the published way, and the limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from bench.figures import Chart, Results, Series, Table, Target
 
 MAX_PLAN_MS, MAX_PLAN_MB, MAX_REQUEST_MS = 50.0, 16.0, 1.0
-"""What a consumer worker may need per peer and per request."""
+"""Limits of a consumer worker's time and memory, per peer and per request."""
 
 _WHAT = """\
 What one worker of a decode engine prepares when it meets a prefill engine, and for every request: the plan, the

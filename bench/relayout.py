@@ -7,7 +7,7 @@
 
 GB/s are bytes read and written, over time. On a GPU there are two figures of the relayout: `kernel`, all waves of a
 request in one CUDA graph, which is the time that the device takes, and `driven`, the waves started one by one as a
-worker does, tables and uploads included. Whoever waits for a link sees neither as long as `driven` is above the link.
+worker does, tables and uploads included. As long as `driven` is faster than the link, neither delays a load.
 On a CPU, times are processor time of the one thread that works, as the neighbours' work is not of interest.
 Everything touches at least four times the second-level cache on both sides before it touches anything again, the pool
 apart where that is smaller (the table says when).
@@ -188,7 +188,7 @@ def _drive(relayout: Relayout, requests: list[list[Any]]) -> None:
 
 
 def _graph_seconds(requests: list[list[Any]], memory: Memory, tile: int, timer: Timer) -> float:
-    """All waves as one CUDA graph: what the device takes, without whoever drives it."""
+    """All waves as one CUDA graph: the time of the device, without the launches."""
     from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
     from kvferry.worker.relayout.kernel import launch_relayout, tile_of
 

@@ -1,4 +1,4 @@
-"""What `bench.relayout` publishes."""
+"""Published results of `bench.relayout`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from bench.figures import Chart, Results, Series, Table, Target
 
 MIN_COPY_SHARE, MIN_PEER_RATIO = 0.9, 5.0
-"""What is promised on a GPU: of the copy's bandwidth, and over layer by layer."""
+"""Targets on a GPU: the share of the copy's bandwidth, and the factor over layer by layer."""
 
 _WHAT = """\
 GB/s of the relayout, which puts what was read in the producer's shape in its place in the consumer's cache. The

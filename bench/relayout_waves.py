@@ -1,4 +1,4 @@
-"""What `bench.relayout` moves: requests of a Llama whose two engines keep their caches in different ways."""
+"""Data of `bench.relayout`: requests of a Llama whose two engines keep their caches in different ways."""
 
 from __future__ import annotations
 

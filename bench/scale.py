@@ -96,7 +96,7 @@ def make_contact(transports: str, agents: int, processes: int) -> Connected:
 
 
 def make_contact_many(transports: str, producers: int) -> Share:
-    """What each of so many producers costs the one agent that reads from all of them."""
+    """Cost of each producer for the one agent that reads from all of them."""
     owners, reader = AgentProcess(_TRANSPORTS[transports]), AgentProcess(_TRANSPORTS[transports])
     try:
         peers = owners.tell("make", count=producers + 1, bytes=_MEMORY)["agents"]
@@ -112,7 +112,7 @@ def make_contact_many(transports: str, producers: int) -> Share:
 
 
 def hello_seconds(count: int) -> float:
-    """Processor seconds of a producer for one handshake: of its listener, since nobody reads."""
+    """Processor seconds of a producer for one handshake: of its listener only, since there are no reads."""
     producer = ProducerProcess(1, _BLOCKS)
     try:
         hello = Hello(engine_id=ENGINE, asker="C")

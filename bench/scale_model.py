@@ -1,4 +1,4 @@
-"""What grows with what in a fleet, and which limit is met first; a fleet that connects all at once, played through.
+"""Growth of a fleet's resources and the first limit that it meets; simulation of a fleet that connects all at once.
 
     slopes = Slopes(Share(0.5, 2.0, 0.0), Share(0.1, 2.0, 0.0), Share(0.02, 1.0, 0.0), hello_s=0.001)
     Fleet(producers=500, consumers=500, workers=8).per_process(slopes)["owner"].files  # 1,000: 500 readers, 2 each
@@ -21,7 +21,7 @@ _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
 @dataclass(frozen=True)
 class Share:
-    """What one more of something costs a process."""
+    """Resources of a process, or their growth per peer."""
 
     rss_mb: float
     files: float
@@ -66,7 +66,7 @@ class Fleet:
     workers: int
 
     def per_process(self, slopes: Slopes) -> dict[str, Share]:
-        """What the connections add to each kind of process."""
+        """Resources that the connections add to each kind of process."""
         return {
             "reader": slopes.reader.times(self.producers),
             "owner": slopes.owner.times(self.consumers),
@@ -106,8 +106,8 @@ class Played:
 def play(fleet: Fleet, *, hello_s: float, timeout_s: float, seed: int = 1) -> Played:
     """All workers of all consumers ask one producer in the same moment; its listener serves one after the other.
 
-    An asker gives up after `timeout_s`, and asks again with a doubling backoff, as a worker does. What was asked by
-    somebody who gave up is served all the same: the listener cannot know.
+    An asker gives up after `timeout_s`, and asks again with a doubling backoff, as a worker does. A request
+    whose asker has given up is served all the same: the listener cannot know.
     """
     draw = random.Random(seed)
     asked: list[tuple[float, int, int]] = [(0.0, asker, 0) for asker in range(fleet.handshakes)]

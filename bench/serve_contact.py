@@ -77,7 +77,7 @@ async def measure_contacts(
 
 
 def _said(engine: Engine, offset: int) -> list[str]:
-    """What the log has said of handshakes since then."""
+    """Log lines about handshakes since `offset`."""
     with engine.log_path.open("rb") as log:
         log.seek(offset)
         lines = log.read().decode(errors="replace").splitlines()

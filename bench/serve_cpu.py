@@ -43,7 +43,7 @@ def _times(found: Mapping[str, list[psutil.Process]]) -> dict[str, dict[str, flo
 
 
 def _kind(process: psutil.Process) -> str:
-    """What vLLM calls it: the server, the engine's core, a worker."""
+    """Kind of a vLLM process: the server, the engine's core, a worker."""
     title = " ".join(process.cmdline())
     for word, kind in (("EngineCore", "engine core"), ("Worker", "worker"), ("api_server", "server")):
         if word in title:

@@ -1,4 +1,4 @@
-"""What was measured of each setup, as it grows during a run, and percentiles of it."""
+"""Measured values of each setup, added during a run, and their percentiles."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Contact:
 
     @property
     def extra_s(self) -> float:
-        """What the first took longer than the median of the others."""
+        """Time of the first, less the median of the others."""
         return self.first_s - median(self.warm_s)
 
 
@@ -108,7 +108,7 @@ class SetupFigures:
 
     Attributes:
         idle: cores by engine and process, with nothing asked.
-        leased: the producer's, with one lease that nobody comes for.
+        leased: the producer's, with one lease that no consumer reads.
         contact: of the freshly started pair.
         direct: driven as the router does, so that the producer's answer is seen.
         routed: through the router, or to the single engine.

@@ -1,4 +1,4 @@
-"""What is asked of engines, and what came of each request.
+"""Requests to engines, and their outcomes.
 
 Every prompt is of its own random tokens, so that none finds its beginning in a cache.
 """

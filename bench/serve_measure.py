@@ -1,4 +1,4 @@
-"""What is measured of a running setup, in its order."""
+"""Measurements of a running setup, in their order."""
 
 from __future__ import annotations
 

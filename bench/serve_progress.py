@@ -17,7 +17,7 @@ def progress_bars() -> Progress:
 
 
 def shown(progress: Progress, title: str, total: int) -> tuple[Callable[[str], None], Tick]:
-    """What to call with each part's name, and with each request."""
+    """Callbacks for each part's name, and for each request."""
     task = progress.add_task(title, total=total)
 
     def tell(part: str) -> None:

@@ -18,7 +18,7 @@ TTFT_LIMIT = 1.15
 TAIL_LIMIT = 1.5
 HANDOVER_LIMIT = 0.5
 FLOOR = "one engine, prompt in its own cache"
-"""What a first token takes when nothing is computed or fetched, connector or not."""
+"""Time of a first token without computing or fetching, with any connector or none."""
 
 
 def tables(setups: By) -> tuple[Table, ...]:
@@ -68,7 +68,7 @@ def charts(setups: By) -> tuple[Chart, ...]:
 
 
 def targets(setups: By) -> tuple[Target, ...]:
-    """What was promised; without a figure of both sides a target has no number, and is not met."""
+    """The targets; without a figure of both sides a target has no number, and is not met."""
     nobody = SetupFigures(next(iter(setups.values())).setup) if setups else None
     if nobody is None:
         return ()
@@ -289,7 +289,7 @@ def _contacts(setups: By) -> Table:
 
 
 def notes(setups: By, seconds: float) -> tuple[str, ...]:
-    """What the figures do not say: how long it took, what failed, what the logs said."""
+    """Notes beside the figures: how long it took, what failed, lines of the logs."""
     found = [
         f"The whole run took {seconds / 60:.1f} minutes. Every engine has one core, the single engine as the producer "
         "and the decoder; client, router and the servers' other processes share both.",

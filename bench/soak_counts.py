@@ -1,4 +1,4 @@
-"""What a soak counts: requests by what became of them, faults, what must never happen, and what its process takes."""
+"""Counts of a soak: requests by outcome, faults, violations, and resources of its process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the process takes at one moment, after a collection of garbage.
+    """Resources of the process at one moment, after a garbage collection.
 
     Attributes:
         rss_mb: resident memory. A segment of shared memory counts once for every time that it is attached.

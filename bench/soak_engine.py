@@ -37,7 +37,7 @@ STAGED = replace(SETTINGS, staging_pool_bytes=1 << 18)
 
 @dataclass(slots=True)
 class Landed:
-    """What the workers have said of one load: who has reported it, and why it failed, if it did."""
+    """Reports of one load: the workers that have reported it, and the reason if it failed."""
 
     workers: set[int]
     reason: FailureReason | None = None
@@ -47,7 +47,7 @@ class SoakEngine(CacheEngine):
     """One life of one engine.
 
     Attributes:
-        free: scheduler blocks that nobody has.
+        free: scheduler blocks that are not in use.
         spoilt: blocks that were written while they were free.
         is_dead: it was killed.
     """
@@ -76,13 +76,13 @@ class SoakEngine(CacheEngine):
         self._sent: dict[str, int] = {}
 
     def take(self, count: int) -> tuple[int, ...]:
-        """Blocks for a request; whether somebody has written into them since they were given back is looked at."""
+        """Blocks for a request; counts those that were written since they were freed."""
         blocks = tuple(self.free.pop(0) for _ in range(count))  # the one that has been free for longest
         self.spoilt += sum(not memory.holds(self._kernel([block])) for block in blocks for memory in self.memories)
         return blocks
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Nobody reads or writes them any more."""
+        """Free blocks that are not read or written any more."""
         for memory in self.memories:
             memory.fill(self._kernel(blocks))
         self.free += blocks
@@ -125,7 +125,7 @@ class SoakEngine(CacheEngine):
         return sign_params(params, self._mac_key)
 
     def landed(self, request_id: str) -> Landed | None:
-        """What became of a load, once every worker has reported it."""
+        """Outcome of a load, once every worker has reported it."""
         found = self.loads_seen.get(request_id)
         return found if found is not None and len(found.workers) == len(self.workers) else None
 
@@ -134,7 +134,7 @@ class SoakEngine(CacheEngine):
         return any(request_id in alive for alive in self.alive)
 
     def kill(self) -> threading.Thread:
-        """Nothing is said to anybody. Its memory stays mapped, with other content, as long as this object lives.
+        """End without notifying any peer. The memory stays mapped, with other content, as long as this object lives.
 
         Returns:
             A thread that ends when all of its threads have.

@@ -27,7 +27,7 @@ METHODS = (
     "prepare_remote",
     "add_peer",
 )
-"""What may raise; by its contract the port's `release` and `remove_peer` do not."""
+"""Calls that may raise; by its contract the port's `release` and `remove_peer` do not."""
 
 
 class SoakFabric(GateFabric):

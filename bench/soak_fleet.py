@@ -51,7 +51,7 @@ CONSUMERS = (
 
 
 class Fleet:
-    """Runs requests by their scripts until it is told to stop.
+    """Runs requests by their scripts until it is stopped.
 
     Args:
         seed, fault_rate: of the scripts.
@@ -131,7 +131,7 @@ class Fleet:
             _answer_slowly(made)
 
     def restart_consumer(self, index: int) -> None:
-        """It is gone at once, with its loads; nobody renews their leases."""
+        """End it at once, with its loads, and start it again; the loads' leases are not renewed."""
         self.consumers[index] = self._restart(self.consumers[index], CONSUMERS[index])
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class SoakMemory:
         self._guards = [part == GUARD for part in self._parts]
 
     def write(self, blocks: Sequence[int], tokens: int, seed: int) -> None:
-        """What a prefill leaves in a prompt's blocks, from its first token on."""
+        """Write a prefill's bytes into a prompt's blocks, from its first token on."""
         for view, ids, used, values in self._pieces(blocks, tokens, seed):
             view[ids, :, :used] = values
 

@@ -111,7 +111,7 @@ def _load(fleet: Fleet, script: Script, producer: SoakEngine, index: int, params
             counts.violations["a load is never reported"] += 1
             counts.loads["stuck"] += 1
             return "stuck"
-    if consumer.is_dead:  # and its memory is somebody else's
+    if consumer.is_dead:  # its memory may be in use for other purposes
         counts.loads[DEAD_CONSUMER] += 1
         return DEAD_CONSUMER
     landed = consumer.loads_seen.pop(name)
@@ -151,7 +151,7 @@ def _until_free(fleet: Fleet, producer: SoakEngine, name: str) -> Wait:
 
 
 def _on_the_way(fleet: Fleet, script: Script, params: RemotePrefill) -> RemotePrefill:
-    """What the consumer gets of the params: JSON, and perhaps other than what was sent."""
+    """The params as the consumer gets them: JSON, changed by some faults."""
     fields = params.to_json()
     if script.fault is Fault.TAMPERED:
         ours, ids = fields["kvferry"], fields["remote_block_ids"]
@@ -189,7 +189,7 @@ def _some_fabric(engine: SoakEngine, script: Script) -> SoakFabric:
 
 
 def _arm(fleet: Fleet, script: Script, producer: SoakEngine, consumer: SoakEngine) -> None:
-    """What has to be in place before the load is ordered."""
+    """Prepare the fault before the load is ordered."""
     fault, fabric, now_s = script.fault, _some_fabric(consumer, script), time.monotonic()
     at_once = (0.0, 0.5, 1.0)[script.choice % 3]
     if fault in (Fault.STALL, Fault.REVOKED, Fault.DEADLINE):
@@ -213,7 +213,7 @@ def _arm(fleet: Fleet, script: Script, producer: SoakEngine, consumer: SoakEngin
 def _strike(
     fleet: Fleet, script: Script, producer: SoakEngine, consumer: SoakEngine, params: RemotePrefill, name: str
 ) -> bool:
-    """What happens some turns after the load was ordered. Returns whether the request is aborted."""
+    """Apply the fault some turns after the load was ordered. Return whether the request is aborted."""
     fault = script.fault
     if fault is Fault.ABORTED_LOAD:
         consumer.loads.finished(name)

@@ -1,4 +1,4 @@
-"""What happens to every request of a soak: it follows from the seed and the request's number alone."""
+"""The script of every request of a soak: it follows from the seed and the request's number alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class Fault(enum.Enum):
-    """What is done to a request, or to the fleet while it is under way."""
+    """Fault of a request, or of the fleet while the request is under way."""
 
     ABORTED_PREFILL = "aborted while it is prefilled"
     ABORTED_OFFER = "aborted before its load is ordered"

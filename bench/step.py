@@ -1,11 +1,11 @@
-"""What kvferry adds to the engine's step thread, and that it does not grow with leases, loads or blocks.
+"""Time that kvferry adds to the engine's step thread, which must not grow with leases, loads or blocks.
 
     python -m bench.step            # 10 minutes
     python -m bench.step --quick    # 50 seconds, for orientation
 
 vLLM's real scheduler drives real connectors at both ends; the model is left out. Every step hands one request over:
 one prompt arrives at the producer and is answered there, one arrives at the consumer and begins to load, another has
-been loaded. Beside that, leases are held that nobody comes for, and loads are in flight that never end.
+been loaded. Beside that, leases are held that no consumer reads, and loads are in flight that never end.
 
 Every scene runs in a process of its own, so that none inherits another's garbage.
 """

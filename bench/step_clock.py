@@ -75,7 +75,7 @@ class StepClock:
         return measured
 
     def end_step(self) -> None:
-        """What was timed since the last call is one step."""
+        """End a step: the calls timed since the last one."""
         self.cpu_ns.append(self._cpu_now)
         self.wall_ns.append(self._wall_now)
         self._cpu_now = self._wall_now = 0
@@ -97,7 +97,7 @@ class StepClock:
         return Spread.of_ns(self.wall_ns)
 
     def singly(self) -> dict[str, Spread]:
-        """What one call takes, by its name."""
+        """Time of one call, by its name."""
         return {name: Spread.of_ns(samples) for name, samples in self.samples_ns.items()}
 
     def dearest(self, count: int = 4) -> Sequence[tuple[str, float]]:
@@ -107,7 +107,7 @@ class StepClock:
 
 
 def clock_cost_us() -> float:
-    """What timing one call adds to its processor time: that of a call that does nothing."""
+    """Processor time that timing adds to a call: that of a call that does nothing."""
     clock = StepClock()
     nothing = clock.timed("nothing", lambda: None)
     for _ in range(_CALLS_TO_CALIBRATE):

@@ -122,7 +122,7 @@ class TimedNode(Node):
         return None if reported is None else self._report_loads(self._report_dumps(reported))
 
     def forget(self) -> None:
-        """What was timed so far was the preparation."""
+        """Forget the times of the preparation."""
         self.scheduler_clock.forget()
         self.worker_clock.forget()
 
@@ -159,7 +159,7 @@ class Prompts:
 
 
 def hold(producer: TimedNode, prompts: Prompts, count: int, blocks: int) -> None:
-    """`count` leases that nobody comes for."""
+    """`count` leases that no consumer reads."""
     left, side = count, producer.engine.connector.scheduler_side
     end_s = time.monotonic() + _TIMEOUT_S
     while left or not producer.engine.is_idle():
@@ -201,7 +201,7 @@ def fly(consumer: TimedNode, stuck: TimedNode, prompts: Prompts, count: int, blo
 
 
 def another_offer(params: Any, prompt: Sequence[int], blocks: int, index: int, mac_key: bytes) -> dict[str, Any]:
-    """What the same producer would have written for another prompt."""
+    """The params that the same producer would have written for another prompt."""
     source = read_params(params)
     assert isinstance(source, RemotePrefill)
     ticket = msgspec.structs.replace(

@@ -37,7 +37,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one scene cost. `lock_wait`: how much longer than it should a sleep of 1 ms took, as every wait for the
+    """Cost of one scene. `lock_wait`: how much longer than it should a sleep of 1 ms took, as every wait for the
     interpreter's lock does; `transfer_share`: processor time of the consumer's transfer thread, of a core;
     `always_the_same`: processor time, once in every step, of work that never changes."""
 

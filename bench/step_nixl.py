@@ -1,7 +1,7 @@
 """Which of NIXL's calls keep the interpreter's lock, and for how long.
 
 While a call runs, another thread counts in Python. It cannot count without the lock: what it counts during the call,
-of what it counts in as much time when nobody is in its way, is the share of the call for which the lock was free.
+divided by its count in the same time without other load, is the share of the call for which the lock was free.
 """
 
 from __future__ import annotations

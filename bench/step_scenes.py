@@ -1,4 +1,4 @@
-"""What there is beside the handovers, in each of the sweeps."""
+"""Leases, loads and blocks beside the handovers, in each of the sweeps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FabricKind = Literal["memory", "nixl"]
 
 @dataclass(frozen=True)
 class Scene:
-    """What is there while handovers go on, one a step.
+    """Leases and loads beside the handovers, of which there is one per step.
 
     Attributes:
         leases, lease_blocks: held by the producer, and the blocks of each.

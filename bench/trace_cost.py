@@ -1,4 +1,4 @@
-"""What it costs an engine's step threads to record what happens, and what it costs them not to.
+"""Cost of recording, and of a call that records nothing, in an engine's step threads.
 
     python -m bench.trace_cost            # a minute
     python -m bench.trace_cost --quick

@@ -28,7 +28,7 @@ from kvferry.worker.worker import FerryWorker, MakeFabric
 
 HOST = "127.0.0.1"
 PRODUCED = 9
-"""What every byte of the producer's caches is."""
+"""Value of every byte of the producer's caches."""
 _READY_S = 30.0
 
 
@@ -45,7 +45,7 @@ def make_worker(
     memory: Memory,
     make_fabric: MakeFabric = NixlFabric,
 ) -> FerryWorker:
-    """One worker, on real NIXL unless told otherwise."""
+    """One worker, on real NIXL by default."""
     return FerryWorker(
         engine_id=engine_id,
         place=Place(tp=rank),
@@ -61,7 +61,7 @@ def make_worker(
 
 @dataclass(frozen=True)
 class ProducerAddress:
-    """What a consumer's bench knows of a producer beside what the side channel tells."""
+    """Facts about a producer that the benchmark has and the side channel does not carry."""
 
     pid: int
     port: int

@@ -81,7 +81,7 @@ class Link:
     """How two engines reach each other.
 
     Attributes:
-        environ: what UCX is told on both sides.
+        environ: UCX's settings on both sides.
         is_paced: the reads of a `PacedFabric`.
     """
 

@@ -40,7 +40,7 @@ class StampedBox(ResultBox):
         self._over.acquire()
 
     def expect(self, loads: int, notifications: int) -> None:
-        """So many loads are to be reported, and so many producer workers told."""
+        """Expect so many reports of loads, and so many notifications of producer workers."""
         self._wanted, self._unreported = loads, notifications
 
     def wait(self, timeout_s: float) -> bool:
@@ -48,7 +48,7 @@ class StampedBox(ResultBox):
         return self._over.acquire(timeout=timeout_s)
 
     def reported(self) -> None:
-        """A producer worker was told."""
+        """A producer worker was notified."""
         self.notified_ns = time.perf_counter_ns()
         self._unreported -= 1
         self._poll()
@@ -68,10 +68,10 @@ class StampedBox(ResultBox):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a batch of loads took.
+    """Times of a batch of loads.
 
     Attributes:
-        seconds: from the call that brings the order until the last result is there and all producer workers were told.
+        seconds: from the call that brings the order to the last result and the last notification of a producer worker.
         result_s: until the last result is there.
         stamps: calls of the fabric, where they were asked for; and the two ends.
     """

@@ -28,7 +28,7 @@ class Cell:
 
     Attributes:
         seconds: samples per candidate and request, in the order in which they were taken: the candidates took turns.
-        result_s: of a load, until its result was there; `seconds` ends when the producer has been told as well.
+        result_s: of a load, until its result was there; `seconds` ends when the producer has been notified as well.
         runs: descriptors, before NIXL merges any.
         posted: descriptors as NIXL counted them.
     """

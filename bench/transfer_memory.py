@@ -58,7 +58,7 @@ class Memory:
 
 
 def huge_bytes_at(address: int) -> int:
-    """What /proc says of the mapping that holds the address."""
+    """Facts of /proc about the mapping that holds the address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         bounds = line.split(" ", 1)[0].split("-")
@@ -70,7 +70,7 @@ def huge_bytes_at(address: int) -> int:
 
 
 def seconds_to_collapse(num_bytes: int) -> float | None:
-    """What it takes to put host memory in use into huge pages (`MADV_COLLAPSE`); None where the system does not."""
+    """Seconds to move host memory in use into huge pages (`MADV_COLLAPSE`); None if the system does not."""
     memory = Memory(num_bytes, huge=False, device=torch.device("cpu"))
     done = use_huge_pages([Region(memory.address, num_bytes, MemoryKind.DRAM)], float("inf"))
     return done.seconds if done.huge_bytes == num_bytes else None

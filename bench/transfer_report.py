@@ -108,7 +108,7 @@ def targets(measured: Sequence[Measured]) -> list[Target]:
 
 
 def _why_missed(where: Measured, size: int) -> str:
-    """What part of it no connector with a fence can avoid."""
+    """The part of the miss that no connector with a fence can avoid."""
     (cell,) = [cell for cell in where.cells if cell.request_bytes == size]
     floor = cell.ratio(FENCED, BARE)
     least = f" The bare loop with a fence and a message reaches {floor:.2f}." if floor is not None else ""

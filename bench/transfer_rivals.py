@@ -1,4 +1,4 @@
-"""What `bench.transfer` measures beside a load: a bare NIXL loop, `process_vm_readv`, and a copy within one process."""
+"""Comparisons of `bench.transfer`: a bare NIXL loop, `process_vm_readv`, and a copy within one process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Pieces:
 
 
 def pieces_of(scenario: Scenario, peer: Peer, order: LoadOrder, device: int) -> list[Pieces]:
-    """What a load reads in place, or would if nothing were staged: the very same descriptors."""
+    """The same descriptors that a load reads in place, or would if nothing were staged."""
     blocks = RequestBlocks(
         local=order.local_blocks,
         remote=order.source.remote_block_ids,

@@ -1,4 +1,4 @@
-"""What `bench.transfer` moves: caches of two engines, and requests whose blocks lie scattered on both sides."""
+"""Data of `bench.transfer`: caches of two engines, and requests whose blocks lie scattered on both sides."""
 
 from __future__ import annotations
 

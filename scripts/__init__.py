@@ -1,1 +1,1 @@
-"""What a user types: the accuracy test, the checks, and what they share."""
+"""Commands for users: the accuracy test, the checks, and what they share."""

@@ -82,7 +82,7 @@ def facts(**changed: Any) -> Change:
 
 
 def opaque(engine: EngineDescription) -> EngineDescription:
-    """A cache that nobody may look into: K and V of all heads of a worker are one cell of a whole block."""
+    """An opaque cache: K and V of all heads of a worker are one cell of a whole block."""
 
     def whole(tensor: PagedTensor) -> PagedTensor:
         return msgspec.structs.replace(
@@ -213,7 +213,7 @@ def joined(model: str, more: str) -> str:
 
 
 def answer(pair: Pair) -> str:
-    """What the planner says to a pair."""
+    """The planner's answer for a pair."""
     producer, consumer = engines(pair)
     try:
         plans = plan_engine(consumer, producer)

@@ -95,7 +95,7 @@ ROWS = (OVERVIEW, HANDOVER, TRANSFER, PRODUCERS, LEASES, TURNS, FAILURES, QUARAN
 
 
 def as_text() -> str:
-    """What the file is to contain."""
+    """The contents of the file."""
     described = "KV caches carried from the engines that prefill to the engines that decode."
     return json.dumps(dashboard_json("kvferry", "kvferry", described, ROWS), indent=2, ensure_ascii=False) + "\n"
 

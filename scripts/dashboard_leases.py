@@ -1,4 +1,4 @@
-"""What the dashboard shows of leases and of what lies around loads: turns, quarantine, the side channel."""
+"""Panels of leases, turns, quarantined blocks and the side channel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEASES = Row(
         ),
         Panel(
             "How they end",
-            "`done`: read. `release`: given back. `expired`: nobody came. `evicted`: others needed the blocks.",
+            "`done`: read. `release`: given back. `expired`: no consumer read. `evicted`: others needed the blocks.",
             "ops",
             (Query(rate("kvferry_leases_released_total", by="how"), "{{how}}"),),
             stacked=True,

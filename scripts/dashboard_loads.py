@@ -1,4 +1,4 @@
-"""What the dashboard shows of loads: how long, how much, how many of them failed."""
+"""Panels of loads: times, bytes and failures."""
 
 from __future__ import annotations
 

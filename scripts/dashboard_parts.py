@@ -1,4 +1,4 @@
-"""What a Grafana dashboard is made of, as far as kvferry's needs it, and its JSON.
+"""Parts of a Grafana dashboard, as far as kvferry's needs them, and its JSON.
 
 A panel is a title, a sentence that an operator reads at night, a unit and some queries. Everything else (ids, places,
 colours, axes) is chosen here, the same for all.

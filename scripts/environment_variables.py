@@ -34,7 +34,7 @@ OF_ENGINES = (
     EnvironmentVariable(
         "KVFERRY_SECRET_FILE",
         "",
-        "the file of secrets of the side channel; without it, anybody who reaches the port is answered "
+        "the file of secrets of the side channel; without it, any client that reaches the port gets answers "
         "([operations.md](operations.md#a-secret-for-the-side-channel)). Read by `describe`, `doctor` and `bench` too",
     ),
     EnvironmentVariable(

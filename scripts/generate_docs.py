@@ -1,4 +1,4 @@
-"""Fills what is generated in docs/: tables from the code, what the planner says to pairs, and the output of commands.
+"""Fill the generated parts of docs/: tables from the code, the planner's answers for pairs, and the output of commands.
 
 python -m scripts.generate_docs            # write
 python -m scripts.generate_docs --check    # exit 1 when something is out of date; the tests call this
@@ -81,7 +81,7 @@ def with_output(text: str) -> str:
 
 
 def output_of(arguments: str) -> str:
-    """What a `kvferry` command prints, without blanks at the ends of lines."""
+    """Output of a `kvferry` command, without blanks at the ends of lines."""
     from kvferry.cli.main import main as kvferry
 
     printed = io.StringIO()

@@ -1,4 +1,4 @@
-"""What an operator does about each metric, by its exported name. What it means is said where it is defined."""
+"""Advice for operators by a metric's exported name. Its meaning is in its definition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADVICE: dict[str, str] = {
     "kvferry_failed_loads": "By reason: [what to do](#what-to-do). The log line of each names request and peer.",
     "nixl_num_failed_transfers": "The same loads as `kvferry_failed_loads`: look there by reason.",
     "nixl_num_failed_notifications": "Producers hold blocks until the lease ends. See whether the peer lives.",
-    "nixl_num_kv_expired_reqs": "Nobody came in time: consumers too slow, or a router that drops params.",
+    "nixl_num_kv_expired_reqs": "No consumer read in time: consumers too slow, or a router that drops params.",
     "kvferry_quarantined_loads": "A fabric that stalls: see `kvferry_failed_loads`, then the peer and its links.",
     "kvferry_quarantined_blocks": "Compare with the cache's blocks: they are missing there until the read has ended.",
     "kvferry_read_graces_over": "Reads that never ended by themselves: see whether the producer hangs; restart it.",
@@ -29,12 +29,12 @@ ADVICE: dict[str, str] = {
     "kvferry_turns_refused": "More `lease_slots`, or a shorter `decoder_kv_blocks_ttl`.",
     "kvferry_turns_offered": "Compare with `kvferry_turn_loads` of the prefillers: how many conversations go on.",
     "kvferry_turns_released": "Many `evicted`: more decoder cache. Many `expired`: a shorter `decoder_kv_blocks_ttl`.",
-    "kvferry_leases_given_back": "Clients that abort, or full local hits. Many of them: prefills that nobody needed.",
+    "kvferry_leases_given_back": "Clients that abort, or full local hits. Many of them: prefills that were not needed.",
     "kvferry_heartbeats": "They grow with loads that wait. Many per load: the decoders' queue is long.",
     "kvferry_unknown_renewals": "A few after restarts. Lasting: a consumer that renews what has ended, see its log.",
     "kvferry_unknown_releases": "As for renewals.",
     "kvferry_handshakes_served": "One per consumer worker and start. Steady growth: consumers that restart.",
-    "kvferry_dropped_messages": "Long steps, or somebody floods this producer: see who sends.",
+    "kvferry_dropped_messages": "Long steps, or a client floods this producer: find the sender.",
     "kvferry_bad_frames": "See who connects to the side channel: a stock NixlConnector, or no engine at all.",
     "kvferry_dropped_correlations": "Look at what clients or the router send as `kvferry_correlation`.",
     "kvferry_integrity_errors": "Report the line of the log. The engine serves on; restart it when convenient.",
@@ -53,7 +53,7 @@ ADVICE: dict[str, str] = {
     "kvferry_loads_now": "Grows while `kvferry_loads` does not: loads stand still; see the fence and read times.",
     "kvferry_prompts_waiting_now": "Lasting: the decoder lacks blocks or steps; more decoders.",
     "kvferry_leases_computing_now": "On producers near the requests that run.",
-    "kvferry_leases_held_now": "Grows: nobody comes for prompts; [leases run out](troubleshooting.md#leases-run-out).",
+    "kvferry_leases_held_now": "Grows: no consumer reads prompts; [leases run out](troubleshooting.md#leases-run-out).",
     "kvferry_lease_slots": "Against the two before: [no slot is free](troubleshooting.md#no-slot-is-free).",
     "kvferry_leased_blocks_now": "See the fraction.",
     "kvferry_leased_fraction_now": "Near `max_leased_fraction`: [lease eviction](troubleshooting.md#lease-eviction).",

@@ -1,4 +1,4 @@
-"""What the package index knows, asked through uv: versions that fit together, and the hashes of their files."""
+"""Queries of the package index through uv: versions that fit together, and the hashes of their files."""
 
 from __future__ import annotations
 

@@ -39,14 +39,14 @@ LEFT_OUT = {
 
 
 def kvferrys_own() -> list[Requirement]:
-    """What `pip install kvferry[cli,vllm]` asks for."""
+    """Requirements of `pip install kvferry[cli,vllm]`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     return [Requirement(line) for line in (*project["dependencies"], *extras["cli"], *extras["vllm"])]
 
 
 def inputs(name: str) -> list[Requirement]:
-    """What a lock is made from."""
+    """Requirements that a lock is made from."""
     direct = direct_requirements(REQUIREMENTS / f"{name}.txt")
     return [*direct, *kvferrys_own()] if name == "cuda" else direct
 

@@ -1,4 +1,4 @@
-"""What `mkdocs.yml` calls while it builds the site: pages link to files beside docs/ as they do on a git host.
+"""Hooks of `mkdocs.yml` for the site's build: pages link to files beside docs/ as they do on a git host.
 
 A link from a page to a file of the repository is turned into one to a copy under `source/`: Markdown becomes a page, a
 folder a page that shows its files, JSON and SVG stay files, everything else a page with its text.

@@ -5,7 +5,7 @@ python -m scripts.small_models --all
 python -m scripts.small_models small-mla small-windowed --cache-dir ~/.cache/kvferry
 
 A few megabytes each, written in seconds into the cache directory when they are not there; no weights are kept in the
-repository. They have no tokenizer: whoever asks gives token ids below `VOCABULARY`.
+repository. They have no tokenizer: prompts are token ids below `VOCABULARY`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _COMMON: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """What a model is made of.
+    """Description of a model.
 
     Attributes:
         family: the prefix of transformers' classes `…Config` and `…ForCausalLM`.

@@ -1,4 +1,4 @@
-"""What is generated of docs/timelines.md: the output of commands on the example's files, and its picture."""
+"""Generated parts of docs/timelines.md: the output of commands on the example's files, and its picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold, judged from what was seen. Pure: no engine is asked here."""
+"""The checks, computed from recorded answers. Pure: no engine is called here."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def judge_tokens(found: Comparison, itself: Comparison | None) -> list[Check]:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the decoder's counters said of one prompt, or of several together."""
+    """The decoder's counters for one prompt, or for several together."""
 
     prompt_tokens: int
     local_tokens: int

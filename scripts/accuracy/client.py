@@ -30,7 +30,7 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back.
+    """An answer.
 
     Attributes:
         tokens: ids of the generated tokens; logprobs: theirs.

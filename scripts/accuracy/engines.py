@@ -66,7 +66,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What to start.
+    """An engine to start.
 
     Attributes:
         name: of the log file and in messages.
@@ -134,7 +134,7 @@ class EngineSpec:
         return self.device == "cpu" and self.pp > 1
 
     def environment(self, side_channel_port: int) -> dict[str, str]:
-        """What is added to the environment.
+        """Variables that are added to the environment.
 
         On CPU each worker has one core, or two engines on two cores fight for both.
         torch.compile is off there: vLLM's sampler would compile with g++, which a user's machine may not have, and
@@ -182,5 +182,5 @@ class Engine(Server):
         return self
 
     def metrics(self) -> Scrape:
-        """What `/metrics` says now."""
+        """The current values of `/metrics`."""
         return scrape(self.base_url)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def count_gpus(environment: Mapping[str, str]) -> int:
-    """How many NVIDIA GPUs this process may use: the visible ones when it is told, else what the driver lists."""
+    """Number of NVIDIA GPUs that this process may use: CUDA_VISIBLE_DEVICES if it is set, else the driver's list."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     listed = _listed_gpus()
     if visible is None:

@@ -32,7 +32,7 @@ class IterationLog:
         self._offset = path.stat().st_size if path.exists() else 0
 
     def take(self) -> Computed:
-        """What was computed since the last call, as far as the log says now. Half a line waits for the next call."""
+        """Tokens computed since the last call, by the log so far. An incomplete line waits for the next call."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             text = file.read()

@@ -20,7 +20,7 @@ from scripts.accuracy.settings import Settings
 
 @dataclass(slots=True)
 class Expected:
-    """What the single engine answered.
+    """The single engine's answers.
 
     Attributes:
         itself: one at a time against many at once; None where answers must be equal.
@@ -119,7 +119,7 @@ def quantiles(values: Iterable[float]) -> str:
 def figures(
     seen: ThroughTheRouter, expected: Expected, settings: Settings, shape: CacheShape | None, counters: Scrape
 ) -> dict[str, str]:
-    """What is shown and not judged."""
+    """Figures that are shown and not judged."""
     comparison = seen.compared(expected)
     lengths = [one.prompt_tokens for one in seen.one_by_one.seen.values()]
     found = {

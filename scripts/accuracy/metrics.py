@@ -41,7 +41,7 @@ class Scrape:
         return next((dict(pairs).get(label) for sample, pairs in self.samples if sample == name), None)
 
     def __sub__(self, earlier: Scrape) -> Scrape:
-        """What was added since then."""
+        """The increase since an earlier scrape."""
         return Scrape({key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()})
 
     def quantile(self, name: str, share: float) -> float | None:

@@ -102,7 +102,7 @@ def check_sizes(name: str, config: Mapping[str, Any], sizes: Mapping[str, int]) 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a token's cache takes, over all workers of an engine.
+    """Size of a token's cache, over all workers of an engine.
 
     Attributes:
         kv_heads: with copies, where there are more workers than heads.

@@ -44,7 +44,7 @@ class Decoders:
             await asyncio.sleep(0.02)
 
     async def computed(self, at_least: int) -> Computed:
-        """What the logs say was computed since the last call, once they tell of so many requests."""
+        """Tokens computed since the last call by the logs, once they have so many requests."""
         deadline_s = time.monotonic() + _SETTLE_S
         found = Computed()
         while True:

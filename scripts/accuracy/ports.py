@@ -11,7 +11,7 @@ _LOWEST, _HIGHEST = 12000, 32000
 
 
 def free_ports(count: int, host: str = "127.0.0.1", rng: random.Random | None = None) -> list[int]:
-    """Ports that nobody listens on now, all different.
+    """Different ports on which no process listens now.
 
     Another process may still take one before it is used: then the engine says so in its log and the run ends.
 

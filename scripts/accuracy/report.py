@@ -16,7 +16,7 @@ from scripts.accuracy.checks import Check
 
 @dataclass(slots=True)
 class Report:
-    """What one model's run found: checks, and figures that are shown but not judged."""
+    """Results of one model's run: checks, and figures that are shown but not judged."""
 
     title: str
     checks: list[Check] = field(default_factory=list)

@@ -253,7 +253,7 @@ class Run:
         self._servers.remove(server)
 
     def _check_alive(self) -> None:
-        """Answers with errors are counted; a server that has ended is told with the end of its log."""
+        """Errors of answers are counted; a server that has ended is reported with the end of its log."""
         ended = [server.name for server in self._servers if not server.alive]
         if ended:
             raise self._explained(f"{', '.join(ended)} ended while prompts were asked")

@@ -1,4 +1,4 @@
-"""What is wanted: the environment as a frozen value, checked as a whole. Standard library only."""
+"""Settings of the accuracy test: the environment as a frozen value, checked as a whole. Standard library only."""
 
 from __future__ import annotations
 

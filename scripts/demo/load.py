@@ -1,4 +1,4 @@
-"""What the demonstration asks of its engines: prompts of all lengths, and one that a slow router hands over."""
+"""Requests of the demonstration: prompts of all lengths, and one that a slow router hands over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.accuracy.client import Answer, Client
 from scripts.accuracy.prompts import Case
 
 SLOW = "demo-slow"
-"""What the client calls the slow request."""
+"""The client's name for the slow request."""
 SLOW_S = 1.5
 _LENGTHS = (48, 130, 300, 520, 760)
 _TOKENS = range(100, 40_000)

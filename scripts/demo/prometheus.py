@@ -19,7 +19,7 @@ from scripts.accuracy.settings import ROOT
 
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
 CHOSEN = {"$__rate_interval": "1m", "$__range": "15m", "$job": ".*", "$instance": ".*", "$engine": ".*"}
-"""What Grafana puts in for its variables when all engines are chosen."""
+"""Values of Grafana's variables when all engines are chosen."""
 
 
 def program(name: str = "prometheus") -> str | None:
@@ -61,7 +61,7 @@ class Prometheus(Server):
         """The series that a query has now, with their labels; without those that have no value.
 
         Raises:
-            httpx.HTTPError: nobody answered, or the query is none.
+            httpx.HTTPError: there is no answer, or the query is invalid.
         """
         answer = httpx.get(f"{self.base_url}/api/v1/query", params={"query": chosen(query)}, trust_env=False)
         answer.raise_for_status()

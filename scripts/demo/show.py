@@ -68,7 +68,7 @@ class Demo:
         return 0 if shown and found and not failed else 1
 
     def tell_how_to_go_on(self) -> None:
-        """What can be tried now."""
+        """Commands to try now."""
         lines = [
             f"ask yourself    curl -s {self._router_url}/v1/completions -H 'Content-Type: application/json' \\",
             '                     -d \'{"model": "model", "prompt": "Once upon a time", "max_tokens": 16}\'',
