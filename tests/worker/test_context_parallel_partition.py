@@ -113,7 +113,7 @@ def test_without_a_threshold_every_request_is_shared_out_as_a_prefill() -> None:
 
 
 def test_the_example_of_the_documents() -> None:
-    """docs/architecture.md and the module's docstring: a decode A and a prefill B … G on 2 ranks."""
+    """docs/design.md and the module's docstring: a decode A and a prefill B … G on 2 ranks."""
     letters = np.array(list("ABCDEFG"))
     made = partition_step([1, 6], [41, 0], ranks=2)
     ranks = [rank_inputs(made, rank) for rank in range(2)]
@@ -134,7 +134,7 @@ def test_the_example_of_the_documents() -> None:
         ("restore_index", made.restore_index),
         ("unpad_mask", made.unpad_mask.astype(int)),
     ]
-    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "design.md").read_text(encoding="utf-8")
     for text in (page, partition_module.__doc__ or ""):
         for name, values in lines:
             found = re.search(rf"^ *{name}  +((?:\S ?)+)", text, re.MULTILINE)

@@ -1,0 +1,110 @@
+"""docs/architecture.md and docs/design.md against the tree: folders, files, functions and threads that they name."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.shell import ROOT
+from tests.packaging.outside import PACKAGES
+
+ARCHITECTURE, DESIGN = ROOT / "docs" / "architecture.md", ROOT / "docs" / "design.md"
+_FILE = re.compile(r"(?:[\w.]+/)*\w+\.py")
+_ROOM = re.compile(r"^\| `([\w/]+)/` \|.*\| `(\w+\.py)` \|$", re.MULTILINE)
+_NAME = re.compile(r"`([A-Z]\w*\.\w+|\w+\(\))`")
+_THREAD = re.compile(r'(?:name=|name: str = |SpanSink\(.+\), )"(kvferry-[a-z-]+)"')
+
+
+@functools.cache
+def modules() -> tuple[str, ...]:
+    """Every module of the product as `plan/planner.py`."""
+    paths = (path.relative_to(ROOT / root / "kvferry") for root in PACKAGES for path in (ROOT / root).rglob("*.py"))
+    return tuple(sorted(path.as_posix() for path in paths))
+
+
+def source(module: str) -> str:
+    return (ROOT / module.partition("/")[0] / "kvferry" / module).read_text(encoding="utf-8")
+
+
+def unknown_files(text: str) -> list[str]:
+    """Names that are neither the end of a module's path nor a file of the repository or of its tests."""
+    product = tuple(f"/{module}" for module in modules())
+    return [
+        name
+        for name in _FILE.findall(text)
+        if not any(module.endswith(f"/{name}") for module in product)
+        and not (ROOT / name).is_file()
+        and not (ROOT / "tests" / name).is_file()
+    ]
+
+
+def room_errors(text: str) -> list[str]:
+    """Folders that are missing in the table, twice in it or not there, and files to start at that are not there."""
+    rooms = _ROOM.findall(text)
+    named = [room for room, _ in rooms]
+    there = {module.rpartition("/")[0] for module in modules()}
+    starts = [f"{room}/{start}" for room, start in rooms if f"{room}/{start}" not in modules()]
+    return sorted({*there.symmetric_difference(named), *(room for room in named if named.count(room) > 1), *starts})
+
+
+@functools.cache
+def defined() -> frozenset[str]:
+    """Every `function()` and `Class.member` of the product; fields count as members."""
+    return frozenset(name for module in modules() for name in _names(ast.parse(source(module))))
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield f"{node.name}()"
+        elif isinstance(node, ast.ClassDef):
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef):
+                    yield f"{node.name}.{member.name}"
+                elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+                    yield f"{node.name}.{member.target.id}"
+                elif isinstance(member, ast.Assign) and isinstance(member.targets[0], ast.Name):
+                    yield f"{node.name}.{member.targets[0].id}"
+
+
+def unknown_names(text: str) -> list[str]:
+    return [name for name in _NAME.findall(text) if name not in defined()]
+
+
+@pytest.mark.parametrize("page", [ARCHITECTURE, DESIGN], ids=lambda page: page.name)
+def test_every_file_and_function_that_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(_FILE.findall(text)) > 10
+    assert unknown_files(text) == []
+    assert unknown_names(text) == []
+
+
+def test_the_table_of_folders_has_every_folder_of_the_product_and_no_other() -> None:
+    assert room_errors(ARCHITECTURE.read_text(encoding="utf-8")) == []
+
+
+def test_every_thread_that_the_product_starts_is_in_the_table_of_threads() -> None:
+    started = {name for module in modules() for name in _THREAD.findall(source(module))}
+    rows = re.compile(r"^\| [^|]+ \| `(kvferry-[a-z-]+)` \|", re.MULTILINE)
+    listed = set(rows.findall(ARCHITECTURE.read_text(encoding="utf-8")))
+    assert {"kvferry-transfer", "kvferry-trace", "kvferry-spans"} <= started
+    assert started == listed
+
+
+def test_a_wrong_name_a_missing_folder_and_one_too_many_are_seen() -> None:
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    known, unknown = "`plan/planner.py`, `planner.py`", "`plan/gone.py`, `lanner.py`"
+    assert unknown_files(f"{known}, {unknown}") == ["plan/gone.py", "lanner.py"]
+    assert unknown_names("`Load.steps`, `plan_transfer()`, `Load.gone`, `gone()`") == ["Load.gone", "gone()"]
+    assert room_errors(text.replace("`worker/peers/`", "`worker/gone/`")) == [
+        "worker/gone",
+        "worker/gone/registry.py",
+        "worker/peers",
+    ]
+    assert room_errors(text.replace("| `planner.py` |", "| `gone.py` |")) == ["plan/gone.py"]
+    assert room_errors(f"{text}\n| `plan/` | again | `planner.py` |") == ["plan"]
