@@ -79,7 +79,7 @@ class Fleet:
 
     @property
     def handshakes(self) -> int:
-        """That one producer answers until everybody knows it."""
+        """Handshakes that one producer answers until all consumers know it."""
         return self.consumers * self.workers
 
 

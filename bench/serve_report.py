@@ -69,10 +69,10 @@ def charts(setups: By) -> tuple[Chart, ...]:
 
 def targets(setups: By) -> tuple[Target, ...]:
     """The targets; without a figure of both sides a target has no number, and is not met."""
-    nobody = SetupFigures(next(iter(setups.values())).setup) if setups else None
-    if nobody is None:
+    missing = SetupFigures(next(iter(setups.values())).setup) if setups else None
+    if missing is None:
         return ()
-    ours, peer, single = (setups.get(name, nobody) for name in ("kvferry", "calm", "single"))
+    ours, peer, single = (setups.get(name, missing) for name in ("kvferry", "calm", "single"))
     found = []
     for share, word in ((0.5, "p50"), (0.99, "p99")):
         for batch, other, floor, crowd in (

@@ -206,7 +206,7 @@ def _arm(fleet: Fleet, script: Script, producer: SoakEngine, consumer: SoakEngin
         victim.fail(METHODS[script.choice % len(METHODS)], ERRORS[script.choice // 3 % len(ERRORS)])
     elif fault is Fault.PEER_LOST:
         fabric.lose_peer()
-    elif fault is Fault.UNHEARD:
+    elif fault is Fault.LOST_RENEWALS:
         fleet.deafen(producer, now_s + 1.2 * LEASE_S)
 
 

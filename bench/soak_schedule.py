@@ -16,7 +16,7 @@ class Fault(enum.Enum):
     DROPPED_PARAMS = "the router drops the params"
     LATE = "the params come after the lease"
     REVOKED = "the lease ends and the blocks get another owner during the read"
-    UNHEARD = "renewals are lost for longer than the lease"
+    LOST_RENEWALS = "renewals are lost for longer than the lease"
     STALL = "a read takes long"
     DEADLINE = "a read takes longer than the deadline"
     LOST_DONE = "a notification is lost"
@@ -33,11 +33,11 @@ class Fault(enum.Enum):
 
 WEIGHTS = dict.fromkeys(Fault, 12) | {
     Fault.PEER_LOST: 3,
-    Fault.UNHEARD: 3,
+    Fault.LOST_RENEWALS: 3,
     Fault.KILLED_PRODUCER: 2,
     Fault.KILLED_CONSUMER: 2,
 }
-"""How often each is drawn. What hits everybody is rarer."""
+"""How often each is drawn. Faults that hit all requests are rarer."""
 
 
 @dataclass(frozen=True, slots=True)

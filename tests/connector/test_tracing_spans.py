@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from kvferry.connector.tracing.spans import RootSpan, Span, SpanBook, SpanItem, WorkerLoads
+from kvferry.connector.tracing.spans import RootSpan, Span, SpanBuilder, SpanItem, WorkerLoads
 from kvferry.trace.events import (
     DecodeArrived,
     Finished,
@@ -46,9 +46,9 @@ def reported(worker: int, *loads: LoadEnded) -> WorkerLoads:
     return WorkerLoads(worker, msgspec.msgpack.encode(loads))
 
 
-def spans_of(*items: SpanItem, book: SpanBook | None = None) -> list[RootSpan]:
-    book = book or SpanBook()
-    return [root for item in items for root in book.take(item)]
+def spans_of(*items: SpanItem, builder: SpanBuilder | None = None) -> list[RootSpan]:
+    builder = builder or SpanBuilder()
+    return [root for item in items for root in builder.take(item)]
 
 
 def outcome_of(items: Sequence[SpanItem]) -> tuple[object, str, int]:
@@ -140,17 +140,17 @@ def test_an_event_without_its_beginning_makes_no_span() -> None:
 
 
 def test_the_oldest_open_entries_are_dropped_beyond_the_limit() -> None:
-    book = SpanBook(most_open=2)
+    builder = SpanBuilder(most_open=2)
     for number in range(5):
-        spans_of(PrefillArrived(at_ns=number, request=f"p{number}", tokens=1, traceparent=PARENT), book=book)
+        spans_of(PrefillArrived(at_ns=number, request=f"p{number}", tokens=1, traceparent=PARENT), builder=builder)
         lease = LeaseName(boot="0" * 32, epoch=f"{number + 1:015x}")
-        spans_of(PrefillScheduled(at_ns=number, request=f"p{number}", lease=lease), book=book)
+        spans_of(PrefillScheduled(at_ns=number, request=f"p{number}", lease=lease), builder=builder)
     ended = [
         spans_of(
             LeaseOver(
                 at_ns=9, request=f"p{number}", lease=LeaseName(boot="0" * 32, epoch=f"{number + 1:015x}"), how="done"
             ),
-            book=book,
+            builder=builder,
         )
         for number in range(5)
     ]

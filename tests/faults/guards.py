@@ -349,7 +349,7 @@ GUARDS = (
     ),
     Guard(
         "expiry",
-        "a lease that nobody renews ends",
+        "a lease without renewals ends",
         (3,),
         "kvferry.scheduler.state.clock:AwakeClock.wind",
         _always(0.0),
@@ -372,7 +372,7 @@ GUARDS = (
     ),
     Guard(
         "former-lives",
-        "what was known of an engine's former life goes when it comes back",
+        "state of an engine's former life is dropped when it comes back",
         (4,),
         "kvferry.worker.peers.registry:PeerRegistry._retire_former_lives",
         _nothing,
@@ -399,8 +399,8 @@ GUARDS = (
         (f"{_ENGINES}/test_peers.py::test_params_of_a_former_life_are_refused_when_only_the_new_one_is_known",),
     ),
     Guard(
-        "boots-heard",
-        "what was said to a former life is not heard",
+        "boots-received",
+        "messages to a former life are ignored",
         (4, 6),
         "kvferry.scheduler.step:receive_messages",
         _skip_the_boot_check,

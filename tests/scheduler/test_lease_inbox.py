@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.scheduler.side_channel import inbox as lease_inbox
-from kvferry.scheduler.side_channel.inbox import Heard, LeaseInbox
+from kvferry.scheduler.side_channel.inbox import LeaseInbox, ReceivedLease
 from tests.protocol.samples import BOOT, EPOCH
 
 A, B, C = (LeaseName(slot=slot, epoch=EPOCH) for slot in range(3))
@@ -17,7 +17,7 @@ def test_repeated_renewals_of_a_lease_are_one_entry_with_the_latest_time() -> No
     for second in range(1000):
         assert inbox.put(Renew(boot=BOOT, leases=(A, B)), float(second))
     assert inbox.put(Renew(boot=BOOT, leases=(A,)), 1000.5)
-    assert inbox.take() == [Heard(Renew, BOOT, B, 999.0), Heard(Renew, BOOT, A, 1000.5)]
+    assert inbox.take() == [ReceivedLease(Renew, BOOT, B, 999.0), ReceivedLease(Renew, BOOT, A, 1000.5)]
     assert inbox.take() == []
 
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 SMALLEST_POOL_BYTES = 1 << 20
 """Below this size a wave would hold next to nothing."""
 MAX_ALLOWED_HOSTS = 1024
-MAX_MET_AT_START = 256
+MAX_PREWARM_PEERS = 256
 
 _CHOICES = {"true": True, "1": True, "false": False, "0": False}
 """Keys in lower case: the upstream guide writes `"True"`, in quotes."""
@@ -136,9 +136,9 @@ def hosts(key: str, value: Any) -> tuple[str, ...]:
 def addresses(key: str, value: Any) -> tuple[str, ...]:
     """Side channels, each `host:port`."""
     expected = (
-        f'a list of at most {MAX_MET_AT_START} side channels of producers, e.g. ["10.1.2.3:5600", "[fd00::1]:5600"]'
+        f'a list of at most {MAX_PREWARM_PEERS} side channels of producers, e.g. ["10.1.2.3:5600", "[fd00::1]:5600"]'
     )
-    few = isinstance(value, (list, tuple)) and len(value) <= MAX_MET_AT_START
+    few = isinstance(value, (list, tuple)) and len(value) <= MAX_PREWARM_PEERS
     if not few or not all(isinstance(x, str) for x in value):
         raise InvalidConfig(key, value, expected)
     try:

@@ -121,7 +121,7 @@ class BenchListener:
         if self._curve_auth is not None and self._curve_auth.socket in ready:
             self._guarded(self._curve_auth.answer)
         self._unfinished.end_endless()
-        self._hear_owner()
+        self._read_owner()
         self._check_clock()
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class BenchListener:
 
     # Messages of the owner.
 
-    def _hear_owner(self) -> None:
+    def _read_owner(self) -> None:
         reported = self._owner.take() if self._owner is not None else None
         if isinstance(reported, Offer):
             self._offer, self._stage, self._failures = reported, _Stage.READY, 0

@@ -187,7 +187,7 @@ def parts_of(
     pattern = PATTERNS.get(block_layout.pattern)
     cells = pattern(view, spec) if pattern is not None else ()
     if cells:
-        return tuple(_part(one, view, block_layout, sharding, everybodys=is_mla(spec)) for one in cells)
+        return tuple(_part(one, view, block_layout, sharding, is_replicated=is_mla(spec)) for one in cells)
     if block_layout.pattern == BY_HEAD and heads_lie_together(view, spec):
         return (_head_of_block(view, block_layout, sharding),)
     return (_opaque_block(layer, view, spec, block_layout, sharding),)
@@ -203,9 +203,11 @@ def is_mla(spec: Any) -> bool:
     return type(spec).__name__ in ("MLAAttentionSpec", "SlidingWindowMLASpec")
 
 
-def _part(cells: Cells, view: torch.Tensor, block_layout: BlockLayout, sharding: Sharding, *, everybodys: bool) -> Part:
+def _part(
+    cells: Cells, view: torch.Tensor, block_layout: BlockLayout, sharding: Sharding, *, is_replicated: bool
+) -> Part:
     item = view.element_size()
-    held, suffix = (Range(0, 1), "") if everybodys else _heads(sharding, cells.heads)
+    held, suffix = (Range(0, 1), "") if is_replicated else _heads(sharding, cells.heads)
     apart = cells.element_stride != 1
     return Part(
         kind=cells.kind,

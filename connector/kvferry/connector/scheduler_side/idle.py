@@ -32,7 +32,7 @@ class IdleState:
         self._quarantined_blocks = quarantined_blocks
         self._workers = frozenset(range(workers))
         self._was_idle = False
-        self._unheard: set[int] = set()
+        self._unreported: set[int] = set()
         self._waking_until_s = 0.0  # on the leases' clock
         self._stepped_s = time.monotonic()
         self._loop = EngineLoop()
@@ -72,13 +72,13 @@ class IdleState:
         self._stepped_s = time.monotonic()
         if self._was_idle:
             self._was_idle = False
-            self._unheard = set(self._workers)
+            self._unreported = set(self._workers)
             self._waking_until_s = self._leases.clock_s + self._leases.heartbeat_s
-        return bool(self._unheard)
+        return bool(self._unreported)
 
     def reported(self, workers: Iterable[int]) -> None:
         """These workers have reported."""
-        self._unheard.difference_update(workers)
+        self._unreported.difference_update(workers)
 
     @property
     def has_news(self) -> bool:
@@ -91,4 +91,4 @@ class IdleState:
     @property
     def is_waking(self) -> bool:
         """Whether reports of notifications received while idle are outstanding: leases that seem held may be over."""
-        return bool(self._unheard) and self._leases.clock_s <= self._waking_until_s
+        return bool(self._unreported) and self._leases.clock_s <= self._waking_until_s

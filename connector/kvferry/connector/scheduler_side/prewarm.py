@@ -32,7 +32,7 @@ class KnownProducers:
         self._is_started = False
         self._search: PeerPrewarmer | None = None
         if addresses:
-            self._search = PeerPrewarmer(map(address_of, addresses), engine_id, self._hear, timeout_s, secrets)
+            self._search = PeerPrewarmer(map(address_of, addresses), engine_id, self._on_producer, timeout_s, secrets)
 
     def poll(self) -> bool:
         """Called by the engine's loop. Returns whether a producer waits for a step."""
@@ -50,7 +50,7 @@ class KnownProducers:
         if self._search is not None:
             self._search.close()
 
-    def _hear(self, producer: Prewarm) -> None:
+    def _on_producer(self, producer: Prewarm) -> None:
         """Called on the prewarmer's thread."""
         self._found.append(producer)
         self._loop.wake()

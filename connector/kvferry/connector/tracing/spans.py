@@ -94,7 +94,7 @@ class _OpenHandover:
     loads: list[tuple[int, LoadEnded]] = field(default_factory=list)
 
 
-class SpanBook:
+class SpanBuilder:
     """The open leases and handovers of one engine. Events must come in order."""
 
     def __init__(self, most_open: int = MOST_OPEN) -> None:
@@ -199,13 +199,13 @@ class SpanSink:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._book = SpanBook()
+        self._builder = SpanBuilder()
         self._propagator = TraceContextTextMapPropagator()
 
     def take(self, items: Sequence[SpanItem], lost: int) -> None:
         """Make the spans that end with these items."""
         for item in items:
-            for root in self._book.take(item):
+            for root in self._builder.take(item):
                 # An empty context if there is no parent, so that no other span of this process becomes the parent.
                 parent = self._propagator.extract({"traceparent": root.traceparent}, Context())
                 self._make(root.span, parent, SpanKind.INTERNAL)

@@ -55,7 +55,7 @@ class KeyTrials:
     def on_event(self, event: ConnectionEvent) -> NextStep:
         """The next step after this event of a connection with `secret`."""
         if not self._secrets:
-            return self._heard_in_plain(event)
+            return self._next_without_secret(event)
         if self.secret is None:
             return self._refused(
                 self._listener_has_none() if event is ConnectionEvent.THROUGH else self._listener_differs()
@@ -67,7 +67,7 @@ class KeyTrials:
         self.secret = self._left.pop(0) if self._left else None
         return NextStep.AGAIN
 
-    def _heard_in_plain(self, event: ConnectionEvent) -> NextStep:
+    def _next_without_secret(self, event: ConnectionEvent) -> NextStep:
         if event is ConnectionEvent.THROUGH:
             return NextStep.SPEAK
         self._cuts += 1

@@ -20,7 +20,7 @@ MAX_WAITING_LEASES = 1 << 16
 """Most waiting entries, of a few hundred bytes each; one message may name 4,096 leases."""
 
 
-class Heard(NamedTuple):
+class ReceivedLease(NamedTuple):
     """One lease of one message.
 
     Attributes:
@@ -53,13 +53,13 @@ class LeaseInbox:
                 self._received[kind, message.boot, name] = received_s
         return True
 
-    def take(self) -> list[Heard]:
+    def take(self) -> list[ReceivedLease]:
         """Remove and return all entries, in the order of their latest arrival."""
         if not self._received:
             return []
         with self._lock:
             received, self._received = self._received, {}
-        return [Heard(*key, received_s) for key, received_s in received.items()]
+        return [ReceivedLease(*key, received_s) for key, received_s in received.items()]
 
     def qsize(self) -> int:
         """The number of waiting entries; a lease that was renewed and released counts twice."""

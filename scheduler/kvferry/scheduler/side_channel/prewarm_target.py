@@ -105,9 +105,9 @@ class PrewarmTarget:
     def on_event(self, now_s: float) -> Prewarm | None:
         """Read one answer and one connection event. Returns the producer that has answered, once per connection."""
         try:
-            producer = self._hear_answer(now_s)
+            producer = self._read_answer(now_s)
             if self.sockets:
-                self._hear_event(now_s)
+                self._read_event(now_s)
         except (zmq.ZMQError, InputError) as bad:
             self.back_off(str(bad), now_s)
             return None
@@ -130,7 +130,7 @@ class PrewarmTarget:
             monitor.close(linger=0)
             socket.close(linger=0)
 
-    def _hear_answer(self, now_s: float) -> Prewarm | None:
+    def _read_answer(self, now_s: float) -> Prewarm | None:
         try:
             frames = self.sockets[0].recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -147,7 +147,7 @@ class PrewarmTarget:
             self.back_off(_refusal(answer), now_s)
         return None
 
-    def _hear_event(self, now_s: float) -> None:
+    def _read_event(self, now_s: float) -> None:
         event = read_event(self.sockets[1])
         if event is None:
             return
