@@ -1,4 +1,4 @@
-"""From plain objects and bytes to typed messages, with errors that name the field."""
+"""Conversion of plain objects and bytes to typed messages, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.protocol.errors import InputError, cut
 
 T = TypeVar("T")
 
-# Both are anchored: msgspec quotes what it refuses, so a hostile value can hold text that looks like a path.
+# Both are anchored: msgspec quotes the refused value, and a hostile value can contain text that looks like a path.
 _AT = re.compile(r"(?P<expected>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `([^`]+)`")
 _UNKNOWN = re.compile(r"\AInvalid (?:enum )?value ")
@@ -27,7 +27,7 @@ def as_type(value: object, type_: type[T], error: type[InputError]) -> T:
         return msgspec.convert(value, type_)
     except msgspec.ValidationError as refused:
         raise _named(refused, value, error) from None
-    except UnicodeEncodeError as refused:  # msgspec encodes a text that it finds in place of a number
+    except UnicodeEncodeError as refused:  # msgspec encodes text that is in place of a number
         raise error(
             (_path_of(refused.object, value) or "message").removeprefix("."), refused.object, "no lone surrogates"
         ) from None
@@ -39,7 +39,7 @@ def decode(
     """Decode a msgpack message.
 
     Args:
-        where: path of what is decoded, where it is a part of a message.
+        where: path of the payload within a message, if it is a part of one.
 
     Raises:
         error: when the message is longer than `max_bytes`, is not msgpack, or does not fit the decoder's type.
@@ -66,7 +66,7 @@ def _named(refused: msgspec.ValidationError, root: object, error: type[InputErro
 
 
 def _path_of(text: str, value: object, depth: int = 4) -> str | None:
-    """The path of a text in plain objects that are nested no deeper than messages are, or None."""
+    """The path of a text in plain objects, searched as deep as messages are nested, or None."""
     children = (
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     )
@@ -83,7 +83,7 @@ def _joined(*parts: str) -> str:
 
 
 def _at_path(root: object, path: str) -> object:
-    """The value that a msgspec path like `a.b[0][1]` points at, or a word when it cannot be shown."""
+    """The value that a msgspec path like `a.b[0][1]` points at, or `unusable` when there is none."""
     value = root
     for key in re.findall(r"[^.\[\]]+", path):
         if isinstance(value, dict) and key in value:

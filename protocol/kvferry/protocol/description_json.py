@@ -1,8 +1,8 @@
-"""An engine's description as JSON that may be kept, sent around and edited: no secrets, nothing to connect with.
+"""An engine's description as JSON for planning, which may be stored, shared and edited.
 
-Left out of `EngineDescription` are the MAC key, NIXL's metadata and the lease tables. What remains says where every
-byte of the cache is, which is all that planning needs. Decoding is strict: unlike on the wire, an unknown field is an
-error, because in a file that people edit it is a slip of the pen.
+It is an `EngineDescription` without the MAC key, NIXL's metadata and the lease tables: no secrets, and nothing to
+connect with. The rest locates every byte of the cache, which is all that planning needs. Decoding is strict: unlike on
+the wire an unknown field is an error, because in an edited file it is most likely a typo.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WorkerJson(msgspec.Struct, frozen=True, kw_only=True):
         place: among the ranks of its engine.
         memory: `DRAM` or `VRAM`, where the caches are.
         device: the device's index, 0 for DRAM.
-        tensors: all that its caches hold.
+        tensors: all paged tensors of its caches.
     """
 
     place: Place
@@ -44,13 +44,13 @@ class WorkerJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineJson(msgspec.Struct, frozen=True, kw_only=True):
-    """All of an engine that planning needs.
+    """The part of an engine's description that planning needs.
 
     Attributes:
         kvferry_description: version of this schema.
-        engine_id: whose it is.
-        boot: the life of the engine that the addresses are of; absent when they are of none.
-        facts: what must be equal on both sides.
+        engine_id: the described engine.
+        boot: the boot of the engine to which the addresses belong; absent when they belong to none.
+        facts: model facts that must be equal on both sides.
         topology: its parallel sizes.
         groups: its cache groups.
         workers: all of them.
@@ -66,7 +66,7 @@ class EngineJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_json_of(engine: EngineDescription) -> EngineJson:
-    """The part of an engine's description that may be shown."""
+    """The part of an engine's description without secrets."""
     return EngineJson(
         engine_id=engine.engine_id,
         boot=engine.boot,
@@ -81,7 +81,7 @@ def engine_json_of(engine: EngineDescription) -> EngineJson:
 
 
 def engine_of(engine_json: EngineJson) -> EngineDescription:
-    """The description as planning takes it. Fields that were left out get values that open nothing."""
+    """The description in the form that planning takes. Fields that the JSON lacks get values that give no access."""
     return EngineDescription(
         engine_id=engine_json.engine_id,
         boot=engine_json.boot or _NO_BOOT,
@@ -138,7 +138,7 @@ def decode_engine_json(text: bytes) -> EngineJson:
 
 
 def _unknown(plain: Any, decoded: object, path: str) -> Iterator[tuple[str, list[str]]]:
-    """The fields in plain objects that their types do not have, each with those that they do have."""
+    """The fields in plain objects that their types do not have, each with the fields that the type has."""
     if isinstance(decoded, tuple):
         for index, (item, typed) in enumerate(zip(plain, decoded, strict=False)):
             yield from _unknown(item, typed, f"{path}[{index}]")

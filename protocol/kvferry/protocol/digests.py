@@ -1,14 +1,14 @@
-"""A chain of digests over everything that decides a prompt's KV cache.
+"""A chain of digests over everything that determines a prompt's KV cache.
 
-One `kv_transfer_params` object can reach prompts that it was not made for: every prompt of a batched request gets the
-same one, and the next turn of a conversation is tokenised anew. So the producer states which tokens its blocks hold,
-and the consumer takes only the prefix that it shares.
+A `kv_transfer_params` object can arrive with another prompt than its own: all prompts of a batched request get the same
+object, and the next turn of a conversation is tokenised again. So the producer sends digests of the tokens in its
+blocks, and the consumer loads only the prefix that both prompts share.
 
-    d[-1] = H("identity", lora, salt)                 one starting point per adapter and cache salt
+    d[-1] = H("identity", lora, salt)                 start, one per adapter and cache salt
     d[i]  = H("chunk", d[i-1], media in chunk i, tokens of chunk i)
 
 `H` is BLAKE2b with 16 bytes of output and the personalisation `kvferry-digest-1`. A chunk is 256 tokens, the last one
-is what is left (1 to 256), so `n` tokens have `ceil(n / 256)` digests. Every variable-length part is preceded by its
+has the remaining 1 to 256, so `n` tokens have `ceil(n / 256)` digests. Every variable-length part is preceded by its
 length, so no two inputs share an encoding. Golden vectors: `tests/protocol/test_digests.py`.
 """
 
@@ -67,10 +67,10 @@ def digest_chain(prompt: Prompt, num_tokens: int | None = None) -> tuple[str, ..
 
 
 def shared_tokens(prompt: Prompt, chain: Sequence[str], num_tokens: int) -> int:
-    """How many leading tokens of `prompt` are certain to be those of a sequence of `num_tokens` with these digests.
+    """The number of leading tokens of `prompt` that a sequence of `num_tokens` tokens with these digests shares.
 
     The answer is `num_tokens` or a multiple of `CHUNK_TOKENS`: the last boundary up to which every digest is equal.
-    With fewer local tokens than a boundary needs, that boundary does not count.
+    A boundary beyond the local tokens does not count.
 
     Example: 300 equal tokens, then a difference; `num_tokens` 700: boundaries 256, 512, 700; the answer is 256.
     """
@@ -101,7 +101,7 @@ _WHOLE_CHUNK = _counted(b"") + _LENGTH.pack(_CHUNK_BYTES)
 
 
 def _hash(message: bytes) -> bytes:
-    state = _EMPTY.copy()  # half the price of a new one
+    state = _EMPTY.copy()  # costs half of a new one
     state.update(message)
     return state.digest()
 
@@ -120,10 +120,10 @@ _PLAIN_IDENTITY = _hash(b"".join(map(_counted, (b"identity", b"", b""))))
 
 
 def _digests(prompt: Prompt, tokens: memoryview) -> Iterator[bytes]:
-    """The digest of each chunk in turn.
+    """Yield the digest of each chunk in turn.
 
     Args:
-        tokens: bytes of all tokens; a chunk is `CHUNK_TOKENS` of them, or what is left.
+        tokens: bytes of all tokens; a chunk has `CHUNK_TOKENS` tokens, the last one the rest.
     """
     digest, media = _identity(prompt.lora, prompt.salt), prompt.media
     for at in range(0, len(tokens), _CHUNK_BYTES):
@@ -151,8 +151,8 @@ def _described(media: tuple[Media, ...], start: int, stop: int) -> bytes:
 
 
 def _as_uint32(tokens: Sequence[int], count: int) -> memoryview:
-    """The first `count` tokens as bytes, little-endian. An array is five times as fast here as numpy, with a list
-    twice as fast as with anything else, and refuses by itself what does not fit."""
+    """The first `count` tokens as bytes, little-endian. `array` is five times as fast as numpy here, twice as fast
+    from a list as from other sequences, and raises for ids that do not fit."""
     chosen, ids = tokens if len(tokens) == count else tokens[:count], array("I")
     try:
         ids.fromlist(chosen if isinstance(chosen, list) else list(chosen))

@@ -1,17 +1,17 @@
 """The errors of kvferry.
 
     KvferryError
-    ├── InputError            what a router, a client, a peer, the network or a configuration sent is wrong
+    ├── InputError            wrong input from a router, a client, a peer, the network or a configuration
     │   ├── InvalidParams     … in `kv_transfer_params`
-    │   │   └── ForeignParams … which another connector wrote (there is no `kvferry` object in them)
+    │   │   └── ForeignParams … written by another connector (they have no `kvferry` object)
     │   ├── InvalidMessage    … in a frame of the side channel or a notification
     │   ├── InvalidDescription … in the JSON of an engine's description
-    │   ├── InvalidCorrelation … in what a client calls its request, or in where that is to be found
+    │   ├── InvalidCorrelation … in a client's name for its request, or in the setting that says where it is
     │   ├── InvalidConfig     … in the configuration of this engine
-    │   │   ├── InvalidSecretFile … in the file of the side channel's secrets, or in who may read it
-    │   │   └── UnsupportedVllm   … in the vLLM that is installed
-    │   └── InvalidBatch      … in a step whose tokens ranks share out (`kvferry.worker.context_parallel`)
-    ├── PeerRefused           the other engine answered, and said no
+    │   │   ├── InvalidSecretFile … in the file of the side channel's secrets, its owner or its mode
+    │   │   └── UnsupportedVllm   … in the installed vLLM
+    │   └── InvalidBatch      … in a step whose tokens are divided among ranks (`kvferry.worker.context_parallel`)
+    ├── PeerRefused           the other engine answered with a refusal
     ├── HandshakeFailed       no usable answer came from the other engine in time
     ├── PlanRefused           the two engines cannot be paired (`kvferry.plan`)
     ├── AttentionRefused      attention backends cannot be context parallel (`kvferry.worker.context_parallel`)
@@ -35,12 +35,12 @@ class KvferryError(Exception):
 
 
 class InputError(KvferryError):
-    """Something that came from outside is not what it must be.
+    """Input from outside this process that cannot be used.
 
     Args:
         field: path of the field, e.g. `kvferry.lease_slot`.
-        value: what was found; shown shortened, so that a hostile value cannot flood a log.
-        expected: what would have been right, in words.
+        value: the value found; shown shortened, so that a hostile value cannot flood a log.
+        expected: description of a valid value.
     """
 
     what = "input"
@@ -59,7 +59,7 @@ class InvalidParams(InputError):
 
 
 class ForeignParams(InvalidParams):
-    """`kv_transfer_params` of another connector: well meant, and of no use here."""
+    """`kv_transfer_params` of another connector: valid for that one, but not usable here."""
 
 
 class InvalidMessage(InputError):
@@ -75,7 +75,7 @@ class InvalidDescription(InputError):
 
 
 class InvalidCorrelation(InputError):
-    """A correlation value that cannot be used, or a source of them that cannot be."""
+    """A correlation value, or a source of such values, that cannot be used."""
 
     what = "correlation"
 
@@ -87,13 +87,13 @@ class InvalidConfig(InputError):
 
 
 class InvalidSecretFile(InvalidConfig):
-    """A file of secrets that cannot be used; stops the start. Never shows what is written in it."""
+    """A file of secrets that cannot be used; stops the start. Never shows the file's content."""
 
     what = "secret file"
 
 
 class UnsupportedVllm(InvalidConfig):
-    """A vLLM that kvferry was not run with; stops the start."""
+    """A vLLM version that kvferry was not tested with; stops the start."""
 
     what = "vLLM"
 

@@ -1,14 +1,14 @@
-"""How a worker describes its KV cache to others: paged tensors.
+"""The description of a worker's KV cache: paged tensors.
 
     address(block, head, tile) = base + block·block_stride + head·head_stride + tile·tile_stride   (+ cell_bytes)
 
-`head` counts from the first head that the worker holds, `tile` from the start of the block. A cell's bytes follow one
-another, unless its elements have a stride of their own: byte `i` of a cell is then at
+`head` counts from the first head that the worker holds, `tile` from the start of the block. A cell's bytes are
+contiguous, unless its elements have a stride of their own: byte `i` of a cell is then at
 
     (i div element_bytes)·element_stride + i mod element_bytes
 
-from the cell's address. Everything here is numbers; no layout has a name. All ranges are half-open. All strides and
-sizes are bytes.
+from the cell's address. Layouts are described by numbers only and have no names. All ranges are half-open. All
+strides and sizes are bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_SCALES = 1024
 """Most heads of a worker that have scales of their own."""
 
 Scale = Annotated[float, Meta(ge=1e-30, le=1e30)]
-"""Within what float32 holds as a normal number, with room for the product of two."""
+"""Within float32's normal numbers, and so is the product of two."""
 Stride = Annotated[int, Meta(ge=0, lt=2**48)]
 
 
@@ -35,8 +35,8 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
     """`[start, stop)` on the sharded axis, counted over the whole model.
 
     Attributes:
-        start: the first one.
-        stop: behind the last one.
+        start: the first index.
+        stop: one past the last index.
     """
 
     start: Count
@@ -47,7 +47,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Interleave(msgspec.Struct, frozen=True, kw_only=True):
-    """Which tokens a worker holds where ranks share them out (decode context parallelism).
+    """The tokens that a worker holds where they are divided among ranks (decode context parallelism).
 
     Token `t` is on rank `(t div run_tokens) mod ranks`, in its local slot
     `(t div (run_tokens·ranks))·run_tokens + t mod run_tokens`. Blocks count local slots.
@@ -55,9 +55,9 @@ class Interleave(msgspec.Struct, frozen=True, kw_only=True):
     Example: 2 ranks, runs of 4: rank 1 holds the tokens 4 … 7 in its slots 0 … 3, and 12 … 15 in its slots 4 … 7.
 
     Attributes:
-        ranks: that share the tokens out.
-        rank: this worker's among them.
-        run_tokens: tokens in a row on one rank.
+        ranks: number of ranks that the tokens are divided among.
+        rank: this worker's rank among them.
+        run_tokens: consecutive tokens on one rank.
     """
 
     ranks: Size = 1
@@ -71,7 +71,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         dtype: of one element, e.g. `bfloat16`.
         quantization: the cache's quantisation, `none` when there is none.
-        packing: layout of a cell: `plain` when the strides say everything, otherwise a name that carries
+        packing: layout of a cell: `plain` if the strides describe it fully, otherwise a name that contains
             everything the layout depends on (e.g. backend, instruction set).
     """
 
@@ -85,7 +85,7 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     Attributes:
         layer: the layer's name, the same on every engine that serves the model.
-        kind: which state of the layer: `k`, `v`, `mla`, `conv.x`, `ssm`, …; `kv` for an opaque block of both.
+        kind: the state's kind: `k`, `v`, `mla`, `conv.x`, `ssm`, …; `kv` for an opaque block of both.
         group: index of the cache group whose block table addresses it.
         base: address of block 0.
         blocks: number of blocks (the engine's kernel blocks).
@@ -96,11 +96,11 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         tile_tokens: tokens per cell; `block_tokens` when a backend packs a whole block (such a cell cannot be split).
         tile_stride: bytes from one tile to the next.
         cell_bytes: bytes of one (block, head, tile).
-        element_bytes, element_stride: where the elements of a cell lie apart, the bytes of one and the bytes from one
-            to the next; 0 where the cell's bytes follow one another.
-        interleave: which tokens this worker holds.
-        scales: of quantised values, `value = stored · scale`: none where it is 1, one for all heads, or one per head.
-        format: what the bytes mean.
+        element_bytes, element_stride: where the elements of a cell are not contiguous, the bytes of one and the bytes
+            from one to the next; 0 where they are.
+        interleave: the tokens that this worker holds.
+        scales: of quantised values, `value = stored · scale`: none if it is 1, one for all heads, or one per head.
+        format: the meaning of the bytes.
     """
 
     layer: Text
@@ -128,7 +128,7 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How a block is laid out and how many there are: what layers that differ only in where they are share."""
+        """The layout of a block and the number of blocks: equal for layers that differ only in their addresses."""
         return (
             self.blocks,
             self.block_tokens,
@@ -153,14 +153,14 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def cell_extent(self) -> int:
-        """Bytes from a cell's first byte to behind its last."""
+        """Bytes from a cell's first byte to its end."""
         if not self.element_bytes:
             return self.cell_bytes
         return (self.cell_bytes // self.element_bytes - 1) * self.element_stride + self.element_bytes
 
     @property
     def block_extent(self) -> int:
-        """Bytes from a block's first byte to behind its last, the gaps included."""
+        """Bytes from a block's first byte to its end, gaps included."""
         heads, tiles = max(0, len(self.heads) - 1) * self.head_stride, (self.tiles - 1) * self.tile_stride
         return heads + tiles + self.cell_extent
 

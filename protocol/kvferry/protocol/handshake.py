@@ -1,4 +1,4 @@
-"""The side channel: what two engines tell each other before and beside the RDMA reads.
+"""The side channel: the messages of two engines before and beside the RDMA reads.
 
 One ZMQ ROUTER socket per producing engine answers; each frame is one msgpack map with a `type`. The envelope is that
 of a REQ socket: an empty frame, then the message.
@@ -31,21 +31,21 @@ MAX_REQUEST_BYTES = 256 << 10
 MAX_REPLY_BYTES = 64 << 20
 MAX_RENEWALS = 4096
 MAX_ENGINE_TENSORS = 1 << 16
-"""Most paged tensors of all workers of an engine together: clients choose whose description is read, and reading takes
-some 40 µs each."""
+"""Most paged tensors of all workers of an engine together. Clients choose which engine's description is read, and
+reading takes some 40 µs a tensor."""
 
 
 UNKNOWN_ENGINE = "?"
-"""The id in a request to an engine whose id is not known: the refusal of `engine_id` in answer contains it."""
+"""The id in a request to an engine of unknown id; the refusal of `engine_id` in the answer contains the real one."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """Asks for the engine's description.
+    """A request for the engine's description.
 
     Attributes:
         version: of the side channel.
-        engine_id: whom the asker believes to be talking to.
-        asker: the asking engine, for the answerer's log.
+        engine_id: the engine that the asker expects at this address.
+        asker: engine id of the sender, for the receiver's log.
     """
 
     version: Positive = CHANNEL_VERSION
@@ -54,7 +54,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class LeaseName(msgspec.Struct, frozen=True, kw_only=True):
-    """Which lease is meant.
+    """The name of one lease.
 
     Attributes:
         slot: index into the lease table.
@@ -66,11 +66,11 @@ class LeaseName(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
-    """These leases are still waited for: each starts its full time anew.
+    """These leases are still needed: the full time of each starts again.
 
     Attributes:
         boot: the producer's, from the ticket.
-        leases: all of this boot that the sender waits for.
+        leases: all leases of this boot that the sender waits for.
     """
 
     boot: Hex128
@@ -82,7 +82,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 
     Attributes:
         boot: the producer's, from the ticket.
-        leases: those that end.
+        leases: the leases to end.
     """
 
     boot: Hex128
@@ -93,16 +93,16 @@ Request = Hello | Renew | Release
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts that must be equal for the bytes to mean the same, each under its own name.
+    """Facts that must be equal on both sides for the cache's bytes to mean the same.
 
     Attributes:
         model: its name as served.
-        fingerprint: digest of the weights' headers and samples, or the name an operator gave in its place.
+        fingerprint: digest of the weights' headers and samples, or a name set by an operator instead.
         dtype: of the activations.
         cache_dtype: of the cache, as configured.
         quantization: of the weights.
         max_model_tokens: the longest sequence; for information, not compared.
-        speculative: the draft method, `none` without.
+        speculative: the draft method, or `none`.
     """
 
     model: Text
@@ -115,11 +115,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseTable(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker's lease slots are: host memory, `slots` words of 8 bytes.
+    """The location of a worker's lease slots: host memory, `slots` words of 8 bytes.
 
     Attributes:
         address: of the first slot.
-        slots: how many there are.
+        slots: number of slots.
     """
 
     address: Address
@@ -127,7 +127,7 @@ class LeaseTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker of an engine: its place, its memory and how NIXL reaches it.
+    """One worker of an engine: its place, its memory and its NIXL agent.
 
     Attributes:
         place: among the ranks of its engine.
@@ -136,7 +136,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
         memory: `DRAM` or `VRAM`, where the caches are.
         device: the device's index in NIXL's counting, 0 for DRAM.
         lease_table: its lease slots.
-        tensors: all that its caches hold.
+        tensors: all paged tensors of its caches.
     """
 
     place: Place
@@ -152,11 +152,11 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A cache group: layers that share one block table.
 
     Attributes:
-        policy: `full` when it holds every token, `window` when only the last ones, `chunk` when only those of the last
-            chunk, `state` when its last block is a recurrent state of the whole sequence.
+        policy: `full` if it holds every token, `window` if only the last ones, `chunk` if only those of the last
+            chunk, `state` if its last block is a recurrent state of the whole sequence.
         block_tokens: local slots per scheduler block (the unit of `remote_block_ids`); for `state` the tokens
-            from one block of its table to the next, which may be those of the longest sequence.
-        window_tokens: length of the window or of a chunk, 0 without one.
+            per block of its table, up to those of the longest sequence.
+        window_tokens: length of the window or chunk, 0 without one.
     """
 
     policy: Text
@@ -171,10 +171,10 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="engine")
 
     Attributes:
         version: of the side channel.
-        engine_id: who answers, which may be another engine than was asked for.
-        boot: this life of the engine.
-        mac_key: checks the mac of this boot's tickets.
-        facts: what must be equal on both sides.
+        engine_id: the answering engine, which may differ from the one in `Hello`.
+        boot: its current boot.
+        mac_key: key to check the mac of this boot's tickets.
+        facts: model facts that must be equal on both sides.
         topology: its parallel sizes.
         groups: its cache groups, in the order of `remote_block_ids`.
         workers: all of them.
@@ -195,9 +195,9 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
     Attributes:
         version: of the side channel.
-        field: which one.
-        value: what it was.
-        expected: what it must be.
+        field: the refused field.
+        value: its value.
+        expected: description of a valid value.
     """
 
     version: Positive = CHANNEL_VERSION
@@ -216,11 +216,11 @@ class _UnreadWorkers(EngineDescription, frozen=True, kw_only=True, tag="engine")
 
 
 class Answerer(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
-    """Of an `EngineDescription`, which life of which engine it is.
+    """The identity in an `EngineDescription`, decoded without the rest.
 
     Attributes:
-        engine_id: who answers.
-        boot: this life of the engine.
+        engine_id: the answering engine.
+        boot: its current boot.
     """
 
     engine_id: Text
@@ -235,7 +235,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def channel_address(host: str, port: int) -> str:
-    """ZMQ's name of a host and port; IPv6 addresses get their brackets."""
+    """The ZMQ address of a host and port; IPv6 addresses get brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
 
 
@@ -245,14 +245,14 @@ def encode(message: Request | Reply | WorkerDescription) -> bytes:
 
 
 def decode_request(frame: bytes) -> Request:
-    """A frame that a listener received. Raises `InvalidMessage`."""
+    """Decode a frame that a listener received. Raises `InvalidMessage`."""
     return decode(frame, _requests, MAX_REQUEST_BYTES, InvalidMessage)
 
 
 def decode_reply(frame: bytes) -> Reply:
-    """A frame that a listener answered. Raises `InvalidMessage`.
+    """Decode a frame that a listener answered. Raises `InvalidMessage`.
 
-    Workers are decoded one by one: a decoder holds the interpreter for as long as it runs, and with it the engine.
+    Workers are decoded one by one: a decoder holds the interpreter's lock while it runs, which stops the engine.
     """
     reply = decode(frame, _replies, MAX_REPLY_BYTES, InvalidMessage)
     if reply.version != CHANNEL_VERSION:
@@ -261,12 +261,12 @@ def decode_reply(frame: bytes) -> Reply:
 
 
 def decode_answerer(frame: bytes) -> Answerer | Refused:
-    """Who answered a `Hello`; what the engine's workers are is not read. Raises `InvalidMessage`."""
+    """Decode only the identity in an answer to `Hello`, not the workers. Raises `InvalidMessage`."""
     return decode(frame, _answerers, MAX_REPLY_BYTES, InvalidMessage)
 
 
 def decode_worker(frame: bytes) -> WorkerDescription:
-    """Decode the description that a worker handed to its own scheduler. Raises `InvalidMessage`."""
+    """Decode the description that a worker gave to its own scheduler. Raises `InvalidMessage`."""
     return decode(frame, _workers, MAX_REPLY_BYTES, InvalidMessage)
 
 

@@ -1,7 +1,7 @@
-"""Names for the identifiers that cross process borders, with the bounds that their decoders enforce.
+"""Types of the identifiers that cross process borders, with the bounds that their decoders enforce.
 
-Integers above 2**53 do not survive routers that decode JSON numbers to float64, so an epoch travels as hexadecimal
-text; all others are small.
+Some routers decode JSON numbers to float64, which changes integers above 2**53. So an epoch is sent as hexadecimal
+text; all other integers are small.
 
 The word in a lease slot, which a consumer reads before and after the data:
 
@@ -24,7 +24,7 @@ EngineId = NewType("EngineId", str)
 """An engine's name, vLLM's `kv_transfer_config.engine_id`; chosen by an operator or random."""
 
 BootId = NewType("BootId", str)
-"""One life of an engine: 128 random bits as 32 hexadecimal digits, drawn anew at every start."""
+"""One life of an engine: 128 random bits as 32 hexadecimal digits, new at every start."""
 
 RequestId = NewType("RequestId", str)
 """vLLM's internal request id, unique within one engine."""
@@ -35,7 +35,7 @@ Epoch = NewType("Epoch", int)
 EPOCH_BITS = 60
 
 Text = Annotated[str, Meta(min_length=1, max_length=512, pattern=r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z")]
-"""Names: no control characters, which could forge lines of a log, and no lone surrogates, which no encoder takes."""
+"""Names: no control characters, which could forge lines of a log, and no lone surrogates, which cannot be encoded."""
 Hex128 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Hex256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 HexEpoch = Annotated[str, Meta(pattern=r"\A(?!0+\Z)[0-9a-f]{15}\Z")]
@@ -60,12 +60,12 @@ def new_boot_id() -> BootId:
 
 
 def new_epoch() -> Epoch:
-    """A fresh epoch: random, so that no lease repeats or reveals another's."""
+    """A fresh epoch: random, so that epochs neither repeat nor can be guessed."""
     return Epoch(secrets.randbits(EPOCH_BITS - 1) + 1)
 
 
 class EpochDraw:
-    """Draws fresh epochs, many at a time: asking the system costs more than all that is done with one."""
+    """Draws fresh epochs, many at a time: a system call for each would cost more than the rest of its use."""
 
     def __init__(self, at_once: int = 256) -> None:
         self._at_once = at_once
@@ -79,7 +79,7 @@ class EpochDraw:
 
 
 def epoch_to_text(epoch: Epoch) -> str:
-    """The epoch as it travels: 15 lowercase hexadecimal digits."""
+    """The epoch as it is sent: 15 lowercase hexadecimal digits."""
     return f"{epoch:015x}"
 
 

@@ -1,7 +1,7 @@
 """Notifications over NIXL: from a consumer's worker to a producer's worker.
 
-Frame: the four bytes `KVF1`, then one msgpack map with a `type`. Other frames are not kvferry's and are ignored.
-Evolution rules as in `kvferry.protocol.handshake`; a change that old readers would misunderstand takes a new magic.
+Frame: the four bytes `KVF1`, then one msgpack map with a `type`. Frames without the magic are ignored.
+Evolution rules as in `kvferry.protocol.handshake`; a change that old readers would misunderstand needs a new magic.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ MAX_NOTIFICATION_BYTES = 4096
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """One consumer worker has read all it wants under this lease from the addressed worker.
+    """One consumer worker has finished its reads under this lease from the addressed worker.
 
     Attributes:
-        slot, epoch: the lease; the epoch proves that the sender held its ticket.
+        slot, epoch: the lease; the epoch proves that the sender has its ticket.
         consumer: boot of the reading engine.
         worker: index of the reading worker in its engine.
-        expected: how many workers of that engine read from, or must release, the addressed worker.
+        expected: number of workers of that engine that read from the addressed worker or must notify it.
     """
 
     slot: SlotIndex
@@ -38,7 +38,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_notification(message: Done) -> bytes:
-    """The notification as NIXL carries it."""
+    """The notification as NIXL sends it."""
     return MAGIC + _encoder.encode(message)
 
 
@@ -46,7 +46,7 @@ def decode_notification(frame: bytes) -> Done:
     """Inverse of `encode_notification`.
 
     Raises:
-        InvalidMessage: it is not one of ours, or malformed.
+        InvalidMessage: it is not one of kvferry's, or malformed.
     """
     if not frame.startswith(MAGIC):
         raise InvalidMessage("magic", bytes(frame[:4]), repr(MAGIC))

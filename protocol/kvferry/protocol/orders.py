@@ -1,12 +1,12 @@
-"""Step metadata: what the scheduler tells every worker of its own engine in one step, and what they tell back.
+"""Step metadata: the orders of the scheduler to every worker of its own engine in one step.
 
-A worker opens leases as soon as it has the orders, and carries the rest out in the order of the fields. Whatever is
-said of a lease names its epoch, so a slot that changes hands within one step ends up with its new lease.
+A worker opens leases as soon as it has the orders, and executes the rest in the order of the fields. Every order for a
+lease names its epoch, so a slot that is reused within one step ends up with its new lease.
 
-What must be done before the step goes on travels by itself, as the `OrdersHead`: it does not grow with the blocks that
-are to be loaded. All the rest is read by the thread that carries it out.
+Orders that must be executed before the step goes on are sent separately, as the `OrdersHead`, whose size does not grow
+with the blocks to be loaded. The rest is decoded by the thread that executes it.
 
-Request ids have no bound here: a client may choose one of any length, vLLM lets it pass, and orders that a worker
+Request ids have no bound here: a client may choose one of any length, vLLM accepts it, and orders that a worker
 refused would stop its engine.
 """
 
@@ -43,7 +43,7 @@ class LeaseOpen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseHold(msgspec.Struct, frozen=True, kw_only=True):
-    """The request has finished and its blocks are held: write `epoch | READY` when the device is done with it.
+    """The request has finished and its blocks are held: write `epoch | READY` when the device has written them.
 
     Attributes:
         blocks: per cache group its scheduler blocks, for workers that must copy them first; empty for the others.
@@ -59,8 +59,8 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Load tokens `[first_token, stop_token)` of a request into local blocks.
 
     Attributes:
-        source: where they are.
-        local_blocks: per cache group the scheduler blocks that hold the request, from its first token on.
+        source: the params that locate them.
+        local_blocks: per cache group the scheduler blocks of the request, from its first token on.
     """
 
     request_id: str
@@ -71,10 +71,10 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prewarm(msgspec.Struct, frozen=True, kw_only=True):
-    """Connect to this producer before a load from it is ordered: waiting requests or the configuration name it.
+    """Connect to this producer, which waiting requests or the configuration name, before a load from it is ordered.
 
     Attributes:
-        is_static: the configuration names it: keep it, and try again after failures.
+        is_static: the configuration names it: keep the connection, and retry after failures.
     """
 
     host: Text
@@ -115,7 +115,7 @@ class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         opens: as in `StepOrders`.
-        loads: the requests that are to be loaded.
+        loads: ids of the requests to be loaded.
     """
 
     version: Annotated[int, Meta(ge=1)] = ORDERS_VERSION
@@ -150,7 +150,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_orders(orders: StepOrders) -> bytes:
-    """The orders as they are handed to the workers: encoded once, however many they are."""
+    """The orders as they are sent to the workers; encoded once for all of them."""
     return _encoder.encode(orders)
 
 
@@ -162,7 +162,7 @@ def decode_orders(frame: bytes) -> StepOrders:
 
 
 def encode_head(orders: StepOrders) -> bytes:
-    """The head of the orders, as it is handed to the workers."""
+    """The head of the orders, as it is sent to the workers."""
     return _encoder.encode(OrdersHead.of(orders))
 
 

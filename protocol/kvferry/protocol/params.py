@@ -1,7 +1,7 @@
-"""`kv_transfer_params`: what travels through the client's HTTP bodies, from the producer's answer to the consumer.
+"""`kv_transfer_params`: the JSON object that a router passes from the producer's answer to the consumer's request.
 
-Every router that speaks the NIXL contract passes the answer's object on unread, so the flat keys are those that all of
-them know, and what is kvferry's own stands in one nested object.
+Routers that support the NIXL contract pass this object on unread. Its flat keys are those of that contract; kvferry's
+own fields are in one nested object, `kvferry`.
 
 Evolution rules: a new key needs a default; a key is never retyped or reused; unknown keys are ignored; a change that an
 old reader would misunderstand raises `PARAMS_VERSION`, and a reader refuses versions it does not know.
@@ -24,12 +24,12 @@ MAX_BLOCKS = 1 << 20
 """Most block ids in one object, all groups together: 16 M tokens at 16 tokens a block."""
 MAX_GROUPS = 64
 MAX_DIGESTS = 1 << 16
-"""Most digests: of as many tokens, at 256 a digest."""
+"""Most digests, at 256 tokens a digest: as many tokens as `MAX_BLOCKS` blocks of 16 hold."""
 MAX_KEYS = 64
 SHORTEST_LEASE_S = 0.05
-"""A lease is renewed six times while it lives; a shorter one would make its consumer do nothing else."""
+"""A lease is renewed six times in its lifetime; a shorter one would keep its consumer busy with renewals alone."""
 
-_OBJECTS = (dict, Mapping)  # an abstract class by itself takes Python's own functions to ask
+_OBJECTS = (dict, Mapping)  # `dict` first: checking against an abstract class is slow
 
 Blocks = tuple[tuple[BlockId, ...], ...]
 """One list of block ids per cache group: scheduler blocks, in the order of the tokens that they hold."""
@@ -39,14 +39,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """The right to read one request's blocks: the object under the key `kvferry`.
 
     Attributes:
-        version: of this object; a reader refuses those that it does not know.
+        version: of this object; a reader refuses unknown versions.
         boot: the producer's boot.
         lease_slot: index into the lease table of every producer worker.
-        lease_epoch: what the slot must hold, with READY, before and after the read.
-        lease_s: the producer frees the blocks when it hears nothing for this long.
+        lease_epoch: the epoch that the slot must hold, with READY, before and after the read.
+        lease_s: the producer frees the blocks after this long without a renewal.
         digests: `kvferry.protocol.digests.digest_chain` of the tokens in the blocks.
-        mac: `kvferry.protocol.params_mac.sign_params` over all of this.
-        held_from: per cache group the first token that its blocks hold; empty from producers that do not tell.
+        mac: `kvferry.protocol.params_mac.sign_params` over the params, all fields of the ticket included.
+        held_from: per cache group the first token that its blocks hold; empty if the producer does not give it.
     """
 
     version: Annotated[int, Meta(ge=1, le=2**31)]
@@ -67,14 +67,14 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt whose KV cache lies on another engine: the whole object as the consumer receives it.
 
     Attributes:
-        do_remote_prefill, do_remote_decode: what the request asks for; the other way round for a turn's offer.
+        do_remote_prefill, do_remote_decode: the requested transfer; swapped in a turn's offer.
         remote_engine_id: the producer.
         remote_request_id: the producer's id of the request, not the client's.
         remote_block_ids: one list per cache group: scheduler blocks, in the order of the tokens that they hold.
         remote_host, remote_port: the producer's side channel.
         tp_size, pp_size, dcp_size: the producer's parallel sizes, for routers; the plan uses the description's.
         remote_num_tokens: tokens whose KV the blocks hold.
-        transfer_mode: the consumer reads.
+        transfer_mode: `pull`, the consumer reads.
         kvferry: the ticket.
     """
 
@@ -96,8 +96,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
         """Plain objects (dict, list, int, float, str) for the HTTP answer.
 
         Args:
-            is_turn: for the prefill of the conversation's next turn instead of the decoder: the flags that routers
-                send with a prompt to be prefilled. The mac covers neither flag.
+            is_turn: the object is for the prefill of the conversation's next turn, not for a decoder: it gets the flags
+                that routers send with a prompt to be prefilled. The mac covers neither flag.
         """
         ticket = msgspec.structs.asdict(self.kvferry)
         ticket |= {"digests": list(self.kvferry.digests), "held_from": list(self.kvferry.held_from)}
@@ -112,9 +112,9 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteDecode(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to be prefilled here and decoded elsewhere: what a router sends to the producer.
+    """A prompt to be prefilled here and decoded elsewhere, as a router sends it to the producer.
 
-    It may come with the offer of a turn, see `read_turn`.
+    The params may also contain the offer of a turn, see `read_turn`.
     """
 
 
@@ -122,16 +122,16 @@ _FIELDS, _TICKET_FIELDS = (frozenset(of.__struct_fields__) for of in (RemotePref
 
 
 def read_params(raw: object) -> RemotePrefill | RemoteDecode | None:
-    """Understand `kv_transfer_params` of a request.
+    """Read the `kv_transfer_params` of a request.
 
     Args:
-        raw: whatever a client, through any router, put there; None when there was nothing.
+        raw: the value that a client or router sent, of any type; None when there was none.
 
     Returns:
-        What is asked for, or None when the object asks for no transfer.
+        The requested transfer, or None when the object requests none.
 
     Raises:
-        ForeignParams: it asks for a remote prefill of an engine that does not run kvferry.
+        ForeignParams: a remote prefill of an engine that does not run kvferry.
         InvalidParams: it is not usable; the error names the field.
     """
     if raw is None:
@@ -149,14 +149,14 @@ def read_params(raw: object) -> RemotePrefill | RemoteDecode | None:
 
 
 def read_turn(raw: Mapping[str, Any]) -> RemotePrefill | None:
-    """The offer of the conversation's last turn among the params of a prompt to be prefilled here.
+    """Read the offer of the conversation's last turn in the params of a prompt to be prefilled here.
 
     Args:
-        raw: params that `read_params` took for a `RemoteDecode`.
+        raw: params that `read_params` read as a `RemoteDecode`.
 
     Returns:
-        Where prompt and answer of the last turn are, or None when nothing is offered: routers send null for each key
-        then.
+        The location of the last turn's prompt and answer, or None when nothing is offered (routers then send null for
+        each key).
 
     Raises:
         ForeignParams: the offer is of an engine that does not run kvferry.
@@ -177,8 +177,8 @@ def _read_remote_prefill(raw: Mapping[str, Any]) -> RemotePrefill:
 
 
 def _read_at_once(raw: Mapping[str, Any]) -> RemotePrefill | None:
-    """Read unchanged params of a producer at once, with the result of `_read_part_by_part`; None for all others, which
-    may be readable nevertheless."""
+    """Fast path for params that no router changed; the same result as `_read_part_by_part`. None for all others, which
+    may still be readable."""
     groups = raw.get("remote_block_ids")
     if not isinstance(groups, list) or len(groups) > MAX_GROUPS:
         return None
@@ -186,14 +186,14 @@ def _read_at_once(raw: Mapping[str, Any]) -> RemotePrefill | None:
         return None
     try:
         params = msgspec.convert(raw, RemotePrefill)
-    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter of a key that is half a surrogate pair
+    except (msgspec.ValidationError, UnicodeEncodeError):  # UnicodeEncodeError: a key with half a surrogate pair
         return None
     is_known = params.kvferry.version == PARAMS_VERSION
     return params if is_known and len(params.kvferry.digests) == _num_digests(params) else None
 
 
 def _read_part_by_part(raw: Mapping[str, Any], ticket: Mapping[str, Any]) -> RemotePrefill:
-    """Made of what a router may have changed, or an error that names the field."""
+    """Read params whose numbers and sequences a router may have changed, or raise an error that names the field."""
     version = _integral(ticket.get("version"))
     if version != PARAMS_VERSION:
         raise InvalidParams("kvferry.version", version, f"{PARAMS_VERSION}")
@@ -223,7 +223,7 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
 
 
 def _read_blocks(value: object) -> object:
-    """Bound the number of ids before anything looks at them one by one."""
+    """Bound the number of ids before they are read one by one."""
     if not isinstance(value, (list, tuple)):
         raise InvalidParams("remote_block_ids", value, "a list of lists of block ids, one per cache group")
     if len(value) > MAX_GROUPS:
@@ -239,11 +239,11 @@ def _read_blocks(value: object) -> object:
 
 
 def _integrals(values: Sequence[Any]) -> Sequence[Any]:
-    """Each of many values made whole. Few routers need it, so the rest pays for a look at the types only."""
+    """`_integral` of every value. Few routers make it necessary; for the others only the types are checked."""
     has_floats = any(issubclass(kind, float) for kind in set(map(type, values)))
     return [_integral(value) for value in values] if has_floats else values
 
 
 def _integral(value: Any) -> Any:
-    """Undo what routers do that decode every JSON number to float64: 7.0 is 7. Everything else is left as it is."""
+    """7.0 becomes 7: some routers decode every JSON number to float64. Other values are returned unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value

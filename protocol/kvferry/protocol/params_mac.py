@@ -1,7 +1,7 @@
-"""The MAC of `kv_transfer_params`: clients carry them, and clients can change them.
+"""The MAC of `kv_transfer_params`, which pass through clients that could change them.
 
-The key is drawn at the producer's start and given to consumers at the handshake. So a client without access to the side
-channel cannot point a valid lease at another request's blocks, nor a request at another host.
+The key is generated at the producer's start and given to consumers at the handshake. So a client without access to the
+side channel cannot point a valid lease at another request's blocks, nor a request at another host.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ParamsSigner:
         return msgspec.structs.replace(params, kvferry=_with_mac(params.kvferry, self.mac(params)))
 
     def mac(self, params: RemotePrefill) -> str:
-        """HMAC-SHA256 over the msgpack of a fixed tuple of integers and text: no float, no key order takes part."""
-        # Not hmac.digest: that gives the interpreter's lock away for a microsecond, and the caller may be a step.
+        """HMAC-SHA256 over the msgpack of a fixed tuple of integers and text, without floats and key order."""
+        # Not hmac.digest: it releases the interpreter's lock, which may delay the step that calls this.
         mac = self._keyed.copy()
         mac.update(_covered(params))
         return mac.hexdigest()

@@ -1,1 +1,1 @@
-"""The side channel, as both ends need it: sockets, shared secrets, trials of keys, backoff between attempts."""
+"""The parts of the side channel that both ends use: sockets, shared secrets, key trials, backoff."""

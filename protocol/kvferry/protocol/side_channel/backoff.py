@@ -6,11 +6,11 @@ import random
 
 
 def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
-    """The delay before the next attempt, doubled after every failure in a row and jittered so that a fleet does not
-    retry in step.
+    """The delay before the next attempt: doubled after every consecutive failure, and jittered so that the engines of a
+    fleet do not retry at the same time.
 
     Args:
-        failures: so far, at least 1.
-        first_s, longest_s: before the jitter, which is up to a half either way.
+        failures: consecutive failures so far, at least 1.
+        first_s, longest_s: bounds before the jitter of up to ±50 %.
     """
     return min(longest_s, first_s * 2.0 ** min(failures - 1, 64)) * random.uniform(0.5, 1.5)  # noqa: S311

@@ -1,11 +1,11 @@
-"""Which secret to connect with, and what follows when none is accepted. No I/O.
+"""Selects the secret to connect with, and the result when none is accepted. No I/O.
 
-    secrets listed here      tried                                     then
-    none                     plain                                     refused when the listener has one
-    A, B                     A, then B; whichever it has first         refused when it has none, or others
+    secrets listed here      tried                                     refused
+    none                     plain                                     when the listener has a secret
+    A, B                     A, then B, until one is accepted          when the listener has none, or others
 
-The listener shows by CURVE that it has the secret, so whichever gets through is the right one. When none does, one more
-connection in plain, over which nothing is ever said, tells a listener without a secret from one with another.
+The listener proves by CURVE that it has the secret, so the secret that is accepted is the right one. When none is, one
+more connection in plain, over which no message is sent, shows whether the listener has no secret or another one.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 from kvferry.protocol.side_channel.sockets import ConnectionEvent
 
 _CUTS_IN_PLAIN = 3
-"""A listener that is about to restart cuts a connection once; one that has a secret does it every time."""
+"""A restarting listener cuts a connection once; one that has a secret cuts it every time."""
 
 
 class NextStep(enum.Enum):
     """The next step after an event of a connection."""
 
     SPEAK = enum.auto()
-    """The connection is the right one: send."""
+    """The connection is right: send messages."""
     WAIT = enum.auto()
-    """ZMQ connects again by itself."""
+    """Wait: ZMQ connects again by itself."""
     AGAIN = enum.auto()
-    """Connect anew, with what `secret` is now."""
+    """Connect again, with the new value of `secret`."""
     REFUSED = enum.auto()
-    """There is no use in going on; `why` says why."""
+    """Give up; the reason is in `why`."""
 
 
 class KeyTrials:
-    """The attempts at one listener.
+    """The attempts to connect to one listener.
 
     Attributes:
-        secret: what to connect with; None for a plain connection.
-        why: once refused, the reason and what to do about it.
+        secret: the secret to connect with; None for a plain connection.
+        why: once refused, the reason and the remedy.
     """
 
     def __init__(self, secrets: Secrets) -> None:

@@ -1,9 +1,9 @@
 """The side channel's shared secrets: a file that the operator writes and every engine of a fleet reads at its start.
 
 One secret a line, as hexadecimal digits or base64 of at least 32 random bytes; blank lines and lines that begin with
-`#` are skipped. A listener uses the first, an asker tries each: that is how secrets are rotated.
+`#` are skipped. A listener uses the first, an asker tries each: so secrets can be rotated.
 
-Nothing here, and no error of it, ever shows a line's text. Keys are derived by HKDF-SHA256 (RFC 5869).
+No log and no error shows the text of a line. Keys are derived by HKDF-SHA256 (RFC 5869).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ KEY_BYTES = 32
 
 
 def derive_key(secret: bytes, *, salt: bytes, label: bytes) -> bytes:
-    """A key of 32 bytes: the first block of `T(1) | T(2) | …`, which is all that so short a key takes.
+    """A key of 32 bytes: the first block of `T(1) | T(2) | …`, enough for a key of this length.
 
     Args:
         secret: input keying material.
         salt: may be empty.
-        label: HKDF's `info`; another one gives an independent key.
+        label: HKDF's `info`; each label gives an independent key.
     """
     extracted = hmac.new(salt or bytes(KEY_BYTES), secret, hashlib.sha256).digest()
     return hmac.new(extracted, label + b"\x01", hashlib.sha256).digest()
@@ -46,24 +46,24 @@ MAX_FILE_BYTES = 16 << 10
 
 _SALT = b"kvferry side channel 1"
 _FEWEST_VALUES = 12
-"""32 random bytes have fewer different values than this once in 10²⁰ files: it was typed, or is a placeholder."""
+"""32 random bytes have fewer different values than this once in 10²⁰ files: a secret below it is not random."""
 
 _HEX = re.compile(r"[0-9A-Fa-f]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """One shared secret. Its repr, and so every log and error, has the fingerprint only."""
+    """One shared secret. Its repr, and so every log and error, shows the fingerprint only."""
 
     material: bytes = field(repr=False)
 
     @property
     def fingerprint(self) -> str:
-        """Eight digits by which operators see whether two engines have the same secret. Says nothing about it."""
+        """Eight digits to compare the secrets of two engines. They reveal nothing about the secret."""
         return self.key(b"fingerprint")[:4].hex()
 
     def key(self, label: bytes) -> bytes:
-        """32 bytes for one purpose; those for another say nothing about them."""
+        """32 bytes for one purpose, independent of those for other purposes."""
         return derive_key(self.material, salt=_SALT, label=label)
 
     def __repr__(self) -> str:
@@ -71,35 +71,35 @@ class Secret:
 
 
 Secrets = tuple[Secret, ...]
-"""All that are listed, in their order; empty without a file."""
+"""All listed secrets, in order; empty without a file."""
 
 
 def secrets_from_environment(environment: Mapping[str, str] = os.environ) -> Secrets:
-    """The secrets of the file that the environment names; none when it names no file.
+    """The secrets of the file that the environment variable names; none when it is not set.
 
     Raises:
-        InvalidSecretFile: as `read_secrets`, or the variable is set to nothing.
+        InvalidSecretFile: as `read_secrets`, or the variable is empty.
     """
     path = environment.get(VARIABLE)
     if path is None:
         return ()
     if not path:
-        # Most likely a template without its value: to go on without protection would be the wrong guess.
+        # Most likely a template without its value: do not run without protection.
         raise InvalidSecretFile(VARIABLE, "", "the path of a file of secrets; unset it to run without")
     return read_secrets(path)
 
 
 def read_secrets(path: str) -> Secrets:
-    """The secrets of a file, without repetitions.
+    """The secrets of a file, without duplicates.
 
     Raises:
-        InvalidSecretFile: there is no such file, others could read or change it, or a line is no secret. The text names
-            the path, what was found and what to type, and nothing that is written in the file.
+        InvalidSecretFile: there is no such file, others could read or change it, or a line is no secret. The text
+            has the path, the problem and the command that mends it, and nothing of the file's content.
     """
     if not path.isprintable():
         raise InvalidSecretFile(VARIABLE, path, "a path of printable characters")
     try:
-        # A named pipe must not hold up the start. Links are followed: Kubernetes mounts secrets as links.
+        # Non-blocking: a named pipe must not block the start. Links are followed: Kubernetes mounts secrets as links.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as refused:
         raise _unreadable(path, refused) from None
@@ -123,7 +123,7 @@ def _check_owner_and_mode(path: str, status: os.stat_result) -> None:
         found = f"a file of user {status.st_uid}"
         raise _invalid(path, found, f"one of this user or of root: chown {os.geteuid()} {quoted}")
     if mode & (stat.S_IWGRP | stat.S_IRWXO):
-        # A group may read: a mounted secret belongs to root and to a group that the process is in.
+        # A group may read: a mounted secret belongs to root and to a group of the process.
         found = f"a file of mode {mode:04o}"
         raise _invalid(path, found, f"no access for others and no writing by the group: chmod g-w,o= {quoted}")
 
@@ -169,7 +169,7 @@ def _secret(path: str, number: int, text: bytes) -> Secret:
 
 
 def _decoded(text: bytes) -> bytes | None:
-    """Decode hexadecimal digits or base64; digits alone are never taken for base64."""
+    """Decode hexadecimal digits or base64; hexadecimal digits alone are never read as base64."""
     try:
         plain = text.decode("ascii")
         if _HEX.fullmatch(plain):

@@ -1,10 +1,10 @@
 """Options of the side channel's ZMQ sockets at both ends: keep-alive, CURVE, and the events of their monitors.
 
-With a secret, both ends authenticate each other by it: the listener's key pair and the asker's are derived from it,
-under labels of their own. Without the secret, an asker neither knows the listener's public key, and so cannot begin a
-handshake, nor has a key pair that the listener admits; a false listener cannot answer.
+With a secret, both ends authenticate each other: the key pairs of listener and asker are derived from it, under
+different labels. An asker without the secret neither knows the listener's public key, which a handshake needs, nor has
+a key pair that the listener admits. A false listener cannot answer.
 
-The one module of this package that needs pyzmq.
+Needs pyzmq.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 
 ZAP_DOMAIN = b"kvferry"
 CURVE_OVERHEAD_BYTES = 64
-"""More than encryption adds to a message, for limits on sizes."""
+"""Upper bound of the bytes that encryption adds to a message."""
 
 _QUEUE = 8
-"""Messages of one connection that wait on either side of a listener."""
+"""Most queued messages of one connection, in either direction."""
 _HANDSHAKE_MS = 10_000
-"""How long a connection's ZMTP handshake may take."""
+"""Deadline of a connection's ZMTP handshake."""
 _MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 _HANDSHAKE_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -48,7 +48,7 @@ class KeyPair:
 
     @classmethod
     def of(cls, private: bytes) -> KeyPair:
-        """The pair whose private key is given. Raises `InvalidSecretFile` where ZMQ was built without CURVE."""
+        """The key pair of a private key. Raises `InvalidSecretFile` where ZMQ was built without CURVE."""
         try:
             return cls(z85.decode(zmq.curve_public(z85.encode(private))), private)
         except zmq.ZMQError as refused:
@@ -68,14 +68,14 @@ def asker_keys(secret: Secret) -> KeyPair:
 
 
 def derive_keys(secrets: Secrets) -> None:
-    """At the start, where it is to stop: raises `InvalidSecretFile` where ZMQ was built without CURVE."""
+    """Called at the start, so that a ZMQ built without CURVE stops it: raises `InvalidSecretFile`."""
     for secret in secrets:
         listener_keys(secret)
         asker_keys(secret)
 
 
 def keep_alive(socket: zmq.Socket[bytes]) -> None:
-    """Let the kernel find out within about a minute that the other machine is gone."""
+    """Set TCP keep-alive: the kernel detects within about a minute that the other machine is gone."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
@@ -83,7 +83,7 @@ def keep_alive(socket: zmq.Socket[bytes]) -> None:
 
 
 def protect_listener(socket: zmq.Socket[bytes], secrets: Secrets) -> None:
-    """Before `bind`: the listener has the first secret's keys. Which connections it admits is decided over ZAP."""
+    """Set a listener's CURVE options before `bind`: the keys of the first secret. ZAP decides which peers to admit."""
     if secrets:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, listener_keys(secrets[0]).private)
@@ -93,10 +93,10 @@ def protect_listener(socket: zmq.Socket[bytes], secrets: Secrets) -> None:
 def listening_socket(
     context: zmq.Context[zmq.Socket[bytes]], host: str, max_bytes: int, secrets: Secrets
 ) -> zmq.Socket[bytes]:
-    """A ROUTER that is ready to be bound: what it keeps for those who send too much, or take nothing, is bounded.
+    """A ROUTER that is ready to be bound, with bounded queues for peers that send too much or do not read.
 
     Args:
-        max_bytes: of a frame, what CURVE adds apart.
+        max_bytes: of a frame, without the bytes that CURVE adds.
     """
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.IPV6, int(":" in host))
@@ -111,7 +111,7 @@ def listening_socket(
 
 
 def protect_asker(socket: zmq.Socket[bytes], secret: Secret | None) -> None:
-    """Before `connect`: speak only to a listener that has this secret, or in plain text to one that has none."""
+    """Set an asker's CURVE options before `connect`: only a listener with this secret is accepted; None: plain text."""
     if secret is not None:
         keys = asker_keys(secret)
         socket.setsockopt(zmq.CURVE_SERVERKEY, listener_keys(secret).public)
@@ -126,7 +126,7 @@ class ConnectionEvent(enum.Enum):
     ONE_SIDED = enum.auto()
     """One end has a secret and the other has none."""
     DENIED = enum.auto()
-    """The listener has the same secret first, and does not admit it."""
+    """The listener has the same secret first, but does not admit this peer."""
     CUT = enum.auto()
     """The other end closed the connection: another secret, a secret at one end only, or no listener of this kind."""
     ENDED = enum.auto()
@@ -134,12 +134,12 @@ class ConnectionEvent(enum.Enum):
 
 
 def watch_handshakes(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """Before `connect`: a monitor socket for `read_event`, one event an attempt. Close it after `disable_monitor`."""
+    """A monitor for `read_event`, opened before `connect`: one event an attempt. Close it after `disable_monitor`."""
     return _watch(socket, _HANDSHAKE_EVENTS)
 
 
 def watch_connection(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """As `watch_handshakes`, with the end of connections as well."""
+    """As `watch_handshakes`, with the end of connections too."""
     return _watch(socket, _HANDSHAKE_EVENTS | zmq.EVENT_DISCONNECTED)
 
 
