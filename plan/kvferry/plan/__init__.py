@@ -1,1 +1,1 @@
-"""Pure geometry: which bytes of which producer worker go where. Needs numpy and msgspec only, and does no I/O."""
+"""Transfer plans from two engines' descriptions: pure geometry. Needs numpy and msgspec only, and does no I/O."""

@@ -1,6 +1,6 @@
-"""Who reads what from whom: for all workers of the consumer at once, so that replicas are used evenly.
+"""The assignment of reads to producer workers, made for all consumer workers at once so that replicas are used evenly.
 
-Tensors that are sharded alike on both sides (all layers of a stage, usually) are one *pattern* and get one answer.
+Tensors that are sharded alike on both sides (usually all layers of a stage) are one *pattern* and are assigned once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from kvferry.protocol.handshake import WorkerDescription
 Name = tuple[str, str]
 
 MAX_LACKS = 1024
-"""Lacks after which the search for more of them ends: the pair is refused all the same. A description may claim that
-tens of thousands of ranks share the tokens out, and each rank that no description covers would be a lack of every
-tensor.
+"""Lacks after which the search for more ends: the pair is refused anyway. A description may claim that the tokens are
+divided among tens of thousands of ranks, and each rank without a worker would be a lack of every tensor.
 """
 
 MAX_STEPS = 1 << 23
@@ -38,7 +37,7 @@ class Holding(NamedTuple):
 
 
 class Source(NamedTuple):
-    """One thing to read: these heads of this tensor."""
+    """One read: these heads of this tensor."""
 
     name: Name
     heads: Range
@@ -54,11 +53,11 @@ class Lack(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Who reads what from whom.
+    """The reads of all consumer workers.
 
     Attributes:
-        sources: per consumer worker what it reads, by producer worker.
-        released: per consumer worker the producer workers that it only notifies.
+        sources: per consumer worker its reads, by producer worker.
+        released: per consumer worker the producer workers that it notifies but does not read from.
         lacks: shares that no producer worker holds, at most `MAX_LACKS`; the pair cannot work unless this is empty.
     """
 
@@ -67,7 +66,7 @@ class Assignment:
     lacks: tuple[Lack, ...]
 
     def expected(self, producer: int) -> int:
-        """How many consumer workers report `done` to a producer worker."""
+        """The number of consumer workers that report `done` to a producer worker."""
         return sum(
             producer in read or producer in reported for read, reported in zip(self.sources, self.released, strict=True)
         )
@@ -75,7 +74,7 @@ class Assignment:
 
 @dataclass(slots=True)
 class _Ledger:
-    """The assignment so far: bytes per producer worker, each consumer worker's sources, and the steps it took."""
+    """The assignment so far: bytes per producer worker, each consumer worker's sources, and steps taken."""
 
     load: list[int]
     sources: list[dict[int, list[Source]]]
@@ -83,10 +82,10 @@ class _Ledger:
     steps: int = 0
 
     def take(self, steps: int) -> None:
-        """Count what a part of the search takes.
+        """Count the steps of a part of the search.
 
         Raises:
-            PlanRefused: it takes too long.
+            PlanRefused: the search has taken more than `MAX_STEPS`.
         """
         self.steps += steps
         if self.steps > MAX_STEPS:
@@ -97,9 +96,9 @@ class _Ledger:
 def assign(consumers: Sequence[WorkerDescription], producers: Sequence[WorkerDescription]) -> Assignment:
     """Choose for every (tensor, head, share of the tokens) that a consumer needs exactly one producer that holds it.
 
-    Where several hold it, the one that the fewest consumers read this from is taken, then the one with the fewest
-    bytes to send so far, then the first. The consumer with the fewest routes notifies
-    each producer worker that is not read from.
+    Of several holders the one with the fewest readers of this head and share is chosen, then the one with the fewest
+    bytes to send so far, then the first. Each producer worker without a reader is notified by the consumer worker with
+    the fewest routes.
 
     Raises:
         PlanRefused: the search takes more than `MAX_STEPS`.
@@ -119,7 +118,7 @@ def assign(consumers: Sequence[WorkerDescription], producers: Sequence[WorkerDes
 
 
 def _holdings(workers: Iterable[WorkerDescription]) -> dict[Name, list[Holding]]:
-    """Who holds what of each tensor; equal holdings are one object."""
+    """The holdings of each tensor; equal holdings are one object."""
     found: dict[Name, list[Holding]] = {}
     for index, worker in enumerate(workers):
         known: dict[tuple[Range, Interleave], Holding] = {}
@@ -139,7 +138,7 @@ def _holdings(workers: Iterable[WorkerDescription]) -> dict[Name, list[Holding]]
 def _share_out(
     wants: Sequence[Holding], holds: Sequence[Holding], names: Sequence[Name], head_bytes: int, ledger: _Ledger
 ) -> None:
-    """Give out the sources of one pattern; `head_bytes` weighs a head of all its tensors."""
+    """Assign the sources of one pattern; `head_bytes` is the size of a head of all its tensors."""
     if len(ledger.lacks) >= MAX_LACKS:
         return
     edges = sorted({edge for one in (*wants, *holds) for edge in (one.heads.start, one.heads.stop)})
@@ -176,14 +175,14 @@ def _share_out(
 
 
 def _complete_shares(holds: Sequence[Holding]) -> list[Interleave]:
-    """The shares that together are all tokens, as the producers divide them."""
+    """The shares of the producers' division of the tokens, which together are all tokens."""
     kinds = {(one.share.ranks, one.share.run_tokens) for one in holds}
     ranks, run = min(kinds, default=(0, 0))
     return [Interleave(ranks=ranks, rank=rank, run_tokens=run) for rank in range(ranks)]
 
 
 def _add(sources: list[Source], names: Sequence[Name], segment: Range) -> None:
-    """Add a segment for every name of a pattern, joined to the one before it where they touch."""
+    """Add a segment for every name of a pattern, joined to the previous one if they are adjacent."""
     last = sources[-len(names) :]
     if [one.name for one in last] == list(names) and last[0].heads.stop == segment.start:
         sources[-len(names) :] = [one._replace(heads=Range(one.heads.start, segment.stop)) for one in last]

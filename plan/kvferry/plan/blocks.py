@@ -1,4 +1,4 @@
-"""Which unit of the producer belongs in which unit of the consumer, for one request."""
+"""Pairs of producer and consumer units, for one request."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RequestBlocks:
 
     Attributes:
         local: blocks from the request's first token on; null blocks where none is held.
-        remote: the last blocks that the sequence has.
-        first_token, stop_token: the tokens that are wanted, `[first, stop)`.
+        remote: the last blocks of the sequence.
+        first_token, stop_token: the tokens to load, `[first, stop)`.
         num_tokens: tokens that the remote blocks hold.
     """
 
@@ -36,7 +36,7 @@ class RequestBlocks:
 
 @dataclass(frozen=True, slots=True)
 class UnitPairs:
-    """Which local unit receives which remote one, in ascending order of local slots.
+    """Pairs of local and remote units, in ascending order of local slots.
 
     Attributes:
         local_block, remote_block: kernel blocks, int64 `[n]`.
@@ -75,9 +75,9 @@ def pair_request(
 
 
 def pair_units(tokens: TokenMap, here: CacheGroup, there: CacheGroup, request: RequestBlocks) -> UnitPairs:
-    """Pair the units that hold the wanted tokens; see `RequestBlocks` for what the ids mean.
+    """Pair the units that hold the tokens to load; see `RequestBlocks` for the meaning of the ids.
 
-    Units of a window or a chunk that nothing attends to any more may be absent on the remote side: they are left out.
+    Units of a window or a chunk that no later token attends to may be absent on the remote side; they are left out.
 
     Raises:
         InvalidParams: the ids do not cover what is needed, or leave a cache.
@@ -128,8 +128,8 @@ def _pair_whole_blocks(
     remote_ids: np.ndarray,
     request: RequestBlocks,
 ) -> UnitPairs | None:
-    """The result of `pair_units` where a unit is a whole block on both sides and no block is missing: most requests,
-    in a few calls of numpy. None for all others, and where anything is wrong with the ids."""
+    """Fast path of `pair_units` for most requests: a unit is a whole block on both sides, and no block is missing. None
+    for all others, and for invalid ids."""
     unit, local, remote = tokens.unit_tokens, tokens.local, tokens.remote
     if not unit == here.block_tokens == there.block_tokens == local.block_tokens == remote.block_tokens:
         return None
@@ -151,7 +151,7 @@ def _pair_whole_blocks(
 def _wanted_slots(tokens: TokenMap, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
     """First local and first remote slot of every unit that holds wanted tokens, ascending."""
     unit, here, there = tokens.unit_tokens, tokens.local.share, tokens.remote.share
-    if here == there:  # the same tokens in the same slots, whatever the interleave is
+    if here == there:  # the same tokens in the same slots, for any interleave
         low, high = slots_before(here, first), slots_before(here, stop)
         slots = _unit_starts(low, high, unit)
         return slots, slots.copy()
@@ -161,7 +161,7 @@ def _wanted_slots(tokens: TokenMap, first: int, stop: int) -> tuple[np.ndarray, 
 
 
 def _unit_starts(low: int, high: int, unit: int) -> np.ndarray:
-    """The starts of the units that `[low, high)` touches; an empty range touches none, wherever it lies."""
+    """The starts of the units that overlap `[low, high)`; none for an empty range."""
     stop = -(-high // unit) if high > low else low // unit
     return np.arange(low // unit, stop, dtype=np.int64) * unit
 
@@ -178,7 +178,7 @@ def _kernel_units(
 def _pair_states(
     tokens: TokenMap, field: str, local_ids: np.ndarray, remote_ids: np.ndarray, request: RequestBlocks
 ) -> UnitPairs:
-    """The state after the last token: the last block that either side holds."""
+    """Pair the state after the last token: the last block of each side."""
     if request.stop_token != request.num_tokens:
         text = f"all {request.num_tokens} tokens, or none: a recurrent state cannot be divided"
         raise InvalidParams(field, f"tokens up to {request.stop_token}", text)
@@ -195,7 +195,7 @@ def _pair_states(
 def _check_left_out(
     field: str, tokens: TokenMap, here: CacheGroup, slots: np.ndarray, request: RequestBlocks, reported: int
 ) -> None:
-    """Only what no later token attends to may be absent: what lies before a window, or before a chunk."""
+    """Check that absent units are before the window or chunk, where no later token attends to them."""
     last = token_of(tokens.local.share, slots + tokens.unit_tokens - 1)
     needed_from = first_needed(here, request.stop_token)
     if int(last.max()) >= needed_from:

@@ -1,6 +1,6 @@
-"""Which cache formats can be turned into one another on the way, and by what scales.
+"""Conversions between cache formats during a load, and their scales.
 
-A *value* is what an element stands for: `value = stored · scale`. Only formats whose strides say everything can be
+The *value* of an element is `stored · scale`. Only formats that their strides describe fully can be
 converted: 16- and 32-bit floats without quantisation, and float8 with static scales, one per tensor or one per head.
 """
 
@@ -15,7 +15,7 @@ _QUANTIZATION = {1: "fp8_per_tensor", 2: "none", 4: "none"}
 
 
 class Conversion(NamedTuple):
-    """From the producer's dtype and scale to the consumer's."""
+    """Conversion from the producer's dtype and scale to the consumer's."""
 
     remote_dtype: str
     local_dtype: str
@@ -24,7 +24,7 @@ class Conversion(NamedTuple):
 
     @property
     def items(self) -> tuple[int, int]:
-        """Bytes of an element, here and there."""
+        """Bytes of an element, local and remote."""
         return (ITEM_BYTES[self.local_dtype], ITEM_BYTES[self.remote_dtype])
 
     def __str__(self) -> str:
@@ -32,12 +32,12 @@ class Conversion(NamedTuple):
 
 
 def needs_conversion(local: PagedTensor, remote: PagedTensor) -> bool:
-    """Whether the bytes of one format mean something else in the other."""
+    """Whether the same bytes have different values on the two sides."""
     return local.format != remote.format or (local.scales or (1.0,)) != (remote.scales or (1.0,))
 
 
 def is_convertible(local: PagedTensor, remote: PagedTensor) -> bool:
-    """Whether a conversion connects two tensors."""
+    """Whether the remote tensor can be converted to the local one."""
     if not all(_is_known(tensor.format) and _is_made_of_items(tensor) for tensor in (local, remote)):
         return False
     return _elements(local) == _elements(remote)

@@ -1,4 +1,4 @@
-"""Every elementary copy of a request, expanded from the descriptors that NIXL would be given."""
+"""Every single copy of a request, expanded from the descriptors for NIXL."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Copies:
 
 
 def route_copies(route: Route, units: Mapping[TokenMap, UnitPairs]) -> tuple[Copies, ...]:
-    """The copies of a route, those of every placing apart; staged ones as their final effect."""
+    """The copies of a route, one value per placing and table; staged copies go directly to their final place."""
     found = []
     for placing in Placing:
         for table in route_tables(route, 0, 0, placing):
@@ -46,7 +46,7 @@ def _expand(table: DescriptorTable, local: np.ndarray, remote: np.ndarray) -> tu
 
 
 def _addresses(rows: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Address and length of descriptors: row after row, `count` of each, `stride` apart."""
+    """Address and length of descriptors: row by row, `count` of each, `stride` apart."""
     firsts = np.cumsum(rows[:, 4]) - rows[:, 4]
     row = np.searchsorted(firsts, indices, side="right") - 1
     return rows[row, 0] + (indices - firsts[row]) * rows[row, 3], rows[row, 1]

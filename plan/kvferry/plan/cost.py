@@ -1,6 +1,6 @@
-"""The cost model: what a read takes, and whether reading in the producer's shape and relaying out would take less.
+"""The cost model: the time of a read in place, and of a read in the producer's shape followed by a relayout.
 
-All constants are here. They are the published ones until a machine's own have been measured.
+All constants are here. They are published figures; a machine's measured ones can replace them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ DIRECT_MIN_BYTES = 16 << 10
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The constants.
+    """The constants of the cost model.
 
     Attributes:
         direct_min_bytes: run length at which a descriptor takes as long as its bytes.
         link_gb_s: bandwidth of the link, GB/s.
         relayout_gb_s: bandwidth of the relayout, bytes read and written, GB/s.
-        staged_run_bytes: longest run that the staging pool takes; 0 where there is no pool.
-        reaches_caches: whether the fabric reaches the consumer's caches; where not, everything is staged.
+        staged_run_bytes: longest run that the staging pool takes; 0 without a pool.
+        reaches_caches: whether the fabric reaches the consumer's caches; if not, everything is staged.
     """
 
     direct_min_bytes: int = DIRECT_MIN_BYTES
@@ -32,15 +32,15 @@ class Costs:
 
     @property
     def descriptor_s(self) -> float:
-        """The cost of one descriptor, its bytes apart."""
+        """The cost of one descriptor, without its bytes."""
         return self.direct_min_bytes / (self.link_gb_s * 1e9)
 
     def read_s(self, num_bytes: float, descriptors: float) -> float:
-        """The cost of reading so many bytes with so many descriptors."""
+        """The cost of reading `num_bytes` with `descriptors`."""
         return num_bytes / (self.link_gb_s * 1e9) + descriptors * self.descriptor_s
 
     def relayout_s(self, num_bytes: float) -> float:
-        """The cost of moving bytes from the staging pool to their places: each is read and written."""
+        """The cost of moving bytes from the staging pool into place: each is read and written."""
         return 2 * num_bytes / (self.relayout_gb_s * 1e9)
 
 
@@ -50,7 +50,7 @@ PUBLISHED = Costs()
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A way of reading in the producer's shape: what is read for each byte that is needed, in how long runs."""
+    """A way of reading in the producer's shape: its bytes and descriptors."""
 
     read_bytes: float
     descriptors: float
@@ -58,16 +58,16 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How bytes are placed, and why. `offer` is the index of the offer that was taken, None for direct."""
+    """How bytes are placed, and why. `offer` is the index of the chosen offer, None for direct."""
 
     offer: int | None
     reason: str
 
 
 def choose(costs: Costs, num_bytes: float, descriptors: float, offers: Sequence[Offer]) -> Choice:
-    """Choose between reading `num_bytes` in place by `descriptors` and the offers to read them as they lie.
+    """Choose between reading `num_bytes` in place with `descriptors` and `offers` in the producer's shape.
 
-    Runs of `direct_min_bytes` and more are never staged: there the descriptors hide behind the bytes.
+    Runs of `direct_min_bytes` and more are never staged: their descriptors cost less than their bytes.
     """
     length = num_bytes / descriptors
     if length >= costs.direct_min_bytes:
@@ -83,7 +83,7 @@ def choose(costs: Costs, num_bytes: float, descriptors: float, offers: Sequence[
 
 
 def cheapest(costs: Costs, offers: Sequence[Offer]) -> int | None:
-    """The index of the offer that takes the least; the first of equals."""
+    """The index of the fastest offer; the first of equals."""
     times = [costs.read_s(offer.read_bytes, offer.descriptors) for offer in offers]
     return min(range(len(offers)), key=times.__getitem__, default=None)
 

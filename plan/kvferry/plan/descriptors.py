@@ -1,8 +1,8 @@
 """From a route to NIXL's descriptors: strided rows once per peer, index arrays once per request.
 
-A row is one run for all blocks of a cache: `(address, length, device, stride, count)`. Where the positions of a unit,
-or the tokens in it, follow one another through block after block at one distance, they are in the row too. So
-preparing costs O(tensors × slices), never O(blocks).
+A row is one run for all blocks of a cache: `(address, length, device, stride, count)`. Where the positions of a
+unit, or the tokens in it, continue through all blocks at a constant stride, they are part of the row. So preparing
+costs O(tensors × slices), never O(blocks).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.plan.transfer_plan import Placing, Route
 
 @dataclass(frozen=True, slots=True)
 class BundleIndex:
-    """Where the descriptors of a bundle are: run `r`, position `p`, block `b` is at `starts[r, p] + b·step`.
+    """The descriptors of a bundle: run `r`, position `p`, block `b` has index `starts[r, p] + b·step`.
 
     Attributes:
         local_starts: int32 `[runs, local positions]`.
@@ -39,7 +39,7 @@ class BundleIndex:
 
 @dataclass(frozen=True, slots=True)
 class DescriptorTable:
-    """Rows of both sides and where each bundle's descriptors are in them.
+    """Rows of both sides, and the place of each bundle's descriptors in them.
 
     Attributes:
         local_rows, remote_rows: int64 `[R, 5]`: address, length, device, stride, count.
@@ -59,7 +59,7 @@ class DescriptorTable:
 
 @dataclass(frozen=True, slots=True)
 class DescriptorPairs:
-    """One request's reads by one table: int32 `[n]` each, and the bytes they move."""
+    """One request's reads with one table: int32 `[n]` each, and their bytes."""
 
     local: np.ndarray
     remote: np.ndarray
@@ -69,10 +69,10 @@ class DescriptorPairs:
 def route_tables(
     route: Route, local_device: int, remote_device: int, placing: Placing | None = None
 ) -> tuple[DescriptorTable, ...]:
-    """The tables of a route: one, unless it has more descriptors than an index can count.
+    """The tables of a route: one, unless it has more descriptors than `MAX_DESCRIPTORS`.
 
     Args:
-        placing: of the bundles to take; None takes all of them, as if everything were direct.
+        placing: of the bundles to include; None for all of them, as if everything were direct.
     """
     tables = []
     for bundles in _portions([one for one in route.bundles if placing in (None, route.placing_of(one))]):
@@ -91,8 +91,8 @@ def route_tables(
 def descriptor_pairs(table: DescriptorTable, units: Mapping[TokenMap, UnitPairs]) -> DescriptorPairs:
     """The index arrays of one request.
 
-    Run by run, the units ascend on the remote side, so that NIXL merges neighbours by itself (it merges only ascending,
-    adjacent indices on both sides).
+    In each run the units ascend on the remote side, because NIXL merges only indices that are ascending and adjacent on
+    both sides.
     """
     local: list[np.ndarray] = []
     remote: list[np.ndarray] = []
@@ -141,7 +141,7 @@ def row_indices(starts: np.ndarray, step: int, blocks: np.ndarray, positions: np
 
 
 class _Side(NamedTuple):
-    """One side of a bundle: bases, the strides of the bundle's axes there, the bytes of a run, and how it goes on."""
+    """One side of a bundle: bases, the strides of the bundle's axes, the bytes of a run, and its unit stride."""
 
     run_bytes: int
     bases: np.ndarray
@@ -167,7 +167,7 @@ def _remote_side(bundle: Bundle) -> _Side:
 
 
 class _Fold(NamedTuple):
-    """The descriptors of a row within a block: `steps` in all, and `axis_steps` of an axis for each position."""
+    """The descriptors of a row within a block: `steps` in all, of which `axis_steps` of an axis for each position."""
 
     axis: int | None
     axis_steps: int
@@ -175,7 +175,7 @@ class _Fold(NamedTuple):
 
 
 def _fold(axes: Sequence[Axis], side: _Side) -> _Fold | None:
-    """The axis that continues from block to block at a constant stride, if one does: it needs no rows of its own."""
+    """The axis that continues from block to block at a constant stride, if any: it needs no rows of its own."""
     unit_stride, positions = side.unit_stride, side.positions
     if positions * unit_stride.position_stride == unit_stride.block_stride or positions == 1:
         reach = unit_stride.position_stride if positions > 1 else unit_stride.block_stride
@@ -188,7 +188,7 @@ def _fold(axes: Sequence[Axis], side: _Side) -> _Fold | None:
 
 
 class _Rows:
-    """The rows of one side of a table, as they are added."""
+    """Builder of the rows of one side of a table."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -268,7 +268,7 @@ def _most_units(tokens: TokenMap) -> int:
 
 
 def _countable(bundle: Bundle) -> Bundle:
-    """The bundle with so many places and so few runs in each that an index can count those of one place."""
+    """The bundle with axes unrolled into places until the descriptors of one place fit into an index."""
     units = _most_units(bundle.tokens)
     while bundle.axes and bundle.runs_per_place * units > MAX_DESCRIPTORS:
         axis, *axes = bundle.axes

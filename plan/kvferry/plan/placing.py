@@ -16,7 +16,7 @@ from kvferry.protocol.handshake import EngineDescription
 
 
 def parts_of(local: PagedTensor, remote: PagedTensor, heads: Range, tokens: TokenMap) -> Iterator[Part]:
-    """One part, unless heads are converted by scales of their own."""
+    """One part, or one part per head if heads are converted with scales of their own."""
     if not needs_conversion(local, remote):
         yield Part(local, remote, heads, tokens)
     elif has_scales_by_head(local) or has_scales_by_head(remote):
@@ -27,7 +27,7 @@ def parts_of(local: PagedTensor, remote: PagedTensor, heads: Range, tokens: Toke
 
 
 class TokenMaps:
-    """Token maps by what they depend on, each one object."""
+    """Cache of token maps; equal ones are one object."""
 
     def __init__(self, consumer: EngineDescription) -> None:
         self._policies = [group.policy for group in consumer.groups]
@@ -113,7 +113,7 @@ def _members(one: Bundle) -> list[int]:
 def _lost(
     parts: Sequence[Part], bundles: Sequence[Bundle], chosen: dict[int, Reading], costs: Costs
 ) -> set[tuple[int, Reading]]:
-    """The bundles that can no longer be read as chosen: runs may be shorter when not everything is read alike."""
+    """The bundles that cannot be read as chosen: runs may be shorter when not all parts are read alike."""
     lost: set[tuple[int, Reading]] = set()
     for reading in set(chosen.values()):
         members = [index for index in chosen if chosen[index] is reading]
@@ -126,7 +126,7 @@ def _lost(
 
 
 def _must_stage(part: Part, costs: Costs, offers: Sequence[Offer]) -> Choice:
-    """The choice for a part that is converted, or lies where the fabric does not reach: the pool, whatever it costs.
+    """The choice for a part that is converted, or that the fabric does not reach: the pool, at any cost.
 
     Raises:
         PlanRefused: there is no pool, or it is too small.

@@ -1,4 +1,4 @@
-"""From two engines' descriptions to the plans of the consumer's workers, or to all the reasons against them."""
+"""The planner: from two engines' descriptions to the plans of the consumer's workers, or to all reasons for refusal."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ MAX_ROWS = 1 << 22
 def plan_transfer(
     consumer: EngineDescription, worker: int, producer: EngineDescription, costs: Costs = PUBLISHED
 ) -> TransferPlan:
-    """Plan what worker number `worker` of `consumer` reads from `producer`.
+    """Plan the reads of worker number `worker` of `consumer` from `producer`.
 
     Args:
-        consumer, producer: with all workers of either engine.
+        consumer, producer: descriptions with all workers of each engine.
 
     Raises:
         PlanRefused: with every reason.
@@ -53,13 +53,13 @@ def plan_transfer(
 def plan_engine(
     consumer: EngineDescription, producer: EngineDescription, costs: Costs = PUBLISHED
 ) -> tuple[TransferPlan, ...]:
-    """The plans of all workers of `consumer`, in their order. Raises what `plan_transfer` raises."""
+    """The plans of all workers of `consumer`, in order. Raises as `plan_transfer`."""
     assignment = _assignment(consumer, producer)
     return tuple(_plan(consumer, worker, producer, assignment, costs) for worker in range(len(consumer.workers)))
 
 
 def _assignment(consumer: EngineDescription, producer: EngineDescription) -> Assignment:
-    """Who reads what from whom, once nothing speaks against it."""
+    """The assignment of reads, after all checks have passed."""
     check_description(producer)
     reasons = [*_model_reasons(consumer, producer), *_group_reasons(consumer, producer)]
     assignment = assign(consumer.workers, producer.workers)
@@ -96,10 +96,10 @@ def _plan(
 
 
 def _check_rows(before: int, bundles: Sequence[Bundle]) -> int:
-    """Refuse what would take more memory than it is worth: rows are prepared for every run and position.
+    """Refuse plans whose rows, one for every run and position, would take too much memory.
 
     Returns:
-        The rows of these bundles and those `before`.
+        The number of rows of these bundles plus `before`.
 
     Raises:
         PlanRefused: there are too many.
@@ -149,7 +149,7 @@ def _lack_reasons(lacks: Sequence[Lack]) -> Iterator[Reason]:
 
 
 def _surplus_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
-    """Layers that only the producer has. They are not needed, but show that it serves another model, or drafts."""
+    """Refuse layers that only the producer has: they show that it serves another model, or a draft model."""
     known = {tensor.layer for worker in consumer.workers for tensor in worker.tensors}
     surplus = dict.fromkeys(x.layer for worker in producer.workers for x in worker.tensors if x.layer not in known)
     if surplus:
@@ -178,7 +178,7 @@ def _tensor_reasons(
 
 
 def _is_alike(local: PagedTensor, remote: PagedTensor) -> bool:
-    """Whether two tensors differ in nothing, as nearly all of thousands do."""
+    """Fast check that two tensors are compatible; nearly all pairs pass it."""
     return (
         local.tile_tokens == remote.tile_tokens == 1
         and local.group == remote.group

@@ -1,6 +1,6 @@
-"""Why two engines cannot be paired: every reason at once, each with what to change.
+"""The reasons why two engines cannot be paired: all at once, each with the change that would help.
 
-Also the conditions that an engine's description must meet beyond its types, before any arithmetic trusts it.
+Also the checks of an engine's description beyond its types, made before any arithmetic relies on it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Reason:
     """One reason.
 
     Attributes:
-        field: what differs, e.g. `tensor_parallel_size`.
-        producer, consumer: its value on either side, as text.
-        change: what an operator can do.
+        field: the field that differs, e.g. `tensor_parallel_size`.
+        producer, consumer: its value on each side, as text.
+        change: the change that an operator can make.
     """
 
     field: str
@@ -34,7 +34,7 @@ class Reason:
 
 
 class PlanRefused(KvferryError):
-    """Two engines that cannot be paired. `reasons` has all of them."""
+    """Two engines cannot be paired. `reasons` has all reasons."""
 
     def __init__(self, reasons: Sequence[Reason]) -> None:
         self.reasons = tuple(reasons)
@@ -67,7 +67,7 @@ def check_description(engine: EngineDescription) -> None:
             shape = (*tensor.shape, tensor.group, tensor.heads, tensor.interleave, len(tensor.scales))
             reach = reaches.get(shape)
             if reach is not None and tensor.base + reach <= 1 << 63:
-                continue  # like another layer, which has been checked
+                continue  # the same shape as a checked layer
             where = f"workers[{index}].{tensor.layer}/{tensor.kind}"
             reaches[shape] = _check_base(where, tensor)
             _check_tensor(engine, where, tensor)
@@ -88,7 +88,7 @@ def _blocks(found: tuple[int, int, Interleave]) -> str:
 
 
 def _check_base(where: str, tensor: PagedTensor) -> int:
-    """Returns how far behind its base a tensor ends."""
+    """Check a tensor's base and return the bytes from there to its end."""
     if tensor.blocks * tensor.tiles >= 1 << 31:  # NIXL counts the descriptors of a run in int32
         raise InvalidMessage(
             f"{where}.blocks", tensor.blocks, f"fewer than 2**31 cells of a head, {tensor.tiles} a block"
@@ -123,5 +123,5 @@ def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) ->
         raise InvalidMessage(f"{where}.block_tokens", tensor.block_tokens, f"a divisor of {group.block_tokens}")
     share = tensor.interleave
     if group.policy != "state" and share.ranks > 1 and group.block_tokens % share.run_tokens:
-        # Otherwise the number of blocks would not say how many of its slots a rank has filled.
+        # Otherwise the number of blocks would not determine how many slots a rank has filled.
         raise InvalidMessage(f"{where}.interleave.run_tokens", share.run_tokens, f"a divisor of {group.block_tokens}")

@@ -3,7 +3,7 @@
 The bytes of one unit of one tensor are a strided run: axes (heads, tiles, the elements of a cell) around a contiguous
 run. An axis whose strides equal the run's length on both sides is part of the run; two tensors whose runs are adjacent
 on both sides (K and V of `[K|V]`, the layers of a blocks-first cache) are one. Both rules are applied until neither
-finds anything. What remains is one descriptor per combination of the axes.
+changes anything. Each combination of the remaining axes is one descriptor.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvferry.protocol.geometry import PagedTensor
 def bundle(parts: Sequence[Part]) -> tuple[Bundle, ...]:
     """Merge parts into bundles; the indices of `members` are those of `parts`.
 
-    Example: K and V of one layer, 2 heads, units of 4 tokens, cells of 8 bytes. Where both sides have head stride 64,
-    tile stride 16 and V 8 bytes behind K, the result is one bundle with one run of 128 bytes. Where the remote side
+    Example: K and V of one layer, 2 heads, units of 4 tokens, cells of 8 bytes. If both sides have head stride 64,
+    tile stride 16 and V 8 bytes after K, the result is one bundle with one run of 128 bytes. If the remote side
     has the tokens outermost (head stride 16, tile stride 32), K and V still merge, and 8 runs of 16 bytes remain.
     """
     return _merge(parts)
 
 
 def producer_runs(parts: Sequence[Part], reading: Reading) -> tuple[Bundle, ...]:
-    """The runs in which the bytes lie on the producer; both sides of these bundles are its side."""
+    """The producer's own runs; both sides of these bundles describe the producer."""
     maps: dict[int, TokenMap] = {}
     return _merge([_producer_part(part, reading, maps) for part in parts])
 
@@ -76,7 +76,7 @@ class _RunMerger:
         )
 
     def grow(self, strided: _StridedRun) -> _StridedRun:
-        """The strided run with every axis absorbed that continues its run."""
+        """The strided run after absorbing every axis that continues its run."""
         key = (id(strided.loops), strided.run)
         found = self._grown.get(key)
         if found is None:
@@ -104,13 +104,13 @@ class _RunMerger:
 
 
 def _unit_stride(tensor: PagedTensor, tiles: int, positions: int) -> UnitStride:
-    """The unit stride of one side; a block that is one unit has no step inside it, so that tensors whose tokens lie
-    otherwise (K as [D, N] beside V as [N, D]) can merge."""
+    """The unit stride of one side; 0 within a block that is one unit, so that tensors with another order of
+    tokens (K as [D, N] beside V as [N, D]) can merge."""
     return UnitStride(tensor.block_stride, tiles * tensor.tile_stride if positions > 1 else 0, tensor.blocks)
 
 
 def _elements(local: PagedTensor, remote: PagedTensor) -> tuple[list[Axis], int]:
-    """The axes inside a cell, and the bytes that are contiguous on both sides whatever the strides are.
+    """The axes inside a cell, and the bytes that are contiguous on both sides with any strides.
 
     Element sizes are powers of two, so the smaller one divides the larger.
     """
@@ -130,13 +130,13 @@ def _elements(local: PagedTensor, remote: PagedTensor) -> tuple[list[Axis], int]
 
 
 def _items(local: PagedTensor, remote: PagedTensor, items: tuple[int, int]) -> tuple[list[Axis], int]:
-    """The axis of the elements of a cell that is converted, and a run of one."""
+    """The axis of the elements of a converted cell, and a run of one element."""
     strides = [tensor.element_stride or item for tensor, item in zip((local, remote), items, strict=True)]
     return [Axis(local.cell_bytes // items[0], strides[0], strides[1])], 1
 
 
 def _absorb(axes: Iterable[Axis], run: int, items: tuple[int, int]) -> tuple[tuple[Axis, ...], int]:
-    """Grow the run by every axis that continues it on both sides; axes of one step vanish."""
+    """Grow the run by every axis that continues it on both sides; drop axes of one step."""
     left = [axis for axis in axes if axis.steps > 1]
     while True:
         for axis in left:
@@ -150,7 +150,7 @@ def _absorb(axes: Iterable[Axis], run: int, items: tuple[int, int]) -> tuple[tup
 
 
 def _producer_part(part: Part, reading: Reading, maps: dict[int, TokenMap]) -> Part:
-    """The part with the producer's side on both sides; `maps` keeps one token map of the producer for each."""
+    """The part with the producer's side on both sides; `maps` caches the producer's token maps."""
     remote, heads, tokens = part.remote, part.heads, part.tokens
     whole = reading is not Reading.UNITS and not tokens.is_state
     unit = remote.block_tokens if whole else tokens.unit_tokens
@@ -188,7 +188,7 @@ def _merge(parts: Sequence[Part]) -> tuple[Bundle, ...]:
 
 
 def _grouped(strided_runs: Iterable[_StridedRun], key: Callable[[_StridedRun], object]) -> list[list[_StridedRun]]:
-    """The strided runs by a key, in the order of its first appearance."""
+    """The strided runs grouped by a key, in order of first appearance."""
     groups: dict[object, list[_StridedRun]] = {}
     for strided in strided_runs:
         groups.setdefault(key(strided), []).append(strided)
@@ -198,8 +198,8 @@ def _grouped(strided_runs: Iterable[_StridedRun], key: Callable[[_StridedRun], o
 def _join(alike: list[_StridedRun]) -> list[_StridedRun]:
     """Join strided runs whose runs are adjacent on both sides.
 
-    A joined run stays within the stride of a block: beyond it lies another block, or another allocation that happens
-    to be adjacent, which no descriptor may cross into. What is converted is never joined: its scales are its own.
+    A joined run stays within the stride of a block: beyond it is another block, or another allocation that happens to
+    be adjacent, and no descriptor may cross that border. Converted runs are never joined: each has its own scales.
     """
     joined: list[_StridedRun] = []
     for strided in sorted(alike, key=lambda strided: strided.local_base):

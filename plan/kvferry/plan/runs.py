@@ -19,7 +19,7 @@ MAX_DESCRIPTORS = (1 << 31) - 1
 
 
 class Axis(NamedTuple):
-    """One loop around a run: number of steps, and the stride on either side."""
+    """One loop around a run: number of steps, and the stride on each side."""
 
     steps: int
     local_stride: int
@@ -40,12 +40,12 @@ class Bundle:
 
     Attributes:
         tokens: how the tokens correspond.
-        run: what follows one another on both sides: bytes, or elements where there is a conversion.
-        axes: what is around a run; one descriptor per combination.
-        local_unit_stride, remote_unit_stride: strides of either side from one unit to the next.
+        run: contiguous length on both sides: bytes, or elements if there is a conversion.
+        axes: the loops around a run; one descriptor per combination.
+        local_unit_stride, remote_unit_stride: strides of each side from one unit to the next.
         bases: per place the local and the remote address of the first run at block 0, position 0.
         members: per place the indices of the slices that are merged there.
-        conversions: per place what becomes of the elements; empty where bytes stay as they are.
+        conversions: per place the conversion of its elements; empty if bytes are copied unchanged.
     """
 
     tokens: TokenMap
@@ -59,7 +59,7 @@ class Bundle:
 
     @property
     def run_bytes(self) -> int:
-        """Bytes of one run on the producer: of one descriptor."""
+        """Bytes of one run on the producer, which is one descriptor."""
         return self.run * (self.conversions[0].items[1] if self.conversions else 1)
 
     @property
@@ -94,7 +94,7 @@ def grid(shape: Sequence[int]) -> np.ndarray:
 class Part(NamedTuple):
     """One slice before merging: two tensors, the global heads, and how the tokens correspond.
 
-    Parts with the same correspondence share one token map object: it distinguishes shapes.
+    Parts with the same correspondence share one token map object: shapes are compared by its identity.
     """
 
     local: PagedTensor
@@ -105,11 +105,11 @@ class Part(NamedTuple):
 
 
 class Reading(enum.Enum):
-    """The part of a block that is read when the bytes may arrive in the producer's shape."""
+    """The part of a block that is read in the producer's shape."""
 
     UNITS = "units"
-    """The units that are needed, of the heads that are needed."""
+    """The needed units of the needed heads."""
     BLOCKS = "blocks"
-    """Whole blocks, of the heads that are needed."""
+    """Whole blocks of the needed heads."""
     ALL_HEADS = "blocks of all heads"
     """Whole blocks of all heads that the producer worker holds."""

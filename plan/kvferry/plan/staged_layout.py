@@ -1,9 +1,9 @@
-"""Reading in the producer's shape: which long runs go to the staging pool, and how they get to their places from there.
+"""Reads in the producer's shape: the runs that go to the staging pool, and their relayout from there into the caches.
 
 A *source* is a bundle of runs on the producer. For one source unit (a unit, or a whole block) each of its runs fills
-one chunk of the pool, of exactly the run's bytes. A *placement* says how the bytes of such chunks get into the caches:
-for every piece, the run whose chunk holds it and the offset in it, the address that it belongs to at block 0,
-position 0, and the axes that both have in common.
+one chunk of the pool, of exactly the run's bytes. A *placement* describes the copies from such chunks into the caches:
+for every piece, the run whose chunk holds it, its offset in the chunk, its address in the cache at block 0, position 0,
+and the axes that chunk and cache have in common.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvferry.plan.tokens import TokenMap
 
 
 class Unplaceable(Exception):
-    """The producer's runs have an axis that the places do not have: its cells overlap."""
+    """The producer's runs have an axis that the places lack: its cells overlap."""
 
 
 class Piece(NamedTuple):
-    """One piece: in the chunk of run `run`, `offset` bytes from its start; it belongs to `local_base`.
+    """One piece: `offset` bytes from the start of the chunk of run `run`; copied to `local_base`.
 
-    `scales` are the producer's and the consumer's, where there is a conversion.
+    `scales` are the producer's and the consumer's, if there is a conversion.
     """
 
     run: int
@@ -38,15 +38,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Pieces that are put in place alike.
+    """Pieces with the same axes and strides.
 
     Attributes:
-        run: what follows one another in the chunk and in the cache: bytes, or elements where there is a conversion.
-        axes: around a run; the remote strides are those inside a chunk.
+        run: contiguous length in the chunk and in the cache: bytes, or elements if there is a conversion.
+        axes: the loops around a run; the remote strides are those inside a chunk.
         block_stride, position_stride: from one local unit to the next.
         source_position_stride: from one unit to the next inside a chunk that holds a whole block, else 0.
-        pieces: where they are.
-        dtypes: the producer's and the consumer's, where there is a conversion.
+        pieces: their places.
+        dtypes: the producer's and the consumer's, if there is a conversion.
     """
 
     run: int
@@ -60,13 +60,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Runs on the producer, and where their bytes belong.
+    """Runs on the producer, and the places of their bytes.
 
     Attributes:
-        tokens: how the tokens correspond; the units of the placements.
-        reading: what is read of a block.
+        tokens: how the tokens correspond; defines the units of the placements.
+        reading: the part of a block that is read.
         bundle: the runs; run `r` of place `i` and combination `c` of its axes is number `i·combinations + c`.
-        placements: where the bytes belong.
+        placements: the places of the bytes.
     """
 
     tokens: TokenMap
@@ -85,26 +85,26 @@ class Source:
 
     @property
     def unit_descriptors(self) -> float:
-        """Descriptors of one unit; where whole blocks are read, its part of a block's."""
+        """Descriptors of one unit; if whole blocks are read, its portion of a block's."""
         return self.bundle.unit_runs / (self.tokens.positions(self.tokens.remote) if self.whole_blocks else 1)
 
 
 def differs(part: Part, reading: Reading) -> bool:
-    """Whether a part's reading differs from those before it in `Reading`."""
+    """Whether this reading of a part differs from those before it in `Reading`."""
     if reading is Reading.BLOCKS:
         return not part.tokens.is_state and part.tokens.unit_tokens < part.remote.block_tokens
     return reading is Reading.UNITS or len(part.heads) < len(part.remote.heads)
 
 
 MAX_RUNS = 8192
-"""Most runs of a source: the relayout of a wave has a table with a row for every piece of them."""
+"""Most runs of a source: the relayout of a wave has a table with a row for every piece."""
 
 
 def offers(parts: Sequence[Part], reading: Reading, most_bytes: int) -> Mapping[int, Offer]:
-    """The cost of each part when it is read in the producer's shape, for one unit of its token map.
+    """The cost of reading each part in the producer's shape, for one unit of its token map.
 
-    Parts that cannot be read this way, or only in runs of more than `most_bytes`, or by more of them than tables
-    and indices can count, are left out.
+    Parts that cannot be read this way, or only in runs of more than `most_bytes`, or in more runs or descriptors than
+    `MAX_RUNS` and `MAX_DESCRIPTORS`, are left out.
     """
     found: dict[int, Offer] = {}
     for one in producer_runs(parts, reading):
@@ -124,7 +124,7 @@ def sources(parts: Sequence[Part], bundles: Sequence[Bundle], chosen: Mapping[in
 
     Args:
         bundles: the parts as they are merged for both sides; their members index `parts`.
-        chosen: per staged part how it is read; all parts of a bundle alike, and such that `offers` has it.
+        chosen: per staged part its reading: the same for all parts of a bundle, and one that `offers` returned.
     """
     found: list[Source] = []
     for reading in Reading:
@@ -143,7 +143,7 @@ def _descriptors(one: Bundle) -> int:
 
 
 def _fits(part: Part, one: Bundle, reading: Reading) -> bool:
-    """Whether the surplus bytes lie inside the producer's runs: between runs they would only add more of them."""
+    """Whether the surplus bytes are inside the producer's runs; elsewhere they would only add runs."""
     if reading is Reading.UNITS or part.tokens.is_state:
         return True
     outside, remote = {(axis.steps, axis.remote_stride) for axis in one.axes}, part.remote
@@ -154,7 +154,7 @@ def _fits(part: Part, one: Bundle, reading: Reading) -> bool:
 
 
 def _units_of_block(part: Part, reading: Reading) -> float:
-    """Units of a producer's block that are needed: what a block's reading is spread over."""
+    """Needed units of a producer's block, which share the cost of reading it."""
     if reading is Reading.UNITS or part.tokens.is_state:
         return 1.0
     here, there = part.tokens.local.share, part.tokens.remote.share
@@ -164,7 +164,7 @@ def _units_of_block(part: Part, reading: Reading) -> float:
 def _placements(
     bundles: Sequence[Bundle], source: Bundle, places: Mapping[int, int], reading: Reading
 ) -> tuple[Placement, ...]:
-    """Where the bytes of a source belong; `places` says of each part at which place of the source it is."""
+    """The placements of a source; `places` is the place of each part in the source."""
     found = []
     for one in bundles:
         if not any(members[0] in places for members in one.members):
@@ -201,8 +201,8 @@ def _placements(
 def _across(of_source: Sequence[Axis], of_places: Sequence[Axis]) -> list[Axis]:
     """The axes of a source's runs, as the places have them; their combinations are numbered as those of the runs.
 
-    Elements that are longer in the places are one axis of the source and two of theirs: 4 elements 6 bytes apart are
-    2 pairs 12 bytes apart, of 2 elements.
+    One axis of the source may be two axes of the places, if their elements are longer: 4 elements 6 bytes apart are
+    2 pairs 12 bytes apart, of 2 elements each.
 
     Raises:
         Unplaceable: the places do not have an axis.

@@ -1,10 +1,10 @@
-"""Which tokens of the consumer lie where on the producer: units, and the slots of interleaved ranks.
+"""The correspondence of tokens on consumer and producer: units, and the slots of interleaved ranks.
 
-A *unit* is a run of tokens that lies in one block, and in one run of the interleave, on both sides: whatever the two
-block sizes are, it can be copied as a whole. With blocks of 16 and 24 tokens a unit has 8: it is in one of two
+A *unit* is a run of tokens that lies in one block, and in one run of the interleave, on both sides: it can be
+copied as a whole, for any two block sizes. With blocks of 16 and 24 tokens a unit has 8: it is in one of two
 positions of a block of 16 and in one of three of a block of 24.
 
-The last part says whether the tokens that a producer holds of a sequence reach far enough to go on from.
+`reaches_back` checks that the tokens which a producer holds of a sequence suffice to continue it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TokenSide:
     Attributes:
         block_tokens: local slots per kernel block.
         blocks: kernel blocks of the cache.
-        share: which tokens are held there.
+        share: the tokens that are held there.
     """
 
     block_tokens: int
@@ -65,7 +65,7 @@ class TokenMap:
 
 
 def share_of(tensor: PagedTensor) -> Interleave:
-    """A tensor's interleave in its normal form: one rank holds everything, whatever its runs are."""
+    """A tensor's interleave in normal form: with one rank, which holds everything, the run length is ignored."""
     return tensor.interleave if tensor.interleave.ranks > 1 else EVERYTHING
 
 
@@ -84,8 +84,8 @@ def map_tokens(group: int, policy: str, local: PagedTensor, remote: PagedTensor)
 def shares_meet(one: Interleave, other: Interleave) -> bool:
     """Whether any token is in both shares.
 
-    A share is the tokens with `t mod (ranks·run)` in `[rank·run, rank·run + run)`. Two such sets meet exactly when
-    the intervals do modulo the gcd of their periods.
+    A share is the tokens with `t mod (ranks·run)` in `[rank·run, rank·run + run)`. Two such sets meet if and only
+    if the intervals do modulo the gcd of their periods.
     """
     period = math.gcd(one.ranks * one.run_tokens, other.ranks * other.run_tokens)
     gap = (other.rank * other.run_tokens - one.rank * one.run_tokens) % period
@@ -93,7 +93,7 @@ def shares_meet(one: Interleave, other: Interleave) -> bool:
 
 
 def shared_part(one: Interleave, other: Interleave) -> float:
-    """Which part of all tokens is in both shares; estimated where it repeats after more than 2**16 runs only."""
+    """The fraction of all tokens that is in both shares; estimated if the pattern has more than 2**16 runs."""
     if one == other:
         return 1.0 / one.ranks
     period = math.lcm(one.ranks * one.run_tokens, other.ranks * other.run_tokens)
@@ -105,7 +105,7 @@ def shared_part(one: Interleave, other: Interleave) -> float:
 
 
 def slots_before(share: Interleave, token: int) -> int:
-    """How many of the tokens `[0, token)` are in a share: the local slot of the next one."""
+    """The number of tokens in `[0, token)` that are in a share: the local slot of the next one."""
     whole, rest = divmod(token, share.ranks * share.run_tokens)
     return whole * share.run_tokens + min(max(rest - share.rank * share.run_tokens, 0), share.run_tokens)
 
@@ -123,7 +123,7 @@ def token_of(share: Interleave, slots: np.ndarray) -> np.ndarray:
 
 
 def in_share(share: Interleave, tokens: np.ndarray) -> np.ndarray:
-    """Which of the tokens are in a share, bool."""
+    """Mask of the tokens that are in a share, bool."""
     return np.asarray(tokens // share.run_tokens % share.ranks == share.rank)
 
 
@@ -131,8 +131,8 @@ def held_from(block_span: int, num_blocks: int, num_tokens: int) -> int:
     """The first token of a sequence of `num_tokens` that its last `num_blocks` scheduler blocks hold.
 
     Args:
-        block_span: tokens that one block covers on all ranks together: its local slots × the ranks that share the
-            tokens out.
+        block_span: tokens that one block covers on all ranks together: its local slots × the ranks that the tokens are
+            divided among.
     """
     return max(0, -(-num_tokens // block_span) - num_blocks) * block_span
 
@@ -151,20 +151,20 @@ def first_needed(group: CacheGroup, next_token: int) -> int:
 
 
 def reaches_back(group: CacheGroup, block_span: int, first_held: int, num_tokens: int, prompt_tokens: int) -> bool:
-    """Whether an engine can go on from the tokens `[first_held, num_tokens)` that a producer holds.
+    """Whether an engine can continue a sequence from the tokens `[first_held, num_tokens)` that a producer holds.
 
-    Two things can be missing. When the sequence is the whole prompt, vLLM computes the prompt's last token once more
-    for its logits: its window begins one token earlier, perhaps in a block that one of the two engines has given back,
-    and a recurrent state has seen it already. And the first block that vLLM keeps of the sequence must be whole: vLLM
-    takes it for the cache of all of its tokens, also for other prompts that begin alike. A window of one token needs no
-    token before its own, so only what vLLM keeps must be held.
+    Two things can be missing. If the sequence is the whole prompt, vLLM computes the prompt's last token again for its
+    logits: its window begins one token earlier, perhaps in a block that one of the two engines has freed already, and a
+    recurrent state already includes it. And the first block that vLLM keeps of the sequence must be complete: vLLM uses
+    it as the cache of all of its tokens, also for other prompts with the same prefix. A window of one token needs no
+    token before its own, so only the blocks that vLLM keeps must be held.
 
     Args:
-        block_span: tokens of a scheduler block of the engine that goes on, see `held_from`.
+        block_span: tokens of a scheduler block of the engine that continues, see `held_from`.
 
-    Example: window 32, blocks of 16, 47 tokens, blocks of the tokens 16 … 47. To go on with token 47 the tokens from 16
-    on are needed: enough. To compute token 46 again, those from 15 on: not enough. Into blocks of 32 neither: the first
-    one would be kept from token 0 on.
+    Example: window 32, blocks of 16, 47 tokens, blocks of the tokens 16 … 47. To continue with token 47, tokens from 16
+    on are needed: enough. To compute token 46 again, tokens from 15 on: not enough. With blocks of 32, neither: the
+    first kept block begins at token 0.
     """
     if group.policy == "full":
         return True

@@ -13,10 +13,10 @@ from kvferry.protocol.geometry import PagedTensor, Place, Range
 
 
 class Placing(str, enum.Enum):
-    """How the bytes get to their places."""
+    """How bytes are put in place."""
 
     DIRECT = "direct"
-    """NIXL reads them there."""
+    """NIXL reads them into place."""
     STAGED = "staged"
     """NIXL reads them into a staging pool, from which a kernel puts them in place."""
 
@@ -26,12 +26,12 @@ class Slice:
     """The part of one paged tensor that a route reads.
 
     Attributes:
-        local, remote: the tensor on either side.
+        local, remote: the tensor on each side.
         heads: the global heads that are read.
         tokens: how the tokens correspond.
-        placing, reason: how they are put in place, and why.
+        placing, reason: how the bytes are put in place, and why.
         run_bytes: contiguous bytes of one descriptor, merged with other slices.
-        unit_runs: this slice's part of the descriptors of one unit.
+        unit_runs: this slice's portion of the descriptors of one unit.
     """
 
     local: PagedTensor
@@ -69,15 +69,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Everything that is read from one producer worker.
+    """All reads from one producer worker.
 
     Attributes:
         worker: index of the worker in the producer's description.
         place: its place.
-        slices: the reads; empty when the worker is only notified that its copy is not needed.
+        slices: the reads; empty if the worker is only notified that its copy is not needed.
         bundles: the slices merged into the runs that both sides share; `members` index `slices`.
-        sources: what is staged, in the runs of the producer.
-        expected: how many consumer workers report `done` to this producer worker.
+        sources: the staged reads, in the runs of the producer.
+        expected: number of consumer workers that report `done` to this producer worker.
     """
 
     worker: int
@@ -93,12 +93,12 @@ class Route:
 
     @property
     def unit_descriptors(self) -> float:
-        """Descriptors for one unit of every group: those of whole blocks are spread over their units."""
+        """Descriptors for one unit of every group; those of whole blocks are divided by their units."""
         direct = sum(one.unit_runs for one in self.bundles if self.placing_of(one) is Placing.DIRECT)
         return direct + sum(source.unit_descriptors for source in self.sources)
 
     def describe(self) -> str:
-        """The route in one phrase: what, how many bytes, in what runs, how placed."""
+        """The route in one phrase: tensors, bytes, runs and placing."""
         if not self.slices:
             return f"releases {self.place}"
         parts = [f"{len(self.slices)} tensors"]
@@ -123,7 +123,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """Who reads what from whom.
+    """The reads of one consumer worker.
 
     Attributes:
         producer: engine id of the producer.
@@ -138,12 +138,12 @@ class TransferPlan:
     routes: tuple[Route, ...]
 
     def describe(self) -> str:
-        """The plan in one line, for the log: who reads from whom, how much and in what runs."""
+        """The plan in one line, for the log: producer, places, bytes and runs."""
         routes = "; ".join(route.describe() for route in self.routes) or "needs nothing"
         return f"plan producer={self.producer} {self.place} {routes}"
 
 
 def _lengths(found: Iterable[int]) -> str:
-    """The shortest and the longest."""
+    """The shortest and the longest length, as text."""
     lengths = sorted(found)
     return f"{lengths[0]}" if lengths[0] == lengths[-1] else f"{lengths[0]}…{lengths[-1]}"

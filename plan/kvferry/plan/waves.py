@@ -1,7 +1,7 @@
-"""One request's staged reads, divided into waves that fit into what the staging pool has to give.
+"""One request's staged reads, divided into waves that fit into the free part of the staging pool.
 
 A source with `runs` runs and `units` source units is a grid of chunks. A *window* is a part of it: all runs of some
-units, or, where not even one unit fits, some runs of one unit. Its chunks lie in the pool run by run, unit by unit, so
+units, or, if not even one unit fits, some runs of one unit. Its chunks lie in the pool run by run, unit by unit, so
 that neighbours on the producer are neighbours in the pool, where NIXL merges them.
 """
 
@@ -19,7 +19,7 @@ from kvferry.plan.staged_layout import Source
 
 @dataclass(frozen=True, slots=True)
 class SourceTable:
-    """The producer's rows of one source: run `r` of block `b`, position `p` is at `starts[r, p] + b·step`.
+    """The producer's rows of one source: run `r`, position `p`, block `b` has index `starts[r, p] + b·step`.
 
     Attributes:
         rows: int64 `[R, 5]`: address, length, device, stride, count.
@@ -45,10 +45,10 @@ class SourceUnits:
     """The units of a request that one source reads, and their places.
 
     Attributes:
-        remote_block, remote_position: of every source unit, in the order of the producer's blocks, int64 `[S]`.
-        source_unit: of every unit the source unit that holds it, int64 `[U]`; ascending.
-        places: of every unit its source unit and position in that, and the local block and position that it belongs
-            to, int32 `[U, 4]`.
+        remote_block, remote_position: per source unit, in the order of the producer's blocks, int64 `[S]`.
+        source_unit: per unit the source unit that holds it, int64 `[U]`; ascending.
+        places: per unit its source unit, its position in that, its local block and its local position,
+            int32 `[U, 4]`.
     """
 
     remote_block: np.ndarray
