@@ -1,1 +1,1 @@
-"""Timelines: what an engine's processes record of every handover, and how those records become one picture."""
+"""Timelines: recording of every handover by an engine's processes, and merging of the records."""

@@ -1,8 +1,8 @@
-"""The Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+"""Export in the Trace Event Format of ui.perfetto.dev and chrome://tracing.
 
-A process is an engine, a thread one lane of its scheduler or of a worker: slices of a thread must nest, so handovers
-that overlap have lanes of their own. Arrows go from the producer's prompt to the consumer's, and from the order to load
-to every worker. Times are microseconds from the first moment on.
+A process of the format is an engine, a thread one lane of its scheduler or of a worker: slices of a thread must nest,
+so overlapping handovers are in different lanes. Arrows go from the producer's prompt to the consumer's, and from the
+order to load to every worker. Times are microseconds since the first event.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.trace.timeline import Span, Timeline
 
 
 def lanes(intervals: Sequence[tuple[int, int]]) -> list[int]:
-    """A lane for each `[begin, end)`, no two of one lane overlapping; the lowest one that is free.
+    """A lane for each `[begin, end)`: the lowest one that is free, so that intervals in one lane do not overlap.
 
     >>> lanes([(0, 5), (2, 4), (4, 9), (5, 6)])
     [0, 1, 1, 0]
@@ -46,15 +46,15 @@ def lanes(intervals: Sequence[tuple[int, int]]) -> list[int]:
 _Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
 _NOT_THE_CONSUMERS = frozenset({Phase.ROUTER.value, Phase.ORDER.value})
-"""The router's, and what is within the load that the scheduler sees."""
+"""Phases left out of the consumer's handover: the router's, and the order, which is part of the scheduler's load."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bar:
-    """One slice with those inside it.
+    """One slice with its inner slices.
 
     Attributes:
-        arrows: `s` for the begin of one and `f` for its end, its number and when.
+        arrows: per arrow `s` for its start or `f` for its end, its number and its time in ns.
     """
 
     name: str
@@ -123,7 +123,7 @@ def _add(tracks: _Tracks, one: Timeline, numbers: Iterator[int]) -> None:
 
 
 def _loading(one: Timeline) -> tuple[Span, ...]:
-    """The load as the scheduler sees it: from its order to the end of the last worker's."""
+    """The load of all workers: from the scheduler's order to the end of the last worker's load."""
     ordered = next((span.begun_ns for span in one.to_load if span.phase == Phase.ORDER.value), None)
     if ordered is None or one.last is None:
         return ()
@@ -131,7 +131,7 @@ def _loading(one: Timeline) -> tuple[Span, ...]:
 
 
 def _bar(name: str, spans: Iterable[Span], otherwise_ns: int, args: _Json) -> _Bar:
-    """A slice around these; slices of a thread follow one another: none begins before the one before it ends."""
+    """A slice around these spans; inner slices are moved so that none begins before the previous one ends."""
     inside: list[Span] = []
     for span in sorted(spans, key=lambda one: one.begun_ns):
         begun_ns = max(span.begun_ns, inside[-1].ended_ns) if inside else span.begun_ns

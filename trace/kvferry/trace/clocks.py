@@ -1,13 +1,13 @@
-"""The clocks of different hosts, brought together by what must have happened before what.
+"""Alignment of the clocks of different hosts, from pairs of events of which one must precede the other.
 
-A clock is that of a host as the processes of one engine see it, so engines on hosts of one name are distinct.
-A difference between a time `a` on clock A and a later time `b` on clock B bounds the offsets: a + o(A) ≤ b + o(B), so
-o(A) - o(B) ≤ b - a. The least of these differences for each ordered pair is all that matters, and such a system is
-solved by shortest paths (Bellman and Ford): no clock is shifted further than it must be.
+A clock is the clock of one host for one engine, so engines on hosts of the same name have different clocks.
+An event at time `a` on clock A that precedes one at time `b` on clock B bounds the offsets: a + o(A) ≤ b + o(B), so
+o(A) - o(B) ≤ b - a. For each ordered pair only the least of these differences matters. The system is solved by shortest
+paths (Bellman-Ford), which shifts no clock further than necessary.
 
-    A says 10 ms before B says 4 ms, and B says 9 ms before A says 12 ms
+    10 ms on A precedes 4 ms on B, and 9 ms on B precedes 12 ms on A
     → o(A) - o(B) ≤ -6 ms, o(B) - o(A) ≤ 3 ms: impossible, A's clock was set in between
-    B says 9 ms before A says 20 ms
+    10 ms on A precedes 4 ms on B, and 9 ms on B precedes 20 ms on A
     → o(A) - o(B) ≤ -6 ms, o(B) - o(A) ≤ 11 ms: A is ahead by 6 to 11 ms, and is put back by 6
 """
 
@@ -28,10 +28,10 @@ _MOST_ROUNDS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Offsets(Generic[ClockT]):
-    """The shift of each clock, in nanoseconds, that is added to its times.
+    """The shift in nanoseconds to add to the times of each clock.
 
     Attributes:
-        by_clock: all clocks that were asked about; 0 for most of them.
+        by_clock: shift of every clock in `clocks`; 0 for most of them.
         impossible: pairs whose bounds had to be loosened, and by how much: some clock did not run evenly.
     """
 
@@ -40,10 +40,10 @@ class Offsets(Generic[ClockT]):
 
 
 def offsets(bounds: Mapping[tuple[ClockT, ClockT], int], clocks: tuple[ClockT, ...]) -> Offsets[ClockT]:
-    """The smallest shifts that satisfy every bound, or all but those which contradict one another.
+    """The smallest shifts that satisfy every bound; bounds that contradict one another are loosened.
 
     Args:
-        bounds: for (A, B) the most that o(A) - o(B) may be.
+        bounds: for (A, B) the maximum of o(A) - o(B).
         clocks: every clock in `bounds`, and any others.
     """
     loosened = dict(bounds)
@@ -55,7 +55,7 @@ def offsets(bounds: Mapping[tuple[ClockT, ClockT], int], clocks: tuple[ClockT, .
         share = -(-missing // len(cycle))
         for pair in cycle:
             loosened[pair] += share
-    else:  # more contradictions than are worth sorting out
+    else:  # too many contradictions
         loosened = {pair: max(0, bound) for pair, bound in bounds.items()}
         shifts = dict.fromkeys(clocks, 0)
     impossible = {pair: loosened[pair] - bound for pair, bound in bounds.items() if loosened[pair] > bound}
@@ -65,7 +65,7 @@ def offsets(bounds: Mapping[tuple[ClockT, ClockT], int], clocks: tuple[ClockT, .
 def _shortest(
     bounds: Mapping[tuple[ClockT, ClockT], int], clocks: tuple[ClockT, ...]
 ) -> tuple[dict[ClockT, int], list[tuple[ClockT, ClockT]]]:
-    """Distances from a source that is 0 from every clock; or a cycle of bounds whose sum is negative, else []."""
+    """Distances from a source at distance 0 to every clock, and a cycle of bounds with a negative sum, [] if none."""
     distance = dict.fromkeys(clocks, 0)
     via: dict[ClockT, ClockT] = {}
     moved: list[ClockT] = []
@@ -88,7 +88,7 @@ def _shortest(
 
 
 def _around_zero(shifts: dict[ClockT, int], bounds: Mapping[tuple[ClockT, ClockT], int]) -> dict[ClockT, int]:
-    """Only differences within a connected part matter: most clocks of each part shall be right."""
+    """Shift each connected part, where only differences matter, so that most of its clocks have shift 0."""
     part = {clock: clock for clock in shifts}
 
     def root(clock: ClockT) -> ClockT:
@@ -106,11 +106,11 @@ def _around_zero(shifts: dict[ClockT, int], bounds: Mapping[tuple[ClockT, ClockT
 
 
 READ_BY_ALL = "done"
-"""How a lease is over when every worker of the consumer has said that it is done."""
+"""`LeaseOver.how` of a lease for which every worker of the consumer has sent `done`."""
 
 
 class Clock(NamedTuple):
-    """The clock of a host, as the processes of an engine have it."""
+    """The clock of a host, for the processes of one engine."""
 
     engine_id: str
     host: str
@@ -120,7 +120,7 @@ class Clock(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A time as a clock has it."""
+    """A time on a clock."""
 
     clock: Clock
     at_ns: int
@@ -131,8 +131,8 @@ class Difference:
     """Two clocks that cannot both be right.
 
     Attributes:
-        at_least_ns, at_most_ns: by how much `ahead` is ahead; None where nothing says how far.
-        unevenly_ns: more than 0 where no constant difference explains what was recorded.
+        at_least_ns, at_most_ns: by how much `ahead` is ahead; None where there is no upper bound.
+        unevenly_ns: more than 0 where no constant difference is consistent with the events.
     """
 
     ahead: Clock
@@ -154,7 +154,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """The shift of each clock, and remarks on it."""
+    """The shift of each clock, and the differences that were found."""
 
     shift_ns: dict[Clock, int] = field(default_factory=dict)
     differences: tuple[Difference, ...] = ()
@@ -170,7 +170,7 @@ def clock_of(process: ProcessStarted) -> Clock:
 
 
 def compare(handovers: Iterable[Handover]) -> Clocks:
-    """Bring the clocks together, as far as they contradict one another."""
+    """Shift the clocks as far as the handovers' events require."""
     bounds: dict[tuple[Clock, Clock], int] = {}
     clocks: dict[Clock, None] = {}
     for handover in handovers:
@@ -190,7 +190,7 @@ def compare(handovers: Iterable[Handover]) -> Clocks:
 
 
 def causes(handover: Handover) -> Iterator[tuple[Moment, Moment]]:
-    """Pairs of moments of which the first happened before the second, whatever the clocks say."""
+    """Pairs of moments of which the first must precede the second."""
     prefill, decode = handover.prefill, handover.decode
     here = clock_of(decode.process) if decode is not None else None
     there = clock_of(prefill.process) if prefill is not None else None

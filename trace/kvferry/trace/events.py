@@ -1,9 +1,9 @@
 """Recorded events: one line of JSON each, in one file per process.
 
-A file begins with a `ProcessStarted`, which says whose it is; every other line is an event of that process. Times are
+A file begins with a `ProcessStarted`, which names its process; every other line is an event of that process. Times are
 nanoseconds since the epoch by the clock of its host: a process that measures with a monotonic clock converts.
 
-What joins the records of two engines is the lease: the producer's boot and the lease's epoch, which both sides know.
+Records of two engines are joined by the lease: the producer's boot and the lease's epoch, which both sides know.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ RequestName = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class Part(enum.Enum):
-    """Which part of an engine a process is."""
+    """The part of an engine that a process runs."""
 
     SCHEDULER = "scheduler"
     WORKER = "worker"
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):
-    """Anything recorded.
+    """Base of all recorded events.
 
     Attributes:
         at_ns: when it happened.
@@ -56,20 +56,20 @@ class ProcessStarted(Event, frozen=True, kw_only=True, tag="process"):
 
 
 class Dropped(Event, frozen=True, kw_only=True, tag="dropped"):
-    """So many events of this process could not be written since the line before."""
+    """`count` events of this process could not be written since the previous line."""
 
     count: Count
 
 
 class LeaseName(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease, as both engines know it."""
+    """The name of a lease, known to both engines."""
 
     boot: Hex128
     epoch: HexEpoch
 
 
 class RequestEvent(Event, frozen=True, kw_only=True):
-    """Something that happened to a request of this engine.
+    """An event of a request of this engine.
 
     Attributes:
         request: its id in this engine.
@@ -92,7 +92,7 @@ class PrefillArrived(RequestEvent, frozen=True, kw_only=True, tag="prefill_arriv
 
 
 class PrefillScheduled(RequestEvent, frozen=True, kw_only=True, tag="prefill_scheduled"):
-    """Producer's scheduler: it has blocks and a lease."""
+    """Producer's scheduler: the prompt has blocks and a lease."""
 
     lease: LeaseName
 
@@ -105,10 +105,10 @@ class ParamsGiven(RequestEvent, frozen=True, kw_only=True, tag="params_given"):
 
 
 class LeaseOver(RequestEvent, frozen=True, kw_only=True, tag="lease_over"):
-    """Producer's scheduler: the blocks are given back.
+    """Producer's scheduler: the lease has ended and its blocks are freed.
 
     Attributes:
-        how: as the metric `leases_released` has it.
+        how: the label of the metric `leases_released`.
     """
 
     lease: LeaseName
@@ -136,8 +136,8 @@ class Recomputed(RequestEvent, frozen=True, kw_only=True, tag="recomputed"):
     """Consumer's scheduler: the prompt is computed here.
 
     Attributes:
-        reason: as the metric `local_recomputes` has it.
-        lease: where the params could be read.
+        reason: the label of the metric `local_recomputes`.
+        lease: its name, where the params could be read.
     """
 
     reason: Text
@@ -158,11 +158,11 @@ class LoadReported(RequestEvent, frozen=True, kw_only=True, tag="load_reported")
 
 
 class DecodeScheduled(RequestEvent, frozen=True, kw_only=True, tag="decode_scheduled"):
-    """Consumer's scheduler: the first step that has the request in it; the step's token is the answer's first."""
+    """Consumer's scheduler: the first step with the request; its token is the first of the answer."""
 
 
 class Finished(RequestEvent, frozen=True, kw_only=True, tag="finished"):
-    """Consumer's scheduler: the request has ended, for whatever reason."""
+    """Consumer's scheduler: the request has ended, for any reason."""
 
 
 class StageSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,12 +174,12 @@ class StageSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadEnded(RequestEvent, frozen=True, kw_only=True, tag="load_ended"):
-    """Consumer's worker: a load is over.
+    """Consumer's worker: a load has ended.
 
     Attributes:
-        reason: why it failed; empty for a good one.
-        stages: in their order; of a failed load the last one is that in which it failed.
-        relayout_ns: spent on putting staged bytes in place.
+        reason: the reason of its failure; empty for a good load.
+        stages: in order; a failed load failed in the last one.
+        relayout_ns: time to put staged bytes in place.
     """
 
     producer: Text

@@ -1,4 +1,4 @@
-"""One handover: what all processes recorded of it. Times are as each process has them."""
+"""One handover: the events that all processes recorded of it. Times are by the clock of each process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvferry.trace.events import (
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """The producer's half; what it did not record is None.
+    """The producer's half; events that were not recorded are None.
 
     Attributes:
         process: its scheduler.
@@ -47,18 +47,18 @@ class Load:
 
     @property
     def begun_ns(self) -> int:
-        """When the worker had the order."""
+        """When the worker received the order."""
         return self.ended.stages[0].begun_ns if self.ended.stages else self.ended.at_ns
 
     @property
     def ended_ns(self) -> int:
-        """When it was over."""
+        """When the load ended."""
         return self.ended.stages[-1].ended_ns if self.ended.stages else self.ended.at_ns
 
 
 @dataclass(slots=True, eq=False)
 class Decode:
-    """The consumer's half; what it did not record is None.
+    """The consumer's half; events that were not recorded are None.
 
     Attributes:
         process: its scheduler.
@@ -77,11 +77,11 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Both halves; one of them may not have been recorded, or may never have been.
+    """Both halves; one of them may not have been recorded, or not have happened.
 
     Attributes:
-        lease: what joins them; None where neither half had one.
-        loads: of all workers of the consumer.
+        lease: the lease that joins them; None where neither half had one.
+        loads: loads of all workers of the consumer.
     """
 
     lease: LeaseName | None
@@ -91,7 +91,7 @@ class Handover:
 
     @property
     def producer_request(self) -> str:
-        """Its id in the producer; empty where unknown."""
+        """The request's id in the producer; empty where unknown."""
         if self.prefill is not None:
             return self.prefill.request
         arrived = self.decode.arrived if self.decode else None
@@ -107,7 +107,7 @@ class Handover:
 
     @property
     def consumer_request(self) -> str:
-        """Its id in the consumer; empty where the consumer's half is missing."""
+        """The request's id in the consumer; empty where the consumer's half is missing."""
         return self.decode.request if self.decode else ""
 
     @property
@@ -117,13 +117,13 @@ class Handover:
 
     @property
     def correlation(self) -> str:
-        """The client's name for it; empty where no engine got one."""
+        """The client's name for the request; empty where no engine got one."""
         arrivals = (self.decode.arrived if self.decode else None, self.prefill.arrived if self.prefill else None)
         return next((one.correlation for one in arrivals if one is not None and one.correlation), "")
 
     @property
     def tokens(self) -> int:
-        """Of the prompt, 0 where unknown."""
+        """Tokens of the prompt, 0 where unknown."""
         known = (
             *((self.prefill.given, self.prefill.arrived) if self.prefill else ()),
             *((self.decode.arrived,) if self.decode else ()),

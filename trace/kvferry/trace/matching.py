@@ -1,8 +1,8 @@
-"""Joins what processes recorded to handovers.
+"""Joins the events of processes to handovers.
 
-Within the producer events join by the lease, and an arrival by the request's id. A consumer's requests are joined to
-leases by what arrived with them; a worker's loads by its engine and the request's id, which may recur, also in another
-life of the engine: then by time.
+Events of a producer are joined by the lease, arrivals by the request's id. A consumer's requests are joined to leases
+by the params that arrived with them, and a worker's loads to requests by engine and request id. An id may recur, also
+after a restart of the engine: then the times decide.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Lease = tuple[str, str]
 
 
 def match(processes: Iterable[Process]) -> list[Handover]:
-    """One handover for every lease and for every request that read it; in no order."""
+    """One handover for every lease and for every request that read it, in no order."""
     schedulers = _Schedulers()
     loads: defaultdict[tuple[str, str], list[Load]] = defaultdict(list)
     for process in processes:
@@ -115,7 +115,7 @@ class _Schedulers:
             for decode, mine in zip(lives, shared, strict=True):
                 name = _lease_of(decode)
                 if name is None and decode.ordered is None and decode.recomputed is None and not mine:
-                    continue  # only the end of a request whose beginning was not recorded
+                    continue  # only the end of this request was recorded
                 lease = (name.boot, name.epoch) if name else None
                 if lease is not None:
                     fetched.add(lease)
@@ -136,7 +136,7 @@ def _lease_of(decode: Decode) -> LeaseName | None:
 
 
 def _share_out(lives: list[Decode], loads: list[Load]) -> list[list[Load]]:
-    """Each load to the last request of its id that was ordered before it began."""
+    """Assign each load to the last request of its id that was ordered before the load began."""
     if len(lives) == 1:
         return [loads]
     shared: list[list[Load]] = [[] for _ in lives]

@@ -6,21 +6,21 @@ import enum
 
 
 class Phase(enum.Enum):
-    """A part of a handover; those of a load are called as `LoadEnded` calls its stages.
+    """A phase of a handover; those of a load have the names of the stages in `LoadEnded`.
 
     Attributes:
         PREFILL_QUEUE: the prompt waits in the producer for blocks, a slot or a step.
         PREFILL: the producer computes the prompt.
-        ROUTER: its answer goes to the router, and the request from there to the consumer.
+        ROUTER: the answer goes to the router, and the request from there to the consumer.
         DECODE_QUEUE: the prompt waits in the consumer for blocks or a step.
         ORDER: the order to load is on its way to the worker.
-        LOAD: the workers load, and did not say more.
+        LOAD: the workers load; no stages were recorded.
         QUEUED: the load waits for its turn.
         CONNECTING: it waits until the producer is connected and the device is done with the blocks' last owner.
-        FENCE: it waits until the producer's worker says that the blocks are ready.
+        FENCE: it waits until the slots of the producer's workers show that the blocks are ready.
         POSTING: its reads are prepared and posted.
-        READING: bytes are under way, and staged ones are put in place.
-        FENCE_AGAIN: it makes sure that the lease was good all the time.
+        READING: the reads run, and staged bytes are put in place.
+        FENCE_AGAIN: it checks that the lease was valid throughout the reads.
         REPORT: the worker's report is on its way to the scheduler, which waits for all workers and for its next step.
         FIRST_STEP: the request waits for the first step that computes it.
         HELD: the producer keeps the blocks, from the end of the prompt on.

@@ -1,7 +1,7 @@
-"""Reads what the processes of some engines recorded.
+"""Reads the recorded files of engines' processes.
 
-A process may have been killed while it wrote, and files may have come to here by any road: what cannot be read is left
-out, counted and named. Lines are read one by one; what is kept is the events.
+A process may have been killed while it wrote, and files may have been damaged on their way: lines that cannot be read
+are left out, counted and reported. Lines are read one by one; only the events are kept.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Damage:
     """A defect of a file.
 
     Attributes:
-        line: the first one that it was found in, from 1; 0 for the whole file.
-        lines: how many.
+        line: the first line with the defect, from 1; 0 for the whole file.
+        lines: number of lines with it.
     """
 
     path: str
@@ -39,37 +39,37 @@ class Damage:
 
 
 class DamageReport:
-    """Counts what is wrong, by file and problem."""
+    """Counts defects by file and problem."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], tuple[int, int]] = {}
 
     def add(self, path: str, problem: str, line: int = 0) -> None:
-        """One more."""
+        """Count one defect."""
         first, lines = self._found.get((path, problem), (line, 0))
         self._found[path, problem] = (first, lines + 1)
 
     def as_tuple(self) -> tuple[Damage, ...]:
-        """Everything, in the order in which it was found."""
+        """All defects, in the order in which they were found."""
         return tuple(Damage(path, problem, *counted) for (path, problem), counted in self._found.items())
 
 
 class InvalidTrace(InputError):
-    """Recorded files that cannot be used at all. What is only damaged is read as far as possible, and counted."""
+    """Recorded files that cannot be used at all. Damaged files are read as far as possible and reported."""
 
     what = "trace"
 
 
 SUFFIX = ".jsonl"
 MAX_LINE_BYTES = 1 << 20
-"""No event is longer: such a line is of another program."""
+"""No event is longer: a longer line is from another program."""
 
 _decode = msgspec.json.Decoder(AnyEvent).decode
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The records of one process, in their order."""
+    """The events of one process, in order."""
 
     path: str
     started: ProcessStarted
@@ -88,7 +88,7 @@ def read_recording(paths: Iterable[str | Path]) -> Recording:
     """Read files, and all `*.jsonl` in and below folders.
 
     Raises:
-        InvalidTrace: a path does not exist, or there is nothing in all of them.
+        InvalidTrace: a path does not exist, or no path has any events.
     """
     names, report = [str(path) for path in paths], DamageReport()
     parts: dict[ProcessStarted, list[Process]] = {}
@@ -102,7 +102,7 @@ def read_recording(paths: Iterable[str | Path]) -> Recording:
 
 
 def _keep(parts: list[Process], part: Process, report: DamageReport) -> None:
-    """A process whose file was full has a second one; of copies of one file the longer is kept."""
+    """Add a process's file: it has a second one once the first was full. Of two copies the longer is kept."""
     for index, known in enumerate(parts):
         if known.events[:1] == part.events[:1]:
             shorter, longer = sorted((part, known), key=lambda one: len(one.events))
@@ -137,7 +137,7 @@ def _files_of(path: str, report: DamageReport) -> Iterator[str]:
 
 
 def _read_file(path: str, report: DamageReport) -> Iterator[Process]:
-    """The processes of a file: a second one follows where a path was used again."""
+    """The processes of a file: more than one if the path was used again."""
     process: Process | None = None
     skipping = False
     for number, line in _lines(path, report):

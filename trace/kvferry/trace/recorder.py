@@ -1,7 +1,7 @@
-"""A recorder: a busy thread hands its records to a writer thread.
+"""A recorder: a queue from a busy thread to a writer thread.
 
-`record` costs the busy thread an append. The writer may be slow, or fail: records that do not fit into the queue
-meanwhile are dropped and counted, and nothing is stopped.
+`record` costs the busy thread one append. The writer may be slow or fail: records that do not fit into the queue are
+dropped and counted, and the busy thread never waits.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ Item = TypeVar("Item")
 Taken = TypeVar("Taken", contravariant=True)
 
 GATHER_S = 0.2
-"""So long after the first item of a batch it is written: at most that much is lost when the process is killed."""
+"""Delay from the first item of a batch to its writing: a killed process loses at most the items of that time."""
 CLOSE_S = 5.0
-"""So long the end of a process waits for the writer."""
+"""Most time that the end of a process waits for the writer."""
 MOST_WAITING = 1 << 16
 _BATCH = 256
-"""Items that are written without a pause: encoding them keeps the interpreter for a fraction of a millisecond."""
+"""Items per write: encoding them holds the interpreter's lock for a fraction of a millisecond."""
 
 
 class Sink(Protocol[Taken]):
-    """Where a recorder's items go. Only the writer's thread calls it, or the closing thread without one."""
+    """The destination of a recorder's items. Called by the writer thread, or by the closing one if there is none."""
 
     def take(self, items: Sequence[Taken], lost: int) -> None:
-        """Write them, in their order. Raises whatever it likes: the items are lost then.
+        """Write the items, in order. May raise any exception: the items are lost then.
 
         Args:
             lost: items that were lost since the last call that did not raise.
         """
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Called once, after the last item."""
 
 
 class Recorder(Generic[Item]):
-    """One queue, one writer. The thread begins with the first item.
+    """One queue and one writer thread, which starts with the first item.
 
     Args:
-        name: of the thread.
-        most_waiting: items; more are dropped.
+        name: name of the thread.
+        most_waiting: items in the queue; more are dropped.
 
-    A process that is forked off inherits a recorder that records nothing: only who has opened one writes to it.
+    In a forked child an inherited recorder records nothing: only the process that opened it writes.
     """
 
     def __init__(self, sink: Sink[Item], name: str = "kvferry-trace", *, most_waiting: int = MOST_WAITING) -> None:
@@ -73,7 +73,7 @@ class Recorder(Generic[Item]):
         return self._num_refused + self._num_failed
 
     def record(self, item: Item) -> None:
-        """Have it written soon. One thread calls this; never raises, never waits."""
+        """Queue an item to be written soon. Called by one thread; never raises, never waits."""
         if len(self._waiting) >= self._most_waiting:
             self._num_refused += 1
             return
@@ -82,7 +82,7 @@ class Recorder(Generic[Item]):
             self._wake_up()
 
     def close(self) -> None:
-        """Write what waits, as far as that takes no longer than `CLOSE_S`. Idempotent."""
+        """Write the waiting items, for at most `CLOSE_S`. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
@@ -110,7 +110,7 @@ class Recorder(Generic[Item]):
         self._wake.set()
 
     def _give_up(self, refused: RuntimeError) -> None:
-        """The system has no thread to give: nothing is recorded from now on."""
+        """The writer thread could not be started: record nothing from now on."""
         self._most_waiting = 0
         self._num_refused += len(self._waiting)
         self._waiting.clear()
@@ -121,7 +121,7 @@ class Recorder(Generic[Item]):
             self._wake.wait()
             self._ending.wait(GATHER_S)
             self._wake.clear()
-            self._is_awake = False  # before the queue is emptied: whatever comes later wakes this thread again
+            self._is_awake = False  # before the queue is emptied, so that a later item wakes this thread again
             self._write_all()
         self._write_all()
         self._sink.close()
@@ -132,7 +132,7 @@ class Recorder(Generic[Item]):
             lost = self.num_lost
             try:
                 self._sink.take(batch, lost - self._reported_lost)
-            except Exception as error:  # noqa: BLE001 - whatever a sink cannot do, the next batch is written
+            except Exception as error:  # noqa: BLE001 - the next batch is written all the same
                 if not self._num_failed:
                     logger.warning("%s: cannot be written, now and maybe later: %r", self._name, error)
                 self._num_failed += len(batch)

@@ -1,4 +1,4 @@
-"""The file of one process in `trace_dir`."""
+"""The event file of one process in `trace_dir`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SUFFIX, _OLD_SUFFIX = ".jsonl", ".old.jsonl"
 class TraceFile:
     """Events as lines of JSON, the newest of them in at most `max_bytes`.
 
-    A full half is renamed from `NAME.jsonl` to `NAME.old.jsonl`, over the one before, and the next begins. Each begins
-    with `started`.
+    A file that has reached half of `max_bytes` is renamed from `NAME.jsonl` to `NAME.old.jsonl`, replacing the previous
+    one, and a new file begins. Each begins with `started`.
 
     Args:
-        folder: made with 0700 if it is not there and what it is in is.
-        role: begins the file's name.
+        folder: created with mode 0700 if it does not exist but its parent does.
+        role: first part of the file's name.
 
     Raises:
         InvalidConfig: there is no such folder and it cannot be made, or nothing can be written there.
@@ -51,7 +51,7 @@ class TraceFile:
             raise InvalidConfig(KEY, folder, f"{_EXPECTED} ({error.strerror})") from None
 
     def take(self, items: Sequence[Event], lost: int) -> None:
-        """Write them; a line that says how many are missing comes first.
+        """Write the events, after a line with the number of lost ones, if any.
 
         Raises:
             OSError: they are not written; the file ends with a whole line.
@@ -66,7 +66,7 @@ class TraceFile:
         os.close(self._file)
 
     def _begin_anew(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # it was removed, or it is renamed already
+        with contextlib.suppress(FileNotFoundError):  # it was removed or renamed already
             self.path.replace(self.path.with_name(self.path.name.removesuffix(_SUFFIX) + _OLD_SUFFIX))
         file = os.open(self.path, _FLAGS, 0o600)
         os.close(self._file)
@@ -91,7 +91,7 @@ def _stem(role: str, started: ProcessStarted) -> str:
 
 
 def _new_file(folder: Path, stem: str) -> tuple[Path, int]:
-    """Create a file under a free name: processes in containers have equal numbers."""
+    """Create a file under a free name: processes in different containers may have the same pid."""
     number = 1
     while True:
         path = folder / (f"{stem}{_SUFFIX}" if number == 1 else f"{stem}-{number}{_SUFFIX}")

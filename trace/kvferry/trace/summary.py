@@ -1,4 +1,4 @@
-"""From recordings to timelines, the slowest handover first, and how long each phase took over all of them."""
+"""Timelines of a recording, the slowest handover first, and the durations of each phase over all of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _FIRST = (Phase.PREFILL_QUEUE.value, Phase.PREFILL.value, HANDOVER)
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Of one phase.
+    """Durations of one phase.
 
     Attributes:
         phase: the value of a `Phase`, or `handover` for the whole.
-        count: how often it was recorded; a load's stages once for every worker.
+        count: times recorded; a load's stages count once for every worker.
     """
 
     phase: str
@@ -33,7 +33,7 @@ class Durations:
 
 
 def durations(timelines: Iterable[Timeline]) -> tuple[Durations, ...]:
-    """Of every phase that was recorded, in the order of a handover."""
+    """Durations of every recorded phase, in the order of a handover."""
     found: dict[str, list[int]] = {name: [] for name in (*_FIRST, *(phase.value for phase in Phase))}
     for one in timelines:
         if one.lasted_ns is not None:
@@ -45,7 +45,7 @@ def durations(timelines: Iterable[Timeline]) -> tuple[Durations, ...]:
 
 
 def outcomes(timelines: Iterable[Timeline]) -> dict[str, int]:
-    """How many handovers ended how, the most frequent first."""
+    """Number of handovers by outcome, the most frequent first."""
     return dict(Counter(one.outcome for one in timelines).most_common())
 
 
@@ -54,7 +54,7 @@ def _of(phase: str, lasted: Sequence[int]) -> Durations:
 
 
 def _rank(lasted: Sequence[int], percent: int) -> int:
-    """The nearest rank: the least value that so many per cent do not exceed."""
+    """The percentile by nearest rank: the least value that `percent` of all do not exceed."""
     return lasted[max(0, -(-percent * len(lasted) // 100) - 1)]
 
 
@@ -71,7 +71,7 @@ class Merged:
 
 
 def merge(recording: Recording) -> Merged:
-    """Join all processes' events, bring their clocks together and lay out every handover."""
+    """Join all processes' events, align their clocks and make the timeline of every handover."""
     handovers = match(recording.processes)
     clocks = compare(handovers)
     timelines = [timeline(handover, clocks) for handover in handovers]
@@ -84,8 +84,8 @@ def _slowness(one: Timeline) -> tuple[int, int]:
 
 
 def named(one: Timeline, request: str) -> bool:
-    """Whether a text is the beginning of an id of the handover: the producer's, the consumer's, the client's, the
-    trace's or the lease's."""
+    """Whether `request` is a prefix of an id of the handover: the producer's, the consumer's, the client's, the trace's
+    or the lease's."""
     handover = one.handover
     arrivals = (handover.decode and handover.decode.arrived, handover.prefill and handover.prefill.arrived)
     traces = (arrival.traceparent.partition("-")[2] for arrival in arrivals if arrival)

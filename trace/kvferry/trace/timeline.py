@@ -12,15 +12,15 @@ from kvferry.trace.phases import Phase
 
 LOADED, NOTHING_TO_LOAD = "loaded", "nothing to load"
 _FETCHED = frozenset({"done", "release"})
-"""How a lease is over of which a consumer said so."""
+"""`LeaseOver.how` of leases that a consumer ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From when to when, in nanoseconds on the common clock.
+    """An interval in nanoseconds on the common clock.
 
     Attributes:
-        phase: the value of a `Phase`, or a stage that only a later worker has.
+        phase: the value of a `Phase`, or a stage of a newer worker that `Phase` lacks.
     """
 
     phase: str
@@ -42,7 +42,7 @@ class WorkerSpans:
 
     @property
     def ended_ns(self) -> int:
-        """When its load was over."""
+        """When its load ended."""
         return self.spans[-1].ended_ns
 
 
@@ -51,15 +51,15 @@ class Timeline:
     """One handover, phase by phase. Phases without records are left out.
 
     Attributes:
-        before: until the prompt was computed.
+        before: phases until the prompt was computed.
         to_load: from then until the last worker had the order to load, or until the consumer went on without a load.
         workers: every worker's load, in the order of their places.
         from_load: from the end of the last worker's load on.
-        held: from the prompt's end until the producer had its blocks back.
-        zero_ns: when the prompt was computed; where the producer did not say, when the consumer had the request.
-        ended_ns: when the consumer could go on, well or not; None where it never did.
-        outcome: `loaded`, `recomputed: …`, or what else became of it.
-        missing: whose half was not recorded.
+        held: from the prompt's end until the producer had freed its blocks.
+        zero_ns: when the prompt was computed; where that was not recorded, when the consumer had the request.
+        ended_ns: when the consumer could go on, with or without a load; None where it never did.
+        outcome: `loaded`, `recomputed: …`, or another text for the handover's end.
+        missing: names of the parts that were not recorded.
     """
 
     handover: Handover
@@ -75,17 +75,17 @@ class Timeline:
 
     @property
     def last(self) -> WorkerSpans | None:
-        """The worker that all others were ready before; None where no load was recorded."""
+        """The worker whose load ended last; None where no load was recorded."""
         return last_of(self.workers)
 
     @property
     def path(self) -> tuple[Span, ...]:
-        """The handover on its longest way: while workers load, the stages of the last one."""
+        """The critical path of the handover: while workers load, the stages of the last one."""
         return (*self.to_load, *(self.last.spans if self.last else ()), *self.from_load)
 
     @property
     def lasted_ns(self) -> int | None:
-        """The handover: from the prompt's end until the consumer could go on."""
+        """Duration of the handover: from the prompt's end until the consumer could go on."""
         return None if self.ended_ns is None else max(0, self.ended_ns - self.zero_ns)
 
     @property
@@ -95,7 +95,7 @@ class Timeline:
 
     @property
     def bytes(self) -> int:
-        """That all workers loaded."""
+        """Bytes that all workers loaded."""
         return sum(load.ended.bytes for load in self.handover.loads)
 
     @property
@@ -112,16 +112,16 @@ _READS = (Phase.POSTING.value, Phase.READING.value)
 
 
 def timeline(handover: Handover, clocks: Clocks) -> Timeline:
-    """Lay the phases out."""
+    """The timeline of a handover, its times shifted to the common clock."""
     queued, scheduled, given, over = _prefill_times(handover.prefill, clocks)
     arrived, ordered, reported, recomputed, stepped = _decode_times(handover.decode, clocks)
     workers = _workers(handover.loads, clocks)
     if arrived is None and ordered is None:
-        arrived = recomputed  # that its params are of no use is found when it arrives
+        arrived = recomputed  # unusable params are found at the arrival
     last = last_of(workers)
     ended = recomputed if reported is None else reported
     if ended is None and ordered is None:
-        ended, stepped = stepped, None  # the consumer has it all
+        ended, stepped = stepped, None  # the consumer has all blocks already
     known = (given, arrived, ordered, recomputed, workers[0].spans[0].begun_ns if workers else None, reported)
     zero = next((at for at in (*known, queued, scheduled, over) if at is not None), 0)
     read_until = last.ended_ns if last else None
@@ -146,7 +146,7 @@ def timeline(handover: Handover, clocks: Clocks) -> Timeline:
 
 
 def last_of(workers: Iterable[WorkerSpans]) -> WorkerSpans | None:
-    """The one whose load was over last."""
+    """The worker whose load ended last."""
     return max(workers, key=lambda one: one.ended_ns, default=None)
 
 
@@ -168,7 +168,7 @@ def _times(events: Iterable[Event | None], shift_ns: int) -> tuple[int | None, .
 
 
 def _spans(*phases: tuple[Phase, int | None, int | None]) -> tuple[Span, ...]:
-    """Those whose both ends are known; none ends before it begins."""
+    """Spans of the phases with both ends known; an end before the begin is moved to it."""
     return tuple(
         Span(phase.value, begun, max(begun, ended))
         for phase, begun, ended in phases
