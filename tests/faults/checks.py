@@ -1,4 +1,4 @@
-"""What must hold after a drill: nothing is left behind, and the survivor goes on as if nothing had been."""
+"""Checks after a drill: nothing is left behind, and the survivor works as before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.waiting import wait_until
 UCX_KEEPS_FILES = 2
 """Seen over TCP: one socket to a peer that never answered, however many follow."""
 RETURN_S = 30.0
-"""What may be kept for so long after a drill: an attempt to reach the dead takes its whole deadline."""
+"""How long a drill may leave something in use: an attempt to reach a dead engine takes its whole deadline."""
 THREADS = ["kvferry-listener", "kvferry-renewer", "kvferry-transfer"]
 
 

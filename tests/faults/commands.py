@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 SOCKETS_S = 0.3
-"""How long these engines keep sockets that nobody uses; outside of drills it is a minute."""
+"""How long these engines keep unused sockets; outside of drills it is a minute."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,13 +30,13 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine has in hand. All of it but the last part is 0 when nothing is under way.
+    """Counts of everything an engine has in use. All but the last are 0 when nothing is under way.
 
     Attributes:
         leases, held: in the ledger, and in the worker's table.
         loads: in the ledger.
         running, quarantined, alive: loads in the transfer thread, failed ones that may still be written, and those
-            that the scheduler has been told of.
+            that were reported to the scheduler.
         entries, waves, transfers, leased_blocks: entries for slot reads, staging waves, handles, cache blocks in use.
         peers, prepared: agents that the fabric knows and lists that are prepared.
         files, tasks: file descriptors and threads, those that only fetch descriptions apart.
@@ -66,7 +66,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def under_way(self) -> dict[str, int]:
-        """What is in use of the things that must all come back."""
+        """The counts above 0 of everything that must be returned."""
         return {name: count for name in _IN_HAND if (count := getattr(self, name))}
 
 

@@ -12,7 +12,7 @@ from tests.faults.process import Fleet, Zygote
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    """What engines are forked from."""
+    """The process that engines are forked from."""
     with contextlib.closing(Zygote()) as made:
         yield made
 

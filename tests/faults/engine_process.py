@@ -202,7 +202,7 @@ class Server:
         for check in checks:
             try:
                 check()
-            except Exception as error:  # noqa: BLE001 - told to the other end
+            except Exception as error:  # noqa: BLE001 - sent to the other end
                 yield f"{type(error).__name__}: {error}"
 
     def _check_worker(self, *, idle: bool) -> None:

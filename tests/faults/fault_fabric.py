@@ -1,6 +1,6 @@
 """A fabric that goes wrong on demand, in front of the real or the fake one.
 
-It stops where it is told to, so that whatever is to happen "in the middle of a read" happens exactly there; it raises
+It stops at given points, so that an event "in the middle of a read" happens exactly there; it raises
 at the n-th call of a method; it loses, doubles and reorders notifications; it never completes a read.
 """
 
@@ -35,11 +35,11 @@ class Point(str, enum.Enum):
     DATA = "the slot was good; the data is about to be read"
     IN_READ = "the data is on its way"
     SECOND_FENCE = "the data is here; the slot is about to be read again"
-    DONE = "both slots were good; the producer is about to be told"
+    DONE = "both slots were good; the producer is about to be notified"
 
 
 class Delivery(str, enum.Enum):
-    """What becomes of this worker's notifications."""
+    """Delivery of this worker's notifications."""
 
     ONCE = "once"
     NEVER = "never"
@@ -174,7 +174,7 @@ class FaultFabric(ProbeFabric):
         self._stop_at = None
         self._reached(point)
         if not self._go.wait(_STOPPED_S):
-            raise RuntimeError(f"nobody said go within {_STOPPED_S:g} s")
+            raise RuntimeError(f"no `go` within {_STOPPED_S:g} s")
         self._go.clear()
         self._stop_at, self._go_on_to = self._go_on_to, None
 

@@ -30,7 +30,7 @@ class FaultRig(Rig):
         return super().engine(name, **{"settings": HASTY, **settings})
 
     def settle(self) -> None:
-        """Wait until nobody has anything in hand, and everybody's sums add up."""
+        """Wait until no engine has anything in use and every integrity check passes."""
         for engine in self.engines:
             faults_of(engine).mend()
         self.step_until(lambda: not any(engine.seen.alive for engine in self.engines), "no load is in quarantine")
@@ -74,7 +74,7 @@ def fault_rig(kind: str) -> Iterator[FaultRig]:
 
 
 def faults_of(engine: Engine) -> FaultFabric:
-    """What makes an engine's fabric go wrong."""
+    """The fault-injecting part of an engine's fabric."""
     found = engine.fabric.inner
     assert isinstance(found, FaultFabric)
     return found

@@ -31,16 +31,16 @@ TOKENS = 11
 LONG_TIMEOUTS = replace(SETTINGS, load_timeout_s=TIMEOUT_S, handshake_timeout_s=TIMEOUT_S)
 DIRECT = (SHAPE, replace(LONG_TIMEOUTS, staging_pool_bytes=0))
 STAGED = (replace(SHAPE, axes="bth"), replace(LONG_TIMEOUTS, staging_pool_bytes=1 << 20, direct_min_bytes=1 << 20))
-"""What the consumer is like: with the producer's layout, and with another one."""
+"""The consumer's layouts: the producer's, and another one."""
 PLACINGS = {"direct": DIRECT, "staged": STAGED}
 
 
 @dataclass
 class Counts:
-    """What became of the loads.
+    """The results of the loads.
 
     Attributes:
-        changed: those in whose blocks something else arrived than was promised.
+        changed: loads whose blocks received other bytes than promised.
         detected: those of them that were reported failed, by the fence.
         believed: those of them that were reported loaded.
         good: loads that were reported loaded, with the bytes that were promised.

@@ -1,8 +1,8 @@
 """The producer of the race, in a process of its own: `python -m tests.faults.fence_producer`.
 
 It prefills whenever it has the blocks; every offer is a JSON line on stdout with the params and the seed of its
-content. Nobody renews, so every lease runs out after 50 ms, and the next prompts overwrite its blocks. It ends with
-its stdin.
+content. Leases are not renewed, so every lease expires after 50 ms, and the next prompts overwrite its blocks. It ends
+with its stdin.
 """
 
 from __future__ import annotations

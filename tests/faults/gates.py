@@ -2,7 +2,7 @@
 
     fabric.hold = lambda: Hold(gate.is_set)                # nothing is read before the gate is open
     fabric.hold = lambda: Hold(gate.is_set, at_once=0.5)   # half of the descriptors now, the rest when it is open
-    fabric.hold = lambda: Hold(gate.is_set, at_once=1.0)   # everything now, and that is told when it is open
+    fabric.hold = lambda: Hold(gate.is_set, at_once=1.0)   # reads at once, reports when it is open
 
 The reads themselves are those of the fabric behind it, so of a real one what arrives is what the memory held then.
 """

@@ -46,7 +46,7 @@ class Recorder:
 
 
 def outcomes(tests: Sequence[str], without: str = "") -> dict[str, str]:
-    """What becomes of the tests in a process in which the guard of this key is off; see `Recorder`."""
+    """Results of the tests in a process in which the guard of this key is off; see `Recorder`."""
     context = forkserver()
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(tuple(tests), without, there))

@@ -26,7 +26,7 @@ Answer = Callable[[], list[bytes]]
 
 @contextlib.contextmanager
 def tcp_impostor(port: int, says: bytes) -> Iterator[None]:
-    """A TCP server that says the same to everybody, and listens to nobody."""
+    """A TCP server that sends the same bytes to every client and reads nothing."""
     connections: list[socket.socket] = []
     with socket.create_server((HOST, port)) as server:
 

@@ -23,7 +23,7 @@ from tests.worker.engine import free_port
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
 SLACK_S = 15.0
-"""What a busy machine may add to any bound."""
+"""Slack for every bound on a busy machine."""
 TCP = {"UCX_TLS": "tcp"}
 """Reads need the producer's help, also on one host: with it, one that stands still is not read from."""
 
@@ -95,7 +95,7 @@ class EngineProcess:
         return msgspec.convert(self.ask("state"), State)
 
     def deliver(self, delivery: Delivery) -> None:
-        """What becomes of its notifications from now on."""
+        """Set the delivery of its notifications from now on."""
         self.ask("deliver", delivery=delivery.value)
 
     def stop_at(self, point: Point) -> None:

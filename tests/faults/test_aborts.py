@@ -31,7 +31,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[FaultRig]:
 
 
 def abort(consumer: Engine, load: OrderedLoad) -> None:
-    """The request is aborted; nobody has reported its load."""
+    """The request is aborted; no worker has reported its load."""
     consumer.loads.finished(load.request_id)
     assert consumer.loads.state(load.request_id) is LoadState.ABORTED
     consumer.loads.check_integrity()

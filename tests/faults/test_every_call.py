@@ -1,8 +1,8 @@
 """The fabric raises from every single call that a handover makes, one call at a time.
 
-A clean story is told first, and counted: a consumer contacts a producer and loads, the producer goes and comes back in
-another life, and is loaded from again. Then it is told once more for every call that was counted and every
-error, with that call raising. Each load is good, byte for byte, or reported failed; afterwards nothing is left behind.
+A clean scenario runs first, and its calls are counted: a consumer contacts a producer and loads, the producer restarts
+with another boot, and is loaded from again. Then the scenario runs once for every counted call and every error, with
+that call raising the error. Each load is good, byte for byte, or reported failed; afterwards nothing is left behind.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OWN_ERRORS: dict[str, Callable[[], Exception]] = {
     "notify": lambda: InvalidRequest("test", "the test wanted it"),
     "take_notifications": lambda: FabricUnavailable("test", "the test wanted it"),
 }
-"""What only these methods raise by their contract."""
+"""Errors that only these methods raise by their contract."""
 METHODS = (
     *("add_peer", "remove_peer", "prepare_local", "prepare_remote", "post_read", "poll", "telemetry"),
     *("release", "notify", "take_notifications", "open_handles"),
@@ -44,7 +44,7 @@ METHODS = (
 MOST_POLLS = {"poll": 8, "take_notifications": 3, "open_handles": 2}
 """How often these are called depends on the time that everything else takes."""
 LEASE_S = 0.3
-"""A producer that cannot be told gets its blocks back all the same."""
+"""A producer that cannot be notified gets its blocks back all the same."""
 SIDES = ("producer", "consumer")
 
 
@@ -78,7 +78,7 @@ def tell(
 
 @functools.cache
 def clean(kind: str, side: str) -> dict[str, tuple[int, int]]:
-    """What the story is made of when nothing goes wrong."""
+    """The calls of the scenario without errors."""
     return tell(kind, side, lambda rig, side: None, lease_s=60.0)
 
 
@@ -110,7 +110,7 @@ def _arm(rig: FaultRig, side: str, *, method: str, index: int, error: Callable[[
 
 
 def _errors(kind: str, method: str) -> dict[str, Callable[[], Exception]]:
-    """What a call raises; the real fabric takes longer, so it has fewer."""
+    """The errors that a call raises; fewer with the real fabric, which takes longer."""
     if kind == "nixl":
         names = ("a bug", "PeerLost") if method in ("post_read", "poll") else ("a bug",)
         return {name: ERRORS[name] for name in names}

@@ -1,6 +1,6 @@
 """The fence, attacked: leases of 50 ms, 24 blocks, and a consumer that is held up for as long as it takes until the
-leases have run out and other prompts have its blocks. NIXL is the real one. Bytes that changed are told by a checksum
-of what arrived; every load in which they did must be reported failed, and no other may be reported good.
+leases have run out and other prompts have its blocks. NIXL is the real one. Changed bytes are found by a checksum
+of the blocks; every load in which they did must be reported failed, and no other may be reported good.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A producer's answer to the handshake comes late, damaged, in parts, or speaks of somebody else.
+"""A producer's answer to the handshake comes late, damaged, in parts, or describes another engine.
 
-Somebody between the two answers in the producer's place and hands on everything else, so that the lease is given back.
+A proxy answers handshakes in the producer's place and forwards everything else, so that the lease is released.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def late(by_s: float) -> Tamper:
 
 
 def without_metadata(description: EngineDescription) -> list[bytes]:
-    workers = [msgspec.structs.replace(one, agent_metadata=b"nobody") for one in description.workers]
+    workers = [msgspec.structs.replace(one, agent_metadata=b"absent") for one in description.workers]
     return [encode(msgspec.structs.replace(description, workers=tuple(workers)))]
 
 
@@ -57,10 +57,10 @@ TAMPERED: dict[str, tuple[Tamper, str | None]] = {
     "garbage": (lambda _: [b"\xc1" * 64], "refused"),
     "twice in one frame": (lambda description: [encode(description) * 2], "refused"),
     "of tomorrow's version": (with_fields(version=CHANNEL_VERSION + 1), "refused"),
-    "another engine": (with_fields(engine_id="somebody else"), "refused"),
+    "another engine": (with_fields(engine_id="another"), "refused"),
     "another boot": (with_fields(boot="0" * 32), "refused"),
     "a refusal": (lambda _: [encode(Refused(field="engine", value="starting", expected="ready"))], "refused"),
-    "metadata of nobody": (without_metadata, "handshake"),
+    "metadata of no agent": (without_metadata, "handshake"),
     "another key": (with_fields(mac_key=bytes(32)), "mac"),
 }
 

@@ -38,7 +38,7 @@ IMPOSTORS: dict[str, tuple[Listen, str]] = {
 }
 
 
-def test_whoever_listens_at_a_dead_producers_port_fails_that_load_and_no_later_one(fleet: Fleet) -> None:
+def test_an_impostor_at_a_dead_producers_port_fails_that_load_and_no_later_one(fleet: Fleet) -> None:
     start = Start(name="P", port=free_port())
     consumer = fleet.engine("C", handshake_timeout_s=HANDSHAKE_S)
     (producer,) = fleet.start(start)
@@ -58,7 +58,7 @@ def test_whoever_listens_at_a_dead_producers_port_fails_that_load_and_no_later_o
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
-def test_another_engine_at_a_dead_producers_port_is_told_apart(fleet: Fleet, known: bool) -> None:
+def test_another_engine_at_a_dead_producers_port_is_recognised(fleet: Fleet, known: bool) -> None:
     """It neither answers for the dead one nor loses a lease to what is said to the dead one."""
     port = free_port()
     consumer, dead = fleet.start(Start(name="C", port=free_port()), Start(name="P", port=port))

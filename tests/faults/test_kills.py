@@ -27,7 +27,7 @@ REASONS: dict[Point, set[str | None]] = {
 
 
 def points(environ: dict[str, str]) -> list[Point]:
-    """Where somebody can die. The kernel copies all at once: only a read that needs the producer is ever under way."""
+    """Points at which an engine can die. The kernel copies at once: only a read that needs the producer takes time."""
     return [point for point in Point if point is not Point.IN_READ or environ == TCP]
 
 
@@ -68,7 +68,7 @@ def test_a_producer_that_is_killed_at_any_point_fails_that_load_and_no_later_one
 
 @TRANSPORTS
 def test_a_producer_that_is_killed_between_two_loads_fails_the_next(fleet: Fleet, environ: dict[str, str]) -> None:
-    """Known to the consumer or not: nobody tells it of the death."""
+    """The consumer, which may know the producer, is not notified of the death."""
     start = Start(name="P", port=free_port(), environ=environ)
     consumer = fleet.engine("C", environ=environ, handshake_timeout_s=HANDSHAKE_S)
     (producer,) = fleet.start(start)
@@ -80,7 +80,7 @@ def test_a_producer_that_is_killed_between_two_loads_fails_the_next(fleet: Fleet
         reason = until_over(consumer, consumer.load(params, 5), HANDSHAKE_S + SLACK_S)
         assert reason == ("transfer" if known else "handshake")
         if not known:
-            assert time.monotonic() - began_s >= HANDSHAKE_S / 2, "nobody answers: that takes the whole deadline"
+            assert time.monotonic() - began_s >= HANDSHAKE_S / 2, "without an answer it takes the whole deadline"
         (producer,) = fleet.start(start)
         if not known:
             transfer(producer, consumer)

@@ -1,4 +1,4 @@
-"""What producers are told by consumers gets lost, comes twice, in another order, or from somebody else."""
+"""Notifications to producers that are lost, duplicated, reordered or forged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_lost_done_costs_the_producer_a_lease_and_no_more(fleet: Fleet) -> Non
     consumer.deliver(Delivery.NEVER)
     loads = [consumer.load(producer.prefill(13, seed), seed) for seed in range(3)]
     assert [until_over(consumer, load, LEASE_S + SLACK_S) for load in loads] == [None] * 3
-    assert producer.state().leases, "nobody has told it"
+    assert producer.state().leases, "no notification has arrived"
     until_idle(producer, LEASE_S + SLACK_S)
     consumer.deliver(Delivery.ONCE)
     until_good(producer, consumer)
@@ -36,7 +36,7 @@ def test_a_lost_done_costs_the_producer_a_lease_and_no_more(fleet: Fleet) -> Non
 
 
 def test_a_done_that_comes_twice_counts_once(fleet: Fleet) -> None:
-    """While others hold leases, so that both are heard: the second one is late, and frees nobody else's blocks."""
+    """While others hold leases, so that both are processed: the second one is late, and frees no other blocks."""
     producer, consumer = fleet.pair()
     warmed_up(producer, consumer)
     held = producer.prefill(13, 9)
@@ -64,7 +64,7 @@ def test_dones_in_another_order_free_each_its_own(fleet: Fleet) -> None:
 
 @contextlib.contextmanager
 def forger(producer: EngineProcess) -> Iterator[Any]:
-    """An agent that nobody knows, and how it sends to the producer."""
+    """An unknown agent, and how it sends to the producer."""
     description = fetch_description(HOST, producer.port, "P", "forger", SLACK_S)
     with contextlib.closing(NixlFabric("forger")) as fabric:
         peer = fabric.add_peer(description.workers[0].agent_metadata)
@@ -72,7 +72,7 @@ def forger(producer: EngineProcess) -> Iterator[Any]:
 
 
 def forged(params: dict[str, Any]) -> dict[str, tuple[bytes, str]]:
-    """What somebody may send who does not know the epoch, or is one of several readers; and what is counted."""
+    """Notifications without the epoch, or from one of several readers, and the counter of each."""
     ticket = params["kvferry"]
     done = Done(slot=ticket["lease_slot"], epoch="1" * 15, consumer=OTHER_BOOT, worker=0, expected=1)
     knowing = {"epoch": ticket["lease_epoch"], "consumer": OTHER_BOOT, "worker": 0}
@@ -111,8 +111,8 @@ def test_forged_dones_free_nothing(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("point", [Point.FENCE, Point.DATA, Point.SECOND_FENCE])
-def test_a_done_forged_by_somebody_who_knows_the_epoch_is_found_by_the_fence(fleet: Fleet, point: Point) -> None:
-    """Whoever has the ticket can end the lease, as it can by a release; what is read afterwards is not believed."""
+def test_a_done_forged_with_the_right_epoch_is_found_by_the_fence(fleet: Fleet, point: Point) -> None:
+    """A sender with the ticket can end the lease, as it can by a release; bytes read afterwards are not accepted."""
     producer, consumer = fleet.pair()
     warmed_up(producer, consumer)
     params = producer.prefill(13, 9)

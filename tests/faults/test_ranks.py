@@ -183,7 +183,7 @@ def kill_fabric(engine: RankEngine, rank: int) -> None:
 
 FAULTS: dict[str, tuple[Break, FailureReason]] = {
     "its read raises": (fail_read(lambda: TransferFailed("test", "wanted")), FailureReason.TRANSFER),
-    "its read raises what nobody has heard of": (fail_read(_unheard_of), FailureReason.TRANSFER),
+    "its read raises an unknown error": (fail_read(_unheard_of), FailureReason.TRANSFER),
     "its peer is lost": (fail_read(lambda: PeerLost("test", "wanted")), FailureReason.TRANSFER),
     "its read never ends": (RankEngine.end_read_never, FailureReason.DEADLINE),
     "its fabric is dead": (kill_fabric, FailureReason.HANDSHAKE),
@@ -221,7 +221,7 @@ def test_one_consumer_rank_that_cannot_tell_costs_all_producer_ranks_a_lease_and
         rig.consumer.fabrics[0].delivery = Delivery.NEVER
         reports = rig.load()
         assert set(reports.values()) == {None}
-        assert not rig.producer.is_free(REQUEST), "one rank has not been told"
+        assert not rig.producer.is_free(REQUEST), "one rank has not been notified"
         rig.step_until(lambda: rig.producer.is_free(REQUEST), "all ranks' blocks are free", LEASE_S + SLACK_S)
         rig.check_recovery()
 
