@@ -36,7 +36,7 @@ def hostile_frames(valid: bytes) -> Iterator[tuple[str, bytes]]:
         yield f"the first {length} bytes", valid[:length]
     for byte in (b"\x00", b"\xc0", b"\xff", valid):
         yield "trailing bytes", valid + byte
-    for plain in (None, True, 7, 1.5, "hello", b"hello", [], [1], {}, {"type": "nobody"}, {"type": 7}, {"type": None}):
+    for plain in (None, True, 7, 1.5, "hello", b"hello", [], [1], {}, {"type": "unknown"}, {"type": 7}, {"type": None}):
         yield f"{plain!r}", encode_plain(plain)
     yield "a type of 100,000 characters", encode_plain({"type": "x" * 100_000})
     yield "deep arrays", b"\x91" * 100_000

@@ -62,7 +62,7 @@ def test_nothing_that_opens_a_connection_or_a_lease_is_in_it() -> None:
     assert fields == {"engine_id", "boot", "facts", "topology", "groups", "workers"}
 
 
-def test_planning_gets_everything_that_the_engine_told_but_the_secrets() -> None:
+def test_planning_gets_the_whole_description_but_the_secrets() -> None:
     engine = engine_of(decode_engine_json(TEXT))
     assert engine_json_of(engine) == ENGINE_JSON
     assert engine.workers[0].tensors == DESCRIPTION.workers[0].tensors

@@ -174,7 +174,7 @@ def different(prompts: Sequence[Prompt]) -> bool:
     return len(set(digests)) == len(digests)
 
 
-def test_adapter_and_salt_are_told_apart_however_they_are_cut() -> None:
+def test_adapter_and_salt_are_distinguished_however_they_are_cut() -> None:
     tokens = list(range(300))
     names = [
         (None, None),
@@ -204,7 +204,7 @@ def test_media_over_a_chunk_border_count_in_both_chunks_and_nowhere_else() -> No
     assert early[0] != plain[0]
 
 
-def test_media_are_told_apart_by_place_length_content_and_number() -> None:
+def test_media_are_distinguished_by_place_length_content_and_number() -> None:
     tokens = list(range(200))
     variants: list[tuple[Media, ...]] = [
         (),

@@ -44,7 +44,7 @@ def test_a_listener_without_a_secret_is_known_by_its_first_event_or_by_one_in_pl
 
 
 @pytest.mark.parametrize("last", [CUT, DENIED, ONE_SIDED])
-def test_a_listener_with_another_secret_is_told_by_what_is_listed_here(last: ConnectionEvent) -> None:
+def test_a_listener_with_another_secret_is_reported_with_the_fingerprints_listed_here(last: ConnectionEvent) -> None:
     next_steps, trials = tried((OLD, NEW), CUT, CUT, last)
     assert next_steps == [AGAIN, AGAIN, REFUSED]
     assert f"{OLD.fingerprint}, {NEW.fingerprint}" in trials.why

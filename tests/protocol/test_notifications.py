@@ -1,4 +1,4 @@
-"""Notifications over NIXL: their bytes, and what anybody else's notification is."""
+"""Notifications over NIXL: their bytes, and notifications of other senders."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_hostile_frames_are_invalid_messages() -> None:
 @pytest.mark.parametrize(
     "frame", [b"", b"KVF", b"KVF0" + BODY, b"kvf1" + BODY, BODY, b"cmpl-1-0:4", b"HB:cmpl-1", b"\xff"]
 )
-def test_somebody_elses_notification_is_refused_by_its_magic(frame: bytes) -> None:
+def test_a_notification_of_another_sender_is_refused_by_its_magic(frame: bytes) -> None:
     assert refused(decode_notification, frame).field == "magic"
 
 

@@ -57,7 +57,7 @@ def remote_prefills(draw: st.DrawFn) -> RemotePrefill:
 
 
 def through_a_router(params: RemotePrefill, order: random.Random, *, floats: bool) -> dict[str, Any]:
-    """What arrives when a router decodes and encodes the object on its way, with its own idea of order and numbers."""
+    """The object after a router has decoded and encoded it, with another order of keys and other number types."""
 
     def shuffled(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         order.shuffle(pairs)

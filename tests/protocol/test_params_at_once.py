@@ -1,4 +1,4 @@
-"""Params that nobody changed are read at once. Whatever else arrives is read as if that way did not exist."""
+"""Unchanged params are read by the fast path. All others are read as if it did not exist."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ CHANGES = st.tuples(st.booleans(), st.sampled_from([drop, replace, freeze, turn_
 
 
 def outcome(read: Read, raw: Mapping[str, Any]) -> str:
-    """What comes of it: the params, or the error and its text."""
+    """The result of reading: the params, or the error and its text."""
     try:
         return repr(read(raw))
     except InvalidParams as refused:
@@ -113,7 +113,7 @@ def outcome(read: Read, raw: Mapping[str, Any]) -> str:
 
 
 def part_by_part(read: Read, raw: Mapping[str, Any]) -> str:
-    """What comes of it without the quick way."""
+    """The result without the fast path."""
     with mock.patch.object(params, "_read_at_once", return_value=None):
         return outcome(read, raw)
 
