@@ -1,4 +1,4 @@
-"""What is alike is not looked at twice, and nothing that looking would find is missed by that."""
+"""Tensors that are alike are checked once, and no error is missed by that."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def is_refused(*tensors: PagedTensor) -> bool:
 
 
 def block_list(one: PagedTensor) -> tuple[int, int, Interleave]:
-    """What one list of blocks addresses."""
+    """The properties that all tensors of one block list share."""
     return (one.blocks, one.block_tokens, share_of(one))
 
 

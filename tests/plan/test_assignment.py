@@ -1,4 +1,4 @@
-"""Who reads what from whom: replicas evenly, everything exactly once, and nobody forgotten."""
+"""Assignment of reads: replicas used evenly, everything read exactly once, no worker left out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def items(of: PagedTensor, count: int) -> Iterator[Item]:
 
 
 def check(consumers: list[WorkerDescription], producers: list[WorkerDescription], assignment: Assignment) -> None:
-    """Everything that a worker needs and anybody holds is read once, from a holder; the rest is lacking."""
+    """Everything that a worker needs and any producer worker holds is read once, from a holder; the rest is a lack."""
     everything = [one for side in (consumers, producers) for of in side for one in of.tensors]
     count = math.lcm(*(one.interleave.ranks * one.interleave.run_tokens for one in everything))
     held = [{item for one in of.tensors for item in items(one, count)} for of in producers]
@@ -61,7 +61,7 @@ def check(consumers: list[WorkerDescription], producers: list[WorkerDescription]
 
 
 def check_notified(assignment: Assignment, producers: int) -> None:
-    """Every producer worker hears from somebody; who is only told hears from one."""
+    """Every producer worker is notified; one without a reader by exactly one consumer worker."""
     for producer in range(producers):
         readers = sum(producer in read for read in assignment.sources)
         reported = sum(producer in of for of in assignment.released)
@@ -156,7 +156,7 @@ def test_one_consumer_of_many_replicas_reads_one_and_releases_the_others() -> No
     assert [assignment.expected(worker) for worker in range(4)] == [1, 1, 1, 1]
 
 
-def test_those_who_are_only_told_are_told_by_the_consumers_with_the_fewest_routes() -> None:
+def test_producers_without_a_reader_are_notified_by_the_consumers_with_the_fewest_routes() -> None:
     """Two KV heads on eight ranks feed two consumers: six of the eight are not read."""
     assignment = pair(sharded("D", tp=2, heads=2), sharded(tp=8, heads=2))
     assert readers(assignment) == [[0], [4]]
@@ -188,7 +188,7 @@ def test_the_bytes_of_earlier_tensors_count_where_replicas_are_equally_good() ->
     assert readers(assign([lone], both)) == [[0]], "one pattern comes from one worker"
 
 
-def test_what_nobody_holds_is_named_with_its_heads() -> None:
+def test_heads_without_a_holder_are_named() -> None:
     producers = [worker([tensor(heads=Range(0, 1))]), worker([tensor(heads=Range(3, 4))], Place(tp=1))]
     assignment = assign([worker([tensor(heads=Range(0, 4))])], producers)
     assert assignment.lacks == (Lack(("layers.0", "kv"), Range(1, 3), Interleave()),)
@@ -200,7 +200,7 @@ def test_a_layer_that_no_producer_has_is_lacking_whole() -> None:
     assert assignment.lacks == (Lack(("draft.0", "kv"), Range(0, 2), Interleave()),)
 
 
-def test_a_share_of_the_tokens_that_nobody_holds_is_named() -> None:
+def test_a_share_of_the_tokens_without_a_holder_is_named() -> None:
     half = Interleave(ranks=2, rank=0, run_tokens=4)
     assignment = assign([worker()], [worker([tensor(interleave=half)])])
     assert assignment.lacks == (Lack(("layers.0", "kv"), Range(0, 2), Interleave(ranks=2, rank=1, run_tokens=4)),)
@@ -217,7 +217,7 @@ def test_a_description_that_claims_very_many_ranks_costs_no_more_than_its_first_
     assert assignment.lacks[0] == Lack(("layers.0", "kv"), Range(0, 2), Interleave(ranks=65536, rank=1, run_tokens=1))
 
 
-def test_a_worker_that_holds_no_head_reads_nothing_and_is_read_by_nobody() -> None:
+def test_a_worker_that_holds_no_head_reads_nothing_and_has_no_reader() -> None:
     empty = worker([tensor(heads=Range(2, 2))], Place(tp=1))
     assignment = assign([worker(), empty], [worker(), empty])
     assert readers(assignment) == [[0], []]

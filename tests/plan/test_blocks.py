@@ -313,7 +313,7 @@ def test_a_local_block_outside_the_cache_is_refused_as_such() -> None:
     assert refused.value.field == "local_blocks[0]"
 
 
-def test_an_out_of_range_id_that_nobody_needs_is_not_read() -> None:
+def test_an_out_of_range_id_that_is_not_needed_is_not_read() -> None:
     assert blocks_of(asked([9, 8], [1 << 30, 2], (4, 8))) == [(8, 2)]
 
 

@@ -227,7 +227,7 @@ def test_keys_as_dim_by_tokens_meet_tokens_by_dim_in_elements() -> None:
 
 
 def test_whole_blocks_merge_keys_as_dim_by_tokens_with_values_as_tokens_by_dim() -> None:
-    """What CPU attention keeps of a block: per head K as [D, N], then V as [N, D]; all of it lies together."""
+    """A block of CPU attention: per head K as [D, N], then V as [N, D], all contiguous."""
     k = laid_out("HND", head_stride=128, block_stride=256, tile_stride=2, element_bytes=2, element_stride=8)
     v = laid_out("HND", kind="v", base=k.base + 64, head_stride=128, block_stride=256, tile_stride=16)
     tokens = map_tokens(k.group, "full", k, k)

@@ -112,7 +112,7 @@ def test_every_worker_receives_exactly_what_it_needs(scene: str, tokens: int) ->
     check(*SCENES[scene](), tokens)
 
 
-def test_what_is_staged_is_told_as_its_final_effect() -> None:
+def test_staged_copies_are_shown_as_their_final_effect() -> None:
     """The same bytes in the same places, whether they go through the staging pool or not."""
     pair = sharded("D", order="NHD"), sharded()
     cheap = Costs(relayout_gb_s=1e9)

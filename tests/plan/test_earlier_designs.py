@@ -1,4 +1,4 @@
-"""What earlier designs of heterogeneous transfers answered, the plan answers: each under its own name.
+"""The plan gives the answers of earlier designs of heterogeneous transfers, each under its own name.
 
 Worked out from what their names and fields meant: `D` is the consumer, `P` the producer, `K` the KV heads of the model.
 They need sizes that divide; where the plan goes on without that, the last tests of a class say how.

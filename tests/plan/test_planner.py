@@ -1,4 +1,4 @@
-"""What the plans of whole engines say; who reads from whom is in test_assignment, refusals in test_refusals."""
+"""Plans of whole engines; assignments are in test_assignment, refusals in test_refusals."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_the_error_text_numbers_the_reasons_with_both_values_and_what_to_change(
 
 
 def test_every_worker_of_the_consumer_hears_the_reasons_of_all() -> None:
-    """What speaks against one worker's part speaks against the pair: none of them starts."""
+    """A reason against one worker's part is a reason against the pair: none of the workers starts."""
     consumer = engine(workers=[worker(), worker([tensor(layer="layers.9")], Place(pp=1))])
     for index in range(2):
         (reason,) = reasons(OURS, consumer, index)

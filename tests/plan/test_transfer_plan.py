@@ -1,4 +1,4 @@
-"""What a plan says of itself: one line for every kind of model, and values that nobody can change."""
+"""Plans as text, one line for every kind of model, and as immutable values."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def line(consumer: EngineDescription, producer: EngineDescription, worker: int =
     return plan_engine(consumer, producer, costs)[worker].describe()
 
 
-def test_attention_is_told_with_heads_bytes_runs_and_descriptors() -> None:
+def test_attention_is_described_with_heads_bytes_runs_and_descriptors() -> None:
     assert line(sharded("D"), sharded()) == (
         "plan producer=P tp0 reads tp0: 4 tensors, heads 0…3, 128 B/token, direct, runs of 256 B, "
         "units of 4 tokens, 2 descriptors a unit"
     )
 
 
-def test_every_route_is_told_and_so_is_who_is_only_released() -> None:
+def test_every_route_is_described_also_those_that_only_release() -> None:
     assert line(sharded("D", heads=2), sharded(tp=4, heads=2)) == (
         "plan producer=P tp0 "
         "reads tp0: 4 tensors, head 0, 32 B/token, direct, runs of 64 B, units of 4 tokens, 2 descriptors a unit; "
@@ -37,7 +37,7 @@ def test_every_route_is_told_and_so_is_who_is_only_released() -> None:
     )
 
 
-def test_mla_and_pipeline_stages_are_told_in_the_same_words() -> None:
+def test_mla_and_pipeline_stages_are_described_in_the_same_words() -> None:
     assert line(sharded("D", tp=2, model="mla"), sharded(tp=2, model="mla"), worker=1) == (
         "plan producer=P tp1 "
         "reads tp1: 2 tensors, head 0, 48 B/token, direct, runs of 96 B, units of 4 tokens, 2 descriptors a unit"
@@ -49,24 +49,24 @@ def test_mla_and_pipeline_stages_are_told_in_the_same_words() -> None:
     )
 
 
-def test_recurrent_states_are_told_by_request_and_not_by_token() -> None:
+def test_recurrent_states_are_described_by_request_and_not_by_token() -> None:
     assert line(sharded("D", layers=1, model="state"), sharded(layers=1, model="state")) == (
         "plan producer=P tp0 reads tp0: 4 tensors, 0 B/token, 320 B/request, direct, runs of 320 B, "
         "1 descriptors a unit"
     )
 
 
-def test_a_hybrid_model_is_told_with_both() -> None:
+def test_a_hybrid_model_is_described_with_both() -> None:
     reported = line(sharded("D", layers=1, model="hybrid"), sharded(layers=1, model="hybrid"))
     assert "64 B/token, 320 B/request, direct, runs of 256…320 B, units of 4 tokens, 2 descriptors a unit" in reported
 
 
-def test_blocks_of_two_sizes_are_told_by_their_unit() -> None:
+def test_blocks_of_two_sizes_are_described_by_their_unit() -> None:
     reported = line(sharded("D", block_tokens=6), sharded())
     assert "runs of 32 B, units of 2 tokens, 8 descriptors a unit" in reported
 
 
-def test_staged_and_direct_are_told_as_such() -> None:
+def test_staged_and_direct_are_described_as_such() -> None:
     pair = sharded("D", order="NHD"), sharded()
     assert ", direct, runs of 16 B" in line(*pair)
     assert ", staged, runs of 16 B" in line(*pair, costs=Costs(relayout_gb_s=1e9))
