@@ -71,7 +71,7 @@ class Times:
 
     Attributes:
         stages: by the worker's number what differs from `STAGES`.
-        kept: from the end of the last load until the producer is told.
+        kept: from the end of the last load until the producer is notified.
     """
 
     prefill_queue: int = 2 * MS
@@ -142,7 +142,7 @@ class Simulation:
         """Record one, from `at_ns` after the begin on.
 
         Args:
-            consumer: None: nobody comes for it.
+            consumer: None if the lease is never read.
             reason: every worker's load fails after its fence.
             recomputed: why the consumer computes the prompt; without `reason` it orders no load at all.
         """

@@ -83,7 +83,7 @@ def test_clocks_that_agree_are_not_touched() -> None:
     assert clocks == Clocks()
 
 
-def test_what_is_told_of_a_producer_that_is_ahead() -> None:
+def test_the_text_about_a_producer_that_is_ahead() -> None:
     simulation = Simulation()
     producer, consumer = simulation.engine("p", ahead_ns=20 * MS), simulation.engine("d")
     simulation.handover(producer, consumer, times=Times(router=3 * MS, kept=MS))

@@ -51,7 +51,7 @@ def test_whatever_the_true_offsets_every_bound_is_satisfied(
 
 
 @given(st.dictionaries(PAIRS, st.integers(-1000, 1000)))
-def test_contradictions_are_loosened_by_what_is_told_and_no_more_than_needed_is(
+def test_contradictions_are_loosened_as_reported_and_no_more_than_needed(
     bounds: dict[tuple[str, str], int],
 ) -> None:
     found = offsets(bounds, CLOCKS)

@@ -111,7 +111,7 @@ def test_what_a_later_version_wrote_is_left_out_by_name(tmp_path: Path) -> None:
     assert [one.problem for one in recording.damage] == ["trace_version 2, and this command reads 1"]
 
 
-def test_events_before_the_first_line_are_nobodys(tmp_path: Path) -> None:
+def test_events_before_the_first_line_belong_to_no_process(tmp_path: Path) -> None:
     header, *lines = one_handover().processes()[0].lines().splitlines(keepends=True)
     (tmp_path / "w.jsonl").write_bytes(b"".join((*lines[:2], header, *lines[2:])))
     recording = read_recording([tmp_path])

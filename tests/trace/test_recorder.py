@@ -1,4 +1,4 @@
-"""A recorder costs its caller an append, and whatever becomes of its sink stops nobody."""
+"""A recorder costs its caller an append, and a failing sink does not stop the caller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.trace.recorder import Recorder
 
 
 class Kept:
-    """A sink that keeps everything, and can be told to wait or to fail."""
+    """A sink that keeps everything, and can be set to wait or to fail."""
 
     def __init__(self) -> None:
         self.items: list[int] = []
@@ -104,7 +104,7 @@ def test_a_sink_that_fails_loses_its_batch_and_is_named_once(caplog: pytest.LogC
     assert len(caplog.records) == 1
 
 
-def test_a_system_without_a_thread_to_give_stops_the_recording_and_nobody_else(
+def test_a_system_without_a_free_thread_stops_the_recording_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(thread: threading.Thread) -> None:

@@ -36,7 +36,7 @@ def events(path: Path) -> list[Any]:
     return [DECODER.decode(line) for line in path.read_bytes().splitlines()]
 
 
-def test_the_name_tells_whose_it_is_and_nobody_else_may_read_it(tmp_path: Path) -> None:
+def test_the_name_shows_the_process_and_no_other_user_may_read_it(tmp_path: Path) -> None:
     folder = tmp_path / "traces"
     mask = os.umask(0)
     try:
@@ -72,7 +72,7 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     assert file.path != expected
 
 
-def test_what_was_lost_is_told_before_what_came_after_it(tmp_path: Path) -> None:
+def test_lost_events_are_counted_before_the_events_after_them(tmp_path: Path) -> None:
     file = TraceFile(str(tmp_path), "kv_both", STARTED)
     file.take([finished(5)], 3)
     file.close()
@@ -96,7 +96,7 @@ def test_the_newest_events_are_kept_within_the_bound(tmp_path: Path) -> None:
     assert len(numbers) > 5_000
 
 
-def test_a_file_that_somebody_has_taken_away_is_made_again_in_time(tmp_path: Path) -> None:
+def test_a_removed_file_is_made_again_in_time(tmp_path: Path) -> None:
     file = TraceFile(str(tmp_path), "kv_both", STARTED, SMALLEST_BYTES)
     file.path.unlink()
     while not file.path.exists():
@@ -159,7 +159,7 @@ def test_a_folder_that_cannot_be_used_stops_the_start_by_name(tmp_path: Path, ki
     if kind == "a file":
         folder.write_text("")
     elif kind == "a folder that is not ours":
-        folder = Path("/proc")  # nobody, not even root, makes files there
+        folder = Path("/proc")  # no user, not even root, can make files there
     else:
         folder = folder / "there"
     with pytest.raises(InvalidConfig, match=rf"trace_dir is .*{folder.name}.* expected a directory"):

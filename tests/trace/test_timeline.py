@@ -133,7 +133,7 @@ def test_without_the_workers_the_load_is_one_phase() -> None:
 
 
 @pytest.mark.parametrize(("is_finished", "outcome"), [(True, "ended before it was loaded"), (False, "under way")])
-def test_a_request_that_never_heard_of_its_load(is_finished: bool, outcome: str) -> None:
+def test_a_request_without_a_report_of_its_load(is_finished: bool, outcome: str) -> None:
     simulation = Simulation()
     consumer = simulation.engine("d")
     simulation.handover(simulation.engine("p"), consumer)
