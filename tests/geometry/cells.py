@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 
 NULL_BLOCK = 0
 UNNAMED = -1
-"""What memory holds where no byte of the request lies."""
+"""Content of memory outside the request's bytes."""
 
 _BYTE_BITS, _TOKEN_BITS, _HEAD_BITS = 12, 13, 10
 

@@ -1,4 +1,4 @@
-"""What the property test draws: a pair with addresses, sometimes with a change after which it may not work."""
+"""Draws of the property test: a pair with addresses, sometimes with a change that may make it incompatible."""
 
 from __future__ import annotations
 

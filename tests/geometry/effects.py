@@ -1,4 +1,4 @@
-"""What must have happened to a consumer worker's memory, and whether the copies of a plan did that and nothing else."""
+"""The required effect on a consumer worker's memory, and the check that a plan's copies have this effect alone."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Wanted:
 
 
 def number_names(consumer: EngineDescription) -> dict[tuple[str, str], int]:
-    """A number for every (layer, kind) that the consumer has: what only the producer has, nobody needs."""
+    """A number for every (layer, kind) that the consumer has: the producer's others are not needed."""
     found = {tensor.name for worker in consumer.workers for tensor in worker.tensors}
     return {name: number for number, name in enumerate(sorted(found))}
 
@@ -96,7 +96,7 @@ def wanted(
     request: Request,
     numbers: Mapping[tuple[str, str], int],
 ) -> Wanted:
-    """What the request must leave in a consumer worker's memory."""
+    """The content of a consumer worker's memory that the request requires."""
     names = np.full(memory.num_bytes, UNNAMED, np.int64)
     required, optional, tail, late, in_loaded = (np.zeros(memory.num_bytes, np.bool_) for _ in range(5))
     cache: dict[object, Cells] = {}

@@ -1,4 +1,4 @@
-"""What a draw exercises, by name: every feature that the planner claims must be drawn often enough."""
+"""Names of the features that a draw exercises: every feature of the planner must be drawn often enough."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FEATURES = (
     "replicated heads on the consumer",
     "replicated heads on both sides",
     "replicas with several readers",
-    "producer workers that nobody reads from",
+    "producer workers without a reader",
     "pipeline on the producer",
     "pipeline on the consumer",
     "pipelines cut differently",
@@ -114,7 +114,7 @@ def _replicas(case: Drawn, plans: Sequence[TransferPlan]) -> Iterator[str]:
         yield "replicated heads on both sides"
     routes = [route for plan in plans for route in plan.routes]
     if any(not route.slices for route in routes):
-        yield "producer workers that nobody reads from"
+        yield "producer workers without a reader"
     holders: dict[tuple[tuple[str, str], int, int], int] = {}
     for tensor in _tensors(case, "producer"):
         key = (tensor.name, tensor.heads.start, tensor.interleave.rank)

@@ -45,7 +45,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Extent:
-    """What is to be laid out of one kind: sizes by axis, and the bytes of an element."""
+    """The shape of one kind: sizes by axis, and the bytes of an element."""
 
     sizes: Mapping[str, int]
     element_bytes: int
@@ -89,7 +89,7 @@ def lay_out(order: Order, extents: Mapping[str, Extent], without: str = "") -> t
     """Strides of every kind and the bytes of the whole, from the innermost axis to the outermost.
 
     Args:
-        without: axes that are laid out by somebody else; they have no stride here.
+        without: axes that are laid out elsewhere; they have no stride here.
     """
     found: dict[str, tuple[int, dict[str, int], int]] = {}
     end = 0

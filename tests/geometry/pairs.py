@@ -139,7 +139,7 @@ def engine(model: Model, side: Side, engine_id: str) -> Engine:
 def describe(
     model: Model, side: Side, engine_id: str, workers: tuple[WorkerDescription, ...], boot: str = "0" * 32
 ) -> EngineDescription:
-    """What the engine says of itself."""
+    """The engine's description."""
     return EngineDescription(
         engine_id=engine_id,
         boot=boot,

@@ -1,5 +1,5 @@
-"""What goes through the staging pool, as elementary copies: from the waves that a worker would read, and the relayout
-tables by which it would put them in place."""
+"""The copies through the staging pool: from the waves that a worker would read, and the relayout tables by which it
+would put them in place."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def lengths(draw: st.DrawFn, model: Model, local_spans: tuple[int, ...], remote_
             continue
         needed = max(first, num_tokens - group.window_tokens) if group.policy == "window" else first
         here, there = -(-stop // local_spans[index]), -(-num_tokens // remote_spans[index])
-        # A window's blocks are given back when they like, and what was matched locally need not be told.
+        # An engine may free a window's blocks at any time, and tokens that matched locally need not be described.
         clipped = draw(_KEPT) if group.policy == "window" else here
         leading = max(0, min(here - 1, (num_tokens - group.window_tokens) // local_spans[index]) - clipped)
         local.append((leading, here - leading, True))

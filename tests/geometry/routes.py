@@ -1,4 +1,4 @@
-"""What must hold of who reads from whom, whatever the bytes are."""
+"""Checks of the routes of a plan, for any bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.protocol.handshake import EngineDescription
 
 
 def check_routes(plans: Sequence[TransferPlan], producer: EngineDescription) -> None:
-    """Everybody is told, `expected` is how many tell, and replicas serve equally many readers.
+    """Every producer worker is notified by `expected` workers, and replicas serve equally many readers.
 
     Raises:
         AssertionError: naming the producer worker.
@@ -22,7 +22,7 @@ def check_routes(plans: Sequence[TransferPlan], producer: EngineDescription) -> 
         tellers.update(named)
     read = {route.worker for plan in plans for route in plan.routes if route.slices}
     for worker in range(len(producer.workers)):
-        assert tellers[worker], f"nobody tells producer worker {worker}"
+        assert tellers[worker], f"no worker notifies producer worker {worker}"
         assert worker in read or tellers[worker] == 1, f"{tellers[worker]} release producer worker {worker}"
     for plan in plans:
         for route in plan.routes:
