@@ -1,4 +1,4 @@
-"""The lease table under whatever notifications anybody sends, beside the orders of its own engine."""
+"""The lease table under arbitrary notifications, beside the orders of its own engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_BYTES = 4096 // 8 + 64
 
 
 def leases(data: bytes) -> None:
-    """A history of orders and notifications. Nobody ends a lease without its epoch, and its memory stays small."""
+    """A history of orders and notifications. No lease ends without its epoch, and the table's memory stays small."""
     source = Source(data)
     table = LeaseTable(SLOTS)
     live: dict[int, Epoch] = {}

@@ -1,4 +1,4 @@
-"""What is fuzzed: functions from bytes to nothing that raise only where kvferry has a bug.
+"""Fuzz targets: functions of bytes that raise only where kvferry has a bug.
 
 `test_targets.py` runs them under hypothesis, `run_atheris.py` under a coverage-guided fuzzer. `ALL` has them by name.
 """
@@ -125,7 +125,7 @@ def reply(data: bytes) -> None:
 
 
 def worker(data: bytes) -> None:
-    """What a worker handed to its scheduler."""
+    """The description that a worker gave to its scheduler."""
     try:
         found = decode_worker(data)
     except InvalidMessage as refused:
@@ -187,7 +187,7 @@ def description_json(data: bytes) -> None:
 
 
 def params(data: bytes) -> None:
-    """What a client wrote, as JSON: Python's reader takes NaN, infinities, lone surrogates and any integer."""
+    """Params of a client, as JSON: Python's reader takes NaN, infinities, lone surrogates and any integer."""
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError):

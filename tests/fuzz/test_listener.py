@@ -137,7 +137,7 @@ def test_long_messages_that_end_are_never_taken_for_one_without_an_end() -> None
         assert counters.total("bad_frames") == count
 
 
-def test_renewals_that_nobody_takes_are_kept_up_to_a_bound_and_again_when_they_were_taken() -> None:
+def test_waiting_renewals_are_kept_up_to_a_bound_and_again_after_they_were_taken() -> None:
     counters = Counters()
     names = [LeaseName(slot=slot, epoch=EPOCH) for slot in range(MAX_WAITING_LEASES + 1)]
     parts = [names[start : start + MAX_RENEWALS] for start in range(0, len(names), MAX_RENEWALS)]

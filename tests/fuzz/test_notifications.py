@@ -33,7 +33,7 @@ def done(offer: Offer, worker: int = 0, expected: int = 1, consumer: str = "c" *
 
 
 class OtherPeer:
-    """Somebody who reaches a producer's fabric and can send it anything."""
+    """An attacker that reaches a producer's fabric and can send it anything."""
 
     def __init__(self, rig: Rig, producer: Engine) -> None:
         self.fabric = MemoryFabric("other", rig.network)
