@@ -125,7 +125,7 @@ def outage(outages: list[Outage], *servers: ForkedServer) -> Iterator[float]:
 
 
 def check_idle(name: str, producers: Sequence[ForkedServer], consumers: Sequence[ForkedServer]) -> None:
-    """What must hold of engines when nothing is asked any more: nothing is held, nothing stopped, no internal error.
+    """Check engines after the last request: nothing is held, nothing stopped, no internal error.
 
     Every producer hands over to every consumer once more, and takes back an unread lease: so all threads live.
     """
@@ -165,7 +165,7 @@ def _check_pair(name: str, producer: ForkedServer, consumer: ForkedServer) -> No
 
 
 def _bad_lines(server: ForkedServer) -> list[str]:
-    """What must not be in the log of an engine that has started."""
+    """Lines that must not be in the log of a started engine."""
     _, ready, log = server.log_path.read_text().partition("Application startup complete")
     assert ready, server.log_path
     bad = re.findall(r"^.*(?:Traceback|internal error| ERROR | CRITICAL ).*$", log, re.MULTILINE)
@@ -173,7 +173,7 @@ def _bad_lines(server: ForkedServer) -> list[str]:
 
 
 def _held(server: ForkedServer) -> dict[str, float]:
-    """What an engine still holds, by what it is."""
+    """Counts of everything that an engine still holds, by kind."""
     seen = server.metrics()
     return {
         "requests": seen.total("vllm:num_requests_running") + seen.total("vllm:num_requests_waiting"),

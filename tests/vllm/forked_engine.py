@@ -42,7 +42,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What to start.
+    """The engine to start.
 
     Attributes:
         role: of the connector; empty for an engine without one.
@@ -73,7 +73,7 @@ class Answer:
 
 
 class EngineFailed(Exception):
-    """An engine did not do what it was told; the text has the reason and the log's path."""
+    """An engine did not execute a command; the text has the reason and the log's path."""
 
 
 class ForkedEngine:
@@ -122,7 +122,7 @@ class ForkedEngine:
         return answer
 
     def metrics(self) -> Scrape:
-        """What `/metrics` of a server would say."""
+        """The metrics that a server's `/metrics` would have."""
         return parse_metrics(self._call("metrics"))
 
     def free_blocks(self) -> int:

@@ -114,7 +114,7 @@ class ForkedServer:
         self.kill()
 
     def metrics(self) -> Scrape:
-        """What `/metrics` says now."""
+        """The current metrics of `/metrics`."""
         return scrape(self.base_url)
 
     def failure(self, what: str) -> ServerFailed:

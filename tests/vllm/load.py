@@ -25,7 +25,7 @@ Tokens = tuple[int, ...]
 
 
 class Kind(Enum):
-    """What a client sees of a request."""
+    """The result of a request for a client."""
 
     ANSWERED = "answered"
     REFUSED = "HTTP 500"
@@ -133,7 +133,7 @@ def _events(reply: httpx.Response) -> Iterator[Mapping[str, Any]]:
 
 
 class Load:
-    """Clients that each ask one prompt after another, each with a prompt that nobody asked before; half of the answers
+    """Clients that each send one request after another, each with a new prompt; half of the answers
     are streamed. A context manager: leaving it waits for the last answers."""
 
     def __init__(self, name: str, base_url: str, clients: int = 3, interval_s: float = 0.7) -> None:

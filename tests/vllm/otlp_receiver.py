@@ -24,7 +24,7 @@ class Received:
 
 
 class Receiver:
-    """What has arrived so far."""
+    """The spans received so far."""
 
     def __init__(self, port: int) -> None:
         self.endpoint = f"http://127.0.0.1:{port}/v1/traces"

@@ -17,7 +17,7 @@ from scripts.demo.prometheus import program
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What it printed, and its folder."""
+    """The demo's output and folder."""
     folder = tmp_path_factory.mktemp("demo")
     done = subprocess.run(
         [sys.executable, "-m", "scripts.demo", "--once"],

@@ -91,8 +91,8 @@ def test_a_killed_decoder_comes_back_to_the_same_producer(fleet: Fleet, policy: 
 
 @POLICIES
 def test_a_killed_producer_comes_back_to_the_same_decoder(fleet: Fleet, policy: int, tmp_path: Path) -> None:
-    """What was handed over before is computed, or ends with an error, whether it comes while nobody is there or when
-    the next boot has the producer's place; what was read before is not touched by any of it."""
+    """Prompts handed over before are computed, or end with an error, both while no producer runs and after its restart
+    with another boot; prompts read before are not affected."""
     producer, consumer = fleet.producers[policy], fleet.consumers[policy]
     name = f"producer, {NAMES[policy]}"
     outages: list[Outage] = []

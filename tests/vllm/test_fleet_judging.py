@@ -1,4 +1,4 @@
-"""What the drills let pass, and what they do not; without engines."""
+"""The checks of the drills, on passing and failing cases; without engines."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_answer_that_is_too_short_counts_as_broken(page: str, stream: bool) -
     assert ask(page, (500,), tokens=2, stream=stream).kind is Kind.REFUSED
 
 
-def test_nobody_there_is_no_refusal_by_the_router(page: str) -> None:
+def test_an_unreachable_engine_is_no_refusal_by_the_router(page: str) -> None:
     assert ask("http://127.0.0.1:9", PROMPT).kind is Kind.OTHER
 
 

@@ -74,7 +74,7 @@ def test_the_same_prompt_again_moves_only_what_the_decoder_does_not_have(pair: P
 
 def test_a_prompt_that_was_aborted_before_it_was_decoded_gives_its_blocks_back(pair: Pair) -> None:
     before = pair.producer.metrics()
-    pair.prefill(long_prompt("Nobody decodes this"))
+    pair.prefill(long_prompt("Never decoded"))
     wait_until(
         "an unused lease runs out",
         lambda: (pair.producer.metrics() - before).total("vllm:kvferry_leases_released_total", how="expired") == 1,

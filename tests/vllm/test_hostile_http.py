@@ -72,8 +72,8 @@ CASES = [
     Case("kvferry is a list", put(kvferry=[])),
     Case("ten million block ids", lambda params: put(remote_block_ids=[list(range(10_000_000))])(params)),
     Case("block ids out of range", put(remote_block_ids=[[10**6, 10**6 + 1]]), "load_failed"),
-    Case("somebody else's block ids", put(remote_block_ids=[[7, 8]]), "load_failed"),
-    Case("an unknown engine", put(remote_engine_id="nobody"), "load_failed"),
+    Case("another request's block ids", put(remote_block_ids=[[7, 8]]), "load_failed"),
+    Case("an unknown engine", put(remote_engine_id="unknown"), "load_failed"),
     Case("a dead port", put(remote_port=9), "load_failed"),
     Case("a host that does not exist", put(remote_host="no.such.host.invalid"), "load_failed"),
     Case("a host that is none", put(remote_host="tcp://[[:::"), "load_failed"),
@@ -96,7 +96,7 @@ AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: the producer's own answer, that to bad params, and the consumer's own afterwards."""
+    """The result of a case: the producer's own answer, that to bad params, and the consumer's own afterwards."""
 
     want: str
     answer: httpx.Response
@@ -185,7 +185,7 @@ def strict_pair(fast_pair: Pair, logs: Path) -> Iterator[Pair]:
 
 def test_with_the_policy_fail_a_bad_load_ends_its_request_alone(strict_pair: Pair) -> None:
     pair = strict_pair
-    chosen = {"a dead port", "somebody else's block ids", "another epoch", "block ids out of range", "no remote_host"}
+    chosen = {"a dead port", "another request's block ids", "another epoch", "block ids out of range", "no remote_host"}
     for case in (case for case in CASES if case.name in chosen):
         prompt = long_prompt(f"Strictly {case.name}", 12)
         want = pair.plain(pair.producer, prompt)

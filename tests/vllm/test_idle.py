@@ -1,4 +1,4 @@
-"""What a real engine costs while it holds a lease that nobody comes for, and when it knows that it is over."""
+"""The cost of a real engine while it holds an unread lease, and the detection of the lease's end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_engine_that_holds_a_lease_takes_little_of_a_core_and_soon_knows_that
             socket.send_multipart([b"", encode(Release(boot=ours["boot"], leases=(name,)))])
             wait_until(
                 lambda: engine.metrics().total("vllm:kvferry_leases_released_total", how="release") == 1,
-                "it knows, although nobody asks it for anything",
+                "the lease's end is known without any request",
                 timeout_s=60,
             )
         wait_until(lambda: engine.metrics().total("vllm:kv_cache_usage_perc") == 0, "its blocks are free", timeout_s=30)

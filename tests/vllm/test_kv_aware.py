@@ -1,4 +1,4 @@
-"""vllm-router's policy `kv_aware`, which sends a prompt to the producer whose KV events told of its blocks: of real
+"""vllm-router's policy `kv_aware`, which sends a prompt to the producer whose KV events contained its blocks: of real
 engines and, for what those on a CPU cannot publish, of made ones."""
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.vllm.publishing_engine import BLOCK, publishing_server
 from tests.waiting import wait_until
 
 MADE_BLOCK = 16
-"""What the router takes blocks of `--pd-kv-events` to have."""
+"""Tokens of a block for the router's `--pd-kv-events`."""
 DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
-"""In which an engine tells where it publishes."""
+"""The mode in which an engine shows where it publishes."""
 
 
 class FollowingRouter(Router):
-    """The router with the policy, and what it heard and made of it."""
+    """The router with the policy, and its view of the events."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], logs: Path, more: Sequence[str] = ()) -> None:
         (port,) = free_ports(1)
@@ -104,7 +104,7 @@ def engines(logs: Path) -> Iterator[Engines]:
 
 
 @pytest.mark.parametrize("holder", [0, 1])
-def test_a_prompt_goes_to_the_producer_that_told_of_its_blocks(engines: Engines, holder: int) -> None:
+def test_a_prompt_goes_to_the_producer_that_published_its_blocks(engines: Engines, holder: int) -> None:
     router, consumer = engines.router, engines.consumer
     producer, other = engines.producers[holder], engines.producers[1 - holder]
     prompt = prompt_of("held by a producer", holder)
@@ -122,7 +122,7 @@ def test_a_prompt_goes_to_the_producer_that_told_of_its_blocks(engines: Engines,
     assert moved[consumer].total("vllm:kvferry_local_recomputes_total") == 0
 
 
-def test_blocks_that_only_the_consumer_holds_count_for_nobody(engines: Engines) -> None:
+def test_blocks_that_only_the_consumer_holds_count_for_no_producer(engines: Engines) -> None:
     router, consumer = engines.router, engines.consumer
     prompt = prompt_of("held by the consumer", 0)
     post(consumer.base_url, prompt)
@@ -134,7 +134,7 @@ def test_blocks_that_only_the_consumer_holds_count_for_nobody(engines: Engines) 
 
 
 class MadeEngine(ThreadingHTTPServer):
-    """What the router asks of an engine, and events of blocks that nobody has."""
+    """A stand-in for an engine: the answers that the router needs, and events of blocks that no engine has."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], block: int) -> None:
         super().__init__(("127.0.0.1", 0), _Answers)
@@ -224,7 +224,7 @@ class _Answers(BaseHTTPRequestHandler):
 
 
 class MadeEngines:
-    """Two made producers and a made consumer. The router is told of the producers' events or asks for them."""
+    """Two made producers and a made consumer. The router is configured with the producers' events or asks for them."""
 
     def __init__(self, logs: Path, stack: ExitStack, block: int, reported: bool) -> None:
         context = stack.enter_context(zmq.Context())

@@ -1,5 +1,5 @@
-"""What a router hears of real engines, and what real engines hear through a router: a producer and a consumer that
-publish vLLM's KV events."""
+"""KV events of real engines, received by a router and through one: a producer and a consumer that publish vLLM's
+events."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def prefill(producer: Followed, prompt: Sequence[int]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def received(logs: Path) -> Iterator[tuple[Followed, Followed]]:
     with zmq.Context() as context, ExitStack() as stack:
-        producer = Followed("heard-producer", "0", "kv_producer", logs, context)
-        consumer = Followed("heard-consumer", "1", "kv_consumer", logs, context)
+        producer = Followed("followed-producer", "0", "kv_producer", logs, context)
+        consumer = Followed("followed-consumer", "1", "kv_consumer", logs, context)
         for one in (producer, consumer):
             stack.callback(one.close)
             stack.enter_context(one.server)

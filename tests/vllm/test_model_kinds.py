@@ -166,7 +166,7 @@ def difference(one: Answer, other: Answer) -> float:
 
 
 def answers(engine: ForkedEngine) -> list[Answer]:
-    """What it answers to every prompt by itself."""
+    """The engine's answers to all prompts without a transfer."""
     found = [engine.answer(prompt) for prompt in PROMPTS]
     assert len({tuple(answer.tokens) for answer in found}) == len(PROMPTS)
     return found

@@ -95,7 +95,7 @@ def traced(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tra
             engine.wait_ready(START_S)
         params = [hand_over(producer, consumer, *each) for each in zip(PROMPTS, TRACES, strict=True)]
         wait_until("every lease is over", lambda: len(receiver.named("kvferry.lease")) == len(PROMPTS))
-        wait_until("every handover is told", lambda: len(receiver.named("kvferry.handover")) == len(PROMPTS))
+        wait_until("every handover has a span", lambda: len(receiver.named("kvferry.handover")) == len(PROMPTS))
         wait_until("vLLM's own spans", lambda: len(receiver.named("llm_request")) == 2 * len(PROMPTS))
         running.close()
         yield Traced(folder, receiver, params)

@@ -16,7 +16,7 @@ from tests.vllm.forked_engine import EngineSpec, ForkedEngine
 
 _rng = random.Random(11)
 SAID = [[_rng.randrange(3, 49000) for _ in range(count)] for count in (150, 40, 75)]
-"""What the user says, turn by turn."""
+"""The user's prompts, turn by turn."""
 COUNT = 50
 """Tokens of an answer."""
 PREFILLER_BLOCK, DECODER_BLOCK = 32, 64

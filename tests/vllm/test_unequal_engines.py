@@ -33,7 +33,7 @@ ON_ANY_CORES = {1: "0", 2: "0|1"}
 
 
 class Answers:
-    """What engines without a connector answer, each asked once."""
+    """Answers of engines without a connector, each asked once."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
