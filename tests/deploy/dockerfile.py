@@ -26,7 +26,7 @@ class Step:
 
 @dataclass
 class Stage:
-    """What is between two `FROM`."""
+    """A build stage: the lines from one `FROM` to the next."""
 
     name: str
     base: str
@@ -73,7 +73,7 @@ def read_dockerfile(text: str) -> tuple[dict[str, str], list[Stage]]:
 
 
 class Context:
-    """What `docker build` is sent: the files that .dockerignore leaves."""
+    """The build context of `docker build`: all files that .dockerignore does not exclude."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -1,4 +1,4 @@
-"""What must hold for every launch, whoever starts it."""
+"""Checks for every launch, by any tool."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def documented_variables() -> set[str]:
 
 
 def parsed_by_vllm(launches: Sequence[Launch]) -> list[str]:
-    """What vLLM's own parser makes of `vllm serve …`, one line each, in a process of its own.
+    """Results of vLLM's own parser for `vllm serve …` lines, in a process of its own.
 
     Raises:
         AssertionError: it refuses one.

@@ -131,5 +131,5 @@ LAUNCHES = (*kubernetes(), *llm_d(), *systemd())
 
 
 def transfer_configs(text: str) -> list[str]:
-    """What follows `--kv-transfer-config` in documentation."""
+    """The values of `--kv-transfer-config` in documentation."""
     return _TRANSFER_CONFIG.findall(text)

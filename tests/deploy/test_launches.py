@@ -1,4 +1,4 @@
-"""Command lines, configurations, variables, ports and times of deploy/, whoever starts the engines."""
+"""Command lines, configurations, variables, ports and times of deploy/, for every tool that starts engines."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_router_understands_its_command_line(launch: Launch) -> None:
 
 
 @by_source(ENGINES)
-def test_decoders_are_told_an_address_that_they_can_reach(launch: Launch) -> None:
+def test_decoders_get_an_address_that_they_can_reach(launch: Launch) -> None:
     assert launch.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] in ("status.podIP", "10.0.0.1")
     assert launch.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
     assert launch.environment["KVFERRY_SECRET_FILE"] == "/etc/kvferry/secrets"

@@ -97,7 +97,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def engines(job: Job) -> list[Launch]:
-    """Steps without what `srun` is told: from the program on."""
+    """Job steps without the arguments of `srun`: from the program on."""
     steps = [launch for launch in job.launches() if launch.program == "srun"]
     found = []
     for step in steps:
@@ -134,7 +134,7 @@ def test_the_router_lists_both_engines(job: Job) -> None:
     assert router.option("--request-timeout-secs") == others[0].option("--request-timeout-secs")
 
 
-def test_all_engines_have_one_secret_that_nobody_else_can_read(job: Job) -> None:
+def test_all_engines_have_one_secret_that_no_other_user_can_read(job: Job) -> None:
     (path,) = {launch.environment["KVFERRY_SECRET_FILE"] for launch in engines(job)}
     assert len(read_secrets(path)) == 1
 

@@ -1,4 +1,4 @@
-"""What an engine under load tells Prometheus: vLLM's own front end and registry, and a load that has everything in it.
+"""The metrics of an engine under load: vLLM's own front end and registry, and a load that covers everything.
 
 Each scrape finds one step more: all counters and histograms of kvferry have grown, under every label.
 """

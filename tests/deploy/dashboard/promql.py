@@ -1,4 +1,4 @@
-"""What queries ask for, and what kvferry and vLLM have: PromQL is parsed, not searched."""
+"""Metrics and labels in PromQL queries, parsed and compared with those of kvferry and vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS
 
 _LOGGERS = Path(vllm.__file__).parent / "v1" / "metrics" / "loggers.py"
 OF_VLLM = {"vllm:kv_cache_usage_perc": "gauge", "vllm:request_success_total": "counter"}
-"""What is asked of vLLM's own metrics."""
+"""vLLM's own metrics that queries use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def _walk(node: Any, within: tuple[str, ...], by: tuple[str, ...]) -> Iterator[A
 
 
 def complaints(one: Asked) -> list[str]:
-    """What is wrong with how a metric is asked for."""
+    """Errors in a query's use of a metric."""
     sample = samples().get(one.name)
     if sample is None:
         return [f"there is no {one.name}"]

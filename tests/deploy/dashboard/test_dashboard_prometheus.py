@@ -28,7 +28,7 @@ from tests.worker.engine import free_port
 
 QUERIES = [(panel, query) for row in ROWS for panel in row.panels for query in panel.queries]
 CHOICES = {"$__rate_interval": "5s", "$__range": "30s", "$job": ".*", "$instance": ".*", "$engine": ".*"}
-"""What Grafana puts in for "All"."""
+"""Grafana's value for "All"."""
 
 
 class Prometheus:
@@ -54,7 +54,7 @@ class Prometheus:
         )
 
     def get(self, path: str, **arguments: str) -> Any:
-        """The data of an answer; None when nobody answers yet."""
+        """The data of an answer; None when there is no answer yet."""
         try:
             with urllib.request.urlopen(f"{self._url}{path}?{urllib.parse.urlencode(arguments)}", timeout=5) as answer:
                 return json.load(answer)["data"]
