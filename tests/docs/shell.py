@@ -51,7 +51,7 @@ class Shell:
             path.chmod(0o755)
 
     def started(self) -> list[list[str]]:
-        """What stand-ins were started with, the name first."""
+        """Command lines of the started stand-ins, the name first."""
         return [json.loads(line) for line in self._log.read_text().splitlines()]
 
     @property
@@ -74,13 +74,13 @@ class Shell:
 
 
 def succeeded(done: subprocess.CompletedProcess[str], *codes: int) -> str:
-    """What it printed, when it ended as it should (0 unless other codes are given)."""
+    """Its output, after a check of its exit status (0 unless other codes are given)."""
     assert done.returncode in (codes or (0,)), f"exit status {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
 def value_of(words: Sequence[str], option: str) -> str:
-    """What follows an option that is there once, after `=` or as the next word."""
+    """The value of an option that occurs once, after `=` or as the next word."""
     found = [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
     found += [value for word, value in itertools.pairwise(words) if word == option]
     (value,) = found

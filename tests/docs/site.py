@@ -64,14 +64,14 @@ def read_page(path: Path) -> Page:
 
 
 def shape_on_a_git_host(text: str) -> Counter[str]:
-    """What CommonMark with tables, as git hosts render it, makes of a page."""
+    """The shape of a page in CommonMark with tables, as git hosts render it."""
     reader = _Reader()
     reader.feed(f"<article>{MarkdownIt('commonmark').enable('table').render(text)}</article>")
     return reader.page.shape
 
 
 def anchors_on_a_git_host(text: str) -> set[str]:
-    """What git hosts make of the headings: lower case, blanks become hyphens, the n-th of the same name gets `-n`."""
+    """Git hosts' anchors of the headings: lower case, blanks become hyphens, the n-th of the same name gets `-n`."""
     seen: Counter[str] = Counter()
     anchors: set[str] = set()
     tokens = MarkdownIt("commonmark").enable("table").parse(text)

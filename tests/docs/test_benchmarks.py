@@ -36,7 +36,7 @@ for words in json.load(sys.stdin):
 
 
 def parsed(lines: list[list[str]]) -> subprocess.CompletedProcess[str]:
-    """What the scripts' parsers make of command lines: `[[module, options], …]`, one a line."""
+    """Results of the scripts' parsers for command lines: `[[module, options], …]`, one a line."""
     return subprocess.run(
         [sys.executable, "-c", _PARSE], input=json.dumps(lines), capture_output=True, text=True, cwd=ROOT, timeout=100
     )

@@ -18,7 +18,7 @@ STARTED_BY_DOCKER = [command for command in _DOCKER if "--kv-transfer-config" in
 
 
 def launch(text: str) -> Launch:
-    """What a command starts; an image's entry point is `vllm serve`."""
+    """The command line that a command starts; an image's entry point is `vllm serve`."""
     words = shlex.split(text, comments=True)
     if words[0] == "docker":
         words = ["vllm", "serve", *words[words.index("kvferry") + 1 :]]

@@ -1,4 +1,4 @@
-"""What is generated in the documentation is that of the code, and is complete."""
+"""Generated parts of the documentation agree with the code and are complete."""
 
 from __future__ import annotations
 

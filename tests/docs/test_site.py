@@ -20,7 +20,7 @@ from tests.docs.site import Page, anchors_on_a_git_host, read_page, shape_on_a_g
 
 SOURCES = sorted((ROOT / "docs").glob("*.md"))
 _HOST = re.compile(r"(?!.*\.(?:local|internal|lan|example)$)(?:[a-z0-9-]+\.)+[a-z]{2,}")
-"""A name that everybody can look up: no address, none of somebody's own network."""
+"""A public host name: no address, no name of a private network."""
 
 
 def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
@@ -127,7 +127,7 @@ def is_well_formed(link: str) -> bool:
     "link",
     ["http://github.com/a", "https://10.0.0.1/a", "https://host/a", "https://a.internal/", "https://github.com:8443/"],
 )
-def test_a_link_to_a_host_of_somebodys_own_is_seen(link: str) -> None:
+def test_a_link_to_a_private_host_is_found(link: str) -> None:
     assert not is_well_formed(link)
 
 
