@@ -27,7 +27,7 @@ def report(version: str, url: str) -> str:
         ("2.13.0+cu130", "https://x/torch-2.13.0%2Bcu130-cp311-cp311-linux_x86_64.whl", False),
     ],
 )
-def test_the_cpu_build_of_torch_is_told_from_others(
+def test_the_cpu_build_of_torch_is_distinguished_from_others(
     monkeypatch: pytest.MonkeyPatch, version: str, url: str, offered: bool
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
@@ -169,7 +169,7 @@ def test_of_pips_output_only_what_takes_long_is_reported(capsys: pytest.CaptureF
     assert progress.end.endswith("Installing collected packages: a, b, c")
 
 
-def test_a_failing_pip_is_told_with_its_output(tmp_path: Path) -> None:
+def test_a_failing_pip_is_reported_with_its_output(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.write_text("#!/bin/sh\necho 'ERROR: no such package'\nexit 1\n")

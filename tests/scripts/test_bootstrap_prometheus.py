@@ -65,7 +65,7 @@ def test_a_package_without_one_of_them_is_refused_by_name(tmp_path: Path) -> Non
         unpack(a_package(tmp_path, ("prometheus",)), tmp_path)
 
 
-def test_apts_own_words_are_told_when_it_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_apts_own_error_is_shown_when_it_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if shutil.which("dpkg-deb") is None:
         pytest.skip("NOT TESTED: dpkg-deb is not installed, without which apt-get is not asked")
     commands_are(monkeypatch, tmp_path / "path", "#!/bin/sh\necho 'E: no network here' >&2\nexit 100\n")

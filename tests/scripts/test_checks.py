@@ -1,4 +1,4 @@
-"""What passes and what fails: each check is shown a run that is wrong in one way."""
+"""Passing and failing runs: each check gets a run with one defect."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_no_variable_of_grafanas_is_left_in_a_query() -> None:
     assert [query for query in queries if "$" in chosen(query)] == []
 
 
-def test_prometheus_is_told_of_every_engine_by_its_name() -> None:
+def test_prometheus_gets_every_engine_by_its_name() -> None:
     config = config_of({"prefill-0": "http://127.0.0.1:1", "decode-0": "http://127.0.0.1:2"})
     assert [(one["job_name"], one["static_configs"][0]["targets"]) for one in config["scrape_configs"]] == [
         ("prefill-0", ["127.0.0.1:1"]),
@@ -121,7 +121,7 @@ def test_prompts_are_the_same_for_the_same_seed_and_of_several_lengths() -> None
     assert len({len(case.prompt) for case in one}) > 3
 
 
-def test_a_bad_setting_is_told_before_anything_is_installed(
+def test_a_bad_setting_is_reported_before_anything_is_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DECODER_TP_SIZE", "two")

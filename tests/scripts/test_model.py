@@ -1,4 +1,4 @@
-"""What is known of a model before an engine serves it."""
+"""Properties of a model that are known before an engine serves it."""
 
 from __future__ import annotations
 

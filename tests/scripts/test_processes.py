@@ -50,7 +50,7 @@ def test_a_server_is_awaited_and_stopped_with_its_children(tmp_path: Path) -> No
     assert log.read_text().startswith("# TOY=1\n# ")
 
 
-def test_a_server_that_ends_early_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_server_that_ends_early_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     with (
         server("print('no such model: x'); raise SystemExit(3)", tmp_path / "toy.log") as toy,
         pytest.raises(ServerFailed, match=r"(?s)toy ended with exit status 3 .*toy\.log.*no such model: x"),
@@ -58,7 +58,7 @@ def test_a_server_that_ends_early_is_told_with_the_end_of_its_log(tmp_path: Path
         toy.wait_ready(30)
 
 
-def test_a_server_that_hangs_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_server_that_hangs_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     program = "import time; print('still loading', flush=True); time.sleep(600)"
     with server(program, tmp_path / "toy.log", free_ports(1)[0]) as toy:
         while "still loading" not in toy.log_path.read_text().split("\n", 2)[-1]:

@@ -21,7 +21,7 @@ def test_a_model_is_the_same_whenever_it_is_made_and_is_made_once(tmp_path: Path
     torch.rand(7)
     before = torch.get_rng_state()
     second = small_model(NAME, tmp_path / "b")
-    assert torch.equal(torch.get_rng_state(), before), "whoever asks keeps his own random numbers"
+    assert torch.equal(torch.get_rng_state(), before), "the caller's random state is unchanged"
     weights = first / "model.safetensors"
     assert weights.read_bytes() == (second / "model.safetensors").read_bytes()
     made = weights.stat()
