@@ -14,7 +14,7 @@ from tests.packaging.outside import ROOT, Installed
 
 @dataclass(frozen=True)
 class Distributions:
-    """What `python -m hatchling build` made."""
+    """The files that `python -m hatchling build` made."""
 
     wheel: Path
     source: Path

@@ -24,7 +24,7 @@ IMAGE = {
     "implementation_name": "cpython",
     "platform_python_implementation": "CPython",
 }
-"""What markers are asked of the image for GPUs: Ubuntu 24.04."""
+"""Marker values of the image for GPUs: Ubuntu 24.04."""
 GOOD = f"# inputs: abc\na==1.0 \\\n    --hash=sha256:{'0' * 64}\n"
 a_lock = pytest.mark.parametrize("name", NAMES)
 

@@ -29,7 +29,7 @@ def project() -> dict[str, Any]:
 
 
 def too_new(source: str) -> str:
-    """What the oldest Python's grammar says against a source; nothing if it takes it."""
+    """Syntax errors of a source in the oldest Python's grammar; empty if there are none."""
     try:
         ast.parse(source, feature_version=OLDEST)
     except SyntaxError as refused:

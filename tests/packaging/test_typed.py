@@ -1,4 +1,4 @@
-"""A program of somebody else's, checked by `mypy --strict` against the installed wheel, far from the checkout."""
+"""A user's program, checked by `mypy --strict` against the installed wheel, far from the checkout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Checked:
         return next((self.folder / "lib").glob("python3*")) / "site-packages"
 
     def by_mypy(self, program: str) -> subprocess.CompletedProcess[str]:
-        """What mypy says of a program in an empty folder, with its own defaults but strict."""
+        """mypy's output for a program in an empty folder, with its defaults and `--strict`."""
         (self.folder / "work").mkdir(exist_ok=True)
         (self.folder / "work" / "program.py").write_text(program)
         command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(self.folder / "bin" / "python")]

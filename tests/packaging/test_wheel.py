@@ -1,4 +1,4 @@
-"""What is in the wheel, and that it works away from the checkout."""
+"""The content of the wheel, and its use away from the checkout."""
 
 from __future__ import annotations
 
