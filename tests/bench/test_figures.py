@@ -1,4 +1,4 @@
-"""What benchmarks publish: targets say whether they were met, files have circumstances, quick runs are marked."""
+"""Published benchmark files: targets met or missed, circumstances, and marks on quick runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench.first_contact` and `bench.scale` make of their samples."""
+"""The figures that `bench.first_contact` and `bench.scale` compute from their samples."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def reply(request: httpx.Request) -> httpx.Response:
     if request.url.host == "d" and b'"remote_host":"p"' not in request.content.replace(b" ", b""):
         return httpx.Response(400, text="params are missing")
     if request.url.host == "dead":
-        raise httpx.ConnectError("nobody there")
+        raise httpx.ConnectError("no server")
     piece = 'data: {"choices": [{"text": "a", "token_ids": [1]}]}\n\n'
     return httpx.Response(200, text=2 * piece + "data: [DONE]\n\n")
 
@@ -194,7 +194,7 @@ def test_targets_are_met_by_half_of_the_peers_handover_and_missed_by_more() -> N
         assert (one.measured, one.limit) == pytest.approx((1e3 * (handover_s - STEP_S), 40.0))
 
 
-def test_what_no_connector_can_save_is_told_beside_the_handover() -> None:
+def test_time_that_no_connector_can_save_is_shown_beside_the_handover() -> None:
     ours, peer, single = figures(KVFERRY, 0.15, 0.08), figures(CALM, 1.0, 0.1), figures(SINGLE, 0.15, 0)
     single.cached = batch(timing(129, 0.2, 0.07))
     setups = {"kvferry": ours, "calm": peer, "single": single}
