@@ -19,7 +19,7 @@ from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region
 
 
 class AgentBody(msgspec.Struct, frozen=True):
-    """What a fake agent tells its peers: which incarnation it is, and its regions (address, length, kind, device)."""
+    """Metadata of a fake agent for its peers: its incarnation, and its regions (address, length, kind, device)."""
 
     incarnation: int
     regions: tuple[tuple[int, int, MemoryKind, int], ...]
