@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from tests.waiting import deadline_s
 
 _ENDING_S = 30.0
-"""What a thread may take that was told to end."""
+"""Deadline of a thread after it was asked to end."""
 
 _WORKER_DIED = pytest.StashKey[bool]()
 
@@ -57,8 +57,8 @@ def _threads() -> set[threading.Thread]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes minutes comes last where one test follows another: a failure of anything else is known before. It
-    comes first where workers share the tests: nothing else would be left to run beside it at the end."""
+    """Order of the tests. In one process, tests that take minutes come last, after the failures of all others; with
+    several workers they come first, so that other tests can run beside them."""
     others = 9 if hasattr(config, "workerinput") else 0
     items.sort(key=lambda item: _turn(item) or others)
 

@@ -38,11 +38,11 @@ def test_with_a_module_that_leaves_one(_of_module): pass
 
 def test_that_leaves_one(): begin("kvferry-transfer")
 
-def test_that_leaves_another_ones_thread(): begin("somebody")
+def test_that_leaves_another_ones_thread(): begin("another")
 """
 
 
-def test_whoever_leaves_a_thread_behind_is_named(tmp_path: Path) -> None:
+def test_a_test_that_leaves_a_thread_behind_is_named(tmp_path: Path) -> None:
     file = tmp_path / "test_left.py"
     file.write_text(LEAVES)
     options = ("-q", "-p", "no:cacheprovider", "-p", "tests.conftest", "-c", "/dev/null", f"--rootdir={tmp_path}")

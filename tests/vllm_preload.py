@@ -1,4 +1,4 @@
-"""What forked processes need of vLLM, imported once, see `tests.forkserver`."""
+"""The parts of vLLM that forked processes need, imported once, see `tests.forkserver`."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ for _module in (
 logging.disable(logging.NOTSET)
 
 SpinCondition.__init__.__defaults__ = (0.002,)
-"""Seconds for which vLLM's processes poll after every message: one second, in which two engines leave nobody a core."""
+"""Seconds for which vLLM's processes poll after every message: one second, in which two engines take all cores."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 LONGEST_S = math.inf
-"""Nobody waits longer. Less than for ever only where what is waited for is known not to come: see
+"""The longest wait of any test. Shorter only where the awaited event is known not to come: see
 `tests.faults.guards_off`."""
 
 
