@@ -6,7 +6,7 @@
     │   │   └── ForeignParams … written by another connector (they have no `kvferry` object)
     │   ├── InvalidMessage    … in a frame of the side channel or a notification
     │   ├── InvalidDescription … in the JSON of an engine's description
-    │   ├── InvalidCorrelation … in a client's name for its request, or in the setting that says where it is
+    │   ├── InvalidCorrelation … in a client's name for its request, or in the setting that locates it
     │   ├── InvalidConfig     … in the configuration of this engine
     │   │   ├── InvalidSecretFile … in the file of the side channel's secrets, its owner or its mode
     │   │   └── UnsupportedVllm   … in the installed vLLM
