@@ -55,5 +55,5 @@ def test_sums_that_cannot_be_made_are_counted_in_every_step_and_logged_once(
         assert held(producer, "first")
     assert producer.counted("integrity_errors") > 1
     (reported,) = caplog.records
-    assert "do not add up" in reported.getMessage()
+    assert "integrity check of the scheduler side failed" in reported.getMessage()
     assert reported.exc_info, "an unexpected error is shown with its traceback"

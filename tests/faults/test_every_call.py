@@ -42,7 +42,7 @@ METHODS = (
     *("release", "notify", "take_notifications", "open_handles"),
 )
 MOST_POLLS = {"poll": 8, "take_notifications": 3, "open_handles": 2}
-"""How often these are called depends on the time that everything else takes."""
+"""How often these are called, if at all, depends on the time that everything else takes."""
 LEASE_S = 0.3
 """A producer that cannot be notified gets its blocks back all the same."""
 SIDES = ("producer", "consumer")
@@ -93,7 +93,7 @@ NEVER_CALLED |= {("consumer", "take_notifications")}
 def test_whichever_call_raises_loads_are_good_or_failed_and_nothing_is_left(kind: str, side: str, method: str) -> None:
     first, stop = clean(kind, side)[method]
     if first == stop:
-        assert (side, method) in NEVER_CALLED
+        assert (side, method) in NEVER_CALLED or method in MOST_POLLS
         return
     for index in range(first, min(stop, first + MOST_POLLS.get(method, stop))):
         for name, error in _errors(kind, method).items():

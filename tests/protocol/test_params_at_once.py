@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -89,7 +90,8 @@ def freeze(held: dict[Any, Any], key: object, _: object) -> None:
     if isinstance(held.get(key), list):
         held[key] = tuple(held[key])
     elif isinstance(held.get(key), int):
-        held[key] = float(held[key])
+        with contextlib.suppress(OverflowError):
+            held[key] = float(held[key])
     elif isinstance(held.get(key), dict):
         held[key] = MappingProxyType(held[key])
 

@@ -154,9 +154,7 @@ def test_counts_that_differ_from_the_requests_blocks_are_reported(ends: bool, by
     references.check_integrity()
     counts = references._ending if ends else references._held
     counts[2 if by else 3] += by  # a block that no lease keeps has no entry, not even a zero
-    with pytest.raises(
-        LocalProtocolError, match=r"block references: \d held \+ \d ending references, \d \+ \d by request"
-    ):
+    with pytest.raises(LocalProtocolError, match=r"block references: \d held \+ \d ending, \d \+ \d by request"):
         references.check_integrity()
 
 
