@@ -41,14 +41,14 @@ def _listen(options: argparse.Namespace, task: Task) -> int:
     listener = BenchListener(
         host, port, task, secrets_from_environment(), say=lambda line: print(line, file=sys.stderr, flush=True)
     )
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    ends = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(end, lambda *_: listener.stop()) for end in ends]
     try:
         return listener.serve(options.once)
-    except KeyboardInterrupt:
-        return 0
     finally:
-        signal.signal(signal.SIGTERM, before)
         listener.close()
+        for end, handler in zip(ends, before, strict=True):
+            signal.signal(end, handler)
 
 
 def _connect(options: argparse.Namespace, task: Task) -> int:

@@ -88,20 +88,25 @@ class BenchListener:
         self._socket = self._bind(host, port, secrets)
         self._owner: Child | None = None
         self._failures = 0
-        self._reported_ready = self._bug_said = False
+        self._reported_ready = self._bug_said = self._stopped = False
         self._left: Leave | None = None
         self._begin()
 
     def serve(self, once: bool) -> int:
-        """Serve, for ever or until one client has left; returns the exit status of `--once`.
+        """Serve until `stop`, or until one client has left; returns the exit status: of `--once`, otherwise 0.
 
         Raises `BenchFailed` if no memory can be registered.
         """
-        while True:
+        while not self._stopped:
             self.step()
             if once and self._left is not None:
                 left = self._left
                 return 2 if not left.complete else int(left.wrong > 0)
+        return 0
+
+    def stop(self) -> None:
+        """End `serve` soon. For signal handlers: an exception of theirs is lost where Python ignores exceptions."""
+        self._stopped = True
 
     def step(self) -> None:
         """Wait a short time for messages, and process them."""
