@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 
+from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
+from kvferry.scheduler.state.counters import Counters
 from tests.scheduler import channel
 
 
@@ -14,3 +17,17 @@ def threads_before() -> None:
     """Record the threads that exist before the test."""
     channel.BEFORE.clear()
     channel.BEFORE.update(threading.enumerate())
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def renewer(counters: Counters) -> Iterator[LeaseRenewer]:
+    """A renewer whose thread has ended after the test."""
+    renewer = LeaseRenewer(counters)
+    yield renewer
+    renewer.close()
+    assert not channel.threads_named("kvferry-renewer")

@@ -39,11 +39,6 @@ THREAD = "kvferry-listener"
 
 
 @pytest.fixture
-def counters() -> Counters:
-    return Counters()
-
-
-@pytest.fixture
 def served(counters: Counters) -> Iterator[tuple[RecordingListener, int]]:
     with listening(counters) as (listener, port):
         listener.publish(make_description())

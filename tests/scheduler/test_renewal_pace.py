@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-
-import pytest
 
 from kvferry.scheduler.consumer.ledger import RenewLease
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
@@ -13,18 +10,6 @@ from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.state.counters import Counters
 from tests.scheduler.channel import listening
 from tests.scheduler.test_renewer import LONG_S, lease
-
-
-@pytest.fixture
-def counters() -> Counters:
-    return Counters()
-
-
-@pytest.fixture
-def renewer(counters: Counters) -> Iterator[LeaseRenewer]:
-    renewer = LeaseRenewer(counters)
-    yield renewer
-    renewer.close()
 
 
 def test_each_lease_of_a_producer_is_renewed_at_its_own_interval_however_short_a_forged_one(

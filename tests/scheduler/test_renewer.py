@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -27,19 +27,6 @@ pytestmark = pytest.mark.slow
 
 SHORT_S = 1.0
 LONG_S = 3600.0
-
-
-@pytest.fixture
-def counters() -> Counters:
-    return Counters()
-
-
-@pytest.fixture
-def renewer(counters: Counters) -> Iterator[LeaseRenewer]:
-    renewer = LeaseRenewer(counters)
-    yield renewer
-    renewer.close()
-    assert not threads_named("kvferry-renewer")
 
 
 def lease(port: int, slot: int = 1, *, lease_s: float = SHORT_S, host: str = HOST, boot: str = BOOT) -> RemoteLease:

@@ -48,11 +48,6 @@ NAME = LeaseName(slot=1, epoch=f"{2:015x}")
 LISTS: list[Secrets] = [(), (OLD,), (NEW,), (OLD, NEW), (NEW, OLD), (OTHER, NEW)]
 
 
-@pytest.fixture
-def counters() -> Counters:
-    return Counters()
-
-
 @contextlib.contextmanager
 def listening(secrets: Secrets, counters: Counters | None = None) -> Iterator[tuple[RecordingListener, int]]:
     port = free_port()
