@@ -430,7 +430,7 @@ GUARDS = (
         "listener",
         "nothing that arrives ends the listener's thread",
         (6,),
-        "kvferry.scheduler.side_channel.server:SideChannelListener._guarded",
+        "kvferry.scheduler.side_channel.guarded_socket:GuardedSocket.guarded",
         _unguarded,
         ("tests/scheduler/test_listener.py::test_an_unexpected_exception_is_counted_and_the_next_asker_is_answered",),
     ),

@@ -39,7 +39,7 @@ def test_silent_connections_are_closed_for_new_ones_and_active_ones_stay() -> No
     counters = Counters()
     with listening(counters) as (listener, port), client(port) as engine:
         listener.publish(make_description())
-        listener._unfinished.most = MOST
+        listener._socket._unfinished.most = MOST
         silent: list[socket.socket] = []
         for number in range(5 * MOST):
             engine.send_multipart([b"", HELLO])

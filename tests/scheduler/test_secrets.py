@@ -426,9 +426,9 @@ def test_an_exception_in_curve_auth_does_not_stop_the_listener(
     counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with listening((OLD,), counters) as (listener, port):
-        assert listener._curve_auth is not None
+        assert listener._socket._curve_auth is not None
         with monkeypatch.context() as patch:
-            patch.setattr(listener._curve_auth, "_admits", lambda frames: 1 / 0)
+            patch.setattr(listener._socket._curve_auth, "_admits", lambda frames: 1 / 0)
             with pytest.raises(KvferryError):
                 fetch_description(HOST, port, "prefill-0", "test", 0.3, (OLD,))
             wait_until(lambda: counters.total("bad_frames") >= 1, "the error is counted")
@@ -442,7 +442,7 @@ def test_an_exception_in_curve_auth_does_not_stop_the_listener(
 )
 def test_a_malformed_zap_request_is_dropped_or_denied(frames: list[bytes], counters: Counters) -> None:
     with listening((OLD,), counters) as (listener, port):
-        sock = listener._context.socket(zmq.DEALER)
+        sock = listener._socket.context.socket(zmq.DEALER)
         sock.setsockopt(zmq.LINGER, 0)
         sock.connect("inproc://zeromq.zap.01")
         sock.send_multipart(frames or [b""])

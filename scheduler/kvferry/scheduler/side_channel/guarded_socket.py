@@ -1,0 +1,138 @@
+"""A listening ZMQ ROUTER socket that any host may reach: the part that a listener needs whatever it serves.
+
+Connections are authenticated where there are secrets, counted and bounded; messages of a wrong shape are counted and
+dropped. No input raises. It belongs to one thread, which calls `poll` and `serve` in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+import zmq
+
+from kvferry.protocol.handshake import channel_address
+from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.side_channel.sockets import derive_keys, listening_socket
+from kvferry.scheduler.side_channel.connections import LOOK_MS, Refusals, UnfinishedMessages
+from kvferry.scheduler.side_channel.curve_auth import CurveAuth
+from kvferry.scheduler.state.counters import Counters
+
+logger = logging.getLogger(__name__)
+
+_QUIET_S = 1.0
+
+
+class GuardedSocket:
+    """Receives requests of one frame each, and sends answers.
+
+    Args:
+        host, port: where to listen.
+        max_bytes: of a request.
+        secrets: the first is this listener's own; peers may have any of them. Without secrets every peer is served.
+        counters: counts `bad_frames` and `side_channel_refusals`.
+        on_request: called by `serve` with the peer's routing id, for `send`, and the request.
+
+    Raises:
+        zmq.ZMQError: the address cannot be bound.
+        InvalidSecretFile: ZMQ has no CURVE.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        max_bytes: int,
+        secrets: Secrets,
+        counters: Counters,
+        on_request: Callable[[bytes, bytes], None],
+    ) -> None:
+        derive_keys(secrets)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._counters = counters
+        self._on_request = on_request
+        self._quiet_until_s = self._look_again_s = 0.0
+        self._unfinished = UnfinishedMessages()
+        self._refusals = Refusals(counters, self._unfinished)
+        self._curve_auth = CurveAuth(self.context, secrets, self._refusals) if secrets else None
+        self._socket = listening_socket(self.context, host, max_bytes, secrets)
+        self._refusals.watch(self._socket)
+        try:
+            self._socket.bind(channel_address(host, port))
+        except zmq.ZMQError:
+            self._refusals.close(self._socket)
+            self.context.destroy(linger=0)
+            raise
+        self._served: dict[zmq.Socket[bytes], Callable[[], None]] = {self._socket: self._take_one}
+        if self._refusals.monitor is not None:
+            self._served[self._refusals.monitor] = self._refusals.on_event
+        if self._curve_auth is not None:
+            self._served[self._curve_auth.socket] = self._curve_auth.answer
+        self._poller = zmq.Poller()
+        for socket in self._served:
+            self.watch(socket)
+
+    def watch(self, socket: zmq.Socket[bytes]) -> None:
+        """Let `poll` return for this socket too."""
+        self._poller.register(socket, zmq.POLLIN)
+
+    def poll(self, timeout_ms: int | None) -> set[zmq.Socket[bytes]]:
+        """Wait until a socket is readable, at most `timeout_ms`; returns those that are."""
+        times_ms = [timeout_ms] if timeout_ms is not None else []
+        if self._unfinished:
+            times_ms.append(LOOK_MS)
+        return {socket for socket, _ in self._poller.poll(min(times_ms, default=None))}
+
+    def serve(self, ready: set[zmq.Socket[bytes]]) -> None:
+        """Process one message of each of its own sockets among these."""
+        for socket, serve in self._served.items():
+            if socket in ready:
+                self.guarded(serve)
+        self.guarded(self._end_endless)
+
+    def guarded(self, serve: Callable[[], None]) -> None:
+        """Call a function whose exceptions must not end the thread: each is a bug, so its traceback is logged."""
+        try:
+            serve()
+        except Exception:
+            self._counters.add("bad_frames")
+            logger.exception("side channel: a frame could not be served")
+
+    def send(self, asker: bytes, body: bytes) -> None:
+        """Send an answer; it is dropped if the peer is gone or does not read."""
+        try:
+            self._socket.send_multipart([asker, b"", body], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as refused:
+            logger.debug("side channel: an answer could not be sent: %s", refused)
+
+    def bad_frame(self, what: str) -> None:
+        """Count it, and log it at most once a second: any host that reaches the port could fill the disk."""
+        self._counters.add("bad_frames")
+        now_s = time.monotonic()
+        if now_s >= self._quiet_until_s:
+            self._quiet_until_s = now_s + _QUIET_S
+            logger.warning("side channel: dropped %s (similar lines omitted for %g s)", what, _QUIET_S)
+
+    def close(self) -> None:
+        """Close its sockets and free the port. The context stays, for sockets of other threads."""
+        self._refusals.close(self._socket)
+        for socket in self._served:
+            socket.close()
+
+    def _take_one(self) -> None:
+        frames = self._socket.recv_multipart(copy=False)
+        with contextlib.suppress(zmq.ZMQError):  # ZMQ does not know the connection of every message
+            self._unfinished.delivered(int(frames[0].get(zmq.SRCFD)))
+        if len(frames) != 3 or len(frames[1]):
+            self.bad_frame(f"a message of {len(frames)} frames")
+            return
+        self._on_request(frames[0].bytes, frames[2].bytes)
+
+    def _end_endless(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._look_again_s:
+            self._look_again_s = now_s + LOOK_MS / 1000
+            for _ in range(self._unfinished.end_endless()):
+                self.bad_frame("an endless message and its connection")
