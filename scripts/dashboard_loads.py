@@ -245,11 +245,5 @@ FAILURES = Row(
             "ops",
             (Query(rate("kvferry_failed_requests_total", by="instance"), "{{instance}}"),),
         ),
-        Panel(
-            "Correlation values that could not be used",
-            "Of requests; nothing but their timelines lacks anything.",
-            "ops",
-            (Query(rate("kvferry_dropped_correlations_total", by="instance"), "{{instance}}"),),
-        ),
     ),
 )

@@ -38,12 +38,6 @@ OF_ENGINES = (
         "([operations.md](operations.md#a-secret-for-the-side-channel)). Read by `describe`, `doctor` and `bench` too",
     ),
     EnvironmentVariable(
-        "KVFERRY_CORRELATION_HEADER",
-        "",
-        "the header of HTTP requests whose value names a request across engines: a header's name, or `baggage:KEY` for "
-        "a member of W3C Baggage; read by the API servers that load `kvferry.connector.tracing.correlation_middleware`",
-    ),
-    EnvironmentVariable(
         "KVFERRY_ALLOW_VLLM",
         "",
         "a vLLM version that is tried although kvferry was not run with it, exactly as `vllm.__version__` has it; any "

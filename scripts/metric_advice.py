@@ -36,7 +36,6 @@ ADVICE: dict[str, str] = {
     "kvferry_handshakes_served": "One per consumer worker and start. Steady growth: consumers that restart.",
     "kvferry_dropped_messages": "Long steps, or a client floods this producer: find the sender.",
     "kvferry_bad_frames": "See who connects to the side channel: a stock NixlConnector, or no engine at all.",
-    "kvferry_dropped_correlations": "Look at what clients or the router send as `kvferry_correlation`.",
     "kvferry_integrity_errors": "Report the line of the log. The engine serves on; restart it when convenient.",
     "kvferry_lost_orders": "Report the line of the log, and restart the engine: its workers lack holds.",
     "kvferry_side_channel_errors": "The log names the engine and why: its host, its port, a firewall.",

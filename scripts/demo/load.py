@@ -11,7 +11,7 @@ from scripts.accuracy.client import Answer, Client
 from scripts.accuracy.prompts import Case
 
 SLOW = "demo-slow"
-"""The client's name for the slow request."""
+"""The id of the slow request, which both engines' ids contain."""
 SLOW_S = 1.5
 _LENGTHS = (48, 130, 300, 520, 760)
 _TOKENS = range(100, 40_000)
@@ -27,8 +27,8 @@ def prompts(count: int, seed: str) -> list[Case]:
 
 
 def named(case: Case) -> dict[str, object]:
-    """The field of a request that tells both engines what the client calls it."""
-    return {"vllm_xargs": {"kvferry_correlation": case.name}}
+    """The field of a request that engines put into its id, unless a router sends them another one."""
+    return {"request_id": case.name}
 
 
 async def drive(client: Client, router: str, cases: Sequence[Case], at_once: int) -> list[Answer]:

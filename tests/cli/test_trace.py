@@ -69,28 +69,26 @@ def test_everything_is_written_and_the_slowest_is_first_everywhere(example: Path
         == "25 handovers of 10 processes: 23 loaded, 1 recomputed: fence, 1 not fetched: expired"
     )
     assert f"written: {out}" in ran.out
-    order = ["chat-1005", "chat-1007", "chat-1000", "chat-1012"]
+    order = [f"cmpl-7c1e-{number}-0" for number in (1005, 1007, 1000, 1012)]
     texts = (ran.out, (out / PAGE).read_text(), (out / PICTURE).read_text())
     for text in texts:
         places = [text.index(name) for name in order]
         assert places == sorted(places)
-    (row,) = (line for line in ran.out.splitlines() if line.startswith("chat-1005"))
+    (row,) = (line for line in ran.out.splitlines() if line.startswith("cmpl-7c1e-1005"))
     assert re.search(r"prefill-1 → decode-0 +1024 +71\.6 ms +decode queue 64 ms +134 MB at 29\.8 GB/s", row)
     assert "clocks of prefill-1 on host-of-prefill-1 and decode-0" in ran.out
     assert "recomputed: fence" in (out / PICTURE).read_text()
 
 
-def test_one_slow_request_is_found_by_the_clients_id(example: Path) -> None:
-    ran = run("trace", str(example), "--request", "chat-1012", "--json")
+def test_one_slow_request_is_found_by_the_id_that_the_router_gave_it(example: Path) -> None:
+    ran = run("trace", str(example), "--request", "7c1e-1012", "--json")
     (one,) = json.loads(ran.out)["slowest"]
-    assert (one["correlation"], one["outcome"], one["producer"], one["consumer"]) == (
-        *("chat-1012", "loaded", "prefill-0", "decode-0"),
-    )
+    assert (one["outcome"], one["producer"], one["consumer"]) == ("loaded", "prefill-0", "decode-0")
     longest = max(one["phases"][2:], key=lambda phase: phase["ended_ms"] - phase["begun_ms"])
     assert longest == {"phase": "router", "begun_ms": 0.0, "ended_ms": 33.0}
     assert one["bytes"] == 1024 * 131072
     assert [worker["place"] for worker in one["workers"]] == ["tp0", "tp1"]
-    by_theirs = run("trace", str(example), "--request", one["consumer_request"][:14], "--json")
+    by_theirs = run("trace", str(example), "--request", one["consumer_request"], "--json")
     assert json.loads(by_theirs.out)["slowest"] == [one]
 
 
@@ -115,8 +113,8 @@ def test_the_picture_has_as_many_rows_as_asked(example: Path, tmp_path: Path) ->
     root = ElementTree.parse(tmp_path / "a.svg").getroot()  # noqa: S314
     said = "".join(root.itertext())
     assert "The 4 slowest of 25 handovers" in said
-    assert "chat-1012" in said
-    assert "chat-1009" not in said
+    assert "7c1e-1012" in said
+    assert "7c1e-1009" not in said
     hints = [title.text or "" for title in root.iter(f"{SVG}title")]
     assert any(hint.startswith("decode queue: 64 ms") for hint in hints)
     assert any(hint.startswith("tp1 reading: 55 ms") for hint in hints)
@@ -147,7 +145,7 @@ def hostile(folder: Path) -> Path:
     simulation = Simulation()
     producer = simulation.engine("p<script>&\"'")
     consumer = simulation.engine("d</svg>", workers=2, host="h<b>&")
-    simulation.handover(producer, consumer, request=HOSTILE, decode_request="d" + HOSTILE, correlation="c" + HOSTILE)
+    simulation.handover(producer, consumer, request=HOSTILE, decode_request="d" + HOSTILE)
     simulation.handover(
         producer, consumer, MS, Times(), request="x" + HOSTILE, reason="<i>&", recomputed="<b onclick=x>"
     )
@@ -200,7 +198,9 @@ def test_without_rich_the_columns_are_plain(example: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "rich.console", None)
     ran = run("trace", str(example), "--slowest", "2")
     assert ran.code == 0
-    assert re.search(r"^chat-1005  prefill-1 → decode-0    1024   71\.6 ms  decode queue 64 ms", ran.out, re.MULTILINE)
+    assert re.search(
+        r"^cmpl-7c1e-1005\S+  prefill-1 → decode-0    1024   71\.6 ms  decode queue 64 ms", ran.out, re.MULTILINE
+    )
     assert re.search(r"^router +24 +2 ms +33 ms +33 ms  from the producer", ran.out, re.MULTILINE)
 
 

@@ -32,7 +32,6 @@ ARRIVED = DecodeArrived(
     producer="P",
     remote_request="p",
     tokens=100,
-    correlation="mine",
     traceparent=PARENT,
 )
 ORDERED = LoadOrdered(at_ns=20, request="d", first_token=0, stop_token=100)
@@ -100,7 +99,6 @@ def test_a_handover_has_its_wait_and_the_stages_of_every_worker() -> None:
         "kvferry.producer": "P",
         "kvferry.remote_request_id": "p",
         "kvferry.tokens": 100,
-        "kvferry.correlation": "mine",
     }
     stages = (Span("kvferry.load.queued", 21, 25), Span("kvferry.load.reading", 25, 40))
     moved: dict[str, str | int] = {"kvferry.bytes": 7, "kvferry.descriptors": 2, "kvferry.staged_bytes": 0}

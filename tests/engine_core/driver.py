@@ -150,10 +150,7 @@ class Engine:
             prompt_logprobs=request.pop("prompt_logprobs", None),
             stop_token_ids=request.pop("stop_token_ids", None),
         )
-        extra_args = request.pop("extra_args", {})
-        if params is not None:
-            extra_args = {**extra_args, "kv_transfer_params": params}
-        sampling.extra_args = extra_args or None
+        sampling.extra_args = None if params is None else {"kv_transfer_params": params}
         made = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),

@@ -30,6 +30,6 @@ def events_about(events: list[Any], request: str) -> list[str]:
 
 
 def _short(event: Any) -> str:
-    shown = ("tokens", "how", "reason", "first_token", "stop_token", "good", "correlation")
+    shown = ("tokens", "how", "reason", "first_token", "stop_token", "good")
     reported = [f" {name}={getattr(event, name)}" for name in shown if getattr(event, name, "") != ""]
     return type(event).__name__ + "".join(reported)

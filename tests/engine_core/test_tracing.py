@@ -102,22 +102,6 @@ def test_the_files_of_both_engines_make_one_whole_timeline(make: Any, folder: Pa
     assert len(timeline.workers) == 2
 
 
-def test_the_correlation_value_is_recorded_and_invalid_ones_are_counted_once(
-    make: Any, folder: Path, extra: dict[str, Any]
-) -> None:
-    producer = make("kv_producer", extra=extra)
-    for name, value in (("good", "order-17"), ("bad", "order 17")):
-        asked = {"kvferry_correlation": value}
-        producer.engine.add(name, PROMPT, {"do_remote_decode": True}, max_tokens=1, extra_args=asked)
-        producer.answer(name)
-    counters = producer.engine.connector.scheduler_side.counters
-    producer.close()
-    events = events_of(folder, producer)
-    assert events_about(events, "good")[0] == "PrefillArrived tokens=100 correlation=order-17"
-    assert events_about(events, "bad")[0] == "PrefillArrived tokens=100"
-    assert counters.total("dropped_correlations") == 1
-
-
 def test_a_prompt_that_came_again_says_why_it_is_computed_and_of_which_lease(
     make: Any, folder: Path, extra: dict[str, Any]
 ) -> None:

@@ -106,10 +106,8 @@ def test_every_request_tells_its_name_and_the_slow_one_waits_between_the_engines
             await hand_over_slowly(client, "http://p", "http://d")
 
     asyncio.run(ask())
-    names = [body["vllm_xargs"] for _, body in servers.asked]
-    assert sorted(str(name) for name in names) == sorted(
-        str({"kvferry_correlation": name}) for name in (*(f"demo-{n}" for n in range(4)), SLOW, SLOW)
-    )
+    names = [str(body["request_id"]) for _, body in servers.asked]
+    assert sorted(names) == sorted((*(f"demo-{n}" for n in range(4)), SLOW, SLOW))
     assert [host for host, _ in servers.asked[4:]] == ["p", "d"]
     assert servers.asked[5][1]["kv_transfer_params"] == {"remote_host": "p"}
     assert [after for seconds, after in slept if seconds > 0.1] == [5]

@@ -31,15 +31,18 @@ def write_example(folder: Path) -> Path:
             stages={worker: {"reading": tokens * draw.randint(2600, 3300)} for worker in range(2)},
         )
         times, how = wrong.get(number, (usual, {}))
+        name = f"7c1e-{1000 + number}"  # the router's
         simulation.handover(
             producers[number % 2],
             consumers[number // 2 % 2],
             number * 25 * MS,
             times,
-            request=f"cmpl-{draw.getrandbits(64):016x}-0",
-            correlation=f"chat-{1000 + number}",
+            request=f"cmpl-{name}-0-{draw.getrandbits(32):08x}",
+            decode_request=f"cmpl-{name}-0-{draw.getrandbits(32):08x}",
             tokens=tokens,
             **how,  # type: ignore[arg-type]
         )
-    simulation.handover(producers[0], None, 700 * MS, Times(kept=480_000 * MS), request="cmpl-lost-0", how="expired")
+    simulation.handover(
+        producers[0], None, 700 * MS, Times(kept=480_000 * MS), request="cmpl-7c1e-1024-0-00000000", how="expired"
+    )
     return simulation.write(folder)

@@ -132,7 +132,6 @@ class Simulation:
         *,
         request: str = "cmpl-1-0",
         decode_request: str | None = None,
-        correlation: str = "",
         tokens: int = 4096,
         token_bytes: int = 131072,
         reason: str = "",
@@ -150,7 +149,7 @@ class Simulation:
         lease = LeaseName(boot=producer.boot, epoch=f"{next(self._epochs):015x}")
         theirs = producer.scheduler
         now = BEGIN_NS + at_ns
-        _tell(theirs, PrefillArrived(at_ns=now, request=request, tokens=tokens, correlation=correlation))
+        _tell(theirs, PrefillArrived(at_ns=now, request=request, tokens=tokens))
         now += times.prefill_queue
         _tell(theirs, PrefillScheduled(at_ns=now, request=request, lease=lease))
         now += times.prefill
@@ -167,7 +166,6 @@ class Simulation:
             producer=producer.name,
             remote_request=request,
             tokens=tokens,
-            correlation=correlation,
         )
         _tell(ours, arrived)
         now += times.decode_queue

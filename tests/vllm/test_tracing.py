@@ -62,14 +62,13 @@ def server(name: str, core: str, role: str, logs: Path, endpoint: str, folder: P
 
 
 def hand_over(producer: ForkedServer, consumer: ForkedServer, prompt: Tokens, trace: str) -> dict[str, Any]:
-    """As a router that passes the client's trace on, and its name for the request. Returns the params."""
-    headers = {"traceparent": f"00-{trace}-{PARENT}-01"}
-    named: dict[str, Any] = {"vllm_xargs": {"kvferry_correlation": f"client-{trace}"}}
-    prefill = body_of(prompt, 1, kv_transfer_params=ASK_FOR_PREFILL, **named)
+    """As a router that passes the client's trace on, and an id of its own. Returns the params."""
+    headers = {"traceparent": f"00-{trace}-{PARENT}-01", "X-Request-Id": f"router-{trace}"}
+    prefill = body_of(prompt, 1, kv_transfer_params=ASK_FOR_PREFILL)
     answered = post(producer.base_url, prefill, headers=headers)
     assert answered.status_code == 200, answered.text
     params = dict(answered.json()["kv_transfer_params"])
-    decode = body_of(prompt, kv_transfer_params=params, **named)
+    decode = body_of(prompt, kv_transfer_params=params)
     answered = post(consumer.base_url, decode, headers=headers)
     assert answered.status_code == 200, answered.text
     return params
@@ -139,7 +138,7 @@ def test_every_process_has_a_file_and_every_handover_its_whole_sequence(traced: 
         load = loads[arrived.request]
         assert prefill[2].at_ns < arrived.at_ns < load.stages[0].begun_ns < load.at_ns < decode[2].at_ns
         assert arrived.lease == prefill[1].lease
-        assert {prefill[0].correlation, arrived.correlation} == {f"client-{trace}"}
+        assert all(f"router-{trace}" in event.request for event in (prefill[0], arrived))
         assert {prefill[0].traceparent, arrived.traceparent} == {f"00-{trace}-{PARENT}-01"}
         assert load.bytes > 0
 

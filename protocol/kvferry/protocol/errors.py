@@ -6,7 +6,6 @@
     │   │   └── ForeignParams … written by another connector (they have no `kvferry` object)
     │   ├── InvalidMessage    … in a frame of the side channel or a notification
     │   ├── InvalidDescription … in the JSON of an engine's description
-    │   ├── InvalidCorrelation … in a client's name for its request, or in the setting that locates it
     │   ├── InvalidConfig     … in the configuration of this engine
     │   │   ├── InvalidSecretFile … in the file of the side channel's secrets, its owner or its mode
     │   │   └── UnsupportedVllm   … in the installed vLLM
@@ -72,12 +71,6 @@ class InvalidDescription(InputError):
     """A description JSON that cannot be used."""
 
     what = "description JSON"
-
-
-class InvalidCorrelation(InputError):
-    """A correlation value, or a source of such values, that cannot be used."""
-
-    what = "correlation"
 
 
 class InvalidConfig(InputError):

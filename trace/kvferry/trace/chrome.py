@@ -147,7 +147,6 @@ def _args(one: Timeline) -> _Json:
         "producer_request": handover.producer_request,
         "consumer": handover.consumer,
         "consumer_request": handover.consumer_request,
-        "correlation": handover.correlation,
         "lease": f"{handover.lease.boot}/{handover.lease.epoch}" if handover.lease else "",
         "tokens": handover.tokens,
         "outcome": one.outcome,

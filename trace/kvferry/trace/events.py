@@ -82,12 +82,10 @@ class PrefillArrived(RequestEvent, frozen=True, kw_only=True, tag="prefill_arriv
     """Producer's scheduler: a prompt is to be decoded elsewhere.
 
     Attributes:
-        correlation: the client's name for the request, where the engine got one.
         traceparent: of the client's or the router's span, as W3C writes it, where the engine traces.
     """
 
     tokens: Count
-    correlation: str = ""
     traceparent: str = ""
 
 
@@ -120,7 +118,6 @@ class DecodeArrived(RequestEvent, frozen=True, kw_only=True, tag="decode_arrived
 
     Attributes:
         remote_request: its id in the producer.
-        correlation: the client's name for the request, where the engine got one.
         traceparent: of the client's or the router's span, as W3C writes it, where the engine traces.
     """
 
@@ -128,7 +125,6 @@ class DecodeArrived(RequestEvent, frozen=True, kw_only=True, tag="decode_arrived
     producer: Text
     remote_request: RequestName
     tokens: Count
-    correlation: str = ""
     traceparent: str = ""
 
 

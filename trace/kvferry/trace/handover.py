@@ -116,12 +116,6 @@ class Handover:
         return self.decode.process.engine_id if self.decode else ""
 
     @property
-    def correlation(self) -> str:
-        """The client's name for the request; empty where no engine got one."""
-        arrivals = (self.decode.arrived if self.decode else None, self.prefill.arrived if self.prefill else None)
-        return next((one.correlation for one in arrivals if one is not None and one.correlation), "")
-
-    @property
     def tokens(self) -> int:
         """Tokens of the prompt, 0 where unknown."""
         known = (

@@ -84,16 +84,17 @@ def _slowness(one: Timeline) -> tuple[int, int]:
 
 
 def named(one: Timeline, request: str) -> bool:
-    """Whether `request` is a prefix of an id of the handover: the producer's, the consumer's, the client's, the trace's
-    or the lease's."""
+    """Whether an id of the handover contains `request`: the producer's, the consumer's, the trace's or the lease's.
+
+    Both engines' ids contain the `X-Request-Id` that the router sent them.
+    """
     handover = one.handover
     arrivals = (handover.decode and handover.decode.arrived, handover.prefill and handover.prefill.arrived)
     traces = (arrival.traceparent.partition("-")[2] for arrival in arrivals if arrival)
     ids = (
         handover.producer_request,
         handover.consumer_request,
-        handover.correlation,
         handover.lease.epoch if handover.lease else "",
         *traces,
     )
-    return any(known.startswith(request) for known in ids)
+    return any(request in known for known in ids)

@@ -34,7 +34,6 @@ def as_json(report: Report, slowest: int) -> dict[str, Any]:
 def _timeline(one: Timeline) -> dict[str, Any]:
     handover = one.handover
     return {
-        "correlation": handover.correlation,
         "producer": handover.producer,
         "producer_request": handover.producer_request,
         "consumer": handover.consumer,

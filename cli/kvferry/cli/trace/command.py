@@ -34,7 +34,7 @@ def run_trace(options: argparse.Namespace) -> int:
         reported = report(recording, merge(recording), options.request)
         del recording
         if options.request is not None and not reported.timelines:
-            raise InvalidArgument("--request", options.request, "the beginning of an id that is in these files")
+            raise InvalidArgument("--request", options.request, "a part of an id that is in these files")
         if options.out is not None:
             _write(Path(options.out), reported, slowest)
         if options.json:

@@ -97,7 +97,6 @@ def _ids(one: Timeline) -> str:
     handover = one.handover
     arrivals = (handover.decode and handover.decode.arrived, handover.prefill and handover.prefill.arrived)
     known = {
-        "client's": handover.correlation,
         "producer's": handover.producer_request,
         "consumer's": handover.consumer_request,
         "lease": f"{handover.lease.boot} {handover.lease.epoch}" if handover.lease else "",

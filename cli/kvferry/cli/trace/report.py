@@ -40,9 +40,9 @@ def short_id(request: str, longest: int = 34) -> str:
 
 
 def name_of(one: Timeline, longest: int = 34) -> str:
-    """A request's name in pictures: the client's id, else an engine's."""
+    """A request's name in pictures: its id in the producer, else in the consumer."""
     handover = one.handover
-    return short_id(handover.correlation or handover.producer_request or handover.consumer_request or "?", longest)
+    return short_id(handover.producer_request or handover.consumer_request or "?", longest)
 
 
 def format_engines(one: Timeline) -> str:
@@ -84,7 +84,7 @@ class Report:
 
 
 def report(recording: Recording, merged: Merged, request: str | None) -> Report:
-    """Report on all handovers, or on those of a request, given by the beginning of any of its ids."""
+    """Report on all handovers, or on those of a request, given by a part of any of its ids."""
     timelines = merged.timelines
     if request is not None:
         timelines = tuple(one for one in timelines if named(one, request))

@@ -159,9 +159,6 @@ COUNTERS: Mapping[str, CounterSpec] = {
         "kvferry_dropped_messages", "Renewals and releases that came faster than this engine took them."
     ),
     "bad_frames": CounterSpec("kvferry_bad_frames", "Invalid messages on the side channel."),
-    "dropped_correlations": CounterSpec(
-        "kvferry_dropped_correlations", "Requests whose `kvferry_correlation` was invalid."
-    ),
     "integrity_errors": CounterSpec(
         "kvferry_integrity_errors", "Failed integrity checks of kvferry's own counts: a bug; the log has the counts."
     ),

@@ -22,7 +22,6 @@ from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.listen import listen
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.prewarm import KnownProducers
-from kvferry.connector.tracing.correlation import Correlations
 from kvferry.connector.tracing.start import scheduler_tracing
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
@@ -78,7 +77,6 @@ class SchedulerSide:
         self.leases.observer = self.loads.observer = self.tracing
         self._intake = RequestIntake(self._local, self.leases, self.loads, self.counters, allowed, self.tracing)
         self._params_builder = ParamsBuilder(self._local, kv_cache_config)
-        self._correlations = Correlations(self.counters)
         self._gauges = EngineGauges(self.leases, self.loads)
         self._quarantined_blocks = QuarantinedBlocks()
         self._held = HeldBlocks()
@@ -108,9 +106,6 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """Read the request's params before vLLM does."""
-        correlation = self._correlations.of(request)
-        if correlation is not None:
-            logger.debug("req=%s correlation=%s", request.request_id, correlation)
         self._intake.receive(request)
         self._eviction.arrived(request)
         self._flush()

@@ -9,9 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.connector.tracing.correlation import correlation_of
 from kvferry.connector.tracing.spans import SpanItem, WorkerLoads
-from kvferry.protocol.errors import InputError, InvalidCorrelation
+from kvferry.protocol.errors import InputError
 from kvferry.protocol.ids import epoch_to_text
 from kvferry.protocol.orders import LoadOrder
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
@@ -106,7 +105,6 @@ class RecordedScheduler(SchedulerTracing):
                 at_ns=time.time_ns(),
                 request=_name(request.request_id),
                 tokens=request.num_prompt_tokens,
-                correlation=_correlation(request),
                 traceparent=_traceparent(request),
             )
         )
@@ -121,7 +119,6 @@ class RecordedScheduler(SchedulerTracing):
                 producer=source.remote_engine_id,
                 remote_request=source.remote_request_id,
                 tokens=shared_tokens,
-                correlation=_correlation(request),
                 traceparent=_traceparent(request),
             )
         )
@@ -215,14 +212,6 @@ def _lease_in(params: object) -> LeaseName | None:
     except InputError:
         return None
     return _remote_name(RemoteLease.of(source)) if isinstance(source, RemotePrefill) else None
-
-
-def _correlation(request: Request) -> str:
-    """The correlation value, or ""; invalid ones are counted by `Correlations`."""
-    try:
-        return correlation_of(request) or ""
-    except InvalidCorrelation:
-        return ""
 
 
 def _traceparent(request: Request) -> str:

@@ -169,8 +169,6 @@ def _handover_span(opened: _OpenHandover, ended_ns: int, outcome: str, failure: 
         "kvferry.remote_request_id": arrived.remote_request,
         "kvferry.tokens": arrived.tokens,
     }
-    if arrived.correlation:
-        attributes["kvferry.correlation"] = arrived.correlation
     wait = (Span("kvferry.handover.wait", arrived.at_ns, ordered_ns),) if ordered_ns else ()
     loads = tuple(_load_span(worker, load) for worker, load in opened.loads if load.stages)
     return Span("kvferry.handover", arrived.at_ns, ended_ns, attributes, (*wait, *loads), failure)
