@@ -8,64 +8,97 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 
-from scripts import (
-    compatibility,
-    doc_commands,
-    environment_variables,
-    metric_table,
-    option_tables,
-    protocol_reference,
-    timelines_page,
-)
+from scripts import compatibility, protocol_reference
 from tests.faults import guards
+from tests.trace.example import write_example
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-CONFIGURATION_PAGE = DOCS / "configuration.md"
-OPERATIONS_PAGE = DOCS / "operations.md"
-PROTOCOL_PAGE = DOCS / "protocol-reference.md"
-CLI_PAGE = DOCS / "cli.md"
-COMMANDS_PAGE = DOCS / "commands.md"
-PICTURE = DOCS / "plan.svg"
 PICTURED = ("layers=32,heads=8,dim=128,tp=4,pp=2,layout=NHD", "layers=32,heads=8,dim=128,tp=2,stages=20+12,block=64")
-COMPATIBILITY_PAGE = DOCS / "compatibility.md"
-RELIABILITY_PAGE = DOCS / "reliability.md"
-TIMELINES_PAGE = DOCS / "timelines.md"
-TIMELINES_PICTURE = DOCS / "timelines.svg"
-
 _CONSOLE = re.compile(r"(<!-- console -->\n```console\n\$ kvferry )([^\n]*)\n.*?(```\n)", re.DOTALL)
+_ADVICE = re.compile(r"^\| (`vllm:[^|]*`) \| [^|]* \| [^|]* \| ([^|]*) \|$", re.MULTILINE)
 
 
-def command_tables() -> dict[str, str]:
-    """Every generated table of the commands' page by name, as Markdown."""
+def pages() -> dict[Path, str]:
+    """Every file with something generated, as it should be."""
+    parts: dict[str, Mapping[str, str]] = {
+        "configuration.md": {"config": options(), "ignored": ignored()},
+        "operations.md": {"metrics": metrics((DOCS / "operations.md").read_text())},
+        "protocol-reference.md": protocol_reference.reference(),
+        "cli.md": {"keys": short_form_keys()},
+        "compatibility.md": {"pairs": compatibility.table()},
+        "reliability.md": {"guards": guards.table()},
+        "timelines.md": {},
+    }
+    found: dict[Path, str] = {}
+    with example():
+        for name, tables in parts.items():
+            found[DOCS / name] = with_output(filled((DOCS / name).read_text(), tables))
+        found[DOCS / "plan.svg"] = drawn(f"plan {' '.join(PICTURED)} --svg", "plan.svg")
+        found[DOCS / "timelines.svg"] = drawn("trace traces --slowest 12 -o", "waterfall.svg")
+    return found
+
+
+def options() -> str:
+    """The configuration keys with their defaults and meanings, from the class that reads them."""
+    from kvferry.connector.config import FerryConfig
+
+    rows = ["| key | default | meaning | |", "| --- | --- | --- | --- |"]
+    for option in fields(FerryConfig):
+        default = list(option.default) if isinstance(option.default, tuple) else option.default
+        shown = "none" if default is None else f"`{default}`".replace("'", '"')
+        whose = "as in NixlConnector" if option.metadata["peer"] else ""
+        rows.append(f"| `{option.name}` | {shown} | {option.metadata['doc']} | {whose} |")
+    return "\n".join(rows)
+
+
+def ignored() -> str:
+    """The keys that are accepted and have no effect."""
+    from kvferry.connector.config import WITHOUT_MEANING
+
+    return "\n".join(f"- `{key}`: {why}" for key, why in WITHOUT_MEANING.items())
+
+
+def metrics(page: str) -> str:
+    """The table of metrics. Kind and meaning come from the definitions; the last column is written on the page by hand
+    and kept. A new metric gets an empty cell, which a test reports."""
+    from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS
+
+    advice = dict(_ADVICE.findall(page))
+    found: list[tuple[str, str, str]] = []
+    for counter in COUNTERS.values():
+        label = f"{{{counter.label}}}" if counter.label else ""
+        values = f" {counter.label}: {', '.join(counter.values)}." if counter.values else ""
+        found.append((f"{counter.exported}_total{label}", "counter", f"{counter.doc}{values}"))
+    found += [(gauge.exported, "gauge", gauge.doc) for gauge in GAUGES.values()]
+    found += [(histogram.exported, "histogram", histogram.doc) for histogram in HISTOGRAMS.values()]
+    rows = ["| metric | kind | meaning | do |", "| --- | --- | --- | --- |"]
+    rows += [f"| `vllm:{name}` | {kind} | {doc} | {advice.get(f'`vllm:{name}`', '')} |" for name, kind, doc in found]
+    return "\n".join(rows)
+
+
+def short_form_keys() -> str:
+    """The keys of a short form."""
     from kvferry.cli.plan.short_form import KEYS, defaults
 
     rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
     for name, key in KEYS.items():
         default = f"`{defaults()[name]}`" if name in defaults() else ""
         rows.append(f"| `{name}` | {key.form} | {default} | {key.meaning} |")
-    return {"keys": "\n".join(rows)}
+    return "\n".join(rows)
 
 
-def configuration() -> dict[str, str]:
-    """Every generated part of the configuration page by name, as Markdown."""
-    return {
-        "config": option_tables.options(),
-        "ignored": option_tables.ignored(),
-        "environment": environment_variables.table(environment_variables.OF_ENGINES),
-        "script-environment": environment_variables.table(environment_variables.OF_SCRIPTS),
-    }
-
-
-def filled(text: str, parts: Callable[[], dict[str, str]]) -> str:
+def filled(text: str, tables: Mapping[str, str]) -> str:
     """The page with every part between its markers replaced."""
-    for name, table in parts().items():
+    for name, table in tables.items():
         begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
@@ -80,6 +113,25 @@ def with_output(text: str) -> str:
     return _CONSOLE.sub(lambda found: f"{found[1]}{found[2]}\n{output_of(found[2])}{found[3]}", text)
 
 
+@contextlib.contextmanager
+def example() -> Iterator[None]:
+    """A working directory with the recordings that docs/timelines.md shows, in `traces`."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        write_example(Path(folder) / "traces")
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def drawn(arguments: str, file: str) -> str:
+    """The picture that a `kvferry` command writes."""
+    output_of(f"{arguments} {file}")
+    return Path(file).read_text()
+
+
 def output_of(arguments: str) -> str:
     """Output of a `kvferry` command, without blanks at the ends of lines."""
     from kvferry.cli.main import main as kvferry
@@ -88,34 +140,6 @@ def output_of(arguments: str) -> str:
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         kvferry(shlex.split(arguments))
     return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
-
-
-def pages() -> dict[Path, str]:
-    """Every file with something generated, as it should be."""
-    written = {
-        CONFIGURATION_PAGE: filled(CONFIGURATION_PAGE.read_text(), configuration),
-        OPERATIONS_PAGE: filled(OPERATIONS_PAGE.read_text(), lambda: {"metrics": metric_table.table()}),
-        PROTOCOL_PAGE: filled(PROTOCOL_PAGE.read_text(), protocol_reference.reference),
-        CLI_PAGE: with_output(filled(CLI_PAGE.read_text(), command_tables)),
-        COMPATIBILITY_PAGE: filled(COMPATIBILITY_PAGE.read_text(), lambda: {"pairs": compatibility.table()}),
-        RELIABILITY_PAGE: filled(RELIABILITY_PAGE.read_text(), lambda: {"guards": guards.table()}),
-        TIMELINES_PAGE: timelines_page.page(TIMELINES_PAGE.read_text(), with_output),
-    }
-    commands = doc_commands.of_repository({page: text for page, text in written.items() if page != COMMANDS_PAGE})
-    return {
-        **written,
-        COMMANDS_PAGE: filled(COMMANDS_PAGE.read_text(), lambda: doc_commands.tables(commands)),
-        PICTURE: picture(*PICTURED),
-        TIMELINES_PICTURE: timelines_page.picture(output_of),
-    }
-
-
-def picture(producer: str, consumer: str) -> str:
-    """The picture of a plan between two short forms."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.svg"
-        output_of(f"plan {producer} {consumer} --svg {shlex.quote(str(path))}")
-        return path.read_text()
 
 
 def main(arguments: list[str]) -> int:

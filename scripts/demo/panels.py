@@ -1,14 +1,18 @@
-"""The dashboard as a table: what its panels show at this moment."""
+"""The dashboard as a table: what the panels of `deploy/grafana/kvferry.json` show at this moment."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.table import Table
 
-from scripts.dashboard_parts import Query, Row
+from scripts.accuracy.settings import ROOT
 
+DASHBOARD = ROOT / "deploy" / "grafana" / "kvferry.json"
 Ask = Callable[[str], Sequence[tuple[Mapping[str, str], float]]]
 """A query → its series: labels and value."""
 
@@ -18,30 +22,43 @@ _LARGE = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 _LABEL = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 
-def dashboard_table(rows: Sequence[Row], ask: Ask) -> tuple[Table, int, int]:
-    """A line for every panel that has data.
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A panel, under the heading of its row. `queries`: PromQL and legend of each; `unit`: Grafana's name."""
 
-    Returns:
-        The table, how many panels have data, and how many there are.
-    """
+    row: str
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+
+
+def read_panels(file: Path = DASHBOARD) -> list[Panel]:
+    """All panels of a dashboard, in its order."""
+    found: list[Panel] = []
+    row = ""
+    for panel in json.loads(file.read_text())["panels"]:
+        if panel["type"] == "row":
+            row = panel["title"]
+            continue
+        queries = tuple((target["expr"], target["legendFormat"]) for target in panel["targets"])
+        found.append(Panel(row, panel["title"], panel["fieldConfig"]["defaults"]["unit"], queries))
+    return found
+
+
+def dashboard_table(panels: Iterable[Panel], ask: Ask) -> Table:
+    """A line for every panel that has data."""
     table = Table("", "panel", "now", title="deploy/grafana/kvferry.json, panel by panel")
-    shown = 0
-    for row in rows:
-        heading = row.title
-        for panel in row.panels:
-            said = [text for query in panel.queries for text in _said(query, panel.unit, ask)]
-            if said:
-                more = f" … {len(said) - _MOST_SERIES} more" if len(said) > _MOST_SERIES else ""
-                table.add_row(heading, panel.title, ", ".join(said[:_MOST_SERIES]) + more)
-                heading = ""
-                shown += 1
-        table.add_section()
-    return table, shown, sum(len(row.panels) for row in rows)
-
-
-def _said(query: Query, unit: str, ask: Ask) -> list[str]:
-    found = [(labels, value) for labels, value in ask(query.expr) if value]
-    return [f"{legend(query.legend, labels)} {shown(value, unit)}" for labels, value in found]
+    last = ""
+    for panel in panels:
+        series = [(text, *one) for query, text in panel.queries for one in ask(query) if one[1]]
+        if series:
+            values = [f"{legend(text, labels)} {shown(value, panel.unit)}" for text, labels, value in series]
+            more = f" … {len(values) - _MOST_SERIES} more" if len(values) > _MOST_SERIES else ""
+            if panel.row != last:
+                table.add_section()
+            table.add_row("" if panel.row == last else panel.row, panel.title, ", ".join(values[:_MOST_SERIES]) + more)
+            last = panel.row
+    return table
 
 
 def legend(text: str, labels: Mapping[str, str]) -> str:

@@ -18,9 +18,8 @@ from scripts.accuracy.fleet import plan_fleet
 from scripts.accuracy.model import prepare
 from scripts.accuracy.router import Router
 from scripts.accuracy.settings import Settings
-from scripts.dashboard import ROWS
 from scripts.demo.load import SLOW, drive, hand_over_slowly, prompts
-from scripts.demo.panels import dashboard_table
+from scripts.demo.panels import dashboard_table, read_panels
 from scripts.demo.prometheus import Prometheus, program
 
 _REQUESTS = 30
@@ -112,11 +111,12 @@ class Demo:
         return server
 
     def _show_dashboard(self, prometheus: Prometheus) -> bool:
-        table, shown, panels = dashboard_table(ROWS, prometheus.ask)
+        panels = read_panels()
+        table = dashboard_table(panels, prometheus.ask)
         self._console.print()
         self._console.print(table)
-        self._console.print(f"{shown} of {panels} panels have data; the others tell of what did not happen here\n")
-        return shown > 0
+        self._console.print(f"{table.row_count} of {len(panels)} panels have data: the others count rarer events\n")
+        return table.row_count > 0
 
     def _show_timelines(self) -> bool:
         """As an operator would: the slow request, by the name that its client gave it."""

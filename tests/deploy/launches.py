@@ -17,8 +17,6 @@ DEPLOY = REPOSITORY / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 SYSTEMD = DEPLOY / "systemd"
 
-_TRANSFER_CONFIG = re.compile(r"--kv-transfer-config '(.*?)'(?=\s|$)", re.DOTALL)
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -128,8 +126,3 @@ def systemd() -> Iterator[Launch]:
 
 LAUNCHES = (*kubernetes(), *llm_d(), *systemd())
 """All but Slurm's, which a test sees when it runs the script."""
-
-
-def transfer_configs(text: str) -> list[str]:
-    """The values of `--kv-transfer-config` in documentation."""
-    return _TRANSFER_CONFIG.findall(text)

@@ -10,13 +10,26 @@ from vllm_router.launch_router import parse_router_args
 
 from kvferry.protocol.errors import InvalidConfig
 from tests.deploy.judging import documented_variables, judge_transfer_config, parsed_by_vllm
-from tests.deploy.launches import LAUNCHES, REPOSITORY, Launch, transfer_configs
+from tests.deploy.launches import LAUNCHES, Launch
+from tests.docs.commands import typed
 
 pytestmark = pytest.mark.slow
 
 ENGINES = [launch for launch in LAUNCHES if launch.is_engine]
 ROUTERS = [launch for launch in LAUNCHES if not launch.is_engine]
-PAGES = ("README.md", "docs/deployment.md", "docs/migration.md")
+
+
+def documented() -> list[Launch]:
+    """Starts of engines and routers on the pages; an image's entry point is `vllm serve`."""
+    found = [command.words for command in typed("vllm") if "--kv-transfer-config" in command.words]
+    for command in typed("docker"):
+        words = command.words[command.words.index("kvferry") + 1 :] if "kvferry" in command.words else ()
+        if len(words) > 1:
+            found.append(("vllm-router", *words) if "vllm-router" in command.words else ("vllm", "serve", *words))
+    return [Launch("documentation", words, {}, 0.0) for words in found]
+
+
+DOCUMENTED = documented()
 
 
 def by_source(launches: Sequence[Launch]) -> pytest.MarkDecorator:
@@ -31,14 +44,6 @@ def test_each_platform_starts_producers_and_consumers() -> None:
     found = {(launch.source.split()[0], role_of(launch)) for launch in ENGINES}
     platforms = ("kubernetes", "llm-d", "systemd")
     assert found == {(platform, role) for platform in platforms for role in ("kv_producer", "kv_consumer")}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_configurations_in_the_documentation_are_kvferrys(page: str) -> None:
-    found = transfer_configs((REPOSITORY / page).read_text())
-    assert found
-    for text in found:
-        judge_transfer_config(text)
 
 
 @pytest.mark.parametrize(
@@ -63,16 +68,20 @@ def test_the_judge_of_configurations_refuses_bad_ones(config: str, error: type[E
 
 
 def test_vllm_understands_every_engines_command_line() -> None:
-    understood = parsed_by_vllm(ENGINES)
-    assert len(understood) == len(ENGINES)
-    for launch, line in zip(ENGINES, understood, strict=True):
-        assert line.split() == [launch.words[2], launch.option("--port"), "300", role_of(launch), "recompute"]
+    of_pages = [launch for launch in DOCUMENTED if launch.is_engine]
+    assert len(of_pages) >= 4
+    understood = [line.split() for line in parsed_by_vllm([*ENGINES, *of_pages])]
+    for launch, line in zip(ENGINES, understood, strict=False):
+        assert line == [launch.words[2], launch.option("--port"), "300", role_of(launch), "recompute"]
+    for launch, line in zip(of_pages, understood[len(ENGINES) :], strict=True):
+        assert (line[0], *line[3:]) == (launch.words[2], role_of(launch), "recompute")
 
 
-@by_source(ROUTERS)
+@by_source([*ROUTERS, *(launch for launch in DOCUMENTED if not launch.is_engine)])
 def test_the_router_understands_its_command_line(launch: Launch) -> None:
     router = parse_router_args(list(launch.words[1:]))
-    assert (router.vllm_pd_disaggregation, router.kv_connector, router.host) == (True, "nixl", "0.0.0.0")
+    assert (router.vllm_pd_disaggregation, router.kv_connector) == (True, "nixl")
+    assert router.host == ("127.0.0.1" if launch.source == "documentation" else "0.0.0.0")
     assert router.port == 30000
     assert router.prefill_urls
     assert router.decode_urls

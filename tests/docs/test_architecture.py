@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.shell import ROOT
+from tests.docs.commands import ROOT
 from tests.packaging.outside import PACKAGES
 
 ARCHITECTURE, DESIGN = ROOT / "docs" / "architecture.md", ROOT / "docs" / "design.md"

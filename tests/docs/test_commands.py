@@ -1,108 +1,151 @@
-"""Every command of the documentation has something that checks it, and that exists."""
+"""The commands of the documentation can be typed: programs, subcommands, options, recipes and files are there.
+
+Command lines of engines and routers are judged by `tests/deploy/test_launches.py`, what `kvferry` prints in a `console`
+block by `test_generated.py`.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import re
 import subprocess
-from collections.abc import Iterator
+import sys
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+import yaml
 
-from scripts import doc_commands
-from scripts.doc_commands import LARGEST_SHARE, Command, checked_by, of_repository, share_in_need
-from tests.docs.shell import ROOT, Shell, succeeded
+from kvferry.cli.main import main as kvferry
+from kvferry.connector.metrics.tables import COUNTERS
+from tests.docs.commands import PAGES, ROOT, Command, blocks, commands_of, typed
 
-COMMANDS = of_repository()
-AS_THEY_STAND = checked_by("tests/docs/test_commands.py::test_a_command_runs_as_it_stands")
-PROGRAMS = ("kvferry", "python", "vllm", "pip", "just", "curl", "kubectl", "docker", "scripts/", "openssl", "systemctl")
-
-
-def named(commands: list[Command]) -> list[str]:
-    return [f"{command.page}:{command.line} {command.shown[:40]}" for command in commands]
-
-
-def unmarked(commands: list[Command]) -> list[str]:
-    return named([command for command in commands if command.check is None])
-
-
-def test_every_command_says_how_it_is_checked() -> None:
-    assert len(COMMANDS) > 40
-    assert unmarked(COMMANDS) == []
+CHECKED_HERE = {"kvferry", "python", "-m", "just", "curl", "grep", "ruff", "lint-imports", "mypy", "pre-commit"}
+CHECKED_ELSEWHERE = {
+    **dict.fromkeys(("docker", "kubectl", "helm", "sbatch", "install", "systemctl", "openssl", "chown"), "platforms"),
+    "vllm": "tests/deploy/test_launches.py",
+    "pip": "tests/packaging/test_wheel.py",
+    **dict.fromkeys(("run_accuracy_test.sh", "test.sh", "run_demo.sh"), ".ci/run, tests/vllm/test_demo.py"),
+}
+BASE = {"python", "ruff", "mypy", "lint-imports", "mkdocs"}
+"""Programs of the environment that recipes start."""
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "```sh\nkvferry fly\n```\n",
-        "```bash\nkvferry fly\n```\n",
-        "```console\n$ kvferry fly\n```\n",
-        "```\n$ kvferry fly\n```\n",
-    ],
-    ids=["sh", "bash", "console", "none"],
+def test_every_command_has_a_program_that_something_checks() -> None:
+    found = typed()
+    assert len(found) > 60
+    known = {*CHECKED_HERE, *CHECKED_ELSEWHERE}
+    # "$(scripts/find_python.sh)" stands for a Python.
+    assert {c.program for c in found if "find_python" not in c.words[0]} - known == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_bash_can_read_every_block(page: Path) -> None:
+    text = "\n".join(block for _, block in blocks(page))
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=20)
+
+
+def test_scripts_are_taken_apart_into_simple_commands() -> None:
+    script = "A=1 a --one \\\n    two    # said\n\n# nothing\n(umask 077; b '{\n}' > x)\nc \"it's\" | d\n"
+    assert commands_of(script) == [("a", "--one", "two"), ("b", "{\n}"), ("c", "it's"), ("d",)]
+
+
+class Parsed(Exception):
+    """The command line was understood; nothing is run."""
+
+
+@pytest.mark.parametrize("command", typed("kvferry"), ids=lambda command: f"{command.page}:{command.line}")
+def test_kvferry_understands_its_command_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command
+) -> None:
+    """Plans of two short forms, which need no engine, are made as well."""
+    monkeypatch.chdir(tmp_path)
+    if sum("layers=" in word for word in command.words) == 2 and "layers=32,head=8" not in str(command.words):
+        assert kvferry(command.words[1:]) in (0, 2)
+        return
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(parser: argparse.ArgumentParser, *given: Any) -> None:
+        parse(parser, *given)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    with pytest.raises((Parsed, SystemExit)) as ended:
+        kvferry(command.words[1:])
+    assert not isinstance(ended.value, SystemExit) or ended.value.code == 0, "unknown to the parser"
+
+
+def test_an_option_that_is_not_there_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    unknown = Command("docs/new.md", 1, ("kvferry", "doctor", "--fly"))
+    with pytest.raises(AssertionError, match="unknown to the parser"):
+        test_kvferry_understands_its_command_lines(monkeypatch, tmp_path, unknown)
+
+
+@pytest.mark.parametrize("command", typed("python"), ids=lambda command: " ".join(command.words[2:]))
+def test_modules_are_there_and_have_the_options(command: Command) -> None:
+    module, *rest = command.words[command.words.index("-m") + 1 :]
+    if module == "pytest":
+        assert [word for word in rest if word.startswith("tests/") and not (ROOT / word).exists()] == []
+        return
+    assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+    sources = "".join(path.read_text() for path in (ROOT / module.partition(".")[0]).glob("*.py"))
+    assert [word for word in rest if word.startswith("--") and f'"{word}"' not in sources] == []
+
+
+RECIPES = dict(
+    re.findall(r"^([\w-]+)(?: [*+]?[\w-]+)*:\n((?: +.*\n?)+)", (ROOT / "justfile").read_text(), re.MULTILINE)
 )
-def test_a_command_that_nothing_checks_is_seen(text: str) -> None:
-    (found,) = doc_commands.commands("docs/new.md", text)
-    assert (found.text, found.check) == ("kvferry fly", None)
 
 
-def test_commands_are_taken_apart_by_lines_that_go_on_and_quotes_that_are_open() -> None:
-    script = "a --one \\\n    two\n\n# nothing\nb '{\n}'    # said\nc \"it's\" && d\n"
-    found = doc_commands.commands("docs/new.md", f"<!-- needs a moon -->\n```sh\n{script}```\n")
-    assert [(each.line, each.text) for each in found] == [
-        (3, "a --one \\\n    two"),
-        (7, "b '{\n}'    # said"),
-        (9, 'c "it\'s" && d'),
-    ]
+def test_recipes_are_there_and_call_what_is_there() -> None:
+    assert {command.words[1] for command in typed("just")} <= set(RECIPES)
+    for name, body in RECIPES.items():
+        assert [file for file in re.findall(r"\bscripts/\w+\.sh\b", body) if not (ROOT / file).is_file()] == [], name
+        for module in re.findall(r"python -m ((?:scripts|bench|tests)[.\w]+)", body):
+            path = ROOT / module.rstrip(".").replace(".", "/")
+            assert path.with_suffix(".py").is_file() or path.is_dir(), name
+        assert set(re.findall(r"\.venv/bin/([\w-]+)", body)) <= BASE, name
+    (target,) = (command.words[2] for command in typed("just") if command.words[1] == "fuzz")
+    assert any(f"\ndef {target}(data: bytes)" in path.read_text() for path in (ROOT / "tests/fuzz").glob("*targets.py"))
 
 
-@pytest.mark.parametrize("mark", ["not run", "tested", "tested:", "needs", "run it"])
-def test_a_mark_that_says_nothing_is_none(mark: str) -> None:
-    (found,) = doc_commands.commands("docs/new.md", f"<!-- {mark} -->\n```sh\nkvferry fly\n```\n")
-    assert found.check is None
+def test_the_checks_are_those_of_the_script_and_of_the_hooks() -> None:
+    checks = {" ".join([command.program, *command.words[1:]]) for command in typed("ruff", "lint-imports", "mypy")}
+    script = (ROOT / "scripts" / "test.sh").read_text()
+    assert [check for check in checks if not re.search(rf"^ *check {re.escape(check)}$", script, re.MULTILINE)] == []
+    assert checks == {line.strip().removeprefix(".venv/bin/") for line in RECIPES["check"].splitlines()}
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert {hook["entry"].split()[0] for hook in local["hooks"]} == {
+        f".venv/bin/{check.split()[0]}" for check in checks
+    }
+    assert [name for name in checks if not (Path(sys.executable).parent / name.split()[0]).is_file()] == []
 
 
-def test_few_commands_need_what_the_tests_do_not_have() -> None:
-    assert 0 < share_in_need(COMMANDS) <= LARGEST_SHARE
+def test_the_workflow_runs_what_the_readme_names() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    named = [command.words[0] for command in typed("run_accuracy_test.sh", "test.sh") if command.page == "README.md"]
+    assert [f"{name} || status=$?" in (ROOT / ".ci" / "run").read_text() for name in named] == [True, True]
 
 
-def test_the_share_counts_every_command_in_need() -> None:
-    text = "<!-- needs GPUs -->\n```sh\na\nb\n```\n<!-- run -->\n```sh\nc\nd\n```\n"
-    assert share_in_need(list(doc_commands.commands("docs/new.md", text))) == 0.5
+def test_every_folder_of_tests_has_its_time_in_the_table() -> None:
+    listed = re.findall(r"\| `tests/([\w/]+)", (ROOT / "CONTRIBUTING.md").read_text())
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/**/test_*.py")}
+    assert {name.partition("/")[0] for name in listed} == folders - {"faults", "vllm"}
+    assert [name for name in listed if not (ROOT / "tests" / name).is_dir()] == []
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=named(COMMANDS))
-def test_what_is_said_to_check_a_command_exists(command: Command) -> None:
-    check = command.check
-    assert check is not None
-    assert check.test or check.needs
-    file, _, name = check.test.partition("::")
-    if file:
-        assert (ROOT / file).is_file()
-    if name:
-        assert f"\ndef {name}(" in (ROOT / file).read_text(), check.test
-    if file == ".ci/run":
-        assert f"\n{command.text.split('#')[0].strip()} || status=$?\n" in (ROOT / file).read_text()
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=named(COMMANDS))
-def test_bash_can_read_it(command: Command) -> None:
-    subprocess.run(["bash", "-n"], input=command.text, text=True, check=True, timeout=20)
-
-
-def indented_commands(page: Path) -> Iterator[str]:
-    fenced = False
-    for line in page.read_text().splitlines():
-        fenced ^= line.lstrip().startswith("```")
-        if not fenced and line.startswith("    ") and line.strip().removeprefix("$ ").startswith(PROGRAMS):
-            yield line
-
-
-@pytest.mark.parametrize("page", [*doc_commands.pages()], ids=lambda page: page.name)
-def test_no_command_hides_in_a_block_that_is_only_indented(page: Path) -> None:
-    assert list(indented_commands(page)) == []
-
-
-@pytest.mark.parametrize("command", AS_THEY_STAND, ids=named(AS_THEY_STAND))
-def test_a_command_runs_as_it_stands(command: Command, tmp_path: Path) -> None:
-    shell = Shell.within(tmp_path)
-    assert succeeded(shell.run(command.text)) or list(shell.folder.iterdir()), "it printed nothing and wrote nothing"
+def test_engines_are_asked_by_their_own_routes_and_for_counters_that_they_have() -> None:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    source = "".join(path.read_text() for path in (Path(spec.origin).parent / "entrypoints").rglob("*.py"))
+    routes = {*re.findall(r'@router\.(get|post)\("(/\w+)"', source), ("get", "/metrics")}
+    asked = typed("curl")
+    assert {("post" if "POST" in c.words else "get", urlsplit(c.words[-1]).path) for c in asked} <= routes
+    (prefix,) = (command.words[1] for command in typed("grep"))
+    assert any(re.match(prefix, f"vllm:{counter.exported}_total") for counter in COUNTERS.values())

@@ -14,8 +14,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from scripts.doc_commands import TOP_PAGES, of_repository
-from tests.docs.shell import ROOT
+from tests.docs.commands import ROOT, TOP_PAGES
 from tests.docs.site import Page, anchors_on_a_git_host, read_page, shape_on_a_git_host
 
 SOURCES = sorted((ROOT / "docs").glob("*.md"))
@@ -145,7 +144,7 @@ def test_a_page_has_the_same_parts_on_the_site_as_on_a_git_host(
     assert found == expected
 
 
-@pytest.mark.parametrize("source", [*SOURCES, *(ROOT / page for page in TOP_PAGES)], ids=lambda source: source.name)
+@pytest.mark.parametrize("source", [*SOURCES, *TOP_PAGES], ids=lambda source: source.name)
 def test_links_hold_on_a_git_host_as_well(source: Path) -> None:
     page = read_markdown(source)
     missing: list[str] = []
@@ -171,12 +170,3 @@ def read_markdown(source: Path) -> list[str]:
             if isinstance(link, str) and not is_elsewhere(link):
                 found.append(unquote(link))
     return found
-
-
-def test_every_page_with_commands_is_on_the_site(site: Path) -> None:
-    pages = {command.page for command in of_repository()}
-    assert [
-        page
-        for page in pages
-        if page.startswith("docs/") and not (site / Path(page).name).with_suffix(".html").exists()
-    ] == []

@@ -11,11 +11,9 @@ import pytest
 from rich.console import Console
 
 from scripts.accuracy.client import Client
-from scripts.dashboard import ROWS
-from scripts.dashboard_parts import Panel, Query, Row
 from scripts.demo.__main__ import main
 from scripts.demo.load import SLOW, drive, hand_over_slowly, prompts
-from scripts.demo.panels import dashboard_table, legend, shown
+from scripts.demo.panels import Panel, dashboard_table, legend, read_panels, shown
 from scripts.demo.prometheus import ALERTS, chosen, config_of, series_of
 
 
@@ -40,14 +38,14 @@ def test_a_legend_has_its_labels() -> None:
     assert legend("{{gone}}", {}) == ""
 
 
-def test_panels_without_data_are_counted_and_not_listed() -> None:
-    full, empty = (Panel(name, "", "s", (Query(name, "p99"),)) for name in ("full", "empty"))
+def test_panels_without_data_are_not_listed() -> None:
+    panels = [Panel("row", name, "s", ((name, "p99"),)) for name in ("full", "empty")]
 
     def ask(query: str) -> list[tuple[Mapping[str, str], float]]:
         return [({}, 0.5)] if query == "full" else []
 
-    table, found, panels = dashboard_table([Row("row", (full, empty))], ask)
-    assert (found, panels) == (1, 2)
+    table = dashboard_table(panels, ask)
+    assert table.row_count == 1
     console = Console(width=100)
     with console.capture() as captured:
         console.print(table)
@@ -56,7 +54,7 @@ def test_panels_without_data_are_counted_and_not_listed() -> None:
 
 
 def test_no_variable_of_grafanas_is_left_in_a_query() -> None:
-    queries = [query.expr for row in ROWS for panel in row.panels for query in panel.queries]
+    queries = [query for panel in read_panels() for query, _ in panel.queries]
     assert queries
     assert [query for query in queries if "$" in chosen(query)] == []
 
