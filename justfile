@@ -65,6 +65,11 @@ fmt:
     .venv/bin/ruff check --fix .
     .venv/bin/ruff format .
 
-# write the lock files anew, from what is installed and, for GPUs, from the package index; needs uv: just lock cuda
-lock *names:
-    .venv/bin/python -m scripts.relock {{ names }}
+# write requirements/*.lock anew; versions that still fit are kept without --upgrade; needs uv: just lock --upgrade
+lock *options:
+    cd requirements; {{ compile }} {{ options }} --override overrides.txt cpu.txt -o cpu.lock
+    cd requirements; {{ compile }} {{ options }} dev.txt -o dev.lock
+    cd requirements; {{ compile }} {{ options }} cuda.txt ../pyproject.toml --extra cli --extra vllm -o cuda.lock
+
+compile := "uv pip compile --no-config --universal --python-version 3.11 --generate-hashes --no-annotate --quiet"
+export UV_CUSTOM_COMPILE_COMMAND := "just lock"

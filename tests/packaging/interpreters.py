@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lock_files import read_lock
-from scripts.relock import REQUIREMENTS
-from tests.packaging.outside import ROOT
+from tests.packaging.outside import ROOT, pins
 
 NEEDED = ("hypothesis", "msgspec", "numpy", "pytest", "pyzmq", "rich")
 """All that the core and its tests import; torch and nixl have gigabytes of their own."""
@@ -52,9 +50,8 @@ class Foreign:
         subprocess.run([find(version), "-m", "venv", str(folder)], check=True, timeout=120)
         made = cls(folder)
         constraints = folder / "constraints.txt"
-        locks = [read_lock(REQUIREMENTS / f"{name}.lock").versions for name in ("cpu", "dev")]
-        pins = {name: pin for lock in locks for name, pin in lock.items()} if version >= LOCKED_SINCE else {}
-        constraints.write_text("".join(f"{name}=={pin}\n" for name, pin in pins.items()))
+        wanted = {**pins("cpu"), **pins("dev")} if version >= LOCKED_SINCE else {}
+        constraints.write_text("".join(f"{name}=={pin}\n" for name, pin in wanted.items()))
         done = made.run("python", "-m", "pip", "install", "--quiet", "-c", str(constraints), *NEEDED)
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1][:300]

@@ -6,11 +6,23 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protocol", "plan", "trace", "scheduler", "worker", "connector", "cli")
+REQUIREMENTS = ROOT / "requirements"
+
+
+def pins(lock: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Name → version in `requirements/LOCK.lock`, as far as its markers fit this environment, or the given one."""
+    lines = (REQUIREMENTS / f"{lock}.lock").read_text().splitlines()
+    found = [Requirement(line.rstrip(" \\")) for line in lines if not line.startswith(("#", " "))]
+    fits = [one for one in found if one.marker is None or one.marker.evaluate(dict(environment or {}))]
+    return {one.name: str(one.specifier).removeprefix("==") for one in fits}
 
 
 @dataclass(frozen=True)
