@@ -115,8 +115,7 @@ def _notes(device: torch.device, huge_bytes: dict[str, int], seconds: float) -> 
         "A post within a host copies in the call, so several loads at once follow one another, bookkeeping included.",
         "Requests do not share a post: it saves what the table says, and one bad lease would fail all of them.",
         "Blocks that are scattered on the consumer alone are not staged for that: see the table.",
-        "The pages are as each table says. An engine moves caches in host memory into huge ones before they are "
-        "registered (`huge_pages_s`), which takes what the table says.",
+        "The pages are as each table says. An engine has huge ones with `THP_MEM_ALLOC_ENABLE=1`.",
         f"All of it took {seconds:.0f} s.",
     ]
     if device.type == "cuda":

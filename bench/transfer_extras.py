@@ -13,13 +13,11 @@ import numpy as np
 from bench.figures import Table
 from bench.transfer_loads import Loads
 from bench.transfer_measure import Bench
-from bench.transfer_memory import seconds_to_collapse
 from bench.transfer_rivals import BareNixl, Pieces, pieces_of
 from bench.transfer_shapes import MIB, Scenario, equal_shards, shown_bytes
 
 _REQUESTS = 8
 _IDLE_S = 3.0
-_COLLAPSED_BYTES = 256 * MIB
 
 
 def extras(bench: Bench, pool_bytes: int, *, huge: bool, turns: int) -> list[Table]:
@@ -35,7 +33,6 @@ def extras(bench: Bench, pool_bytes: int, *, huge: bool, turns: int) -> list[Tab
         tables = [_shared_post(bench, loads, bare, turns)]
         if bench.target.device.type == "cpu":
             tables.append(_scattered(bench, loads, bare, turns))
-            tables.append(_collapse())
         bench.leases(1)
         held = bench.ask("idle_cpu", _IDLE_S)
     finally:
@@ -100,18 +97,6 @@ def _scattered(bench: Bench, loads: Loads, bare: BareNixl, turns: int) -> Table:
     )
     rows = [(name, seconds * 1e6, size / seconds / 1e9) for name, seconds in took.items()]
     return Table(f"{shown_bytes(size)} in runs of {shown_bytes(run)}, bare NIXL", ("blocks", "µs", "GB/s"), rows)
-
-
-def _collapse() -> Table:
-    """Whether caches that the engine has filled could be put into huge pages when they are registered."""
-    seconds = seconds_to_collapse(_COLLAPSED_BYTES)
-    per_gib = None if seconds is None else seconds * (1 << 30) / _COLLAPSED_BYTES
-    columns = ("memory in use", "s", "s per GiB")
-    return Table(
-        "Memory in use put into huge pages (MADV_COLLAPSE)",
-        columns,
-        ((shown_bytes(_COLLAPSED_BYTES), seconds, per_gib),),
-    )
 
 
 def _joined(pieces: list[Pieces]) -> Pieces:

@@ -9,9 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvferry.worker.fabric.port import MemoryKind, Region
-from kvferry.worker.memory.huge_pages import use_huge_pages
-
 _HUGE_BYTES = 2 << 20
 _NO_HUGE_PAGES = 15
 """MADV_NOHUGEPAGE, which Python's mmap does not name everywhere."""
@@ -67,13 +64,6 @@ def huge_bytes_at(address: int) -> int:
         elif inside and line.startswith("AnonHugePages:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def seconds_to_collapse(num_bytes: int) -> float | None:
-    """Seconds to move host memory in use into huge pages (`MADV_COLLAPSE`); None if the system does not."""
-    memory = Memory(num_bytes, huge=False, device=torch.device("cpu"))
-    done = use_huge_pages([Region(memory.address, num_bytes, MemoryKind.DRAM)], float("inf"))
-    return done.seconds if done.huge_bytes == num_bytes else None
 
 
 class IoVectors:

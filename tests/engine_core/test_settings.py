@@ -20,7 +20,6 @@ EXTRA: dict[str, Any] = {
     "max_loads": 33,
     "staging_pool_bytes": 3 << 20,
     "direct_min_bytes": 4097,
-    "huge_pages_s": 0.25,
     "engine_ttl": 3601.0,
     "max_peers": 17,
     "failed_read_grace_s": 59.0,

@@ -119,12 +119,6 @@ class FerryConfig:
     direct_min_bytes: int = _option(
         DIRECT_MIN_BYTES, whole(1, 1 << 40), "run length in bytes from which reads go straight into the cache"
     )
-    huge_pages_s: float = _option(
-        10.0,
-        number(0, 600),
-        "longest time in seconds, at start, to move caches in host memory into huge pages, which are faster to read; "
-        "a gigabyte takes about two, or none with `THP_MEM_ALLOC_ENABLE=1`; 0: they are not moved",
-    )
     max_peer_labels: int = _option(
         32,
         whole(0, MAX_PEER_LABELS),

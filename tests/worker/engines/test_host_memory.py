@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,3 +93,15 @@ def test_memory_that_cannot_be_pinned_stops_the_start_with_its_size(cuda: FakeCu
 def test_memory_that_the_system_does_not_have_is_refused_by_its_size() -> None:
     with pytest.raises(InvalidConfig, match=rf"room for {1 << 60} bytes"):
         HostMemory(1 << 60, torch.device("cpu"))
+
+
+def test_the_system_is_asked_for_huge_pages() -> None:
+    memory = HostMemory(8 << 20, torch.device("cpu"))
+    inside, flags = False, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = line.split(" ", 1)[0].split("-")
+        if len(bounds) == 2:
+            inside = int(bounds[0], 16) <= memory.tensor.data_ptr() < int(bounds[1], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert "hg" in flags.split() or not Path("/sys/kernel/mm/transparent_hugepage").exists()

@@ -24,7 +24,6 @@ class WorkerSettings:
     peer_ttl_s: after which a producer that was not read from is forgotten; 0 or less for never.
     max_peers: producers that are known at once, not counting those that are being read from.
     failed_read_grace_s: how long memory stays out of use after a read into it has failed (`fabric.reads`).
-    huge_pages_s: how long the start may take for moving host memory into huge pages (`memory.huge_pages`).
     check_integrity: check the integrity after every step of the transfer thread, not only when it is idle.
     """
 
@@ -40,5 +39,4 @@ class WorkerSettings:
     peer_ttl_s: float = 3600.0
     max_peers: int = 1024
     failed_read_grace_s: float = FAILED_READ_GRACE_S
-    huge_pages_s: float = 0.0
     check_integrity: bool = False

@@ -28,7 +28,6 @@ from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.loads.watchdog import LoadWatchdog
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.device import clock_for
-from kvferry.worker.memory.huge_pages import use_huge_pages
 from kvferry.worker.memory.slot_reads import SlotReads
 from kvferry.worker.peers.handshake_client import AskingThreads, fetch_description
 from kvferry.worker.peers.peer import PeerKey
@@ -100,12 +99,9 @@ class FerryWorker:
         cache_regions = exported.regions() if self._mirror is not None or not settings.host_buffer else []
         table_region = Region(self._table.address.address, self._table.num_bytes, MemoryKind.DRAM)
         pool = [self._staging.region()] if self._staging is not None else []
-        use_huge_pages([*cache_regions, *pool], settings.huge_pages_s)
         self._host_memory = [*(self._mirror.memory if self._mirror is not None else ())]
         if self._staging is not None and self._staging.memory is not None:
             self._host_memory.append(self._staging.memory)
-        for memory in self._host_memory:
-            memory.pin()  # not earlier: pinned pages cannot become huge pages
         self._fabric.register([*cache_regions, table_region, self._slot_reads.region(), *pool])
         self._slot_reads.prepare(self._fabric)
         self.description = WorkerDescription(

@@ -181,7 +181,6 @@ class WorkerSide:
                 peer_ttl_s=config.engine_ttl,
                 max_peers=config.max_peers,
                 failed_read_grace_s=config.failed_read_grace_s,
-                huge_pages_s=config.huge_pages_s,
                 check_integrity=config.debug_check_integrity,
             ),
             make_fabric=lambda name: NixlFabric(name, agent),

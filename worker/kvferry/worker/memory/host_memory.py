@@ -1,11 +1,12 @@
 """Host memory of an exact size that a device can copy from and to.
 
-torch rounds pinned memory up to a power of two: 33 GiB would take 64. So this module maps pages and registers them
-with CUDA.
+torch rounds pinned memory up to a power of two: 33 GiB would take 64. So this module maps pages, huge ones where the
+system has them, and registers them with CUDA.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvferry.protocol.errors import InvalidConfig
 
 
 class HostMemory:
-    """Whole pages of private memory, zero at first. Not pinned before `pin`.
+    """Whole pages of private memory, zero at first and pinned until `unpin`.
 
     Args:
         num_bytes: at least 1; rounded up to whole pages.
@@ -25,35 +26,27 @@ class HostMemory:
         tensor: uint8 `[num_bytes]`, the memory without the rounding.
 
     Raises:
-        InvalidConfig: the system has too little memory.
+        InvalidConfig: the system has too little memory, or CUDA refuses to pin it.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._mapped_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._on_cuda = device.type == "cuda"
-        self._is_pinned = False
         try:
             pages = mmap.mmap(-1, self._mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
             raise self._refused(f"the system's error: {error}") from None
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.from_numpy(np.frombuffer(pages, dtype=np.uint8))[:num_bytes]
-
-    def pin(self) -> None:
-        """Register the pages with CUDA; from now on they stay where they are. Idempotent.
-
-        Raises:
-            InvalidConfig: CUDA refuses.
-        """
-        if not self._on_cuda or self._is_pinned:
-            return
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(self.tensor.data_ptr(), self._mapped_bytes, 0))
-        if code:
-            raise self._refused(f"cudaHostRegister returned error {code}")
-        self._is_pinned = True
+        self._is_pinned = device.type == "cuda"
+        if self._is_pinned:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = int(runtime.cudaHostRegister(self.tensor.data_ptr(), self._mapped_bytes, 0))
+            if code:
+                raise self._refused(f"cudaHostRegister returned error {code}")
 
     def unpin(self) -> None:
-        """Undo `pin`, once nothing copies from or to the memory any more. Idempotent."""
+        """Unregister the pages, once nothing copies from or to them any more. Idempotent."""
         if self._is_pinned:
             self._is_pinned = False
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -31,7 +31,7 @@ class Staging:
         on_host: the buffer is host memory, wherever the caches are, for fabrics that do not reach the device.
 
     Attributes:
-        memory: of a buffer in host memory, to be pinned before the first load.
+        memory: of a buffer in host memory, to be unpinned at the end.
 
     Raises:
         PoolTooSmall: the capacity is not enough for a wave.

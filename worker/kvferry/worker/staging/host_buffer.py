@@ -39,7 +39,7 @@ class HostMirror:
 
     Attributes:
         caches: the same caches, described in host memory.
-        memory: of the copy, to be pinned before the first copy.
+        memory: of the copy, to be unpinned at the end.
 
     Raises:
         InvalidConfig: there is too little host memory.
