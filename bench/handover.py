@@ -114,7 +114,7 @@ def _measure_length(bench: Bench, loads: Loads, bare: BareNixl | None, tokens: i
         if turn:  # the first one warms up
             for name, seconds in took_s.items():
                 ms[name].append(1e3 * seconds)
-        totals = loaded.totals[0]
+        totals = loaded.records[0]
     assert totals is not None
     return Measured(loads.scenario.name, tokens, ms, totals.descriptors, totals.staged_bytes)
 

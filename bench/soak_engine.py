@@ -162,10 +162,9 @@ class SoakEngine(CacheEngine):
     def _collect(self, worker: FerryWorker) -> None:
         index = self.workers.index(worker)
         results = worker.take_results()
-        self.moved_bytes += sum(totals.transferred_bytes for totals in results.totals)
-        self.staged_bytes += sum(totals.staged_bytes for totals in results.totals)
-        for name in ("undelivered", "bad_notifications", "late_notifications"):
-            self.counts[name] += getattr(results, name)
+        self.moved_bytes += sum(load.transferred_bytes for load in results.good_loads)
+        self.staged_bytes += sum(load.staged_bytes for load in results.good_loads)
+        self.counts.update(results.counts)
         if results.alive is not None:
             self.alive[index] = results.alive
         for request_id in results.sent:

@@ -19,7 +19,7 @@ from kvferry.protocol.params_mac import sign_params
 from kvferry.worker import transfer_thread
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import Fabric, PeerAgent
-from kvferry.worker.loads.record import LoadTotals
+from kvferry.worker.loads.record import LoadRecord
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.peers.peer import Peer
 from kvferry.worker.worker import MakeFabric
@@ -78,7 +78,7 @@ class Loaded:
 
     seconds: float
     result_s: float
-    totals: tuple[LoadTotals, ...]
+    records: tuple[LoadRecord, ...]
     stamps: tuple[Stamp, ...] = ()
 
 
@@ -171,7 +171,7 @@ class Loads:
         return Loaded(
             seconds=(max(box.reported_ns, box.notified_ns) - begun_ns) / 1e9,
             result_s=(box.reported_ns - begun_ns) / 1e9,
-            totals=tuple(results.totals),
+            records=tuple(results.good_loads),
             stamps=ends if stamped else (),
         )
 

@@ -135,7 +135,7 @@ def _cell(bench: Bench, loads: Loads, bare: BareNixl, pid: int, size: int, turns
             for name, value in took.items():
                 seconds[name].append(value)
             results.append(one.result_s)
-            posted = one.totals[0].descriptors
+            posted = one.records[0].descriptors
     return Cell(size, seconds, results, sum(len(one.local) for one in shares[0]), posted)
 
 

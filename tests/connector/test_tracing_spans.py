@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import pytest
 
 from kvferry.connector.tracing.spans import RootSpan, Span, SpanBuilder, SpanItem, WorkerLoads
@@ -42,7 +41,7 @@ NAMES: dict[str, str | int] = {"kvferry.request_id": "d", "kvferry.lease": f"{LE
 
 def reported(worker: int, *loads: LoadEnded) -> WorkerLoads:
     """As a worker sends it."""
-    return WorkerLoads(worker, msgspec.msgpack.encode(loads))
+    return WorkerLoads(worker, loads)
 
 
 def spans_of(*items: SpanItem, builder: SpanBuilder | None = None) -> list[RootSpan]:

@@ -57,7 +57,7 @@ class CountingEngine(Engine):
 
     def collect(self) -> StepResults:
         results = super().collect()
-        self.integrity_errors += results.integrity_errors
+        self.integrity_errors += results.counts["integrity_errors"]
         return results
 
 

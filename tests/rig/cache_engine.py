@@ -23,7 +23,7 @@ from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.step import next_orders, receive_messages
 from kvferry.worker.fabric.port import Fabric
-from kvferry.worker.loads.record import LoadTotals
+from kvferry.worker.loads.record import LoadRecord
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker
@@ -45,7 +45,7 @@ class CacheEngine:
     Attributes:
         sent, loaded: per request, how many workers have reported it.
         failed: per request the reason of the first worker that failed.
-        totals: totals of every worker's good loads.
+        totals: records of every worker's good loads.
         counts: the workers' other counters.
     """
 
@@ -64,7 +64,7 @@ class CacheEngine:
         self.sent: Counter[str] = Counter()
         self.loaded: Counter[str] = Counter()
         self.failed: dict[str, FailureReason] = {}
-        self.totals: list[LoadTotals] = []
+        self.totals: list[LoadRecord] = []
         self.counts: Counter[str] = Counter()
         self.counters = Counters()
         self.leases = ProducerLedger(settings.lease_slots, LEASE_S, self.counters)
@@ -171,10 +171,8 @@ class CacheEngine:
 
     def _collect(self, worker: FerryWorker) -> None:
         results = worker.take_results()
-        self.totals += results.totals
-        self.counts["undelivered"] += results.undelivered
-        self.counts["bad_notifications"] += results.bad_notifications
-        self.counts["late_notifications"] += results.late_notifications
+        self.totals += results.good_loads
+        self.counts.update(results.counts)
         for request_id in results.sent:
             self.sent[request_id] += 1
             if self.sent[request_id] == len(self.workers):

@@ -37,17 +37,6 @@ from tests.worker.probe_fabric import ProbeFabric
 from tests.worker.toy_caches import CPU, CacheShape, ToyCaches
 from tests.worker.until_idle import wait_until_idle
 
-COUNTED = (
-    "undelivered",
-    "bad_notifications",
-    "late_notifications",
-    "quarantined_loads",
-    "quarantined_blocks",
-    "graces_over",
-    "integrity_errors",
-    "lost_orders",
-)
-
 
 class Engine:
     """One engine of one worker. Its methods are called on one thread: the test's."""
@@ -237,8 +226,7 @@ class Engine:
         self.seen.failed |= results.failed
         self.seen.load_records += results.load_records
         self.seen.alive = self.seen.alive if results.alive is None else results.alive
-        for name in COUNTED:
-            self.seen.counts[name] += getattr(results, name)
+        self.seen.counts.update(results.counts)
         return results
 
     def set_timeouts(

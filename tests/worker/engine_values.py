@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvferry.protocol.handshake import ModelFacts
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
-from kvferry.worker.loads.record import LoadRecord, LoadTotals
+from kvferry.worker.loads.record import LoadRecord
 from kvferry.worker.settings import WorkerSettings
 from tests.worker.toy_caches import Bytes, CacheShape
 
@@ -70,6 +70,6 @@ class Seen:
     counts: Counter[str] = field(default_factory=Counter)
 
     @property
-    def totals(self) -> list[LoadTotals]:
-        """Totals of the good loads."""
-        return [load.totals for load in self.load_records if load.totals is not None]
+    def totals(self) -> list[LoadRecord]:
+        """Records of the good loads."""
+        return [load for load in self.load_records if load.reason is None]

@@ -12,9 +12,10 @@ import pytest
 
 from kvferry.worker.loads import runner as load_runner
 from kvferry.worker.loads.load import Load, LoadContext, Steps
-from kvferry.worker.loads.record import StageTimes
+from kvferry.worker.loads.record import LoadRecord
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.loads.runner import LoadRunner
+from kvferry.worker.peers.peer import PeerKey
 
 
 @pytest.fixture
@@ -43,8 +44,8 @@ class _InFlight:
 
     def __init__(self, name: str) -> None:
         self.order = SimpleNamespace(request_id=name)
-        self.ordered_s = time.monotonic()
-        self.times, self.staged = StageTimes(self.ordered_s), None
+        source = PeerKey("host", 1, "engine", "0" * 32)
+        self.record, self.staged = LoadRecord(request_id=name, source=source, ordered_s=time.monotonic()), None
 
 
 def test_loads_that_fit_into_a_stretch_are_resumed_at_one_go(
@@ -92,7 +93,7 @@ def test_a_round_takes_the_time_of_all_its_stretches_and_not_what_lies_between_t
     monkeypatch.setattr(load_runner, "_STRETCH_S", stretch_s)
     monkeypatch.setattr(load_runner, "time", SimpleNamespace(monotonic=lambda: now_s))
     for load in runner._running:
-        load.ordered_s = now_s
+        load.record.ordered_s = now_s
         runner._running[load] = slow()
     runner.step()
     while runner.is_amid_round():

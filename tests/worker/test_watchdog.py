@@ -51,7 +51,7 @@ def test_a_load_without_a_report_fails_after_its_deadline_and_its_blocks_are_ali
     results = scene.poll()
     assert results.failed == {"stuck": FailureReason.DEADLINE}
     assert results.alive == frozenset({"stuck"}), "in the same report, or its blocks could be given away in between"
-    assert results.quarantined_loads == 1
+    assert results.counts == {"quarantined_loads": 1}
     results = scene.poll()
     assert (results.failed, results.alive) == ({}, None)
     scene.now_s += 1.0

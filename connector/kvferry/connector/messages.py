@@ -15,6 +15,7 @@ from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import WorkerDescription, decode_worker, encode
 from kvferry.protocol.orders import LeaseHold, StepOrders, decode_orders, encode_head, encode_orders
+from kvferry.trace.events import LoadEnded
 from kvferry.worker.loads.results import WorkerGauges
 
 
@@ -93,13 +94,13 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):
         over: held requests whose slots have been cleared, each reported once. vLLM's own `finished_sending` is only
             for requests that vLLM holds.
         gauges: the workers' latest values.
-        loads: results of the worker's loads (`reported_loads`), where OpenTelemetry is on.
+        loads: the worker's ended loads, where OpenTelemetry is on.
     """
 
     alive: dict[int, frozenset[str]] = field(default_factory=dict)
     over: dict[int, frozenset[str]] = field(default_factory=dict)
     gauges: dict[int, WorkerGauges] = field(default_factory=dict)
-    loads: dict[int, bytes] = field(default_factory=dict)
+    loads: dict[int, tuple[LoadEnded, ...]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FerryWorkerMetadata:
         if isinstance(other, FerryWorkerMetadata):

@@ -70,4 +70,4 @@ def test_a_read_behind_a_message_that_cannot_be_posted_costs_the_load_nothing(ri
     assert consumer.worker._thread is not None
     consumer.worker._thread._reader.grace_s = 0.0
     wait_until_idle(consumer.worker)
-    assert consumer.seen.counts["undelivered"] == 0
+    assert consumer.seen.counts["failed_notifications"] == 0

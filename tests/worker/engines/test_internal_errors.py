@@ -88,7 +88,7 @@ def test_a_producer_that_cannot_be_notified_does_not_spoil_the_load(rig: Rig, er
     offer = producer.prefill(tokens=10)
     load = consumer.load(offer.params)
     assert rig.until_over(consumer, load) is None
-    rig.step_until(lambda: consumer.seen.counts["undelivered"] == 1, "it is counted")
+    rig.step_until(lambda: consumer.seen.counts["failed_notifications"] == 1, "it is counted")
     rig.step_until(lambda: offer.request_id in producer.seen.sent, "the lease runs out")
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.record import Stage, StageTimes
+from kvferry.worker.loads.record import LoadRecord, Stage
 from kvferry.worker.peers.peer import PeerKey
 from tests.worker.engine_rig import SETTINGS, Rig
 from tests.worker.toy_caches import CacheShape
@@ -18,18 +18,17 @@ def test_the_stages_of_a_good_load_follow_each_other_and_fill_its_time(any_rig: 
     any_rig.transfer(producer, consumer)
     (load,) = consumer.seen.load_records
     assert load.reason is None
-    assert load.totals is not None
-    assert list(load.times.ended_s) == list(Stage)
-    lasted = [load.times.lasted_s(stage) for stage in Stage]
-    assert all(one is not None and one >= 0 for one in lasted)
-    assert sum(one or 0.0 for one in lasted) == pytest.approx(load.totals.load_s, abs=1e-3)
+    lasted_s = load.lasted_s()
+    assert list(lasted_s) == list(Stage)
+    assert all(one >= 0 for one in lasted_s.values())
+    assert sum(lasted_s.values()) == pytest.approx(load.load_s)
 
 
 def test_a_first_load_spends_its_time_on_connecting_to_its_producer(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     rig.transfer(producer, consumer, seed=2)
-    first, second = (load.times.lasted_s(Stage.CONNECTING) or 0.0 for load in consumer.seen.load_records)
+    first, second = (load.lasted_s()[Stage.CONNECTING] for load in consumer.seen.load_records)
     assert first > second
 
 
@@ -45,8 +44,8 @@ def test_the_record_of_a_failed_load_has_the_stage_in_which_it_failed(any_rig: R
         PeerKey.of(offer.params),
         FailureReason.FENCE,
     )
-    assert load.times.stage is Stage.FENCE
-    assert list(load.times.ended_s) == [Stage.QUEUED, Stage.CONNECTING, Stage.FENCE]
+    assert load.stage is Stage.FENCE
+    assert list(load.ended_s) == [Stage.QUEUED, Stage.CONNECTING, Stage.FENCE]
 
 
 def test_what_is_put_in_place_is_timed(rig: Rig) -> None:
@@ -55,15 +54,13 @@ def test_what_is_put_in_place_is_timed(rig: Rig) -> None:
     consumer = rig.engine("C", shape=CacheShape(axes="thb", blocks=40), settings=staged)
     rig.transfer(producer, consumer)
     (load,) = consumer.seen.load_records
-    assert load.totals is not None
-    assert load.totals.staged_bytes > 0
-    assert 0 < load.times.relayout_s <= (load.times.lasted_s(Stage.READING) or 0.0)
+    assert load.staged_bytes > 0
+    assert 0 < load.relayout_s <= load.lasted_s()[Stage.READING]
 
 
 def test_a_stage_that_has_not_ended_has_no_length() -> None:
-    times = StageTimes(ordered_s=5.0)
-    times.go_on(Stage.CONNECTING, 7.0)
-    assert times.lasted_s(Stage.QUEUED) == 2.0
-    assert times.lasted_s(Stage.CONNECTING) is None
-    times.end(7.5)
-    assert times.lasted_s(Stage.CONNECTING) == 0.5
+    load = LoadRecord(request_id="r", source=PeerKey("host", 1, "engine", "0" * 32), ordered_s=5.0)
+    load.go_on(Stage.CONNECTING, 7.0)
+    assert (load.lasted_s(), load.load_s) == ({Stage.QUEUED: 2.0}, 0.0)
+    load.end(7.5)
+    assert (load.lasted_s(), load.load_s) == ({Stage.QUEUED: 2.0, Stage.CONNECTING: 0.5}, 2.5)

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.worker import transfer_thread
 from kvferry.worker.fabric.port import PeerAgent
-from kvferry.worker.loads.record import LoadTotals
+from kvferry.worker.loads.record import LoadRecord
 from tests.waiting import wait_until
 from tests.worker.engine_rig import Engine, Rig
 
@@ -36,8 +36,8 @@ def _in_order(*engines: Engine) -> None:
         engine._draw = InOrder()  # type: ignore[assignment]
 
 
-def _load(rig: Rig, producer: Engine, consumer: Engine) -> LoadTotals:
-    """Load 20 blocks in each of 3 layers and free them on both sides. Returns the totals of the load."""
+def _load(rig: Rig, producer: Engine, consumer: Engine) -> LoadRecord:
+    """Load 20 blocks in each of 3 layers and free them on both sides. Returns the record of the load."""
     rig.transfer(producer, consumer, tokens=80)
     return consumer.seen.totals[-1]
 
@@ -51,7 +51,7 @@ def test_blocks_that_follow_one_another_on_both_sides_are_read_in_long_runs(nixl
     assert scattered.planned_descriptors == merged.planned_descriptors == 60
     assert scattered.descriptors > 30
     assert merged.descriptors == 3
-    assert merged.run_bytes == merged.planned_bytes / 3
+    assert merged.transferred_bytes == merged.planned_bytes
 
 
 def test_a_load_is_reported_before_its_producer_is_notified(rig: Rig) -> None:

@@ -100,7 +100,6 @@ class TransferThread:
         self._is_checked = True
         self._stopping = False
         self._shown_error = ""
-        self._graces_reported = 0
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
 
     def start(self, context: LoadContext) -> None:
@@ -260,7 +259,7 @@ class TransferThread:
         """Fail the loads of orders that cannot be decoded (an internal error). None has begun: the blocks are safe."""
         internal_errors.log(f"a step's orders are lost, {len(head.loads)} loads among them")
         with self.results as results:
-            results.lost_orders += 1
+            results.counts["lost_orders"] += 1
             results.failed.update(dict.fromkeys(head.loads, FailureReason.ORDERS))
 
     def _step(self) -> None:
@@ -289,12 +288,10 @@ class TransferThread:
         return False
 
     def _report_graces(self) -> None:
-        over = self._reader.graces_over
-        if over != self._graces_reported:
-            logger.warning("%d failed reads: their memory is used again after a grace", over - self._graces_reported)
+        if over := self._reader.take_graces_over():
+            logger.warning("%d failed reads: their memory is used again after a grace", over)
             with self.results as results:
-                results.graces_over += over - self._graces_reported
-            self._graces_reported = over
+                results.counts["graces_over"] += over
 
     def _report_handshakes(self) -> None:
         if handshake_s := self._registry.take_handshake_s():
@@ -308,7 +305,7 @@ class TransferThread:
             self._integrity.check()
         except Exception as error:
             with self.results as results:
-                results.integrity_errors += 1
+                results.counts["integrity_errors"] += 1
             if str(error) != self._shown_error:
                 self._shown_error = str(error)
                 logger.exception("the integrity check of the transfer thread failed")

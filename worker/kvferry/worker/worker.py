@@ -183,8 +183,9 @@ class FerryWorker:
             self._thread.results.wait_for_load(timeout_s)
         results = self._thread.results.take() if self._thread is not None else StepResults()
         self._watchdog.poll(results)
-        results.lost_orders += self._lost_orders
-        self._lost_orders = 0
+        if self._lost_orders:
+            results.counts["lost_orders"] += self._lost_orders
+            self._lost_orders = 0
         return results
 
     def check_integrity(self, *, idle: bool = False) -> None:

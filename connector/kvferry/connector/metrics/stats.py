@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvferry.connector.metrics.tables import OTHER_PEERS
-from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.state.counters import CounterKey
-from kvferry.worker.loads.record import LoadRecord
+from kvferry.worker.loads.record import LoadRecord, Stage
 from kvferry.worker.loads.results import StepResults
 from kvferry.worker.peers.peer import PeerKey
 
@@ -77,17 +75,21 @@ class FerryStats(KVConnectorStats):
 
     @classmethod
     def of_results(cls, results: StepResults, labels: PeerLabels) -> FerryStats | None:
-        """Statistics of a worker's step; None if there are none. They may share the samples of the results' records."""
-        counters, samples = _of_records(results.load_records, labels) if results.load_records else ({}, {})
-        if results.failed:
-            counters.update(_failures(results.failed.values()))
-        numbers = _numbers_of(results)
-        if any(numbers):
-            counters.update({name: {"": number} for name, number in zip(_NUMBERS, numbers, strict=True) if number})
-        if results.handshake_s:
-            samples["handshake_s"] = list(results.handshake_s)
-        if not counters and not samples:
+        """Statistics of a worker's step; None if there are none."""
+        if not (results.load_records or results.failed or results.counts or results.handshake_s):
             return None
+        counters: LabelledCounts = {name: {"": amount} for name, amount in results.counts.items()}
+        samples = {"handshake_s": list(results.handshake_s)} if results.handshake_s else {}
+        if results.failed:
+            counters["failed_transfers"] = {"": len(results.failed)}
+            counters["failed_loads"] = dict(Counter(reason.value for reason in results.failed.values()))
+        for load in results.load_records:
+            for (name, label), amount in _counts_of(load, labels).items():
+                by_label = counters.setdefault(name, {})
+                by_label[label] = by_label.get(label, 0) + amount
+            if load.reason is None:
+                for name, value in _samples_of(load).items():
+                    samples.setdefault(name, []).append(value)
         return cls(data={"counters": counters, "samples": samples, "gauges": {}})
 
     def reset(self) -> None:
@@ -117,52 +119,52 @@ class FerryStats(KVConnectorStats):
         return not any(self.data.get(kind) for kind in ("counters", "samples", "gauges"))
 
 
-_NUMBERS = {
-    "failed_notifications": "undelivered",
-    "bad_notifications": "bad_notifications",
-    "late_notifications": "late_notifications",
-    "quarantined_loads": "quarantined_loads",
-    "quarantined_blocks": "quarantined_blocks",
-    "graces_over": "graces_over",
-    "integrity_errors": "integrity_errors",
-    "lost_orders": "lost_orders",
-}
-"""Counters that are attributes of a step's results: attribute by metric."""
-_numbers_of = attrgetter(*_NUMBERS.values())
-
-
-def _failures(failed: Iterable[FailureReason]) -> LabelledCounts:
-    """Counters of loads that are reported as failed."""
-    reasons = [reason.value for reason in failed]
-    return {"failed_transfers": {"": len(reasons)}, "failed_loads": dict(Counter(reasons))}
-
-
-def _of_records(records: Sequence[LoadRecord], labels: PeerLabels) -> tuple[LabelledCounts, Samples]:
-    """Counters and samples of ended loads. Most steps have at most one; its metrics are passed on without a copy."""
-    if len(records) == 1 and (metrics := records[0].metrics) is not None:
-        return {**metrics.counters, **_of_peer(records[0], labels)}, metrics.samples
-    counters: LabelledCounts = {}
-    samples: Samples = {}
-    for load in records:
-        _add(counters, _of_peer(load, labels))
-        if load.metrics is not None:
-            _add(counters, load.metrics.counters)
-            for name, values in load.metrics.samples.items():
-                samples.setdefault(name, []).extend(values)
-    return counters, samples
-
-
-def _of_peer(load: LoadRecord, labels: PeerLabels) -> LabelledCounts:
-    """The per-producer counters of an ended load."""
-    totals = load.totals
-    peer = labels.of(load.source, is_good=totals is not None)
-    if totals is None:
-        return {"peer_failed_loads": {peer: 1}}
-    return {
-        "peer_loads": {peer: 1},
-        "peer_bytes": {peer: totals.planned_bytes},
-        "peer_load_s": {peer: totals.load_s},
+def _counts_of(load: LoadRecord, labels: PeerLabels) -> dict[CounterKey, float]:
+    """The increments of counters by an ended load."""
+    peer = labels.of(load.source, is_good=load.reason is None)
+    if load.reason is not None:
+        return {("peer_failed_loads", peer): 1}
+    counts = {
+        ("peer_loads", peer): 1,
+        ("peer_bytes", peer): load.planned_bytes,
+        ("peer_load_s", peer): load.load_s,
+        ("placed_loads", _placing(load)): 1,
+        ("planned_bytes", ""): load.planned_bytes,
+        ("planned_descriptors", ""): load.planned_descriptors,
     }
+    if load.staged_bytes:
+        counts["staged_bytes", ""] = load.staged_bytes
+    return counts
+
+
+def _placing(load: LoadRecord) -> str:
+    """The label of the metric `placed_loads`: whether the plan's bytes are staged, read in place, or both."""
+    if not load.planned_bytes:
+        return "none"
+    if not load.staged_bytes:
+        return "direct"
+    return "staged" if load.staged_bytes >= load.planned_bytes else "mixed"
+
+
+def _samples_of(load: LoadRecord) -> dict[str, float]:
+    """The measurements of a good load, by metric."""
+    lasted_s = load.lasted_s()
+    samples = {
+        "transfer_s": load.transfer_s,
+        "post_s": load.post_s,
+        "transferred_bytes": float(load.transferred_bytes),
+        "descriptors": float(load.descriptors),
+        "load_s": load.load_s,
+        "queue_s": lasted_s[Stage.QUEUED],
+        "connecting_s": lasted_s[Stage.CONNECTING],
+        "fence_s": lasted_s[Stage.FENCE],
+        "read_s": lasted_s[Stage.POSTING] + lasted_s[Stage.READING],
+    }
+    if load.descriptors:
+        samples["run_bytes"] = load.transferred_bytes / load.descriptors
+    if load.staged_bytes:
+        samples["relayout_s"] = load.relayout_s
+    return samples
 
 
 def _add(counters: LabelledCounts, more: Mapping[str, Mapping[str, float]]) -> None:

@@ -24,6 +24,7 @@ from kvferry.trace.events import (
     Finished,
     LeaseName,
     LeaseOver,
+    LoadEnded,
     LoadOrdered,
     LoadReported,
     ParamsGiven,
@@ -62,8 +63,8 @@ class SchedulerTracing(Observer):
     def scheduled(self, output: SchedulerOutput) -> None:
         """A step is about to begin."""
 
-    def loads_reported(self, loads: Mapping[int, bytes]) -> None:
-        """Encoded results of loads, by worker (`reported_loads`)."""
+    def loads_reported(self, loads: Mapping[int, Sequence[LoadEnded]]) -> None:
+        """Ended loads, by worker."""
 
     def reported(self, request_id: str, *, good: bool) -> None:
         """Every worker has reported a load."""
@@ -162,7 +163,7 @@ class RecordedScheduler(SchedulerTracing):
                     self._unscheduled.remove(request.req_id)
                     self._record(DecodeScheduled(at_ns=time.time_ns(), request=_name(request.req_id)))
 
-    def loads_reported(self, loads: Mapping[int, bytes]) -> None:
+    def loads_reported(self, loads: Mapping[int, Sequence[LoadEnded]]) -> None:
         if self._spans is not None:
             for worker, ended in loads.items():
                 self._spans.record(WorkerLoads(worker, ended))

@@ -21,7 +21,6 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvferry.connector.tracing.worker_events import reported_loads
 from kvferry.trace.events import (
     DecodeArrived,
     Event,
@@ -47,10 +46,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoads:
-    """The encoded load results of one worker, for `reported_loads`."""
+    """Ended loads of one worker."""
 
     worker: int
-    reported: bytes
+    loads: Sequence[LoadEnded]
 
 
 SpanItem = Event | WorkerLoads
@@ -121,7 +120,7 @@ class SpanBuilder:
             case LoadOrdered() if item.request in self._handovers:
                 self._handovers[item.request].ordered_ns = item.at_ns
             case WorkerLoads():
-                for load in reported_loads(item.reported):
+                for load in item.loads:
                     if load.request in self._handovers:
                         self._handovers[load.request].loads.append((item.worker, load))
             case LoadReported() if item.request in self._handovers:

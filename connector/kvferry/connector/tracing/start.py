@@ -11,8 +11,7 @@ from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.tracing.scheduler_events import UNTRACED, RecordedScheduler, SchedulerTracing
 from kvferry.connector.tracing.spans import SpanItem
-from kvferry.connector.tracing.worker_events import UNTRACED as UNTRACED_WORKER
-from kvferry.connector.tracing.worker_events import LoadFile, RecordedWorker, ReportingWorker, WorkerTracing
+from kvferry.connector.tracing.worker_events import WorkerTracing
 from kvferry.protocol.geometry import Place
 from kvferry.trace.events import TRACE_VERSION, Event, Part, ProcessStarted
 from kvferry.trace.recorder import Recorder
@@ -43,8 +42,8 @@ def worker_tracing(vllm_config: VllmConfig, config: FerryConfig, place: Place) -
         InvalidConfig: `trace_dir` is not writable.
     """
     opened = _file(vllm_config, config, Part.WORKER, "", str(place))
-    recorded = UNTRACED_WORKER if opened is None else RecordedWorker(Recorder(LoadFile(opened)))
-    return ReportingWorker(recorded) if has_opentelemetry_on(vllm_config) else recorded
+    file: Recorder[Event] | None = None if opened is None else Recorder(opened)
+    return WorkerTracing(file, keeps=has_opentelemetry_on(vllm_config))
 
 
 def has_opentelemetry_on(vllm_config: VllmConfig) -> bool:

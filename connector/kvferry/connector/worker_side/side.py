@@ -26,7 +26,7 @@ from kvferry.connector.layout.probe import block_layouts_of
 from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry.connector.metrics.stats import FerryStats, PeerLabels
 from kvferry.connector.tracing.start import worker_tracing
-from kvferry.connector.tracing.worker_events import UNTRACED
+from kvferry.connector.tracing.worker_events import WorkerTracing
 from kvferry.connector.worker_side.all_gather import engine_groups, gather_workers
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.worker.fabric.agent import AgentConfig
@@ -61,7 +61,7 @@ class WorkerSide:
         self._labels = PeerLabels(config.max_peer_labels)
         self._is_asked = False
         self._is_idle = False
-        self._tracing = UNTRACED
+        self._tracing = WorkerTracing()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and register the caches, and exchange descriptions with the engine's other workers (collective).
@@ -127,7 +127,7 @@ class WorkerSide:
     def take_metadata(self) -> FerryWorkerMetadata | None:
         """Ended leases and loads; if changed, requests whose blocks may still be written, and the worker's gauges."""
         alive, over, is_asked = self._step.alive, frozenset(self._step.sent), self._is_asked
-        gauges, loads = self._step.gauges, self._tracing.take_reported()
+        gauges, loads = self._step.gauges, self._tracing.take()
         self._step.alive, self._step.sent, self._step.gauges, self._is_asked = None, set(), None, False
         if alive is None and not over and not is_asked and gauges is None and not loads:
             return None

@@ -58,7 +58,7 @@ class Reader:
         clock: monotonic seconds.
 
     Attributes:
-        graces_over: reads whose memory came back only because the grace was over.
+        graces_over: reads whose memory came back only because the grace was over, since they were last taken.
         let_go_s: by `clock`, when a post last returned that had released the interpreter's lock for `LET_GO_S`.
     """
 
@@ -84,6 +84,11 @@ class Reader:
     def refused(self) -> Collection[Handle]:
         """Handles that the fabric refused to take back, which should never happen."""
         return self._refused
+
+    def take_graces_over(self) -> int:
+        """`graces_over` since the last call."""
+        over, self.graces_over = self.graces_over, 0
+        return over
 
     def try_again(self) -> None:
         """Give back again the handles that the fabric refused."""

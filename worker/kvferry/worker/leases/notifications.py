@@ -51,12 +51,12 @@ class Notifications:
         except InvalidMessage as invalid:
             self._show(sender, invalid)
             with self._results as results:
-                results.bad_notifications += 1
+                results.counts["bad_notifications"] += 1
             return
         except KeyError:
             logger.debug("ignored a notification of %s: no such lease", sender)
             with self._results as results:
-                results.late_notifications += 1
+                results.counts["late_notifications"] += 1
             return
         logger.debug("slot=%d done by worker %d of %s", done.slot, done.worker, done.consumer)
         if finished is not None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from kvferry.protocol.params_mac import check_params_mac
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric, FabricError, Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads
-from kvferry.worker.loads.record import LoadTotals, Stage, StageTimes
+from kvferry.worker.loads.record import LoadRecord, Stage
 from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.device import DeviceMark
@@ -37,18 +36,11 @@ from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.pool import Wave
-from kvferry.worker.staging.staged_reads import StagedReads, StagedTotals
+from kvferry.worker.staging.staged_reads import StagedReads
 
 Steps = Generator[None, None, None]
 
 _ASK_AGAIN_S = 0.001
-
-
-class Planned(NamedTuple):
-    """The reads in place: their bytes, and their descriptors before any are merged."""
-
-    num_bytes: int
-    descriptors: int
 
 
 class LoadFailed(KvferryError):
@@ -89,36 +81,37 @@ class Load:
     """One load.
 
     Attributes:
-        key: the producer that it reads from.
-        times: when each of its stages ended.
         mark: when it is reached, the device has finished everything that was launched before the blocks were given
             to this request.
+        record: all that metrics, traces and logs say of it.
         peer: the peer it reads from, once connected.
         reads: the reads that may still write into the request's blocks, or into `entries`.
         staged: the reads through the staging pool, which may still write too.
         zeroed: reached when the device has zeroed what was not loaded; until then it may still write as well.
-        totals: set when the load is good.
         undelivered: producer workers that could not be notified.
     """
 
     order: LoadOrder
     mark: DeviceMark
     context: LoadContext
-    ordered_s: float
-    key: PeerKey = field(init=False)
-    times: StageTimes = field(init=False)
+    ordered_s: InitVar[float]
+    record: LoadRecord = field(init=False)
     peer: Peer | None = None
     reads: Reads = field(init=False)
     staged: StagedReads | None = None
     zeroed: DeviceMark | None = None
     entries: tuple[int, ...] = ()
-    totals: LoadTotals | None = None
     undelivered: int = 0
 
-    def __post_init__(self) -> None:
-        self.key = PeerKey.of(self.order.source)
-        self.times = StageTimes(self.ordered_s)
+    def __post_init__(self, ordered_s: float) -> None:
+        source = PeerKey.of(self.order.source)
+        self.record = LoadRecord(request_id=self.order.request_id, source=source, ordered_s=ordered_s)
         self.reads = self.context.reader.reads()
+
+    @property
+    def key(self) -> PeerKey:
+        """The producer that it reads from."""
+        return self.record.source
 
     @property
     def num_blocks(self) -> int:
@@ -140,20 +133,20 @@ class Load:
             LoadFailed: the blocks must not be used.
             FabricError: the fabric failed; the peer may be lost.
         """
-        times, now_s = self.times, time.monotonic
-        times.go_on(Stage.CONNECTING, now_s())
+        record, now_s = self.record, time.monotonic
+        record.go_on(Stage.CONNECTING, now_s())
         peer = self.peer = yield from self._connect_peer()
         units = self._pair_units(peer)
         while not self.mark.reached():
             yield
-        times.go_on(Stage.FENCE, now_s())
+        record.go_on(Stage.FENCE, now_s())
         yield from self._check_fence(peer, wait_until_ready=True)
-        times.go_on(Stage.POSTING, now_s())
-        planned, handles = self._post_reads(peer, units)
-        times.go_on(Stage.READING, now_s())
+        record.go_on(Stage.POSTING, now_s())
+        handles = self._post_reads(peer, units)
+        record.go_on(Stage.READING, now_s())
         yield from self._read_staged(peer, units)
         yield from self._finish(handles)
-        times.go_on(Stage.FENCE_AGAIN, now_s())
+        record.go_on(Stage.FENCE_AGAIN, now_s())
         try:
             self.zeroed = self.context.tail_zeroing.zero(units, self.context.groups, self._blocks)
         except Exception:
@@ -162,8 +155,10 @@ class Load:
         yield from self._check_fence(peer, wait_until_ready=False)
         while self.zeroed is not None and not self.zeroed.reached():
             yield
-        self.totals = self._totals(planned, handles)
-        times.end(now_s())
+        for transfer in handles:
+            record.count(self.context.fabric.telemetry(transfer))
+        self._release(handles)
+        record.end(now_s())
 
     def settle(self) -> bool:
         """Give back everything that can write no more; raises nothing, unless the device itself has failed.
@@ -263,16 +258,15 @@ class Load:
                 return
             yield
 
-    def _post_reads(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> tuple[Planned, list[Transfer]]:
-        num_bytes = descriptors = 0
+    def _post_reads(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> list[Transfer]:
         handles = []
         for prepared in (prepared for route in peer.routes for prepared in route.tables):
             wanted = descriptor_pairs(prepared.table, units)
             if len(wanted.local):
                 handles.append(self.reads.post(prepared.local, wanted.local, prepared.remote, wanted.remote))
-                num_bytes += wanted.num_bytes
-                descriptors += len(wanted.local)
-        return Planned(num_bytes, descriptors), handles
+                self.record.planned_bytes += wanted.num_bytes
+                self.record.planned_descriptors += len(wanted.local)
+        return handles
 
     def _read_staged(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> Steps:
         sources = [
@@ -282,7 +276,7 @@ class Load:
         ]
         if sources and self.context.staging is not None:
             peer_name = f"{peer.key}/{peer.key.boot}"
-            reads = StagedReads(self.context.reader, self.context.staging, self.order.request_id, peer_name)
+            reads = StagedReads(self.context.reader, self.context.staging, self.record, peer_name)
             self.staged = reads
             yield from reads.steps(sources)
 
@@ -298,25 +292,6 @@ class Load:
     def _release(self, handles: list[Transfer]) -> None:
         for transfer in handles:
             self.reads.finished(transfer)
-
-    def _totals(self, planned: Planned, handles: list[Transfer]) -> LoadTotals:
-        reported = [self.context.fabric.telemetry(transfer) for transfer in handles]
-        known = [one for one in reported if one is not None]
-        self._release(handles)
-        staged = self.staged.totals if self.staged is not None else StagedTotals()
-        self.times.relayout_s = staged.relayout_s
-        known += staged.telemetry
-        return LoadTotals(
-            planned_bytes=planned.num_bytes + staged.planned_bytes,
-            planned_descriptors=planned.descriptors + staged.planned_descriptors,
-            transferred_bytes=sum(one.bytes for one in known),
-            descriptors=sum(one.descriptors for one in known),
-            post_s=sum(one.post_us for one in known) / 1e6,
-            transfer_s=sum(one.transfer_us for one in known) / 1e6,
-            load_s=time.monotonic() - self.ordered_s,
-            staged_bytes=staged.planned_bytes,
-            waves=staged.waves,
-        )
 
     def tell(self) -> None:
         """Notify every producer worker that this worker needs nothing more under the lease; raises nothing.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.record import LoadRecord, LoadTotals
+from kvferry.worker.loads.record import LoadRecord
 from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.staging.buffer import Staging
 
@@ -37,14 +38,8 @@ class StepResults:
         load_records: records of the loads, good and bad, that have ended.
         handshake_s: durations of the first contacts that succeeded.
         gauges: the worker's values; None when they have not changed.
-        undelivered: notifications that could not be sent.
-        bad_notifications: notifications that were not kvferry's, malformed, or by too many consumers of one lease.
-        late_notifications: well-formed ones about a lease that is over.
         alive: failed requests whose blocks may still be written; None when that has not changed.
-        quarantined_loads, quarantined_blocks: loads that have been quarantined, and their blocks.
-        graces_over: failed reads whose memory came back because a grace was over (`kvferry.worker.fabric.reads`).
-        integrity_errors: number of failed integrity checks.
-        lost_orders: steps whose orders could not be read.
+        counts: increments of the other counters, by the metrics' keys (`kvferry.connector.metrics.tables`).
     """
 
     sent: set[str] = field(default_factory=set)
@@ -53,20 +48,13 @@ class StepResults:
     load_records: list[LoadRecord] = field(default_factory=list)
     handshake_s: list[float] = field(default_factory=list)
     gauges: WorkerGauges | None = None
-    undelivered: int = 0
-    bad_notifications: int = 0
-    late_notifications: int = 0
     alive: frozenset[str] | None = None
-    quarantined_loads: int = 0
-    quarantined_blocks: int = 0
-    graces_over: int = 0
-    integrity_errors: int = 0
-    lost_orders: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
 
     @property
-    def totals(self) -> list[LoadTotals]:
-        """Totals of the good loads."""
-        return [load.totals for load in self.load_records if load.totals is not None]
+    def good_loads(self) -> list[LoadRecord]:
+        """The records of the loads that did not fail."""
+        return [load for load in self.load_records if load.reason is None]
 
 
 class ResultBox:
@@ -102,7 +90,7 @@ class ResultBox:
 
 
 class GaugeReporter:
-    """Notifications the gauges. Used on the transfer thread, the only one that changes their values."""
+    """Reports the gauges. Used on the transfer thread, the only one that changes their values."""
 
     def __init__(self, registry: PeerRegistry, staging: Staging | None, results: ResultBox) -> None:
         self._registry = registry

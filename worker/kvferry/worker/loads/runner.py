@@ -14,7 +14,7 @@ from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import FabricError, PeerLost
 from kvferry.worker.loads.load import Load, LoadContext, LoadFailed, Steps
-from kvferry.worker.loads.record import LoadRecord, Stage
+from kvferry.worker.loads.record import Stage
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.memory.device import DeviceMark
 from kvferry.worker.peers.peer import PeerKey
@@ -166,7 +166,7 @@ class LoadRunner:
     def _advance(self, load: Load, steps: Steps) -> bool:
         """Resume one load. Returns whether it has ended."""
         try:
-            if time.monotonic() - load.ordered_s > self.timeout_s:
+            if time.monotonic() - load.record.ordered_s > self.timeout_s:
                 steps.close()
                 raise LoadFailed(FailureReason.DEADLINE, f"not complete after {self.timeout_s:g} s")
             next(steps)
@@ -186,53 +186,52 @@ class LoadRunner:
         return True
 
     def _succeed(self, load: Load) -> None:
-        request_id, totals = load.order.request_id, load.totals
+        record = load.record
         del self._running[load]
-        record = LoadRecord(request_id, load.key, load.times, totals=totals)
         with self._results as results:
-            results.loaded.add(request_id)
+            results.loaded.add(record.request_id)
             results.load_records.append(record)
         load.tell()  # after the report, which the engine waits for
         self._flushing.append(load)
         if load.undelivered:
             with self._results as results:
-                results.undelivered += load.undelivered
-        if totals is not None:
-            logger.debug(
-                "req=%s peer=%s loaded tokens %d…%d: %d B in %d descriptors (%d before merging), %.2f ms",
-                request_id,
-                load.key,
-                load.order.first_token,
-                load.order.stop_token,
-                totals.planned_bytes,
-                totals.descriptors,
-                totals.planned_descriptors,
-                totals.load_s * 1e3,
-            )
+                results.counts["failed_notifications"] += load.undelivered
+        logger.debug(
+            "req=%s peer=%s loaded tokens %d…%d: %d B in %d descriptors (%d before merging), %.2f ms",
+            record.request_id,
+            record.source,
+            load.order.first_token,
+            load.order.stop_token,
+            record.planned_bytes,
+            record.descriptors,
+            record.planned_descriptors,
+            record.load_s * 1e3,
+        )
 
     def _fail(self, load: Load, reason: FailureReason, detail: str) -> None:
         """Report a failed load at once; it is quarantined while its blocks may still be written."""
-        request_id = load.order.request_id
-        load.times.end(time.monotonic())
+        record = load.record
+        record.reason = reason
+        record.end(time.monotonic())
         self._running.pop(load, None)
         safe = load.settle()
         if not safe:
             self.quarantined.add(load, time.monotonic())
         logger.warning(
             "req=%s peer=%s load failed (%s): %s%s",
-            request_id,
-            load.key,
+            record.request_id,
+            record.source,
             reason.value,
             detail,
             "" if safe else "; its blocks are quarantined",
         )
         with self._results as results:
-            results.failed[request_id] = reason
-            results.load_records.append(LoadRecord(request_id, load.key, load.times, reason))
+            results.failed[record.request_id] = reason
+            results.load_records.append(record)
             if not safe:
                 results.alive = self.quarantined.requests()
-                results.quarantined_loads += 1
-                results.quarantined_blocks += load.num_blocks
+                results.counts["quarantined_loads"] += 1
+                results.counts["quarantined_blocks"] += load.num_blocks
 
     def _end_flushes(self) -> bool:
         in_flight = [load for load in self._flushing if not load.settle()]
@@ -258,4 +257,4 @@ class LoadRunner:
 
 def _place(load: Load) -> tuple[Stage, int]:
     """The progress of a load: its stage, and the changes of its waves."""
-    return load.times.stage, load.staged.changes if load.staged is not None else 0
+    return load.record.stage, load.staged.changes if load.staged is not None else 0

@@ -66,5 +66,5 @@ class LoadWatchdog:
             del self._ordered_s[request_id]
             self._given_up.add(request_id)
             results.failed[request_id] = FailureReason.DEADLINE
-            results.quarantined_loads += 1
+            results.counts["quarantined_loads"] += 1
             logger.error("req=%s load failed (deadline): the transfer thread is stuck in a call", request_id)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvferry.plan.waves import SourceUnits, Window, next_window, window_reads
-from kvferry.worker.fabric.port import Transfer, TransferState, TransferTelemetry
+from kvferry.worker.fabric.port import Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads
 from kvferry.worker.memory.device import DeviceMark
 from kvferry.worker.relayout.wave_table import WaveTable
 from kvferry.worker.staging.buffer import PreparedSource, Staging, chunks_of
 from kvferry.worker.staging.pool import WAVES_PER_LOAD, Wave
+
+if TYPE_CHECKING:
+    from kvferry.worker.loads.record import LoadRecord
 
 _MAX_UNITS = 32768
 """Units of one wave: its table has a row for each."""
@@ -89,41 +93,22 @@ class _Cursor:
         return window
 
 
-@dataclass(slots=True)
-class StagedTotals:
-    """Totals of the reads through the pool.
-
-    Attributes:
-        planned_bytes: bytes to read; more than arrive in the caches where whole blocks are read.
-        planned_descriptors: descriptors of these bytes, before any are merged.
-        waves: number of waves.
-        relayout_s: from the end of each wave's read until it was found in place, summed.
-        telemetry: the fabric's telemetry of every read.
-    """
-
-    planned_bytes: int = 0
-    planned_descriptors: int = 0
-    waves: int = 0
-    relayout_s: float = 0.0
-    telemetry: list[TransferTelemetry] = field(default_factory=list)
-
-
 class StagedReads:
     """See the module. Used on the transfer thread only.
 
     Args:
-        load, peer: for the pool's fairness.
+        record: of the load; the pool knows it by its request.
+        peer: for the pool's fairness.
 
     Attributes:
         changes: waves begun, waves read and waves in place, counted together: it grows with any progress.
     """
 
-    def __init__(self, reader: Reader, staging: Staging, load: str, peer: str) -> None:
-        self.totals = StagedTotals()
+    def __init__(self, reader: Reader, staging: Staging, record: LoadRecord, peer: str) -> None:
         self.changes = 0
         self._reader = reader
         self._staging = staging
-        self._load = load
+        self._record = record
         self._peer = peer
         self._flights: list[_Flight] = []
 
@@ -149,7 +134,7 @@ class StagedReads:
         Returns:
             Whether none is left: nothing writes into the request's blocks.
         """
-        self._staging.pool.withdraw(self._load)
+        self._staging.pool.withdraw(self._record.request_id)
         self._give_back([flight for flight in self._flights if flight.is_safe()])
         for flight in self._flights:
             if not flight.quarantined:
@@ -171,7 +156,7 @@ class StagedReads:
         size = source.table.run_bytes
         pool = self._staging.pool
         wanted = min((cursor.chunks_left + 1) * size, max(2 * size, MAX_WAVE_BYTES))
-        wave = pool.try_take(self._load, self._peer, wanted, at_least=2 * size)
+        wave = pool.try_take(self._record.request_id, self._peer, wanted, at_least=2 * size)
         if wave is None:
             return False
         flight = _Flight(wave, self._reader.reads())
@@ -182,18 +167,17 @@ class StagedReads:
         local = np.arange(first, first + window.chunks, dtype=np.int32)
         remote = window_reads(source.table, units, window)
         flight.transfer = flight.reads.post(source.chunks, local, source.remote, remote)
-        self.totals.planned_bytes += window.chunks * size
-        self.totals.planned_descriptors += window.chunks
-        self.totals.waves += 1
+        self._record.planned_bytes += window.chunks * size
+        self._record.staged_bytes += window.chunks * size
+        self._record.planned_descriptors += window.chunks
+        self._record.waves += 1
         self.changes += 1
         return True
 
     def _advance(self, flight: _Flight) -> None:
         fabric = self._reader.fabric
         if flight.transfer is not None and fabric.poll(flight.transfer) is TransferState.DONE:
-            reported = fabric.telemetry(flight.transfer)
-            if reported is not None:
-                self.totals.telemetry.append(reported)
+            self._record.count(fabric.telemetry(flight.transfer))
             done, flight.transfer = flight.transfer, None
             flight.read_s = time.monotonic()
             flight.reads.finished(done)
@@ -203,7 +187,7 @@ class StagedReads:
 
     def _finish(self, flights: list[_Flight]) -> None:
         now_s = time.monotonic() if flights else 0.0
-        self.totals.relayout_s += sum(now_s - flight.read_s for flight in flights)
+        self._record.relayout_s += sum(now_s - flight.read_s for flight in flights)
         self.changes += len(flights)
         self._give_back(flights)
 
