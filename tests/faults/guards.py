@@ -108,11 +108,11 @@ def _slot_stays(clear: Function) -> Function:
     return forgetful
 
 
-def _ready_at_once(step: Function) -> Function:
-    def hasty(pending: Any) -> Any:
-        for one in pending._pending:
-            one.mark = _Reached()
-        return step(pending)
+def _ready_at_once(advance: Function) -> Function:
+    def hasty(table: Any) -> Any:
+        for lease in table._pending.values():
+            lease.mark = _Reached()
+        return advance(table)
 
     return hasty
 
@@ -259,7 +259,7 @@ GUARDS = (
         "ready",
         "a slot says READY when the device has finished with the blocks, not earlier",
         (1,),
-        "kvferry.worker.leases.pending_ready:PendingReady.step",
+        "kvferry.worker.leases.table:LeaseTable.advance",
         _ready_at_once,
         (f"{_ENGINES}/test_good_loads.py::test_a_slot_says_ready_only_when_the_device_has_finished_with_the_blocks",),
     ),
@@ -301,8 +301,7 @@ GUARDS = (
         "kvferry.worker.leases.table:LeaseTable._find",
         _any_epoch,
         (
-            "tests/worker/test_lease_table.py::"
-            "test_ready_of_a_former_lease_does_not_speak_for_the_next_one_of_the_slot",
+            "tests/worker/test_lease_table.py::test_orders_of_a_former_lease_do_not_touch_the_next_one_of_the_slot",
             f"{_ENGINES}/test_notifications.py::test_a_guessed_epoch_among_a_thousand_frees_nothing",
         ),
     ),

@@ -9,6 +9,7 @@ from kvferry.protocol.ids import EMPTY, Epoch, epoch_to_text
 from kvferry.protocol.notifications import Done, decode_notification, encode_notification
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.worker.leases.table import MAX_CONSUMERS, LeaseTable
+from tests.fakes.device_mark import FakeMark
 from tests.fuzz.source import Source
 
 SLOTS = 3
@@ -32,8 +33,8 @@ def leases(data: bytes) -> None:
             table.open(LeaseOpen(slot=slot, epoch=epoch_to_text(live[slot])))
         elif what == 1 and slot in live and slot not in held:
             order = LeaseHold(request_id=f"r{live[slot]}", slot=slot, epoch=epoch_to_text(live[slot]))
-            finished = table.hold(order)
-            table.ready(order)
+            finished = table.hold(order, FakeMark(over=True))
+            table.advance()
             held.add(slot)
             _over(finished, slot, live, held)
         elif what == 2 and slot in live:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.ids import SlotState, epoch_to_text, slot_word
 from kvferry.protocol.notifications import decode_notification
-from kvferry.protocol.orders import LeaseHold
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import LeaseOrders, ProducerLedger
 from kvferry.scheduler.state.counters import Counters
 from kvferry.worker.leases.table import LeaseTable
+from tests.fakes.device_mark import FakeMark
 from tests.protocol.samples import make_ticket, params_of_length
 
 FREE = "free"
@@ -34,14 +34,15 @@ class ProducerWorker:
     table: LeaseTable
     wrote: Callable[[str], None]
     orders: list[LeaseOrders] = field(default_factory=list)
-    not_ready: list[LeaseHold] = field(default_factory=list)
+    not_ready: list[tuple[str, FakeMark]] = field(default_factory=list)
     reported: list[str] = field(default_factory=list)
 
     def step(self, draw: random.Random) -> None:
         while self.not_ready and draw.random() < 0.6:
-            hold = self.not_ready.pop(0)
-            self.wrote(hold.request_id)
-            self.table.ready(hold)
+            request_id, mark = self.not_ready.pop(0)
+            self.wrote(request_id)
+            mark.over = True
+            self.table.advance()
         while self.orders and draw.random() < 0.7:
             orders = self.orders.pop(0)
             for end in orders.ends:
@@ -49,8 +50,9 @@ class ProducerWorker:
             for opened in orders.opens:
                 self.table.open(opened)
             for hold in orders.holds:
-                self._report(self.table.hold(hold))
-                self.not_ready.append(hold)
+                mark = FakeMark()
+                self._report(self.table.hold(hold, mark))
+                self.not_ready.append((hold.request_id, mark))
 
     def notified(self, frame: bytes) -> None:
         with contextlib.suppress(KeyError):

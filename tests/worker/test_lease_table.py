@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any, cast
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.protocol.ids import EMPTY, SLOT_BYTES, Epoch, SlotState, epoch_to_text, slot_word
 from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
+from kvferry.protocol.params import Blocks
 from kvferry.worker.leases.table import LeaseTable
+from tests.fakes.device_mark import FakeMark
 
 SLOTS = 3
 CONSUMERS = ("a" * 32, "b" * 32)
@@ -23,6 +28,7 @@ class ModelLease:
     def __init__(self, slot: int, epoch: Epoch, request_id: str) -> None:
         self.slot, self.epoch, self.request_id = slot, epoch, request_id
         self.held = self.ready = self.over = False
+        self.mark = FakeMark()
         self.notifiers: set[tuple[str, int]] = set()
         self.expected: dict[str, int] = {}
 
@@ -92,7 +98,7 @@ class LeaseTableHistory(RuleBasedStateMachine):
     @rule(draw=leases_of)
     def hold(self, draw: int) -> None:
         lease = self.pick(draw, [x for x in self.leases if not x.held])
-        said = self.table.hold(LeaseHold(request_id=lease.request_id, slot=lease.slot, epoch=lease.text))
+        said = self.table.hold(LeaseHold(request_id=lease.request_id, slot=lease.slot, epoch=lease.text), lease.mark)
         lease.held = True
         if lease.over:
             assert said is None, "a lease that had ended was held"
@@ -105,8 +111,9 @@ class LeaseTableHistory(RuleBasedStateMachine):
     @rule(draw=leases_of)
     def ready(self, draw: int) -> None:
         lease = self.pick(draw, [x for x in self.leases if x.held])
-        self.table.ready(LeaseHold(request_id=lease.request_id, slot=lease.slot, epoch=lease.text))
-        lease.ready = True
+        lease.mark.over = lease.ready = True
+        self.table.advance()
+        assert self.table.pending() == sum(x.held and not x.ready and not x.over for x in self.leases)
 
     @precondition(lambda self: bool(self.leases))
     @rule(draw=leases_of)
@@ -143,8 +150,8 @@ class LeaseTableHistory(RuleBasedStateMachine):
         with pytest.raises(KeyError):
             self.table.done(Done(slot=slot, epoch=text, consumer=CONSUMERS[0], worker=0, expected=1))
         assert self.table.end(LeaseEnd(request_id="forged", slot=slot, epoch=text)) is None
-        assert self.table.hold(LeaseHold(request_id="forged", slot=slot, epoch=text)) is None
-        self.table.ready(LeaseHold(request_id="forged", slot=slot, epoch=text))
+        assert self.table.hold(LeaseHold(request_id="forged", slot=slot, epoch=text), FakeMark(over=True)) is None
+        self.table.advance()
 
     @invariant()
     def words_say_what_the_rules_say(self) -> None:
@@ -176,20 +183,23 @@ def test_the_address_is_that_of_the_words_and_the_words_lie_eight_bytes_apart() 
 def test_a_worker_that_repeats_itself_does_not_stand_for_its_sibling() -> None:
     table, epoch = LeaseTable(1), epoch_to_text(Epoch(5))
     table.open(LeaseOpen(slot=0, epoch=epoch))
-    table.hold(hold(0, epoch))
+    table.hold(hold(0, epoch), FakeMark())
     for _ in range(3):
         assert table.done(done(0, epoch, CONSUMERS[0], 0, expected=2)) is None
     assert table.done(done(0, epoch, CONSUMERS[0], 1, expected=2)) == "r"
 
 
-def test_ready_of_a_former_lease_does_not_speak_for_the_next_one_of_the_slot() -> None:
+def test_orders_of_a_former_lease_do_not_touch_the_next_one_of_the_slot() -> None:
     table = LeaseTable(1)
     old, new = epoch_to_text(Epoch(5)), epoch_to_text(Epoch(6))
     table.open(LeaseOpen(slot=0, epoch=old))
-    table.hold(hold(0, old))
+    mark = FakeMark()
+    table.hold(hold(0, old), mark)
     assert table.end(LeaseEnd(request_id="r", slot=0, epoch=old)) == "r"
     table.open(LeaseOpen(slot=0, epoch=new))
-    table.ready(hold(0, old))
+    mark.over = True
+    table.advance()
+    assert table.end(LeaseEnd(request_id="r", slot=0, epoch=old)) is None
     assert table.words[0] == slot_word(Epoch(6), SlotState.COMPUTING)
 
 
@@ -204,8 +214,8 @@ def test_the_largest_epochs_fit_their_word(epoch: int) -> None:
 def test_clear_ends_every_lease_and_reports_none() -> None:
     table, epoch = LeaseTable(2), epoch_to_text(Epoch(5))
     table.open(LeaseOpen(slot=1, epoch=epoch))
-    table.hold(hold(1, epoch))
-    table.ready(hold(1, epoch))
+    table.hold(hold(1, epoch), FakeMark(over=True))
+    table.advance()
     table.clear()
     assert not table.words.any()
     assert table.held() == 0
@@ -216,7 +226,55 @@ def test_workers_of_two_consumers_do_not_add_up_to_one() -> None:
     table = LeaseTable(1)
     epoch = epoch_to_text(Epoch(7))
     table.open(LeaseOpen(slot=0, epoch=epoch))
-    table.hold(LeaseHold(request_id="r", slot=0, epoch=epoch))
+    table.hold(hold(0, epoch), FakeMark())
     assert table.done(done(0, epoch, CONSUMERS[0], 0, expected=2)) is None
     assert table.done(done(0, epoch, CONSUMERS[1], 0, expected=2)) is None
     assert table.done(done(0, epoch, CONSUMERS[0], 1, expected=2)) == "r"
+
+
+class Mirror:
+    """A copy of the caches in host memory, without the bytes."""
+
+    def __init__(self) -> None:
+        self.copied: list[Blocks] = []
+        self.mark = FakeMark()
+
+    def waves(self, blocks: Blocks) -> deque[Blocks]:
+        return deque([blocks])
+
+    def try_copy(self, waves: deque[Blocks]) -> FakeMark:
+        self.copied.append(waves.popleft())
+        return self.mark
+
+
+def held_with_a_mirror() -> tuple[LeaseTable, Mirror, FakeMark]:
+    mirror, computed = Mirror(), FakeMark()
+    table, epoch = LeaseTable(2, cast("Any", mirror)), epoch_to_text(Epoch(5))
+    table.open(LeaseOpen(slot=1, epoch=epoch))
+    table.hold(LeaseHold(request_id="r", slot=1, epoch=epoch, blocks=((1, 2),)), computed)
+    return table, mirror, computed
+
+
+def test_blocks_are_copied_after_the_device_and_ready_after_the_copy() -> None:
+    table, mirror, computed = held_with_a_mirror()
+    assert not table.advance()
+    assert not mirror.copied
+    computed.over = True
+    assert table.advance()
+    assert mirror.copied == [((1, 2),)]
+    assert not table.advance()
+    assert int(table.words[1]) == slot_word(Epoch(5), SlotState.COMPUTING)
+    mirror.mark.over = True
+    assert table.advance()
+    assert int(table.words[1]) == slot_word(Epoch(5), SlotState.READY)
+    assert table.pending() == 0
+
+
+def test_blocks_of_a_lease_that_has_ended_are_not_copied() -> None:
+    table, mirror, computed = held_with_a_mirror()
+    table.end(LeaseEnd(request_id="r", slot=1, epoch=epoch_to_text(Epoch(5))))
+    computed.over = True
+    assert not table.advance()
+    assert not mirror.copied
+    assert table.pending() == 0
+    assert int(table.words[1]) == EMPTY

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.fabric.port import LocalDescriptors, RemoteDescriptors, Transfer
 from kvferry.worker.fabric.reads import Reader
-from kvferry.worker.leases.pending_ready import PendingReady
 from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.memory.slot_reads import SlotReads
@@ -34,7 +33,6 @@ class WorkerIntegrity:
     slot_reads: SlotReads
     staging: Staging | None
     table: LeaseTable
-    pending_ready: PendingReady
     runner: LoadRunner
     registry: PeerRegistry
 
@@ -69,7 +67,7 @@ class WorkerIntegrity:
             f"{sum(len(one.reads) for one in first_reads)} of first reads; "
             f"not taken back: {len(self.reader.refused())}; the fabric has {self.reader.fabric.open_handles()}; "
             f"pool: {f'{pool.capacity} = {pool.free_bytes} free + {pool.waves()}' if pool is not None else 'none'}; "
-            f"leases: {self.table.describe()}, {len(self.pending_ready)} not ready"
+            f"leases: {self.table.describe()}"
         )
 
     def _cells(self) -> list[str]:

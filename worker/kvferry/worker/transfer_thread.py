@@ -25,7 +25,6 @@ from kvferry.protocol.orders import FailureReason, OrdersHead, decode_orders
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.integrity import WorkerIntegrity
 from kvferry.worker.leases.notifications import Notifications
-from kvferry.worker.leases.pending_ready import PendingReady
 from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.loads.load import LoadContext
 from kvferry.worker.loads.results import GaugeReporter, ResultBox
@@ -33,7 +32,6 @@ from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.memory.device import DeviceMark, use_device
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.settings import WorkerSettings
-from kvferry.worker.staging.host_buffer import HostMirror
 
 logger = logging.getLogger(__name__)
 
@@ -85,15 +83,13 @@ class TransferThread:
 
     Args:
         table: this worker's lease table.
-        mirror: where blocks are copied to before they may be read; None where peers read the caches.
     """
 
-    def __init__(self, table: LeaseTable, mirror: HostMirror | None, settings: WorkerSettings) -> None:
+    def __init__(self, table: LeaseTable, settings: WorkerSettings) -> None:
         self.results = ResultBox()
         self._table = table
         self._settings = settings
         self._inbox: queue.SimpleQueue[_WorkItem] = queue.SimpleQueue()
-        self._pending_ready = PendingReady(table, mirror)
         self._backoff_s = _MIN_BACKOFF_S
         self._notification_backoff_s = _MIN_NOTIFICATION_BACKOFF_S
         self._checked_s = -math.inf
@@ -118,7 +114,6 @@ class TransferThread:
             slot_reads=context.slot_reads,
             staging=context.staging,
             table=self._table,
-            pending_ready=self._pending_ready,
             runner=self.runner,
             registry=context.registry,
         )
@@ -226,7 +221,7 @@ class TransferThread:
 
     def _next_poll_s(self) -> float | None:
         """How long to wait before the next poll of what changes without a wake-up; None with nothing to poll."""
-        if self.runner.busy() or len(self._pending_ready) or self._registry.busy():
+        if self.runner.busy() or self._table.pending() or self._registry.busy():
             return _MIN_BACKOFF_S if self.runner.is_amid_round() else self._backoff_s
         polls_s = []
         if self._table.held():
@@ -244,9 +239,7 @@ class TransferThread:
         if orders.ends:
             self._survive(self._notifications.take)  # a report that has arrived counts before the end of its lease
         sent = [self._table.end(end) for end in orders.ends]
-        for hold in orders.holds:
-            sent.append(self._table.hold(hold))
-            self._pending_ready.add(hold, item.mark)
+        sent += [self._table.hold(hold, item.mark) for hold in orders.holds]
         with self.results as results:
             results.sent.update(request_id for request_id in sent if request_id is not None)
         for order in orders.loads:
@@ -264,7 +257,7 @@ class TransferThread:
 
     def _step(self) -> None:
         progress = self._survive(self._registry.step, time.monotonic(), self.runner.in_use())
-        progress |= self._survive(self._pending_ready.step)
+        progress |= self._survive(self._table.advance)
         if self._table.held():
             progress |= self._take_notifications()
         progress |= self._survive(self.runner.step)

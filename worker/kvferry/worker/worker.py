@@ -89,11 +89,11 @@ class FerryWorker:
         self._engine_id = engine_id
         self._index = index
         self._settings = settings
-        self._table = LeaseTable(settings.lease_slots)
         self._slot_reads = SlotReads(_ENTRIES_PER_LOAD * settings.max_loads + _MORE_ENTRIES)
         self._fabric = make_fabric(f"{engine_id}/{place}/{uuid.uuid4().hex[:12]}")
         self._staging = _staging(caches, settings)
         self._mirror = HostMirror(caches, groups) if settings.host_buffer and settings.is_read_from else None
+        self._table = LeaseTable(settings.lease_slots, self._mirror)
         exported = self._mirror.caches if self._mirror is not None else caches
         # With a host buffer the fabric never accesses the caches: without a copy nothing of them is exported.
         cache_regions = exported.regions() if self._mirror is not None or not settings.host_buffer else []
@@ -218,7 +218,7 @@ class FerryWorker:
         """The transfer thread; it starts with the first orders, because they bring this engine's boot."""
         if self._thread is None:
             settings = self._settings
-            thread = TransferThread(self._table, self._mirror, settings)
+            thread = TransferThread(self._table, settings)
             reader = Reader(self._fabric, settings.failed_read_grace_s)
             self._registry = PeerRegistry(
                 reader,

@@ -1,4 +1,7 @@
-"""A producer worker's lease table: the words that consumers read, and the workers that have reported under each.
+"""A producer worker's lease table: the words that consumers read, and what is known of the lease behind each.
+
+A held lease becomes READY when the device has finished with its blocks and, where peers read a copy of the caches, they
+have been copied.
 
 Leases are opened by the step thread, at once: to a consumer that reads the slot before that, the lease has ended.
 Everything else is done by the transfer thread; both use a lock. A word is cleared before its request is reported, so a
@@ -8,6 +11,7 @@ read that overlapped the release of a block always sees it.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +21,9 @@ from kvferry.protocol.handshake import LeaseTable as LeaseTableAddress
 from kvferry.protocol.ids import EMPTY, SLOT_BYTES, Epoch, SlotState, epoch_from_text, slot_word
 from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
+from kvferry.protocol.params import Blocks
+from kvferry.worker.memory.device import DeviceMark
+from kvferry.worker.staging.host_buffer import HostMirror
 
 _LIVE = (SlotState.COMPUTING, SlotState.READY)
 
@@ -36,24 +43,40 @@ class _Notifications:
         return self.workers.bit_count() >= self.expected
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Lease:
+    """A lease that has not ended.
+
+    Attributes:
+        request_id: the request, once it is held.
+        mark: of a hold that is not READY: reached when everything that may write the blocks has finished; later, when
+            they have been copied.
+        waves: blocks that have yet to be copied.
+    """
+
     epoch: Epoch
     request_id: str | None = None
+    mark: DeviceMark | None = None
+    waves: deque[Blocks] = field(default_factory=deque)
     notifications: dict[str, _Notifications] = field(default_factory=dict)
 
 
 class LeaseTable:
     """`slots` words of 8 bytes in host memory at a fixed address.
 
+    Args:
+        mirror: where blocks are copied to before they may be read; None where peers read the caches.
+
     Attributes:
         words: uint64 `[slots]`, the memory to register with NIXL.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, mirror: HostMirror | None = None) -> None:
         self.words = np.full(slots, EMPTY, dtype=np.uint64)
         self._leases: dict[int, _Lease] = {}
         self._held: set[int] = set()
+        self._pending: dict[int, _Lease] = {}
+        self._mirror = mirror
         self._lock = threading.Lock()
 
     @property
@@ -69,14 +92,14 @@ class LeaseTable:
         """Number of leases that wait for a `done`."""
         return len(self._held)
 
-    def is_open(self, slot: int, epoch: str) -> bool:
-        """Whether the lease has not ended."""
-        with self._lock:
-            return self._find(slot, epoch) is not None
+    def pending(self) -> int:
+        """Number of held leases that are not READY."""
+        return len(self._pending)
 
     def describe(self) -> str:
         """Numbers of words and leases, for an error text."""
-        return f"{np.count_nonzero(self.words)} words, {len(self._leases)} leases, {len(self._held)} held"
+        leases = f"{len(self._leases)} leases, {len(self._held)} held, {len(self._pending)} not ready"
+        return f"{np.count_nonzero(self.words)} words, {leases}"
 
     def errors(self) -> list[str]:
         """Errors, if any: every lease has its word, every other word is empty, only leases with a request are held."""
@@ -99,29 +122,45 @@ class LeaseTable:
         epoch = epoch_from_text(order.epoch)
         with self._lock:
             self._held.discard(order.slot)
+            self._pending.pop(order.slot, None)
             self._leases[order.slot] = _Lease(epoch)
             self.words[order.slot] = slot_word(epoch, SlotState.COMPUTING)
 
-    def hold(self, order: LeaseHold) -> str | None:
+    def hold(self, order: LeaseHold, mark: DeviceMark) -> str | None:
         """Hold the blocks of a request that has ended.
+
+        Args:
+            mark: reached when everything that may write the blocks has finished.
 
         Returns:
             The request, if all workers had reported already: its lease is over.
         """
+        waves = self._mirror.waves(order.blocks) if self._mirror is not None else deque()
         with self._lock:
             lease = self._find(order.slot, order.epoch)
             if lease is None:
                 return None
-            lease.request_id = order.request_id
+            lease.request_id, lease.mark, lease.waves = order.request_id, mark, waves
             self._held.add(order.slot)
+            self._pending[order.slot] = lease
             return self._finish_if_complete(order.slot, lease)
 
-    def ready(self, order: LeaseHold) -> None:
-        """Set READY: the device has finished everything that may write the blocks."""
+    def advance(self) -> bool:
+        """Set the held leases READY whose mark is reached, or begin to copy their blocks. Returns whether there were
+        any. The blocks of a lease that has ended may be another request's: they are not copied."""
         with self._lock:
-            lease = self._find(order.slot, order.epoch)
-            if lease is not None:
-                self.words[order.slot] = slot_word(lease.epoch, SlotState.READY)
+            pending = list(self._pending.items())
+        reached = [(slot, lease) for slot, lease in pending if lease.mark is not None and lease.mark.reached()]
+        for slot, lease in reached:
+            with self._lock:
+                if self._pending.pop(slot, None) is not lease:
+                    continue
+                if not lease.waves or self._mirror is None:
+                    self.words[slot] = slot_word(lease.epoch, SlotState.READY)
+                    continue
+                self._pending[slot] = lease  # before the copy, which may raise; at the end: others come first next time
+            lease.mark = self._mirror.try_copy(lease.waves) or lease.mark
+        return bool(reached)
 
     def end(self, order: LeaseEnd) -> str | None:
         """End a lease: its blocks may not be read any more.
@@ -164,6 +203,7 @@ class LeaseTable:
             self.words[:] = EMPTY
             self._leases.clear()
             self._held.clear()
+            self._pending.clear()
 
     def _find(self, slot: int, epoch: str) -> _Lease | None:
         lease = self._leases.get(slot)
@@ -178,4 +218,5 @@ class LeaseTable:
     def _clear(self, slot: int) -> None:
         self.words[slot] = EMPTY
         self._held.discard(slot)
+        self._pending.pop(slot, None)
         del self._leases[slot]
