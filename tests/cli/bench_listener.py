@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from kvferry.cli.bench.client import Listener
 from kvferry.cli.bench.listener import BenchListener
-from kvferry.cli.bench.messages import Join, Offer, Task
+from kvferry.cli.bench.messages import Join
+from kvferry.cli.transfer.messages import Offer, Task
 from kvferry.protocol.side_channel.secrets import Secrets
 from tests.scheduler.channel import HOST, free_port
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.cli.bench import owner
-from kvferry.cli.bench.cases import content
-from kvferry.cli.bench.memory import Memory
-from kvferry.cli.bench.pipe import play
+from kvferry.cli.transfer import process
+from kvferry.cli.transfer.child import play
+from kvferry.cli.transfer.memory import Bytes, content
 
 CHANGED = 9000
 
 
-def fill(memory: Memory, seed: int) -> None:
-    """Write the expected content with one bit changed."""
-    right = content(seed, memory.length)
+def changed_content(seed: int, length: int) -> Bytes:
+    """The expected content with one bit changed."""
+    right = content(seed, length)
     right[CHANGED] ^= np.uint8(1)
-    memory.write(right)
+    return right
 
 
 if __name__ == "__main__":
-    owner.fill = fill
-    raise SystemExit(play(owner.own))
+    vars(process)["content"] = changed_content
+    raise SystemExit(play(process.run))

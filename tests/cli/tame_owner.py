@@ -6,25 +6,29 @@ from __future__ import annotations
 import os
 import time
 
-from kvferry.cli.bench.messages import Connected, Failed, Join, Offer, OfferedMemory
-from kvferry.cli.bench.pipe import Pipe, play
+import msgspec
+
+from kvferry.cli.transfer.child import Pipe, play
+from kvferry.cli.transfer.messages import Connect, Connected, Offer, OfferedMemory, ReadsFailed
 
 MEMORY = OfferedMemory(kind="DRAM", address=4096, length=4096, seed=1)
+OFFER = Offer(host="p0", agent_metadata=b"m", memories=(MEMORY,), no_cuda="", library="none")
 
 
 def own(pipe: Pipe) -> None:
     """Offers memory that does not exist; its process id is its host."""
     pipe.take()
-    pipe.tell(Offer(host=str(os.getpid()), agent_metadata=b"m", memories=(MEMORY,), no_cuda=""))
-    while True:
-        asked = pipe.take()
-        if isinstance(asked, Join):
-            if asked.agent_metadata == b"crash":
-                os.abort()
-            if asked.agent_metadata == b"hang":
-                time.sleep(3600)
-            refused = asked.agent_metadata == b"refuse"
-            pipe.tell(Failed(reason="no metadata") if refused else Connected())
+    pipe.send(msgspec.structs.replace(OFFER, host=str(os.getpid())))
+    asked = pipe.take()
+    assert isinstance(asked, Connect)
+    if asked.agent_metadata == b"crash":
+        os.abort()
+    if asked.agent_metadata == b"hang":
+        time.sleep(3600)
+    if asked.agent_metadata == b"refuse":
+        raise ReadsFailed("no metadata")
+    pipe.send(Connected())
+    pipe.take()
 
 
 if __name__ == "__main__":

@@ -18,13 +18,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.cli.bench.cases import RUN_BYTES, Case, cases_of, content, count_wrong
-from kvferry.cli.bench.client import Outcome, run_client
-from kvferry.cli.bench.messages import BenchFailed, Reads, Task
+from kvferry.cli.bench.client import run_client
 from kvferry.cli.bench.report import print_outcome
+from kvferry.cli.transfer.measure import Outcome
+from kvferry.cli.transfer.memory import content, count_wrong
+from kvferry.cli.transfer.messages import Echoes, Measured, Reads, ReadsFailed, Task
+from kvferry.cli.transfer.reader import RUN_BYTES, Case, cases_of
 from tests.cli.bench_listener import TASK, bench_listening
 from tests.cli.command import run
 from tests.cli.lying_owner import CHANGED
+from tests.cli.tame_owner import OFFER
 from tests.scheduler.channel import HOST, free_port
 
 pytestmark = pytest.mark.slow
@@ -108,34 +111,42 @@ def test_a_listener_that_freezes_is_reported_within_the_deadline_with_a_hint() -
         assert "check the port, firewalls between, UCX_NET_DEVICES and `kvferry doctor`" in err
 
 
+PIPE = """
+import sys
+from multiprocessing.connection import Connection
+from kvferry.cli.transfer.child import Pipe
+from kvferry.cli.transfer.messages import Connected
+from tests.cli.tame_owner import OFFER
+pipe = Pipe(Connection(int(sys.argv[-1])))
+"""
+
+
 @pytest.mark.parametrize(
     ("reader", "said"),
     [
         ("import os; os.abort()", "ended with signal 6"),
         ("import sys; sys.exit('no UCX')", "ended with status 1: no UCX"),
-        ("print('not json'); print('{\"type\": \"done\"}')", "unexpected message"),
+        (f"{PIPE}pipe.send(Connected()); pipe.take(); pipe.take()", "unexpected message: Connected"),
     ],
 )
 def test_a_reader_that_dies_is_reported_in_one_line(reader: str, said: str) -> None:
-    with bench_listening() as served, pytest.raises(BenchFailed, match=said):
+    with bench_listening() as served, pytest.raises(ReadsFailed, match=said):
         run_client(served.asker(), TASK, lambda _: None, ("-c", reader))
 
 
-HANGS = """
-from kvferry.cli.bench.messages import Ready
-from kvferry.cli.bench.pipe import Pipe
-pipe = Pipe()
+HANGS = f"""
+{PIPE}
 pipe.take()
-pipe.tell(Ready(agent_metadata=b"m", no_cuda=""))
+pipe.send(OFFER)
 while True:
     pipe.take()
 """
 
 
 def test_a_reader_that_hangs_is_ended_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.cli.bench.client._GRACE_S", 0.1)
+    monkeypatch.setattr("kvferry.cli.transfer.measure._GRACE_S", 0.1)
     task = Task(device="cpu", max_bytes=64 << 10, seconds=0.1, timeout_s=0.1)
-    with bench_listening(once=True) as served, pytest.raises(BenchFailed, match="NIXL hangs"):
+    with bench_listening(once=True) as served, pytest.raises(ReadsFailed, match="NIXL hangs"):
         run_client(served.asker(), task, lambda _: None, ("-c", HANGS))
     assert served.codes == [2]
 
@@ -224,7 +235,10 @@ def test_the_table_distinguishes_wrong_and_right_rows_with_and_without_rich(
         monkeypatch.setitem(sys.modules, "rich.table", None)
     wrong = msgspec.structs.replace(READS, wrong=3, first_wrong=17, kind="VRAM", p50_us=655.36)
     stream = io.StringIO()
-    print_outcome(stream, Outcome(host="p0", lanes="rc", first_contact_ms=1.0, reads=[READS, wrong]))
+    measured = Measured(
+        first_contact_ms=1.0, reads=(READS, wrong), notifications=Echoes(reads=5, p50_us=1.0, p99_us=2.0)
+    )
+    print_outcome(stream, Outcome(OFFER, OFFER, "rc", measured))
     rows = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
     assert "host 64 KiB 4 9 2 32.8 123 right" in rows
     assert "GPU 64 KiB 4 9 0.1 655 123 3 of 786432 WRONG, the first at 17" in rows

@@ -15,15 +15,14 @@ from kvferry.cli.bench import listener as listener_module
 from kvferry.cli.bench.messages import (
     MAX_FRAME_BYTES,
     Alive,
-    BenchFailed,
     Join,
     Leave,
     Noted,
-    Offer,
     Reply,
     decode_reply,
     encode,
 )
+from kvferry.cli.transfer.messages import Offer, ReadsFailed
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import Hello, Refused
 from kvferry.protocol.handshake import encode as encode_channel
@@ -101,7 +100,7 @@ def test_too_many_or_too_long_frames_and_bytes_that_are_not_zmq_end_nothing(serv
 
 @pytest.mark.parametrize("metadata", [b"refuse", b"crash"])
 def test_metadata_that_kills_an_owner_costs_the_listener_only_that_owner(served: Served, metadata: bytes) -> None:
-    with pytest.raises(BenchFailed, match="agent_metadata is 'unusable'"):
+    with pytest.raises(ReadsFailed, match="agent_metadata is 'unusable'"):
         served.join(metadata)
     session, _ = served.join()
     assert left(served, session) == Noted()
@@ -109,7 +108,7 @@ def test_metadata_that_kills_an_owner_costs_the_listener_only_that_owner(served:
 
 def test_an_owner_that_hangs_is_replaced(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "CONNECT_S", 0.1)
-    with pytest.raises(BenchFailed, match="hangs"):
+    with pytest.raises(ReadsFailed, match="hangs"):
         served.join(b"hang")
     session, _ = served.join()
     assert left(served, session) == Noted()
@@ -155,7 +154,7 @@ def test_without_memory_the_listener_says_why() -> None:
     dies = ("-c", "import sys; sys.exit('no NIXL today')")
     with (
         bench_listening(dies, start=False) as served,
-        pytest.raises(BenchFailed, match="ended with status 1: no NIXL today; see `kvferry doctor`"),
+        pytest.raises(ReadsFailed, match="ended with status 1: no NIXL today; see `kvferry doctor`"),
     ):
         served.listener.serve(once=True)
 

@@ -14,8 +14,8 @@ from typing import Any, get_args
 from kvferry.cli.arguments import InvalidArgument, number_option, one_of, read_address
 from kvferry.cli.bench.client import Listener, run_client
 from kvferry.cli.bench.listener import BenchListener
-from kvferry.cli.bench.messages import MAX_BYTES, MIN_BYTES, Device, Progress, Task
 from kvferry.cli.bench.report import as_json, print_outcome
+from kvferry.cli.transfer.messages import MAX_BYTES, MIN_BYTES, Device, Progress, Task
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 
 PORT = 5700
@@ -62,7 +62,7 @@ def _connect(options: argparse.Namespace, task: Task) -> int:
         print(json.dumps(as_json(outcome), indent=2, ensure_ascii=False))
     else:
         print_outcome(sys.stdout, outcome)
-    return 1 if outcome.wrong else 0
+    return 1 if outcome.measured.wrong else 0
 
 
 @contextmanager

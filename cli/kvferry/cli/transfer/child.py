@@ -1,0 +1,166 @@
+"""Child processes that use NIXL: both ends of the pipe between a command and its child.
+
+Each message is one frame of msgpack on a socket pair of its own, which nothing that a library prints can corrupt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import IO, TypeVar
+
+import msgspec
+
+from kvferry.cli.transfer.messages import Failed, Message, ReadsFailed
+
+COMMAND = ("-m", "kvferry.cli.transfer.process")
+_NICE_S = 0.3
+_LAST_WORDS = 300
+_LANES = re.compile(r"(?:intra|inter)-node cfg#[0-9]+ +(.*)")
+_ERROR = re.compile(r" UCX +ERROR +(.+)")
+_Expected = TypeVar("_Expected", bound=msgspec.Struct)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class Pipe:
+    """One end of a pipe. Both methods raise `OSError` or `EOFError` when the other end is gone."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, message: Message) -> None:
+        """Send one message."""
+        self._connection.send_bytes(msgspec.msgpack.encode(message))
+
+    def take(self, timeout_s: float | None = None) -> Message | None:
+        """The other end's next message; None if none comes in time."""
+        if not self._connection.poll(timeout_s):
+            return None
+        return _decoder.decode(self._connection.recv_bytes())
+
+    def close(self) -> None:
+        """Close this end."""
+        self._connection.close()
+
+
+def play(part: Callable[[Pipe], None]) -> int:
+    """Run a child's part until it ends or the command closes the pipe; an exception is sent as `Failed`, not printed.
+
+    The last argument of the process is the file number of the pipe. Returns the exit status.
+    """
+    pipe = Pipe(Connection(int(sys.argv[-1])))
+    try:
+        part(pipe)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return 0
+    except ReadsFailed as failed:
+        pipe.send(Failed(reason=str(failed), late=failed.late))
+        return 1
+    except Exception as failure:  # noqa: BLE001 - the command reports it
+        named = str(failure) or type(failure).__name__
+        pipe.send(Failed(reason=named if hasattr(failure, "operation") else f"{type(failure).__name__}: {named}"))
+        return 1
+    return 0
+
+
+class Child:
+    """The command's end: a Python process that lives until `close`.
+
+    It is in a session of its own, so that Ctrl-C does not reach it and its whole group can be killed. What UCX and
+    other libraries print goes to an unnamed temporary file.
+
+    Args:
+        command: the arguments of Python; the pipe's file number is added to them.
+        environ: its environment.
+    """
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
+        # A second exporter of NIXL's own telemetry would take an engine's port.
+        kept = {name: value for name, value in environ.items() if not name.startswith("NIXL_TELEMETRY_")}
+        logging = {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr", "UCX_WARN_UNUSED_ENV_VARS": "y"}
+        ours, theirs = multiprocessing.Pipe()
+        self._pipe = Pipe(ours)
+        self._printed: IO[bytes] = tempfile.TemporaryFile(prefix="kvferry-")  # noqa: SIM115 - until `close`
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *command, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._printed,
+                stderr=self._printed,
+                env={**kept, **logging},
+                start_new_session=True,
+            )
+
+    def send(self, message: Message) -> None:
+        """Send one message; ignored if the child is gone, which `take` reports."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(message)
+
+    def take(self, timeout_s: float = 0.0) -> Message | None:
+        """The child's next message; None if none arrives in time.
+
+        Raises:
+            ReadsFailed: the child has failed or ended.
+        """
+        try:
+            message = self._pipe.take(timeout_s)
+        except (EOFError, OSError):
+            self._end()
+            code = self._process.returncode
+            how = f"signal {-code}" if code < 0 else f"status {code}"
+            raise ReadsFailed(f"its NIXL process ended with {how}{self._last_words()}") from None
+        if isinstance(message, Failed):
+            raise ReadsFailed(f"{message.reason}{self._last_error()}", late=message.late)
+        return message
+
+    def expect(self, kind: type[_Expected], timeout_s: float) -> _Expected:
+        """The child's next message, which must be of this kind.
+
+        Raises:
+            ReadsFailed: the child has failed or ended, sent something else, or nothing in time.
+        """
+        message = self.take(timeout_s)
+        if message is None:
+            raise ReadsFailed(f"its NIXL process hangs: it did not answer within {timeout_s:g} s", late=True)
+        if not isinstance(message, kind):
+            raise ReadsFailed(f"its NIXL process sent an unexpected message: {type(message).__name__}")
+        return message
+
+    def lanes(self) -> str:
+        """The transports to its peer, as UCX names them; empty without a connection."""
+        found = _LANES.findall(self.printed())
+        return " ".join(found[-1].replace("/memory", "").split()) if found else ""
+
+    def printed(self) -> str:
+        """Its output so far, with UCX's log at level info."""
+        return os.pread(self._printed.fileno(), 1 << 20, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        """Let it end by itself, so that its agent is closed; kill it after a short time. Idempotent."""
+        self._pipe.close()
+        self._end()
+        self._printed.close()
+
+    def _end(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_NICE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _last_words(self) -> str:
+        lines = [line for line in self.printed().strip().splitlines() if " UCX  " not in line]
+        return self._last_error() or (f": {lines[-1].strip()[-_LAST_WORDS:]}" if lines else "")
+
+    def _last_error(self) -> str:
+        errors = _ERROR.findall(self.printed())
+        return f"; UCX says: {errors[-1].strip()}" if errors else ""

@@ -1,0 +1,79 @@
+"""Memory of known content, in the host and on GPU 0. For the child processes only: it needs torch, which NIXL loads."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.cli.transfer.messages import Device, Kind, ReadsFailed
+from kvferry.protocol.errors import KvferryError
+from kvferry.worker.fabric.port import DescriptorRows, Fabric, MemoryKind, Region
+
+Bytes = npt.NDArray[np.uint8]
+_MOST_REASON = 400
+
+
+def content(seed: int, length: int) -> Bytes:
+    """`length` bytes, a multiple of 8; a prefix of every longer content of the same seed.
+
+    The same on every machine and with every numpy, whose raw streams are fixed.
+    """
+    return np.random.PCG64(seed).random_raw(length // 8).astype("<u8", copy=False).view(np.uint8)
+
+
+def count_wrong(found: Bytes, expected: Bytes) -> tuple[int, int]:
+    """(bytes that differ, offset of the first of them or -1); the lengths are equal, and multiples of 8."""
+    if np.array_equal(found.view(np.uint64), expected.view(np.uint64)):
+        return 0, -1
+    differs = found != expected
+    return int(np.count_nonzero(differs)), int(np.argmax(differs))
+
+
+class Memory:
+    """`length` bytes that are registered with a fabric.
+
+    Raises:
+        FabricUnavailable: they cannot be registered.
+        RuntimeError: torch cannot allocate them.
+    """
+
+    def __init__(self, fabric: Fabric, kind: Kind, length: int) -> None:
+        self._bytes = torch.zeros(length, dtype=torch.uint8, device="cuda:0" if kind == "VRAM" else "cpu")
+        self.kind, self.length, self.address = kind, length, self._bytes.data_ptr()
+        fabric.register([Region(self.address, length, MemoryKind(kind))])
+
+    def write(self, new: Bytes) -> None:
+        """Replace the first bytes."""
+        self._bytes[: len(new)].copy_(torch.from_numpy(new))
+
+    def read(self, length: int) -> Bytes:
+        """The first bytes; not a copy if they are in the host."""
+        found: Bytes = self._bytes[:length].cpu().numpy()
+        return found
+
+
+def registered_memories(fabric: Fabric, device: Device, length: int) -> tuple[list[Memory], str]:
+    """Registered memory of each requested and available kind; and why there is none on a GPU, `""` if there is.
+
+    Raises:
+        ReadsFailed: GPU memory was requested, and there is none.
+        FabricUnavailable: host memory could not be registered.
+    """
+    found = [] if device == "cuda" else [Memory(fabric, "DRAM", length)]
+    if device == "cpu":
+        return found, ""
+    try:
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"torch {torch.__version__} sees no CUDA device")
+        return [*found, Memory(fabric, "VRAM", length)], ""
+    except (RuntimeError, KvferryError) as refused:
+        reason = " ".join(str(refused).split())[:_MOST_REASON]
+        if device == "cuda":
+            raise ReadsFailed(f"no GPU memory here ({reason}); --device cpu leaves it out") from None
+        return found, reason
+
+
+def rows_of(kind: Kind, address: int, length: int, run_bytes: int) -> DescriptorRows:
+    """`length` bytes at an address, in descriptors of `run_bytes`."""
+    return DescriptorRows.of(MemoryKind(kind), [(address, run_bytes, 0, run_bytes, length // run_bytes)])

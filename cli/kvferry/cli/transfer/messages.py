@@ -1,0 +1,145 @@
+"""Messages between a command and its child processes, and the types that `kvferry bench` also sends between machines.
+
+    command          each child        command          owner        command          reader
+    Task          →                    Connect       →               Offer         →
+                  ←  Offer                           ←  Connected                  ←  Progress … Measured
+
+`Failed` may come from a child at any time.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.ids import Address, Positive, Text
+
+VERSION = 1
+"""Of the messages between machines."""
+MIN_BYTES = 4 << 10
+MAX_BYTES = 1 << 30
+
+Metadata = Annotated[bytes, Meta(min_length=1, max_length=128 << 10)]
+Length = Annotated[int, Meta(ge=MIN_BYTES, le=MAX_BYTES)]
+Reason = Annotated[str, Meta(max_length=512, pattern=r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]*\Z")]
+Kind = Literal["DRAM", "VRAM"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class ReadsFailed(KvferryError):
+    """The reads could not be made; the text says why. `late`: only a deadline was missed."""
+
+    def __init__(self, reason: str, *, late: bool = False) -> None:
+        super().__init__(reason)
+        self.late = late
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True, tag="task"):
+    """To a child: the kinds and bytes of memory, the time to measure a case, the timeout of a read, in seconds."""
+
+    device: Device
+    max_bytes: Length
+    seconds: float = 0.0
+    timeout_s: float = 0.0
+
+
+class OfferedMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that may be read: `length` bytes, which are `kvferry.cli.transfer.memory.content(seed, length)`."""
+
+    kind: Kind
+    address: Address
+    length: Length
+    seed: Annotated[int, Meta(ge=0, lt=2**62)]
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="bench offer"):
+    """A child's agent and memory.
+
+    Attributes:
+        no_cuda: why there is no GPU memory, empty if there is some or none was requested.
+        library: NIXL's package that was loaded, e.g. `nixl_cu12`.
+    """
+
+    version: Positive = VERSION
+    host: Text
+    agent_metadata: Metadata
+    memories: Annotated[tuple[OfferedMemory, ...], Meta(min_length=1, max_length=2)]
+    no_cuda: Reason
+    library: Text
+
+
+class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
+    """To a child, which becomes an owner: the agent of its reader."""
+
+    agent_metadata: Metadata
+
+
+class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
+    """From an owner: the reader can read."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """From a reader: the case that it works on; `done` of `cases` are finished."""
+
+    what: str
+    done: int = 0
+    cases: int = 0
+
+
+class Reads(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one case.
+
+    Attributes:
+        num_bytes, descriptors: of one read.
+        reads: timed ones. checked, wrong: bytes of all reads, those of the warm-up too. first_wrong: offset, or -1.
+        p50_us, p99_us: from just before the post until the poll that finds it done.
+    """
+
+    kind: Kind
+    num_bytes: int
+    descriptors: int
+    reads: int
+    p50_us: float
+    p99_us: float
+    checked: int
+    wrong: int
+    first_wrong: int
+
+    @property
+    def gb_s(self) -> float:
+        """GB/s of the median read."""
+        return self.num_bytes / self.p50_us / 1e3
+
+
+class Echoes(msgspec.Struct, frozen=True, kw_only=True):
+    """Round trips of notifications."""
+
+    reads: int
+    p50_us: float
+    p99_us: float
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
+    """From a reader: all results. `first_contact_ms`: from the start until the end of the first, smallest read."""
+
+    first_contact_ms: float
+    reads: tuple[Reads, ...]
+    notifications: Echoes
+
+    @property
+    def wrong(self) -> int:
+        """The number of wrong bytes."""
+        return sum(reads.wrong for reads in self.reads)
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """From a child: it cannot continue. `late`: only a deadline was missed."""
+
+    reason: str
+    late: bool = False
+
+
+Message = Task | Offer | Connect | Connected | Progress | Measured | Failed
