@@ -1,17 +1,15 @@
-"""The adapter to vLLM's internals: the version check and the engine's loop.
+"""The adapter to vLLM's internals: all that kvferry uses of vLLM beyond its API for connectors, in one place.
 
-A version of vLLM that kvferry was not tested with is refused at start, before anything of it is imported.
+| what | needed | without it |
+| --- | --- | --- |
+| the version | yes | the start ends, unless `KVFERRY_ALLOW_VLLM` names it |
+| references on blocks of the pool (`EngineBlocks`) | yes | the start ends |
+| the CPU backend's packing of keys (`cpu_attention_isa`), on that backend | yes | the start ends |
+| the number of blocks that a request lacks (`EngineBlocks.lacking`) | no | leases are not evicted |
+| the engine's loop (`EngineLoop`) | no | an idle engine is not woken, and no pause is seen |
 
-A loop without requests sleeps in its input queue, and no API of connectors ends the sleep. The sleep is harmless except
-for metrics: an engine reports the values of its last step, so routers that weigh engines by cache use would see leased
-blocks as used for as long as no request arrives, and would send none. So an engine that holds leases takes a step once
-in a while: it is woken with `WAKEUP`, the message that vLLM sends to itself at shutdown.
-
-A pause is complete when the engine has no more work. The operations that follow (emptying caches, loading weights) must
-not find held blocks, so a paused engine is not idle before its leases are over.
-
-vLLM passes connectors no reference to the engine core; it is found through its threads. If it is not found (it runs in
-a user's own program, or this vLLM keeps it elsewhere), the loop is not woken and no pause is seen.
+All are tried before they are relied on: the first three at the start, when vLLM binds its KV cache manager and
+registers its caches; the last when the engine has no request for the first time, with its loop running.
 """
 
 from __future__ import annotations
@@ -21,54 +19,231 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvferry.protocol.errors import UnsupportedVllm
+from kvferry.protocol.errors import LocalProtocolError, UnsupportedVllm
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 logger = logging.getLogger(__name__)
 
 
+class EngineBlocks:
+    """The KV cache blocks of this process's engine, in vLLM's block pool.
+
+    Attributes:
+        num_blocks: blocks of the pool, with the null block (0); 0 until `bind`.
+        longest: blocks of the longest possible request, with vLLM's watermark; None if they cannot be counted.
+    """
+
+    def __init__(self) -> None:
+        self._manager: KVCacheManager | None = None
+        self.num_blocks = 0
+        self.longest: int | None = None
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Take vLLM's KV cache manager, and try what is used of it.
+
+        Raises:
+            UnsupportedVllm: blocks cannot be kept out of the pool.
+        """
+        try:
+            _try_references(manager)
+            self.num_blocks = int(manager.block_pool.num_gpu_blocks)
+        except Exception as error:
+            raise UnsupportedVllm("KVCacheManager.block_pool", repr(error), _AS_TESTED) from error
+        self._manager = manager
+        try:
+            self.longest = self._count_longest(manager)
+        except Exception as error:  # noqa: BLE001 - vLLM's internals may differ
+            self.longest = None
+            logger.warning("lease eviction disabled: this vLLM does not count the blocks of a request (%r)", error)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the KV cache manager is known."""
+        return self._manager is not None
+
+    @property
+    def num_free(self) -> int:
+        """Blocks in the pool without a reference."""
+        return int(self._bound.block_pool.get_num_free_blocks())
+
+    def reference_count(self, block: int) -> int:
+        """References to a block, those of `keep` included."""
+        return int(self._bound.block_pool.blocks[block].ref_cnt)
+
+    def of(self, request_id: str) -> list[list[KVCacheBlock]]:
+        """The blocks of a request, by cache group, in the order of its tokens."""
+        return [list(blocks) for blocks in self._bound.get_blocks(request_id).blocks]
+
+    def keep(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Add a reference on each block, which keeps it out of the pool."""
+        self._bound.block_pool.touch(blocks)
+
+    def give_back(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Remove a reference from each. In vLLM's order: the end of a sequence is reused before its beginning."""
+        self._bound.block_pool.free_blocks(reversed(blocks))
+
+    @property
+    def watermark(self) -> int:
+        """Blocks that vLLM leaves free when it admits a request beside running ones."""
+        return int(self._bound.watermark_blocks)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest possible request."""
+        return int(self._bound.max_model_len)
+
+    def lacking(self, request_id: str, num_tokens: int, num_slots: int, *, num_computed: int, prefill_end: int) -> int:
+        """Blocks that a request lacks, by the call that vLLM's own admission makes (`KVCacheManager.allocate_slots`).
+
+        So groups with a window, a chunk or a recurrent state count as in vLLM. A block is added for each group in
+        `align` mode: there a sequence has the blocks of two states while it is computed in steps, but is admitted with
+        one. Prefix hits are ignored.
+
+        Args:
+            num_tokens: length of the sequence.
+            num_slots: number of tokens, including those that a draft model writes ahead.
+        """
+        manager = self._bound
+        lacking = manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request_id,
+            num_tokens=num_slots,
+            new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=num_computed,
+            num_local_computed_tokens=num_computed,
+            num_tokens_main_model=num_tokens,
+            apply_admission_cap=True,
+            prefill_end=prefill_end,
+        )
+        specs = (group.kv_cache_spec for group in manager.kv_cache_config.kv_cache_groups)
+        moving = [spec for spec in specs if getattr(spec, "mamba_cache_mode", None) == "align"]
+        return int(lacking) + len(moving)
+
+    def _count_longest(self, manager: KVCacheManager) -> int:
+        length, unknown = self.max_model_len, ""
+        longest = self.lacking(unknown, length, length, num_computed=0, prefill_end=length)
+        manager.coordinator.free(unknown)  # the call registers the request in some groups, without blocks
+        return longest + self.watermark
+
+    @property
+    def _bound(self) -> KVCacheManager:
+        if self._manager is None:
+            raise LocalProtocolError("vLLM has not bound its KV cache manager")
+        return self._manager
+
+
+def _try_references(manager: KVCacheManager) -> None:
+    """Keep a free block and give it back. It is the first one, which goes back to the front of the queue.
+
+    Raises:
+        Exception: the pool differs from the one that kvferry was tested with.
+    """
+    pool = manager.block_pool
+    free = pool.get_num_free_blocks()
+    for kept in [block for block in pool.blocks[:2] if block.ref_cnt == 0 and not block.is_null][:1]:
+        pool.touch([kept])
+        if (kept.ref_cnt, pool.get_num_free_blocks()) != (1, free - 1):
+            raise ValueError("a block with a reference is still free")
+        pool.free_blocks([kept])
+    if pool.get_num_free_blocks() != free or manager.get_blocks("").blocks is None:
+        raise ValueError("a block that was given back is not free")
+
+
+def cpu_attention_isa(layer: Any) -> str:
+    """The instruction set for which the CPU backend packs the keys of a layer.
+
+    Raises:
+        UnsupportedVllm: this vLLM does not tell.
+    """
+    isa = getattr(layer, "isa", None)
+    if isa is not None:
+        return str(isa)
+    try:
+        from vllm.config import get_current_vllm_config
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        config = get_current_vllm_config()
+        dtype, block_size = config.model_config.dtype, config.cache_config.block_size
+        return str(_get_attn_isa(dtype, block_size, layer.head_size, getattr(layer, "kv_cache_dtype", None)))
+    except Exception as error:
+        raise UnsupportedVllm("cpu_attn._get_attn_isa", repr(error), _AS_TESTED) from error
+
+
 class EngineLoop:
-    """The loop of this process's engine. Thread-safe."""
+    """The loop of this process's engine. Thread-safe.
+
+    A loop without requests sleeps in its input queue, and no API of connectors ends the sleep. The sleep is harmless
+    except for metrics: an engine reports the values of its last step, so routers that weigh engines by cache use would
+    see leased blocks as used for as long as no request arrives, and would send none. So an engine that holds leases
+    takes a step once in a while: it is woken with `WAKEUP`, the message that vLLM sends to itself at shutdown.
+
+    A pause is complete when the engine has no more work. The operations that follow (emptying caches, loading weights)
+    must not find held blocks, so a paused engine is not idle before its leases are over.
+
+    vLLM passes connectors no reference to the engine core; it is found through its threads. If it is not found (it runs
+    in a user's own program, or this vLLM keeps it elsewhere), the loop is not woken and no pause is seen.
+    """
 
     def __init__(self) -> None:
         self._core: Any = None
-        self._has_failed = False
+        self._is_reported = False
 
     def wake(self) -> None:
         """Wake the loop, so that it checks whether it must step."""
-        if self._has_failed:
-            return
-        try:
-            self._found().input_queue.put_nowait((sys.modules["vllm.v1.engine"].EngineCoreRequestType.WAKEUP, None))
-        except Exception as error:  # noqa: BLE001 - vLLM's internals may differ
-            self._has_failed = True
-            logger.info("this engine cannot be woken (%r): while it is idle, its metrics are of its last step", error)
+        self._try(lambda core: core.input_queue.put_nowait((_wakeup(), None)))
 
     @property
     def is_paused(self) -> bool:
-        """Whether the engine is paused."""
-        try:
-            return bool(self._found().is_scheduler_paused())
-        except Exception:  # noqa: BLE001 - as above
-            return False
+        """Whether the engine is paused. vLLM's loop asks this through the connector before it sleeps, so it is here
+        that the loop is first looked for."""
+        return bool(self._try(lambda core: core.is_scheduler_paused()))
 
-    def _found(self) -> Any:
-        """The engine core whose loop runs in this process. Raises `LookupError` unless there is exactly one."""
-        if self._core is None:
-            kind = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCoreProc", ())
-            owners = (getattr(getattr(thread, "_target", None), "__self__", None) for thread in threading.enumerate())
-            cores = {id(owner): owner for owner in owners if isinstance(owner, kind)}
-            if len(cores) != 1:
-                raise LookupError(f"{len(cores)} engine cores run in this process")
-            (self._core,) = cores.values()
-        return self._core
+    def _try(self, call: Callable[[Any], Any]) -> Any:
+        """The result of `call` with the engine core; None, and one line in the log, if that fails."""
+        try:
+            if self._core is None:
+                self._core = _find_core()
+            return call(self._core)
+        except Exception as error:  # noqa: BLE001 - vLLM's internals may differ
+            if not self._is_reported:
+                self._is_reported = True
+                logger.info(
+                    "this engine cannot be woken (%r): while it is idle, its metrics are of its last step", error
+                )
+
+
+def _find_core() -> Any:
+    """The engine core whose loop runs in this process.
+
+    Raises:
+        LookupError: there is none, or more than one.
+        AttributeError: it lacks what is used of it.
+    """
+    kind = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCoreProc", ())
+    owners = (getattr(getattr(thread, "_target", None), "__self__", None) for thread in threading.enumerate())
+    cores = {id(owner): owner for owner in owners if isinstance(owner, kind)}
+    if len(cores) != 1:
+        raise LookupError(f"{len(cores)} engine cores run in this process")
+    (core,) = cores.values()
+    _ = core.is_scheduler_paused, core.input_queue.put_nowait, _wakeup()
+    return core
+
+
+def _wakeup() -> Any:
+    return sys.modules["vllm.v1.engine"].EngineCoreRequestType.WAKEUP
 
 
 SUPPORTED = ">=0.32,<0.33"
 """The same as in pyproject.toml and in the doctor; a test compares them."""
 ALLOW_VARIABLE = "KVFERRY_ALLOW_VLLM"
+_AS_TESTED = f"as in vLLM {SUPPORTED}, which kvferry was run with"
 
 _RUN = re.compile(r"0\.32\.(0|[1-9][0-9]*(rc[0-9]+)?)(\.post[0-9]+)?(\+[a-zA-Z0-9._-]+)?")
 """Releases of 0.32, candidates of its patches, and local builds of both (`+cpu`). Excluded are candidates of 0.32.0,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvferry.connector.layout.sharding import Sharding
+from kvferry.connector.vllm_internals import cpu_attention_isa
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Range
 
@@ -149,20 +150,7 @@ def packing_of(layer: Any, layer_name: str) -> str:
     stored = _float8_of(layer)
     if name != "CPU_ATTN":
         return name.lower() + stored
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    isa = getattr(layer, "isa", None)
-    if isa is None:
-        from vllm.config import get_current_vllm_config
-
-        config = get_current_vllm_config()
-        isa = _get_attn_isa(
-            config.model_config.dtype,
-            config.cache_config.block_size,
-            layer.head_size,
-            getattr(layer, "kv_cache_dtype", None),
-        )
-    return f"cpu_attn/{isa}{stored}"
+    return f"cpu_attn/{cpu_attention_isa(layer)}{stored}"
 
 
 def _float8_of(layer: Any) -> str:

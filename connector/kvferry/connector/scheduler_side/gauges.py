@@ -7,31 +7,23 @@ keeps the latest value.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from kvferry.connector.vllm_internals import EngineBlocks
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.worker.loads.results import WorkerGauges
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 
 class EngineGauges:
     """Reads both ledgers once per step, at constant cost: the ledgers maintain the counts."""
 
-    def __init__(self, leases: ProducerLedger, loads: ConsumerLedger) -> None:
+    def __init__(self, leases: ProducerLedger, loads: ConsumerLedger, blocks: EngineBlocks) -> None:
         self._leases = leases
         self._loads = loads
-        self._usable_blocks = 0
+        self._blocks = blocks
         self._workers: dict[int, WorkerGauges] = {}
         self._seen: tuple[int, ...] = ()
         self._reported: dict[str, float] = {}
-
-    def bind(self, manager: KVCacheManager) -> None:
-        """Take the KV cache manager, for its number of blocks."""
-        self._usable_blocks = manager.block_pool.num_gpu_blocks - 1  # without the null block
-        self._seen = ()
 
     def update(self, gauges: Mapping[int, WorkerGauges]) -> None:
         """Take the latest values of some workers."""
@@ -53,6 +45,7 @@ class EngineGauges:
 
     def _gauges(self, leases: int, held: int, blocks: int, in_flight: int, waiting: int) -> dict[str, float]:
         workers = self._workers.values()
+        usable = self._blocks.num_blocks - 1  # without the null block
         return {
             "loads_now": in_flight,
             "prompts_waiting_now": waiting,
@@ -60,7 +53,7 @@ class EngineGauges:
             "leases_held_now": held,
             "lease_slots": self._leases.slots,
             "leased_blocks_now": blocks,
-            "leased_fraction_now": blocks / self._usable_blocks if self._usable_blocks > 0 else 0.0,
+            "leased_fraction_now": blocks / usable if usable > 0 else 0.0,
             "staging_used_bytes": max((worker.staging_used_bytes for worker in workers), default=0),
             "staging_pool_bytes": max((worker.staging_pool_bytes for worker in workers), default=0),
             "peers_now": max((worker.peers for worker in workers), default=0),

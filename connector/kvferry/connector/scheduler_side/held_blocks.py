@@ -15,29 +15,20 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from kvferry.connector.vllm_internals import EngineBlocks
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.producer.block_references import BlockReferences
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 class HeldBlocks:
     """One reference per request and block."""
 
-    def __init__(self) -> None:
-        self._manager: KVCacheManager | None = None
+    def __init__(self, blocks: EngineBlocks) -> None:
+        self._blocks = blocks
         self._of: dict[str, list[list[KVCacheBlock]]] = {}
-
-    def bind(self, manager: KVCacheManager) -> None:
-        """Take the KV cache manager, in whose pool the blocks are."""
-        self._manager = manager
-
-    @property
-    def can_hold(self) -> bool:
-        """Whether the KV cache manager is known."""
-        return self._manager is not None
 
     def hold(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Take references on the blocks of a request that vLLM is about to free.
@@ -45,21 +36,18 @@ class HeldBlocks:
         Args:
             block_ids: the blocks: all of the request's, or those of `ids_to_hold`.
         """
-        if self._manager is None or request_id in self._of:
-            raise LocalProtocolError(f"req={request_id}: its blocks cannot be held, or are held already")
-        groups = self._manager.get_blocks(request_id).blocks
-        held = list(map(list, groups)) if sum(map(len, groups)) == len(block_ids) else _chosen(groups, block_ids)
+        if request_id in self._of:
+            raise LocalProtocolError(f"req={request_id}: its blocks are held already")
+        groups = self._blocks.of(request_id)
+        held = groups if sum(map(len, groups)) == len(block_ids) else _chosen(groups, block_ids)
         for blocks in held:
-            self._manager.block_pool.touch(blocks)
+            self._blocks.keep(blocks)
         self._of[request_id] = held
 
     def give_back(self, request_id: str) -> None:
-        """Free a request's blocks. In vLLM's order: the end of a sequence is reused before its beginning."""
-        held = self._of.pop(request_id, None)
-        if held is None or self._manager is None:
-            return
-        for blocks in held:
-            self._manager.block_pool.free_blocks(reversed(blocks))
+        """Free a request's blocks; unknown requests are ignored."""
+        for blocks in self._of.pop(request_id, ()):
+            self._blocks.give_back(blocks)
 
     def check_integrity(self, references: BlockReferences) -> None:
         """Check that there is a reference on every block that the leases count, and on no other.
@@ -67,8 +55,6 @@ class HeldBlocks:
         Raises:
             LocalProtocolError: with the counts that disagree.
         """
-        if not self.can_hold:
-            return
         if self._of.keys() != references.requests():
             raise LocalProtocolError(
                 f"held blocks: of {len(self._of)} requests, leases of {references.num_requests} keep some"
@@ -100,16 +86,12 @@ def ids_to_hold(block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
 class QuarantinedBlocks:
     """Pins the blocks of failed loads, by request."""
 
-    def __init__(self) -> None:
-        self._manager: KVCacheManager | None = None
+    def __init__(self, blocks: EngineBlocks) -> None:
+        self._blocks = blocks
         self._alive: dict[int, frozenset[str]] = {}
         self._pinned: dict[str, list[KVCacheBlock]] = {}
         self._since_s: dict[str, float] = {}  # the oldest is first
         self._reported = True
-
-    def bind(self, manager: KVCacheManager) -> None:
-        """Take the KV cache manager, in whose pool the blocks are."""
-        self._manager = manager
 
     def __len__(self) -> int:
         """The number of requests whose blocks are pinned."""
@@ -147,24 +129,21 @@ class QuarantinedBlocks:
             LocalProtocolError: with the counts that disagree.
         """
         named = frozenset().union(*self._alive.values()) if self._alive else frozenset()
-        if self._manager is not None and named != self._pinned.keys():
+        if self._blocks.is_bound and named != self._pinned.keys():
             raise LocalProtocolError(f"quarantine: {len(named)} requests are named, {len(self._pinned)} are pinned")
         given = [block.block_id for blocks in self._pinned.values() for block in blocks if block.ref_cnt < 1]
         if given:
             raise LocalProtocolError(f"quarantine: {len(given)} of {self.num_blocks()} pinned blocks are in the pool")
 
     def _pin(self, request_id: str) -> None:
-        if self._manager is None:
+        if not self._blocks.is_bound:
             return
-        groups = self._manager.get_blocks(request_id).blocks
-        blocks = [block for group in groups for block in group if not block.is_null]
-        self._manager.block_pool.touch(blocks)
+        blocks = [block for group in self._blocks.of(request_id) for block in group if not block.is_null]
+        self._blocks.keep(blocks)
         self._pinned[request_id] = blocks
         self._since_s[request_id] = time.monotonic()
         self._reported = False
 
     def _unpin(self, request_id: str) -> None:
-        blocks = self._pinned.pop(request_id)
         del self._since_s[request_id]
-        if self._manager is not None:
-            self._manager.block_pool.free_blocks(reversed(blocks))
+        self._blocks.give_back(self._pinned.pop(request_id))

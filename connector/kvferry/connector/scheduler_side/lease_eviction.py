@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.idle import IdleState
 from kvferry.connector.scheduler_side.waiting import UnfinishedRequests
+from kvferry.connector.vllm_internals import EngineBlocks
 from kvferry.scheduler.producer.eviction_order import Demand, Stall, evict
 from kvferry.scheduler.producer.lease import Lease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -53,9 +53,8 @@ class _Bounds:
     reserve: int
 
     @classmethod
-    def of(cls, manager: KVCacheManager, most: int, fraction: float, *, reserves: bool) -> _Bounds:
-        """The bounds of an engine whose leases may keep `fraction` of all blocks."""
-        total = manager.block_pool.num_gpu_blocks
+    def of(cls, total: int, most: int, fraction: float, *, reserves: bool) -> _Bounds:
+        """The bounds of an engine of `total` blocks, of which leases may keep `fraction`."""
         reserve = total // _RESERVED if reserves else 0
         return cls(most, int((total - 1) * fraction), reserve)  # no null block
 
@@ -76,6 +75,7 @@ class LeaseEviction:
         local: LocalEngine,
         leases: ProducerLedger,
         idle: IdleState,
+        blocks: EngineBlocks,
         max_leased_fraction: float,
     ) -> None:
         self._requests = UnfinishedRequests(config)
@@ -84,19 +84,13 @@ class LeaseEviction:
         self._leases = leases
         self._idle = idle
         self._fraction = max_leased_fraction
-        self._manager: KVCacheManager | None = None
+        self._blocks = blocks
         self._bounds: _Bounds | None = None
+        self._is_disabled = False
         self._missed_since_s: float | None = None
         self._stall = Stall()
         self._recheck_s = 0.0
         self._first_coming: tuple[str | None, float] = (None, 0.0)
-
-    def bind(self, manager: KVCacheManager) -> None:
-        """Take the KV cache manager, whose blocks are counted."""
-        self._manager = manager
-        self._bounds = None
-        blocks = manager.block_pool.blocks
-        self._leases.block_references.bind(lambda block: int(blocks[block].ref_cnt))
 
     def arrived(self, request: Request) -> None:
         """A request has arrived: it will need blocks, now and after every preemption."""
@@ -131,22 +125,22 @@ class LeaseEviction:
         It reads vLLM's internals. If that fails, eviction is disabled: the engine goes on, and leases live until they
         expire. While the engine wakes no lease is ended, since it is not known yet which are over.
         """
-        if self._idle.is_waking:
+        if self._idle.is_waking or self._is_disabled:
             return
         try:
             self._evict()
         except Exception:
-            self._manager = None
+            self._is_disabled = True
             logger.exception("lease eviction disabled: free blocks could not be counted")
 
     def _evict(self) -> None:
-        manager, references, clock_s = self._manager, self._leases.block_references, self._leases.clock_s
+        references, clock_s = self._leases.block_references, self._leases.clock_s
         first = references.first_ending()
         if first is None or first != self._first_coming[0]:
             self._first_coming = (first, clock_s)
-        if manager is None or not references.num_requests or clock_s < self._recheck_s:
+        if not references.num_requests or clock_s < self._recheck_s or self._blocks.longest is None:
             return
-        demand = self._demand(manager)
+        demand = self._demand(self._blocks.longest)
         if demand is None:
             self._missed_since_s = None
             return
@@ -166,13 +160,13 @@ class LeaseEviction:
         self._leases.end_early(lease, how)
         logger.debug("req=%s slot=%d: lease ended early (%s)", lease.request_id, lease.slot, how)
 
-    def _demand(self, manager: KVCacheManager) -> Demand | None:
+    def _demand(self, longest: int) -> Demand | None:
         """The blocks and slots that leases must give up; None if none."""
         if self._bounds is None:
-            most = self._requests.most(manager)
-            self._bounds = _Bounds.of(manager, most, self._fraction, reserves=self._local.offers_turns)
+            total, reserves = self._blocks.num_blocks, self._local.offers_turns
+            self._bounds = _Bounds.of(total, longest, self._fraction, reserves=reserves)
         references, bounds = self._leases.block_references, self._bounds
-        free, leased = manager.block_pool.get_num_free_blocks(), len(references)
+        free, leased = self._blocks.num_free, len(references)
         slots_short = False
         if self._local.offers_turns:
             slots_short = self._leases.free_slots + references.num_ending < self._leases.slots / _RESERVED
@@ -182,7 +176,7 @@ class LeaseEviction:
             return None  # no request can need more; this path has constant cost
         coming = references.num_coming()
         free += coming
-        needs = self._requests.needs(manager)
+        needs = self._requests.needs(self._blocks)
         need = max((need for need in needs if need <= free + leased), default=0)
         stalled = self._stalled() if needs and not coming and free < bounds.most else 0
         if stalled:

@@ -23,6 +23,7 @@ from kvferry.connector.scheduler_side.listen import listen
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.prewarm import KnownProducers
 from kvferry.connector.tracing.start import scheduler_tracing
+from kvferry.connector.vllm_internals import EngineBlocks
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
@@ -77,12 +78,15 @@ class SchedulerSide:
         self.leases.observer = self.loads.observer = self.tracing
         self._intake = RequestIntake(self._local, self.leases, self.loads, self.counters, allowed, self.tracing)
         self._params_builder = ParamsBuilder(self._local, kv_cache_config)
-        self._gauges = EngineGauges(self.leases, self.loads)
-        self._quarantined_blocks = QuarantinedBlocks()
-        self._held = HeldBlocks()
+        self._blocks = EngineBlocks()
+        self._gauges = EngineGauges(self.leases, self.loads, self._blocks)
+        self._quarantined_blocks = QuarantinedBlocks(self._blocks)
+        self._held = HeldBlocks(self._blocks)
         self._acks = WorkerAcks(num_workers(self._local.topology))
         self._idle = IdleState(self.leases, self._quarantined_blocks, self._acks.workers)
-        self._eviction = LeaseEviction(vllm_config, self._local, self.leases, self._idle, config.max_leased_fraction)
+        self._eviction = LeaseEviction(
+            vllm_config, self._local, self.leases, self._idle, self._blocks, config.max_leased_fraction
+        )
         self._integrity = Integrity(
             self.leases,
             self.loads,
@@ -150,7 +154,7 @@ class SchedulerSide:
         if use is None or self.leases.state(request.request_id) is not LeaseState.COMPUTING:
             return False, None  # a held lease belongs to an earlier request with the same id
         held = self._params_builder.held(request, block_ids, use)
-        if held is None or (self._drain.has_begun and use is LeaseUse.TURN) or not self._held.can_hold:
+        if held is None or (self._drain.has_begun and use is LeaseUse.TURN) or not self._blocks.is_bound:
             self.leases.abandon(request.request_id)
             return False, None
         held_ids = ids_to_hold(block_ids)
@@ -225,11 +229,13 @@ class SchedulerSide:
     # Other hooks.
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Take the KV cache manager, whose block pool is needed to hold blocks and to count free ones."""
-        self._quarantined_blocks.bind(manager)
-        self._held.bind(manager)
-        self._eviction.bind(manager)
-        self._gauges.bind(manager)
+        """Take the KV cache manager, whose block pool is needed to hold blocks and to count free ones.
+
+        Raises:
+            UnsupportedVllm: blocks cannot be kept out of the pool.
+        """
+        self._blocks.bind(manager)
+        self.leases.block_references.bind(self._blocks.reference_count)
 
     def publish(self, workers: Mapping[tuple[int, int], object]) -> None:
         """Take the workers' descriptions, and answer handshakes from now on.

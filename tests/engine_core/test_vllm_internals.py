@@ -1,0 +1,78 @@
+"""What an engine does if this vLLM differs from the one that kvferry was tested with."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.core.block_pool import BlockPool
+
+from kvferry.connector.vllm_internals import EngineBlocks, cpu_attention_isa
+from kvferry.protocol.errors import LocalProtocolError, UnsupportedVllm
+from tests.engine_core.driver import tokens
+from tests.engine_core.test_idle import prefill
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("touch", lambda pool, blocks: None),
+        ("free_blocks", lambda pool, blocks: None),
+        ("get_num_free_blocks", lambda pool: 7),
+        ("touch", property(lambda pool: pool.gone)),
+    ],
+    ids=["holds nothing", "frees nothing", "counts nothing", "is gone"],
+)
+def test_a_pool_that_does_not_keep_blocks_stops_the_start(
+    name: str, other: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make("kv_producer")
+    with monkeypatch.context() as changed:
+        changed.setattr(BlockPool, name, other)
+        with pytest.raises(UnsupportedVllm, match=r"KVCacheManager\.block_pool .* expected as in vLLM >=0\.32,<0\.33"):
+            node.engine.connector.bind_kv_cache_manager(node.engine.scheduler.kv_cache_manager)
+    for block in node.engine.scheduler.kv_cache_manager.block_pool.blocks:
+        block.ref_cnt = 0  # of an attempt that failed half way
+
+
+def test_the_trial_leaves_the_pool_as_it_was(make: Any) -> None:
+    manager = make("kv_producer").engine.scheduler.kv_cache_manager
+    before = [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()]
+    EngineBlocks().bind(manager)
+    assert [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()] == before
+    assert all(block.ref_cnt == 0 for block in manager.block_pool.blocks[1:])
+
+
+def test_without_vllms_count_of_needed_blocks_prompts_are_served_and_leases_are_not_evicted(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(*_: Any, **__: Any) -> int:
+        raise TypeError("no such argument: prefill_end")
+
+    monkeypatch.setattr(logging.getLogger("kvferry"), "handlers", [caplog.handler])
+    with monkeypatch.context() as changed:
+        changed.setattr(EngineBlocks, "lacking", gone)
+        node = make("kv_producer", extra={"max_leased_fraction": 0.01})
+        prefill(node, "p", tokens(100))
+        node.engine.step()
+    text = "lease eviction disabled: this vLLM does not count the blocks of a request"
+    found = {record.getMessage() for record in caplog.records if "disabled" in record.getMessage()}
+    assert found == {f"{text} (TypeError('no such argument: prefill_end'))"}
+    assert node.engine.counted("leases_released") == 0
+
+
+def test_a_cpu_backend_without_its_instruction_set_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(cpu_attn, "_get_attn_isa")
+    with pytest.raises(UnsupportedVllm, match="_get_attn_isa"):
+        cpu_attention_isa(SimpleNamespace(head_size=64, dtype=torch.float32))
+
+
+def test_blocks_of_an_engine_that_was_not_bound_are_refused() -> None:
+    blocks = EngineBlocks()
+    assert not blocks.is_bound
+    with pytest.raises(LocalProtocolError):
+        blocks.of("r")
