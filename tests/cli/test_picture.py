@@ -55,19 +55,16 @@ def texts_of(svg: str) -> list[str]:
 def test_every_rank_has_its_card(summary: PlanSummary) -> None:
     texts = texts_of(draw(summary))
     for side in (summary.producer, summary.consumer):
-        for worker in side.workers:
-            name = f"tp{worker.place.tp}" + (f" dcp{worker.place.dcp}" if side.topology.dcp > 1 else "")
-            assert texts.count(name) >= sum(
-                (one.place.tp, one.place.dcp) == (worker.place.tp, worker.place.dcp) for one in side.workers
-            )
+        assert {str(worker.place) for worker in side.workers} <= set(texts)
+    assert len([name for name in texts if name.startswith("tp")]) == len(
+        summary.producer.workers + summary.consumer.workers
+    )
 
 
-def test_stages_and_sizes_are_labelled() -> None:
+def test_shards_and_sizes_are_labelled() -> None:
     texts = texts_of(draw(summary_of(*PAIRS["pipelines"])))
-    assert "stage 0 · layers 0…3" in texts
     assert "TP 2 · PP 2  →  TP 1 · PP 2" in texts
-    assert {"heads 0…3 of 8", "heads 0…7 of 8", "layers 3…7"} <= set(texts)
-    assert "pcp 1" in texts_of(draw(summary_of(*PAIRS["context parallel"])))
+    assert {"heads 0…3 · layers 0…3", "heads 0…7 · layers 3…7"} <= set(texts)
 
 
 def test_direct_staged_and_released_bands_differ() -> None:
@@ -85,7 +82,7 @@ def test_bands_are_as_wide_as_their_bytes_and_fit_their_cards(summary: PlanSumma
     widths = {band.width / band.num_bytes for band in scene.bands if band.width > 1.0}
     assert max(widths, default=0) == pytest.approx(min(widths, default=0))
     for column, end, top in ((scene.left, "producer", "left_top"), (scene.right, "consumer", "right_top")):
-        for index, card in enumerate(column.cards):
+        for index, card in enumerate(column):
             own = sorted(
                 (band for band in scene.bands if getattr(band, end) == index), key=lambda band: getattr(band, top)
             )
@@ -99,7 +96,7 @@ def test_bands_are_as_wide_as_their_bytes_and_fit_their_cards(summary: PlanSumma
 def test_cards_are_below_each_other_inside_the_picture(summary: PlanSummary) -> None:
     scene = arrange(summary)
     for column in (scene.left, scene.right):
-        cards = sorted(column.cards, key=lambda card: card.top)
+        cards = column
         assert cards[0].top == TOP
         assert cards[-1].top + cards[-1].height == pytest.approx(scene.bottom)
         for above, below in itertools.pairwise(cards):
@@ -126,7 +123,7 @@ def test_the_maps_of_the_consumers_are_filled_once_and_completely(name: str) -> 
 
 
 def test_every_producer_has_a_colour_of_its_own() -> None:
-    for count in (1, 10, 11, 64):
+    for count in (1, 2, 11, 64):
         colours = palette(count)
         assert len(set(colours)) == count
         assert all(len(colour) == 7 for colour in colours)
@@ -142,7 +139,7 @@ def test_names_with_markup_do_not_break_the_picture() -> None:
 
 
 def test_markup_is_escaped_in_text_and_attributes() -> None:
-    assert text("<&>", 0, 0).endswith(">&lt;&amp;&gt;</text>")
+    assert text("<&>", 0, 0, 12).endswith(">&lt;&amp;&gt;</text>")
     assert element("g", id='"<') == "<g id='\"&lt;'/>"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from xml.sax.saxutils import escape, quoteattr
 
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
@@ -10,29 +11,28 @@ FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def element(name: str, *children: str, **attributes: str | float) -> str:
-    """One element; `_` in an attribute's name stands for `-`, a trailing one for nothing."""
+def document(width: float, height: float, parts: Iterable[str]) -> str:
+    """A file with one picture."""
+    body = "\n".join(parts)
+    return (
+        '<?xml version="1.0" encoding="UTF-8"?>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="{FONT}">\n{body}\n</svg>\n'
+    )
+
+
+def element(name: str, *children: str, hint: str = "", **attributes: str | float) -> str:
+    """One element; `_` in an attribute's name stands for `-`, a trailing one for nothing. `hint` is its tooltip."""
     shown = "".join(
         f" {key.rstrip('_').replace('_', '-')}={quoteattr(_clean(_value(value)))}" for key, value in attributes.items()
     )
-    return f"<{name}{shown}>{''.join(children)}</{name}>" if children else f"<{name}{shown}/>"
+    inside = (f"<title>{plain(hint)}</title>" if hint else "") + "".join(children)
+    return f"<{name}{shown}>{inside}</{name}>" if inside else f"<{name}{shown}/>"
 
 
-def text(
-    content: str,
-    x: float,
-    y: float,
-    *,
-    size: float = 12,
-    fill: str = "#1f2937",
-    weight: int = 400,
-    anchor: str = "start",
-    **more: str | float,
-) -> str:
+def text(content: str, x: float, y: float, size: float, **attributes: str | float) -> str:
     """A line of text; `y` is its baseline."""
-    return element(
-        "text", plain(content), x=x, y=y, font_size=size, fill=fill, font_weight=weight, text_anchor=anchor, **more
-    )
+    return element("text", plain(content), x=x, y=y, font_size=size, **attributes)  # type: ignore[arg-type]
 
 
 def plain(content: str) -> str:

@@ -7,15 +7,14 @@ order to load to every worker. Times are microseconds since the first event.
 
 from __future__ import annotations
 
-import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 import msgspec
 
-from kvferry.trace.events import ProcessStarted
 from kvferry.trace.phases import Phase
 from kvferry.trace.timeline import Span, Timeline
 
@@ -27,19 +26,12 @@ def lanes(intervals: Sequence[tuple[int, int]]) -> list[int]:
     [0, 1, 1, 0]
     """
     chosen = [0] * len(intervals)
-    busy: list[tuple[int, int]] = []
-    free: list[int] = []
-    count = 0
+    ends: list[int] = []
     for index in sorted(range(len(intervals)), key=lambda at: intervals[at]):
         begun, ended = intervals[index]
-        while busy and busy[0][0] <= begun:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        if free:
-            lane = heapq.heappop(free)
-        else:
-            lane, count = count, count + 1
+        lane = next((lane for lane, busy_until in enumerate(ends) if busy_until <= begun), len(ends))
+        ends[lane : lane + 1] = [max(ended, begun + 1)]
         chosen[index] = lane
-        heapq.heappush(busy, (max(ended, begun + 1), lane))
     return chosen
 
 
@@ -65,20 +57,13 @@ class _Bar:
     arrows: tuple[tuple[str, int, int], ...] = ()
 
 
-@dataclass(slots=True)
-class _Tracks:
-    """All bars, by engine and by thread."""
-
-    by_engine: dict[str, dict[str, list[_Bar]]] = field(default_factory=dict)
-
-    def add(self, process: ProcessStarted, thread: str, bar: _Bar) -> None:
-        engine = self.by_engine.setdefault(process.engine_id, {})
-        engine.setdefault(thread, []).append(bar)
+_Tracks = defaultdict[str, defaultdict[str, list[_Bar]]]
+"""All bars, by engine and by thread."""
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> Iterator[str]:
     """The JSON document in pieces."""
-    tracks = _Tracks()
+    tracks: _Tracks = defaultdict(lambda: defaultdict(list))
     numbers = count(1)
     for one in timelines:
         _add(tracks, one, numbers)
@@ -97,7 +82,7 @@ def _add(tracks: _Tracks, one: Timeline, numbers: Iterator[int]) -> None:
         spans = (*one.before, *((one.held,) if one.held else ()))
         bar = _bar(f"prefill {handover.producer_request}", spans, one.zero_ns, args)
         leaving = (("s", arrow, min(max(one.zero_ns, bar.begun_ns), bar.ended_ns)),) if arrow else ()
-        tracks.add(handover.prefill.process, "prefills", replace(bar, arrows=leaving))
+        tracks[handover.producer]["prefills"].append(replace(bar, arrows=leaving))
     if handover.decode is None:
         return
     load = _loading(one)
@@ -106,9 +91,9 @@ def _add(tracks: _Tracks, one: Timeline, numbers: Iterator[int]) -> None:
     bar = _bar(f"handover {handover.consumer_request}", (*own, *load), one.zero_ns, args)
     begins = [span.begun_ns for span in bar.inside if span.phase == Phase.LOAD.value]
     arrows = ((("f", arrow, bar.begun_ns),) if arrow else ()) + tuple(("s", number, begins[0]) for number in orders)
-    tracks.add(handover.decode.process, "handovers", replace(bar, arrows=arrows))
+    tracks[handover.consumer]["handovers"].append(replace(bar, arrows=arrows))
     for index, worker in enumerate(one.workers):
-        reported = worker.load.ended
+        reported, process = worker.load.ended, worker.load.process
         details = {
             "bytes": reported.bytes,
             "staged_bytes": reported.staged_bytes,
@@ -118,8 +103,8 @@ def _add(tracks: _Tracks, one: Timeline, numbers: Iterator[int]) -> None:
         }
         bar = _bar(f"load {handover.consumer_request}", worker.spans, one.zero_ns, args | details)
         coming = (("f", orders[index], bar.begun_ns),) if orders else ()
-        place = worker.load.process.place or f"pid {worker.load.process.pid}"
-        tracks.add(worker.load.process, f"worker {place}", replace(bar, arrows=coming))
+        thread = f"worker {process.place or f'pid {process.pid}'}"
+        tracks[process.engine_id][thread].append(replace(bar, arrows=coming))
 
 
 def _loading(one: Timeline) -> tuple[Span, ...]:
@@ -157,9 +142,9 @@ def _args(one: Timeline) -> _Json:
 
 
 def _events(tracks: _Tracks) -> Iterator[_Json]:
-    bars = [bar for engine in tracks.by_engine.values() for thread in engine.values() for bar in thread]
+    bars = [bar for engine in tracks.values() for thread in engine.values() for bar in thread]
     zero_ns = min((bar.begun_ns for bar in bars), default=0)
-    for pid, (engine_id, threads) in enumerate(sorted(tracks.by_engine.items()), 1):
+    for pid, (engine_id, threads) in enumerate(sorted(tracks.items()), 1):
         yield _meta("process_name", pid, 0, engine_id)
         tids = count(1)
         for name, thread in sorted(threads.items()):

@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvferry.trace.events import (
     DecodeArrived,
-    DecodeScheduled,
-    Finished,
     LeaseName,
-    LeaseOver,
     LoadEnded,
-    LoadOrdered,
-    LoadReported,
     ParamsGiven,
     PrefillArrived,
-    PrefillScheduled,
     ProcessStarted,
-    Recomputed,
+    RequestEvent,
 )
 
+EventT = TypeVar("EventT", bound=RequestEvent)
 
-@dataclass(slots=True, eq=False)
-class Prefill:
-    """The producer's half; events that were not recorded are None.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Half:
+    """The events of one request in the scheduler of one engine.
 
     Attributes:
-        process: its scheduler.
-        request: its id in the producer.
+        request: its id in this engine.
+        events: the first event of each type.
     """
 
     process: ProcessStarted
     request: str
-    arrived: PrefillArrived | None = None
-    scheduled: PrefillScheduled | None = None
-    given: ParamsGiven | None = None
-    over: LeaseOver | None = None
+    events: dict[type[RequestEvent], RequestEvent] = field(default_factory=dict)
+
+    def add(self, event: RequestEvent) -> None:
+        """Keep an event, unless there is one of its type."""
+        self.events.setdefault(type(event), event)
+
+    def get(self, kind: type[EventT]) -> EventT | None:
+        """The event of a type; None if it was not recorded."""
+        found = self.events.get(kind)
+        return found if isinstance(found, kind) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +59,6 @@ class Load:
         return self.ended.stages[-1].ended_ns if self.ended.stages else self.ended.at_ns
 
 
-@dataclass(slots=True, eq=False)
-class Decode:
-    """The consumer's half; events that were not recorded are None.
-
-    Attributes:
-        process: its scheduler.
-        request: its id in the consumer.
-    """
-
-    process: ProcessStarted
-    request: str
-    arrived: DecodeArrived | None = None
-    ordered: LoadOrdered | None = None
-    reported: LoadReported | None = None
-    recomputed: Recomputed | None = None
-    scheduled: DecodeScheduled | None = None
-    finished: Finished | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Handover:
     """Both halves; one of them may not have been recorded, or not have happened.
@@ -82,44 +66,52 @@ class Handover:
     Attributes:
         lease: the lease that joins them; None where neither half had one.
         loads: loads of all workers of the consumer.
+
+    Texts are empty where they are unknown.
     """
 
     lease: LeaseName | None
-    prefill: Prefill | None = None
-    decode: Decode | None = None
+    prefill: Half | None = None
+    decode: Half | None = None
     loads: tuple[Load, ...] = ()
 
     @property
+    def arrived(self) -> DecodeArrived | None:
+        """The arrival in the consumer."""
+        return self.decode.get(DecodeArrived) if self.decode else None
+
+    @property
     def producer_request(self) -> str:
-        """The request's id in the producer; empty where unknown."""
-        if self.prefill is not None:
+        """The request's id in the producer."""
+        if self.prefill:
             return self.prefill.request
-        arrived = self.decode.arrived if self.decode else None
-        return arrived.remote_request if arrived else ""
+        return self.arrived.remote_request if self.arrived else ""
 
     @property
     def producer(self) -> str:
-        """The producer's engine id; empty where unknown."""
-        if self.prefill is not None:
+        """The producer's engine id."""
+        if self.prefill:
             return self.prefill.process.engine_id
-        arrived = self.decode.arrived if self.decode else None
-        return arrived.producer if arrived else ""
+        return self.arrived.producer if self.arrived else ""
 
     @property
     def consumer_request(self) -> str:
-        """The request's id in the consumer; empty where the consumer's half is missing."""
+        """The request's id in the consumer."""
         return self.decode.request if self.decode else ""
 
     @property
     def consumer(self) -> str:
-        """The consumer's engine id; empty where its half is missing."""
+        """The consumer's engine id."""
         return self.decode.process.engine_id if self.decode else ""
+
+    @property
+    def traceparent(self) -> str:
+        """The W3C trace parent of the request."""
+        known = (self.arrived, self.prefill.get(PrefillArrived) if self.prefill else None)
+        return next((one.traceparent for one in known if one and one.traceparent), "")
 
     @property
     def tokens(self) -> int:
         """Tokens of the prompt, 0 where unknown."""
-        known = (
-            *((self.prefill.given, self.prefill.arrived) if self.prefill else ()),
-            *((self.decode.arrived,) if self.decode else ()),
-        )
-        return next((one.tokens for one in known if one is not None), 0)
+        known = (self.prefill.get(ParamsGiven), self.prefill.get(PrefillArrived)) if self.prefill else ()
+        return next((one.tokens for one in (*known, self.arrived) if one), 0)

@@ -26,11 +26,13 @@ from kvferry.trace.events import (
     PrefillScheduled,
     ProcessStarted,
     Recomputed,
+    RequestEvent,
 )
-from kvferry.trace.handover import Decode, Handover, Load, Prefill
+from kvferry.trace.handover import Half, Handover, Load
 from kvferry.trace.reading import Process
 
-_Lease = tuple[str, str]
+_BEGINS_DECODE = (DecodeArrived, Recomputed, LoadOrdered)
+_OF_DECODE = (*_BEGINS_DECODE, LoadReported, DecodeScheduled, Finished)
 
 
 def match(processes: Iterable[Process]) -> list[Handover]:
@@ -52,9 +54,9 @@ class _Schedulers:
     """The schedulers' records so far."""
 
     def __init__(self) -> None:
-        self._prefills: dict[_Lease, Prefill] = {}
-        self._unscheduled: list[Prefill] = []
-        self._decodes: defaultdict[tuple[str, str], list[Decode]] = defaultdict(list)
+        self._prefills: dict[LeaseName, Half] = {}
+        self._unscheduled: list[Half] = []
+        self._decodes: defaultdict[tuple[str, str], list[Half]] = defaultdict(list)
 
     def take(self, process: ProcessStarted, events: Iterable[AnyEvent]) -> None:
         arrived: dict[str, PrefillArrived] = {}
@@ -62,88 +64,59 @@ class _Schedulers:
             if isinstance(event, PrefillArrived):
                 arrived[event.request] = event
             elif isinstance(event, PrefillScheduled | ParamsGiven | LeaseOver):
-                prefill = self._prefill(process, event)
-                if prefill.arrived is None and (arrival := arrived.pop(event.request, None)) is not None:
-                    prefill.arrived = arrival
-            elif isinstance(
-                event, DecodeArrived | Recomputed | LoadOrdered | LoadReported | DecodeScheduled | Finished
-            ):
-                self._take_decode(process, event)
-        self._unscheduled += (Prefill(process, request, event) for request, event in arrived.items())
+                prefill = self._prefills.setdefault(event.lease, Half(process, event.request))
+                prefill.add(event)
+                if event.request in arrived and PrefillArrived not in prefill.events:
+                    prefill.add(arrived.pop(event.request))
+            elif isinstance(event, _OF_DECODE):
+                self._decode(process, event).add(event)
+        for event in arrived.values():
+            self._unscheduled.append(Half(process, event.request, {PrefillArrived: event}))
 
-    def _prefill(self, process: ProcessStarted, event: PrefillScheduled | ParamsGiven | LeaseOver) -> Prefill:
-        lease = (event.lease.boot, event.lease.epoch)
-        prefill = self._prefills.get(lease)
-        if prefill is None:
-            prefill = self._prefills[lease] = Prefill(process, event.request)
-        if isinstance(event, PrefillScheduled):
-            prefill.scheduled = prefill.scheduled or event
-        elif isinstance(event, ParamsGiven):
-            prefill.given = prefill.given or event
-        else:
-            prefill.over = prefill.over or event
-        return prefill
-
-    def _take_decode(
-        self,
-        process: ProcessStarted,
-        event: DecodeArrived | Recomputed | LoadOrdered | LoadReported | DecodeScheduled | Finished,
-    ) -> None:
+    def _decode(self, process: ProcessStarted, event: RequestEvent) -> Half:
+        """The request that a consumer's event is about; a new one if the event cannot be of the last one."""
         known = self._decodes[process.engine_id, event.request]
-        decode = next((one for one in reversed(known) if one.process.boot == process.boot), None)
-        begins = isinstance(event, DecodeArrived | Recomputed | LoadOrdered)
-        if decode is None or (begins and decode.finished) or (isinstance(event, DecodeArrived) and decode.arrived):
-            decode = Decode(process, event.request)
-            known.append(decode)
-        if isinstance(event, DecodeArrived):
-            decode.arrived = event
-        elif isinstance(event, Recomputed):
-            decode.recomputed = decode.recomputed or event
-        elif isinstance(event, LoadOrdered):
-            decode.ordered = decode.ordered or event
-        elif isinstance(event, LoadReported):
-            decode.reported = decode.reported or event
-        elif isinstance(event, DecodeScheduled):
-            decode.scheduled = decode.scheduled or event
-        else:
-            decode.finished = event
+        last = next((one for one in reversed(known) if one.process.boot == process.boot), None)
+        over = last is None or Finished in last.events
+        again = last is not None and isinstance(event, DecodeArrived) and DecodeArrived in last.events
+        if last is None or again or (over and isinstance(event, _BEGINS_DECODE)):
+            last = Half(process, event.request)
+            known.append(last)
+        return last
 
     def handovers(self, loads: dict[tuple[str, str], list[Load]]) -> Iterable[Handover]:
-        fetched: set[_Lease] = set()
+        fetched: set[LeaseName] = set()
         for (engine, request), lives in self._decodes.items():
             shared = _share_out(lives, loads.pop((engine, request), []))
             for decode, mine in zip(lives, shared, strict=True):
-                name = _lease_of(decode)
-                if name is None and decode.ordered is None and decode.recomputed is None and not mine:
+                if not mine and not any(kind in decode.events for kind in _BEGINS_DECODE):
                     continue  # only the end of this request was recorded
-                lease = (name.boot, name.epoch) if name else None
-                if lease is not None:
+                lease = _lease_of(decode)
+                if lease:
                     fetched.add(lease)
-                yield Handover(name, self._prefills.get(lease) if lease else None, decode, tuple(mine))
+                yield Handover(lease, self._prefills.get(lease) if lease else None, decode, tuple(mine))
         for lease, prefill in self._prefills.items():
             if lease not in fetched:
-                yield Handover(LeaseName(boot=lease[0], epoch=lease[1]), prefill)
+                yield Handover(lease, prefill)
         yield from (Handover(None, prefill) for prefill in self._unscheduled)
         for (_, request), left in loads.items():  # of a consumer whose scheduler recorded nothing
-            decode = Decode(left[0].process, request)
-            yield Handover(None, None, decode, tuple(left))
+            yield Handover(None, None, Half(left[0].process, request), tuple(left))
 
 
-def _lease_of(decode: Decode) -> LeaseName | None:
-    if decode.arrived is not None:
-        return decode.arrived.lease
-    return decode.recomputed.lease if decode.recomputed is not None else None
+def _lease_of(decode: Half) -> LeaseName | None:
+    named = decode.get(DecodeArrived) or decode.get(Recomputed)
+    return named.lease if named else None
 
 
-def _share_out(lives: list[Decode], loads: list[Load]) -> list[list[Load]]:
+def _share_out(lives: list[Half], loads: list[Load]) -> list[list[Load]]:
     """Assign each load to the last request of its id that was ordered before the load began."""
     if len(lives) == 1:
         return [loads]
     shared: list[list[Load]] = [[] for _ in lives]
-    ordered = sorted((one.ordered.at_ns, index) for index, one in enumerate(lives) if one.ordered)
+    orders = ((one.get(LoadOrdered), index) for index, one in enumerate(lives))
+    ordered = sorted((order.at_ns, index) for order, index in orders if order)
     for load in loads:
-        mine = [(at_ns, index) for at_ns, index in ordered if load.process.boot in ("", lives[index].process.boot)] or [
-            (0, 0)
-        ]
-        shared[next((index for at_ns, index in reversed(mine) if at_ns <= load.begun_ns), mine[0][1])].append(load)
+        mine = [(at_ns, index) for at_ns, index in ordered if load.process.boot in ("", lives[index].process.boot)]
+        before = [index for at_ns, index in mine if at_ns <= load.begun_ns]
+        shared[before[-1] if before else mine[0][1] if mine else 0].append(load)
     return shared

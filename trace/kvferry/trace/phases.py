@@ -1,4 +1,4 @@
-"""The phases of a handover, in their order."""
+"""The phases of a handover, in their order, with their names and meanings for people."""
 
 from __future__ import annotations
 
@@ -9,35 +9,32 @@ class Phase(enum.Enum):
     """A phase of a handover; those of a load have the names of the stages in `LoadEnded`.
 
     Attributes:
-        PREFILL_QUEUE: the prompt waits in the producer for blocks, a slot or a step.
-        PREFILL: the producer computes the prompt.
-        ROUTER: the answer goes to the router, and the request from there to the consumer.
-        DECODE_QUEUE: the prompt waits in the consumer for blocks or a step.
-        ORDER: the order to load is on its way to the worker.
-        LOAD: the workers load; no stages were recorded.
-        QUEUED: the load waits for its turn.
-        CONNECTING: it waits until the producer is connected and the device is done with the blocks' last owner.
-        FENCE: it waits until the slots of the producer's workers show that the blocks are ready.
-        POSTING: its reads are prepared and posted.
-        READING: the reads run, and staged bytes are put in place.
-        FENCE_AGAIN: it checks that the lease was valid throughout the reads.
-        REPORT: the worker's report is on its way to the scheduler, which waits for all workers and for its next step.
-        FIRST_STEP: the request waits for the first step that computes it.
-        HELD: the producer keeps the blocks, from the end of the prompt on.
+        value: its name in JSON.
+        label: its name in tables and pictures.
+        meaning: a short description.
     """
 
-    PREFILL_QUEUE = "prefill_queue"
-    PREFILL = "prefill"
-    ROUTER = "router"
-    DECODE_QUEUE = "decode_queue"
-    ORDER = "order"
-    LOAD = "load"
-    QUEUED = "queued"
-    CONNECTING = "connecting"
-    FENCE = "fence"
-    POSTING = "posting"
-    READING = "reading"
-    FENCE_AGAIN = "fence_again"
-    REPORT = "report"
-    FIRST_STEP = "first_step"
-    HELD = "held"
+    _value_: str
+    label: str
+    meaning: str
+
+    def __new__(cls, value: str, label: str, meaning: str) -> Phase:
+        member = object.__new__(cls)
+        member._value_, member.label, member.meaning = value, label, meaning
+        return member
+
+    PREFILL_QUEUE = "prefill_queue", "prefill queue", "the producer has no room or no step for it yet"
+    PREFILL = "prefill", "prefill", "the producer computes the prompt"
+    ROUTER = "router", "router", "from the producer's answer to the consumer, by the router"
+    DECODE_QUEUE = "decode_queue", "decode queue", "the consumer has no blocks or no step for it yet"
+    ORDER = "order", "order", "the order to load goes to the workers"
+    LOAD = "load", "load", "the workers load; their stages are not recorded"
+    QUEUED = "queued", "load queued", "the worker has other loads to do first"
+    CONNECTING = "connecting", "connecting", "first contact with the producer, or the device is not done"
+    FENCE = "fence", "fence", "the producer's worker is not ready"
+    POSTING = "posting", "posting", "reads are prepared and posted"
+    READING = "reading", "reading", "bytes are under way"
+    FENCE_AGAIN = "fence_again", "second fence", "check that the lease was still valid"
+    REPORT = "report", "report", "some workers have not reported to the scheduler yet"
+    FIRST_STEP = "first_step", "first step", "loaded, and not scheduled yet"
+    HELD = "held", "held", "the producer keeps the blocks"

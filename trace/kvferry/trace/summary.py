@@ -89,12 +89,8 @@ def named(one: Timeline, request: str) -> bool:
     Both engines' ids contain the `X-Request-Id` that the router sent them.
     """
     handover = one.handover
-    arrivals = (handover.decode and handover.decode.arrived, handover.prefill and handover.prefill.arrived)
-    traces = (arrival.traceparent.partition("-")[2] for arrival in arrivals if arrival)
-    ids = (
-        handover.producer_request,
-        handover.consumer_request,
-        handover.lease.epoch if handover.lease else "",
-        *traces,
+    lease = handover.lease.epoch if handover.lease else ""
+    return any(
+        request in known
+        for known in (handover.producer_request, handover.consumer_request, lease, handover.traceparent)
     )
-    return any(request in known for known in ids)

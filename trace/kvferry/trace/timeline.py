@@ -6,8 +6,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvferry.trace.clocks import Clocks
-from kvferry.trace.events import Event, ProcessStarted
-from kvferry.trace.handover import Decode, Handover, Load, Prefill
+from kvferry.trace.events import (
+    DecodeArrived,
+    DecodeScheduled,
+    Finished,
+    LeaseOver,
+    LoadOrdered,
+    LoadReported,
+    ParamsGiven,
+    PrefillArrived,
+    PrefillScheduled,
+    ProcessStarted,
+    Recomputed,
+    RequestEvent,
+)
+from kvferry.trace.handover import Half, Handover, Load
 from kvferry.trace.phases import Phase
 
 LOADED, NOTHING_TO_LOAD = "loaded", "nothing to load"
@@ -76,12 +89,17 @@ class Timeline:
     @property
     def last(self) -> WorkerSpans | None:
         """The worker whose load ended last; None where no load was recorded."""
-        return last_of(self.workers)
+        return _last_of(self.workers)
 
     @property
     def path(self) -> tuple[Span, ...]:
         """The critical path of the handover: while workers load, the stages of the last one."""
         return (*self.to_load, *(self.last.spans if self.last else ()), *self.from_load)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """All phases: those before, the critical path, and the time for which the producer held the blocks."""
+        return (*self.before, *self.path, *((self.held,) if self.held else ()))
 
     @property
     def lasted_ns(self) -> int | None:
@@ -113,12 +131,14 @@ _READS = (Phase.POSTING.value, Phase.READING.value)
 
 def timeline(handover: Handover, clocks: Clocks) -> Timeline:
     """The timeline of a handover, its times shifted to the common clock."""
-    queued, scheduled, given, over = _prefill_times(handover.prefill, clocks)
-    arrived, ordered, reported, recomputed, stepped = _decode_times(handover.decode, clocks)
+    prefill_events = (PrefillArrived, PrefillScheduled, ParamsGiven, LeaseOver)
+    decode_events = (DecodeArrived, LoadOrdered, LoadReported, Recomputed, DecodeScheduled)
+    queued, scheduled, given, over = (_time(handover.prefill, kind, clocks) for kind in prefill_events)
+    arrived, ordered, reported, recomputed, stepped = (_time(handover.decode, kind, clocks) for kind in decode_events)
     workers = _workers(handover.loads, clocks)
     if arrived is None and ordered is None:
         arrived = recomputed  # unusable params are found at the arrival
-    last = last_of(workers)
+    last = _last_of(workers)
     ended = recomputed if reported is None else reported
     if ended is None and ordered is None:
         ended, stepped = stepped, None  # the consumer has all blocks already
@@ -145,26 +165,13 @@ def timeline(handover: Handover, clocks: Clocks) -> Timeline:
     )
 
 
-def last_of(workers: Iterable[WorkerSpans]) -> WorkerSpans | None:
-    """The worker whose load ended last."""
+def _last_of(workers: Iterable[WorkerSpans]) -> WorkerSpans | None:
     return max(workers, key=lambda one: one.ended_ns, default=None)
 
 
-def _prefill_times(prefill: Prefill | None, clocks: Clocks) -> tuple[int | None, ...]:
-    if prefill is None:
-        return (None,) * 4
-    return _times((prefill.arrived, prefill.scheduled, prefill.given, prefill.over), clocks.shift(prefill.process))
-
-
-def _decode_times(decode: Decode | None, clocks: Clocks) -> tuple[int | None, ...]:
-    if decode is None:
-        return (None,) * 5
-    events = (decode.arrived, decode.ordered, decode.reported, decode.recomputed, decode.scheduled)
-    return _times(events, clocks.shift(decode.process))
-
-
-def _times(events: Iterable[Event | None], shift_ns: int) -> tuple[int | None, ...]:
-    return tuple(None if event is None else event.at_ns + shift_ns for event in events)
+def _time(half: Half | None, kind: type[RequestEvent], clocks: Clocks) -> int | None:
+    event = half.get(kind) if half else None
+    return event.at_ns + clocks.shift(half.process) if half and event else None
 
 
 def _spans(*phases: tuple[Phase, int | None, int | None]) -> tuple[Span, ...]:
@@ -198,28 +205,29 @@ def _outcome(handover: Handover) -> str:
     failed = sorted({load.ended.reason for load in handover.loads if load.ended.reason})
     why = f" ({', '.join(failed)})" if failed else ""
     if decode is not None:
-        if decode.recomputed is not None:
-            reason = decode.recomputed.reason
-            return f"recomputed: {reason}{'' if failed == [reason] else why}"
-        if decode.reported is not None:
-            return LOADED if decode.reported.good else f"load failed{why}"
-        if decode.scheduled is not None and decode.ordered is None:
+        if recomputed := decode.get(Recomputed):
+            return f"recomputed: {recomputed.reason}{'' if failed == [recomputed.reason] else why}"
+        if reported := decode.get(LoadReported):
+            return LOADED if reported.good else f"load failed{why}"
+        if decode.get(DecodeScheduled) and not decode.get(LoadOrdered):
             return NOTHING_TO_LOAD
-        return f"ended before it was loaded{why}" if decode.finished is not None else f"under way{why}"
-    if prefill is None or prefill.given is None:
+        return f"ended before it was loaded{why}" if decode.get(Finished) else f"under way{why}"
+    if prefill is None or not prefill.get(ParamsGiven):
         return "not prefilled"
-    if prefill.over is None:
+    over = prefill.get(LeaseOver)
+    if over is None:
         return "not fetched so far"
-    return f"{'fetched' if prefill.over.how in _FETCHED else 'not fetched'}: {prefill.over.how}"
+    return f"{'fetched' if over.how in _FETCHED else 'not fetched'}: {over.how}"
 
 
 def _missing(handover: Handover) -> tuple[str, ...]:
     prefill, decode = handover.prefill, handover.decode
-    over = prefill.over if prefill else None
+    over = prefill.get(LeaseOver) if prefill else None
+    begun = decode and any(decode.get(kind) for kind in (DecodeArrived, LoadOrdered, Recomputed))
     halves = (
         ("producer", prefill is None),
         ("consumer", decode is None and over is not None and over.how in _FETCHED),
-        ("consumer's scheduler", decode is not None and not (decode.arrived or decode.ordered or decode.recomputed)),
-        ("consumer's workers", decode is not None and decode.reported is not None and not handover.loads),
+        ("consumer's scheduler", decode is not None and not begun),
+        ("consumer's workers", decode is not None and bool(decode.get(LoadReported)) and not handover.loads),
     )
     return tuple(name for name, is_missing in halves if is_missing)

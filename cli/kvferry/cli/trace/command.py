@@ -6,8 +6,6 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from kvferry.cli.arguments import InvalidArgument, whole_option
@@ -28,70 +26,48 @@ HANDOVERS_OF_A_TRACE = 10_000
 
 def run_trace(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code. Raises `InvalidTrace` and `InvalidArgument`."""
-    slowest = whole_option("--slowest", options.slowest, 1, 10_000)
-    with _no_garbage():
-        recording = read_recording(options.dirs)
-        reported = report(recording, merge(recording), options.request)
-        del recording
-        if options.request is not None and not reported.timelines:
-            raise InvalidArgument("--request", options.request, "a part of an id that is in these files")
-        if options.out is not None:
-            _write(Path(options.out), reported, slowest)
-        if options.json:
-            json.dump(as_json(reported, slowest), sys.stdout, indent=2)
-            print()
-        else:
-            print_listing(sys.stdout, reported, slowest)
-            if options.out is not None:
-                print(f"\nwritten: {options.out}{_left_out(reported)}")
+    gc.disable()  # with millions of live events a collection takes longer than reading them
+    try:
+        _run(options, whole_option("--slowest", options.slowest, 1, 10_000))
+    finally:
+        gc.enable()
     return 0
+
+
+def _run(options: argparse.Namespace, slowest: int) -> None:
+    recording = read_recording(options.dirs)
+    reported = report(recording, merge(recording), options.request)
+    del recording
+    if options.request is not None and not reported.timelines:
+        raise InvalidArgument("--request", options.request, "a part of an id that is in these files")
+    if options.out is not None:
+        _write(Path(options.out), reported, slowest)
+    if options.json:
+        json.dump(as_json(reported, slowest), sys.stdout, indent=2)
+        print()
+        return
+    print_listing(sys.stdout, reported, slowest)
+    if options.out is not None:
+        of = len(reported.timelines)
+        cut = f" (the {HANDOVERS_OF_A_TRACE} slowest of {of} handovers are in the trace)"
+        print(f"\nwritten: {options.out}{cut if of > HANDOVERS_OF_A_TRACE else ''}")
 
 
 def _write(out: Path, reported: Report, slowest: int) -> None:
     """Write a folder with all three files, or one file by its suffix."""
-    one = {".json": _write_trace, ".html": _write_page, ".svg": _write_picture}.get(out.suffix.lower())
+    shown, of_all = reported.timelines[:slowest], len(reported.timelines)
+    content = {
+        TRACE: lambda: chrome_trace(reported.timelines[:HANDOVERS_OF_A_TRACE]),
+        PAGE: lambda: page(reported, max(slowest, ROWS_OF_A_PAGE)),
+        PICTURE: lambda: iter((draw(shown, of_all, reported.notes),)),
+    }
+    of_suffix = [name for name in content if Path(name).suffix == out.suffix.lower() and not out.is_dir()]
     try:
-        if one is not None and not out.is_dir():
-            one(out, reported, slowest)
-            return
-        out.mkdir(parents=True, exist_ok=True)
-        _write_trace(out / TRACE, reported, slowest)
-        _write_page(out / PAGE, reported, slowest)
-        _write_picture(out / PICTURE, reported, slowest)
+        if not of_suffix:
+            out.mkdir(parents=True, exist_ok=True)
+        for name in of_suffix or content:
+            path = out if of_suffix else out / name
+            with path.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
+                file.writelines(content[name]())
     except (OSError, ValueError) as refused:
         raise InvalidArgument("-o", str(out), f"a folder, or a file .json, .html or .svg ({refused})") from None
-
-
-def _left_out(reported: Report) -> str:
-    if len(reported.timelines) <= HANDOVERS_OF_A_TRACE:
-        return ""
-    return f" (the {HANDOVERS_OF_A_TRACE} slowest of {len(reported.timelines)} handovers are in the trace)"
-
-
-def _write_trace(path: Path, reported: Report, _: int) -> None:
-    _write_pieces(path, chrome_trace(reported.timelines[:HANDOVERS_OF_A_TRACE]))
-
-
-def _write_page(path: Path, reported: Report, slowest: int) -> None:
-    _write_pieces(path, page(reported, max(slowest, ROWS_OF_A_PAGE)))
-
-
-def _write_picture(path: Path, reported: Report, slowest: int) -> None:
-    _write_pieces(path, (draw(reported.timelines[:slowest], len(reported.timelines), reported.notes),))
-
-
-def _write_pieces(path: Path, pieces: Iterable[str]) -> None:
-    with path.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
-        file.writelines(pieces)
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Disable garbage collection: with millions of live events it takes longer than reading them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

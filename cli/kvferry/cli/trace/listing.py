@@ -7,8 +7,16 @@ from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from kvferry.cli.arguments import InvalidArgument
-from kvferry.cli.trace.report import Report, format_engines, format_rate, format_time, headline, name_of
-from kvferry.cli.trace.theme import label_of, meaning_of
+from kvferry.cli.trace.report import (
+    Report,
+    format_engines,
+    format_lasted,
+    format_missing,
+    format_result,
+    format_time,
+    name_of,
+)
+from kvferry.cli.trace.theme import label_of
 from kvferry.trace.timeline import Timeline
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -16,20 +24,8 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 def print_listing(stream: TextIO, report: Report, slowest: int) -> None:
     """Print tables if rich is installed, else plain columns."""
-    print(_safe(headline(report)), end="\n\n", file=stream)
-    _print_table(
-        stream,
-        ("phase", ">times", ">p50", ">p99", ">longest", "what it is"),
-        (
-            (
-                label_of(one.phase),
-                str(one.count),
-                *map(format_time, (one.p50_ns, one.p99_ns, one.max_ns)),
-                meaning_of(one.phase),
-            )
-            for one in report.durations
-        ),
-    )
+    print(_safe(report.headline), end="\n\n", file=stream)
+    _print_table(stream, ("phase", ">times", ">p50", ">p99", ">longest", "what it is"), report.phase_rows())
     print("\nthe slowest handovers:\n", file=stream)
     _print_table(
         stream,
@@ -41,17 +37,14 @@ def print_listing(stream: TextIO, report: Report, slowest: int) -> None:
 
 
 def _row(one: Timeline) -> tuple[str, ...]:
-    lasted = "–" if one.lasted_ns is None else format_time(one.lasted_ns)
     longest = max(one.path, key=lambda span: span.lasted_ns, default=None)
-    reported = (format_rate(one) or one.outcome) if one.is_good else one.outcome
-    missing = f"; not recorded: {', '.join(one.missing)}" if one.missing else ""
     return (
         name_of(one, 30),
         format_engines(one),
         str(one.handover.tokens or "–"),
-        lasted,
+        format_lasted(one),
         f"{label_of(longest.phase)} {format_time(longest.lasted_ns)}" if longest else "–",
-        f"{reported}{missing}",
+        "; ".join(filter(None, (format_result(one), format_missing(one)))),
     )
 
 

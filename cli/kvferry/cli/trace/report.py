@@ -1,66 +1,19 @@
-"""The content of a report: the selected handovers, the durations of their phases, and notes."""
+"""The content of a report: the selected handovers, the durations of their phases, notes, and their texts."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.cli.formatting import counted, decimal_bytes
+from kvferry.cli.trace.theme import label_of, meaning_of
 from kvferry.trace.reading import Recording
 from kvferry.trace.summary import Durations, Merged, durations, named, outcomes
 from kvferry.trace.timeline import Timeline
 
 _ROUTED = re.compile(r"^(?:chat)?cmpl-___prefill_addr_.*___decode_addr_[^_]*_(.+)$")
-
-
-def format_time(nanoseconds: float) -> str:
-    """`85 µs`, `4.21 ms`, `1.3 s`, `12 min`."""
-    for unit, size in (("µs", 1e3), ("ms", 1e6)):
-        if nanoseconds < 999.5 * size:
-            return f"{nanoseconds / size:.3g} {unit}"
-    if nanoseconds < 600e9:
-        return f"{nanoseconds / 1e9:.3g} s"
-    return f"{nanoseconds / 60e9:.0f} min"
-
-
-def format_rate(one: Timeline) -> str:
-    """`537 MB at 12.3 GB/s`; empty where nothing was loaded."""
-    if not one.bytes:
-        return ""
-    return decimal_bytes(one.bytes) + ("" if one.gb_s is None else f" at {one.gb_s:.3g} GB/s")
-
-
-def short_id(request: str, longest: int = 34) -> str:
-    """The distinctive part of a request id, without the prefix of vLLM's router."""
-    found = _ROUTED.match(request)
-    name = found[1] if found else request
-    return name if len(name) <= longest else f"{name[: longest // 2 - 1]}…{name[-(longest - longest // 2) :]}"
-
-
-def name_of(one: Timeline, longest: int = 34) -> str:
-    """A request's name in pictures: its id in the producer, else in the consumer."""
-    handover = one.handover
-    return short_id(handover.producer_request or handover.consumer_request or "?", longest)
-
-
-def format_engines(one: Timeline) -> str:
-    """`prefill-0 → decode-1`, with `?` for an engine that was not recorded."""
-    handover = one.handover
-    return f"{short_id(handover.producer or '?', 20)} → {short_id(handover.consumer or '?', 20)}"
-
-
-def ticks(longest_ns: float, about: int) -> list[int]:
-    """About `about` round numbers from 0 to `longest_ns`."""
-    if longest_ns <= 0:
-        return [0]
-    rough = max(longest_ns / about, 1)
-    size = 10 ** math.floor(math.log10(rough))
-    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
-    return [int(step * index) for index in range(int(longest_ns // step) + 1)]
-
-
 _MOST_NOTES = 8
 
 
@@ -82,6 +35,19 @@ class Report:
     processes: int
     notes: tuple[str, ...]
 
+    @property
+    def headline(self) -> str:
+        """The number of handovers, by outcome."""
+        found = ", ".join(f"{number} {outcome}" for outcome, number in self.outcomes.items())
+        processes = "1 process" if self.processes == 1 else f"{self.processes} processes"
+        return f"{counted(len(self.timelines), 'handover')} of {processes}: {found or 'none'}"
+
+    def phase_rows(self) -> Iterator[tuple[str, ...]]:
+        """The table of phases: name, times, p50, p99, longest, meaning."""
+        for one in self.durations:
+            lasted = map(format_time, (one.p50_ns, one.p99_ns, one.max_ns))
+            yield label_of(one.phase), str(one.count), *lasted, meaning_of(one.phase)
+
 
 def report(recording: Recording, merged: Merged, request: str | None) -> Report:
     """Report on all handovers, or on those of a request, given by a part of any of its ids."""
@@ -93,13 +59,60 @@ def report(recording: Recording, merged: Merged, request: str | None) -> Report:
     return Report(timelines, durations(timelines), outcomes(timelines), len(recording.processes), notes)
 
 
-def headline(reported: Report) -> str:
-    """The number of handovers, by outcome."""
-    found = ", ".join(f"{number} {outcome}" for outcome, number in reported.outcomes.items())
-    processes = "1 process" if reported.processes == 1 else f"{reported.processes} processes"
-    return f"{counted(len(reported.timelines), 'handover')} of {processes}: {found or 'none'}"
-
-
 def _some(found: Sequence[object], more: str) -> list[str]:
     left = len(found) - _MOST_NOTES
     return [*map(str, found[:_MOST_NOTES]), *([f"and {left} {more}"] if left > 0 else [])]
+
+
+def format_time(nanoseconds: float) -> str:
+    """`85 µs`, `4.21 ms`, `1.3 s`, `12 min`."""
+    for unit, size in (("µs", 1e3), ("ms", 1e6)):
+        if nanoseconds < 999.5 * size:
+            return f"{nanoseconds / size:.3g} {unit}"
+    if nanoseconds < 600e9:
+        return f"{nanoseconds / 1e9:.3g} s"
+    return f"{nanoseconds / 60e9:.0f} min"
+
+
+def format_lasted(one: Timeline) -> str:
+    """The duration of a handover, or a dash."""
+    return "–" if one.lasted_ns is None else format_time(one.lasted_ns)
+
+
+def format_result(one: Timeline) -> str:
+    """`537 MB at 12.3 GB/s` of a load, else the outcome."""
+    if not one.bytes or not one.is_good:
+        return one.outcome
+    return decimal_bytes(one.bytes) + ("" if one.gb_s is None else f" at {one.gb_s:.3g} GB/s")
+
+
+def format_missing(one: Timeline) -> str:
+    """`not recorded: …`; empty where everything was."""
+    return f"not recorded: {', '.join(one.missing)}" if one.missing else ""
+
+
+def short_id(request: str, longest: int = 34) -> str:
+    """The distinctive part of a request id, without the prefix of vLLM's router."""
+    found = _ROUTED.match(request)
+    name = found[1] if found else request
+    return name if len(name) <= longest else f"{name[: longest // 2 - 1]}…{name[-(longest - longest // 2) :]}"
+
+
+def name_of(one: Timeline, longest: int = 34) -> str:
+    """A request's name in pictures: its id in the producer, else in the consumer."""
+    return short_id(one.handover.producer_request or one.handover.consumer_request or "?", longest)
+
+
+def format_engines(one: Timeline) -> str:
+    """`prefill-0 → decode-1`, with `?` for an engine that was not recorded."""
+    return f"{short_id(one.handover.producer or '?', 20)} → {short_id(one.handover.consumer or '?', 20)}"
+
+
+def ticks(longest_ns: float, about: int) -> list[int]:
+    """About `about` round numbers from 0 to `longest_ns`."""
+    if longest_ns <= 0:
+        return [0]
+    rough = max(longest_ns / about, 1)
+    size = 10 ** math.floor(math.log10(rough))
+    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
+    return [int(step * index) for index in range(int(longest_ns // step) + 1)]

@@ -1,20 +1,69 @@
-"""The picture of the slowest handovers: one row each, the slowest first."""
+"""The waterfall: one row per handover, for a picture and for the page.
+
+A row has the phases in their order, a line for the time that the producer held the blocks, and a thin bar for every
+worker. Left of the zero is the time before the prompt was computed, right of it the handover; each side has its own
+scale.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from kvferry.cli.formatting import counted
-from kvferry.cli.svg import FONT, element, plain
-from kvferry.cli.trace.bars import Scale, axis, bar, height_of, scale_for
-from kvferry.cli.trace.report import format_engines, format_rate, format_time, name_of
-from kvferry.cli.trace.theme import PHASE_THEMES, class_of, style
-from kvferry.trace.timeline import Timeline
+from kvferry.cli.svg import document, element, text
+from kvferry.cli.trace.report import (
+    format_engines,
+    format_lasted,
+    format_missing,
+    format_result,
+    format_time,
+    name_of,
+    ticks,
+)
+from kvferry.cli.trace.theme import class_of, label_of, meaning_of, style
+from kvferry.trace.phases import Phase
+from kvferry.trace.timeline import Span, Timeline, WorkerSpans
 
 WIDTH = 1240.0
-_LEFT, _ZERO, _RIGHT = 262.0, 432.0, 1052.0
+RIGHT = 1052.0
+BAR, THIN, HELD, GAP = 17.0, 6.0, 3.0, 2.0
+MOST_WORKERS = 16
+"""Most thin bars of one handover: those of the slowest workers."""
+_LEFT, _ZERO = 262.0, 432.0
 _PAD = 9.0
-_LEGEND_ROW = 18.0
+_LETTER = 5.6
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The mapping of times to pixels.
+
+    Attributes:
+        left, zero, right: in pixels.
+        before_ns, after_ns: the time that fits on either side of the zero.
+    """
+
+    left: float
+    zero: float
+    right: float
+    before_ns: float
+    after_ns: float
+
+    def x(self, at_ns: float) -> float:
+        """The position of a time relative to the zero, clipped to the edges."""
+        if at_ns < 0:
+            return max(self.left, self.zero + at_ns / self.before_ns * (self.zero - self.left))
+        return min(self.right, self.zero + at_ns / self.after_ns * (self.right - self.zero))
+
+
+def scale_for(timelines: Sequence[Timeline]) -> Scale:
+    """A scale that all of these fit on, except for blocks that the producer holds after the handover."""
+    before = max((one.zero_ns - span.begun_ns for one in timelines for span in one.before), default=0)
+    ends = [span.ended_ns - one.zero_ns for one in timelines for span in (*one.to_load, *one.from_load)]
+    ends += [worker.ended_ns - one.zero_ns for one in timelines for worker in one.workers]
+    after = max(ends or [one.held.lasted_ns for one in timelines if one.held], default=0)
+    return Scale(_LEFT, _ZERO, RIGHT, max(1, before), max(1, after))
 
 
 def draw(timelines: Sequence[Timeline], of_all: int, notes: Sequence[str] = ()) -> str:
@@ -25,97 +74,113 @@ def draw(timelines: Sequence[Timeline], of_all: int, notes: Sequence[str] = ()) 
         of_all: number of all handovers.
         notes: shown below the picture, e.g. that clocks were shifted.
     """
-    scale = scale_for(timelines, _LEFT, _ZERO, _RIGHT)
-    legend, below_legend = _legend(phases_of(timelines), 66.0)
-    top = below_legend + 42
-    rows, bottom = _rows(timelines, scale, top)
+    scale = scale_for(timelines)
+    header, top = legend(timelines, 66)
+    top += 24
+    rows: list[str] = []
+    bottom = top
+    for one in timelines:
+        rows += row(one, scale, bottom + _PAD)
+        bottom += height_of(one) + 2 * _PAD
     height = bottom + 12 + 16 * len(notes)
     everything = counted(of_all, "handover")
-    title = f"the {len(timelines)} slowest of {everything}" if len(timelines) < of_all else everything
+    title = f"The {len(timelines)} slowest of {everything}" if len(timelines) < of_all else everything
+    about = "0: the prompt is computed. Left of it the prefill, right of it the handover; two scales."
     parts = [
+        f"<style>{style()}</style>",
         element("rect", width=WIDTH, height=height, class_="paper"),
-        _text_element(f"{title[0].upper()}{title[1:]}", 16, 30, 17, "ink", 650),
-        _text_element(
-            "0: the prompt is computed. Left of it the prefill, right of it the handover; two scales.", 16, 50, 12
-        ),
-        *legend,
-        _text_element("prefill", (_LEFT + _ZERO) / 2, top - 22, 11, "muted", 600, "middle"),
-        _text_element("handover", (_ZERO + _RIGHT) / 2, top - 22, 11, "muted", 600, "middle"),
-        *(row for row in rows if 'class="band"' in row),
+        text(title, 16, 30, 17, class_="ink", font_weight=650),
+        text(about, 16, 50, 12, class_="muted"),
+        *header,
         *axis(scale, top, bottom),
-        *(row for row in rows if 'class="band"' not in row),
-        *(_text_element(note, 16, bottom + 18 + 16 * index, 11.5) for index, note in enumerate(notes)),
+        *rows,
+        *(text(note, 16, bottom + 18 + 16 * index, 11.5, class_="muted") for index, note in enumerate(notes)),
     ]
-    body = "\n".join(parts)
-    return (
-        '<?xml version="1.0" encoding="UTF-8"?>\n'
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {WIDTH:.0f} {height:.0f}" font-family="{FONT}">\n<style>{style()}</style>\n{body}\n</svg>\n'
-    )
+    return document(WIDTH, height, parts)
 
 
-def phases_of(timelines: Sequence[Timeline]) -> list[str]:
-    """The phases that occur, in the order of a handover."""
-    seen = {span.phase for one in timelines for span in (*one.before, *one.path)}
+def legend(timelines: Sequence[Timeline], top: float) -> tuple[list[str], float]:
+    """The phases that occur, in the order of a handover, and the bottom of the legend."""
+    seen = {span.phase for one in timelines for span in one.spans}
     seen |= {span.phase for one in timelines for worker in one.workers for span in worker.spans}
-    seen |= {one.held.phase for one in timelines if one.held}
-    return [phase for phase in PHASE_THEMES if phase in seen]
-
-
-def _rows(timelines: Sequence[Timeline], scale: Scale, top: float) -> tuple[list[str], float]:
-    rows = []
-    y = top
-    for index, one in enumerate(timelines):
-        height = max(height_of(one), 29) + 2 * _PAD
-        if index % 2 == 0:
-            rows.append(element("rect", x=8, y=y, width=WIDTH - 16, height=height, class_="band"))
-        rows += _row(one, scale, y + _PAD)
-        y += height
-    return rows, y
-
-
-def _row(one: Timeline, scale: Scale, top: float) -> Iterator[str]:
-    handover = one.handover
-    ids = f"producer {handover.producer_request or '?'}\nconsumer {handover.consumer_request or '?'}"
-    yield element(
-        "text",
-        element("title", plain(ids)),
-        plain(name_of(one)),
-        x=16,
-        y=top + 12,
-        font_size=12.5,
-        font_weight=600,
-        class_="ink",
-    )
-    tokens = f" · {handover.tokens} tokens" if handover.tokens else ""
-    yield _text_element(f"{format_engines(one)}{tokens}"[:48], 16, top + 27, 10.5)
-    yield from bar(one, scale, top)
-    yield _text_element(
-        "–" if one.lasted_ns is None else format_time(one.lasted_ns), _RIGHT + 14, top + 12, 13, "ink", 650
-    )
-    reported = (format_rate(one) or one.outcome) if one.is_good else one.outcome
-    yield _text_element(reported[:34], _RIGHT + 14, top + 27, 10.5, "muted" if one.is_good else "bad")
-    if one.missing:
-        yield _text_element(f"not recorded: {', '.join(one.missing)}"[:34], _RIGHT + 14, top + 39, 9.5)
-
-
-def _legend(phases: Sequence[str], top: float) -> tuple[list[str], float]:
-    parts, x, y = [], 16.0, top
-    for phase in phases:
-        shown = PHASE_THEMES[phase]
-        width = 22 + 6.3 * len(shown.label) + 14
+    parts, x = [], 16.0
+    for phase in (phase.value for phase in Phase if phase.value in seen):
+        width = 36 + 6.3 * len(label_of(phase))
         if x + width > WIDTH - 16:
-            x, y = 16.0, y + _LEGEND_ROW
-        title = element("title", plain(shown.meaning))
-        parts.append(element("rect", title, x=x, y=y, width=12, height=12, rx=2, class_=class_of(phase)))
-        parts.append(_text_element(shown.label, x + 17, y + 10, 11.5))
+            x, top = 16.0, top + 18
+        hint, kind = meaning_of(phase), class_of(phase)
+        parts.append(element("rect", x=x, y=top, width=12, height=12, rx=2, class_=kind, hint=hint))
+        parts.append(text(label_of(phase), x + 17, top + 10, 11.5, class_="muted"))
         x += width
-    return parts, y + _LEGEND_ROW
+    return parts, top + 18
 
 
-def _text_element(
-    content: str, x: float, y: float, size: float, kind: str = "muted", weight: int = 400, anchor: str = "start"
-) -> str:
-    return element(
-        "text", plain(content), x=x, y=y, font_size=size, class_=kind, font_weight=weight, text_anchor=anchor
-    )
+def axis(scale: Scale, top: float, bottom: float) -> Iterator[str]:
+    """Grid lines with their times, on both sides."""
+    before = ticks(scale.before_ns if scale.before_ns > 1 else 0, 2)
+    for sign, times in ((-1, before[1:]), (1, ticks(scale.after_ns, 6))):
+        for at_ns in times:
+            x = scale.x(sign * at_ns)
+            content = f"{'−' if sign < 0 else ''}{format_time(at_ns)}" if at_ns else "0"
+            yield element("line", x1=x, x2=x, y1=top, y2=bottom, class_="grid" if at_ns else "zero")
+            yield text(content, x, top - 5, 10.5, text_anchor="middle", class_="muted")
+
+
+def height_of(one: Timeline) -> float:
+    """The height of a row."""
+    texts = 41 if one.missing else 29
+    return max(texts, BAR + GAP + HELD + 1 + len(shown_workers(one)) * (THIN + 1))
+
+
+def row(one: Timeline, scale: Scale, top: float) -> Iterator[str]:
+    """The elements of one row, from `top` on."""
+    handover, right = one.handover, RIGHT + 14
+    ids = f"producer {handover.producer_request or '?'}\nconsumer {handover.consumer_request or '?'}"
+    tokens = f" · {handover.tokens} tokens" if handover.tokens else ""
+    yield text(name_of(one), 16, top + 12, 12.5, class_="ink", font_weight=600, hint=ids)
+    yield text(f"{format_engines(one)}{tokens}"[:48], 16, top + 27, 10.5, class_="muted")
+    yield from segments((*one.before, *one.path), one.zero_ns, scale, top, BAR)
+    if one.held is not None:
+        yield from _held(one.held, one.zero_ns, scale, top + BAR + GAP)
+    for index, worker in enumerate(shown_workers(one)):
+        y = top + BAR + GAP + HELD + 1 + index * (THIN + 1)
+        yield from segments(worker.spans, one.zero_ns, scale, y, THIN, f"{worker.load.process.place} ")
+    yield text(format_lasted(one), right, top + 12, 13, class_="ink", font_weight=650)
+    yield text(format_result(one)[:34], right, top + 27, 10.5, class_="muted" if one.is_good else "bad")
+    yield text(format_missing(one)[:34], right, top + 39, 9.5, class_="muted")
+
+
+def shown_workers(one: Timeline) -> tuple[WorkerSpans, ...]:
+    """The slowest `MOST_WORKERS`, in the order of their places; none where there is only one."""
+    if len(one.workers) < 2:
+        return ()
+    kept = sorted(one.workers, key=lambda worker: worker.ended_ns)[-MOST_WORKERS:]
+    return tuple(worker for worker in one.workers if worker in kept)
+
+
+def segments(
+    spans: Iterable[Span], zero_ns: int, scale: Scale, y: float, height: float, whose: str = ""
+) -> Iterator[str]:
+    """Phases with tooltips, and with names where there is space; `whose` begins the tooltips."""
+    for span in spans:
+        begun, ended = scale.x(span.begun_ns - zero_ns), scale.x(span.ended_ns - zero_ns)
+        label, lasted, meaning = label_of(span.phase), format_time(span.lasted_ns), meaning_of(span.phase)
+        width = max(ended - begun, 0.75 if span.lasted_ns else 0)
+        if not width:
+            continue
+        hint = f"{whose}{label}: {lasted}{f' – {meaning}' if meaning else ''}"
+        yield element("rect", x=begun, y=y, width=width, height=height, class_=class_of(span.phase), hint=hint)
+        name = next((name for name in (f"{label} {lasted}", label) if len(name) * _LETTER + 6 <= width), "")
+        if name and height >= BAR:
+            kind = class_of(span.phase).replace("p-", "on-", 1)
+            at = ((begun + ended) / 2, y + height / 2 + 3.7)
+            yield text(name, *at, 10.5, text_anchor="middle", class_=kind, pointer_events="none")
+
+
+def _held(span: Span, zero_ns: int, scale: Scale, y: float) -> Iterator[str]:
+    begun, ended = scale.x(span.begun_ns - zero_ns), scale.x(span.ended_ns - zero_ns)
+    hint = f"held by the producer: {format_time(span.lasted_ns)}"
+    yield element("rect", x=begun, y=y, width=max(ended - begun, 0.75), height=HELD, class_="p-held", hint=hint)
+    if span.ended_ns - zero_ns > scale.after_ns * 1.001:
+        points = f"{scale.right},{y - 2} {scale.right + 6},{y + HELD / 2} {scale.right},{y + HELD + 2}"
+        yield element("polygon", points=points, class_="p-held", hint="it goes on")
