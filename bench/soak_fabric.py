@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kvferry.protocol.notifications import Done, encode_notification
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import FabricError, PeerAgent, PeerLost, Transfer, TransferFailed, TransferState
-from tests.faults.gates import GateFabric, Hold
+from tests.harness.gates import GateFabric, Hold
 
 ERRORS: tuple[Callable[[], Exception], ...] = (
     lambda: TransferFailed("soak", "as drawn"),

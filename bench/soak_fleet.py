@@ -22,6 +22,7 @@ from tests.geometry.handmade import attention, side
 
 MODEL = attention(layers=4, heads=4, size=8)
 MOST_TOKENS = 48
+NOTIFICATIONS = ("undelivered", "bad_notifications", "late_notifications")
 MOST_AT_ONCE = 48
 _IDLE_WITHIN_S = 60.0
 _POLL_S = 2.0
@@ -217,7 +218,7 @@ class Fleet:
             "blocks": len(engine.leased),
             "leases": len(engine.leases),
             "loads": len(engine.loads),
-            "quarantined loads": sum(map(len, engine.alive)),
+            "quarantined loads": len(engine.seen.alive),
             "transfers": sum(fabric.transfers() for fabric in engine.fabrics),
             "free blocks that were written": engine.spoilt,
         }
@@ -229,7 +230,7 @@ class Fleet:
         """The figures of a life that is over."""
         for key, amount in engine.counters.take().items():
             self.counter_totals[key] += amount
-        self.worker_counts += engine.counts
+        self.worker_counts += Counter({name: engine.seen.counts[name] for name in NOTIFICATIONS})
         self.moved_bytes += engine.moved_bytes
         self.staged_bytes += engine.staged_bytes
         if engine.spoilt and engine.is_dead:
@@ -251,8 +252,8 @@ class Fleet:
 
 def _is_idle(engine: SoakEngine) -> bool:
     flushing = any(worker._thread is not None and worker._thread.runner.flushing() for worker in engine.workers)
-    quiet = not (len(engine.leases) or len(engine.loads) or any(engine.alive) or flushing)
-    return quiet and len(engine.free) == engine.blocks and not any(fabric.waiting for fabric in engine.fabrics)
+    quiet = not (len(engine.leases) or len(engine.loads) or engine.seen.alive or flushing)
+    return quiet and len(engine.free) == engine.blocks and not any(fabric.waiting for fabric in engine.soak_fabrics)
 
 
 def _drop_renewals(engine: SoakEngine) -> None:

@@ -14,7 +14,7 @@ from bench.soak_fabric import ERRORS, METHODS, SoakFabric
 from bench.soak_schedule import Fault, Script
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import RemotePrefill, read_params
-from tests.faults.gates import Hold
+from tests.harness.gates import Hold
 
 if TYPE_CHECKING:
     from bench.soak_fleet import Fleet
@@ -99,7 +99,7 @@ def _load(fleet: Fleet, script: Script, producer: SoakEngine, index: int, params
     _arm(fleet, script, producer, consumer)
     consumer.loads.allocated(name, consumer.loads.matched_tokens(name, first), (blocks,))
     turns, aborted, start_s = 0, False, time.monotonic()
-    while consumer.landed(name) is None:
+    while not consumer.has_ended(name):
         yield
         turns += 1
         if consumer.is_dead:
@@ -114,16 +114,16 @@ def _load(fleet: Fleet, script: Script, producer: SoakEngine, index: int, params
     if consumer.is_dead:  # its memory may be in use for other purposes
         counts.loads[DEAD_CONSUMER] += 1
         return DEAD_CONSUMER
-    landed = consumer.loads_seen.pop(name)
-    outcome = "loaded" if landed.reason is None else f"failed: {landed.reason.value}"
+    reason = consumer.take_outcome(name)
+    outcome = "loaded" if reason is None else f"failed: {reason.value}"
     counts.loads[outcome] += 1
-    if landed.reason is None:
+    if reason is None:
         wrong = consumer.wrong_bytes(blocks, tokens, script.seed)
         counts.checked_bytes += tokens * fleet.token_bytes
         if wrong:
             counts.violations[f"a load with wrong bytes was reported good ({fault})"] += 1
             outcome = f"WRONG: {wrong} bytes"
-    while consumer.is_alive(name) and not _has_died(consumer):
+    while name in consumer.seen.alive and not _has_died(consumer):
         if time.monotonic() > start_s + STUCK_S:
             counts.violations["blocks stay in quarantine"] += 1
             return "stuck"
@@ -185,7 +185,7 @@ def _on_the_way(fleet: Fleet, script: Script, params: RemotePrefill) -> RemotePr
 
 
 def _some_fabric(engine: SoakEngine, script: Script) -> SoakFabric:
-    return engine.fabrics[script.choice // 7 % len(engine.fabrics)]
+    return engine.soak_fabrics[script.choice // 7 % len(engine.workers)]
 
 
 def _arm(fleet: Fleet, script: Script, producer: SoakEngine, consumer: SoakEngine) -> None:
@@ -195,7 +195,7 @@ def _arm(fleet: Fleet, script: Script, producer: SoakEngine, consumer: SoakEngin
     if fault in (Fault.STALL, Fault.REVOKED, Fault.DEADLINE):
         length_s = {Fault.STALL: 0.2, Fault.REVOKED: 0.15, Fault.DEADLINE: LOAD_TIMEOUT_S + 0.3}[fault]
         hold = Hold(lambda: time.monotonic() > now_s + length_s, at_once)
-        for victim in consumer.fabrics if fault is Fault.REVOKED else [fabric]:
+        for victim in consumer.soak_fabrics if fault is Fault.REVOKED else [fabric]:
             # Other loads are about to read as well.
             victim.holds.extend([hold] * (_REVOKED_READS if fault is Fault.REVOKED else 1))
     elif fault in (Fault.LOST_DONE, Fault.DOUBLED_DONE, Fault.FORGED_DONE):

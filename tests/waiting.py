@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 LONGEST_S = math.inf
 """The longest wait of any test. Shorter only where the awaited event is known not to come: see
@@ -26,3 +27,23 @@ def wait_until(happened: Callable[[], object], what: str, timeout_s: float = 30.
     while not happened():
         assert time.monotonic() < end_s, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.002)
+
+
+class Stepped(Protocol):
+    """An engine whose step loop the test runs."""
+
+    def step(self) -> object: ...
+
+
+def step_until(happened: Callable[[], object], what: str, *engines: Stepped, timeout_s: float = 30.0) -> None:
+    """Step the engines until it has happened.
+
+    Raises:
+        AssertionError: it did not in time; names `what`.
+    """
+    end_s = deadline_s(timeout_s)
+    while not happened():
+        assert time.monotonic() < end_s, f"not within {timeout_s:g} s: {what}"
+        for engine in engines:
+            engine.step()
+        time.sleep(0.001)

@@ -12,8 +12,8 @@ from kvferry.worker.fabric.nixl import NixlFabric
 from tests.connector.caches import storage_of
 from tests.connector.recorded_engine import RecordedEngine
 from tests.geometry.requests import Request
-from tests.rig.cache_engine import SETTINGS, CacheEngine
-from tests.rig.handover import check_end, step_until
+from tests.harness.cache_engine import SETTINGS, CacheEngine
+from tests.harness.handover import hand_over
 
 _numbers = itertools.count(1)
 
@@ -37,23 +37,19 @@ def hand_over_recorded(
     with contextlib.ExitStack() as stack:
         engines = []
         for letter, recorded in (("P", source), ("C", target)):
-            caches = [(one.place, one.caches) for one in recorded.workers]
+            shards = [(one.place, one.caches) for one in recorded.workers]
             name = f"{letter}recorded{next(_numbers)}"
-            engines.append(CacheEngine(name, recorded.groups, recorded.topology, caches, NixlFabric, settings))
+            engines.append(CacheEngine(name, NixlFabric, shards, recorded.groups, recorded.topology, settings=settings))
             stack.callback(engines[-1].close)
+            stack.callback(engines[-1].wait_until_idle)
+        before = _contents(target)
         producer, consumer = engines
-        params = producer.lease("request", request, lambda: source.write(theirs, seed))
-        held, before = _contents(source), _contents(target)
-        consumer.load("request", request, params)
-        step_until(lambda: consumer.is_over("request"), "the load is over", producer, consumer)
-        assert "request" not in consumer.failed, f"the load has failed: {consumer.failed['request'].value}"
-        target.check(ours, seed)
-        step_until(lambda: producer.is_free("request"), "all workers' blocks are free", producer, consumer)
-        check_end(producer, consumer, "request")
-        assert all(torch.equal(*pair) for pair in zip(held, _contents(source), strict=True))
+        moved = hand_over(
+            producer, consumer, request, lambda: source.write(theirs, seed), lambda: target.check(ours, seed)
+        )
         for (one, loaded), old, now in zip(target.loaded_bytes(ours), before, _contents(target), strict=True):
             assert torch.equal(now[~loaded], old[~loaded]), f"{one.place}: bytes of other blocks have changed"
-        return sum(totals.transferred_bytes for totals in consumer.totals)
+        return sum(totals.transferred_bytes for totals in moved)
 
 
 def _contents(engine: RecordedEngine) -> list[torch.Tensor]:

@@ -31,8 +31,8 @@ from tests.engine_core.configs import BLOCK_TOKENS, WINDOW_LAYER, kv_cache_confi
 from tests.engine_core.driver import Answer, Engine, Scheduled
 from tests.engine_core.second_runner import FirstRunner, SecondRunner, no_forward
 from tests.engine_core.toy_model import ToyModel
+from tests.harness.cache_engine import wait_until_idle
 from tests.waiting import deadline_s
-from tests.worker.until_idle import wait_until_idle
 
 _IMPL: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
 _IMPL.attn_type, _IMPL.kv_cache_dtype = "decoder", "auto"

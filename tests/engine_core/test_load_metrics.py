@@ -17,8 +17,9 @@ from kvferry.worker.loads.results import StepResults
 from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.node import Node
 from tests.engine_core.offers import offer
-from tests.worker.engine_rig import SETTINGS, Rig
-from tests.worker.toy_caches import CacheShape
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.caches import CacheShape
+from tests.harness.rig import Rig
 
 PROMPT = tokens(100)
 BLOCKS = 7

@@ -28,15 +28,14 @@ import zmq
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill, read_params
-from kvferry.scheduler.consumer.ledger import ConsumerLedger, RemoteLease
+from kvferry.scheduler.consumer.ledger import RemoteLease
 from kvferry.scheduler.side_channel import sender as peer_sockets
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.fabric.port import Fabric
-from kvferry.worker.loads.results import StepResults
 from tests.faults.commands import SOCKETS_S, Start, State
-from tests.faults.fault_fabric import Delivery, FaultFabric, Point
-from tests.worker.engine_rig import SETTINGS, Engine, OrderedLoad
-from tests.worker.toy_caches import CacheShape
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.caches import CacheShape
+from tests.harness.engine import Engine, OrderedLoad
+from tests.harness.fault_fabric import Delivery, Point
 
 _STEP_S = 0.003
 
@@ -50,25 +49,10 @@ class Ordered:
     answered: bool = False
 
 
-class CountingEngine(Engine):
-    """Counts the worker's own failed integrity checks; there is one in every turn."""
-
-    integrity_errors = 0
-
-    def collect(self) -> StepResults:
-        results = super().collect()
-        self.integrity_errors += results.counts["integrity_errors"]
-        return results
-
-
 class Server:
     """An engine and its step loop."""
 
     def __init__(self, start: Start, channel: socket.socket) -> None:
-        def make_fabric(agent_name: str) -> Fabric:
-            self.fabric = FaultFabric(NixlFabric(agent_name))
-            return self.fabric
-
         settings = replace(
             SETTINGS,
             lease_slots=64,
@@ -78,10 +62,16 @@ class Server:
             load_timeout_s=start.load_timeout_s,
         )
         shape = CacheShape(blocks=start.blocks, cell_bytes=start.cell_bytes, axes=start.axes)
-        self.engine = CountingEngine(
-            start.name, make_fabric, shape=shape, settings=settings, port=start.port, lease_s=start.lease_s
+        self.engine = Engine(
+            start.name,
+            NixlFabric,
+            shape=shape,
+            settings=settings,
+            port=start.port,
+            lease_s=start.lease_s,
+            remembers=True,
         )
-        self.engine.loads = ConsumerLedger(self.engine.counters)  # one that knows replays, as outside of rigs
+        self.fabric = self.engine.fabric
         self._channel = channel
         self._writing = threading.Lock()
         self._ordered: list[Ordered] = []
@@ -143,15 +133,15 @@ class Server:
         return {}
 
     def _do_stop_at(self, command: dict[str, Any]) -> dict[str, Any]:
-        self.fabric.stop_at(Point(command["point"]), lambda point: self.say(event=point.value))
+        self.fabric.stops.stop_at(Point(command["point"]), lambda point: self.say(event=point.value))
         return {}
 
     def _do_go_on_to(self, command: dict[str, Any]) -> dict[str, Any]:
-        self.fabric.go_on_to(Point(command["point"]))
+        self.fabric.stops.go_on_to(Point(command["point"]))
         return {}
 
     def _do_go(self, command: dict[str, Any]) -> dict[str, Any]:
-        self.fabric.go()
+        self.fabric.stops.go()
         return {}
 
     def _do_deliver(self, command: dict[str, Any]) -> dict[str, Any]:
@@ -191,8 +181,8 @@ class Server:
 
     def _broken(self) -> Iterator[str]:
         engine = self.engine
-        if engine.integrity_errors:
-            yield f"the worker's integrity check failed {engine.integrity_errors} times"
+        if engine.seen.counts["integrity_errors"]:
+            yield f"the worker's integrity check failed {engine.seen.counts['integrity_errors']} times"
         idle = not len(engine.leases) and not self._ordered
         checks: list[Callable[[], None]] = [
             engine.leases.check_integrity,

@@ -14,10 +14,11 @@ from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.staging import staged_reads
 from kvferry.worker.staging.pool import WAVES_PER_LOAD
-from tests.faults.gates import GateFabric, Hold
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.caches import Bytes, CacheShape
+from tests.harness.engine import Engine, Offer, OrderedLoad
+from tests.harness.gates import GateFabric, Hold
 from tests.waiting import wait_until
-from tests.worker.engine_rig import SETTINGS, Engine, Offer, OrderedLoad
-from tests.worker.toy_caches import Bytes, CacheShape
 
 LEASE_S = 0.05
 SHAPE = CacheShape(blocks=24)
@@ -96,7 +97,7 @@ def gated(agent_name: str) -> Fabric:
 
 def gate_of(engine: Engine) -> GateFabric:
     """The gate of an engine that was made with `gated`."""
-    gate = engine.fabric.inner
+    gate = engine.fabric
     assert isinstance(gate, GateFabric)
     return gate
 

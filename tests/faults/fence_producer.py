@@ -15,7 +15,7 @@ import sys
 from typing import TextIO
 
 from tests.faults.fence_attack import TOKENS, producer_of
-from tests.worker.engine_rig import Engine, Offer
+from tests.harness.engine import Engine, Offer
 
 _STEP_S = 0.001
 _MOST_OFFERS = 50_000

@@ -26,4 +26,4 @@ def pytest_configure() -> None:
     switch_off(chosen[0])
     # What a guard brings about does not come without it, nor any rest: there is no need to wait long for it.
     waiting.LONGEST_S = _LONGEST_S
-    vars(importlib.import_module("tests.worker.until_idle"))["TIMEOUT_S"] = 0.5
+    vars(importlib.import_module("tests.harness.cache_engine"))["IDLE_WITHIN_S"] = 0.5

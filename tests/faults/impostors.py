@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import zmq
 
 from kvferry.protocol.handshake import Hello, channel_address, decode_request
-from tests.worker.engine_values import HOST
+from tests.harness.cache_engine import HOST
 
 GARBAGE = random.Random(1).randbytes(4096)
 HTTP = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 5\r\nConnection: close\r\n\r\nwhat?"

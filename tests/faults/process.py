@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from tests.faults.commands import Start, State
-from tests.faults.fault_fabric import Delivery, Point
+from tests.harness.cache_engine import free_port
+from tests.harness.fault_fabric import Delivery, Point
 from tests.waiting import wait_until
-from tests.worker.engine import free_port
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0

@@ -15,18 +15,18 @@ import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.consumer.remote_prompt import LoadState
-from tests.faults.fault_fabric import Point
-from tests.faults.fault_rig import BOUND_S, HASTY, FaultRig, fault_rig, faults_of, until_adds_up
+from tests.harness.engine import SHAPE, Engine, OrderedLoad
+from tests.harness.fault_fabric import Point
+from tests.harness.rig import BOUND_S, HASTY, Rig, rig_of, until_adds_up
 from tests.waiting import wait_until
-from tests.worker.engine_rig import SHAPE, Engine, OrderedLoad
 
 STAGED = replace(SHAPE, axes="bth")
 """Another order than the producer's, and short runs: everything is staged."""
 
 
 @pytest.fixture(params=["memory", "nixl"])
-def rig(request: pytest.FixtureRequest) -> Iterator[FaultRig]:
-    with fault_rig(request.param) as made:
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    with rig_of(request.param, HASTY) as made:
         yield made
 
 
@@ -38,7 +38,7 @@ def abort(consumer: Engine, load: OrderedLoad) -> None:
     assert load.request_id not in (*consumer.seen.loaded, *consumer.seen.failed)
 
 
-def check_end(rig: FaultRig, producer: Engine, consumer: Engine, load: OrderedLoad) -> FailureReason | None:
+def check_end(rig: Rig, producer: Engine, consumer: Engine, load: OrderedLoad) -> FailureReason | None:
     """It is reported once, and everything comes back."""
     reason = rig.until_over(consumer, load, BOUND_S)
     rig.settle()
@@ -52,24 +52,24 @@ def check_end(rig: FaultRig, producer: Engine, consumer: Engine, load: OrderedLo
 
 @pytest.mark.parametrize("shape", [SHAPE, STAGED], ids=["direct", "staged"])
 @pytest.mark.parametrize("point", [point for point in Point if point is not Point.IN_READ])
-def test_aborted_at_every_point(rig: FaultRig, shape: Any, point: Point) -> None:
+def test_aborted_at_every_point(rig: Rig, shape: Any, point: Point) -> None:
     producer, consumer = rig.engine("P"), rig.engine("C", shape=shape)
     if point is not Point.FIRST_CONTACT:
         rig.until_good(producer, consumer)
     there = threading.Event()
-    faults_of(consumer).stop_at(point, lambda _: there.set())
+    consumer.fabric.stops.stop_at(point, lambda _: there.set())
     load = consumer.load(producer.prefill(10, 4).params)
     wait_until(there.is_set, f"the load is at {point.name}", BOUND_S)
     abort(consumer, load)
-    faults_of(consumer).go()
+    consumer.fabric.stops.go()
     assert check_end(rig, producer, consumer, load) is None
 
 
 @pytest.mark.parametrize("shape", [SHAPE, STAGED], ids=["direct", "staged"])
-def test_aborted_in_a_read_that_takes_its_time(rig: FaultRig, shape: Any) -> None:
+def test_aborted_in_a_read_that_takes_its_time(rig: Rig, shape: Any) -> None:
     producer, consumer = rig.engine("P"), rig.engine("C", shape=shape)
     rig.until_good(producer, consumer)
-    fabric = faults_of(consumer)
+    fabric = consumer.fabric
     fabric.stuck = True
     load = consumer.load(producer.prefill(10, 4).params)
     wait_until(lambda: fabric.reading(), "the read is under way", BOUND_S)
@@ -79,10 +79,10 @@ def test_aborted_in_a_read_that_takes_its_time(rig: FaultRig, shape: Any) -> Non
     assert check_end(rig, producer, consumer, load) is None
 
 
-def test_aborted_while_it_waits_for_its_turn(rig: FaultRig) -> None:
+def test_aborted_while_it_waits_for_its_turn(rig: Rig) -> None:
     producer, consumer = rig.engine("P"), rig.engine("C", settings=replace(HASTY, max_loads=1))
     rig.until_good(producer, consumer)
-    fabric = faults_of(consumer)
+    fabric = consumer.fabric
     fabric.stuck = True
     first, second = (consumer.load(producer.prefill(10, seed).params) for seed in (4, 5))
     wait_until(lambda: fabric.reading(), "the first one reads", BOUND_S)
@@ -93,7 +93,7 @@ def test_aborted_while_it_waits_for_its_turn(rig: FaultRig) -> None:
     assert check_end(rig, producer, consumer, second) is None
 
 
-def test_aborted_while_the_handshake_waits_for_an_answer(rig: FaultRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborted_while_the_handshake_waits_for_an_answer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer = rig.engine("P"), rig.engine("C")
     asked, answer = threading.Event(), threading.Event()
     handshake = consumer.worker._handshake
@@ -121,7 +121,7 @@ class Unreached:
         return self.is_over
 
 
-def test_aborted_while_its_tail_is_being_zeroed(rig: FaultRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborted_while_its_tail_is_being_zeroed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not reported before the device has zeroed the blocks: until then the blocks are still written."""
     producer, consumer = rig.engine("P"), rig.engine("C")
     rig.until_good(producer, consumer)
@@ -145,21 +145,21 @@ def _is_zeroing(consumer: Engine) -> bool:
     return any(isinstance(load.zeroed, Unreached) for load in thread.runner.alive())
 
 
-def test_an_abort_that_is_followed_by_a_failure_is_a_failure(rig: FaultRig) -> None:
+def test_an_abort_that_is_followed_by_a_failure_is_a_failure(rig: Rig) -> None:
     producer, consumer = rig.engine("P"), rig.engine("C")
     rig.until_good(producer, consumer)
     there = threading.Event()
-    faults_of(consumer).stop_at(Point.SECOND_FENCE, lambda _: there.set())
+    consumer.fabric.stops.stop_at(Point.SECOND_FENCE, lambda _: there.set())
     offer = producer.prefill(10, 4)
     load = consumer.load(offer.params)
     wait_until(there.is_set, "the data has been read", BOUND_S)
     abort(consumer, load)
     producer.give_away(offer)
-    faults_of(consumer).go()
+    consumer.fabric.stops.go()
     assert check_end(rig, producer, consumer, load) is FailureReason.FENCE
 
 
-def test_a_request_that_is_aborted_before_it_is_scheduled_gives_its_lease_back(rig: FaultRig) -> None:
+def test_a_request_that_is_aborted_before_it_is_scheduled_gives_its_lease_back(rig: Rig) -> None:
     producer, consumer = rig.engine("P"), rig.engine("C")
     rig.until_good(producer, consumer)
     params = producer.prefill(10, 4).params

@@ -21,7 +21,7 @@ from kvferry.worker.fabric.port import (
     PeerLost,
     TransferFailed,
 )
-from tests.faults.fault_rig import BOUND_S, FaultRig, fault_rig, faults_of
+from tests.harness.rig import BOUND_S, HASTY, Rig, rig_of
 
 ERRORS: dict[str, Callable[[], Exception]] = {
     "a bug": lambda: RuntimeError("unheard of"),
@@ -55,12 +55,12 @@ def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tell(
-    kind: str, side: str, arm: Callable[[FaultRig, str], object], lease_s: float = LEASE_S
+    kind: str, side: str, arm: Callable[[Rig, str], object], lease_s: float = LEASE_S
 ) -> dict[str, tuple[int, int]]:
     """The story. Returns per method the numbers of its first call after `arm` and of the first that never was."""
-    with fault_rig(kind) as rig:
+    with rig_of(kind, HASTY) as rig:
         producer, consumer = rig.engine("P", lease_s=lease_s), rig.engine("C")
-        faults = faults_of(producer if side == "producer" else consumer)
+        faults = (producer if side == "producer" else consumer).fabric
         before = Counter(faults.calls)
         arm(rig, side)
         rig.try_transfer(producer, consumer, seed=1)
@@ -104,9 +104,9 @@ def test_whichever_call_raises_loads_are_good_or_failed_and_nothing_is_left(kind
                 raise
 
 
-def _arm(rig: FaultRig, side: str, *, method: str, index: int, error: Callable[[], Exception]) -> None:
+def _arm(rig: Rig, side: str, *, method: str, index: int, error: Callable[[], Exception]) -> None:
     engine = rig.engines[SIDES.index(side)]
-    faults_of(engine).fail_nth(method, index, error)
+    engine.fabric.fail(method, error, first=index)
 
 
 def _errors(kind: str, method: str) -> dict[str, Callable[[], Exception]]:

@@ -34,8 +34,8 @@ from tests.faults.fence_attack import (
     producer_of,
 )
 from tests.faults.fence_producer import Prefiller
-from tests.faults.gates import Hold
-from tests.worker.engine_rig import Engine, OrderedLoad
+from tests.harness.engine import Engine, OrderedLoad
+from tests.harness.gates import Hold
 
 CHANGED_LOADS = 200
 RACED_LOADS = 40

@@ -15,8 +15,7 @@ from kvferry.worker.peers.handshake_client import fetch_description
 from tests.faults.checks import check_survivor, transfer, until_idle, until_over, warmed_up
 from tests.faults.impostors import zmq_impostor
 from tests.faults.process import SLACK_S, Fleet
-from tests.worker.engine import free_port
-from tests.worker.engine_values import HOST
+from tests.harness.cache_engine import HOST, free_port
 
 HANDSHAKE_S = 3.0
 Tamper = Callable[[EngineDescription], list[bytes]]

@@ -12,10 +12,10 @@ from kvferry.protocol.notifications import MAGIC, Done, encode_notification
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.peers.handshake_client import fetch_description
 from tests.faults.checks import check_survivor, transfer, until_good, until_idle, until_over, warmed_up
-from tests.faults.fault_fabric import Delivery, Point
 from tests.faults.process import SLACK_S, EngineProcess, Fleet
+from tests.harness.cache_engine import HOST
+from tests.harness.fault_fabric import Delivery, Point
 from tests.waiting import wait_until
-from tests.worker.engine_values import HOST
 
 LEASE_S = 2.0
 OTHER_BOOT = "f" * 32

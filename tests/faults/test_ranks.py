@@ -7,23 +7,22 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import Fabric, PeerLost, TransferFailed
-from kvferry.worker.worker import FerryWorker
+from kvferry.worker.worker import MakeFabric
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
-from tests.faults.fault_fabric import Delivery, FaultFabric, Point
 from tests.geometry.effects import number_names
 from tests.geometry.handmade import attention, pair, side
 from tests.geometry.pairs import Pair
+from tests.harness.cache_engine import wait_until_idle
+from tests.harness.fault_fabric import Delivery, Point
+from tests.harness.handover import load
 from tests.rig.engine import SETTINGS, RigEngine
-from tests.rig.handover import step_until
-from tests.worker.until_idle import wait_until_idle
+from tests.waiting import step_until
 
 LEASE_S = 1.5
 SLACK_S = 10.0
@@ -32,35 +31,11 @@ REQUEST = "the failing request"
 
 
 class RankEngine(RigEngine):
-    """Attributes:
-    reports: per request and rank, what it has reported: None when the load is good there.
-    alive: per rank, failed requests whose blocks may still be written.
-    fabrics: of the ranks.
-    """
+    """An engine of a pair whose ranks can be made to fail."""
 
-    def __init__(self, name: str, pair: Pair, which: str, make_fabric: Callable[[str], Fabric]) -> None:
-        self.reports: dict[str, dict[int, FailureReason | None]] = {}
-        self.alive: dict[int, frozenset[str]] = {}
-        self.fabrics: list[FaultFabric] = []
+    def __init__(self, name: str, pair: Pair, which: str, make_fabric: MakeFabric) -> None:
         mine = pair.producer if which == "producer" else pair.consumer
-
-        def wrapped(agent_name: str) -> Fabric:
-            self.fabrics.append(FaultFabric(make_fabric(agent_name)))
-            return self.fabrics[-1]
-
-        super().__init__(name, pair.model, mine, wrapped, HASTY, seed=len(name), floats=False)
-
-    def _collect(self, worker: FerryWorker) -> None:
-        results = worker.take_results()
-        index = self.workers.index(worker)
-        for request_id in results.loaded:
-            self.reports.setdefault(request_id, {})[index] = None
-        for request_id, reason in results.failed.items():
-            self.reports.setdefault(request_id, {})[index] = reason
-        if results.alive is not None:
-            self.alive[index] = results.alive
-        taken: Any = SimpleNamespace(take_results=lambda: results)
-        super()._collect(taken)
+        super().__init__(name, pair.model, mine, make_fabric, HASTY, seed=len(name), lease_s=LEASE_S)
 
     def end_read_never(self, rank: int) -> None:
         """The rank's next data read does not end, and its deadline is over as soon as it is under way."""
@@ -69,16 +44,15 @@ class RankEngine(RigEngine):
         def is_late(_: Point) -> None:
             assert worker._thread is not None
             worker._thread.runner.timeout_s = 0.0
-            fabric.go()
+            fabric.stops.go()
 
         fabric.stuck = True
-        fabric.stop_at(Point.IN_READ, is_late)
+        fabric.stops.stop_at(Point.IN_READ, is_late)
 
     def mend(self) -> None:
-        for fabric, worker in zip(self.fabrics, self.workers, strict=False):
+        for fabric in self.fabrics:
             fabric.mend()
-            if worker._thread is not None:
-                worker._thread.runner.timeout_s = SLACK_S
+        self.set_timeouts(load_s=SLACK_S, handshake_s=SLACK_S)
 
     def check_idle(self) -> None:
         """Nothing is in hand and everything adds up, on every rank."""
@@ -100,7 +74,7 @@ class Ranks:
     pair: Pair
     producer: RankEngine
     consumer: RankEngine
-    make_fabric: Callable[[str], Fabric]
+    make_fabric: MakeFabric
 
     def step_until(self, happened: Callable[[], bool], what: str, timeout_s: float = SLACK_S) -> None:
         step_until(happened, what, self.producer, self.consumer, timeout_s=timeout_s)
@@ -110,20 +84,20 @@ class Ranks:
         request, numbers = self.pair.request, number_names(self.consumer.description)
         params = self.producer.prefill(request_id, request, numbers)
         before = self.consumer.snapshots()
-        self.consumer.load(request_id, request, params)
-        reports = self.consumer.reports.setdefault(request_id, {})
+        load(self.consumer, request_id, request, params)
+        reports = self.consumer.seen.reports.setdefault(request_id, {})
         self.step_until(lambda: len(reports) == len(self.consumer.workers), "every rank has reported", 2 * SLACK_S)
         for index, reason in reports.items():
             if reason is None:
                 memory = self.consumer.memories[index]
-                memory.check_loaded(before[index], self.consumer.groups, request, numbers)
+                memory.check_loaded(before[index], self.consumer.description.groups, request, numbers)
         return reports
 
     def check_recovery(self) -> None:
         """Everything is as it should be again: nothing is left of the failed request, and the next ones are good."""
         self.producer.mend()
         self.consumer.mend()
-        self.step_until(lambda: not any(self.consumer.alive.values()), "nothing may be written any more")
+        self.step_until(lambda: not self.consumer.seen.alive, "nothing may be written any more")
         self.consumer.loads.finished(REQUEST)
         for engine in (self.producer, self.consumer):
             engine.check_idle()
@@ -137,8 +111,8 @@ class Ranks:
     def try_load(self, request_id: str) -> dict[int, FailureReason | None]:
         """As `load`, and both engines are done with it."""
         reports = self.load(request_id)
-        self.step_until(lambda: self.producer.is_free(request_id), "all ranks' blocks are free", LEASE_S + SLACK_S)
-        self.step_until(lambda: not any(self.consumer.alive.values()), "nothing may be written any more")
+        self.step_until(lambda: request_id in self.producer.seen.sent, "all ranks' blocks are free", LEASE_S + SLACK_S)
+        self.step_until(lambda: not self.consumer.seen.alive, "nothing may be written any more")
         self.consumer.loads.finished(request_id)
         return reports
 
@@ -158,13 +132,12 @@ def ranks(kind: str, producer_tp: int, consumer_tp: int) -> Iterator[Ranks]:
         for name in ("producer", "consumer"):
             engines.append(RankEngine(name, made, name, make_fabric))
             stack.callback(engines[-1].close)
-            stack.callback(engines[-1].mend)
+            stack.callback(engines[-1].wait_until_idle)
         yield Ranks(made, engines[0], engines[1], make_fabric)
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.rig.cache_engine.LEASE_S", LEASE_S)
     monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 0.005)
     monkeypatch.setattr("kvferry.worker.peers.retry.LONGEST_S", 0.01)
 
@@ -206,9 +179,9 @@ def test_one_consumer_rank_that_fails_fails_the_request_and_releases_all_produce
         assert reports.pop(victim) is expected
         # The scheduler gives the lease back at the first failure, so ranks that are still reading find that it is over.
         assert set(reports.values()) <= {None, FailureReason.FENCE}
-        rig.step_until(lambda: rig.producer.is_free(REQUEST), "all ranks' blocks are free", LEASE_S + SLACK_S)
+        rig.step_until(lambda: REQUEST in rig.producer.seen.sent, "all ranks' blocks are free", LEASE_S + SLACK_S)
         if fault == "its read never ends":
-            assert rig.consumer.alive[victim] == {REQUEST}, "its blocks may still be written"
+            assert rig.consumer.seen.alive_at[victim] == {REQUEST}, "its blocks may still be written"
         rig.check_recovery()
 
 
@@ -221,8 +194,8 @@ def test_one_consumer_rank_that_cannot_tell_costs_all_producer_ranks_a_lease_and
         rig.consumer.fabrics[0].delivery = Delivery.NEVER
         reports = rig.load()
         assert set(reports.values()) == {None}
-        assert not rig.producer.is_free(REQUEST), "one rank has not been notified"
-        rig.step_until(lambda: rig.producer.is_free(REQUEST), "all ranks' blocks are free", LEASE_S + SLACK_S)
+        assert REQUEST not in rig.producer.seen.sent, "one rank has not been notified"
+        rig.step_until(lambda: REQUEST in rig.producer.seen.sent, "all ranks' blocks are free", LEASE_S + SLACK_S)
         rig.check_recovery()
 
 
@@ -248,7 +221,7 @@ def test_a_producer_rank_whose_agent_is_gone_fails_the_ranks_that_read_it_and_fr
         lost = {index for index, reason in reports.items() if reason is FailureReason.TRANSFER}
         assert lost == readers or (kind == "nixl" and lost <= readers)
         assert set(reports.values()) <= {None, FailureReason.TRANSFER, FailureReason.FENCE}
-        rig.step_until(lambda: rig.producer.is_free(REQUEST), "all ranks' blocks are free", LEASE_S + SLACK_S)
+        rig.step_until(lambda: REQUEST in rig.producer.seen.sent, "all ranks' blocks are free", LEASE_S + SLACK_S)
         rig.consumer.loads.finished(REQUEST)
         rig.consumer.check_idle()
         rig.producer.workers.pop(gone).close()  # its agent was closed behind its back: its sums cannot add up

@@ -6,9 +6,9 @@ import pytest
 
 from tests.faults.checks import check_survivor, transfer, until_good, until_idle, until_over, warmed_up
 from tests.faults.commands import Start
-from tests.faults.fault_fabric import Point
 from tests.faults.process import SLACK_S, Fleet
-from tests.worker.engine import free_port
+from tests.harness.cache_engine import free_port
+from tests.harness.fault_fabric import Point
 
 LEASE_S = 1.0
 

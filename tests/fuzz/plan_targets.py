@@ -34,8 +34,8 @@ from tests.geometry.handmade import attention, hybrid, latent, pair, side
 from tests.geometry.pairs import Engine, engine
 from tests.geometry.pool import staged_waves
 from tests.geometry.requests import Request
+from tests.harness.caches import CacheShape, ToyCaches
 from tests.plan.samples import engine as describe
-from tests.worker.toy_caches import CacheShape, ToyCaches
 
 MOST_S = 15.0
 """Of processor time, for any description of a few workers."""

@@ -15,7 +15,8 @@ from kvferry.protocol.notifications import MAGIC, MAX_NOTIFICATION_BYTES, Done, 
 from kvferry.worker.leases.table import MAX_CONSUMERS
 from tests.fakes.memory_fabric import MemoryFabric
 from tests.fuzz.test_targets import hostile_bytes
-from tests.worker.engine_rig import Engine, Offer, Rig
+from tests.harness.engine import Engine, Offer
+from tests.harness.rig import Rig
 
 
 @pytest.fixture

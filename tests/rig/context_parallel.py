@@ -34,15 +34,15 @@ class ContextParallelEngine(RigEngine):
         spoil: for every worker the heads that are made wrong after the prefill, by tensor name.
     """
 
-    def __init__(self, pool: RankPool, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, pool: RankPool, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self._pool = pool
         self.computed_rows: list[tuple[int, ...]] = []
         self.unequal: list[int] = []
         self.spoil: Read = {}
 
     def compute(self, request: Request, numbers: Numbers) -> None:
-        (group,) = self.groups
+        (group,) = self.description.groups
         steps = _steps(request, group.block_tokens)
         workers = sorted(enumerate(self.side.shards.places()), key=lambda at: (at[1].pp, at[1].tp, at[1].pcp))
         for _, replicas in groupby(workers, key=lambda at: (at[1].pp, at[1].tp)):

@@ -11,8 +11,10 @@ from tests.geometry.effects import number_names
 from tests.geometry.handmade import attention, hybrid, latent, pair, side
 from tests.geometry.models import Model
 from tests.geometry.pairs import Pair
+from tests.harness.handover import load
 from tests.rig.engine import SETTINGS
-from tests.rig.handover import hand_over, rig_of, step_until
+from tests.rig.handover import hand_over, rig_of
+from tests.waiting import step_until
 
 POOLS = {"direct": 0, "staged": 1 << 16}
 
@@ -161,9 +163,9 @@ def test_a_pair_that_cannot_work_is_refused_and_its_blocks_are_free_at_once() ->
     with rig_of(made) as (producer, consumer):
         before = consumer.snapshots()
         numbers = number_names(consumer.description)
-        consumer.load("request", made.request, producer.prefill("request", made.request, numbers))
-        step_until(lambda: "request" in consumer.failed, "the load is refused", producer, consumer)
-        assert consumer.failed["request"] is FailureReason.PLAN
-        step_until(lambda: producer.is_free("request"), "the blocks are free", producer, consumer)
+        load(consumer, "request", made.request, producer.prefill("request", made.request, numbers))
+        step_until(lambda: "request" in consumer.seen.failed, "the load is refused", producer, consumer)
+        assert consumer.seen.failed["request"] is FailureReason.PLAN
+        step_until(lambda: "request" in producer.seen.sent, "the blocks are free", producer, consumer)
         for old, now in zip(before, consumer.snapshots(), strict=True):
             assert (old.content == now.content).all()

@@ -20,8 +20,9 @@ from typing import Any, TextIO
 
 from kvferry.protocol.params import RemotePrefill, read_params
 from kvferry.worker.fabric.nixl import NixlFabric
-from tests.worker.engine_rig import SETTINGS, Engine, OrderedLoad
-from tests.worker.toy_caches import CacheShape
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.caches import CacheShape
+from tests.harness.engine import Engine, OrderedLoad
 
 SHAPE = CacheShape(blocks=256, cell_bytes=512)
 HURRIED = replace(SETTINGS, lease_slots=64, handshake_timeout_s=1.0, load_timeout_s=5.0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.protocol.geometry import Format, PagedTensor, Range
 from kvferry.worker.loads.tail_zeroing import stack_cells
-from tests.worker.toy_caches import CacheShape, ToyCaches
+from tests.harness.caches import CacheShape, ToyCaches
 
 BLOCKS, HEADS, TILES, CELL = 3, 2, 4, 8
 SPAN = BLOCKS * HEADS * TILES * CELL

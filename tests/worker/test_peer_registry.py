@@ -25,10 +25,10 @@ from kvferry.worker.peers.peer import Peer, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
 from kvferry.worker.peers.retry import Backoff
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
+from tests.harness.caches import CacheShape, ToyCaches
+from tests.harness.fault_fabric import FaultFabric
 from tests.plan import samples
 from tests.waiting import wait_until
-from tests.worker.probe_fabric import ProbeFabric
-from tests.worker.toy_caches import CacheShape, ToyCaches
 
 KEY = PeerKey("10.0.0.1", 5600, "P", "0" * 32)
 ENTRIES = 4
@@ -43,7 +43,7 @@ class Scene:
         self.network = MemoryNetwork()
         shape = CacheShape()
         self.caches, self.remote = ToyCaches(shape, 1), ToyCaches(shape, 2)
-        self.fabric = ProbeFabric(MemoryFabric("consumer", self.network))
+        self.fabric = FaultFabric(MemoryFabric("consumer", self.network))
         self.producer = MemoryFabric("producer", self.network)
         self.words = np.zeros(16, dtype=np.uint64)
         slots = Region(self.words.ctypes.data, self.words.nbytes, MemoryKind.DRAM)

@@ -12,8 +12,8 @@ import pytest
 from kvferry.worker.fabric.port import FabricClosed, InvalidRequest, PeerLost, Transfer, TransferFailed, TransferState
 from kvferry.worker.fabric.reads import LET_GO_S, Reader, Reads
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
+from tests.harness.fault_fabric import FaultFabric
 from tests.worker.fabric_harness import indices, random_bytes, region, row, rows
-from tests.worker.probe_fabric import ProbeFabric
 
 GRACE_S = 30.0
 SIZE = 256
@@ -27,7 +27,7 @@ class Scene:
         self.source, self.target = random_bytes(1, SIZE), np.zeros(SIZE, np.uint8)
         producer = MemoryFabric("producer", self.network)
         producer.register([region(self.source)])
-        self.fabric = ProbeFabric(MemoryFabric("consumer", self.network))
+        self.fabric = FaultFabric(MemoryFabric("consumer", self.network))
         self.fabric.register([region(self.target)])
         self.peer = self.fabric.add_peer(producer.metadata())
         self.local = self.fabric.prepare_local(rows(row(self.target, 0, 64, 64, 4)))

@@ -22,7 +22,7 @@ from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.loads.tail_zeroing import Gap, TailZeroing, gaps
 from kvferry.worker.memory.caches import KvCaches
 from tests.fakes.cuda import FakeCuda
-from tests.worker.toy_caches import CacheShape, ToyCaches
+from tests.harness.caches import CacheShape, ToyCaches
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 1)

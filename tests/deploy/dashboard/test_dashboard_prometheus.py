@@ -22,8 +22,8 @@ from tests.deploy.dashboard.prometheus_tools import tool
 from tests.deploy.dashboard.promql import OF_VLLM
 from tests.deploy.dashboard.test_dashboard_alerts import FILE as ALERTS
 from tests.deploy.dashboard.test_dashboard_alerts import NAMES
+from tests.harness.cache_engine import free_port
 from tests.waiting import wait_until
-from tests.worker.engine import free_port
 
 CHOICES = {"$__rate_interval": "5s", "$__range": "30s", "$job": ".*", "$instance": ".*", "$engine": ".*"}
 """Grafana's value for "All"."""

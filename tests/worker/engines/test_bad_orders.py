@@ -11,7 +11,9 @@ import pytest
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_mac import sign_params
-from tests.worker.engine_rig import POISON, SETTINGS, Engine, Offer, Rig
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.engine import POISON, Engine, Offer
+from tests.harness.rig import Rig
 
 TOKENS = 10
 SHAPE_BLOCKS = 48

@@ -16,9 +16,11 @@ from kvferry.worker.fabric.port import OpenHandles
 from kvferry.worker.peers.handshake_client import fetch_description
 from kvferry.worker.peers.handshakes import Handshakes
 from kvferry.worker.peers.peer import PeerKey
+from tests.harness.cache_engine import HOST, SETTINGS, free_port
+from tests.harness.caches import CacheShape
+from tests.harness.engine import Engine
+from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engine_rig import HOST, SETTINGS, Engine, Rig, free_port
-from tests.worker.toy_caches import CacheShape
 
 pytestmark = pytest.mark.slow
 

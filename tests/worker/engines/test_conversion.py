@@ -10,9 +10,10 @@ import torch
 
 from kvferry.protocol.geometry import Format
 from kvferry.protocol.orders import FailureReason
-from tests.worker.engine import Engine
-from tests.worker.engine_rig import SETTINGS, OrderedLoad, Rig
-from tests.worker.toy_caches import CacheShape
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.caches import CacheShape
+from tests.harness.engine import Engine, OrderedLoad
+from tests.harness.rig import Rig
 
 BFLOAT16 = CacheShape(cell_bytes=32, format=Format(dtype="bfloat16"))
 FLOAT16 = CacheShape(cell_bytes=32, format=Format(dtype="float16"))

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.orders import FailureReason
+from kvferry.worker.loads.results import StepResults
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.caches import CacheShape
+from tests.harness.engine import POISON, Engine, OrderedLoad
+from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engine_rig import POISON, SETTINGS, Engine, OrderedLoad, Rig
-from tests.worker.toy_caches import CacheShape
 
 TIMEOUT_S = 0.3
 HURRIED = replace(SETTINGS, load_timeout_s=TIMEOUT_S)
@@ -36,10 +39,10 @@ def _stick(rig: Rig, producer: Engine, consumer: Engine) -> OrderedLoad:
 def test_a_stuck_load_is_reported_at_once_and_its_blocks_are_named_until_its_read_has_ended(rig: Rig) -> None:
     producer, consumer, load = _stuck(rig)
     consumer.set_timeouts(load_s=0.0)
-    results = []
+    results: list[StepResults] = []
 
     def failed() -> bool:
-        results.append(consumer.collect())
+        results.extend(consumer.collect())
         return bool(results[-1].failed)
 
     wait_until(failed, "it is reported")
@@ -50,7 +53,7 @@ def test_a_stuck_load_is_reported_at_once_and_its_blocks_are_named_until_its_rea
     assert (consumer.caches.cells(0)[list(load.blocks)] == POISON).all()
     polls = consumer.fabric.calls["poll"]
     wait_until(lambda: consumer.fabric.calls["poll"] > polls + 3, "its read is looked after")
-    assert consumer.collect().alive is None, "nothing has changed"
+    assert consumer.collect()[0].alive is None, "nothing has changed"
     assert consumer.fabric.transfers() == 1
     rig.network.thaw(producer.fabric.agent_name)
     rig.step_until(lambda: not consumer.seen.alive, "the read has ended")

@@ -10,7 +10,8 @@ import torch
 
 from kvferry.protocol.orders import FailureReason
 from tests.fakes.cuda import DEFAULT_STREAM, FakeCuda
-from tests.worker.engine_rig import SHAPE, Rig
+from tests.harness.engine import SHAPE
+from tests.harness.rig import Rig
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

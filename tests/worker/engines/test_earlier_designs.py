@@ -6,7 +6,7 @@ The rest of the earlier designs is answered by the plan: tests/plan/test_earlier
 from __future__ import annotations
 
 from kvferry.protocol.orders import FailureReason
-from tests.worker.engine_rig import Rig
+from tests.harness.rig import Rig
 
 
 def test_registering_a_remote_engine_again_changes_nothing(rig: Rig) -> None:

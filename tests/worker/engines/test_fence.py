@@ -11,8 +11,9 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.peers.peer import Peer
+from tests.harness.engine import Engine, Offer
+from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engine_rig import Engine, Offer, Rig
 
 
 def test_a_lease_that_ended_before_the_read_is_not_read_from(any_rig: Rig) -> None:

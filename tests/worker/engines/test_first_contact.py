@@ -12,7 +12,8 @@ import pytest
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
 from kvferry.worker.peers.peer import PeerKey, connect
-from tests.worker.engine_rig import Engine, Rig
+from tests.harness.engine import Engine
+from tests.harness.rig import Rig
 
 
 def wait_in_the_queue(consumer: Engine, params: RemotePrefill, name: str = "waits") -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.fabric.port import FabricError, PeerLost, TransferFailed
+from tests.harness.cache_engine import wait_until_idle
+from tests.harness.engine import Engine
+from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engine import Engine
-from tests.worker.engine_rig import Rig
-from tests.worker.until_idle import wait_until_idle
 
 
 def _with_each_message(consumer: Engine, then: Callable[[], object]) -> list[int]:
@@ -66,7 +66,7 @@ def test_a_read_behind_a_message_that_cannot_be_posted_costs_the_load_nothing(ri
     wait_until_idle(consumer.worker)
     _with_each_message(consumer, lambda: consumer.fabric.fail("post_read", lambda: error))
     rig.transfer(producer, consumer)
-    wait_until(lambda: consumer.fabric.faults.get("post_read", (None, 1))[1] == 0, "it was tried")
+    wait_until(lambda: consumer.fabric.failures_left("post_read") == 0, "it was tried")
     assert consumer.worker._thread is not None
     consumer.worker._thread._reader.grace_s = 0.0
     wait_until_idle(consumer.worker)

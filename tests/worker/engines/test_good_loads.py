@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from kvferry.protocol.ids import EMPTY, SlotState, epoch_from_text, slot_word
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.caches import CacheShape
+from tests.harness.engine import Offer
+from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engine_rig import SETTINGS, Offer, Rig
-from tests.worker.toy_caches import CacheShape
 
 SHAPES = {
     "heads outermost": CacheShape(axes="hbt"),

@@ -15,9 +15,10 @@ from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
 from kvferry.worker.relayout.shape import Axis, Shape
 from kvferry.worker.relayout.wave_table import WaveTable
 from kvferry.worker.staging import host_buffer as host_mirror
-from tests.worker.engine import Engine
-from tests.worker.engine_rig import SETTINGS, Rig
-from tests.worker.toy_caches import CacheShape
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.caches import CacheShape
+from tests.harness.engine import Engine
+from tests.harness.rig import Rig
 
 ON_HOST = replace(SETTINGS, host_buffer=True)
 SHAPES = {

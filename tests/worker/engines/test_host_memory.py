@@ -13,7 +13,9 @@ from kvferry.protocol.errors import InvalidConfig
 from kvferry.worker.memory.host_memory import HostMemory
 from tests.fakes.cuda import FakeCuda
 from tests.fakes.memory_fabric import MemoryFabric
-from tests.worker.engine_rig import SETTINGS, Engine, Rig
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.engine import Engine
+from tests.harness.rig import Rig
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

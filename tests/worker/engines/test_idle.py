@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 from kvferry.protocol.ids import EMPTY
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.engine import Engine
+from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engine_rig import SETTINGS, Engine, Rig
 
 pytestmark = pytest.mark.slow
 

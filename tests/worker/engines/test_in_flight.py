@@ -8,9 +8,11 @@ import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.port import TransferFailed
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.caches import CacheShape
+from tests.harness.engine import Engine, OrderedLoad
+from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engine_rig import SETTINGS, Engine, OrderedLoad, Rig
-from tests.worker.toy_caches import CacheShape
 
 NEVER_S = 3600.0
 CAUTIOUS = replace(SETTINGS, failed_read_grace_s=NEVER_S)

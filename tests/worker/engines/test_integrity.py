@@ -10,9 +10,11 @@ import pytest
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.caches import CacheShape
+from tests.harness.engine import Engine
+from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engine_rig import SETTINGS, Engine, Rig
-from tests.worker.toy_caches import CacheShape
 
 
 def _steal_an_entry(engine: Engine) -> Callable[[], object]:

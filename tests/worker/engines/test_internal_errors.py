@@ -7,8 +7,9 @@ import pytest
 from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.port import PeerLost, TransferFailed
+from tests.harness.engine import Engine
+from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engine_rig import Engine, Rig
 
 pytestmark = pytest.mark.slow
 

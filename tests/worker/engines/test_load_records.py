@@ -9,8 +9,9 @@ import pytest
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.record import LoadRecord, Stage
 from kvferry.worker.peers.peer import PeerKey
-from tests.worker.engine_rig import SETTINGS, Rig
-from tests.worker.toy_caches import CacheShape
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.caches import CacheShape
+from tests.harness.rig import Rig
 
 
 def test_the_stages_of_a_good_load_follow_each_other_and_fill_its_time(any_rig: Rig) -> None:

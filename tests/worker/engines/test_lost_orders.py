@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import FailureReason, LeaseOpen, StepOrders, encode_head, encode_orders
-from tests.worker.engine_rig import Rig
+from tests.harness.rig import Rig
 
 EPOCH = "0" * 14 + "7"
 
@@ -32,8 +32,8 @@ def test_loads_of_orders_that_cannot_be_read_fail_and_later_ones_are_good(rig: R
 def test_a_head_that_cannot_be_read_is_counted_and_stops_nothing_else(rig: Rig, head: bytes) -> None:
     producer, consumer = rig.pair()
     consumer.worker.carry_out(head, encode_orders(StepOrders(boot=consumer.boot)))
-    assert consumer.collect().counts["lost_orders"] == 1
-    assert consumer.collect().counts["lost_orders"] == 0
+    assert consumer.collect()[0].counts["lost_orders"] == 1
+    assert consumer.collect()[0].counts["lost_orders"] == 0
     rig.transfer(producer, consumer)
 
 

@@ -10,8 +10,9 @@ import pytest
 from kvferry.protocol.ids import EMPTY, Epoch, epoch_to_text
 from kvferry.protocol.notifications import MAGIC, Done, encode_notification
 from tests.fakes.memory_fabric import MemoryFabric
+from tests.harness.engine import Engine, Offer
+from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engine_rig import Engine, Offer, Rig
 
 MALFORMED = {
     "empty": b"",

@@ -11,8 +11,9 @@ import pytest
 from kvferry.worker import transfer_thread
 from kvferry.worker.fabric.port import PeerAgent
 from kvferry.worker.loads.record import LoadRecord
+from tests.harness.engine import Engine
+from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engine_rig import Engine, Rig
 
 WINDOW_S = 0.4
 

@@ -16,9 +16,10 @@ from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.port import PeerLost
 from kvferry.worker.peers.handshake_client import fetch_description
+from tests.harness.cache_engine import FACTS, SETTINGS, free_port
+from tests.harness.caches import CacheShape
+from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engine_rig import FACTS, SETTINGS, Rig, free_port
-from tests.worker.toy_caches import CacheShape
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.cache_engine import free_port
 from tests.waiting import wait_until
-from tests.worker.engine_rig import free_port
 
 pytestmark = pytest.mark.slow
 

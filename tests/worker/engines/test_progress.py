@@ -10,9 +10,9 @@ import pytest
 from kvferry.protocol.ids import SlotState
 from kvferry.worker import transfer_thread
 from kvferry.worker.fabric.port import Transfer, TransferState
+from tests.harness.engine import Engine, Offer, OrderedLoad
+from tests.harness.rig import Rig
 from tests.waiting import wait_until
-from tests.worker.engine import Engine
-from tests.worker.engine_rig import Offer, OrderedLoad, Rig
 from tests.worker.engines.test_staging import HEADS_OUTER, STAGED, TOKENS_OUTER, staged_pair
 
 POLLS = 3

@@ -11,8 +11,10 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.side_channel.connections import REASONS
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.engine import Engine
+from tests.harness.rig import Rig
 from tests.protocol.secret_files import NEW, OLD, OTHER
-from tests.worker.engine_rig import SETTINGS, Engine, Rig
 
 STEPS: tuple[Secrets, ...] = ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,))
 """The secrets in every engine's file, one step of the rotation after the other; see docs/operations.md."""

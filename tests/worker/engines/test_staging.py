@@ -13,9 +13,10 @@ from kvferry.worker.relayout.wave_table import Pieces
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging import staged_reads
 from kvferry.worker.staging.pool import StagingPool, Wave
-from tests.worker.engine import Engine
-from tests.worker.engine_rig import SETTINGS, OrderedLoad, Rig
-from tests.worker.toy_caches import CacheShape
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.caches import CacheShape
+from tests.harness.engine import Engine, OrderedLoad
+from tests.harness.rig import Rig
 
 POOL_BYTES = 8 << 10
 STAGED = replace(SETTINGS, staging_pool_bytes=POOL_BYTES, direct_min_bytes=1 << 20)

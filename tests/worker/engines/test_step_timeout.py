@@ -6,7 +6,8 @@ import threading
 import time
 
 from kvferry.worker.loads.results import StepResults
-from tests.worker.engine_rig import Engine, OrderedLoad, Rig
+from tests.harness.engine import Engine, OrderedLoad
+from tests.harness.rig import Rig
 
 LONG_S = 30.0
 

@@ -7,7 +7,7 @@ import zmq
 
 from kvferry.worker.peers.handshake_client import AskingThreads
 from kvferry.worker.peers.plan_cache import PlanCache
-from tests.worker.engine_rig import Rig
+from tests.harness.rig import Rig
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvferry.worker.fabric.port import (
+    Fabric,
     Indices,
     LocalDescriptors,
     OpenHandles,
@@ -21,7 +22,7 @@ from kvferry.worker.fabric.port import (
     TransferState,
     TransferTelemetry,
 )
-from tests.worker.probe_fabric import ProbeFabric
+from tests.harness.fault_fabric import FaultFabric
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +46,14 @@ class _Held(Transfer):
         self.peer = peer  # type: ignore[assignment]
 
 
-class GateFabric(ProbeFabric):
+class GateFabric(FaultFabric):
     """Attributes:
     hold: asked for every read that is no slot read; None lets it pass.
     waiting: reads that are held up now.
     """
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+    def __init__(self, inner: Fabric) -> None:
+        super().__init__(inner)
         self.hold: Callable[[], Hold | None] = lambda: None
         self.waiting: set[_Held] = set()
         self._held: set[_Held] = set()
@@ -64,7 +65,7 @@ class GateFabric(ProbeFabric):
     def post_read(
         self, local: LocalDescriptors, local_indices: Indices, remote: RemoteDescriptors, remote_indices: Indices
     ) -> Transfer:
-        hold = None if local in self._slot_lists or not len(local_indices) else self.hold()
+        hold = None if self.is_slot_list(local) or not len(local_indices) else self.hold()
         if hold is None:
             return super().post_read(local, local_indices, remote, remote_indices)
         cut = round(len(local_indices) * hold.at_once)
