@@ -12,7 +12,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """One engine.
 
     Attributes:
-        blocks, cell_bytes: of the cache; see `tests.worker.toy_caches`.
+        blocks, cell_bytes: of the cache; see `tests.harness.caches`.
         environ: set before the fabric is made, e.g. `UCX_TLS`.
         axes: order of the cache's axes; consumers with another one than their producer stage what they read.
     """
