@@ -34,6 +34,7 @@ from bench.llama import llama
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
 from kvferry.protocol.ids import SLOT_BYTES
+from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.worker.fabric.agent import AgentConfig
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import (
@@ -45,7 +46,6 @@ from kvferry.worker.fabric.port import (
     RemoteDescriptors,
     TransferState,
 )
-from kvferry.worker.peers.handshake_client import fetch_description
 
 FIRST_BYTES = 64
 _ONE = np.zeros(1, dtype=np.int32)
@@ -78,7 +78,8 @@ class Agent:
         blocks = 1000
         engine = llama("C", tp=1, layout="HND", blocks=blocks, bases={0: 1 << 44}, layers=30)
         start = time.perf_counter()
-        description = fetch_description("127.0.0.1", port, "P", "C", 60.0)
+        with SideChannelClient() as client:
+            description = client.fetch_description("127.0.0.1", port, "P", "C", 60.0)
         plan_transfer(engine, 0, description, Costs())
         worker = description.workers[0]
         self._peer = {

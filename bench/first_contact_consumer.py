@@ -31,6 +31,7 @@ from bench.llama import BLOCK_TOKENS, HEADS, TOKEN_BYTES, llama, worker_bytes
 from bench.nixl_prep import reserve
 from bench.published_descriptors import block_descriptors, split_for_rank
 from kvferry.protocol.handshake import EngineDescription, Hello, decode_reply, encode
+from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.worker.fabric.agent import AgentConfig, load_bindings, make_agent
 from kvferry.worker.fabric.metadata import open_metadata
 from kvferry.worker.fabric.nixl import NixlFabric
@@ -38,7 +39,6 @@ from kvferry.worker.fabric.port import DescriptorRows, Fabric, TransferState
 from kvferry.worker.fabric.reads import Reader
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.slot_reads import SlotReads
-from kvferry.worker.peers.handshake_client import AskingThreads, exchange
 from kvferry.worker.peers.peer import PeerKey, connect
 from kvferry.worker.peers.plan_cache import PlanCache
 
@@ -94,8 +94,7 @@ def make_contact(producer: Any, consumer_tp: int, blocks: int) -> dict[str, floa
     fabric, slot_reads = NixlFabric(f"C-{uuid.uuid4().hex[:8]}"), SlotReads(64)
     fabric.register([*caches.regions(), slot_reads.region()])
     slot_reads.prepare(fabric)
-    threads, plans = AskingThreads(), PlanCache(engine, 0)
-    threads.start()
+    client, plans = SideChannelClient(), PlanCache(engine, 0)
     plans.plan(engine)
     parts = Parts()
     timed: Any = _Timed(fabric, parts)
@@ -104,7 +103,7 @@ def make_contact(producer: Any, consumer_tp: int, blocks: int) -> dict[str, floa
 
     def describe_and_plan() -> None:
         with parts("hello"):
-            frame = exchange(HOST, producer.port, encode(Hello(engine_id=ENGINE, asker="C")), _TIMEOUT_S, (), threads)
+            frame = client.exchange(HOST, producer.port, encode(Hello(engine_id=ENGINE, asker="C")), _TIMEOUT_S)
         with parts("decode"):
             described = decode_reply(frame)
         assert isinstance(described, EngineDescription)
@@ -135,7 +134,7 @@ def make_contact(producer: Any, consumer_tp: int, blocks: int) -> dict[str, floa
             plans.plan(_elsewhere(description))
     finally:
         fabric.close()
-        threads.close()
+        client.close()
         del storage, caches
         memory.close()
     return dict(parts.seconds)

@@ -24,10 +24,10 @@ from bench.first_contact_producer import ENGINE, HOST, ProducerProcess
 from bench.provenance import begin
 from bench.scale_model import Fleet, Share, Slopes, play, walls
 from kvferry.protocol.handshake import Hello, LeaseName
+from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.scheduler.consumer.ledger import RemoteLease, RenewLease
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Counters
-from kvferry.worker.peers.handshake_client import ask
 
 _BLOCKS = 1000
 _MEMORY = 1 << 16
@@ -116,11 +116,12 @@ def hello_seconds(count: int) -> float:
     producer = ProducerProcess(1, _BLOCKS)
     try:
         hello = Hello(engine_id=ENGINE, asker="C")
-        ask(HOST, producer.port, hello, _TIMEOUT_S)
-        before = usage(producer.pid)["cpu_s"]
-        for _ in range(count):
-            ask(HOST, producer.port, hello, _TIMEOUT_S)
-        return (usage(producer.pid)["cpu_s"] - before) / count
+        with SideChannelClient() as client:
+            client.ask(HOST, producer.port, hello, _TIMEOUT_S)
+            before = usage(producer.pid)["cpu_s"]
+            for _ in range(count):
+                client.ask(HOST, producer.port, hello, _TIMEOUT_S)
+            return (usage(producer.pid)["cpu_s"] - before) / count
     finally:
         producer.close()
 

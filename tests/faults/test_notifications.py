@@ -10,9 +10,9 @@ import pytest
 
 from kvferry.protocol.notifications import MAGIC, Done, encode_notification
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.peers.handshake_client import fetch_description
 from tests.faults.checks import check_survivor, transfer, until_good, until_idle, until_over, warmed_up
 from tests.faults.process import SLACK_S, EngineProcess, Fleet
+from tests.handshake import fetch_description
 from tests.harness.cache_engine import HOST
 from tests.harness.fault_fabric import Delivery, Point
 from tests.waiting import wait_until
