@@ -21,7 +21,7 @@ from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.node import Node
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.engine_core.toy_model import expected_tokens
-from tests.handshake import fetch_description
+from tests.harness.handshake import fetch_description
 
 PROMPT = tokens(100)
 LONG_S = 600.0
