@@ -9,9 +9,10 @@ from dataclasses import replace
 import msgspec
 
 from kvferry.cli.arguments import InvalidArgument, number_option, whole_option, write_file
+from kvferry.cli.plan.engine import side_of
 from kvferry.cli.plan.prediction import MAX_TOKENS
 from kvferry.cli.plan.sides import read_pair
-from kvferry.cli.plan.summary import PlanSummary, Refusal, refusal_of, side_of, summarise
+from kvferry.cli.plan.summary import PlanSummary, Refusal, summarise
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
@@ -39,7 +40,7 @@ def run_plan(options: argparse.Namespace) -> int:
     try:
         plans = plan_engine(consumer, producer, costs)
     except PlanRefused as refused:
-        _print_refused(options, refusal_of(refused), producer, consumer)
+        _print_refused(options, Refusal(reasons=refused.reasons), producer, consumer)
         return REFUSED
     summary = summarise(consumer, producer, plans, costs, tokens=tokens, link_gb_s=link_gb_s)
     if options.svg:

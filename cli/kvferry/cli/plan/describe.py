@@ -25,7 +25,7 @@ def run_describe(options: argparse.Namespace) -> int:
         sys.stdout.write(encode_engine_json(engine_json).decode())
         return 0
     from kvferry.cli.formatting import console
-    from kvferry.cli.plan.summary import side_of
+    from kvferry.cli.plan.engine import side_of
     from kvferry.cli.plan.tables import print_engine
 
     print_engine(console(sys.stdout), engine_json, side_of(engine))
