@@ -18,7 +18,7 @@ from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.key_trials import KeyTrials
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.protocol.side_channel.sockets import watch
+from kvferry.protocol.side_channel.sockets import ConnectionEvent, watch
 from kvferry.scheduler.side_channel import prewarmer
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
 from kvferry.scheduler.state.counters import Counters
@@ -213,7 +213,9 @@ def test_an_unasked_answer_of_a_peer_without_a_secret_is_ignored(
     look_for: Any, found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.protocol.side_channel.connection.KeyTrials", LastTrial)
-    monkeypatch.setattr("kvferry.protocol.side_channel.connection.parse_event", lambda _: None)  # it is read too late
+    monkeypatch.setattr(
+        "kvferry.protocol.side_channel.connection.connection_event", lambda _: ConnectionEvent.ENDED
+    )  # too late
     impostor = TalksUnasked(encode(life(1)))
     try:
         look_for([(HOST, impostor.port)], timeout_s=0.5, secrets=(OLD,))

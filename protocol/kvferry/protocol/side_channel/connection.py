@@ -14,7 +14,7 @@ from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, PeerRefuse
 from kvferry.protocol.handshake import channel_address
 from kvferry.protocol.side_channel.key_trials import KeyTrials, NextStep
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.protocol.side_channel.sockets import ConnectionEvent, asking_socket, parse_event, watch
+from kvferry.protocol.side_channel.sockets import ConnectionEvent, asking_socket, connection_event, watch
 
 T = TypeVar("T")
 
@@ -104,14 +104,14 @@ async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T]) -> T:
 async def _next_step(monitor: zmq.asyncio.Socket, trials: KeyTrials) -> NextStep:
     next_step = NextStep.WAIT
     while next_step is NextStep.WAIT:
-        event = parse_event(await monitor.recv_multipart())
-        if event is not None and event is not ConnectionEvent.ENDED:  # the end of an attempt; its result came before
+        event = connection_event(await monitor.recv_multipart())
+        if event is not ConnectionEvent.ENDED:  # the end of an attempt; its result came before
             next_step = trials.on_event(event)
     return next_step
 
 
 async def _watch_end(monitor: zmq.asyncio.Socket) -> None:
-    while parse_event(await monitor.recv_multipart()) is not ConnectionEvent.ENDED:
+    while connection_event(await monitor.recv_multipart()) is not ConnectionEvent.ENDED:
         pass
 
 

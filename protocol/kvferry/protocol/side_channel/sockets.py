@@ -160,22 +160,29 @@ class ConnectionEvent(enum.Enum):
     """The connection has ended, established or not."""
 
 
-def watch(socket: S) -> S:
-    """A monitor whose messages `parse_event` reads, opened before `connect`. Close it after `disable_monitor`."""
+def watch(socket: S, events: int = _CONNECTION_EVENTS) -> S:
+    """A monitor, opened before `connect` or `bind`. Close it after `disable_monitor`.
+
+    Args:
+        events: of ZMQ; by default those that `connection_event` knows.
+    """
     address = f"inproc://monitor-{uuid.uuid4().hex}"
-    socket.monitor(address, _CONNECTION_EVENTS)
+    socket.monitor(address, events)
     monitor: S = socket.context.socket(zmq.PAIR)
     monitor.setsockopt(zmq.LINGER, 0)
     monitor.connect(address)
     return monitor
 
 
-def parse_event(frames: list[bytes]) -> ConnectionEvent | None:
-    """The event of a monitor's message; None if it is none."""
-    try:
-        event, value = _EVENT.unpack(frames[0])
-    except struct.error:
-        return None
+def unpack_event(frames: list[bytes]) -> tuple[int, int]:
+    """A monitor's message as ZMQ's event, and its value: a file, an errno or a protocol error."""
+    event, value = _EVENT.unpack(frames[0])
+    return event, value
+
+
+def connection_event(frames: list[bytes]) -> ConnectionEvent:
+    """The event in a monitor's message."""
+    event, value = unpack_event(frames)
     if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
         return ConnectionEvent.THROUGH
     if event == zmq.EVENT_DISCONNECTED:
