@@ -74,6 +74,7 @@ def results_of(figures: dict[str, Any]) -> Results:
             "Which requests have which faults follows from the seed; what comes of them also from the threads' timing.",
             "Memory and descriptors go up and down with engines that end and come back.",
         ),
+        quick=figures["requests"] < FEWEST_FOR_A_SLOPE,
     )
 
 
