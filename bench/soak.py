@@ -25,7 +25,7 @@ import torch
 
 from bench.figures import publish
 from bench.provenance import begin
-from bench.soak_fleet import Fleet
+from bench.soak_fleet import CONSUMERS, PRODUCERS, Fleet
 from bench.soak_report import grown, results_of
 from bench.soak_schedule import Fault
 
@@ -46,13 +46,17 @@ def soak(requests: int | None, seconds: float | None, faults: float, seed: int) 
     by_fault: dict[str, dict[str, int]] = {fault.value: {} for fault in Fault}
     for (fault, outcome), amount in sorted(counts.by_fault.items(), key=lambda one: -one[1]):
         by_fault[fault.value][outcome] = amount
+    seconds_taken = time.monotonic() - start_s
     return {
         "seed": seed,
         "fault_rate": faults,
+        "fleet": {"producers": [x.text for x in PRODUCERS], "consumers": [x.text for x in CONSUMERS]},
         "requests": counts.requests,
-        "seconds": time.monotonic() - start_s,
+        "seconds": seconds_taken,
+        "requests_per_s": counts.requests / seconds_taken,
         "engine_lives": fleet.lives,
         "faults": by_fault,
+        "outcomes": dict(counts.outcomes.most_common()),
         "loads": dict(counts.loads.most_common()),
         "checked_bytes": counts.checked_bytes,
         "moved_bytes": fleet.moved_bytes,
@@ -63,6 +67,7 @@ def soak(requests: int | None, seconds: float | None, faults: float, seed: int) 
             if metric.startswith("leases_")
         }
         | {"ended with their engine": fleet.leases_ended_with_engines},
+        "notifications": dict(fleet.worker_counts),
         "gauges": {
             name: {
                 "first": getattr(samples[0], name),
@@ -72,7 +77,7 @@ def soak(requests: int | None, seconds: float | None, faults: float, seed: int) 
             }
             for name in ("rss_mb", "own_mb", "objects", "fds", "threads")
         },
-        "samples": [asdict(one) for one in samples],
+        "samples": [asdict(one) for one in samples[:: max(1, len(samples) // 60)]],
         "violations": dict(counts.violations),
     }
 
@@ -90,7 +95,7 @@ def main() -> int:
     print(f"seed {seed}", flush=True)
     seconds = None if arguments.minutes is None else 60 * arguments.minutes
     figures = soak(requests, seconds, arguments.faults, seed)
-    publish("soak", results_of(figures), started)
+    publish("soak", results_of(figures), started, also=figures)
     return int(bool(figures["violations"] or grown(figures)))
 
 

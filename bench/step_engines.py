@@ -171,8 +171,8 @@ def hold(producer: TimedNode, prompts: Prompts, count: int, blocks: int) -> None
         if time.monotonic() > end_s:
             raise TimeoutError(f"{left} leases are not held")
     producer.step()
-    if side.leases.held() < count:
-        raise RuntimeError(f"{side.leases.held()} leases are held, {count} were wanted")
+    if len(side.leases.block_references.held) < count:
+        raise RuntimeError(f"{len(side.leases.block_references.held)} leases are held, {count} were wanted")
 
 
 def hand_over(producer: TimedNode, consumer: TimedNode, prompts: Prompts, blocks: int) -> dict[str, Any]:

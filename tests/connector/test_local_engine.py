@@ -15,8 +15,7 @@ from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.local_engine import LocalEngine, block_spans
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.protocol.geometry import Topology
-from kvferry.protocol.handshake import CacheGroup
-from kvferry.protocol.ids import Epoch
+from kvferry.protocol.handshake import CacheGroup, LeaseName
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
 from tests.connector.caches import config_of, full, group
 from tests.engine_core.configs import vllm_config
@@ -54,6 +53,9 @@ def local_engine(**changed: Any) -> LocalEngine:
     return LocalEngine(**{**usual, **changed})
 
 
+LEASE = Lease("r", name=LeaseName(slot=3, epoch="5" * 15))
+
+
 def finished(tokens: int) -> Request:
     """A request that has sampled one token after `tokens` computed ones."""
     request = Request("r", list(range(tokens)), SamplingParams(max_tokens=1), None)
@@ -76,7 +78,7 @@ def test_the_blocks_of_shared_out_tokens_are_clipped_by_what_they_cover(tokens: 
     held = params_builder.held(finished(tokens), (ids,), LeaseUse.PROMPT)
     assert held is not None
     assert held.blocks == (tuple(ids[:blocks]),)
-    params = params_builder.build(held, Lease("r", 3, Epoch(5)), 30.0)
+    params = params_builder.build(held, LEASE, 30.0)
     assert (params.kvferry.held_from, params.dcp_size) == ((0,), 2)
 
 
@@ -89,7 +91,7 @@ def test_a_window_of_whole_tokens_beside_shared_out_ones_keeps_its_own_count() -
     held = params_builder.held(finished(100), ([1, 2, 3, 4, 5], [0, 0, 0, 8, 9, 10, 11, 12]), LeaseUse.PROMPT)
     assert held is not None
     assert held.blocks == ((1, 2, 3, 4), (8, 9, 10, 11))
-    assert params_builder.build(held, Lease("r", 3, Epoch(5)), 30.0).kvferry.held_from == (0, 48)
+    assert params_builder.build(held, LEASE, 30.0).kvferry.held_from == (0, 48)
 
 
 @pytest.mark.parametrize(("use", "tokens"), [(LeaseUse.PROMPT, 100), (LeaseUse.TURN, 98)])

@@ -365,10 +365,10 @@ def test_every_reason_to_compute_a_prompt_here_has_its_label() -> None:
 
 
 def test_every_way_in_which_a_lease_ends_has_its_label() -> None:
-    written = set().union(*(texts(argument(call, 1, "how")) for call in calls("_end", "producer/ledger.py")))
+    written = set().union(*(texts(argument(call, 1, "how")) for call in calls("end", "producer/ledger.py")))
     written |= set().union(*(texts(argument(call, 1, "how")) for call in calls("abandon")))
-    for ending in ("release_all", "release_idle_turns"):
-        written |= set().union(*(texts(argument(call, 0, "how")) for call in calls(ending)))
+    for ending, position in (("release_all", 0), ("release_idle_turns", 1)):
+        written |= set().union(*(texts(argument(call, position, "how")) for call in calls(ending)))
     written |= set().union(*(texts(argument(call, 1, "how")) for call in calls("end", "producer/eviction_order.py")))
     written |= {"done", "release", "abandoned"} | counted()["leases_released"]
     assert written - {"", "<how>", "<lease.ended_by>"} == set(RELEASE_WAYS)

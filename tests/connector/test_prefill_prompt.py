@@ -137,12 +137,13 @@ def intake_of(*groups: CacheGroup, **changed: Any) -> tuple[RequestIntake, Consu
 
 def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing_that_cannot_be_used() -> None:
     intake, _, counters = intake_of(STATE, FULL)
+    leases = intake._leases
     for tokens, taken, left in ((16, True, 15), (1, False, 1)):
         request = request_of(tokens)
         request.request_id = f"of {tokens}"
         request.kv_transfer_params = {"do_remote_decode": True}
         intake.receive(request)
-        assert (request.request_id in intake.lease_intents, request.num_prompt_tokens) == (taken, left)
+        assert (leases.unfinished(request.request_id) is not None, request.num_prompt_tokens) == (taken, left)
         assert dict(counters.take()) == ({} if taken else {("prefills_kept", ""): 1})
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.handshake import LeaseName
+from kvferry.scheduler.producer.lease import LeaseState
 from tests.engine_core.driver import Engine, Scheduled, tokens
 from tests.engine_core.node import free_port, side_channel
 
 LEASE_S = 60.0
 HEARTBEAT_S = LEASE_S / 6
+ENDED = (LeaseState.FINISHED, LeaseState.HELD, LeaseState.ENDING)
 REMOTE_DECODE = {"do_remote_decode": True}
 PROMPT_TOKENS = 64
 """Four blocks."""
@@ -63,7 +65,7 @@ class Slow:
 
     @property
     def held(self) -> set[str]:
-        return set(self.side.leases.block_references.requests())
+        return {lease.request_id for lease in self.side.leases.leases(*ENDED)}
 
 
 def ended(step: Scheduled) -> set[str]:

@@ -150,13 +150,17 @@ LOADS: dict[LoadState, tuple[Callable[[Scene], None], bool]] = {
 """How to reach the state, and whether vLLM can preempt the request in it: only a running one."""
 
 
-def computing(scene: Scene) -> None:
+def intended(scene: Scene) -> None:
     scene.producer.engine.add(scene.prefill, scene.prompt, REMOTE_DECODE, max_tokens=1)
+
+
+def computing(scene: Scene) -> None:
+    intended(scene)
     scene.producer.step()
 
 
 def finished(scene: Scene) -> None:
-    scene.producer.engine.add(scene.prefill, scene.prompt, REMOTE_DECODE, max_tokens=1)
+    intended(scene)
     scene.producer.answer(scene.prefill)
 
 
@@ -170,6 +174,7 @@ def ending(scene: Scene) -> None:
 
 
 LEASES: dict[LeaseState, tuple[Callable[[Scene], None], bool]] = {
+    LeaseState.INTENDED: (intended, False),
     LeaseState.COMPUTING: (computing, True),
     LeaseState.FINISHED: (finished, False),
     LeaseState.HELD: (held, False),
@@ -245,7 +250,7 @@ def test_a_prefill_that_is_aborted_holds_nothing_and_one_that_was_answered_is_st
     assert scene.lease_state() is state
     scene.producer.engine.abort(scene.prefill)
     params = scene.producer.engine.answers[scene.prefill].params
-    assert (params is None) == (state is LeaseState.COMPUTING)
+    assert (params is None) == (state in (LeaseState.INTENDED, LeaseState.COMPUTING))
     scene.consumer.engine.add(scene.decode, scene.prompt, params, max_tokens=COUNT)
     scene.until(lambda: scene.consumer.engine.answers[scene.decode].finish_reason is not None)
     scene.check_answer(scene.consumer, scene.decode, COUNT)

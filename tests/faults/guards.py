@@ -135,8 +135,7 @@ def _always_safe(settle: Function) -> Function:
 
 def _pin_nothing(_: Function) -> Function:
     def careless(quarantined: Any, request_id: str) -> None:
-        quarantined._pinned[request_id] = []
-        quarantined._since_s[request_id] = 0.0
+        quarantined._pinned[request_id] = (), 0.0
 
     return careless
 
@@ -185,7 +184,7 @@ def _renew_nothing(_: Function) -> Function:
     def renew(ledger: Any, name: Any, _received_s: float | None = None) -> bool:
         from kvferry.scheduler.producer.lease import LeaseState
 
-        lease = ledger._find(name)
+        lease = ledger._by_name.get(name)
         return lease is not None and lease.state is not LeaseState.ENDING
 
     return renew
@@ -328,7 +327,7 @@ GUARDS = (
         "pinned",
         "blocks that are named so are kept out of the pool",
         (2,),
-        "kvferry.connector.scheduler_side.held_blocks:QuarantinedBlocks._pin",
+        "kvferry.connector.scheduler_side.quarantine:QuarantinedBlocks._pin",
         _pin_nothing,
         (
             "tests/engine_core/test_quarantined_blocks.py::test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead",

@@ -15,7 +15,7 @@ from dataclasses import replace
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts
-from kvferry.protocol.ids import epoch_to_text, new_boot_id
+from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.orders import StepOrders, encode_head, encode_orders
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import new_mac_key, sign_params
@@ -133,7 +133,7 @@ class CacheEngine:
             version=1,
             boot=self.boot,
             lease_slot=lease.slot,
-            lease_epoch=epoch_to_text(lease.epoch),
+            lease_epoch=lease.name.epoch,
             lease_s=self.lease_s,
             digests=tuple(f"{index:032x}" for index in range(-(-tokens // 256))),
             mac="0" * 64,

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
-from kvferry.protocol.ids import SlotState, epoch_to_text, slot_word
+from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.notifications import decode_notification
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.producer.lease import LeaseUse
-from kvferry.scheduler.producer.ledger import LeaseOrders, ProducerLedger
+from kvferry.scheduler.producer.lease import LeaseOrders, LeaseUse
+from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state.counters import Counters
 from kvferry.worker.leases.table import LeaseTable
 from tests.fakes.device_mark import FakeMark
@@ -109,7 +109,7 @@ class Producer:
         assert lease is not None
         ticket = make_ticket(
             lease_slot=lease.slot,
-            lease_epoch=epoch_to_text(lease.epoch),
+            lease_epoch=lease.name.epoch,
             lease_s=self.ledger.lease_s,
         )
         blocks = (self.owned[request_id],)
@@ -118,7 +118,7 @@ class Producer:
     def _computes(self, request_id: str) -> bool:
         """A request's first token is out only after every worker had the step's orders."""
         lease = self.ledger._by_request[request_id]
-        word = slot_word(lease.epoch, SlotState.COMPUTING)
+        word = slot_word(epoch_from_text(lease.name.epoch), SlotState.COMPUTING)
         return all(worker.table.words[lease.slot] == word for worker in self.workers)
 
     def step(self, now_s: float) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvferry.protocol.ids import EMPTY, SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
-from kvferry.scheduler.producer.ledger import LeaseOrders
+from kvferry.scheduler.producer.lease import LeaseOrders
 
 
 @dataclass

@@ -19,9 +19,10 @@ HEARTBEAT_S, LEASE_S, TICK_S = 5.0, 30.0, 2.5
 
 def held(clock: AwakeClock) -> tuple[ProducerLedger, LeaseName]:
     """A ledger with one lease, held since now."""
-    ledger = ProducerLedger(2, LEASE_S, Counters(), clock=clock)
+    ledger = ProducerLedger(2, LEASE_S, Counters())
+    ledger.clock = clock
     assert ledger.open("a")
-    lease = ledger.finish("a", held_ids=(1,))
+    lease = ledger.finish("a", block_ids=(1,))
     assert isinstance(lease, Lease)
     ledger.take_orders(0.0)
     return ledger, lease.name

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from kvferry.protocol.ids import Epoch
-from kvferry.scheduler.producer.deadlines import SPARE_ENTRIES, Deadlines
-from kvferry.scheduler.producer.lease import Lease, LeaseState, LeaseUse
+from kvferry.scheduler.producer.lease import SPARE_DEADLINES, Deadlines, Lease, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state.counters import Counters
 
@@ -26,14 +24,14 @@ actions = st.one_of(
 @given(st.lists(actions, max_size=300))
 def test_due_returns_the_same_leases_as_a_scan_of_all(history: list[tuple[str, int, float]]) -> None:
     leases: dict[int, Lease] = {}
-    deadlines = Deadlines(leases)
+    deadlines = Deadlines()
     clock_s = 0.0
-    for epoch, (action, slot, span_s) in enumerate(history):
+    for number, (action, slot, span_s) in enumerate(history):
         lease = leases.get(slot)
         if action == "pass":
             clock_s += span_s
         elif action == "hold" and lease is None:
-            lease = leases[slot] = Lease(f"r{epoch}", slot, Epoch(epoch + 1), state=LeaseState.HELD)
+            lease = leases[slot] = Lease(f"r{number}", state=LeaseState.HELD)
             lease.deadline_s = clock_s + span_s
             deadlines.watch(lease)
         elif action == "renew" and lease is not None:
@@ -41,18 +39,18 @@ def test_due_returns_the_same_leases_as_a_scan_of_all(history: list[tuple[str, i
         elif action == "end" and lease is not None:
             lease.state = LeaseState.ENDING
         elif action == "release" and lease is not None:
-            del leases[slot]
-            deadlines.trim()
+            leases.pop(slot).ended_by = "done"
+            deadlines.trim(len(leases))
         held = [x for x in leases.values() if x.state is LeaseState.HELD]
-        expected = {x.slot for x in held if x.deadline_s <= clock_s}
+        expected = {x for x in held if x.deadline_s <= clock_s}
         assert deadlines.may_be_due(clock_s) or not expected
-        due = deadlines.due(clock_s)
-        assert {x.slot for x in due} == expected
+        due = list(deadlines.due(clock_s))
+        assert set(due) == expected
         assert len(due) == len(expected), "named twice"
         for over in due:
             over.state = LeaseState.ENDING
-        assert {(x.slot, x.epoch) for x in held} - {(x.slot, x.epoch) for x in due} <= deadlines.watched()
-        assert len(deadlines) <= 2 * len(leases) + SPARE_ENTRIES
+        assert set(held) - set(due) <= deadlines.watched()
+        assert len(deadlines) <= 2 * len(leases) + SPARE_DEADLINES
 
 
 def test_turns_that_are_read_at_once_leave_no_entries_for_the_week_that_they_were_offered_for() -> None:
@@ -66,4 +64,4 @@ def test_turns_that_are_read_at_once_leave_no_entries_for_the_week_that_they_wer
         ledger.sent(f"r{number}")
         ledger.check_integrity()
     assert len(ledger) == 0
-    assert len(ledger._deadlines) <= SPARE_ENTRIES
+    assert len(ledger._deadlines) <= SPARE_DEADLINES

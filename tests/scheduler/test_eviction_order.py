@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -9,9 +10,8 @@ import pytest
 from hypothesis import given
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.protocol.ids import Epoch
 from kvferry.scheduler.producer.block_references import BlockReferences
-from kvferry.scheduler.producer.eviction_order import Demand, Rank, evict, rank_of
+from kvferry.scheduler.producer.eviction_order import Demand, Rank, candidates, evict, rank_of
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
@@ -43,6 +43,21 @@ class Pool:
     def free(self) -> int:
         """In the pool, or as soon as the workers have reported."""
         return BLOCKS - len(self.live() | self.used())
+
+
+class CountingPool:
+    """A block pool that only counts references, which the test decides."""
+
+    def __init__(self, references: Callable[[int], int]) -> None:
+        self.reference_count = references
+
+    def keep(self, blocks: Sequence[int]) -> None: ...
+
+    def give_back(self, blocks: Sequence[int]) -> None: ...
+
+
+def counting(count: Callable[[int], int]) -> BlockReferences:
+    return BlockReferences(CountingPool(count))
 
 
 def order_by_definition(pool: Pool, ranks: dict[str, Rank], demand: Demand) -> bool:
@@ -88,73 +103,76 @@ def test_eviction_ends_as_many_leases_as_needed_and_none_that_frees_nothing(
     names = [f"{index}" for index in range(len(leases))]
     ranks = {name: rank for name, (_, rank) in zip(names, leases, strict=True)}
     pool = Pool({name: blocks for name, (blocks, _) in zip(names, leases, strict=True)}, running)
-    references = BlockReferences()
-    references.bind(pool.owners)
-    for name, blocks in pool.leases.items():
-        references.keep(name, tuple(blocks))
+    references = counting(pool.owners)
+    turns = (Rank.IDLE_TURN, Rank.CLAIMED_TURN)
+    made = {
+        name: Lease(name, LeaseUse.TURN if ranks[name] in turns else LeaseUse.PROMPT, block_ids=tuple(blocks))
+        for name, blocks in pool.leases.items()
+    }
+    for lease in made.values():
+        references.keep(lease)
     demand = Demand(pool.free(), need, reserve, cap, slots_short, lasts)
     ended: list[str] = []
 
     def end(lease: Lease, how: str) -> None:
         assert how == "evicted"
         ended.append(lease.request_id)
-        references.end(lease.request_id)
+        references.end(lease)
 
-    turns = (Rank.IDLE_TURN, Rank.CLAIMED_TURN)
-    candidates = [
-        (ranks[name], Lease(name, 0, Epoch(1), LeaseUse.TURN if ranks[name] in turns else LeaseUse.PROMPT))
-        for name in sorted(names, key=lambda name: (ranks[name], name))
-    ]
+    in_order = [(ranks[name], made[name]) for name in sorted(names, key=lambda name: (ranks[name], name))]
     assert references.num_leased() == pool.leased()
-    is_met = evict(candidates, references, references.num_leased(), demand, end)
+    is_met = evict(in_order, references, references.num_leased(), demand, end)
     assert (is_met, ended) == (order_by_definition(pool, ranks, demand), pool.ended)
     assert references.num_leased() == pool.leased()
     assert references.num_coming() == pool.free() - demand.free
-    assert references.num_held == len(names) - len(ended)
+    assert len(references.held) == len(names) - len(ended)
     references.check_integrity()
-    for name in names:
-        references.free(name)
+    for lease in made.values():
+        references.free(lease)
     assert (len(references), references.num_coming(), references.num_requests) == (0, 0, 0)
 
 
+def keep(references: BlockReferences, *leases: Lease) -> None:
+    for lease in leases:
+        references.keep(lease)
+
+
 def test_a_kept_block_without_references_in_the_pool_is_reported_with_both_counts() -> None:
-    references = BlockReferences()
-    references.bind({1: 2, 2: 1, 3: 0}.__getitem__)
-    references.keep("a", (1, 2))
-    references.keep("b", (1,))
+    references = counting({1: 2, 2: 1, 3: 0}.__getitem__)
+    leases = [Lease("a", block_ids=(1, 2)), Lease("b", block_ids=(1,)), Lease("c", block_ids=(3,))]
+    keep(references, *leases[:2])
     references.check_integrity()
-    references.keep("c", (3,))
+    keep(references, leases[2])
     with pytest.raises(LocalProtocolError, match="block 3: 1 leases keep it, the pool counts 0"):
         references.check_integrity()
 
 
 def test_references_of_leases_that_are_ending_count_as_well() -> None:
     pool_counts = {1: 2}
-    references = BlockReferences()
-    references.bind(pool_counts.__getitem__)
-    references.keep("a", (1,))
-    references.keep("b", (1,))
-    references.end("a")
+    references = counting(pool_counts.__getitem__)
+    leases = [Lease("a", block_ids=(1,)), Lease("b", block_ids=(1,))]
+    keep(references, *leases)
+    references.end(leases[0])
     references.check_integrity()
     pool_counts[1] = 1
-    with pytest.raises(LocalProtocolError, match="block 1: 2 leases keep it, the pool counts 1"):
-        references.check_integrity()
-    references.end("b")
-    with pytest.raises(LocalProtocolError, match="block 1: 2 leases keep it, the pool counts 1"):
-        references.check_integrity()
+    for lease in (None, leases[1]):
+        if lease is not None:
+            references.end(lease)
+        with pytest.raises(LocalProtocolError, match="block 1: 2 leases keep it, the pool counts 1"):
+            references.check_integrity()
 
 
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("by", [-1, 1, 0])
-def test_counts_that_differ_from_the_requests_blocks_are_reported(ends: bool, by: int) -> None:
-    references = BlockReferences()
-    references.keep("a", (1, 2))
+def test_counts_that_differ_from_the_blocks_of_the_leases_are_reported(ends: bool, by: int) -> None:
+    references, lease = BlockReferences(), Lease("a", block_ids=(1, 2))
+    references.keep(lease)
     if ends:
-        references.end("a")
+        references.end(lease)
     references.check_integrity()
     counts = references._ending if ends else references._held
     counts[2 if by else 3] += by  # a block that no lease keeps has no entry, not even a zero
-    with pytest.raises(LocalProtocolError, match=r"block references: \d held \+ \d ending, \d \+ \d by request"):
+    with pytest.raises(LocalProtocolError, match=r"block references: \d held \+ \d ending, \d \+ \d by lease"):
         references.check_integrity()
 
 
@@ -177,7 +195,7 @@ HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE
 def test_a_lease_is_ranked_by_its_use_its_age_and_whether_a_consumer_has_renewed_it(
     use: LeaseUse, age_heartbeats: float, renewed: bool, rank: Rank | None
 ) -> None:
-    lease = Lease("r", 0, Epoch(1), use, held_s=100.0)
+    lease = Lease("r", use, held_s=100.0)
     now_s = 100.0 + age_heartbeats * HEARTBEAT_S
     lease.claimed_until_s = now_s + 1.0 if renewed else now_s
     assert rank_of(lease, now_s, HEARTBEAT_S) is rank
@@ -190,16 +208,16 @@ def test_the_longest_held_goes_first_and_one_that_is_read_goes_last() -> None:
         {"p1": LeaseUse.PROMPT, "p2": LeaseUse.PROMPT, "t1": LeaseUse.TURN, "p3": LeaseUse.PROMPT}.items()
     ):
         ledger.open(name, use)
-        leases[name] = ledger.finish(name, held_ids=(now_s,))
+        leases[name] = ledger.finish(name, block_ids=(now_s,))
         ledger.take_orders(float(now_s))
     for beat in range(1, 4):
         ledger.take_orders(3.0 + beat * HEARTBEAT_S)
     first = leases["p1"]
     assert first is not None
     assert ledger.renew(first.name)
-    assert [lease.request_id for _, lease in ledger.candidates()] == ["t1", "p2", "p3", "p1"]
-    for _, lease in ledger.candidates()[:2]:
-        ledger.end_early(lease, "evicted")
+    assert [lease.request_id for _, lease in candidates(ledger)] == ["t1", "p2", "p3", "p1"]
+    for _, lease in candidates(ledger)[:2]:
+        ledger.end(lease, "evicted")
     ledger.check_integrity()
-    assert [lease.request_id for _, lease in ledger.candidates()] == ["p3", "p1"]
+    assert [lease.request_id for _, lease in candidates(ledger)] == ["p3", "p1"]
     assert {end.request_id for end in ledger.take_orders(40.0).ends} == {"t1", "p2"}

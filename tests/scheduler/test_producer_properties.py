@@ -64,6 +64,10 @@ class ProducerHistories(RuleBasedStateMachine):
     def has(self, *phases: str) -> bool:
         return any(lease.phase in phases for lease in self.model.values())
 
+    @property
+    def leased(self) -> int:
+        return sum(lease.phase != "intended" for lease in self.model.values())
+
     def name_of(self, request_id: str) -> LeaseName:
         lease = self.model[request_id]
         return LeaseName(slot=lease.slot, epoch=f"{lease.epoch:015x}")
@@ -72,10 +76,31 @@ class ProducerHistories(RuleBasedStateMachine):
     def open(self, use: LeaseUse) -> None:
         self.requests += 1
         request_id = f"r{self.requests}"
-        free = len(self.model) < SLOTS
+        free = self.leased < SLOTS
         assert self.ledger.open(request_id, use) == free
         if free:
             self.model[request_id] = Modelled(self.epochs, use)
+
+    @rule(use=st.sampled_from(LeaseUse))
+    def intend(self, use: LeaseUse) -> None:
+        self.requests += 1
+        assert self.ledger.intend(f"r{self.requests}", use)
+        self.model[f"r{self.requests}"] = Modelled(0, use, "intended")
+
+    @precondition(lambda self: self.has("intended"))
+    @rule(data=st.data())
+    def open_intended(self, data: st.DataObject) -> None:
+        request_id = self.some(data, "intended")
+        free = self.leased < SLOTS
+        assert self.ledger.open(request_id) == free
+        lease = self.model.pop(request_id)
+        if free:
+            self.model[request_id] = Modelled(self.epochs, lease.use)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), use=st.sampled_from(LeaseUse))
+    def intend_again(self, data: st.DataObject, use: LeaseUse) -> None:
+        assert not self.ledger.intend(self.some(data, "intended", "computing", "finished", "held", "ending"), use)
 
     @precondition(lambda self: self.has("computing"))
     @rule(data=st.data())
@@ -89,13 +114,13 @@ class ProducerHistories(RuleBasedStateMachine):
         held = self.ledger.finish(request_id)
         assert held is not None
         lease = self.model[request_id]
-        assert held.epoch == lease.epoch
+        assert int(held.name.epoch, 16) == lease.epoch
         lease.phase, lease.slot = "finished", held.slot
 
-    @precondition(lambda self: self.has("computing"))
+    @precondition(lambda self: self.has("intended", "computing"))
     @rule(data=st.data())
     def abandon(self, data: st.DataObject) -> None:
-        request_id = self.some(data, "computing")
+        request_id = self.some(data, "intended", "computing")
         self.ledger.abandon(request_id)
         lease = self.model.pop(request_id)
         if lease.announced:
@@ -153,6 +178,7 @@ class ProducerHistories(RuleBasedStateMachine):
         live = list(self.model.items())
         assert {int(end.epoch, 16) for end in orders.ends} == self.must_end
         assert len(orders.ends) == len(self.must_end)
+        live = [(name, lease) for name, lease in live if lease.phase != "intended"]
         unreported = {lease.epoch for _, lease in live if not lease.announced}
         assert {int(opened.epoch, 16) for opened in orders.opens} == unreported
         finished = {name for name, lease in live if lease.phase == "finished"}
@@ -203,16 +229,17 @@ class ProducerHistories(RuleBasedStateMachine):
     @invariant()
     def ledger_agrees(self) -> None:
         self.ledger.check_integrity()
-        assert len(self.ledger) == len(self.model)
+        assert len(self.ledger) == self.leased
         for name, lease in self.model.items():
             state = self.ledger.state(name)
             assert state is not None
             assert state.value == lease.phase
-        assert self.ledger.held() == sum(lease.phase != "computing" for lease in self.model.values())
+        ended = sum(lease.phase not in ("intended", "computing") for lease in self.model.values())
+        assert self.ledger.block_references.num_requests == ended
 
     def teardown(self) -> None:
         """Without further messages everything is free within a lease, or a turn's time, and one step."""
-        for name in [name for name, lease in self.model.items() if lease.phase == "computing"]:
+        for name in [name for name, lease in self.model.items() if lease.phase in ("intended", "computing")]:
             self.ledger.abandon(name)
             lease = self.model.pop(name)
             if lease.announced:

@@ -13,13 +13,15 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LOAD_TRANSITIONS, LoadEvent, LoadState
-from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, LeaseEvent, LeaseState
+from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, LeaseEvent, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.state.transitions import TransitionTable
 from tests.protocol.samples import make_params
 
 LEASE_TABLE = {
+    ("intended", "open"): "computing",
+    ("intended", "abandon"): None,
     ("computing", "finish"): "finished",
     ("computing", "abandon"): None,
     ("finished", "announce"): "held",
@@ -84,6 +86,9 @@ REQUEST = "cmpl-1"
 def producer_in(state: LeaseState) -> ProducerLedger:
     """A ledger whose only request is in this state."""
     ledger = ProducerLedger(slots=2, lease_s=30.0, counters=Counters(), draw_epoch=lambda: Epoch(9))
+    ledger.intend(REQUEST, LeaseUse.PROMPT)
+    if state is LeaseState.INTENDED:
+        return ledger
     ledger.open(REQUEST)
     ledger.take_orders(0.0)
     if state is LeaseState.COMPUTING:

@@ -1,27 +1,50 @@
-"""A request is over when each worker has acknowledged it."""
+"""A lease is over when each worker has acknowledged its end, and only then are its blocks free."""
 
 from __future__ import annotations
 
-from kvferry.scheduler.producer.lease import WorkerAcks
+import pytest
+
+from kvferry.scheduler.producer.lease import LeaseState
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.state.counters import Counters
 
 
-def test_a_request_is_over_when_the_last_worker_has_acknowledged_it() -> None:
-    acks = WorkerAcks(3)
-    assert acks.take(2, ["a", "b"]) == []
-    assert acks.take(0, ["b"]) == []
-    assert acks.take(1, ["b", "a"]) == ["b"]
-    assert acks.requests() == {"a"}
-    assert acks.take(0, ["a"]) == ["a"]
-    assert len(acks) == 0
+def held(workers: int, names: str = "a") -> ProducerLedger:
+    ledger = ProducerLedger(4, 30.0, Counters(), workers=workers)
+    for block, name in enumerate(names):
+        assert ledger.open(name)
+        assert ledger.finish(name, block_ids=(block + 1,))
+    ledger.take_orders(0.0)
+    return ledger
+
+
+def test_a_lease_is_over_when_the_last_worker_has_acknowledged_it() -> None:
+    ledger = held(3, "ab")
+    assert ledger.acknowledge(2, ["a", "b"]) == []
+    assert ledger.acknowledge(0, ["b"]) == []
+    assert ledger.acknowledge(1, ["b", "a"]) == ["b"]
+    assert (ledger.state("a"), ledger.state("b"), len(ledger.block_references)) == (LeaseState.HELD, None, 1)
+    assert ledger.acknowledge(0, ["a"]) == ["a"]
+    assert (len(ledger), len(ledger.block_references)) == (0, 0)
 
 
 def test_a_repeated_acknowledgement_of_a_worker_counts_once() -> None:
-    acks = WorkerAcks(2)
-    assert [acks.take(1, ["a"]) for _ in range(3)] == [[], [], []]
-    assert acks.take(0, ["a"]) == ["a"]
+    ledger = held(2)
+    assert [ledger.acknowledge(1, ["a"]) for _ in range(3)] == [[], [], []]
+    assert ledger.acknowledge(0, ["a"]) == ["a"]
 
 
-def test_unknown_worker_ids_are_ignored() -> None:
-    acks = WorkerAcks(2)
-    assert [acks.take(unknown, ["a"]) for unknown in (-1, 2, 7)] == [[], [], []]
-    assert len(acks) == 0
+@pytest.mark.parametrize("unknown", [-1, 2, 7])
+def test_unknown_worker_ids_are_ignored(unknown: int) -> None:
+    ledger = held(2)
+    assert ledger.acknowledge(0, ["a"]) == ledger.acknowledge(unknown, ["a"]) == []
+
+
+def test_acknowledgements_of_leases_that_the_workers_do_not_hold_are_ignored() -> None:
+    ledger = held(1)
+    ledger.open("computing")
+    ledger.open("finished")
+    ledger.finish("finished")
+    assert ledger.acknowledge(0, ["other", "computing", "finished"]) == []
+    assert len(ledger) == 3
+    ledger.check_integrity()

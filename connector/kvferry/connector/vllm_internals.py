@@ -21,13 +21,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvferry.protocol.errors import LocalProtocolError, UnsupportedVllm
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 logger = logging.getLogger(__name__)
 
@@ -77,17 +77,19 @@ class EngineBlocks:
         """References to a block, those of `keep` included."""
         return int(self._bound.block_pool.blocks[block].ref_cnt)
 
-    def of(self, request_id: str) -> list[list[KVCacheBlock]]:
-        """The blocks of a request, by cache group, in the order of its tokens."""
-        return [list(blocks) for blocks in self._bound.get_blocks(request_id).blocks]
+    def of(self, request_id: str) -> tuple[int, ...]:
+        """The blocks of a request, each once, without the null block."""
+        return distinct_blocks(self._bound.get_block_ids(request_id))
 
-    def keep(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def keep(self, blocks: Sequence[int]) -> None:
         """Add a reference on each block, which keeps it out of the pool."""
-        self._bound.block_pool.touch(blocks)
+        pool = self._bound.block_pool
+        pool.touch(list(map(pool.blocks.__getitem__, blocks)))  # no Python loop: they may be 10,000
 
-    def give_back(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def give_back(self, blocks: Sequence[int]) -> None:
         """Remove a reference from each. In vLLM's order: the end of a sequence is reused before its beginning."""
-        self._bound.block_pool.free_blocks(reversed(blocks))
+        pool = self._bound.block_pool
+        pool.free_blocks(list(map(pool.blocks.__getitem__, reversed(blocks))))
 
     @property
     def watermark(self) -> int:
@@ -139,6 +141,11 @@ class EngineBlocks:
         return self._manager
 
 
+def distinct_blocks(block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Every block of a request once, without the null block (0) that vLLM uses for blocks that left a window."""
+    return tuple(dict.fromkeys(filter(None, chain.from_iterable(block_ids))))
+
+
 def _try_references(manager: KVCacheManager) -> None:
     """Keep a free block and give it back. It is the first one, which goes back to the front of the queue.
 
@@ -152,7 +159,7 @@ def _try_references(manager: KVCacheManager) -> None:
         if (kept.ref_cnt, pool.get_num_free_blocks()) != (1, free - 1):
             raise ValueError("a block with a reference is still free")
         pool.free_blocks([kept])
-    if pool.get_num_free_blocks() != free or manager.get_blocks("").blocks is None:
+    if pool.get_num_free_blocks() != free or manager.get_block_ids("") is None:
         raise ValueError("a block that was given back is not free")
 
 

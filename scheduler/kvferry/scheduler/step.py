@@ -25,9 +25,9 @@ def next_orders(
     due = leases.take_orders(now_s, may_expire=may_expire)
     return StepOrders(
         boot=boot,
-        ends=due.ends,
-        opens=due.opens,
-        holds=due.holds,
+        ends=tuple(due.ends),
+        opens=tuple(due.opens),
+        holds=tuple(due.holds),
         loads=loads.take_orders(),
         prewarms=loads.take_prewarms(),
     )

@@ -124,7 +124,7 @@ def test_a_notification_that_comes_before_the_hold_is_remembered(rig: Rig) -> No
     other = producer.prefill(tokens=3)  # a held lease, so that notifications are looked for
     request_id = producer.start_prefill(tokens=10, seed=1)
     lease = producer.leases._by_request[request_id]
-    early = Done(slot=lease.slot, epoch=epoch_to_text(lease.epoch), consumer="a" * 32, worker=0, expected=1)
+    early = Done(slot=lease.slot, epoch=lease.name.epoch, consumer="a" * 32, worker=0, expected=1)
     _send(rig, producer, encode_notification(early), _done(other))
     rig.step_until(lambda: producer.seen.sent == [other.request_id], "both were taken")
     assert int(producer.worker._table.words[lease.slot]) != EMPTY, "a request is not over before it is held"

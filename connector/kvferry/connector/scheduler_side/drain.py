@@ -13,6 +13,7 @@ import signal
 import threading
 from types import FrameType
 
+from kvferry.scheduler.producer.eviction_order import release_idle_turns
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
 
@@ -70,9 +71,9 @@ class Drain:
         """Called once per step. After the drain has begun, it ends turn leases that became held or idle since."""
         if self.has_begun:
             if self._drains_s:
-                self._leases.release_idle_turns("shutdown")
+                release_idle_turns(self._leases, "shutdown")
         elif self._drain_signal.was_received:
             self.has_begun = True
             leases = self._leases
-            ended = leases.release_idle_turns("shutdown") if self._drains_s else leases.release_all("shutdown")
-            logger.info("shutting down: %d leases ended, waiting for %d", ended, leases.block_references.num_held)
+            ended = release_idle_turns(leases, "shutdown") if self._drains_s else leases.release_all("shutdown")
+            logger.info("shutting down: %d leases ended, waiting for %d", ended, len(leases.block_references.held))

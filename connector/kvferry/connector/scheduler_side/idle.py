@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from kvferry.connector.scheduler_side.held_blocks import QuarantinedBlocks
+from kvferry.connector.scheduler_side.quarantine import QuarantinedBlocks
 from kvferry.connector.vllm_internals import EngineLoop
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
@@ -43,16 +43,11 @@ class IdleState:
         Args:
             is_draining: whether the engine shuts down. Then it waits for its leases, but not for quarantined blocks.
         """
-        leases, references = self._leases, self._leases.block_references
-        if (
-            leases.has_orders
-            or references.num_ending
-            or leases.may_have_due
-            or (len(self._quarantined_blocks) and not is_draining)
-        ):
+        leases, num_held = self._leases, len(self._leases.block_references.held)
+        if leases.needs_step or (len(self._quarantined_blocks) and not is_draining):
             return True
-        if is_draining or not references.num_held:
-            return references.num_held > 0
+        if is_draining or not num_held:
+            return num_held > 0
         if self._loop.is_paused:
             return True  # as with requests: the pause is complete when no lease is held
         if self._has_slept_long():
@@ -73,7 +68,7 @@ class IdleState:
         if self._was_idle:
             self._was_idle = False
             self._unreported = set(self._workers)
-            self._waking_until_s = self._leases.clock_s + self._leases.heartbeat_s
+            self._waking_until_s = self._leases.clock_s + self._leases.clock.heartbeat_s
         return bool(self._unreported)
 
     def reported(self, workers: Iterable[int]) -> None:

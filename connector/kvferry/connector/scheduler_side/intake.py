@@ -31,9 +31,6 @@ class RequestIntake:
 
     Args:
         allowed: the hosts that params may name; None for any.
-
-    Attributes:
-        wanted: lease intents: the use of the lease, by request whose blocks are for another engine when it ends.
     """
 
     def __init__(
@@ -45,7 +42,6 @@ class RequestIntake:
         allowed: AllowedHosts | None = None,
         tracing: SchedulerTracing = UNTRACED,
     ) -> None:
-        self.lease_intents: dict[str, LeaseUse] = {}
         self._own_leases: dict[str, LeaseName] = {}
         self._local = local
         self._leases = leases
@@ -72,15 +68,10 @@ class RequestIntake:
             self._compute_here(request, "invalid_params", repr(error))
 
     def allocated(self, request_id: str) -> None:
-        """The request has its own references on its blocks: release this engine's lease that kept them, if any."""
+        """The request has its own references on its blocks, or is over: release this engine's lease that kept them."""
         name = self._own_leases.pop(request_id, None)
         if name is not None:
             self._leases.release(name)
-
-    def ended(self, request_id: str) -> LeaseUse | None:
-        """The request has ended, with or without blocks. Returns its lease intent, if any."""
-        self.allocated(request_id)
-        return self.lease_intents.pop(request_id, None)
 
     def _accept_prefill(self, request: Request) -> None:
         if not self._local.is_producer:
@@ -89,7 +80,7 @@ class RequestIntake:
             self._counters.add("prefills_kept")
             logger.info("req=%s cannot be decoded elsewhere, and is served without params", request.request_id)
         else:
-            self.lease_intents[request.request_id] = LeaseUse.PROMPT
+            self._intend(request, LeaseUse.PROMPT)
             self._tracing.prefill_arrived(request)
             logger.debug("req=%s is to be decoded elsewhere", request.request_id)
             turn = read_turn(request.kv_transfer_params or {})
@@ -147,7 +138,11 @@ class RequestIntake:
     def _expect_another_turn(self, request: Request) -> None:
         """Record that its answer is offered if it has the remote lease; sibling requests share one response."""
         if self._loads.state(request.request_id) is not None:
-            self.lease_intents[request.request_id] = LeaseUse.TURN
+            self._intend(request, LeaseUse.TURN)
+
+    def _intend(self, request: Request, use: LeaseUse) -> None:
+        if not self._leases.intend(request.request_id, use):
+            logger.warning("req=%s is served without a lease: one by its id has not ended", request.request_id)
 
     def _offer(self, request: Request, source: RemotePrefill, shared: int, *, is_turn: bool) -> None:
         if self._local.is_all_or_nothing and shared < source.remote_num_tokens:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
-from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, QuarantinedBlocks
-from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
+from kvferry.connector.scheduler_side.quarantine import QuarantinedBlocks
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LoadState
@@ -37,20 +36,16 @@ class Integrity:
         self,
         leases: ProducerLedger,
         loads: ConsumerLedger,
-        intake: RequestIntake,
         eviction: LeaseEviction,
         quarantined_blocks: QuarantinedBlocks,
-        held: HeldBlocks,
         counters: Counters,
         *,
         always: bool,
     ) -> None:
         self._leases = leases
         self._loads = loads
-        self._intake = intake
         self._eviction = eviction
         self._quarantined_blocks = quarantined_blocks
-        self._held = held
         self._counters = counters
         self._always = always
         self._next_s = 0.0
@@ -88,15 +83,14 @@ class Integrity:
         self._leases.check_integrity()
         self._loads.check_integrity()
         self._quarantined_blocks.check_integrity()
-        unfinished, intended = set(self._eviction.unfinished), set(self._intake.lease_intents)
-        _check_known("lease intents", intended, unfinished)
-        _check_known("leases of running requests", set(self._leases.requests(LeaseState.COMPUTING)), intended)
+        unfinished = set(self._eviction.unfinished)
+        leases = self._leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING)
+        _check_known("leases of running requests", {lease.request_id for lease in leases}, unfinished)
         live = [state for state in LoadState if state is not LoadState.ABORTED]
         _check_known("remote prompts", set(self._loads.requests(*live)), unfinished)
         aborted = set(self._loads.requests(LoadState.ABORTED))
         if aborted & unfinished:
             raise LocalProtocolError(f"{len(aborted & unfinished)} of {len(aborted)} aborted loads have not ended")
-        self._held.check_integrity(self._leases.block_references)
 
 
 def _check_known(what: str, found: set[str], among: set[str]) -> None:

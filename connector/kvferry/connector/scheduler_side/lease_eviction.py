@@ -17,7 +17,7 @@ from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.idle import IdleState
 from kvferry.connector.scheduler_side.waiting import UnfinishedRequests
 from kvferry.connector.vllm_internals import EngineBlocks
-from kvferry.scheduler.producer.eviction_order import Demand, Stall, evict
+from kvferry.scheduler.producer.eviction_order import Demand, Stall, candidates, evict
 from kvferry.scheduler.producer.lease import Lease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
@@ -115,7 +115,7 @@ class LeaseEviction:
         """
         if self._idle.is_waking:
             return True
-        if self._leases.clock_s > self._first_coming[1] + self._leases.heartbeat_s:
+        if self._leases.clock_s > self._first_coming[1] + self._leases.clock.heartbeat_s:
             return False
         return self._leases.block_references.num_coming() > 0
 
@@ -135,7 +135,7 @@ class LeaseEviction:
 
     def _evict(self) -> None:
         references, clock_s = self._leases.block_references, self._leases.clock_s
-        first = references.first_ending()
+        first = next(iter(references.ending), None)
         if first is None or first != self._first_coming[0]:
             self._first_coming = (first, clock_s)
         if not references.num_requests or clock_s < self._recheck_s or self._blocks.longest is None:
@@ -144,20 +144,20 @@ class LeaseEviction:
         if demand is None:
             self._missed_since_s = None
             return
-        candidates = self._leases.candidates()
+        found = candidates(self._leases)
         leased = len(references)  # at least as many as leases alone keep
         if leased > demand.cap:
             self._recheck_s = clock_s + leased * _COUNT_S
             leased = references.num_leased()
-        if evict(candidates, references, leased, demand, self._end):
+        if evict(found, references, leased, demand, self._end):
             self._missed_since_s = None
         elif self._missed_since_s is None:
             self._missed_since_s = clock_s
-        elif len(candidates) > _MANY:
+        elif len(found) > _MANY:
             self._recheck_s = max(self._recheck_s, clock_s + _RECHECK_S)
 
     def _end(self, lease: Lease, how: str) -> None:
-        self._leases.end_early(lease, how)
+        self._leases.end(lease, how)
         logger.debug("req=%s slot=%d: lease ended early (%s)", lease.request_id, lease.slot, how)
 
     def _demand(self, longest: int) -> Demand | None:
@@ -169,7 +169,7 @@ class LeaseEviction:
         free, leased = self._blocks.num_free, len(references)
         slots_short = False
         if self._local.offers_turns:
-            slots_short = self._leases.free_slots + references.num_ending < self._leases.slots / _RESERVED
+            slots_short = self._leases.free_slots + len(references.ending) < self._leases.slots / _RESERVED
         is_kept = leased <= bounds.cap and not slots_short
         if is_kept and free >= bounds.most + bounds.reserve:
             self._stall.end()
@@ -184,11 +184,11 @@ class LeaseEviction:
         if is_kept and free >= need + bounds.reserve:
             return None
         clock_s, since_s = self._leases.clock_s, self._missed_since_s
-        lasts = bool(stalled) or (since_s is not None and clock_s >= since_s + self._leases.heartbeat_s)
+        lasts = bool(stalled) or (since_s is not None and clock_s >= since_s + self._leases.clock.heartbeat_s)
         return Demand(free, need, bounds.reserve, bounds.cap, slots_short, lasts)
 
     def _stalled(self) -> int:
         """Blocks that a request is assumed to lack, besides the free ones, after it has waited for a heartbeat."""
-        if not self._stall.is_due(self._leases.clock_s, self._leases.heartbeat_s):
+        if not self._stall.is_due(self._leases.clock_s, self._leases.clock.heartbeat_s):
             return 0
         return self._stall.take() if self._requests.may_lack_blocks() else 0

@@ -11,7 +11,6 @@ from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.engine.prompt import prompt_of
 from kvferry.plan.tokens import held_from
 from kvferry.protocol.digests import digest_chain
-from kvferry.protocol.ids import epoch_to_text
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
 from kvferry.protocol.params_mac import ParamsSigner
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
@@ -69,7 +68,7 @@ class ParamsBuilder:
             version=PARAMS_VERSION,
             boot=self._local.boot,
             lease_slot=lease.slot,
-            lease_epoch=epoch_to_text(lease.epoch),
+            lease_epoch=lease.name.epoch,
             lease_s=lease_s,
             digests=held.digests,
             mac=_NO_MAC,

@@ -14,7 +14,6 @@ from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata, worke
 from kvferry.connector.metrics.stats import FerryStats
 from kvferry.connector.scheduler_side.drain import Drain, DrainSignal
 from kvferry.connector.scheduler_side.gauges import EngineGauges
-from kvferry.connector.scheduler_side.held_blocks import HeldBlocks, QuarantinedBlocks, ids_to_hold
 from kvferry.connector.scheduler_side.idle import IdleState
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.integrity import Integrity
@@ -22,13 +21,14 @@ from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.listen import listen
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.prewarm import KnownProducers
+from kvferry.connector.scheduler_side.quarantine import QuarantinedBlocks
 from kvferry.connector.tracing.start import scheduler_tracing
-from kvferry.connector.vllm_internals import EngineBlocks
+from kvferry.connector.vllm_internals import EngineBlocks, distinct_blocks
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LoadState
-from kvferry.scheduler.producer.lease import LeaseState, LeaseUse, WorkerAcks
+from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Counters
@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 _NOTHING = FerryMetadata()
 _UNDER_WAY = (LoadState.LOADING, LoadState.ABORTED)
-_HELD = (LeaseState.HELD, LeaseState.ENDING)
 
 
 class SchedulerSide:
@@ -65,12 +64,15 @@ class SchedulerSide:
         self._copies_blocks = uses_host_buffer(vllm_config)
         self._facts = facts_of(vllm_config, config)
         self._local = LocalEngine.of(vllm_config, kv_cache_config, config)
+        self._blocks = EngineBlocks()
         self.counters = Counters()
         self.leases = ProducerLedger(
             lease_slots(config, vllm_config),
             config.kv_lease_duration,
             self.counters,
             turn_s=config.decoder_kv_blocks_ttl,
+            workers=num_workers(self._local.topology),
+            pool=self._blocks,
         )
         self.loads = ConsumerLedger(self.counters, config.kv_recompute_threshold)
         allowed = AllowedHosts.of(config.allowed_hosts) if config.allowed_hosts is not None else None
@@ -78,22 +80,17 @@ class SchedulerSide:
         self.leases.observer = self.loads.observer = self.tracing
         self._intake = RequestIntake(self._local, self.leases, self.loads, self.counters, allowed, self.tracing)
         self._params_builder = ParamsBuilder(self._local, kv_cache_config)
-        self._blocks = EngineBlocks()
         self._gauges = EngineGauges(self.leases, self.loads, self._blocks)
         self._quarantined_blocks = QuarantinedBlocks(self._blocks)
-        self._held = HeldBlocks(self._blocks)
-        self._acks = WorkerAcks(num_workers(self._local.topology))
-        self._idle = IdleState(self.leases, self._quarantined_blocks, self._acks.workers)
+        self._idle = IdleState(self.leases, self._quarantined_blocks, num_workers(self._local.topology))
         self._eviction = LeaseEviction(
             vllm_config, self._local, self.leases, self._idle, self._blocks, config.max_leased_fraction
         )
         self._integrity = Integrity(
             self.leases,
             self.loads,
-            self._intake,
             self._eviction,
             self._quarantined_blocks,
-            self._held,
             self.counters,
             always=config.debug_check_integrity,
         )
@@ -117,20 +114,18 @@ class SchedulerSide:
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
         """Tokens beyond the local prefix hit that can be loaded; None makes vLLM ask again in the next step, if the
         request needs a lease and a slot may be free by then."""
-        if request.request_id in self._intake.lease_intents and not self.leases.free_slots and self._idle.has_news:
+        is_intended = self.leases.state(request.request_id) is LeaseState.INTENDED
+        if is_intended and not self.leases.free_slots and self._idle.has_news:
             return None
         return self.loads.matched_tokens(request.request_id, num_local_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has allocated blocks for the request."""
         self._eviction.admitted(request)
-        use = self._intake.lease_intents.get(request.request_id)
-        if use is not None and not self.leases.open(request.request_id, use):
+        is_intended = self.leases.state(request.request_id) is LeaseState.INTENDED
+        if is_intended and not self.leases.open(request.request_id):
             slots = self.leases.slots
-            logger.warning(
-                "req=%s is served without a lease: all %d slots are used, or one by its id", request.request_id, slots
-            )
-            del self._intake.lease_intents[request.request_id]
+            logger.warning("req=%s is served without a lease: all %d slots are used", request.request_id, slots)
         self._intake.allocated(request.request_id)
         if self.loads.state(request.request_id) is not None:
             local = self._local_blocks(request, blocks) if num_external_tokens else ()
@@ -144,28 +139,29 @@ class SchedulerSide:
         """The request has ended.
 
         Returns:
-            Whether vLLM must hold its blocks, which is always False (see `HeldBlocks`), and the params of its response.
+            Whether vLLM must hold its blocks, which is always False, and the params of its response. vLLM could hold
+            them, but then the request stays in its scheduler, and the engine steps every millisecond, on more than one
+            core, as long as they are held. So the lease has a reference of its own on each block.
         """
         self.loads.finished(request.request_id)
         self._eviction.finished(request.request_id)
         self.tracing.finished(request.request_id)
         self._flush()
-        use = self._intake.ended(request.request_id)
-        if use is None or self.leases.state(request.request_id) is not LeaseState.COMPUTING:
-            return False, None  # a held lease belongs to an earlier request with the same id
-        held = self._params_builder.held(request, block_ids, use)
-        if held is None or (self._drain.has_begun and use is LeaseUse.TURN) or not self._blocks.is_bound:
-            self.leases.abandon(request.request_id)
-            return False, None
-        held_ids = ids_to_hold(block_ids)
-        lease = self.leases.finish(request.request_id, held.blocks if self._copies_blocks else (), held_ids)
+        self._intake.allocated(request.request_id)
+        lease = self.leases.unfinished(request.request_id)
         if lease is None:
             return False, None
-        self._held.hold(request.request_id, held_ids)
+        held = self._params_builder.held(request, block_ids, lease.use)
+        is_late = self._drain.has_begun and lease.use is LeaseUse.TURN
+        if held is None or is_late or not self._blocks.is_bound:
+            self.leases.abandon(request.request_id)
+            return False, None
+        worker_blocks = held.blocks if self._copies_blocks else ()
+        self.leases.finish(request.request_id, worker_blocks, distinct_blocks(block_ids))
         self.tracing.params_given(lease, held.num_tokens)
         logger.debug("req=%s slot=%d holds %d tokens", request.request_id, lease.slot, held.num_tokens)
         params = self._params_builder.build(held, lease, self.leases.lease_s)
-        return False, params.to_json(is_turn=use is LeaseUse.TURN)
+        return False, params.to_json(is_turn=lease.use is LeaseUse.TURN)
 
     # Hooks of a step.
 
@@ -235,7 +231,6 @@ class SchedulerSide:
             UnsupportedVllm: blocks cannot be kept out of the pool.
         """
         self._blocks.bind(manager)
-        self.leases.block_references.bind(self._blocks.reference_count)
 
     def publish(self, workers: Mapping[tuple[int, int], object]) -> None:
         """Take the workers' descriptions, and answer handshakes from now on.
@@ -279,11 +274,10 @@ class SchedulerSide:
             Whether the reset is complete. While loads are in flight it is not, and vLLM must call again.
         """
         self.leases.release_all("reset")
-        for request_id in self.leases.requests(LeaseState.COMPUTING):
-            self.leases.abandon(request_id, "reset")
-        for request_id in list(self._intake.lease_intents):
-            if self._eviction.unfinished[request_id].num_computed_tokens:
-                del self._intake.lease_intents[request_id]
+        for lease in self.leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING):
+            self.leases.abandon(lease.request_id, "reset")
+            if not self._eviction.unfinished[lease.request_id].num_computed_tokens:
+                self.leases.intend(lease.request_id, lease.use)
         self.loads.decline_offered("reset")
         self._flush()
         return not self.loads.requests(*_UNDER_WAY)
@@ -315,12 +309,9 @@ class SchedulerSide:
         return self._local.without_scratch(chosen, self.loads.shared_tokens(request.request_id))
 
     def _free(self, report: FerryWorkerMetadata) -> None:
-        """Free the blocks of held leases that every worker reports as over; workers know only held ones."""
+        """Free the blocks of held leases that every worker reports as over."""
         for worker, reported in report.over.items():
-            held = [request_id for request_id in reported if self.leases.state(request_id) in _HELD]
-            for request_id in self._acks.take(worker, held):
-                self.leases.sent(request_id)
-                self._held.give_back(request_id)
+            for request_id in self.leases.acknowledge(worker, reported):
                 logger.debug("req=%s: its blocks are free", request_id)
         self._idle.reported(report.over)
 

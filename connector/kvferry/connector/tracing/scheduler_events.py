@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from kvferry.connector.tracing.spans import SpanItem, WorkerLoads
 from kvferry.protocol.errors import InputError
-from kvferry.protocol.ids import epoch_to_text
 from kvferry.protocol.orders import LoadOrder
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.scheduler.consumer.ledger import RemoteLease, RemotePrompt
@@ -193,7 +192,7 @@ class RecordedScheduler(SchedulerTracing):
             self._spans.record(event)
 
     def _own_name(self, lease: Lease) -> LeaseName:
-        return LeaseName(boot=self._boot, epoch=epoch_to_text(lease.epoch))
+        return LeaseName(boot=self._boot, epoch=lease.name.epoch)
 
 
 def _name(request_id: str) -> str:

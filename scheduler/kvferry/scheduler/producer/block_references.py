@@ -1,4 +1,4 @@
-"""Blocks that leases keep after their requests have ended, and how many of them only leases refer to.
+"""Blocks under leases whose requests have ended, and how many of them only leases refer to.
 
 A block may belong to several leases and to running requests: prompts share prefixes. Ending a lease frees only the
 blocks without other references. So references of leases are counted here and compared with the block pool's count.
@@ -7,96 +7,92 @@ blocks without other references. So references of leases are counted here and co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from kvferry.protocol.errors import LocalProtocolError
+from kvferry.scheduler.producer.lease import Lease
 
-ReferenceCount = Callable[[int], int]
-"""The number of references to a block, of leases and of running requests."""
+
+class BlockPool(Protocol):
+    """The engine's block pool. Blocks without references are free for requests."""
+
+    def keep(self, blocks: Sequence[int]) -> None:
+        """Add a reference on each block."""
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Remove a reference from each block of a sequence; its end is reused before its beginning."""
+
+    def reference_count(self, block: int) -> int:
+        """The number of references on a block, of leases and of running requests."""
 
 
 class BlockReferences:
-    """Blocks by request, while its lease is held or ending."""
+    """The references that leases have on blocks; each block is in `Lease.block_ids`.
 
-    def __init__(self) -> None:
-        self._reference_count: ReferenceCount = lambda block: self._held[block] + self._ending[block]
-        self._of: dict[str, tuple[int, ...]] = {}
-        self._is_ending: dict[str, None] = {}  # the one that ended first is first
+    Args:
+        pool: the engine's; without it only leases are assumed to use blocks.
+
+    Attributes:
+        held: leases with references that have not ended, by request; the one whose request ended first is first.
+        ending: leases that have ended and that some worker has not acknowledged, by request; the first ended is first.
+    """
+
+    def __init__(self, pool: BlockPool | None = None) -> None:
+        self._pool = pool
+        self.held: dict[str, Lease] = {}
+        self.ending: dict[str, Lease] = {}
         self._held: Counter[int] = Counter()
         self._ending: Counter[int] = Counter()
-
-    def bind(self, reference_count: ReferenceCount) -> None:
-        """Set the block pool's reference count; without it only leases are assumed to use blocks."""
-        self._reference_count = reference_count
 
     def __len__(self) -> int:
         """Blocks that held leases refer to, shared or not: never less than `num_leased`."""
         return len(self._held)
 
     @property
-    def num_held(self) -> int:
-        """Requests whose leases have not ended."""
-        return len(self._of) - len(self._is_ending)
-
-    @property
-    def num_ending(self) -> int:
-        """Requests whose leases have ended and which some worker has not acknowledged."""
-        return len(self._is_ending)
-
-    def first_ending(self) -> str | None:
-        """The request counted in `num_ending` whose lease ended first; None without one."""
-        return next(iter(self._is_ending), None)
-
-    @property
     def num_requests(self) -> int:
         """Requests whose leases have references."""
-        return len(self._of)
+        return len(self.held) + len(self.ending)
 
-    def requests(self) -> frozenset[str]:
-        """Their ids."""
-        return frozenset(self._of)
+    def keep(self, lease: Lease) -> None:
+        """Take a reference on each block of a request that has ended."""
+        self.held[lease.request_id] = lease
+        self._held.update(lease.block_ids)
+        if self._pool is not None:
+            self._pool.keep(lease.block_ids)
 
-    def of(self, request_id: str) -> tuple[int, ...]:
-        """The blocks of a request."""
-        return self._of.get(request_id, ())
-
-    def keep(self, request_id: str, blocks: tuple[int, ...]) -> None:
-        """Hold the blocks of a request that has ended; `blocks` has no duplicates."""
-        self._of[request_id] = blocks
-        self._held.update(blocks)
-
-    def end(self, request_id: str) -> None:
+    def end(self, lease: Lease) -> None:
         """The lease has ended; its blocks are freed when every worker has acknowledged it."""
-        if request_id not in self._of or request_id in self._is_ending:
-            return
-        self._is_ending[request_id] = None
-        _take(self._held, self._of[request_id])
-        self._ending.update(self._of[request_id])
+        del self.held[lease.request_id]
+        self.ending[lease.request_id] = lease
+        _take(self._held, lease.block_ids)
+        self._ending.update(lease.block_ids)
 
-    def free(self, request_id: str) -> None:
-        """Drop the references of a request; blocks without others are back in the pool."""
-        blocks = self._of.pop(request_id, ())
-        is_ending = request_id in self._is_ending
-        self._is_ending.pop(request_id, None)
-        _take(self._ending if is_ending else self._held, blocks)
+    def free(self, lease: Lease) -> None:
+        """Drop the references; blocks without others are back in the pool."""
+        if self.held.pop(lease.request_id, None) is not None:
+            _take(self._held, lease.block_ids)
+        else:
+            del self.ending[lease.request_id]
+            _take(self._ending, lease.block_ids)
+        if self._pool is not None:
+            self._pool.give_back(lease.block_ids)
 
     def num_leased(self) -> int:
         """Blocks that only leases keep, at least one of which is held. Visits every held block."""
-        return sum(self._is_only_leased(block) for block in self._held)
+        return sum(map(self._is_only_leased, self._held))
 
     def num_coming(self) -> int:
         """Blocks that only ending leases keep: they return to the pool soon."""
-        if not self._ending:
-            return 0
-        return sum(self._reference_count(block) == count for block, count in self._ending.items())
+        return sum(block not in self._held and self._is_only_leased(block) for block in self._ending)
 
-    def can_give(self, request_id: str) -> bool:
+    def can_give(self, lease: Lease) -> bool:
         """Whether any block of this lease is used by leases only, so that ending leases can free it."""
-        return any(self._is_only_leased(block) for block in self.of(request_id))
+        return any(map(self._is_only_leased, lease.block_ids))
 
-    def gain(self, request_id: str) -> int:
+    def gain(self, lease: Lease) -> int:
         """The number of blocks that ending this lease alone frees."""
-        return sum(self._held[block] == 1 and self._is_only_leased(block) for block in self.of(request_id))
+        return sum(self._held[block] == 1 and self._is_only_leased(block) for block in lease.block_ids)
 
     def check_integrity(self) -> None:
         """Check the sums, and that every block has at least as many references as leases that keep it.
@@ -104,26 +100,26 @@ class BlockReferences:
         Raises:
             LocalProtocolError: with the sums.
         """
-        by_state = {True: Counter[int](), False: Counter[int]()}
-        for request_id, blocks in self._of.items():
-            by_state[request_id in self._is_ending].update(blocks)
-        held, ending = by_state[False], by_state[True]
+        held = Counter(block for lease in self.held.values() for block in lease.block_ids)
+        ending = Counter(block for lease in self.ending.values() for block in lease.block_ids)
         # Compared as dicts: faster than `Counter.__eq__`, which also ignores zero counts.
         if not (dict.__eq__(held, self._held) and dict.__eq__(ending, self._ending)):
             raise LocalProtocolError(
                 f"block references: {self._held.total()} held + {self._ending.total()} ending, "
-                f"{held.total()} + {ending.total()} by request"
+                f"{held.total()} + {ending.total()} by lease"
             )
+        if self._pool is None:
+            return
         held.update(ending)
-        for block, leases in held.items():
-            referred = self._reference_count(block)
-            if referred < leases:
+        for block, count in held.items():
+            referred = self._pool.reference_count(block)
+            if referred < count:
                 raise LocalProtocolError(
-                    f"block {block}: {leases} leases keep it, the pool counts {referred} references"
+                    f"block {block}: {count} leases keep it, the pool counts {referred} references"
                 )
 
     def _is_only_leased(self, block: int) -> bool:
-        return self._reference_count(block) == self._held[block] + self._ending[block]
+        return self._pool is None or self._pool.reference_count(block) == self._held[block] + self._ending[block]
 
 
 def _take(counts: Counter[int], blocks: Sequence[int]) -> None:

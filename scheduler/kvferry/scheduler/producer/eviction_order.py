@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvferry.scheduler.producer.block_references import BlockReferences
-from kvferry.scheduler.producer.lease import Lease, LeaseUse
+from kvferry.scheduler.producer.lease import Lease, LeaseState, LeaseUse
+from kvferry.scheduler.producer.ledger import ProducerLedger
 
 
 class Rank(enum.IntEnum):
@@ -96,6 +97,25 @@ def rank_of(lease: Lease, clock_s: float, heartbeat_s: float) -> Rank | None:
     return Rank.DESERTED_PROMPT if age_s >= 2 * heartbeat_s else Rank.FRESH_PROMPT
 
 
+def candidates(ledger: ProducerLedger) -> list[Candidate]:
+    """The leases that may be evicted, in the order of eviction."""
+    clock_s, heartbeat_s = ledger.clock_s, ledger.clock.heartbeat_s
+    ranked = [
+        (rank, lease)
+        for lease in ledger.block_references.held.values()
+        if lease.state is LeaseState.HELD and (rank := rank_of(lease, clock_s, heartbeat_s)) is not None
+    ]
+    return sorted(ranked, key=lambda candidate: candidate[0])  # stable: within a rank the longest held is first
+
+
+def release_idle_turns(ledger: ProducerLedger, how: str) -> int:
+    """End the turns that no consumer has renewed within a lease's time. Returns how many."""
+    idle = [lease for rank, lease in candidates(ledger) if rank is Rank.IDLE_TURN]
+    for lease in idle:
+        ledger.end(lease, how)
+    return len(idle)
+
+
 def evict(
     candidates: Iterable[Candidate],
     references: BlockReferences,
@@ -124,9 +144,9 @@ def evict(
             goes = lacks or (is_over and demand.lasts)
         else:
             goes = (lacks or is_over) and demand.lasts
-        if not goes or not (slots_short or references.can_give(lease.request_id)):
+        if not goes or not (slots_short or references.can_give(lease)):
             continue
-        gain = references.gain(lease.request_id)
+        gain = references.gain(lease)
         end(lease, "evicted")
         free, leased, slots_short = free + gain, leased - gain, False
     return free >= demand.need and leased <= demand.cap

@@ -1,28 +1,30 @@
-"""A lease, one request's claim on a slot, and its transition table, which `ledger.py` executes.
+"""A lease, one request's claim on a slot: its transition table, which `ledger.py` executes, its record, its deadline.
 
-  open                finish                announce               sent
-───────→ COMPUTING ───────────→ FINISHED ───────────→ HELD ────────────────→ (gone)
-             │ abandon                                 │ end (expiry, release)
-             ↓                                         ↓          sent
-           (gone)                                    ENDING ───────────────→ (gone)
+            open                finish                announce               sent
+ INTENDED ───────→ COMPUTING ───────────→ FINISHED ───────────→ HELD ────────────────→ (gone)
+     │ abandon         │ abandon                                 │ end (expiry, release)
+     ↓                 ↓                                         ↓          sent
+   (gone)            (gone)                                    ENDING ───────────────→ (gone)
 
 The blocks of a request are freed when every worker has acknowledged the end of its lease.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.ids import Epoch, epoch_to_text
-from kvferry.protocol.params import Blocks
+from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.scheduler.state.transitions import TableEnum, TransitionTable
 
 
 class LeaseState(TableEnum):
     """States of a lease."""
 
+    INTENDED = "intended"
+    """The request has arrived, and gets a slot when it is scheduled."""
     COMPUTING = "computing"
     """The request runs; the slot is COMPUTING in every worker's lease table."""
     FINISHED = "finished"
@@ -36,6 +38,7 @@ class LeaseState(TableEnum):
 class LeaseEvent(TableEnum):
     """Events of a lease."""
 
+    OPEN = "open"
     FINISH = "finish"
     ABANDON = "abandon"
     ANNOUNCE = "announce"
@@ -45,6 +48,8 @@ class LeaseEvent(TableEnum):
 
 LEASE_TRANSITIONS: TransitionTable[LeaseState, LeaseEvent] = TransitionTable(
     {
+        (LeaseState.INTENDED, LeaseEvent.OPEN): LeaseState.COMPUTING,
+        (LeaseState.INTENDED, LeaseEvent.ABANDON): None,
         (LeaseState.COMPUTING, LeaseEvent.FINISH): LeaseState.FINISHED,
         (LeaseState.COMPUTING, LeaseEvent.ABANDON): None,
         (LeaseState.FINISHED, LeaseEvent.ANNOUNCE): LeaseState.HELD,
@@ -64,71 +69,104 @@ class LeaseUse(TableEnum):
     """A prompt and its answer decoded here, for the prefill of the conversation's next turn: at an unknown time."""
 
 
-@dataclass(slots=True)
+_NO_SLOT = LeaseName(slot=-1, epoch="")
+
+
+@dataclass(slots=True, eq=False)
 class Lease:
-    """One request's claim on a slot.
+    """All that is known of one request's lease.
 
     Attributes:
+        name: its name in messages and orders; without a slot while INTENDED.
         held_s: when the hold was announced to the workers, on the ledger's clock.
         deadline_s: on the same clock; meaningful while HELD.
         claimed_until_s: on the same clock; until then a consumer waits for it, since it has renewed the lease.
-        blocks: for the workers, where they need them.
+        block_ids: the request's blocks, each once, on which the lease has a reference; () until FINISHED.
+        acks: workers that have acknowledged its end.
         ended_by: why the lease ends (`release`, `expired`, …), set when that is decided.
-        name: its name in messages and orders.
     """
 
     request_id: str
-    slot: int
-    epoch: Epoch
     use: LeaseUse = LeaseUse.PROMPT
-    state: LeaseState = LeaseState.COMPUTING
+    state: LeaseState = LeaseState.INTENDED
+    name: LeaseName = _NO_SLOT
     held_s: float = 0.0
     deadline_s: float = 0.0
     claimed_until_s: float = 0.0
-    blocks: Blocks = ()
+    block_ids: tuple[int, ...] = ()
+    acks: set[int] = field(default_factory=set)
     ended_by: str = ""
-    name: LeaseName = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.name = LeaseName(slot=self.slot, epoch=epoch_to_text(self.epoch))
+    @property
+    def slot(self) -> int:
+        return self.name.slot
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether it is held and has not ended."""
+        return self.state is LeaseState.HELD and not self.ended_by
+
+    def end_order(self) -> LeaseEnd:
+        """The order to the workers to clear its slot."""
+        return LeaseEnd(request_id=self.request_id, slot=self.slot, epoch=self.name.epoch)
 
     def __str__(self) -> str:
         return f"req={self.request_id} slot={self.slot}"
 
 
-class WorkerAcks:
-    """Acknowledgements by worker, so that a repeated one counts once.
+SPARE_DEADLINES = 64
+"""So many entries of ended leases never cause a rebuild."""
 
-    Args:
-        workers: the number of workers of this engine, in all pipeline stages and replicas; ids begin at 0.
+
+class Deadlines:
+    """Held leases by deadline: a heap, so that leases which do not expire cost a step nothing.
+
+    A renewal changes only the lease: its entry is moved when the old deadline is reached. Entries of ended leases stay
+    until they are more than half.
     """
 
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self._missing: dict[str, set[int]] = {}
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Lease]] = []
 
     def __len__(self) -> int:
-        """The number of requests that some workers, but not all, have acknowledged."""
-        return len(self._missing)
+        """The number of entries, including those of ended leases."""
+        return len(self._heap)
 
-    def requests(self) -> set[str]:
-        """Requests that some workers, but not all, have acknowledged."""
-        return set(self._missing)
+    def watch(self, lease: Lease) -> None:
+        """Add a held lease, for `due`."""
+        heapq.heappush(self._heap, (lease.deadline_s, id(lease), lease))
 
-    def take(self, worker: int, request_ids: Iterable[str]) -> list[str]:
-        """Add a worker's acknowledgements; return the requests that all workers have acknowledged now.
+    def may_be_due(self, clock_s: float) -> bool:
+        """Whether any entry's deadline has passed; the lease may have been renewed or ended since."""
+        return bool(self._heap) and self._heap[0][0] <= clock_s
 
-        Unknown worker ids are ignored.
-        """
-        if not 0 <= worker < self.workers:
-            return []
-        if self.workers == 1:
-            return list(request_ids)
-        over = []
-        for request_id in request_ids:
-            missing = self._missing.setdefault(request_id, set(range(self.workers)))
-            missing.discard(worker)
-            if not missing:
-                del self._missing[request_id]
-                over.append(request_id)
-        return over
+    def due(self, clock_s: float) -> Iterator[Lease]:
+        """Held leases that have expired; each is returned once."""
+        while self.may_be_due(clock_s):
+            _, _, lease = heapq.heappop(self._heap)
+            if lease.is_readable and lease.deadline_s > clock_s:
+                self.watch(lease)
+            elif lease.is_readable:
+                yield lease
+
+    def trim(self, leases: int) -> None:
+        """Rebuild the heap if most of its entries are not of these `leases`; O(1) per entry, amortised."""
+        if len(self._heap) > 2 * leases + SPARE_DEADLINES:
+            self._heap = [entry for entry in self._heap if entry[2].is_readable]
+            heapq.heapify(self._heap)
+
+    def watched(self) -> set[Lease]:
+        """Leases that have an entry."""
+        return {lease for _, _, lease in self._heap}
+
+
+@dataclass(slots=True)
+class LeaseOrders:
+    """Lease orders of one step, for the workers."""
+
+    ends: list[LeaseEnd] = field(default_factory=list)
+    opens: list[LeaseOpen] = field(default_factory=list)
+    holds: list[LeaseHold] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.ends or self.opens or self.holds)

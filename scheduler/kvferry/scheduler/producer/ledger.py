@@ -6,54 +6,40 @@ No I/O, no clock: the caller passes the time. A slot is free or belongs to exact
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.ids import Epoch, EpochDraw, epoch_from_text
-from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
+from kvferry.protocol.ids import Epoch, EpochDraw, epoch_to_text
+from kvferry.protocol.orders import LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
-from kvferry.scheduler.producer.block_references import BlockReferences
-from kvferry.scheduler.producer.deadlines import Deadlines
-from kvferry.scheduler.producer.eviction_order import Candidate, Rank, rank_of
-from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, Lease, LeaseEvent, LeaseState, LeaseUse
+from kvferry.scheduler.producer.block_references import BlockPool, BlockReferences
+from kvferry.scheduler.producer.lease import (
+    LEASE_TRANSITIONS,
+    Deadlines,
+    Lease,
+    LeaseEvent,
+    LeaseOrders,
+    LeaseState,
+    LeaseUse,
+)
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE, AwakeClock
 from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.state.transitions import Observer
 
-_OPENED, _REFUSED, _RELEASED = (
-    {use: f"{use.value}_{what}" for use in LeaseUse} for what in ("opened", "refused", "released")
-)
-"""Names of counters."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseOrders:
-    """Lease orders of one step, for the workers."""
-
-    ends: tuple[LeaseEnd, ...] = ()
-    opens: tuple[LeaseOpen, ...] = ()
-    holds: tuple[LeaseHold, ...] = ()
-
-
-_NO_ORDERS = LeaseOrders()
-
-
-@dataclass(slots=True)
-class _Pending:
-    ends: list[LeaseEnd] = field(default_factory=list)
-    opens: list[LeaseOpen] = field(default_factory=list)
-    finished: list[Lease] = field(default_factory=list)
+_ENDED = (LeaseState.FINISHED, LeaseState.HELD, LeaseState.ENDING)
+"""States in which the request has ended."""
 
 
 class ProducerLedger:
-    """All leases of one engine.
+    """All leases of one engine, in one table by request; names, deadlines and blocks are indices of it.
 
     Args:
         slots: size of every worker's lease table.
         lease_s: lifetime of a held lease without a renewal.
         turn_s: the same for a turn's lease; a renewal never shortens it.
+        workers: the number of workers of this engine, in all pipeline stages and replicas; ids begin at 0.
+        pool: the engine's block pool, see `BlockReferences`.
         draw_epoch: fresh epochs; random ones when None.
         counters: counts `leases_opened`, `leases_refused` and, by how they ended, `leases_released`; for turns
             `turns_opened`, `turns_refused`, `turns_released`, and `turns_offered` when they are held.
@@ -72,25 +58,27 @@ class ProducerLedger:
         draw_epoch: Callable[[], Epoch] | None = None,
         *,
         turn_s: float | None = None,
-        clock: AwakeClock | None = None,
+        workers: int = 1,
+        pool: BlockPool | None = None,
     ) -> None:
         self.slots = slots
         self.lease_s = lease_s
+        self.block_references = BlockReferences(pool)
+        self.clock = AwakeClock(lease_s / HEARTBEATS_PER_LEASE)
+        self.observer = Observer()
         self._first_s = {LeaseUse.PROMPT: lease_s, LeaseUse.TURN: lease_s if turn_s is None else turn_s}
+        self._workers = range(workers)
         self._counters = counters
         self._draw_epoch = draw_epoch or EpochDraw()
         self._free = list(range(slots - 1, -1, -1))
         self._by_request: dict[str, Lease] = {}
-        self._by_slot: dict[int, Lease] = {}
-        self.block_references = BlockReferences()
-        self.clock = AwakeClock(self.heartbeat_s) if clock is None else clock
-        self._deadlines = Deadlines(self._by_slot)
-        self._pending = _Pending()
-        self.observer = Observer()
+        self._by_name: dict[LeaseName, Lease] = {}
+        self._deadlines = Deadlines()
+        self._orders = LeaseOrders()
 
     def __len__(self) -> int:
-        """The number of leases that are not over."""
-        return len(self._by_request)
+        """The number of leases that have a slot."""
+        return self.slots - len(self._free)
 
     def state(self, request_id: str) -> LeaseState | None:
         """The state of a request's lease; None without a lease."""
@@ -99,7 +87,7 @@ class ProducerLedger:
 
     def knows(self, name: LeaseName) -> bool:
         """Whether there is such a lease. May be called from any thread."""
-        return self._find(name) is not None
+        return name in self._by_name
 
     @property
     def clock_s(self) -> float:
@@ -107,67 +95,72 @@ class ProducerLedger:
         return self.clock.awake_s
 
     @property
-    def has_orders(self) -> bool:
-        """Whether orders for the workers are pending: blocks cannot be read before their hold is announced."""
-        return bool(self._pending.ends or self._pending.opens or self._pending.finished)
-
-    @property
-    def may_have_due(self) -> bool:
-        """Whether a held lease may have expired."""
-        return self._deadlines.may_be_due(self.clock_s)
+    def needs_step(self) -> bool:
+        """Whether a step has something to do: orders, ended leases that the workers report, or leases that expire."""
+        return bool(self._orders or self.block_references.ending) or self._deadlines.may_be_due(self.clock_s)
 
     @property
     def free_slots(self) -> int:
         """The number of slots without a lease."""
         return len(self._free)
 
-    @property
-    def heartbeat_s(self) -> float:
-        """The interval at which consumers renew."""
-        return self.lease_s / HEARTBEATS_PER_LEASE
+    def unfinished(self, request_id: str) -> Lease | None:
+        """The lease of a request that has not ended. None without one, or if an earlier request with this id has it."""
+        lease = self._by_request.get(request_id)
+        return None if lease is None or lease.state in _ENDED else lease
 
-    def requests(self, *states: LeaseState) -> list[str]:
-        """Requests whose leases are in one of these states."""
-        return [request_id for request_id, lease in self._by_request.items() if lease.state in states]
+    def leases(self, *states: LeaseState) -> list[Lease]:
+        """The leases in one of these states."""
+        return [lease for lease in self._by_request.values() if lease.state in states]
 
-    def held(self) -> int:
-        """The number of leases whose blocks are kept after the end of their request."""
-        return sum(lease.state is not LeaseState.COMPUTING for lease in self._by_request.values())
-
-    def open(self, request_id: str, use: LeaseUse = LeaseUse.PROMPT) -> bool:
-        """Open a lease when a request is scheduled for the first time; further calls change nothing.
+    def intend(self, request_id: str, use: LeaseUse) -> bool:
+        """A request has arrived whose blocks are for another engine when it ends.
 
         Returns:
-            False if no slot is free, or an earlier request with this id has ended and its lease has not: the request is
-            then served without a transfer.
+            False if the lease of an earlier request with this id has not ended: it is served without a transfer.
         """
-        known = self._by_request.get(request_id)
-        if known is not None and known.state is LeaseState.COMPUTING:
-            return True
-        if known is not None or not self._free:
-            self._counters.add(_REFUSED[use])
+        if request_id in self._by_request:
+            self._counters.add(f"{use.value}_refused")
             return False
-        lease = Lease(request_id, self._free.pop(), self._draw_epoch(), use)
-        self._by_request[request_id] = self._by_slot[lease.slot] = lease
-        self._pending.opens.append(LeaseOpen(slot=lease.slot, epoch=lease.name.epoch))
-        self._counters.add(_OPENED[use])
-        self.observer.lease_opened(lease)
+        self._by_request[request_id] = Lease(request_id, use)
         return True
 
-    def finish(self, request_id: str, blocks: Blocks = (), held_ids: tuple[int, ...] = ()) -> Lease | None:
+    def open(self, request_id: str, use: LeaseUse = LeaseUse.PROMPT) -> bool:
+        """A request is scheduled: its lease, intended or new, gets a slot. Further calls change nothing.
+
+        Returns:
+            False if no slot is free, or `intend` would refuse: the request is then served without a transfer.
+        """
+        lease = self._by_request.setdefault(request_id, Lease(request_id, use))
+        if lease.state is LeaseState.INTENDED and self._free:
+            self._advance(lease, LeaseEvent.OPEN)
+            lease.name = LeaseName(slot=self._free.pop(), epoch=epoch_to_text(self._draw_epoch()))
+            self._by_name[lease.name] = lease
+            self._orders.opens.append(LeaseOpen(slot=lease.slot, epoch=lease.name.epoch))
+            self._counters.add(f"{lease.use.value}_opened")
+            self.observer.lease_opened(lease)
+        elif lease.state is LeaseState.INTENDED:
+            self._advance(lease, LeaseEvent.ABANDON)
+        if lease.state is LeaseState.COMPUTING:
+            return True
+        self._counters.add(f"{lease.use.value}_refused")
+        return False
+
+    def finish(self, request_id: str, worker_blocks: Blocks = (), block_ids: tuple[int, ...] = ()) -> Lease | None:
         """The request has succeeded: keep its blocks. None when it has no lease.
 
         Args:
-            blocks: the blocks that are sent to the workers.
-            kept: all blocks that stay out of the pool, without duplicates.
+            worker_blocks: the blocks that are sent to the workers.
+            block_ids: all blocks that stay out of the pool, without duplicates.
         """
         lease = self._by_request.get(request_id)
         if lease is None:
             return None
         self._advance(lease, LeaseEvent.FINISH)
-        lease.blocks = blocks
-        self.block_references.keep(request_id, held_ids)
-        self._pending.finished.append(lease)
+        lease.block_ids = block_ids
+        self.block_references.keep(lease)
+        slot, epoch = lease.slot, lease.name.epoch
+        self._orders.holds.append(LeaseHold(request_id=request_id, slot=slot, epoch=epoch, blocks=worker_blocks))
         if lease.use is LeaseUse.TURN:
             self._counters.add("turns_offered")
         return lease
@@ -178,18 +171,20 @@ class ProducerLedger:
         if lease is None:
             return
         self._advance(lease, LeaseEvent.ABANDON)
-        unreported = [order for order in self._pending.opens if order.slot == lease.slot]
+        if lease.state is LeaseState.INTENDED:
+            return
+        unreported = [order for order in self._orders.opens if order.slot == lease.slot]
         if unreported:
-            self._pending.opens.remove(unreported[0])
+            self._orders.opens.remove(unreported[0])
         else:
-            self._pending.ends.append(self._end_order(lease))
-        self._counters.add(_RELEASED[lease.use], how)
+            self._orders.ends.append(lease.end_order())
+        self._counters.add(f"{lease.use.value}_released", how)
         self.observer.lease_over(lease, how)
 
     def renew(self, name: LeaseName, received_s: float | None = None) -> bool:
         """Extend the lease to at least `lease_s` after `received_s` (the ledger's clock; now when None). False when
         there is no such lease."""
-        lease = self._find(name)
+        lease = self._by_name.get(name)
         if lease is None or lease.state is LeaseState.ENDING:
             self._counters.add("renewals_unknown")
             return False
@@ -202,38 +197,26 @@ class ProducerLedger:
 
         The epoch of a lease that is still computing was never published, so its release counts as unknown.
         """
-        lease = self._find(name)
+        lease = self._by_name.get(name)
         if lease is None or lease.state is LeaseState.COMPUTING or lease.ended_by:
             self._counters.add("releases_unknown")
             return False
-        self._end(lease, how)
+        self.end(lease, how)
         return True
 
-    def candidates(self) -> list[Candidate]:
-        """The leases that may be evicted, in the order of eviction."""
-        ranked = [
-            (rank, lease)
-            for lease in self._by_request.values()
-            if lease.state is LeaseState.HELD and (rank := rank_of(lease, self.clock_s, self.heartbeat_s)) is not None
-        ]
-        return sorted(ranked, key=lambda candidate: (candidate[0], candidate[1].held_s))
-
-    def end_early(self, lease: Lease, how: str) -> None:
-        """End a held lease that a consumer may still want to read."""
-        self._end(lease, how)
-
-    def release_idle_turns(self, how: str) -> int:
-        """End the turns that no consumer has renewed within a lease's time. Returns how many."""
-        idle = [lease for rank, lease in self.candidates() if rank is Rank.IDLE_TURN]
-        for lease in idle:
-            self._end(lease, how)
-        return len(idle)
+    def end(self, lease: Lease, how: str) -> None:
+        """End a lease whose request has ended, although a consumer may still want to read it."""
+        if lease.state is LeaseState.HELD:
+            self._advance(lease, LeaseEvent.END)
+            self._orders.ends.append(lease.end_order())
+        lease.ended_by = how
+        self.block_references.end(lease)
 
     def release_all(self, how: str) -> int:
         """End every held lease, e.g. because the caches are about to change. Returns how many."""
-        ending = [x for x in self._by_request.values() if x.state is not LeaseState.COMPUTING and not x.ended_by]
+        ending = list(self.block_references.held.values())
         for lease in ending:
-            self._end(lease, how)
+            self.end(lease, how)
         return len(ending)
 
     def take_orders(self, now_s: float, *, may_expire: bool = True) -> LeaseOrders:
@@ -247,25 +230,40 @@ class ProducerLedger:
         call: a renewal that arrived in time must prevent expiry.
         """
         clock_s = self.clock.wind(now_s)
-        if may_expire and self.may_have_due:
-            for lease in self._deadlines.due(self.clock_s):
-                self._end(lease, "expired")
-        if not self.has_orders:
-            return _NO_ORDERS
-        holds = []
-        pending, self._pending = self._pending, _Pending()
-        for lease in pending.finished:
+        if may_expire:
+            for lease in self._deadlines.due(clock_s):
+                self.end(lease, "expired")
+        orders, self._orders = self._orders, LeaseOrders()
+        for hold in orders.holds:
+            lease = self._by_request[hold.request_id]
             self._advance(lease, LeaseEvent.ANNOUNCE)
             lease.held_s = clock_s
             lease.deadline_s = clock_s + self._first_s[lease.use]
             self._deadlines.watch(lease)
-            name = lease.name
-            holds.append(LeaseHold(request_id=lease.request_id, slot=name.slot, epoch=name.epoch, blocks=lease.blocks))
             if lease.ended_by:
                 # Released before its hold was announced: the hold goes out now, its end in the next step.
                 self._advance(lease, LeaseEvent.END)
-                self._pending.ends.append(self._end_order(lease))
-        return LeaseOrders(tuple(pending.ends), tuple(pending.opens), tuple(holds))
+                self._orders.ends.append(lease.end_order())
+        return orders
+
+    def acknowledge(self, worker: int, request_ids: Iterable[str]) -> list[str]:
+        """A worker has cleared the slots of these requests. Returns those whose leases are over, because every worker
+        has acknowledged them.
+
+        Ignored are unknown workers, a worker's repetitions, and requests whose leases the workers do not hold.
+        """
+        over: list[str] = []
+        if worker not in self._workers:
+            return over
+        for request_id in request_ids:
+            lease = self._by_request.get(request_id)
+            if lease is None or lease.state not in (LeaseState.HELD, LeaseState.ENDING):
+                continue
+            lease.acks.add(worker)
+            if len(lease.acks) == len(self._workers):
+                self.sent(request_id)
+                over.append(request_id)
+        return over
 
     def sent(self, request_id: str) -> None:
         """Every worker has cleared the slot and reported the request: it is over.
@@ -277,60 +275,38 @@ class ProducerLedger:
         if lease is None:
             raise LocalProtocolError(f"req={request_id}: reported sent without a lease")
         self._advance(lease, LeaseEvent.SENT)
-        self.block_references.free(request_id)
-        how = lease.ended_by or "done"
-        self._counters.add(_RELEASED[lease.use], how)
+        self.block_references.free(lease)
+        how = lease.ended_by = lease.ended_by or "done"
+        self._counters.add(f"{lease.use.value}_released", how)
         if lease.use is LeaseUse.PROMPT and how in ("done", "release"):
             self._counters.sample("lease_left_s", max(0.0, lease.deadline_s - self.clock_s))
         self.observer.lease_over(lease, how)
 
     def check_integrity(self) -> None:
-        """Check that every slot is free or leased once, that every held lease has a deadline, that every hold will be
-        announced, and that blocks are kept for exactly those requests whose leases hold them.
+        """Check that every slot is free or leased once, that every held lease has a deadline, and that the references
+        on blocks are those of the leases whose requests have ended.
 
         Raises:
             LocalProtocolError: with the sums.
         """
-        leases = list(self._by_request.values())
-        leased = sorted(lease.slot for lease in leases)
-        states = Counter(lease.state.value for lease in leases)
-        sums = f"{dict(states)}, {len(self._free)} free of {self.slots} slots"
-        if sorted(leased + self._free) != list(range(self.slots)) or leased != sorted(self._by_slot):
-            raise LocalProtocolError(f"lease table: {len(leased)} leased, {len(self._by_slot)} found by slot; {sums}")
-        watched = self._deadlines.watched()
-        timeless = [x.slot for x in leases if x.state is LeaseState.HELD and (x.slot, x.epoch) not in watched]
-        if timeless:
-            raise LocalProtocolError(f"lease table: {len(timeless)} held leases have no deadline; {sums}")
-        unreported = sorted(lease.slot for lease in self._pending.finished)
-        if unreported != sorted(x.slot for x in leases if x.state is LeaseState.FINISHED):
-            raise LocalProtocolError(f"lease table: {len(unreported)} holds to be announced; {sums}")
-        held = {lease.request_id for lease in leases if lease.state is not LeaseState.COMPUTING}
-        if self.block_references.requests() != held:
+        slots = sorted([lease.slot for lease in self._by_name.values()] + self._free)
+        states = Counter(lease.state.value for lease in self._by_request.values())
+        kept, ended = self.block_references.num_requests, len(self.leases(*_ENDED))
+        timeless = len(set(self.leases(LeaseState.HELD)) - self._deadlines.watched())
+        if slots != list(range(self.slots)) or kept != ended or timeless:
             raise LocalProtocolError(
-                f"lease table: {len(self.block_references.requests())} requests keep blocks; {sums}"
+                f"lease table: {dict(states)}, {len(self._by_name)} leased and {len(self._free)} free of {self.slots} "
+                f"slots, {kept} leases keep blocks, {timeless} held leases have no deadline"
             )
         self.block_references.check_integrity()
-
-    def _find(self, name: LeaseName) -> Lease | None:
-        lease = self._by_slot.get(name.slot)
-        return lease if lease is not None and lease.epoch == epoch_from_text(name.epoch) else None
 
     def _advance(self, lease: Lease, event: LeaseEvent) -> None:
         after = LEASE_TRANSITIONS.next(lease.state, event, lease)
         if after is not None:
             lease.state = after
             return
-        del self._by_request[lease.request_id], self._by_slot[lease.slot]
-        self._free.append(lease.slot)
-        self._deadlines.trim()
-
-    def _end(self, lease: Lease, how: str) -> None:
-        if lease.state is LeaseState.HELD:
-            self._advance(lease, LeaseEvent.END)
-            self._pending.ends.append(self._end_order(lease))
-        lease.ended_by = how
-        self.block_references.end(lease.request_id)
-
-    @staticmethod
-    def _end_order(lease: Lease) -> LeaseEnd:
-        return LeaseEnd(request_id=lease.request_id, slot=lease.slot, epoch=lease.name.epoch)
+        del self._by_request[lease.request_id]
+        if lease.state is not LeaseState.INTENDED:
+            del self._by_name[lease.name]
+            self._free.append(lease.slot)
+            self._deadlines.trim(len(self))
