@@ -1,14 +1,14 @@
 """A process with NIXL agents that is driven by JSON lines on its input and answers with JSON lines.
 
-    make count bytes                    → agents [{metadata, address}], seconds []
-    connect agent peer bytes            → seconds: known, prepared, and a first read of 64 bytes
-    read agent bytes repeats timeout_s → seconds [], error; with `announced` an empty answer first: it begins now
-    contact agents port                    → seconds []: each asks a producer's side channel, plans, and reads 8 bytes,
-                                          all at once, each on a thread of its own
-    send agent                          → one empty answer; it sends messages to its peer until it is killed
-    receive agent                       → messages: how many have come since it was last asked
-    usage                               → rss_mb, files, threads, cpu_s
-    close agent                         → nothing: the agent ends without notifying its peers
+    make count bytes          → agents [{metadata, address}]
+    connect agent peer        → nothing: the agent adds the peer and reads its first bytes
+    listen                    → port: a side channel that describes an engine whose worker is the first agent
+    contact agents port       → seconds []: each asks a side channel, plans, and reads 8 bytes, all at once, each on a
+                                thread of its own
+    send agent                → one empty answer; it sends messages to its peer until it is killed
+    receive agent             → messages: how many have come since it was last asked
+    usage                     → rss_mb, files, threads, cpu_s
+    close agent               → nothing: the agent ends without notifying its peers
 
 `AgentProcess` is the other end.
 """
@@ -19,6 +19,7 @@ import gc
 import json
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -28,107 +29,95 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
 import numpy as np
 
 from bench.llama import llama
+from bench.provenance import REPOSITORY
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
+from kvferry.protocol.handshake import EngineDescription, LeaseTable
 from kvferry.protocol.ids import SLOT_BYTES
+from kvferry.protocol.side_channel.client import SideChannelClient
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state.counters import Counters
 from kvferry.worker.fabric.agent import AgentConfig
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.fabric.port import (
-    DescriptorRows,
-    FabricError,
-    LocalDescriptors,
-    MemoryKind,
-    Region,
-    RemoteDescriptors,
-    TransferState,
-)
-from kvferry.worker.peers.handshake_client import fetch_description
+from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, PeerAgent, Region, TransferState
 
-FIRST_BYTES = 64
+HOST, ENGINE = "127.0.0.1", "P"
+_TIMEOUT_S = 60.0
 _ONE = np.zeros(1, dtype=np.int32)
+
+
+def _engine(engine_id: str) -> EngineDescription:
+    """Either end of a contact."""
+    return llama(engine_id, tp=1, layout="HND", blocks=1000, layers=30)
 
 
 class Agent:
     """One agent, its memory, and the one peer that it reads from."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.memory = mmap.mmap(-1, num_bytes)
-        self.bytes = np.frombuffer(self.memory, dtype=np.uint8)
+        self._memory = mmap.mmap(-1, num_bytes)
+        self.num_bytes = num_bytes
+        self.address = int(np.frombuffer(self._memory, dtype=np.uint8).ctypes.data)
         self.fabric = NixlFabric(uuid.uuid4().hex[:12], AgentConfig())
-        self.address = int(self.bytes.ctypes.data)
         self.fabric.register([Region(self.address, num_bytes, MemoryKind.DRAM)])
-        self._sides: tuple[LocalDescriptors, RemoteDescriptors] | None = None
-        self._peer: dict[str, Any] = {}
+        self.peer: PeerAgent | None = None
 
-    def connect(self, peer: dict[str, Any], num_bytes: int) -> float:
-        """Meet the peer and read its first bytes; returns seconds."""
-        start = time.perf_counter()
-        self._peer = {**peer, "name": self.fabric.add_peer(bytes.fromhex(peer["metadata"]))}
-        self._prepare(FIRST_BYTES)
-        self._read(30.0)
-        seconds = time.perf_counter() - start
-        self._prepare(num_bytes)
-        return seconds
+    def connect(self, metadata: bytes, address: int) -> None:
+        """Add a peer and read 8 bytes of its memory.
+
+        Raises:
+            TimeoutError: the read does not end.
+        """
+        peer = self.peer = self.fabric.add_peer(metadata)
+        here, there = (
+            DescriptorRows.of(MemoryKind.DRAM, [(at, SLOT_BYTES, 0, SLOT_BYTES, 1)]) for at in (self.address, address)
+        )
+        local, remote = self.fabric.prepare_local(here), self.fabric.prepare_remote(peer, there)
+        transfer = self.fabric.post_read(local, _ONE, remote, _ONE)
+        end_s = time.perf_counter() + _TIMEOUT_S
+        while self.fabric.poll(transfer) is TransferState.IN_FLIGHT:
+            if time.perf_counter() > end_s:
+                raise TimeoutError(f"the first read does not end within {_TIMEOUT_S:g} s")
+            time.sleep(20e-6)
+        self.fabric.release(transfer)
 
     def make_contact(self, port: int) -> float:
         """Do a worker's first contact, without the tables of its layers; returns seconds."""
-        blocks = 1000
-        engine = llama("C", tp=1, layout="HND", blocks=blocks, bases={0: 1 << 44}, layers=30)
+        engine = _engine("C")
         start = time.perf_counter()
-        description = fetch_description("127.0.0.1", port, "P", "C", 60.0)
+        with SideChannelClient() as client:
+            description = client.fetch_description(HOST, port, ENGINE, "C", _TIMEOUT_S)
         plan_transfer(engine, 0, description, Costs())
         worker = description.workers[0]
-        self._peer = {
-            "name": self.fabric.add_peer(worker.agent_metadata),
-            "address": worker.lease_table.address,
-        }
-        self._prepare(SLOT_BYTES)
-        self._read(60.0)
+        self.connect(worker.agent_metadata, worker.lease_table.address)
         return time.perf_counter() - start
 
-    def read(self, num_bytes: int, repeats: int, timeout_s: float) -> dict[str, Any]:
-        """Seconds of every read of the whole length, up to one that raises."""
-        self._prepare(num_bytes)
-        seconds: list[float] = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            try:
-                self._read(timeout_s)
-            except (FabricError, TimeoutError) as error:
-                took_s = time.perf_counter() - start
-                return {"seconds": seconds, "error": f"{type(error).__name__}: {error}", "error_s": took_s}
-            seconds.append(time.perf_counter() - start)
-        return {"seconds": seconds, "error": None}
+    def listen(self) -> tuple[SideChannelListener, int]:
+        """A side channel that describes an engine with this agent, and its port."""
+        engine = _engine(ENGINE)
+        table = LeaseTable(address=self.address, slots=self.num_bytes // SLOT_BYTES)
+        worker = msgspec.structs.replace(
+            engine.workers[0],
+            agent=self.fabric.agent_name,
+            agent_metadata=self.fabric.metadata(),
+            lease_table=table,
+        )
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port: int = probe.getsockname()[1]
+        listener = SideChannelListener(HOST, port, Counters())
+        listener.publish(msgspec.structs.replace(engine, workers=(worker,)))
+        return listener, port
 
     def send(self) -> None:
         """Send messages to the peer, one behind the other, until the process is killed."""
+        assert self.peer is not None, "it is not connected"
         while True:
-            self.fabric.notify(self._peer["name"], bytes(FIRST_BYTES))
-
-    def _prepare(self, num_bytes: int) -> None:
-        for side in self._sides or ():
-            self.fabric.release(side)
-        rows = [
-            DescriptorRows.of(MemoryKind.DRAM, [(at, num_bytes, 0, num_bytes, 1)])
-            for at in (self.address, self._peer["address"])
-        ]
-        local = self.fabric.prepare_local(rows[0])
-        self._sides = (local, self.fabric.prepare_remote(self._peer["name"], rows[1]))
-
-    def _read(self, timeout_s: float) -> None:
-        assert self._sides is not None
-        transfer = self.fabric.post_read(self._sides[0], _ONE, self._sides[1], _ONE)
-        end_s = time.perf_counter() + timeout_s
-        try:
-            while self.fabric.poll(transfer) is TransferState.IN_FLIGHT:
-                if time.perf_counter() > end_s:
-                    raise TimeoutError(f"not within {timeout_s:g} s")
-                time.sleep(20e-6)
-        finally:
-            self.fabric.release(transfer)
+            self.fabric.notify(self.peer, bytes(64))
 
 
 def usage(process: int | str = "self") -> dict[str, float]:
@@ -143,49 +132,52 @@ def usage(process: int | str = "self") -> dict[str, float]:
     }
 
 
-def _obey(agents: list[Agent | None], order: dict[str, Any], answers: TextIO) -> dict[str, Any]:
-    if order["do"] == "usage":
-        return dict(usage())
-    if order["do"] == "make":
-        seconds = []
-        for _ in range(order["count"]):
-            start = time.perf_counter()
-            agents.append(Agent(order["bytes"]))
-            seconds.append(time.perf_counter() - start)
-        made = [one for one in agents[-order["count"] :] if one is not None]
-        reported = [{"metadata": one.fabric.metadata().hex(), "address": one.address} for one in made]
-        return {"agents": reported, "seconds": seconds}
-    if order["do"] == "contact":
-        asking = [one for one in (agents[index] for index in order["agents"]) if one is not None]
-        with ThreadPoolExecutor(len(asking)) as pool:
-            return {"seconds": list(pool.map(lambda one: one.make_contact(order["port"]), asking))}
-    agent = agents[order["agent"]]
-    if agent is None:
-        raise ValueError(f"agent {order['agent']} was closed")
-    if order["do"] == "connect":
-        return {"seconds": agent.connect(order["peer"], order["bytes"])}
-    if order["do"] == "send":
-        print("{}", file=answers, flush=True)
-        agent.send()
-    if order["do"] == "receive":
-        return {"messages": len(agent.fabric.take_notifications())}
-    if order["do"] == "read":
-        if order.get("announced"):
-            print("{}", file=answers, flush=True)
-        read: dict[str, Any] = agent.read(order["bytes"], order["repeats"], order["timeout_s"])
-        return read
-    agents[order["agent"]] = None
-    agent.fabric.close()
-    del agent
-    gc.collect()
-    return {}
+class _Process:
+    """What the orders act on."""
 
+    def __init__(self, answers: TextIO) -> None:
+        self._answers = answers
+        self._agents: list[Agent | None] = []
+        self._listeners: list[SideChannelListener] = []
 
-def main(answers: TextIO) -> None:
-    agents: list[Agent | None] = []
-    for line in sys.stdin:
-        print(json.dumps(_obey(agents, json.loads(line), answers)), file=answers, flush=True)
-    os._exit(0)  # an agent's end may wait for threads that never end
+    def answer(self, answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=self._answers, flush=True)
+
+    def obey(self, do: str, **order: Any) -> dict[str, Any]:
+        if do == "usage":
+            return dict(usage())
+        if do == "make":
+            made = [Agent(order["bytes"]) for _ in range(order["count"])]
+            self._agents += made
+            return {"agents": [{"metadata": x.fabric.metadata().hex(), "address": x.address} for x in made]}
+        if do == "listen":
+            listener, port = self._agent(0).listen()
+            self._listeners.append(listener)
+            return {"port": port}
+        if do == "contact":
+            asking = [self._agent(index) for index in order["agents"]]
+            with ThreadPoolExecutor(len(asking)) as pool:
+                return {"seconds": list(pool.map(lambda one: one.make_contact(order["port"]), asking))}
+        agent = self._agent(order["agent"])
+        if do == "connect":
+            agent.connect(bytes.fromhex(order["peer"]["metadata"]), order["peer"]["address"])
+        elif do == "send":
+            self.answer({})
+            agent.send()
+        elif do == "receive":
+            return {"messages": len(agent.fabric.take_notifications())}
+        elif do == "close":
+            self._agents[order["agent"]] = None
+            agent.fabric.close()
+            del agent
+            gc.collect()
+        return {}
+
+    def _agent(self, index: int) -> Agent:
+        agent = self._agents[index]
+        if agent is None:
+            raise ValueError(f"agent {index} was closed")
+        return agent
 
 
 class AgentProcess:
@@ -199,12 +191,12 @@ class AgentProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**inherited, **ucx},
-            cwd=Path(__file__).resolve().parent.parent,
+            cwd=REPOSITORY,
             text=True,
         )
 
     def send(self, do: str, **order: Any) -> None:
-        """Tell it to do something."""
+        """Send an order."""
         assert self.process.stdin is not None
         print(json.dumps({"do": do, **order}), file=self.process.stdin, flush=True)
 
@@ -218,7 +210,7 @@ class AgentProcess:
         return answer
 
     def tell(self, do: str, **order: Any) -> dict[str, Any]:
-        """Both."""
+        """Send an order and wait for its answer."""
         self.send(do, **order)
         return self.answer()
 
@@ -231,8 +223,15 @@ class AgentProcess:
                 pipe.close()
 
 
-if __name__ == "__main__":
+def _main() -> None:
     # UCX writes its warnings to file descriptor 1.
-    with os.fdopen(os.dup(1), "w") as reported:
+    with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
-        main(reported)
+        process = _Process(answers)
+        for line in sys.stdin:
+            process.answer(process.obey(**json.loads(line)))
+        os._exit(0)  # an agent's end may wait for threads that never end
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,93 +1,101 @@
-"""A chart as SVG: the same bytes for the same figures on every machine with the same matplotlib.
-
-Everything is placed by fixed margins, and ticks are chosen here; nothing depends on the clock.
-"""
+"""A chart as SVG, in the style of `charts.mplstyle`: the same bytes for the same figures."""
 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
-from typing import Any, cast
+from pathlib import Path
+from typing import Literal
 
-import matplotlib as mpl
-from matplotlib.artist import Artist
+import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from bench.chart_axes import draw_lines, draw_words, style_axes, words_of, wrapped
-from bench.chart_style import BACKGROUND, INK, MUTED, SETTINGS, for_readers
-from bench.figures import Chart
+from bench.figures import Chart, Series, shown
 
-WIDTH, PLOT_HEIGHT = 7.6, 2.7
-LEFT, RIGHT, BOTTOM, TITLE, LEGEND_ROW, Y_LABEL = 0.72, 0.24, 0.66, 0.36, 0.21, 0.33
-BAR, BETWEEN_BARS, LETTER = 0.21, 0.14, 0.074
-"""Inches."""
-LEGEND_LETTERS = 104
-"""In one row of a legend; the sample of a line takes six."""
+_STYLE = Path(__file__).parent / "charts.mplstyle"
+_BAR_INCHES, _AROUND_INCHES = 0.21, 1.4
+_NO_DATE = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 def svg_of(chart: Chart) -> str:
-    """The drawing."""
-    with mpl.rc_context():
-        mpl.rcdefaults()  # whatever the user has in a matplotlibrc
-        mpl.rcParams.update(cast(Any, SETTINGS))
-        return for_readers(_draw(chart), chart.title)
+    """The drawing: lines where `x` are numbers, lying bars where they are words."""
+    with matplotlib.style.context(["default", _STYLE]):
+        words = list(dict.fromkeys(x for series in chart.series for x in series.x if isinstance(x, str)))
+        figure = Figure()
+        axes = figure.add_subplot()
+        axes.set_title(chart.title)
+        if words:
+            figure.set_figheight(_AROUND_INCHES + _BAR_INCHES * len(words) * (len(chart.series) + 0.5))
+            _draw_bars(axes, chart, words)
+        else:
+            _draw_lines(axes, chart)
+        if len(chart.series) > 1 or chart.limit is not None:
+            figure.legend(loc="outside lower left", ncols=3)
+        written = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(written, metadata=_NO_DATE)  # type: ignore[no-untyped-call]
+        return written.getvalue()
 
 
-def _draw(chart: Chart) -> str:
-    rows = _legend_rows([series.name for series in chart.series] + [limit.name for limit in chart.limits])
-    words = [line for word in words_of(chart) for line in wrapped(word).splitlines()]
-    left = max(LEFT, LETTER * max(map(len, words)) + 0.2) if words else LEFT
-    plot = len(words_of(chart)) * (BAR * len(chart.series) + BETWEEN_BARS) if words else PLOT_HEIGHT
-    above = TITLE + LEGEND_ROW * len(rows) + Y_LABEL
-    height = BOTTOM + plot + above
-    figure = Figure(figsize=(WIDTH, height), facecolor=BACKGROUND)
-    box = (left / WIDTH, BOTTOM / height, (WIDTH - left - RIGHT) / WIDTH, plot / height)
-    axes = figure.add_axes(box, facecolor=BACKGROUND)
-    style_axes(axes, "x" if words else "y")
-    (draw_words if words else draw_lines)(axes, chart)
-    for limit in chart.limits:
-        line = axes.axvline if words else axes.axhline
-        line(limit.y, color=INK, linewidth=1.2, linestyle=(0, (5, 3)), zorder=2.5, label=limit.name)
-    beside, below = (chart.x_label, chart.y_label) if words else (chart.y_label, chart.x_label)
-    axes.set_xlabel(below, color=MUTED, labelpad=5)
-    figure.text(0.016, 1 - (above - 0.14) / height, beside, color=MUTED, va="baseline")
-    figure.text(0.016, 1 - 0.25 / height, chart.title, color=INK, size=11, weight="bold", va="baseline")
-    _draw_legend(figure, axes, rows, height)
-    written = io.StringIO()
-    metadata = {"Date": None, "Creator": None, "Type": None, "Format": None, "Title": chart.title}
-    FigureCanvasSVG(figure).print_svg(written, metadata=metadata)  # type: ignore[no-untyped-call]
-    return written.getvalue()
+def _draw_lines(axes: Axes, chart: Chart) -> None:
+    for series in chart.series:
+        y = _numbers(series.y)
+        axes.errorbar([float(x) for x in series.x], y, _beyond(series), label=series.name, elinewidth=1)
+    if chart.limit is not None:
+        axes.axhline(chart.limit, color="black", linestyle="--", linewidth=1.2, label="limit")
+    axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
+    _scale(axes, "x", chart.x_log, chart.x_label)
+    _scale(axes, "y", chart.y_log, chart.y_label)
+    if not chart.y_log:
+        axes.set_ylim(bottom=0)
 
 
-def _legend_rows(names: Sequence[str]) -> list[list[str]]:
-    """The names in rows that fit; none for a single one, which the title names."""
-    rows: list[list[str]] = []
-    free = 0
-    for name in names if len(names) > 1 else ():
-        needed = len(name) + 6
-        if needed > free:
-            rows.append([])
-            free = LEGEND_LETTERS
-        rows[-1].append(name)
-        free -= needed
-    return rows
+def _draw_bars(axes: Axes, chart: Chart, words: Sequence[str]) -> None:
+    height = 0.8 / len(chart.series)
+    for index, series in enumerate(chart.series):
+        rows = [words.index(str(x)) + (index - (len(chart.series) - 1) / 2) * height for x in series.x]
+        bars = axes.barh(rows, _numbers(series.y), 0.88 * height, xerr=_beyond(series), label=series.name)
+        axes.bar_label(bars, [shown(y, digits=3) for y in series.y], padding=4, fontsize=8)
+    if chart.limit is not None:
+        axes.axvline(chart.limit, color="black", linestyle="--", linewidth=1.2, label="limit")
+    axes.set_yticks(range(len(words)), words)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set(xlabel=chart.y_label, ylabel=chart.x_label)
+    axes.margins(x=0.1)
+    _scale(axes, "x", chart.y_log, chart.y_label)
 
 
-def _draw_legend(figure: Figure, axes: Axes, rows: list[list[str]], height: float) -> None:
-    handles: dict[str, Artist] = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    for index, row in enumerate(rows):
-        figure.legend(
-            [handles[name] for name in row],
-            row,
-            loc="upper left",
-            bbox_to_anchor=(0.016, 1 - (TITLE + LEGEND_ROW * index) / height),
-            ncols=len(row),
-            frameon=False,
-            borderpad=0,
-            borderaxespad=0,
-            labelcolor=INK,
-            handlelength=1.8,
-            columnspacing=1.6,
-        )
+def _scale(axes: Axes, name: Literal["x", "y"], log: bool, label: str) -> None:
+    """Plain numbers as ticks; bytes in binary units."""
+    axis, set_scale = (axes.xaxis, axes.set_xscale) if name == "x" else (axes.yaxis, axes.set_yscale)
+    powers_of_two = label.startswith("bytes")
+    if log:
+        set_scale("log")
+        axis.set_major_locator(LogLocator(16 if powers_of_two else 10, subs=(1.0,) if powers_of_two else (1.0, 3.0)))
+        axis.set_minor_locator(NullLocator())
+    text_of = _bytes if powers_of_two else shown
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text_of(float(value))))
+
+
+def _numbers(values: Sequence[float | None]) -> list[float]:
+    return [math.nan if value is None else float(value) for value in values]
+
+
+def _beyond(series: Series) -> list[list[float]] | None:
+    """How far the range goes beyond each value, as matplotlib has it; None without a range."""
+    if series.low is None and series.high is None:
+        return None
+    y, low, high = _numbers(series.y), _numbers(series.low or series.y), _numbers(series.high or series.y)
+    below = [max(0.0, value - least) for value, least in zip(y, low, strict=True)]
+    return [below, [max(0.0, most - value) for value, most in zip(y, high, strict=True)]]
+
+
+def _bytes(number: float) -> str:
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if number >= 1 << power:
+            return f"{shown(number / (1 << power))} {unit}"
+    return f"{shown(number)} B"

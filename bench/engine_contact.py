@@ -3,8 +3,8 @@
     python -m bench.engine_contact            # about 10 minutes on two cores
     python -m bench.engine_contact --quick    # one pair each, 3 minutes
 
-One producer and three consumers at a time, each contacting it once; the connectors take turns. It writes
-`results/engine_contact.json`. Ctrl-C ends all servers.
+The model is tiny, so that thousands of blocks fit anywhere. One producer and three consumers at a time, each contacting
+it once; the connectors take turns. It writes `results/engine_contact.json`. Ctrl-C ends all servers.
 """
 
 from __future__ import annotations
@@ -13,19 +13,30 @@ import argparse
 import asyncio
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from bench.figures import Cell, Results, Table, Target, publish
+from bench.figures import Cell, Results, Table, Target, publish, spread
 from bench.provenance import begin
-from bench.serve_contact import QUIET_S, measure_contacts
-from bench.serve_figures import ContactFigures, median
-from bench.serve_progress import progress_bars, short, shown
-from bench.serve_setups import CALM, KVFERRY
+from bench.serve_figures import Contact, median
+from bench.serve_load import NO_LOGPROBS, Ask, hand_over, make_cases, run_all, through
+from bench.serve_measure import make_contact
+from bench.serve_setups import CALM, KVFERRY, Setup, short, start_all
+from scripts.accuracy.client import Client
+from scripts.accuracy.engines import EngineSpec, Transfer
 from scripts.accuracy.settings import ROOT
+from scripts.small_models import FIRST_TOKEN, VOCABULARY, default_cache_dir, small_model
 
+MODEL, LAYERS, BLOCKS = "small-deep", 30, 5500
 LIMIT = 0.25
+QUIET_S = 2.5
+"""Before each first contact: vLLM's processes poll for a second after every message, and engines share a core."""
+_WORDS = range(FIRST_TOKEN, VOCABULARY)
+_WARM_TOKENS = (256, 256, 300)
+_TIMEOUT_S = 60.0
 _ROUNDS = 2
 _CONSUMERS = 3
 WHAT = (
@@ -33,8 +44,116 @@ WHAT = (
     "30 layers of a tiny model, one core for each; the client sends both requests as a router does. Every engine has "
     "answered before, by itself, and none is busy."
 )
+
+
+@dataclass(slots=True)
+class ContactFigures:
+    """First contacts of one connector, one for each consumer."""
+
+    setup: Setup
+    contacts: list[Contact] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def extra_s(self) -> float:
+        """The median of all."""
+        return median(one.extra_s for one in self.contacts)
+
+
 By = Mapping[str, ContactFigures]
 """Figures by the setup's name."""
+
+
+def contact_specs(setup: Setup, model: str, consumers: int) -> list[EngineSpec]:
+    """One producer and several consumers, which share a core: only one of them is asked at a time."""
+
+    def spec(name: str, core: str, role: str) -> EngineSpec:
+        return EngineSpec(
+            f"contact-{setup.name}-{name}",
+            model,
+            devices=(core,),
+            block_size=32,
+            max_model_len=1024,
+            cache_gib=2.0,
+            transfer=Transfer(role, setup.module),
+            extra_args=("--skip-tokenizer-init", "--num-gpu-blocks-override", str(BLOCKS)),
+        )
+
+    return [spec("producer", "0", "kv_producer")] + [
+        spec(f"consumer-{number}", "1", "kv_consumer") for number in range(consumers)
+    ]
+
+
+async def measure_contacts(figures: ContactFigures, consumers: int, logs: Path) -> None:
+    """Start the engines, warm up each by itself, then let each consumer make its first contact."""
+    model = str(small_model(MODEL, default_cache_dir()))
+    with ExitStack() as stack:
+        producer, *others = start_all(stack, contact_specs(figures.setup, model, consumers), logs)
+        async with Client("model", _TIMEOUT_S, always=NO_LOGPROBS) as client:
+            for engine in (producer, *others):
+                alone: Ask = partial(through, client, engine.base_url, _TIMEOUT_S)
+                warm = make_cases(f"warm {engine.spec.name}", _WARM_TOKENS, _WORDS)
+                if bad := [one.error for one in await run_all(alone, warm, 1) if one.error]:
+                    raise RuntimeError(f"{engine.spec.name}: {bad[0]}")
+            for consumer in others:
+                await asyncio.sleep(QUIET_S)
+                deliver: Ask = partial(hand_over, client, producer.base_url, consumer.base_url, _TIMEOUT_S)
+                figures.contacts.append(await make_contact(deliver, _WORDS, name=consumer.spec.name))
+
+
+def run(logs: Path, *, quick: bool) -> Results:
+    """Measure everything."""
+    rounds, consumers = (1, 1) if quick else (_ROUNDS, _CONSUMERS)
+    found = {setup.name: ContactFigures(setup) for setup in (KVFERRY, CALM)}
+    for number in range(rounds):
+        for figures in found.values():
+            print(f"{figures.setup.title}, {number + 1} of {rounds}", flush=True)
+            try:
+                asyncio.run(measure_contacts(figures, consumers, logs / str(number)))
+            except Exception as error:  # noqa: BLE001 - only its own figures are lost; the notes say why
+                figures.error = short(error)
+    return results_of(found, quick=quick)
+
+
+def results_of(found: By, *, quick: bool) -> Results:
+    """A connector a row, and a pair of engines a row: an outlier can be seen to be one."""
+    rows: list[Sequence[Cell]] = []
+    pairs: list[Sequence[Cell]] = []
+    for many in found.values():
+        extra = [1e3 * contact.extra_s for contact in many.contacts]
+        first = 1e3 * median(contact.first_s for contact in many.contacts)
+        warm = 1e3 * median(warm_s for contact in many.contacts for warm_s in contact.warm_s)
+        rows.append([many.setup.title, len(extra), first, warm, 1e3 * many.extra_s, spread(extra)])
+        for number, contact in enumerate(many.contacts, 1):
+            following = " ".join(f"{1e3 * one:.0f}" for one in contact.warm_s)
+            pairs.append([many.setup.title, number, 1e3 * contact.first_s, following])
+    ours, peer = found[KVFERRY.name], found[CALM.name]
+    columns = ("", "pairs", "first handover", "warm handover", "extra", "range of extra")
+    return Results(
+        command="python -m bench.engine_contact" + " --quick" * quick,
+        what=WHAT,
+        tables=(
+            Table("First contact between engines: ms, medians", columns, rows),
+            Table("Pair by pair: ms", ("", "pair", "first handover", "those that follow"), pairs),
+        ),
+        targets=(
+            Target.at_most(
+                f"first contact, {BLOCKS:,} blocks × {LAYERS} layers",
+                1e3 * ours.extra_s,
+                1e3 * LIMIT * peer.extra_s,
+                "ms",
+                "a quarter of the event-driven peer's; beyond a warm handover",
+            ),
+        ),
+        notes=(
+            "The producer has a core, the consumers share the other one; one of them is asked at a time. Before each "
+            f"first contact the engines are left alone for {QUIET_S:g} s: vLLM's processes poll for a second after "
+            "every message, and those of another consumer would take the core.",
+            "The peer as shipped is left out: its four workers would spin on two cores.",
+            *(f"{many.setup.title} ended early: {many.error}" for many in found.values() if many.error),
+        ),
+        quick=quick,
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,89 +167,11 @@ def main(arguments: Sequence[str]) -> int:
     started = begin()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        publish("engine_contact", _run(chosen.logs, quick=chosen.quick), started)
+        publish("engine_contact", run(chosen.logs, quick=chosen.quick), started)
     except KeyboardInterrupt:
         print("interrupted; all servers have ended", file=sys.stderr)
         return 130
     return 0
-
-
-def _run(logs: Path, *, quick: bool) -> Results:
-    rounds, consumers = (1, 1) if quick else (_ROUNDS, _CONSUMERS)
-    found = {setup.name: ContactFigures(setup) for setup in (KVFERRY, CALM)}
-    began_s = time.monotonic()
-    with progress_bars() as progress:
-        for number in range(rounds):
-            for figures in found.values():
-                tell, tick = shown(progress, f"{figures.setup.title}, {number + 1} of {rounds}", 3 * (consumers + 1))
-                try:
-                    asyncio.run(measure_contacts(figures, consumers, logs / str(number), tell, tick))
-                except Exception as error:  # noqa: BLE001 - only its own figures are lost; the notes say why
-                    figures.error = short(error)
-    return Results(
-        command="python -m bench.engine_contact" + (" --quick" if quick else ""),
-        what=WHAT,
-        tables=(table(found), singly(found)),
-        charts=(),
-        targets=targets(found),
-        notes=notes(found, time.monotonic() - began_s),
-        raw={name: figures.raw() for name, figures in found.items()},
-        quick=quick,
-    )
-
-
-def table(found: By) -> Table:
-    """A connector a row."""
-    rows: list[Sequence[Cell]] = []
-    for many in found.values():
-        if many.contacts:
-            extra = [1e3 * contact.extra_s for contact in many.contacts]
-            first = 1e3 * median(contact.first_s for contact in many.contacts)
-            warm = 1e3 * median(warm_s for contact in many.contacts for warm_s in contact.warm_s)
-            spread = f"{min(extra):.0f}–{max(extra):.0f}"
-            rows.append([many.setup.title, len(extra), first, warm, 1e3 * many.extra_s, spread])
-    columns = ("", "pairs", "first handover", "warm handover", "extra", "range of extra")
-    return Table("First contact between engines: ms, medians", columns, rows)
-
-
-def singly(found: By) -> Table:
-    """A pair of engines a row: what looks like an outlier can be seen to be one, or not."""
-    rows: list[Sequence[Cell]] = []
-    for many in found.values():
-        for number, contact in enumerate(many.contacts, 1):
-            warm = " ".join(f"{1e3 * one:.0f}" for one in contact.warm_s)
-            rows.append([many.setup.title, number, 1e3 * contact.first_s, warm])
-    return Table("Pair by pair: ms", ("", "pair", "first handover", "those that follow"), rows)
-
-
-def targets(found: By) -> tuple[Target, ...]:
-    """The share of the peer's time."""
-    ours, peer = found[KVFERRY.name], found[CALM.name]
-    target = Target.at_most(
-        f"first contact, {ours.blocks:,} blocks × {ours.layers} layers",
-        1e3 * ours.extra_s,
-        1e3 * LIMIT * peer.extra_s,
-        "ms",
-        "a quarter of the event-driven peer's; beyond a warm handover",
-    )
-    return (target,)
-
-
-def notes(found: By, seconds: float) -> tuple[str, ...]:
-    """Notes beside the figures."""
-    said = [
-        f"All of it took {seconds / 60:.1f} minutes. The producer has a core, the consumers share the other one; one "
-        "of them is asked at a time.",
-        f"Before each first contact the engines are left alone for {QUIET_S:g} s: vLLM's processes poll for a second "
-        "after every message, and those of another consumer would take the core. Without that, first and later "
-        "handovers of either connector take up to 0.4 s, in any of their phases.",
-        "The peer as shipped is left out: its four workers would spin on two cores.",
-    ]
-    for many in found.values():
-        if many.error:
-            said.append(f"{many.setup.title} ended early: {many.error}")
-        said += [f"{many.setup.title}, its log: {line}" for line in many.said]
-    return tuple(said)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +26,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Printed
 
-from bench.machine import write_results
-from bench.provenance import Checkout, checkout
+from bench.provenance import REPOSITORY, Checkout, checkout, circumstances
+
+RESULTS = REPOSITORY / "bench" / "results"
+_LONGEST_LINE = 400
+"""Characters of a JSON list or object that stays on one line."""
 
 Cell = str | int | float | None
 """Of a table; None where nothing was measured."""
@@ -59,21 +64,27 @@ class Series:
         for given in (self.y, self.low, self.high):
             if given is not None and len(given) != len(self.x):
                 raise ValueError(f"{self.name}: {len(given)} values for {len(self.x)} places")
-        if len({isinstance(one, str) for one in self.x}) > 1:
-            raise ValueError(f"{self.name}: words and numbers on one axis: {list(self.x)}")
 
-
-@dataclass(frozen=True)
-class Limit:
-    """A level that was promised, drawn across a chart."""
-
-    name: str
-    y: float
+    @classmethod
+    def of_samples(cls, name: str, samples: Sequence[tuple[float | str, Sequence[float]]]) -> Series:
+        """Median and range of the samples at each place; places without samples are left out."""
+        found = [(x, values) for x, values in samples if values]
+        return cls(
+            name,
+            [x for x, _ in found],
+            [statistics.median(values) for _, values in found],
+            [min(values) for _, values in found],
+            [max(values) for _, values in found],
+        )
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Series on common axes; the labels give the units."""
+    """Series on common axes; the labels give the units.
+
+    Attributes:
+        limit: a value that was promised, drawn across the chart.
+    """
 
     title: str
     x_label: str
@@ -81,7 +92,7 @@ class Chart:
     series: Sequence[Series]
     x_log: bool = False
     y_log: bool = False
-    limits: Sequence[Limit] = ()
+    limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +120,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Results:
-    """All that one run says. `raw` has the samples behind it; `quick` marks a run too short to be published."""
+    """One run in percentiles, ranges and counts; `quick` marks one that is too short to be published."""
 
     command: str
     what: str
@@ -117,12 +128,11 @@ class Results:
     charts: Sequence[Chart] = ()
     targets: Sequence[Target] = ()
     notes: Sequence[str] = ()
-    raw: Mapping[str, Any] = field(default_factory=dict)
     quick: bool = False
 
 
-def publish(name: str, results: Results, started: Checkout, also: Mapping[str, Any] | None = None) -> Path:
-    """Print the tables and targets, write `results/NAME.json`; `also` are keys that other readers of the file know.
+def publish(name: str, results: Results, started: Checkout) -> Path:
+    """Print the tables and targets, and write the JSON with the circumstances in front.
 
     A quick run goes to `results/quick/`, which git ignores: it does not overwrite what was measured with care. So does
     a run that was not at one clean commit from `started`, the working tree before it measured, until now.
@@ -133,8 +143,9 @@ def publish(name: str, results: Results, started: Checkout, also: Mapping[str, A
     problem = started.problem or (None if ended == started else f"it ran on {commit}")
     if problem and not results.quick:
         print(f"Not to be published: {problem}.")
-    folder = "quick/" if results.quick or problem else ""
-    path = write_results(f"{folder}{name}", {**asdict(results), **(also or {})}, commit)
+    path = RESULTS / ("quick" if results.quick or problem else "") / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json_text(_rounded({**circumstances(commit), **asdict(results)})) + "\n")
     print(f"written to {path}", flush=True)
     return path
 
@@ -145,15 +156,8 @@ def print_results(results: Results, console: Console | None = None) -> None:
     tables = list(results.tables)
     if results.targets:
         rows = [
-            (
-                one.name,
-                one.measured,
-                f"{one.kind} {shown(one.limit)}",
-                one.unit,
-                "met" if one.met else "MISSED",
-                one.note,
-            )
-            for one in results.targets
+            (x.name, x.measured, f"{x.kind} {shown(x.limit)}", x.unit, "met" if x.met else "MISSED", x.note)
+            for x in results.targets
         ]
         tables.append(Table("Targets", ("target", "measured", "limit", "unit", "", "note"), rows))
     for table in tables:
@@ -178,3 +182,35 @@ def shown(cell: Cell, digits: int = 4) -> str:
         cell = cell if abs(cell) >= 1000 else float(f"{cell:.{digits}g}")
         return f"{cell:,.0f}" if abs(cell) >= 1000 or cell == round(cell) else f"{cell:g}"
     return f"{cell:,}" if isinstance(cell, int) else cell
+
+
+def spread(samples: Sequence[float], digits: int = 3) -> str:
+    """The range of some samples, as `1.2 … 3.4`; `–` for none."""
+    return f"{min(samples):.{digits}g} … {max(samples):.{digits}g}" if samples else "–"
+
+
+def json_text(value: Any, indent: str = "") -> str:
+    """JSON with a line for each row, series and target: short lists, and objects of lists, are not broken up."""
+    line = json.dumps(value, ensure_ascii=False)
+    if not value or not isinstance(value, (dict, list)):
+        return line
+    members = value.values() if isinstance(value, dict) else value
+    nested = dict if isinstance(value, dict) else (dict, list)
+    if len(line) <= _LONGEST_LINE and not any(isinstance(member, nested) for member in members):
+        return line
+    inner = indent + "  "
+    if isinstance(value, dict):
+        lines = [f"{inner}{json.dumps(name, ensure_ascii=False)}: {json_text(value[name], inner)}" for name in value]
+        return "\n".join(["{", ",\n".join(lines), f"{indent}}}"])
+    return "\n".join(["[", ",\n".join(inner + json_text(member, inner) for member in members), f"{indent}]"])
+
+
+def _rounded(value: Any) -> Any:
+    """Floats with four significant digits: a machine does not repeat more. What is no number is null in JSON."""
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(one) for one in value]
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if math.isfinite(value) else None
+    return value

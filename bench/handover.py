@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import argparse
 import logging
-import multiprocessing
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 
-from bench.figures import Chart, Results, Series, Table, publish
+from bench.figures import Chart, Results, Series, Table, publish, spread
 from bench.provenance import begin
-from bench.transfer_engine import Lease, serve
-from bench.transfer_loads import Loads
-from bench.transfer_measure import Bench
-from bench.transfer_memory import Memory
+from bench.transfer import NO_LEASE, pages_of, timed
+from bench.transfer_engines import Bench, two_processes, use_huge_pages
+from bench.transfer_loads import Loads, connected
 from bench.transfer_rivals import BareNixl, pieces_of
 from bench.transfer_shapes import MIB, Scenario, Side
 
@@ -39,7 +37,6 @@ ENGINES = {
     "heads → tokens outermost, staged": (Side(), Side(tokens_first=True), True),
 }
 HANDOVER, BARE, COPY = "kvferry", "bare NIXL, the same descriptors", "plain copy of as many bytes"
-_NO_LEASE = Lease(0, "0" * 14 + "1", "none")
 WHAT = (
     "The cache of a prompt of a Llama-70B goes from a producer's process to a consumer's: from the order to the "
     "result, with both reads of the lease's slot, the check of the MAC, the relayout and the notification. Beside it, "
@@ -57,12 +54,10 @@ class Measured:
     descriptors: int
     staged_bytes: int
 
-    def median(self, name: str) -> float | None:
-        return statistics.median(self.ms[name]) if self.ms.get(name) else None
-
     def gb_s(self, name: str) -> float | None:
-        median = self.median(name)
-        return self.tokens * TOKEN_BYTES / median / 1e6 if median else None
+        """Of the median; None where it was not measured."""
+        samples = self.ms.get(name)
+        return self.tokens * TOKEN_BYTES / statistics.median(samples) / 1e6 if samples else None
 
 
 def scenario_of(engines: str, most_tokens: int, pool_bytes: int) -> Scenario:
@@ -78,82 +73,55 @@ def scenario_of(engines: str, most_tokens: int, pool_bytes: int) -> Scenario:
         consumer=consumer,
         most_bytes=most_tokens * TOKEN_BYTES,
         pool_bytes=pool_bytes,
-        huge=True,
         staged=staged,
     )
 
 
-def measure(bench: Bench, engines: str, lengths: list[int], turns: int) -> list[Measured]:
+def measure(bench: Bench, engines: str, lengths: Sequence[int], turns: int) -> list[Measured]:
     """All lengths for one pair of engines."""
-    scenario = scenario_of(engines, max(lengths), len(bench.target.tensor))
-    loads = Loads(scenario, bench.target, bench.ask("scenario", scenario))
-    bare: BareNixl | None = None
-    try:
-        loads.load([loads.order(bench.leases(1)[0], 64 * TOKEN_BYTES)])  # the first contact
-        bare = None if scenario.staged else BareNixl(scenario, bench.target, loads.peer)
-        return [_measure_length(bench, loads, bare, tokens, turns) for tokens in lengths]
-    finally:
-        loads.close()
-        if bare is not None:
-            bare.close()
+    scenario = scenario_of(engines, max(lengths), len(bench.target))
+    with connected(bench, scenario, 64 * TOKEN_BYTES) as loads:
+        if scenario.staged:
+            return [_measure(bench, loads, None, tokens, turns) for tokens in lengths]
+        with closing(BareNixl(bench.target, loads.peer)) as bare:
+            return [_measure(bench, loads, bare, tokens, turns) for tokens in lengths]
 
 
-def _measure_length(bench: Bench, loads: Loads, bare: BareNixl | None, tokens: int, turns: int) -> Measured:
+def _measure(bench: Bench, loads: Loads, bare: BareNixl | None, tokens: int, turns: int) -> Measured:
     num_bytes = tokens * TOKEN_BYTES
     device = bench.target.device
     rivals: dict[str, Callable[[], None]] = {COPY: lambda: _copy(bench, num_bytes)}
     if bare is not None:
-        pieces = pieces_of(loads.scenario, loads.peer, loads.order(_NO_LEASE, num_bytes), device.index or 0)
+        pieces = pieces_of(loads.scenario, loads.peer, loads.order(NO_LEASE, num_bytes), device.index or 0)
         reads, loop = bare.reads(pieces), bare
         rivals[BARE] = lambda: loop.read(reads)
     ms: dict[str, list[float]] = {name: [] for name in (HANDOVER, *rivals)}
-    totals = None
+    descriptors = staged_bytes = 0
     for turn, lease in enumerate(bench.leases(turns + 1)):
-        loaded = loads.load([loads.order(lease, num_bytes)])
-        took_s = {HANDOVER: loaded.seconds} | {name: _seconds(rival) for name, rival in rivals.items()}
+        seconds, (record,) = loads.load([loads.order(lease, num_bytes)])
+        took_s = {HANDOVER: seconds} | {name: timed(rival) for name, rival in rivals.items()}
         if turn:  # the first one warms up
-            for name, seconds in took_s.items():
-                ms[name].append(1e3 * seconds)
-        totals = loaded.records[0]
-    assert totals is not None
-    return Measured(loads.scenario.name, tokens, ms, totals.descriptors, totals.staged_bytes)
+            for name, one_s in took_s.items():
+                ms[name].append(1e3 * one_s)
+        descriptors, staged_bytes = record.descriptors, record.staged_bytes
+    return Measured(loads.scenario.name, tokens, ms, descriptors, staged_bytes)
 
 
 def _copy(bench: Bench, num_bytes: int) -> None:
-    bench.target.tensor[:num_bytes].copy_(bench.source.tensor[:num_bytes])
+    bench.target[:num_bytes].copy_(bench.source[:num_bytes])
     if bench.target.device.type == "cuda":
         torch.cuda.synchronize(bench.target.device)
 
 
-def _seconds(call: Callable[[], None]) -> float:
-    begun_s = time.perf_counter()
-    call()
-    return time.perf_counter() - begun_s
-
-
-def run(device_name: str, lengths: list[int], turns: int, *, quick: bool) -> Results:
+def run(device_name: str, lengths: Sequence[int], turns: int, *, quick: bool) -> Results:
     """Start the producer, measure everything."""
     pool_bytes = max(lengths) * TOKEN_BYTES + 64 * LAYERS * HEADS * CELL_BYTES + MIB  # block 0 holds nothing
-    device = torch.device(device_name)
-    torch.set_num_threads(1)
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    producer = context.Process(target=serve, args=(theirs, pool_bytes, 1, device_name), name="producer")
-    producer.start()
-    theirs.close()
-    try:
-        target, source = (Memory(pool_bytes, huge=True, device=device) for _ in range(2))
-        bench = Bench(ours, target=target, source=source)
+    with two_processes(pool_bytes, 1, device_name) as bench:
         found = [one for engines in ENGINES for one in measure(bench, engines, lengths, turns)]
-    finally:
-        ours.close()
-        producer.join(30.0)
-        if producer.is_alive():
-            producer.kill()
-    return results_of(found, device_name, quick=quick)
+        return results_of(found, device_name, pages_of(bench.target), quick=quick)
 
 
-def results_of(found: list[Measured], device_name: str, *, quick: bool) -> Results:
+def results_of(found: Sequence[Measured], device_name: str, pages: str, *, quick: bool) -> Results:
     """One table, one chart."""
     rows = [
         [
@@ -162,26 +130,20 @@ def results_of(found: list[Measured], device_name: str, *, quick: bool) -> Resul
             one.tokens * TOKEN_BYTES / 1e6,
             one.descriptors,
             one.staged_bytes / 1e6,
-            one.median(HANDOVER),
-            f"{min(one.ms[HANDOVER]):.4g} … {max(one.ms[HANDOVER]):.4g}",
+            len(one.ms[HANDOVER]),
+            statistics.median(one.ms[HANDOVER]),
+            spread(one.ms[HANDOVER]),
             *(one.gb_s(name) for name in (HANDOVER, BARE, COPY)),
         ]
         for one in found
     ]
-    columns = ("engines", "tokens", "MB", "descriptors", "staged, MB", "handover, ms", "range, ms")
-    by_engines = {name: [one for one in found if one.engines == name] for name in ENGINES}
-    lines = [(f"kvferry, {name}", HANDOVER, of) for name, of in by_engines.items()]
-    first = next(iter(by_engines.values()))
-    lines += [(BARE, BARE, first), (COPY, COPY, first)]
+    columns = ("engines", "tokens", "MB", "descriptors", "staged, MB", "turns", "handover, ms", "range, ms")
+    direct = next(iter(ENGINES))
+    lines = [(f"kvferry, {engines}", HANDOVER, engines) for engines in ENGINES]
+    lines += [(BARE, BARE, direct), (COPY, COPY, direct)]
     series = [
-        Series(
-            title,
-            [one.tokens for one in of],
-            [one.median(name) for one in of],
-            [min(one.ms[name]) for one in of],
-            [max(one.ms[name]) for one in of],
-        )
-        for title, name, of in lines
+        Series.of_samples(title, [(one.tokens, one.ms.get(name, ())) for one in found if one.engines == engines])
+        for title, name, engines in lines
     ]
     return Results(
         command=f"python -m bench.handover --device {device_name}{' --quick' * quick}",
@@ -190,8 +152,10 @@ def results_of(found: list[Measured], device_name: str, *, quick: bool) -> Resul
         charts=(
             Chart("Handover of a Llama-70B's cache", "tokens of the prompt", "ms", series, x_log=True, y_log=True),
         ),
-        notes=("Loads, the bare loop and the copy take turns. A plain copy counts bytes once, as the others do.",),
-        raw={"samples": [asdict(one) for one in found]},
+        notes=(
+            "Loads, the bare loop and the copy take turns. A plain copy counts bytes once, as the others do.",
+            pages,
+        ),
         quick=quick,
     )
 
@@ -200,13 +164,13 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the caches are")
-    parser.add_argument("--tokens", type=int, nargs="+", help="lengths of the prompts")
     parser.add_argument("--quick", action="store_true", help="128 tokens, three turns")
     chosen = parser.parse_args()
     started = begin()
+    use_huge_pages()
     logging.getLogger("kvferry").setLevel(logging.WARNING)
     lengths = [1024, 8192, 32768] if chosen.device == "cuda" else [256, 1024]
-    lengths, turns = ([128], 3) if chosen.quick else (chosen.tokens or lengths, 9)
+    lengths, turns = ([128], 3) if chosen.quick else (lengths, 9)
     publish(f"handover-{chosen.device}", run(chosen.device, lengths, turns, quick=chosen.quick), started)
 
 

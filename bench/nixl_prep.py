@@ -12,20 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.worker.fabric.agent import AgentConfig, apply_ucx_defaults, load_bindings, make_agent
-from kvferry.worker.fabric.port import FabricError
 
 STAGING_BYTES = 256 << 20
 _NO_RESERVE = 0x4000
 """MAP_NORESERVE, which Python names only from 3.13 on: address space without a promise of memory."""
-
-
-def reserve(num_bytes: int) -> tuple[mmap.mmap, int]:
-    """Address space without a promise of memory: what keeps it, and where it begins."""
-    one = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-    view = ctypes.c_char.from_buffer(one)
-    address = ctypes.addressof(view)
-    del view
-    return one, address
 
 
 class Registered:
@@ -42,17 +32,6 @@ class Registered:
         self._consumer = self._agent([(self.local, local_bytes, 0), (self.staging, STAGING_BYTES, 0)])
         self._producers = [self._agent([(base, remote_bytes, 0)]) for base in self.remote]
         self._names = [self._consumer.loadRemoteMD(producer.getLocalMD()) for producer in self._producers]
-
-    @classmethod
-    def try_to_make(cls, local_bytes: int, remote_bytes: int, remotes: int, wanted: bool) -> Registered | None:
-        """The same, or None where it is not wanted, or NIXL or the address space are not to be had; says why."""
-        if not wanted:
-            return None
-        try:
-            return cls(local_bytes, remote_bytes, remotes)
-        except (FabricError, OSError, RuntimeError, ValueError) as error:  # NIXL's own errors are RuntimeErrors
-            print(f"NIXL's part is not measured: {error}")
-            return None
 
     def prepare_local(self, rows: NDArray[np.int64]) -> None:
         """Strided rows of the consumer."""
@@ -87,8 +66,12 @@ class Registered:
         self._handles.append(self._consumer.prepXferDlist(owner, listed))
 
     def _map(self, num_bytes: int) -> int:
-        one, address = reserve(num_bytes)
+        """Address space without a promise of memory; returns where it begins."""
+        one = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         self._maps.append(one)
+        view = ctypes.c_char.from_buffer(one)
+        address = ctypes.addressof(view)
+        del view  # or the map could not be closed
         return address
 
     def _agent(self, regions: list[tuple[int, int, int]]) -> Any:

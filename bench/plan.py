@@ -1,8 +1,7 @@
 """Plans, prepared descriptors and index arrays, beside the published way of making descriptors.
 
-    python -m bench.plan                    # the published figures: 100,000 blocks; writes results/plan.json; a minute
-    python -m bench.plan --quick            # seconds, for orientation
-    python -m bench.plan --no-results --blocks 1000 --published-blocks 200 --no-nixl
+    python -m bench.plan            # 100,000 blocks; writes results/plan.json; a minute
+    python -m bench.plan --quick    # 1,000 blocks, seconds
 
 One consumer worker of a Llama of 80 layers, tensor parallel 8 to 4 and 4 to 8, heads or tokens outermost in a block.
 Times are processor time of the thread, the best of some repetitions: on a shared machine anything else says more about
@@ -12,21 +11,18 @@ the neighbours. Everything measured here runs on one thread, so on an idle machi
 from __future__ import annotations
 
 import argparse
-import statistics
 import tracemalloc
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.cases import Case, best_of, request_of
-from bench.figures import publish
-from bench.llama import worker_bytes
+from bench.figures import Cell, Chart, Results, Series, Table, Target, publish
+from bench.llama import BLOCK_TOKENS, llama, worker_bytes
 from bench.nixl_prep import STAGING_BYTES, Registered
-from bench.plan_report import results_of
 from bench.provenance import begin
-from bench.published import Published, measure_published
+from bench.published_descriptors import Published, best_of, measure_published
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_tables
 from kvferry.plan.planner import plan_transfer
@@ -34,7 +30,63 @@ from kvferry.plan.transfer_plan import Placing, TransferPlan
 from kvferry.plan.waves import SourceTable, Window, source_table, source_units, window_reads
 from kvferry.protocol.handshake import EngineDescription
 
+MAX_PLAN_MS, MAX_PLAN_MB, MAX_REQUEST_MS = 50.0, 16.0, 1.0
+"""Limits of a consumer worker's time and memory, per peer and per request."""
+REQUEST_TOKENS = 8192
+_WHAT = (
+    "What one worker of a decode engine prepares when it meets a prefill engine, and for every request: the plan, the "
+    "tables of descriptors, the index arrays. Beside it, in the same run, the way in which vLLM's NixlConnector makes "
+    "its descriptors. A Llama of 80 layers, tensor parallel 8 to 4 and 4 to 8, {blocks:,} blocks in every worker's "
+    "cache."
+)
+_COLUMNS = (
+    "pair",
+    "placed",
+    "plan and tables, ms",
+    "NIXL, ms",
+    "memory, MB",
+    "a request, ms",
+    "published: tables and NIXL, ms",
+    "memory, MB",
+    "a request, ms",
+    "ratio",
+)
+
 Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pair of engines."""
+
+    producer_tp: int
+    consumer_tp: int
+    layout: str
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"{self.layout} TP {self.producer_tp} → TP {self.consumer_tp}"
+
+    @property
+    def readers(self) -> int:
+        """Producer ranks that one consumer worker reads."""
+        return max(1, self.producer_tp // self.consumer_tp)
+
+    def engines(
+        self, here: int | None = None, there: Sequence[int] = ()
+    ) -> tuple[EngineDescription, EngineDescription]:
+        """Consumer and producer; `here` and `there` are where the caches of their first workers are."""
+        local = {0: here} if here is not None else None
+        consumer = llama("D", tp=self.consumer_tp, layout=self.layout, blocks=self.blocks, bases=local)
+        remote = dict(enumerate(there))
+        return consumer, llama("P", tp=self.producer_tp, layout=self.layout, blocks=self.blocks, bases=remote)
+
+    def request(self) -> RequestBlocks:
+        """A request of at most `REQUEST_TOKENS` tokens, its blocks all over both caches."""
+        draw = np.random.default_rng(1)
+        count = min(REQUEST_TOKENS // BLOCK_TOKENS, self.blocks - 1)
+        local, remote = (draw.permutation(np.arange(1, self.blocks))[:count].tolist() for _ in range(2))
+        return RequestBlocks([local], [remote], 0, count * BLOCK_TOKENS, count * BLOCK_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -72,55 +124,9 @@ class Prepared:
             count += len(window_reads(table, found, Window(0, table.runs, 0, len(found))))
         return count
 
-
-@dataclass(frozen=True)
-class Ours:
-    """Figures of kvferry for one case."""
-
-    placing: str
-    plan_ms: float
-    plan_and_tables_ms: float
-    median_ms: float
-    kept_mb: float
-    peak_mb: float
-    rows: int
-    descriptors: int
-    request_ms: float
-    request_descriptors: int
-    nixl_prep_ms: float | None
-
-
-def measure_ours(case: Case, repeats: int, registered: Registered | None = None) -> Ours:
-    """Plan, prepare and index, for the first worker of the consumer."""
-    consumer, producer = case.engines(registered.local if registered else None, registered.remote if registered else ())
-    plan_s, _ = best_of(repeats, lambda: plan_transfer(consumer, 0, producer))
-    both_s, prepared = best_of(repeats, lambda: Prepared.of(consumer, producer))
-    tracemalloc.start()
-    kept = Prepared.of(consumer, producer)
-    kept_bytes, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    request = request_of(case.blocks, seed=1)
-    request_s, count = best_of(repeats * 4, lambda: kept.index_arrays(consumer, producer, request))
-    return Ours(
-        placing=prepared.placing,
-        plan_ms=plan_s[0] * 1e3,
-        plan_and_tables_ms=both_s[0] * 1e3,
-        median_ms=statistics.median(both_s) * 1e3,
-        kept_mb=kept_bytes / 1e6,
-        peak_mb=peak_bytes / 1e6,
-        rows=sum(len(rows) for rows in prepared.remote_rows),
-        descriptors=sum(int(rows[:, 4].sum()) for rows in prepared.remote_rows),
-        request_ms=request_s[0] * 1e3,
-        request_descriptors=count,
-        nixl_prep_ms=_prepare_with_nixl(prepared, registered, repeats) if registered is not None else None,
-    )
-
-
-def _prepare_with_nixl(prepared: Prepared, registered: Registered, repeats: int) -> float:
-    """NIXL's time for the rows of both sides, ms."""
-
-    def prepare() -> None:
-        for index, (tables, sources) in enumerate(zip(prepared.direct, prepared.staged, strict=True)):
+    def prepare_with_nixl(self, registered: Registered) -> None:
+        """The rows of both sides."""
+        for index, (tables, sources) in enumerate(zip(self.direct, self.staged, strict=True)):
             for table in tables:
                 registered.prepare_local(table.local_rows)
                 registered.prepare_remote(index, table.remote_rows)
@@ -130,83 +136,122 @@ def _prepare_with_nixl(prepared: Prepared, registered: Registered, repeats: int)
                 registered.prepare_local(chunks)
                 registered.prepare_remote(index, source.rows)
 
-    seconds, _ = best_of(repeats, prepare)
-    return seconds[0] * 1e3
+
+@dataclass(frozen=True)
+class Ours:
+    """Figures of kvferry for one case. Without registered memory NIXL's part is not measured."""
+
+    placing: str
+    plan_and_tables_ms: float
+    peak_mb: float
+    rows: int
+    descriptors: int
+    request_ms: float
+    request_descriptors: int
+    nixl_prep_ms: float | None
+
+    @property
+    def total_ms(self) -> float:
+        return self.plan_and_tables_ms + (self.nixl_prep_ms or 0.0)
 
 
-def run(blocks: int, published_blocks: int, repeats: int, with_nixl: bool) -> list[dict[str, Any]]:
-    """All cases; prints as it goes."""
-    print(HEADER)
+def measure_ours(case: Case, repeats: int, registered: Registered | None = None) -> Ours:
+    """Plan, prepare and index, for the first worker of the consumer."""
+    consumer, producer = case.engines(registered.local if registered else None, registered.remote if registered else ())
+    both_s, prepared = best_of(repeats, lambda: Prepared.of(consumer, producer))
+    tracemalloc.start()
+    kept = Prepared.of(consumer, producer)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    request = case.request()
+    request_s, count = best_of(repeats * 4, lambda: kept.index_arrays(consumer, producer, request))
+    nixl_s = best_of(repeats, lambda: prepared.prepare_with_nixl(registered))[0] if registered is not None else None
+    return Ours(
+        placing=prepared.placing,
+        plan_and_tables_ms=both_s * 1e3,
+        peak_mb=peak_bytes / 1e6,
+        rows=sum(len(rows) for rows in prepared.remote_rows),
+        descriptors=sum(int(rows[:, 4].sum()) for rows in prepared.remote_rows),
+        request_ms=request_s * 1e3,
+        request_descriptors=count,
+        nixl_prep_ms=nixl_s * 1e3 if nixl_s is not None else None,
+    )
+
+
+def run(blocks: int, published_blocks: int, repeats: int, *, quick: bool) -> Results:
+    """All cases."""
     found = []
     for layout in ("HND", "NHD"):
         for producer_tp, consumer_tp in ((8, 4), (4, 8)):
             case = Case(producer_tp, consumer_tp, layout, blocks)
-            registered = Registered.try_to_make(
-                worker_bytes(consumer_tp, blocks), worker_bytes(producer_tp, blocks), case.readers, with_nixl
+            registered = Registered(
+                worker_bytes(consumer_tp, blocks), worker_bytes(producer_tp, blocks), remotes=case.readers
             )
             ours = measure_ours(case, repeats, registered)
             # The published algorithm divides heads only where they are outermost: NHD is refused.
-            theirs = measure_published(case, min(published_blocks, blocks), registered) if layout == "HND" else None
-            if registered is not None:
-                registered.close()
-            print(_line(case, ours, theirs), flush=True)
-            published = asdict(theirs) if theirs is not None else None
-            found.append({"case": str(case), "blocks": blocks, "ours": asdict(ours), "published": published})
-    return found
+            given = (consumer_tp, producer_tp, blocks, min(published_blocks, blocks))
+            theirs = measure_published(*given, case.request(), registered) if layout == "HND" else None
+            registered.close()
+            found.append((case, ours, theirs))
+    return results_of(found, quick=quick)
 
 
-COLUMNS = (
-    "pair",
-    "placed",
-    "plan and tables",
-    "NIXL",
-    "memory",
-    "a request",
-    "published: tables and NIXL",
-    "memory",
-    "a request",
-    "ratio",
-)
-HEADER = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
-
-
-def _line(case: Case, ours: Ours, theirs: Published | None) -> str:
-    cells = [
-        str(case),
-        ours.placing,
-        f"{ours.plan_and_tables_ms:.1f} ms",
-        "–" if ours.nixl_prep_ms is None else f"{ours.nixl_prep_ms:.2f} ms",
-        f"{ours.peak_mb:.2f} MB",
-        f"{ours.request_ms:.2f} ms",
-    ]
-    if theirs is None:
-        cells += ["refuses tokens outermost", "–", "–", "–"]
-    else:
-        total_s = (ours.plan_and_tables_ms + (ours.nixl_prep_ms or 0.0)) / 1e3
-        scaled = "" if theirs.blocks == case.blocks else f", scaled from {theirs.blocks} blocks"
-        cells += [
-            f"{theirs.seconds_at:.1f} s{scaled}",
-            f"{theirs.peak_mb_at:.0f} MB",
-            f"{theirs.request_ms:.2f} ms",
-            f"{theirs.seconds_at / total_s:.0f} ×",
-        ]
-    return f"| {' | '.join(cells)} |"
+def results_of(found: Sequence[tuple[Case, Ours, Published | None]], *, quick: bool) -> Results:
+    """A table, a chart beside the published way, and the limits."""
+    words = [str(case) for case, _, _ in found]
+    ours = [one for _, one, _ in found]
+    rows: list[Sequence[Cell]] = []
+    for case, one, theirs in found:
+        cells = (str(case), one.placing, one.plan_and_tables_ms, one.nixl_prep_ms, one.peak_mb, one.request_ms)
+        beside = (theirs.ms, theirs.peak_mb, theirs.request_ms, theirs.ms / one.total_ms) if theirs else (None,) * 4
+        rows.append((*cells, *beside))
+    return Results(
+        command="python -m bench.plan" + " --quick" * quick,
+        what=_WHAT.format(blocks=found[0][0].blocks),
+        tables=(Table("One consumer worker and one peer", _COLUMNS, rows),),
+        charts=(
+            Chart(
+                "Meeting a peer: plan, tables and NIXL's preparation",
+                "layout, producer → consumer",
+                "ms of processor time",
+                (
+                    Series("kvferry", words, [one.total_ms for one in ours]),
+                    Series("published way", words, [theirs.ms if theirs else None for _, _, theirs in found]),
+                ),
+                y_log=True,
+            ),
+        ),
+        targets=(
+            Target.at_most(
+                "plan and tables of a peer, the slowest case",
+                max(one.plan_and_tables_ms for one in ours),
+                MAX_PLAN_MS,
+                "ms",
+            ),
+            Target.at_most("memory for that, the most", max(one.peak_mb for one in ours), MAX_PLAN_MB, "MB"),
+            Target.at_most(
+                "index arrays of an 8,192-token request, the slowest case",
+                max(one.request_ms for one in ours),
+                MAX_REQUEST_MS,
+                "ms",
+            ),
+        ),
+        notes=(
+            "Times are processor time of the one thread that works, the best of several.",
+            "The published way is given fewer blocks, as at full size it would hold gigabytes, and is scaled; it "
+            "refuses blocks with tokens outermost (NHD) for tensor-parallel sizes that differ.",
+        ),
+        quick=quick,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=100_000, help="blocks of every worker's cache")
-    parser.add_argument("--published-blocks", type=int, default=10_000, help="blocks that the published way is given")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--no-nixl", action="store_true", help="do not measure what NIXL takes")
-    parser.add_argument("--no-results", action="store_true", help="do not write results/plan.json")
     parser.add_argument("--quick", action="store_true", help="1,000 blocks; writes results/quick/plan.json")
-    chosen = parser.parse_args()
+    quick = parser.parse_args().quick
     started = begin()
-    blocks, published = (1000, 200) if chosen.quick else (chosen.blocks, chosen.published_blocks)
-    cases = run(blocks, published, chosen.repeats, not chosen.no_nixl)
-    if not chosen.no_results:
-        publish("plan", results_of(cases, chosen.quick), started)
+    blocks, published_blocks = (1000, 200) if quick else (100_000, 10_000)
+    publish("plan", run(blocks, published_blocks, repeats=7, quick=quick), started)
 
 
 if __name__ == "__main__":

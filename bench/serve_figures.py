@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from bench.serve_cpu import Cores
 from bench.serve_load import Timing
 from bench.serve_setups import Setup
 
+Cores = Mapping[str, float]
+"""Processor seconds per second, by process; `all` is their sum."""
 NAN = float("nan")
-BATCHES = ("direct", "routed", "direct_crowd", "routed_crowd", "cached", "cached_crowd")
+BATCHES = {
+    "direct": "handovers",
+    "routed": "requests",
+    "direct_crowd": "handovers, 8 at once",
+    "routed_crowd": "requests, 8 at once",
+    "cached": "prompts in its own cache",
+    "cached_crowd": "prompts in its own cache, 8 at once",
+}
+"""Batches of a setup, in words."""
 
 
 def percentile(values: Iterable[float], share: float) -> float:
@@ -79,28 +87,6 @@ class Batch:
         """A percentile of the time to the first token, of all prompts or those of one length."""
         return percentile((one.first_s for one in self.good if prompt_tokens in (None, one.prompt_tokens)), share)
 
-    def raw(self) -> dict[str, Any]:
-        """As plain values, in milliseconds."""
-        columns = ("prompt_tokens", "prefill_ms", "first_ms", "gap_ms")
-        rows = [
-            [
-                one.prompt_tokens,
-                round(1e3 * one.prefill_s, 2) if one.prefill_s is not None else None,
-                round(1e3 * one.first_s, 2),
-                round(1e3 * median(one.gaps_s), 2),
-            ]
-            for one in self.good
-        ]
-        errors = [one.error for one in self.timings if one.error]
-        return {
-            "at_once": self.at_once,
-            "asked": self.asked,
-            "seconds": self.seconds if math.isfinite(self.seconds) else None,
-            "columns": columns,
-            "rows": rows,
-            "errors": errors,
-        }
-
 
 @dataclass(slots=True)
 class SetupFigures:
@@ -118,7 +104,6 @@ class SetupFigures:
     """
 
     setup: Setup
-    start_s: float = NAN
     idle: dict[str, Cores] = field(default_factory=dict)
     leased: Cores | None = None
     contact: Contact | None = None
@@ -131,56 +116,7 @@ class SetupFigures:
     notes: list[str] = field(default_factory=list)
     error: str = ""
 
-    def raw(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "start_s": self.start_s if math.isfinite(self.start_s) else None,
-            "idle_cores": {engine: dict(cores) for engine, cores in self.idle.items()},
-            "leased_cores": dict(self.leased) if self.leased else None,
-            "first_contact_ms": _raw_contact(self.contact) if self.contact else None,
-            **{name: getattr(self, name).raw() for name in BATCHES},
-            "notes": self.notes,
-            "error": self.error,
-        }
-
-
-@dataclass(slots=True)
-class ContactFigures:
-    """First contacts of engines with many blocks.
-
-    Attributes:
-        contacts: one for each consumer.
-        said: what the consumers' logs say of the first one.
-    """
-
-    setup: Setup
-    blocks: int = 0
-    layers: int = 0
-    contacts: list[Contact] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
-    error: str = ""
-
-    @property
-    def extra_s(self) -> float:
-        """The median of all."""
-        return median(one.extra_s for one in self.contacts)
-
-    def raw(self) -> dict[str, Any]:
-        """As plain values."""
-        contacts = [_raw_contact(one) for one in self.contacts]
-        return {
-            "blocks": self.blocks,
-            "layers": self.layers,
-            "contacts_ms": contacts,
-            "log": self.said,
-            "error": self.error,
-        }
-
 
 def by_length(batch: Batch) -> Sequence[int]:
     """The prompt lengths that a batch has answers of."""
     return sorted({one.prompt_tokens for one in batch.good})
-
-
-def _raw_contact(contact: Contact) -> dict[str, Any]:
-    return {"first": round(1e3 * contact.first_s, 2), "warm": [round(1e3 * one, 2) for one in contact.warm_s]}

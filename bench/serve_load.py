@@ -21,8 +21,6 @@ ANSWER_TOKENS = 8
 NO_LOGPROBS = {"logprobs": None}
 """They cost time, and need a tokenizer."""
 
-Tick = Callable[[], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -46,6 +44,9 @@ class Timing:
     def handover_s(self) -> float:
         """From the producer's answer to the first token out of the decoder."""
         return self.first_s - self.prefill_s if self.prefill_s is not None else float("nan")
+
+
+Ask = Callable[[Case], Awaitable[Timing]]
 
 
 def make_cases(name: str, lengths: Sequence[int], vocabulary: range = VOCABULARY) -> list[Case]:
@@ -143,10 +144,9 @@ def _timing(case: Case, answer: Answer) -> Timing:
 
 
 async def run_all(
-    ask: Callable[[Case], Awaitable[Timing]],
+    ask: Ask,
     cases: Sequence[Case],
     at_once: int,
-    tick: Tick,
     budget_s: float = float("inf"),
 ) -> list[Timing]:
     """All of them, so many at a time; none is begun after the budget."""
@@ -158,7 +158,6 @@ async def run_all(
         async with gate:
             if time.monotonic() < end_s:
                 timings.append(await ask(case))
-            tick()
 
     await asyncio.gather(*(one(case) for case in cases))
     return timings

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from bench.figures import Cell, Chart, Series, Table, Target
-from bench.serve_cpu import Cores
-from bench.serve_figures import NAN, Batch, SetupFigures, by_length, median, percentile
+from bench.figures import Cell, Chart, Series, Table, Target, spread
+from bench.serve_figures import BATCHES, NAN, Batch, SetupFigures, by_length, median, percentile
 
 By = Mapping[str, SetupFigures]
 """Figures by the setup's name."""
@@ -23,55 +22,33 @@ FLOOR = "one engine, prompt in its own cache"
 
 def tables(setups: By) -> tuple[Table, ...]:
     """Everything, for people."""
-    return (
-        _first_tokens(setups),
-        _handovers(setups),
-        _crowds(setups),
-        _cores(setups),
-        _contacts(setups),
-    )
+    return _handovers(setups), _first_tokens(setups), _crowds(setups), _cores(setups)
 
 
 def charts(setups: By) -> tuple[Chart, ...]:
-    """The handover and the first token by the prompt's length, and idle processors."""
-    pairs = [one for one in setups.values() if one.direct.good]
+    """The handover and the first token by the prompt's length."""
+    axes = ("prompt, tokens", "ms")
     return (
         Chart(
             "Handover, one request at a time: median and range",
-            "prompt, tokens",
-            "ms",
-            tuple(_series(one.setup.title, one.direct, handover=True) for one in pairs),
+            *axes,
+            [_series(one, one.direct, "handover_s") for one in setups.values() if one.direct.good],
             x_log=True,
             y_log=True,
         ),
         Chart(
             "First token through the router, one request at a time: median and range",
-            "prompt, tokens",
-            "ms",
-            tuple(_series(one.setup.title, one.routed, handover=False) for one in setups.values() if one.routed.good),
+            *axes,
+            [_series(one, one.routed, "first_s") for one in setups.values() if one.routed.good],
             x_log=True,
             y_log=True,
-        ),
-        Chart(
-            "Processor of an idle engine",
-            "setup",
-            "cores",
-            (
-                Series(
-                    "idle",
-                    [f"{one.setup.title}: {name}" for one in setups.values() for name in one.idle],
-                    [cores["all"] for one in setups.values() for cores in one.idle.values()],
-                ),
-            ),
         ),
     )
 
 
 def targets(setups: By) -> tuple[Target, ...]:
     """The targets; without a figure of both sides a target has no number, and is not met."""
-    missing = SetupFigures(next(iter(setups.values())).setup) if setups else None
-    if missing is None:
-        return ()
+    missing = SetupFigures(next(iter(setups.values())).setup)
     ours, peer, single = (setups.get(name, missing) for name in ("kvferry", "calm", "single"))
     found = []
     for share, word in ((0.5, "p50"), (0.99, "p99")):
@@ -88,39 +65,26 @@ def targets(setups: By) -> tuple[Target, ...]:
                     "half of the event-driven peer's" + _of_floor(batch, other, floor, share),
                 )
             )
-    worst = slowest_first_token(ours.routed, single.routed)
-    found.append(
+    found += [
         Target.at_most(
             "first token less one decode step, by the single engine's, worst length",
-            worst,
+            slowest_first_token(ours.routed, single.routed),
             TTFT_LIMIT,
             "times",
             "medians by length; 1 at a time; decode step of the same run",
-        )
-    )
-    found.append(
-        Target.at_most(
-            f"first token, p99/p50 of {len(ours.routed.good)} prompts",
-            tail(ours.routed),
-            TAIL_LIMIT * tail(single.routed),
-            "times",
-            f"the single engine's, {tail(single.routed):.3g}, times {TAIL_LIMIT:g}",
-        )
-    )
-    found.append(
+        ),
         Target.at_most(
             "first token, p99/p50 with each prompt by its length's median",
             level_tail(ours.routed),
             TAIL_LIMIT * level_tail(single.routed),
             "times",
-            "so that the spread of lengths hides nothing",
-        )
-    )
+            f"the single engine's times {TAIL_LIMIT:g}; the spread of lengths hides nothing",
+        ),
+    ]
+    without = next(iter(single.idle.values()), {}).get("worker", NAN)
     for name, cores in ours.idle.items():
-        without = _of_single(single, "worker")
-        more = cores["worker"] - without
         what = f"idle worker of {name}, more than without connector"
-        found.append(Target.at_most(what, more, IDLE_LIMIT, "cores"))
+        found.append(Target.at_most(what, cores["worker"] - without, IDLE_LIMIT, "cores"))
     if ours.leased is not None:
         found.append(Target.at_most("producer with one lease held", ours.leased["all"], LEASE_LIMIT, "cores"))
     return tuple(found)
@@ -129,15 +93,6 @@ def targets(setups: By) -> tuple[Target, ...]:
 def above_step(batch: Batch, share: float) -> float:
     """A percentile of the handover without the decode step that every first token takes, in seconds."""
     return batch.handover_s(share) - batch.decode_step_s
-
-
-def _of_floor(ours: Batch, peer: Batch, floor: Batch, share: float) -> str:
-    """How much of it is the connector's; empty where the floor was not measured."""
-    least = above_step(floor, share)
-    if not math.isfinite(least):
-        return ""
-    mine, others = (1e3 * (above_step(batch, share) - least) for batch in (ours, peer))
-    return f"; a prompt in the engine's own cache takes {1e3 * least:.1f} ms, beyond it {mine:.1f} and {others:.1f} ms"
 
 
 def slowest_first_token(pair: Batch, single: Batch) -> float:
@@ -150,66 +105,54 @@ def slowest_first_token(pair: Batch, single: Batch) -> float:
     return max(ratios, default=NAN)
 
 
-def tail(batch: Batch) -> float:
-    """How much slower the slowest of a hundred is than the usual one."""
-    return batch.first_s(0.99) / batch.first_s(0.5)
-
-
 def level_tail(batch: Batch) -> float:
-    """The same with each time divided by the median of its prompt's length."""
+    """How much slower the slowest of a hundred is than the usual one; each time by its prompt length's median."""
     medians = {length: batch.first_s(0.5, length) for length in by_length(batch)}
     level = [one.first_s / medians[one.prompt_tokens] for one in batch.good]
     return percentile(level, 0.99) / percentile(level, 0.5)
 
 
-def _of_single(single: SetupFigures, process: str) -> float:
-    cores: Cores = next(iter(single.idle.values()), {})
-    return cores.get(process, NAN)
+def notes(setups: By) -> tuple[str, ...]:
+    """Notes beside the figures: circumstances, and what failed."""
+    found = [
+        "Every engine has one core, the single engine as the producer and the decoder; client, router and the servers' "
+        "other processes share both.",
+        "vLLM's workers poll their queue for one second after each step, in every setup; idle is measured after it.",
+    ]
+    for one in setups.values():
+        if one.error:
+            found.append(f"{one.setup.title} ended early: {one.error}")
+        found += [f"{one.setup.title}: {note}" for note in one.notes]
+        for name, what in BATCHES.items():
+            batch: Batch = getattr(one, name)
+            errors = sorted({timing.error for timing in batch.timings if timing.error})
+            unasked = batch.asked - len(batch.timings) if math.isfinite(batch.seconds) else 0
+            if errors or unasked:
+                left = f"; {unasked} were not begun, the time was up" if unasked else ""
+                why = f": {'; '.join(errors[:3])}" if errors else ""
+                found.append(f"{one.setup.title}, {what}: {batch.failed} of {batch.asked} failed{why}{left}")
+    return tuple(found)
 
 
-def _series(name: str, batch: Batch, *, handover: bool) -> Series:
-    lengths = by_length(batch)
-    times = {
-        length: [
-            1e3 * (one.handover_s if handover else one.first_s) for one in batch.good if one.prompt_tokens == length
-        ]
-        for length in lengths
-    }
-    return Series(
-        name,
-        lengths,
-        [median(times[length]) for length in lengths],
-        [min(times[length]) for length in lengths],
-        [max(times[length]) for length in lengths],
-    )
+def _of_floor(ours: Batch, peer: Batch, floor: Batch, share: float) -> str:
+    """How much of it is the connector's; empty where the floor was not measured."""
+    least = above_step(floor, share)
+    if not math.isfinite(least):
+        return ""
+    mine, others = (1e3 * (above_step(batch, share) - least) for batch in (ours, peer))
+    return f"; a prompt in the engine's own cache takes {1e3 * least:.1f} ms, beyond it {mine:.1f} and {others:.1f} ms"
+
+
+def _series(one: SetupFigures, batch: Batch, what: str) -> Series:
+    times = [
+        (length, [1e3 * getattr(timing, what) for timing in batch.good if timing.prompt_tokens == length])
+        for length in by_length(batch)
+    ]
+    return Series.of_samples(one.setup.title, times)
 
 
 def _ms(seconds: float) -> Cell:
     return round(1e3 * seconds, 1) if math.isfinite(seconds) else None
-
-
-def _range(batch: Batch, length: int) -> str:
-    times = [one.first_s for one in batch.good if one.prompt_tokens == length]
-    if not times:
-        return "–"
-    return f"{1e3 * median(times):.0f} ({1e3 * min(times):.0f}–{1e3 * max(times):.0f})"
-
-
-def _first_tokens(setups: By) -> Table:
-    lengths = sorted({length for one in setups.values() for length in by_length(one.routed)})
-    rows: list[Sequence[Cell]] = [
-        [
-            one.setup.title,
-            len(one.routed.good),
-            one.routed.failed,
-            *(_range(one.routed, length) for length in lengths),
-            round(tail(one.routed), 2),
-            _ms(one.routed.decode_step_s),
-        ]
-        for one in setups.values()
-    ]
-    columns = ["", "answered", "failed", *(f"{length:,} tokens" for length in lengths), "p99/p50", "decode step"]
-    return Table("First token through the router, 1 at a time: ms, median (range)", columns, rows)
 
 
 def _handovers(setups: By) -> Table:
@@ -219,11 +162,9 @@ def _handovers(setups: By) -> Table:
             batch.at_once,
             len(batch.good),
             batch.failed,
-            _ms(batch.handover_s(0.5)),
-            _ms(batch.handover_s(0.99)),
+            *(_ms(batch.handover_s(share)) for share in (0.5, 0.99)),
             _ms(batch.decode_step_s),
-            _ms(above_step(batch, 0.5)),
-            _ms(above_step(batch, 0.99)),
+            *(_ms(above_step(batch, share)) for share in (0.5, 0.99)),
         ]
         for one in setups.values()
         for name, batch in (
@@ -234,18 +175,25 @@ def _handovers(setups: By) -> Table:
         )
         if batch.asked
     ]
-    columns = (
-        "",
-        "at once",
-        "answered",
-        "failed",
-        "p50",
-        "p99",
-        "decode step",
-        "p50 less a step",
-        "p99 less a step",
-    )
-    return Table("Handover, from the producer's answer to the first token: ms", columns, rows)
+    columns = ("", "at once", "answered", "failed", "p50", "p99", "decode step", "p50 less a step", "p99 less a step")
+    title = "Handover, from the producer's answer to the first token: ms"
+    contacts = [
+        [f"{one.setup.title}, the very first", 1, 1, 0, _ms(one.contact.first_s), None, None, None, None]
+        for one in setups.values()
+        if one.contact is not None
+    ]
+    return Table(title, columns, [*rows, *contacts])
+
+
+def _first_tokens(setups: By) -> Table:
+    lengths = sorted({length for one in setups.values() for length in by_length(one.routed)})
+    rows: list[Sequence[Cell]] = []
+    for one in setups.values():
+        times = [[1e3 * x.first_s for x in one.routed.good if x.prompt_tokens == length] for length in lengths]
+        ranges = [f"{median(some):.0f} ({spread(some)})" if some else None for some in times]
+        rows.append([one.setup.title, len(one.routed.good), one.routed.failed, *ranges, _ms(one.routed.decode_step_s)])
+    columns = ["", "answered", "failed", *(f"{length:,} tokens" for length in lengths), "decode step"]
+    return Table("First token through the router, 1 at a time: ms, median (range)", columns, rows)
 
 
 def _crowds(setups: By) -> Table:
@@ -253,64 +201,20 @@ def _crowds(setups: By) -> Table:
     for one in setups.values():
         batch = one.routed_crowd
         prompts = sum(timing.prompt_tokens for timing in batch.good)
+        rates = [len(batch.good) / batch.seconds, prompts / batch.seconds]
         rows.append(
-            [
-                one.setup.title,
-                len(batch.good),
-                batch.failed,
-                _ms(batch.first_s(0.5)),
-                _ms(batch.first_s(0.99)),
-                round(len(batch.good) / batch.seconds, 2),
-                round(prompts / batch.seconds),
-            ]
-            if batch.good
-            else [one.setup.title, 0, batch.failed, None, None, None, None]
+            [one.setup.title, len(batch.good), batch.failed, _ms(batch.first_s(0.5)), _ms(batch.first_s(0.99)), *rates]
         )
     columns = ("", "answered", "failed", "first token p50, ms", "p99, ms", "requests/s", "prompt tokens/s")
     return Table("8 at once through the router", columns, rows)
 
 
 def _cores(setups: By) -> Table:
+    kinds = ("server", "engine core", "worker", "all")
     rows: list[Sequence[Cell]] = []
     for one in setups.values():
         watched = [(f"{name}, idle", cores) for name, cores in one.idle.items()]
         if one.leased is not None:
             watched.append(("producer, one lease held", one.leased))
-        for what, cores in watched:
-            parts = [round(cores.get(kind, 0.0), 3) for kind in ("server", "engine core", "worker", "all")]
-            rows.append([one.setup.title, what, *parts])
-    return Table("Processor: cores", ("", "", "server", "engine core", "worker", "all"), rows)
-
-
-def _contacts(setups: By) -> Table:
-    found = [(one.setup.title, one.contact) for one in setups.values() if one.contact is not None]
-    rows = [[title, _ms(one.first_s), _ms(median(one.warm_s)), _ms(one.extra_s)] for title, one in found]
-    return Table("First contact, once: ms", ("", "first handover", "warm handover", "extra"), rows)
-
-
-def notes(setups: By, seconds: float) -> tuple[str, ...]:
-    """Notes beside the figures: how long it took, what failed, lines of the logs."""
-    found = [
-        f"The whole run took {seconds / 60:.1f} minutes. Every engine has one core, the single engine as the producer "
-        "and the decoder; client, router and the servers' other processes share both.",
-        "vLLM's workers poll their queue for one second after each step, in every setup; idle is measured after it.",
-    ]
-    for one in setups.values():
-        if one.error:
-            found.append(f"{one.setup.title} ended early: {one.error}")
-        found += [f"{one.setup.title}: {note}" for note in one.notes]
-        for batch, what in (
-            (one.direct, "handovers"),
-            (one.routed, "requests"),
-            (one.direct_crowd, "handovers, 8 at once"),
-            (one.routed_crowd, "requests, 8 at once"),
-            (one.cached, "prompts in its own cache"),
-            (one.cached_crowd, "prompts in its own cache, 8 at once"),
-        ):
-            errors = sorted({timing.error for timing in batch.timings if timing.error})
-            unasked = batch.asked - len(batch.timings) if math.isfinite(batch.seconds) else 0
-            if errors or unasked:
-                left = f"; {unasked} were not begun, the time was up" if unasked else ""
-                why = f": {'; '.join(errors[:3])}" if errors else ""
-                found.append(f"{one.setup.title}, {what}: {batch.failed} of {batch.asked} failed{why}{left}")
-    return tuple(found)
+        rows += [[one.setup.title, what, *(cores.get(kind, 0.0) for kind in kinds)] for what, cores in watched]
+    return Table("Processor: cores", ("", "", *kinds), rows)

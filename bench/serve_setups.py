@@ -12,8 +12,6 @@ from scripts.accuracy.router import Router
 from scripts.accuracy.settings import STOCK
 
 START_S = 300.0
-PAGES = {"THP_MEM_ALLOC_ENABLE": "0"}
-"""PyTorch's default, which engines of tests do not have: kvferry moves its caches into huge pages, others do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ def specs_of(setup: Setup, model: str) -> tuple[EngineSpec, ...]:
 
 
 def _spec(name: str, model: str, core: str, transfer: Transfer | None = None) -> EngineSpec:
-    return EngineSpec(name, model, devices=(core,), transfer=transfer, extra_env=PAGES)
+    return EngineSpec(name, model, devices=(core,), transfer=transfer)
 
 
 @contextmanager
@@ -85,3 +83,9 @@ def start_all(stack: ExitStack, specs: Sequence[EngineSpec], logs: Path) -> list
     for engine in engines:
         engine.wait_ready(START_S)
     return engines
+
+
+def short(error: Exception) -> str:
+    """An error in a line."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' … '.join([*lines[:1], *lines[-3:]] if len(lines) > 4 else lines)}"[:1000]

@@ -22,7 +22,6 @@ from tests.geometry.handmade import attention, side
 
 MODEL = attention(layers=4, heads=4, size=8)
 MOST_TOKENS = 48
-NOTIFICATIONS = ("undelivered", "bad_notifications", "late_notifications")
 MOST_AT_ONCE = 48
 _IDLE_WITHIN_S = 60.0
 _POLL_S = 2.0
@@ -77,7 +76,6 @@ class Fleet:
         self._not_ready: dict[SoakEngine, float] = {}
         self._graves: list[tuple[SoakEngine, threading.Thread, float]] = []
         self.moved_bytes = self.staged_bytes = 0
-        self.worker_counts: Counter[str] = Counter()
         self.producers = [self._start(f"P{index}", kind) for index, kind in enumerate(PRODUCERS)]
         self.consumers = [self._start(f"C{index}", kind) for index, kind in enumerate(CONSUMERS)]
 
@@ -230,7 +228,6 @@ class Fleet:
         """The figures of a life that is over."""
         for key, amount in engine.counters.take().items():
             self.counter_totals[key] += amount
-        self.worker_counts += Counter({name: engine.seen.counts[name] for name in NOTIFICATIONS})
         self.moved_bytes += engine.moved_bytes
         self.staged_bytes += engine.staged_bytes
         if engine.spoilt and engine.is_dead:

@@ -1,15 +1,8 @@
-"""A soak's figures as Markdown, and as what `bench.report` draws.
-
-python -m bench.soak_report bench/results/soak.json    # the common keys anew, of a soak that has ended
-"""
+"""A soak's figures as tables, charts and targets."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from bench.figures import Chart, Results, Series, Table, Target
@@ -27,15 +20,12 @@ of 3,000 requests. `objects` is five of each request; that consumers remember en
 are remembered. A descriptor left by every request would be 1,000."""
 FEWEST_FOR_A_SLOPE = 3000
 """Requests. Memory grows until every pair of workers is connected and the allocators have seen the largest wave."""
-_WHAT = """\
-Is every load right byte for byte or reported failed, and does what the process takes stay bounded? Six engines of
-kvferry with shards, blocks and layouts of their own live in one process on real NIXL; some of the requests between them
-have a fault."""
-
-
-def report(figures: dict[str, Any]) -> str:
-    """Three tables: the whole, the faults, what the process took; and what must be empty."""
-    return "\n\n".join(_markdown(table) for table in _tables(figures))
+_POINTS = 40
+_WHAT = (
+    "Is every load right byte for byte or reported failed, and does what the process takes stay bounded? Six engines "
+    "of kvferry with shards, blocks and layouts of their own live in one process on real NIXL; some of the requests "
+    "between them have a fault."
+)
 
 
 def added(figures: dict[str, Any], name: str) -> float:
@@ -55,8 +45,8 @@ def grown(figures: dict[str, Any]) -> list[str]:
 
 
 def results_of(figures: dict[str, Any]) -> Results:
-    """For `bench.report`. The figures themselves are not repeated: they stand beside the common keys."""
-    samples = figures["samples"]
+    """From the figures of `bench.soak.soak`."""
+    samples = figures["samples"][:: -(-len(figures["samples"]) // _POINTS)]
     requests = [one["requests"] for one in samples]
 
     def over_requests(title: str, unit: str, *names: str) -> Chart:
@@ -66,7 +56,7 @@ def results_of(figures: dict[str, Any]) -> Results:
     return Results(
         command=f"python -m bench.soak --requests {figures['requests']} --faults {figures['fault_rate']:g} "
         f"--seed {figures['seed']}",
-        what=_WHAT.replace("\n", " "),
+        what=_WHAT,
         tables=_tables(figures),
         charts=(
             over_requests("Memory of the process with all six engines", "MB", "rss_mb", "own_mb"),
@@ -84,30 +74,30 @@ def results_of(figures: dict[str, Any]) -> Results:
             "Which requests have which faults follows from the seed; what comes of them also from the threads' timing.",
             "Memory and descriptors go up and down with engines that end and come back.",
         ),
+        quick=figures["requests"] < FEWEST_FOR_A_SLOPE,
     )
 
 
 def _tables(figures: dict[str, Any]) -> Sequence[Table]:
     loads, gauges = figures["loads"], figures["gauges"]
     total, good = sum(loads.values()), loads.get("loaded", 0)
-    failed = sum(amount for how, amount in loads.items() if how.startswith("failed"))
     reasons = {how.partition(": ")[2]: amount for how, amount in loads.items() if how.startswith("failed")}
+    failed = sum(reasons.values())
     whole = {
         "requests": f"{figures['requests']:,}, seed {figures['seed']}, {100 * figures['fault_rate']:g}% with a fault",
-        "time": f"{figures['seconds']:.0f} s, {figures['requests_per_s']:.0f} requests/s",
-        "engines": f"{len(figures['fleet']['producers'])} producers, {len(figures['fleet']['consumers'])} consumers, "
-        f"{figures['engine_lives']} lives",
+        "time": f"{figures['seconds']:.0f} s, {figures['requests'] / figures['seconds']:.0f} requests/s",
+        "engines": f"3 producers, 3 consumers, {figures['engine_lives']} lives",
         "loads": f"{total:,}: {good:,} right byte for byte, {failed:,} reported failed, "
         f"{total - good - failed} ended with their engine",
         "failed by reason": _counted(reasons),
         "compared": f"{figures['checked_bytes']:,} B; moved {figures['moved_bytes']:,} B, "
         f"of these staged {figures['staged_bytes']:,} B",
         "leases": _counted(figures["leases"]),
-        "what must not happen": ", ".join(f"{k}: {v}" for k, v in figures["violations"].items()) or "nothing of it did",
+        "what must not happen": _counted(figures["violations"]) or "nothing of it did",
     }
     faults = [(fault, sum(outcomes.values()), _counted(outcomes)) for fault, outcomes in figures["faults"].items()]
     taken = [
-        (text, *(round(gauges[name][key]) for key in ("first", "last", "most")), gauges[name]["per_1000_requests"])
+        (text, *(round(gauges[name][key]) for key in ("first", "last", "most")), added(figures, name))
         for name, text in _GAUGES.items()
     ]
     return (
@@ -119,20 +109,3 @@ def _tables(figures: dict[str, Any]) -> Sequence[Table]:
 
 def _counted(amounts: dict[str, int]) -> str:
     return ", ".join(f"{name} {amount:,}" for name, amount in amounts.items())
-
-
-def _markdown(table: Table) -> str:
-    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
-    cells = [[f"{cell:+.2f}" if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
-
-
-def main() -> None:
-    """Rewrite one file; its circumstances stay."""
-    path = Path(sys.argv[1])
-    figures = json.loads(path.read_text())
-    path.write_text(json.dumps({**figures, **asdict(results_of(figures))}, indent=2, ensure_ascii=False) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -19,63 +19,51 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from bench.provenance import begin
-from bench.step_report import Shown, results_of
-from bench.step_scenes import QUICK, SCENES
+from bench.figures import publish
+from bench.provenance import REPOSITORY, begin
+from bench.step_report import HALVES, Shown, results_of
+from bench.step_scenes import QUICK, SCENES, Scene
 
 _STEPS, _QUICK_STEPS = 2000, 150
 _TIMEOUT_S = 300.0
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few steps, and only the ends of some sweeps")
-    parser.add_argument("--steps", type=int, help=f"steps of each scene; default {_STEPS}")
     parser.add_argument("--scene", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    steps = _QUICK_STEPS if asked.quick else _STEPS
     if asked.scene is not None:
-        _play(json.loads(asked.scene))
+        _play(Scene(**json.loads(asked.scene)), steps)
         return
     started = begin()
-    steps = asked.steps or (_QUICK_STEPS if asked.quick else _STEPS)
     found: list[Shown] = []
     for sweep in QUICK if asked.quick else SCENES:
         for scene in sweep.scenes:
-            seen = _elsewhere({"sweep": sweep.name, "scene": asdict(scene), "steps": steps})
-            found.append(Shown(sweep.name, scene, seen))
-            print(f"{sweep.name}: {found[-1].line()}", flush=True)
-    held = _elsewhere({"held_calls": 5 if asked.quick else 25})
-    from bench.figures import publish
-
-    publish("step", results_of(found, held, steps, quick=asked.quick), started)
+            found.append(Shown(sweep.name, scene, _in_a_process(scene, quick=asked.quick)))
+            p99 = ", ".join(f"{half} {found[-1].us(half):.0f}" for half in HALVES)
+            print(f"{sweep.name}: {scene}: p99 {p99} us", flush=True)
+    publish("step", results_of(found, steps, quick=asked.quick), started)
 
 
-def _elsewhere(task: dict[str, Any]) -> Any:
-    """Do it in a process of its own."""
-    command = [sys.executable, "-m", "bench.step", "--scene", json.dumps(task)]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+def _in_a_process(scene: Scene, *, quick: bool) -> Any:
+    command = [sys.executable, "-m", "bench.step", "--scene", json.dumps(asdict(scene)), *["--quick"] * quick]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
-        raise RuntimeError(f"{task}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{scene}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _play(task: dict[str, Any]) -> None:
+def _play(scene: Scene, steps: int) -> None:
     """The process of one scene."""
     logging.disable(logging.WARNING)
-    if "held_calls" in task:
-        from bench.step_nixl import held_calls
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from bench.step_flow import play
 
-        print(json.dumps([asdict(call) for call in held_calls(task["held_calls"])]), flush=True)
-    else:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        from bench.step_flow import play
-        from bench.step_scenes import Scene
-
-        print(json.dumps(asdict(play(Scene(**task["scene"]), task["steps"]))), flush=True)
+    print(json.dumps(asdict(play(scene, steps))), flush=True)
     os._exit(0)  # loads that are in flight for ever would be waited for
 
 

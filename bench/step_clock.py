@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
-
-_CALLS_TO_CALIBRATE = 2000
 
 
 @dataclass(frozen=True)
@@ -36,13 +33,11 @@ class StepClock:
 
     Attributes:
         cpu_ns, wall_ns: one sample for each step that has ended.
-        by_call_ns: processor time of all steps by the call's name.
         samples_ns: processor time of every single call by its name.
     """
 
     cpu_ns: list[int] = field(default_factory=list)
     wall_ns: list[int] = field(default_factory=list)
-    by_call_ns: Counter[str] = field(default_factory=Counter)
     samples_ns: dict[str, list[int]] = field(default_factory=dict)
     _cpu_now: int = 0
     _wall_now: int = 0
@@ -69,7 +64,6 @@ class StepClock:
                 self._wall_now += time.perf_counter_ns() - wall
                 self._depth = 0
                 self._cpu_now += cpu
-                self.by_call_ns[name] += cpu
                 self.samples_ns.setdefault(name, []).append(cpu)
 
         return measured
@@ -84,7 +78,6 @@ class StepClock:
         """Begin anew."""
         self.cpu_ns.clear()
         self.wall_ns.clear()
-        self.by_call_ns.clear()
         self.samples_ns.clear()
         self._cpu_now = self._wall_now = 0
 
@@ -99,18 +92,3 @@ class StepClock:
     def singly(self) -> dict[str, Spread]:
         """Time of one call, by its name."""
         return {name: Spread.of_ns(samples) for name, samples in self.samples_ns.items()}
-
-    def dearest(self, count: int = 4) -> Sequence[tuple[str, float]]:
-        """The calls that cost most, with their microseconds per step."""
-        steps = max(1, len(self.cpu_ns))
-        return [(name, ns / steps / 1e3) for name, ns in self.by_call_ns.most_common(count)]
-
-
-def clock_cost_us() -> float:
-    """Processor time that timing adds to a call: that of a call that does nothing."""
-    clock = StepClock()
-    nothing = clock.timed("nothing", lambda: None)
-    for _ in range(_CALLS_TO_CALIBRATE):
-        nothing()
-        clock.end_step()
-    return clock.cpu.p50

@@ -25,14 +25,12 @@ class Half:
 
     cpu: Spread
     wall: Spread
-    calls: Mapping[str, float]
-    """Mean microseconds per step of the dearest calls."""
     singly: Mapping[str, Spread]
     """Processor time of one call, by its name."""
 
     @classmethod
     def of(cls, clock: StepClock) -> Half:
-        return cls(clock.cpu, clock.wall, dict(clock.dearest()), clock.singly())
+        return cls(clock.cpu, clock.wall, clock.singly())
 
 
 @dataclass(frozen=True)

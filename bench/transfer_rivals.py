@@ -1,17 +1,16 @@
-"""Comparisons of `bench.transfer`: a bare NIXL loop, `process_vm_readv`, and a copy within one process."""
+"""Comparisons of `bench.transfer`: a bare NIXL loop with a load's descriptors, and a copy within one process."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.transfer_memory import IoVectors, Memory
 from bench.transfer_shapes import Scenario
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_tables
@@ -25,10 +24,13 @@ _DONE = bytes(120)
 """About as long as a `done`; the producer takes it for nothing of its own."""
 _FIRST_SLOT = np.zeros(1, dtype=np.int32)
 
+Read = tuple[Any, np.ndarray, Any, np.ndarray]
+"""Prepared local and remote descriptors, each with the indices that are read."""
+
 
 @dataclass(frozen=True)
 class Pieces:
-    """A request's reads by one table of one producer worker: descriptor numbers, int32 `[n]`, and their addresses.
+    """A request's reads by one table of one producer worker: descriptor numbers, int32 `[n]`.
 
     `number` counts the tables of a worker.
     """
@@ -38,16 +40,6 @@ class Pieces:
     number: int
     local: np.ndarray
     remote: np.ndarray
-
-    @property
-    def local_addresses(self) -> np.ndarray:
-        """int64 `[n]`."""
-        return _addresses(self.table.local_rows, self.local)
-
-    @property
-    def remote_addresses(self) -> np.ndarray:
-        """int64 `[n]`."""
-        return _addresses(self.table.remote_rows, self.remote)
 
 
 def pieces_of(scenario: Scenario, peer: Peer, order: LoadOrder, device: int) -> list[Pieces]:
@@ -72,37 +64,46 @@ def pieces_of(scenario: Scenario, peer: Peer, order: LoadOrder, device: int) -> 
 class BareNixl:
     """One agent and nothing else: make, post, poll, release, with index arrays that are there already."""
 
-    def __init__(self, scenario: Scenario, memory: Memory, peer: Peer) -> None:
+    def __init__(self, memory: torch.Tensor, peer: Peer) -> None:
         apply_ucx_defaults(os.environ)
         self._nixl: Any = load_bindings()
         self._agent: Any = make_agent(self._nixl, f"bare-{uuid.uuid4().hex[:12]}", AgentConfig(progress_thread=False))
         self._segment = self._nixl.VRAM_SEG if memory.device.type == "cuda" else self._nixl.DRAM_SEG
-        self._device = (memory.device.index or 0) if memory.device.type == "cuda" else 0
-        region = np.array([(memory.address, len(memory.tensor), self._device)], dtype=np.uint64)
-        self._registered = self._nixl.nixlRegDList(self._segment, region)
-        self._agent.registerMem(self._registered)
-        self._names: dict[int, str] = {}
         self._words = np.zeros(len(peer.routes), dtype=np.uint64)
-        self._slot_reads = self._register_words()
-        self._slots: list[tuple[Any, np.ndarray]] = []
+        words = int(self._words.ctypes.data)
+        self._registered = [
+            self._register(self._segment, memory.data_ptr(), len(memory), memory.device.index or 0),
+            self._register(self._nixl.DRAM_SEG, words, self._words.nbytes, 0),
+        ]
+        self._handles: list[Any] = []
+        self._names: dict[int, Any] = {}
+        self._tables: dict[tuple[int, int], tuple[Any, Any]] = {}
+        own_words = self._prepare(self._nixl.NIXL_INIT_AGENT, self._nixl.DRAM_SEG, _slots(words, len(self._words)))
+        self._fence: list[Read] = []
         for number, route in enumerate(peer.routes):
             worker = peer.description.workers[route.route.worker]
-            _, body = open_metadata(worker.agent_metadata)
-            name = self._names[route.route.worker] = self._agent.loadRemoteMD(body)
-            table = np.array([(worker.lease_table.address, SLOT_BYTES, 0, SLOT_BYTES, 1)], dtype=np.int64)
-            prepared = self._agent.prepXferDlist(name, self._nixl.DRAM_SEG, table)
-            self._slots.append((prepared, np.array([number], dtype=np.int32)))
-        self._prepared: dict[tuple[int, int], tuple[int, int]] = {}
+            name = self._names[route.route.worker] = self._agent.loadRemoteMD(open_metadata(worker.agent_metadata)[1])
+            word = self._prepare(name, self._nixl.DRAM_SEG, _slots(worker.lease_table.address, 1))
+            self._fence.append((own_words, np.array([number], dtype=np.int32), word, _FIRST_SLOT))
 
-    def reads(self, pieces: list[Pieces]) -> list[tuple[int, np.ndarray, int, np.ndarray]]:
+    def reads(self, pieces: Sequence[Pieces]) -> list[Read]:
         """Prepare what `read` takes."""
-        return [(*self._prepare(one), one.local, one.remote) for one in pieces]  # type: ignore[misc]
+        found: list[Read] = []
+        for one in pieces:
+            key = (one.worker, one.number)
+            if key not in self._tables:
+                local = self._prepare(self._nixl.NIXL_INIT_AGENT, self._segment, one.table.local_rows)
+                remote = self._prepare(self._names[one.worker], self._segment, one.table.remote_rows)
+                self._tables[key] = (local, remote)
+            local, remote = self._tables[key]
+            found.append((local, one.local, remote, one.remote))
+        return found
 
-    def read(self, reads: list[tuple[Any, ...]]) -> None:
+    def read(self, reads: Sequence[Read]) -> None:
         """All of them, to their end."""
         agent, nixl = self._agent, self._nixl
         handles = []
-        for local, remote, local_indices, remote_indices in reads:
+        for local, local_indices, remote, remote_indices in reads:
             handle = agent.makeXferReq(nixl.NIXL_READ, local, local_indices, remote, remote_indices)
             agent.postXferReq(handle)
             handles.append(handle)
@@ -111,81 +112,48 @@ class BareNixl:
                 pass
             agent.releaseXferReq(handle)
 
-    def read_fenced(self, reads: list[tuple[Any, ...]]) -> None:
+    def read_fenced(self, reads: Sequence[Read]) -> None:
         """The same with what a load owes: a word of every producer worker before and after, and a message to each."""
-        fence = [(self._slot_reads, slots, entry, _FIRST_SLOT) for slots, entry in self._slots]
-        self.read(fence)
+        self.read(self._fence)
         self.read(reads)
-        self.read(fence)
+        self.read(self._fence)
         for name in self._names.values():
             self._agent.genNotif(name, _DONE)
 
     def close(self) -> None:
-        self._agent.releasedDlistH(self._slot_reads)
-        for slots, _ in self._slots:
-            self._agent.releasedDlistH(slots)
-        for local, remote in self._prepared.values():
-            self._agent.releasedDlistH(local)
-            self._agent.releasedDlistH(remote)
+        for handle in self._handles:
+            self._agent.releasedDlistH(handle)
         for name in self._names.values():
             self._agent.invalidateRemoteMD(name)
-        self._agent.deregisterMem(self._registered)
-        self._agent.deregisterMem(self._registered_words)
+        for registered in self._registered:
+            self._agent.deregisterMem(registered)
         del self._agent
 
-    def _register_words(self) -> Any:
-        address = int(self._words.ctypes.data)
-        region = np.array([(address, self._words.nbytes, 0)], dtype=np.uint64)
-        self._registered_words = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, region)
-        self._agent.registerMem(self._registered_words)
-        rows = np.array([(address, SLOT_BYTES, 0, SLOT_BYTES, len(self._words))], dtype=np.int64)
-        return self._agent.prepXferDlist(self._nixl.NIXL_INIT_AGENT, self._nixl.DRAM_SEG, rows)
+    def _register(self, segment: Any, address: int, num_bytes: int, device: int) -> Any:
+        region = np.array([(address, num_bytes, device)], dtype=np.uint64)
+        registered = self._nixl.nixlRegDList(segment, region)
+        self._agent.registerMem(registered)
+        return registered
 
-    def _prepare(self, pieces: Pieces) -> tuple[int, int]:
-        key = (pieces.worker, pieces.number)
-        if key not in self._prepared:
-            own = self._agent.prepXferDlist(self._nixl.NIXL_INIT_AGENT, self._segment, pieces.table.local_rows)
-            theirs = self._agent.prepXferDlist(self._names[pieces.worker], self._segment, pieces.table.remote_rows)
-            self._prepared[key] = (own, theirs)
-        return self._prepared[key]
+    def _prepare(self, owner: Any, segment: Any, rows: np.ndarray) -> Any:
+        self._handles.append(self._agent.prepXferDlist(owner, segment, rows))
+        return self._handles[-1]
 
 
-def kernel_reads(pid: int, pieces: list[Pieces], run_bytes: int) -> Callable[[], None]:
-    """`process_vm_readv` of the same pieces."""
-    vectors = [IoVectors(pid, one.local_addresses, one.remote_addresses, run_bytes) for one in pieces]
-
-    def read() -> None:
-        for one in vectors:
-            one.read()
-
-    return read
+def _slots(address: int, count: int) -> np.ndarray:
+    return np.array([(address, SLOT_BYTES, 0, SLOT_BYTES, count)], dtype=np.int64)
 
 
-def memory_copies(scenario: Scenario, source: Memory, target: Memory, pieces: list[Pieces]) -> Callable[[], None]:
-    """As many pieces, each copied from where it is on the producer, in a memory of this process, to the next place."""
-    run = scenario.run_bytes
-    remote = np.concatenate([one.remote_addresses for one in pieces])
-    runs = np.random.default_rng(3).permutation(len(source.tensor) // run)[: len(remote)].astype(np.intp)
-    if target.device.type == "cuda":
-        here = torch.from_numpy(runs).to(target.device)
-        wide, out = source.tensor.view(-1, run), target.tensor[: len(runs) * run].view(-1, run)
-
-        def copy_on_device() -> None:
-            torch.index_select(wide, 0, here, out=out)
-            torch.cuda.synchronize(target.device)
-
-        return copy_on_device
-    pieces_from, pieces_to = source.array(run), target.array(run)[: len(runs)]
+def memory_copies(source: torch.Tensor, target: torch.Tensor, run_bytes: int, count: int) -> Callable[[], None]:
+    """`count` runs, each from anywhere in a memory of this process to the next place in another."""
+    runs = np.random.default_rng(3).permutation(len(source) // run_bytes)[:count]
+    here = torch.from_numpy(runs.astype(np.int64)).to(source.device)
+    wide = source[: len(source) // run_bytes * run_bytes].view(-1, run_bytes)
+    out = target[: len(runs) * run_bytes].view(-1, run_bytes)
 
     def copy() -> None:
-        np.take(pieces_from, runs, axis=0, out=pieces_to, mode="clip")
+        torch.index_select(wide, 0, here, out=out)
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
 
     return copy
-
-
-def _addresses(rows: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Where descriptors of strided rows begin."""
-    stops = np.cumsum(rows[:, 4])
-    row = np.searchsorted(stops, indices, side="right")
-    inside = indices - (stops[row] - rows[row, 4])
-    return np.asarray(rows[row, 0] + inside * rows[row, 3])

@@ -47,7 +47,6 @@ class Scenario:
         cell_bytes: of one head and token.
         most_bytes: of the largest request.
         pool_bytes: of every worker's caches.
-        huge: whether both sides' memory is in huge pages.
         staged: whether the plan may go through the staging pool.
     """
 
@@ -60,7 +59,6 @@ class Scenario:
     consumer: Side
     most_bytes: int
     pool_bytes: int
-    huge: bool
     staged: bool = False
 
     def blocks(self, side: Side) -> int:
@@ -112,7 +110,7 @@ class Scenario:
         return CacheGroup(policy="full", block_tokens=side.block_tokens)
 
 
-def equal_shards(run_bytes: int, most_bytes: int, pool_bytes: int, *, huge: bool) -> Scenario:
+def equal_shards(run_bytes: int, most_bytes: int, pool_bytes: int) -> Scenario:
     """One worker on both sides, equal blocks: a run is a block of a layer."""
     return Scenario(
         name=f"equal shards, {shown_bytes(run_bytes)} runs",
@@ -124,14 +122,13 @@ def equal_shards(run_bytes: int, most_bytes: int, pool_bytes: int, *, huge: bool
         consumer=Side(),
         most_bytes=min(most_bytes, run_bytes * _MOST_DESCRIPTORS),
         pool_bytes=pool_bytes,
-        huge=huge,
     )
 
 
-def unequal_shards(run_bytes: int, most_bytes: int, pool_bytes: int, *, huge: bool) -> Scenario:
+def unequal_shards(run_bytes: int, most_bytes: int, pool_bytes: int) -> Scenario:
     """TP 2 -> TP 1 and blocks of 16 -> 32 tokens: a run is a head of a producer's block."""
     return replace(
-        equal_shards(run_bytes, most_bytes, pool_bytes, huge=huge),
+        equal_shards(run_bytes, most_bytes, pool_bytes),
         name=f"TP 2 -> 1, blocks 16 -> 32, {shown_bytes(run_bytes)} runs",
         layers=max(1, min(_MOST_LAYERS, MIB // (4 * run_bytes))),
         heads=2,
@@ -140,7 +137,7 @@ def unequal_shards(run_bytes: int, most_bytes: int, pool_bytes: int, *, huge: bo
     )
 
 
-def other_layout(cell_bytes: int, most_bytes: int, pool_bytes: int, *, staged: bool, huge: bool) -> Scenario:
+def other_layout(cell_bytes: int, most_bytes: int, pool_bytes: int, *, staged: bool) -> Scenario:
     """The producer keeps heads outside tokens, the consumer inside: the shared run is one cell."""
     return Scenario(
         name=f"HND -> NHD, {shown_bytes(cell_bytes)} cells, {'staged' if staged else 'direct'}",
@@ -152,7 +149,6 @@ def other_layout(cell_bytes: int, most_bytes: int, pool_bytes: int, *, staged: b
         consumer=Side(tokens_first=True),
         most_bytes=min(most_bytes, cell_bytes * 2 * _MOST_DESCRIPTORS),
         pool_bytes=pool_bytes,
-        huge=huge,
         staged=staged,
     )
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from bench import engine_contact
-from bench.serve_contact import contact_specs
-from bench.serve_figures import Contact, ContactFigures
-from bench.serve_load import Tick
+from bench.engine_contact import ContactFigures, contact_specs, results_of
+from bench.serve_figures import Contact
 from bench.serve_setups import CALM, KVFERRY, Setup
 
 
 def contacted(setup: Setup, *first_s: float, error: str = "") -> ContactFigures:
-    contacts = [Contact(one, (0.01, 0.01, 0.5)) for one in first_s]
-    return ContactFigures(setup, 5500, 30, contacts, error=error)
+    return ContactFigures(setup, [Contact(one, (0.01, 0.01, 0.5)) for one in first_s], error=error)
 
 
 @pytest.mark.parametrize(("peer_s", "is_met"), [(0.42, True), (0.39, False)])
 def test_what_counts_is_a_quarter_of_what_the_peers_first_takes_longer(peer_s: float, is_met: bool) -> None:
     found = {"kvferry": contacted(KVFERRY, 0.11, 0.02, 0.9), "calm": contacted(CALM, peer_s)}
-    (target,) = engine_contact.targets(found)
+    (target,) = results_of(found, quick=False).targets
     assert target.name == "first contact, 5,500 blocks × 30 layers"
     assert target.met is is_met
     assert (target.measured, target.limit) == pytest.approx((100.0, 250 * (peer_s - 0.01)))
@@ -29,12 +26,12 @@ def test_what_counts_is_a_quarter_of_what_the_peers_first_takes_longer(peer_s: f
 
 def test_every_pair_is_shown_and_what_ended_early() -> None:
     found = {"kvferry": contacted(KVFERRY, 0.11, 0.02), "calm": contacted(CALM, error="gone")}
-    assert [row[1] for row in engine_contact.table(found).rows] == [2]
-    assert [row[-1] for row in engine_contact.table(found).rows] == ["10–100"]
-    assert [row[3] for row in engine_contact.singly(found).rows] == ["10 10 500"] * 2
-    assert "NixlConnector, thread event-driven ended early: gone" in engine_contact.notes(found, 60.0)
-    (target,) = engine_contact.targets(found)
-    assert not target.met, "the peer has no figure"
+    results = results_of(found, quick=False)
+    medians, singly = results.tables
+    assert [(row[1], row[-1]) for row in medians.rows] == [(2, "10 … 100"), (0, "–")]
+    assert [row[3] for row in singly.rows] == ["10 10 500"] * 2
+    assert "NixlConnector, thread event-driven ended early: gone" in results.notes
+    assert not results.targets[0].met, "the peer has no figure"
 
 
 def test_connectors_take_turns_and_one_that_fails_loses_only_itself(
@@ -42,18 +39,16 @@ def test_connectors_take_turns_and_one_that_fails_loses_only_itself(
 ) -> None:
     asked: list[tuple[str, int]] = []
 
-    async def measure(
-        figures: ContactFigures, consumers: int, logs: Path, tell: Callable[[str], None], tick: Tick
-    ) -> None:
+    async def measure(figures: ContactFigures, consumers: int, logs: Path) -> None:
         asked.append((figures.setup.name, consumers))
         if figures.setup is CALM:
             raise ValueError("it hangs")
         figures.contacts += [Contact(0.05, (0.01,))] * consumers
 
     monkeypatch.setattr(engine_contact, "measure_contacts", measure)
-    results = engine_contact._run(tmp_path, quick=False)
+    results = engine_contact.run(tmp_path, quick=False)
     assert [name for name, _ in asked] == ["kvferry", "calm"] * 2
-    assert len(results.raw["kvferry"]["contacts_ms"]) == sum(count for name, count in asked if name == "kvferry")
+    assert results.tables[0].rows[0][1] == sum(count for name, count in asked if name == "kvferry")
     assert any("ended early: ValueError: it hangs" in note for note in results.notes)
 
 

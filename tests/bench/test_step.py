@@ -11,7 +11,7 @@ from bench.step_scenes import REQUESTS, SCENES
 def seen() -> dict[str, Any]:
     """Figures as the process of one scene prints them."""
     times = {"p50": 1.0, "p99": 2.0, "max": 3.0}
-    half = {"cpu": times, "wall": times, "calls": {"request_finished": 1.0}, "singly": {"call": {"count": 1, **times}}}
+    half = {"cpu": times, "wall": times, "singly": {"call": {"count": 1, **times}}}
     return {
         "halves": dict.fromkeys(HALVES, half),
         "lock_wait": times,
@@ -22,7 +22,7 @@ def seen() -> dict[str, Any]:
 
 def test_the_blocks_of_each_request_are_in_every_row_and_4000_are_measured_and_drawn() -> None:
     found = [Shown(sweep.name, scene, seen()) for sweep in SCENES for scene in sweep.scenes]
-    results = results_of(found, [], 100, quick=False)
+    results = results_of(found, 100, quick=False)
     (steps,) = (table for table in results.tables if table.title == "One handover a step")
     beside = steps.columns.index("half")
     assert [row[:beside] for row in steps.rows if row[0] == REQUESTS.name and row[beside] == HALVES[0]] == [

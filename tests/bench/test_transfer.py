@@ -2,93 +2,74 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from bench.transfer_engine import PRODUCED, serve
-from bench.transfer_loads import Loads
-from bench.transfer_measure import BARE, LOAD, MEMCPY, READV, Bench, Cell, Measured, measure
-from bench.transfer_memory import Memory
-from bench.transfer_report import charts, tables, targets
-from bench.transfer_rivals import BareNixl, kernel_reads, pieces_of
+from bench.transfer import BARE, FENCED, LOAD, LOADS, MEMCPY, Measured, charts, measure, table, targets
+from bench.transfer_engines import PRODUCED, Bench, two_processes
+from bench.transfer_loads import connected
+from bench.transfer_rivals import BareNixl, pieces_of
 from bench.transfer_shapes import MIB, Scenario, equal_shards, unequal_shards
-from bench.transfer_split import STAGES, stages
 
 POOL_BYTES = 12 * MIB
-EQUAL = equal_shards(16 << 10, MIB, POOL_BYTES, huge=True)
-UNEQUAL = unequal_shards(4 << 10, MIB, POOL_BYTES, huge=True)
+EQUAL = equal_shards(16 << 10, MIB, POOL_BYTES)
+UNEQUAL = unequal_shards(4 << 10, MIB, POOL_BYTES)
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    device = torch.device("cpu")
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    producer = context.Process(target=serve, args=(theirs, POOL_BYTES, 2, "cpu"))
-    producer.start()
-    theirs.close()
-    memories = [Memory(POOL_BYTES, huge=True, device=device) for _ in range(2)]
-    yield Bench(ours, *memories)
-    ours.close()
-    producer.join(30.0)
-    assert producer.exitcode == 0
+    with two_processes(POOL_BYTES, 2, "cpu") as made:
+        yield made
 
 
 def _written(bench: Bench, call: Callable[[], Any]) -> np.ndarray:
     """Where a call writes what the producer has."""
-    bench.target.tensor.zero_()
+    bench.target.zero_()
     call()
-    found = bench.target.tensor.numpy()
+    found = bench.target.numpy()
     assert set(np.unique(found)) == {0, PRODUCED}
     return np.flatnonzero(found)
 
 
 @pytest.mark.parametrize("scenario", [EQUAL, UNEQUAL], ids=lambda scenario: scenario.name)
-def test_the_rivals_write_where_a_load_writes(bench: Bench, scenario: Scenario) -> None:
-    address = bench.ask("scenario", scenario)
-    loads = Loads(scenario, bench.target, address)
-    lease, other = bench.leases(2)
-    order = loads.order(lease, MIB)
-    by_load = _written(bench, lambda: loads.load([order]))
-    assert len(by_load) == MIB
-    pieces = pieces_of(scenario, loads.peer, order, 0)
-    assert sum(len(one.local) for one in pieces) == MIB // scenario.run_bytes
-    bare = BareNixl(scenario, bench.target, loads.peer)
-    reads = bare.reads(pieces)
-    assert (_written(bench, lambda: bare.read(reads)) == by_load).all()
-    assert (_written(bench, kernel_reads(address.pid, pieces, scenario.run_bytes)) == by_load).all()
-    found = stages(loads.load([loads.order(other, MIB)], stamped=True).stamps, len(loads.peer.routes))
-    assert list(found) == list(STAGES)
-    assert all(us >= 0 for us in found.values())
-    assert min(found["first fence read"], found["second fence read"]) > 0
-    bare.close()
-    loads.close()
+def test_the_bare_loop_writes_where_a_load_writes(bench: Bench, scenario: Scenario) -> None:
+    with connected(bench, scenario, MIB) as loads, closing(BareNixl(bench.target, loads.peer)) as bare:
+        order = loads.order(bench.leases(1)[0], MIB)
+        by_load = _written(bench, lambda: loads.load([order]))
+        assert len(by_load) == MIB
+        pieces = pieces_of(scenario, loads.peer, order, 0)
+        assert sum(len(one.local) for one in pieces) == MIB // scenario.run_bytes
+        reads = bare.reads(pieces)
+        assert (_written(bench, lambda: bare.read(reads)) == by_load).all()
+        assert (_written(bench, lambda: bare.read_fenced(reads)) == by_load).all()
 
 
 def test_every_candidate_is_measured_in_every_turn_and_shown(bench: Bench) -> None:
-    found = measure(bench, EQUAL, (MIB, 2 * MIB), lambda _: 2, split=(MIB,))
-    (cell,) = found.cells
-    assert (cell.runs, cell.posted) == (64, 64), "nothing was merged"
-    assert {len(samples) for samples in cell.seconds.values()} == {2}
-    assert set(cell.seconds) >= {LOAD, BARE, READV, MEMCPY}
-    assert [len(one.rows) for one in tables([found])] == [1, len(STAGES) + 1]
+    (found,) = measure(bench, EQUAL, (MIB, 2 * MIB), lambda _: 2)
+    assert (found.runs, found.posted) == (64, 64), "nothing was merged"
+    assert {len(samples) for samples in found.seconds.values()} == {2}
+    assert set(found.seconds) >= {LOAD, LOADS, BARE, FENCED, MEMCPY}
+    assert len(table([found]).rows) == 1
     assert charts([found])[0].series[0].x == [EQUAL.run_bytes]
 
 
+def measured(scenario: Scenario, **seconds: list[float]) -> Measured:
+    names = {"load": LOAD, "loads": LOADS, "bare": BARE, "bares": "bare NIXL, four at once", "fenced": FENCED}
+    return Measured(scenario, MIB, {names[name]: samples for name, samples in seconds.items()}, runs=1, posted=1)
+
+
 def test_a_ratio_is_taken_turn_by_turn() -> None:
-    cell = Cell(MIB, {LOAD: [2.0, 30.0, 4.0], BARE: [1.0, 27.0, 3.0]}, [], runs=1, posted=1)
-    assert cell.ratio(LOAD, BARE) == 0.75
-    assert cell.ratio(LOAD, READV) is None
-    assert cell.gb_s(BARE) == MIB / 3.0 / 1e9
+    assert measured(EQUAL, load=[2.0, 30.0, 4.0], bare=[1.0, 27.0, 3.0]).ratio(LOAD, BARE) == 0.75
 
 
 def test_a_target_is_judged_by_its_worst_scenario() -> None:
-    fast, slow = (Cell(MIB, {LOAD: [1.0], BARE: [ratio]}, [], runs=1, posted=1) for ratio in (0.99, 0.5))
-    found = targets([Measured(EQUAL, [fast]), Measured(UNEQUAL, [slow])])
-    (target,) = found
-    assert (target.measured, target.met) == (0.5, False)
-    assert UNEQUAL.name in target.note
+    fast, slow = (
+        measured(scenario, load=[1.0], bare=[ratio], loads=[1.0], bares=[1.0], fenced=[1.0])
+        for scenario, ratio in ((EQUAL, 0.99), (UNEQUAL, 0.5))
+    )
+    one, four = targets([fast, slow])
+    assert (one.measured, one.met, four.met) == (0.5, False, True)
+    assert UNEQUAL.name in one.note

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.allowed_hosts import AllowedHosts
-from kvferry.scheduler.side_channel.addresses import address_of, look_up
+from kvferry.protocol.side_channel.host_names import address_of, look_up
 
 LIST = ("10.1.0.0/16", "192.0.2.7", "2001:db8::/32", "p0.example", "*.prefill.example", "LOCALHOST.")
 ALLOWED = AllowedHosts.of(LIST)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.scheduler.side_channel import addresses as host_names
+from kvferry.protocol.side_channel import host_names
 from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.offers import Eavesdropper, offer
 
@@ -51,7 +51,7 @@ def asked_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(host)
         return "127.0.0.1"
 
-    monkeypatch.setattr(host_names.HostNames.__init__, "__defaults__", (ask,))
+    monkeypatch.setattr(host_names, "look_up", ask)
     return names
 
 

@@ -17,11 +17,11 @@ import pytest
 
 from kvferry.connector.scheduler_side.drain import DrainSignal
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.worker.peers.handshake_client import fetch_description
 from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.node import Node
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.engine_core.toy_model import expected_tokens
+from tests.harness.handshake import fetch_description
 
 PROMPT = tokens(100)
 LONG_S = 600.0

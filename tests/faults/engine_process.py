@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill, read_params
 from kvferry.scheduler.consumer.ledger import RemoteLease
-from kvferry.scheduler.side_channel import sender as peer_sockets
+from kvferry.scheduler.side_channel import sender
 from kvferry.worker.fabric.nixl import NixlFabric
 from tests.faults.commands import SOCKETS_S, Start, State
 from tests.harness.cache_engine import SETTINGS
@@ -171,7 +170,7 @@ class Server:
             leased_blocks=engine.shape.blocks - 1 - len(engine._free),
             peers=len(engine.fabric.peers),
             prepared=engine.fabric.prepared(),
-            sockets=len(engine.renewer._sockets),
+            sockets=len(engine.renewer._sender),
             files=len(list(Path("/proc/self/fd").iterdir())),
             tasks=len(list(Path("/proc/self/task").iterdir())) - fetching,
             threads=sorted(name for name in names if name.startswith("kvferry") and "handshake" not in name),
@@ -221,9 +220,7 @@ class Server:
 def run(start: Start, channel: socket.socket) -> None:
     """Be that engine until the other end of the channel is closed."""
     os.environ.update(start.environ)
-    peer_sockets.IDLE_S = SOCKETS_S
+    sender.IDLE_S = SOCKETS_S
     server = Server(start, channel)
-    # ZMQ starts a context's threads with its first socket, which may come before a drill or in it: they count.
-    server.engine.renewer._sockets._context.socket(zmq.DEALER).close()
     server.serve()
     server.engine.close()

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import msgspec
 
 from kvferry.protocol.handshake import CHANNEL_VERSION, EngineDescription, Refused, encode
-from kvferry.worker.peers.handshake_client import fetch_description
 from tests.faults.checks import check_survivor, transfer, until_idle, until_over, warmed_up
 from tests.faults.impostors import zmq_impostor
 from tests.faults.process import SLACK_S, Fleet
 from tests.harness.cache_engine import HOST, free_port
+from tests.harness.handshake import fetch_description
 
 HANDSHAKE_S = 3.0
 Tamper = Callable[[EngineDescription], list[bytes]]

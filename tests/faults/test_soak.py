@@ -11,8 +11,9 @@ import secrets
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+from bench.figures import print_results
 from bench.soak import soak
-from bench.soak_report import grown, report
+from bench.soak_report import grown, results_of
 from bench.soak_schedule import Fault
 
 _MINUTES = float(os.environ.get("KVFERRY_FAULT_SOAK_MINUTES", "3"))
@@ -28,7 +29,7 @@ def test_for_minutes_nothing_goes_wrong_nothing_is_left_and_nothing_grows() -> N
     # tests beside it come first.
     with ProcessPoolExecutor(1, get_context("spawn"), os.nice, (_NICE,)) as process:
         figures = process.submit(soak, None, 60 * _MINUTES, 0.05, seed).result()
-    print(report(figures))
+    print_results(results_of(figures))
     assert not figures["violations"]
     assert figures["requests"] >= _FEWEST_REQUESTS
     assert figures["loads"]["loaded"] > 0.8 * figures["requests"]

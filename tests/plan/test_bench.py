@@ -1,11 +1,12 @@
-"""bench/plan.py at its real size, against the limits that it publishes, and its whole run in small."""
+"""bench/plan.py at its real size, against the limits that it publishes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from bench.cases import Case
-from bench.plan import measure_ours, run
-from bench.plan_report import MAX_PLAN_MB, MAX_PLAN_MS, MAX_REQUEST_MS, results_of
+from bench.plan import MAX_PLAN_MB, MAX_PLAN_MS, MAX_REQUEST_MS, Case, measure_ours, results_of
+from bench.published_descriptors import Published
 
 BLOCKS = 100_000
 
@@ -27,18 +28,12 @@ def test_a_table_counts_a_descriptor_for_every_layer_and_block_but_has_a_row_for
     assert found.request_descriptors == 80 * 512
 
 
-def test_the_whole_run_prints_a_line_for_every_case(capsys: pytest.CaptureFixture[str]) -> None:
-    found = run(blocks=1000, published_blocks=50, repeats=1, with_nixl=False)
-    lines = [line for line in capsys.readouterr().out.splitlines() if " TP " in line]
-    assert len(lines) == len(found) == 4
-    assert [line.count("scaled from 50 blocks") for line in lines] == [1, 1, 0, 0]
-    assert ["refuses tokens outermost" in line for line in lines] == [False, False, True, True]
-
-
 def test_what_is_published_has_the_worst_case_beside_each_limit() -> None:
-    results = results_of(run(blocks=1000, published_blocks=50, repeats=1, with_nixl=False), quick=False)
-    slowest = max(case["ours"]["plan_and_tables_ms"] for case in results.raw["cases"])
+    case = Case(4, 8, "HND", 1000)
+    ours = measure_ours(case, repeats=1)
+    slower = replace(ours, plan_and_tables_ms=60.0, nixl_prep_ms=1.0)
+    results = results_of([(case, ours, None), (case, slower, Published(610.0, 1.0, 1.0))], quick=False)
     assert [(target.limit, target.unit) for target in results.targets] == [(50.0, "ms"), (16.0, "MB"), (1.0, "ms")]
-    assert results.targets[0].measured == slowest
-    assert [len(table.rows) for table in results.tables] == [4]
-    assert [series.y[2:] == [None, None] for series in results.charts[0].series] == [False, True]
+    assert (results.targets[0].measured, results.targets[0].met) == (60.0, False)
+    assert [row[-1] for row in results.tables[0].rows] == [None, 10.0]
+    assert [series.y[0] for series in results.charts[0].series] == [ours.total_ms, None]

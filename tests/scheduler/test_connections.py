@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import resource
 import socket
+from collections.abc import Iterator
 from unittest import mock
 
+import pytest
+import zmq
+
 from kvferry.protocol.handshake import EngineDescription, Hello, encode
-from kvferry.scheduler.side_channel.connections import MAX_CONNECTIONS, UnfinishedMessages
+from kvferry.scheduler.side_channel.connections import MAX_CONNECTIONS, Connections
 from kvferry.scheduler.state.counters import Counters
 from tests.protocol.samples import make_description
 from tests.scheduler.channel import HOST, ask, client, listening
@@ -39,7 +43,7 @@ def test_silent_connections_are_closed_for_new_ones_and_active_ones_stay() -> No
     counters = Counters()
     with listening(counters) as (listener, port), client(port) as engine:
         listener.publish(make_description())
-        listener._socket._unfinished.most = MOST
+        listener._socket._connections.most = MOST
         silent: list[socket.socket] = []
         for number in range(5 * MOST):
             engine.send_multipart([b"", HELLO])
@@ -57,28 +61,36 @@ def test_silent_connections_are_closed_for_new_ones_and_active_ones_stay() -> No
             one.close()
 
 
-def test_a_reused_file_number_of_another_connection_is_left_alone() -> None:
+@pytest.fixture
+def known(counters: Counters) -> Iterator[Connections]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    known = Connections(context.socket(zmq.ROUTER), counters)
+    yield known
+    known.close()
+    context.destroy(linger=0)
+
+
+def test_a_reused_file_number_of_another_connection_is_left_alone(known: Connections, counters: Counters) -> None:
     """The event of a connection's end may come late, when its file number is in use again."""
-    known = UnfinishedMessages()
     known.most = 1
     server = socket.create_server((HOST, 0))
     first = socket.create_connection(server.getsockname())
     accepted, _ = server.accept()
-    assert known.accepted(accepted.fileno()) is None
     file = accepted.detach()
+    known.accepted(file)
     other, peer = socket.socketpair()
     other_file = other.detach()
     with mock.patch("kvferry.scheduler.side_channel.connections.os.dup", side_effect=lambda _: socket.dup(other_file)):
-        assert known.accepted(1 << 20) == file
+        known.accepted(1 << 20)
+    assert counters.total("side_channel_refusals", "too_many") == 1
     peer.setblocking(False)
     assert not has_ended(peer)
     for one in (first, server, peer, socket.socket(fileno=file), socket.socket(fileno=other_file)):
         one.close()
 
 
-def test_a_reused_file_number_of_a_local_connection_is_never_closed_for_its_bytes() -> None:
+def test_a_reused_file_number_of_a_local_connection_is_never_closed_for_its_bytes(known: Connections) -> None:
     """NIXL receives more over TCP than any message of the side channel may have."""
-    known = UnfinishedMessages()
     server = socket.create_server((HOST, 0))
     first, second = (socket.create_connection(server.getsockname()) for _ in range(2))
     file, other = (server.accept()[0].detach() for _ in range(2))
@@ -92,8 +104,7 @@ def test_a_reused_file_number_of_a_local_connection_is_never_closed_for_its_byte
         one.close()
 
 
-def test_a_listener_takes_no_more_than_half_of_the_files_of_its_process() -> None:
-    with mock.patch.object(resource, "getrlimit", return_value=(1024, 4096)):
-        assert UnfinishedMessages().most == 512
-    with mock.patch.object(resource, "getrlimit", return_value=(1 << 20, 1 << 20)):
-        assert UnfinishedMessages().most == MAX_CONNECTIONS
+@pytest.mark.parametrize(("files", "most"), [(1024, 512), (1 << 20, MAX_CONNECTIONS)])
+def test_a_listener_takes_no_more_than_half_of_the_files_of_its_process(files: int, most: int) -> None:
+    with mock.patch.object(resource, "getrlimit", return_value=(files, 1 << 20)), listening() as (listener, _):
+        assert listener._socket._connections.most == most

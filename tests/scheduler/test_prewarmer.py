@@ -15,10 +15,11 @@ import zmq
 
 from kvferry.protocol.handshake import EngineDescription, Hello, encode
 from kvferry.protocol.orders import Prewarm
+from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.key_trials import KeyTrials
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.protocol.side_channel.sockets import watch_connection
-from kvferry.scheduler.side_channel.prewarm_target import PrewarmTarget
+from kvferry.protocol.side_channel.sockets import ConnectionEvent, watch
+from kvferry.scheduler.side_channel import prewarmer
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
 from kvferry.scheduler.state.counters import Counters
 from tests.protocol.samples import make_description
@@ -108,7 +109,7 @@ def test_a_producer_that_comes_later_and_is_not_ready_at_first_is_found_when_it_
         found.producers.get(timeout=0.5)
     listener.publish(life(1))
     assert found.next() == prewarm(port, life(1))
-    assert f"prewarming {HOST}:{port}: no answer within 0.2 s" in caplog.text
+    assert f"prewarming {HOST}:{port}: did not answer within 0.2 s" in caplog.text
 
 
 def test_a_producer_that_restarts_is_found_again_with_its_new_life(listen: Any, look_for: Any, found: Found) -> None:
@@ -130,7 +131,7 @@ def test_hosts_that_never_answer_and_names_that_are_never_found_delay_no_other(
         raise OSError("no such host")
 
     gone: queue.SimpleQueue[None] = queue.SimpleQueue()
-    monkeypatch.setattr("kvferry.scheduler.side_channel.addresses.socket.getaddrinfo", stuck)
+    monkeypatch.setattr("kvferry.protocol.side_channel.host_names.socket.getaddrinfo", stuck)
     silent = socket.create_server((HOST, 0))
     port = free_port()
     listen(port, life(1))
@@ -182,7 +183,7 @@ class LastTrial(KeyTrials):
 def test_nothing_is_sent_over_the_plain_connection_that_finds_out_why_no_secret_was_accepted(
     look_for: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.KeyTrials", LastTrial)
+    monkeypatch.setattr("kvferry.protocol.side_channel.connection.KeyTrials", LastTrial)
     plain = TalksNonsense()
     try:
         look_for([(HOST, plain.port)], secrets=(OLD,))
@@ -211,15 +212,15 @@ class TalksUnasked:
 def test_an_unasked_answer_of_a_peer_without_a_secret_is_ignored(
     look_for: Any, found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.KeyTrials", LastTrial)
+    monkeypatch.setattr("kvferry.protocol.side_channel.connection.KeyTrials", LastTrial)
     monkeypatch.setattr(
-        "kvferry.scheduler.side_channel.prewarm_target.read_event", lambda _: None
-    )  # its event is read too late
+        "kvferry.protocol.side_channel.connection.connection_event", lambda _: ConnectionEvent.ENDED
+    )  # too late
     impostor = TalksUnasked(encode(life(1)))
     try:
         look_for([(HOST, impostor.port)], timeout_s=0.5, secrets=(OLD,))
         impostor.talk()
-        wait_until(lambda: "no answer within 0.5 s" in caplog.text, "it is given up")
+        wait_until(lambda: "did not answer within 0.5 s" in caplog.text, "it is given up")
         assert found.producers.empty()
     finally:
         impostor.close()
@@ -233,14 +234,14 @@ def test_for_want_of_sockets_a_producer_is_looked_for_again_later(
     def none_left(socket: zmq.Socket[bytes]) -> Any:
         if next(failing, None) is not None:
             raise zmq.ZMQError(errno.EMFILE)
-        return watch_connection(socket)
+        return watch(socket)
 
-    monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.watch_connection", none_left)
-    monkeypatch.setattr("kvferry.scheduler.side_channel.prewarm_target.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("kvferry.protocol.side_channel.connection.watch", none_left)
+    monkeypatch.setattr(prewarmer, "FIRST_BACKOFF_S", 0.01)
     port = free_port()
     listen(port, life(1))
-    look_for([("localhost", port)])  # a name: the result of the look-up arrives between two turns
-    assert found.next() == prewarm(port, life(1), "localhost")
+    look_for([(HOST, port)])
+    assert found.next() == prewarm(port, life(1))
     assert "Too many open files" in caplog.text
 
 
@@ -249,13 +250,13 @@ def test_a_bug_with_one_producer_does_not_keep_the_others_from_being_found(
 ) -> None:
     port, odd = free_port(), free_port()
 
-    def turn(self: PrewarmTarget, now_s: float) -> bool:
-        if self.port == odd:
+    async def find(client: SideChannelClient, host: str, port: int, asker: str) -> Any:
+        if port == odd:
             raise RuntimeError("a bug")
-        return honest(self, now_s)
+        return await honest(client, host, port, asker)
 
-    honest = PrewarmTarget.turn
-    monkeypatch.setattr(PrewarmTarget, "turn", turn)
+    honest = prewarmer._find
+    monkeypatch.setattr(prewarmer, "_find", find)
     listen(port, life(1))
     look_for([(HOST, odd), (HOST, port)])
     assert found.next() == prewarm(port, life(1))

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
+from kvferry.protocol.side_channel import host_names
 from kvferry.scheduler.consumer.ledger import ForgetLease, LeaseCommand, ReleaseLease, RemoteLease, RenewLease
-from kvferry.scheduler.side_channel import addresses as host_names
-from kvferry.scheduler.side_channel import sender as peer_sockets
+from kvferry.scheduler.side_channel import sender
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.state.counters import Counters
@@ -104,24 +104,24 @@ def test_leases_that_are_dropped_before_their_first_renewal_do_not_wake_the_thre
     renewer: LeaseRenewer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wakes = itertools.count()
-    wake = renewer._inbox.wake
+    call_soon = renewer._client.call_soon
     port = free_port()
     renewer.submit([RenewLease(lease(port, lease_s=LONG_S))])
-    wait_until(lambda: renewer._inbox.empty() and renewer._sleeps_until_s < math.inf, "the renewer has not taken it")
-    monkeypatch.setattr(renewer._inbox, "wake", lambda: (next(wakes), wake()))
+    wait_until(lambda: renewer._submitted.empty() and renewer._sleeps_until_s < math.inf, "it has not been taken")
+    monkeypatch.setattr(renewer._client, "call_soon", lambda call: (next(wakes), call_soon(call)))
     for slot in range(2, 1000):
         renewer.submit([RenewLease(lease(port, slot, lease_s=LONG_S))])
         renewer.submit([ForgetLease(lease(port, slot, lease_s=LONG_S))])
     assert next(wakes) == 0
     renewer.submit([ReleaseLease(lease(port, lease_s=LONG_S))])
-    wait_until(renewer._inbox.empty, "a released lease has not woken the thread")
+    wait_until(renewer._submitted.empty, "a released lease has not woken the thread")
     assert not renewer._kept
 
 
 def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(renewer: LeaseRenewer) -> None:
     with listening() as (listener, port):
         renewer.submit([RenewLease(lease(port, 1, lease_s=LONG_S))])
-        wait_until(lambda: renewer._inbox.empty() and renewer._sleeps_until_s < math.inf, "it has not been taken")
+        wait_until(lambda: renewer._submitted.empty() and renewer._sleeps_until_s < math.inf, "it has not been taken")
         start_s = time.monotonic()
         renewer.submit([RenewLease(lease(port, 2))])
         renewal = listener.inbox.get(timeout=10)
@@ -135,10 +135,10 @@ def test_submissions_that_wait_for_the_renewer_are_bounded(
     monkeypatch.setattr("kvferry.scheduler.side_channel.heartbeat._MOST_WAITING", 100)
     port = free_port()
     renewer.submit([RenewLease(lease(port, lease_s=LONG_S))])
-    wait_until(lambda: renewer._inbox.empty() and renewer._sleeps_until_s < math.inf, "it has not been taken")
+    wait_until(lambda: renewer._submitted.empty() and renewer._sleeps_until_s < math.inf, "it has not been taken")
     for slot in range(2, 102):
         renewer.submit([RenewLease(lease(port, slot, lease_s=LONG_S))])
-    wait_until(renewer._inbox.empty, "too much waits")
+    wait_until(renewer._submitted.empty, "too much waits")
 
 
 @pytest.mark.parametrize("host", [HOST, "localhost"])
@@ -190,7 +190,7 @@ def test_a_name_server_that_does_not_answer_delays_no_other_producer(
         answer.wait(30)
         return None
 
-    monkeypatch.setattr(host_names.HostNames.__init__, "__defaults__", (never,))
+    monkeypatch.setattr(host_names, "look_up", never)
     renewer = LeaseRenewer(counters)
     try:
         lost = [lease(5600, slot, host=f"slow-{slot % 3}.example", lease_s=0.06) for slot in range(9)]
@@ -243,42 +243,39 @@ def _hears(listener: RecordingListener, boot: str) -> bool:
 def test_no_more_sockets_are_open_than_allowed_however_many_hosts_a_client_names(
     counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_sockets, "MAX_SOCKETS", 5)
+    monkeypatch.setattr(sender, "MAX_PEERS", 5)
     renewer = LeaseRenewer(counters)
     try:
         commands: list[LeaseCommand] = [ReleaseLease(lease(2000 + number, number)) for number in range(50)]
         renewer.submit(commands)
         wait_until(lambda: counters.total("leases_given_back") == 50, "all are sent")
-        assert len(renewer._sockets) == 5
+        assert len(renewer._sender) == 5
     finally:
         renewer.close()
 
 
-def test_the_socket_that_was_unused_for_longest_is_closed_first(
+def test_the_peer_that_was_unused_for_longest_is_closed_first(
     counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_sockets, "MAX_SOCKETS", 2)
-    sockets = peer_sockets.PeerSockets(lambda found: None, counters)
+    monkeypatch.setattr(sender, "MAX_PEERS", 2)
+    renewer = LeaseRenewer(counters)
     try:
-        for port, now_s in ((2001, 0.0), (2002, 1.0), (2001, 10.0)):
-            sockets.send((HOST, port, BOOT), b"frame", now_s)
-        assert sockets.next_idle_s() == 1.0 + peer_sockets.IDLE_S
-        sockets.send((HOST, 2003, BOOT), b"frame", 11.0)
-        assert sockets.next_idle_s() == 10.0 + peer_sockets.IDLE_S
-        sockets.close_idle(10.0 + peer_sockets.IDLE_S)
-        assert len(sockets) == 1
+        for number, port in enumerate((2001, 2002, 2001, 2003), start=1):
+            renewer.submit([ReleaseLease(lease(port, number))])
+            wait_until(lambda number=number: counters.total("leases_given_back") == number, "it is sent")  # type: ignore[misc]
+        assert [port for _, port, _ in renewer._sender._peers] == [2001, 2003]
     finally:
-        sockets.close(linger_ms=0)
+        renewer.close()
 
 
 def test_an_idle_socket_is_closed(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_sockets, "IDLE_S", 0.1)
+    monkeypatch.setattr(sender, "IDLE_S", 0.1)
     with listening() as (listener, port):
         renewer = LeaseRenewer(counters)
         try:
             renewer.submit([ReleaseLease(lease(port))])
             assert listener.inbox.get(timeout=10) == _release(port, 1)
-            wait_until(lambda: len(renewer._sockets) == 0, "the socket is closed")
+            wait_until(lambda: len(renewer._sender) == 0, "the socket is closed")
             renewer.submit([ReleaseLease(lease(port, 2))])
             assert listener.inbox.get(timeout=10) == _release(port, 2)
         finally:

@@ -31,7 +31,7 @@ from kvferry.scheduler.consumer.ledger import ReleaseLease, RemoteLease, RenewLe
 from kvferry.scheduler.side_channel import connections as refusals
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Counters
-from kvferry.worker.peers.handshake_client import fetch_description
+from tests.harness.handshake import fetch_description
 from tests.protocol.samples import BOOT, make_description
 from tests.protocol.secret_files import NEW, OLD, OTHER
 from tests.scheduler.channel import HOST, client, cpu_share, free_port, threads_named

@@ -138,7 +138,7 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     trace.add_argument("dirs", metavar="DIR", nargs="+", help="folders, searched to the bottom, or files *.jsonl")
     trace.add_argument("-o", dest="out", metavar="OUT", help="a folder to make, or one file: .html, .svg or .json")
-    trace.add_argument("--request", metavar="ID", help="only handovers with an id (of any kind) that begins so")
+    trace.add_argument("--request", metavar="ID", help="only handovers with an id (of any kind) that contains this")
     trace.add_argument("--slowest", metavar="N", default="20", help="handovers that are shown (default: %(default)s)")
     trace.add_argument("--json", action="store_true", help="print what was found as JSON")
     trace.set_defaults(run=_run_trace)

@@ -12,6 +12,7 @@
     │   └── InvalidBatch      … in a step whose tokens are divided among ranks (`kvferry.worker.context_parallel`)
     ├── PeerRefused           the other engine answered with a refusal
     ├── HandshakeFailed       no usable answer came from the other engine in time
+    │   └── ConnectionEnded   … because it closed the connection
     ├── PlanRefused           the two engines cannot be paired (`kvferry.plan`)
     ├── AttentionRefused      attention backends cannot be context parallel (`kvferry.worker.context_parallel`)
     ├── FabricError           NIXL (`kvferry.worker.fabric.port`)
@@ -97,6 +98,10 @@ class PeerRefused(KvferryError):
 
 class HandshakeFailed(KvferryError):
     """No usable description came from the other engine within the deadline."""
+
+
+class ConnectionEnded(HandshakeFailed):
+    """The other engine closed the connection, or died."""
 
 
 class LocalProtocolError(KvferryError):

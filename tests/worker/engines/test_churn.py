@@ -13,12 +13,12 @@ import pytest
 
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.worker.fabric.port import OpenHandles
-from kvferry.worker.peers.handshake_client import fetch_description
 from kvferry.worker.peers.handshakes import Handshakes
 from kvferry.worker.peers.peer import PeerKey
 from tests.harness.cache_engine import HOST, SETTINGS, free_port
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine
+from tests.harness.handshake import fetch_description
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 

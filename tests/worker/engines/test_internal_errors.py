@@ -141,7 +141,7 @@ def test_a_handshake_with_an_internal_error_is_a_failed_handshake(
         raise ZeroDivisionError("unheard of")
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvferry.worker.worker.fetch_description", broken)
+        patched.setattr("kvferry.worker.worker.SideChannelClient.fetch_description", broken)
         load = consumer.load(producer.prefill(tokens=3).params)
         assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
     assert "ZeroDivisionError" in caplog.text

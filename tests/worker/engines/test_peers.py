@@ -14,8 +14,8 @@ import pytest
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import FailureReason
+from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.worker.fabric.port import PeerLost
-from kvferry.worker.peers.handshake_client import fetch_description
 from tests.harness.cache_engine import FACTS, SETTINGS, free_port
 from tests.harness.caches import CacheShape
 from tests.harness.rig import Rig
@@ -56,13 +56,14 @@ def test_a_handshake_that_takes_for_ever_delays_no_other(rig: Rig, monkeypatch: 
     producer, consumer = rig.pair()
     offer, over = producer.prefill(tokens=10), threading.Event()
 
-    def fetch(host: str, port: int, engine_id: str, *more: Any) -> EngineDescription:
+    def fetch(client: SideChannelClient, host: str, port: int, engine_id: str, *more: Any) -> EngineDescription:
         if engine_id == "Q":
             assert over.wait(10)
             raise HandshakeFailed("Q did not answer")
-        return fetch_description(host, port, engine_id, *more)
+        return fetch_description(client, host, port, engine_id, *more)
 
-    monkeypatch.setattr("kvferry.worker.worker.fetch_description", fetch)
+    fetch_description = SideChannelClient.fetch_description
+    monkeypatch.setattr(SideChannelClient, "fetch_description", fetch)
     stuck = consumer.load(producer.changed(offer, remote_engine_id="Q"))
     rig.transfer(producer, consumer)
     assert stuck.request_id not in consumer.seen.failed
@@ -79,7 +80,7 @@ def test_another_engine_than_the_params_name_is_refused(rig: Rig) -> None:
 def test_a_description_of_another_engine_is_refused_from_any_sender(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer = rig.pair()
     other = msgspec.structs.replace(producer.description, engine_id="Q")
-    monkeypatch.setattr("kvferry.worker.worker.fetch_description", lambda *_: other)
+    monkeypatch.setattr(SideChannelClient, "fetch_description", lambda *_: other)
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.REFUSED
     assert consumer.fabric.calls["add_peer"] == 0

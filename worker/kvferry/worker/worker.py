@@ -18,6 +18,7 @@ from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts, WorkerDescription
 from kvferry.protocol.orders import decode_head
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
+from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
 from kvferry.worker.fabric.reads import Reader
@@ -29,7 +30,6 @@ from kvferry.worker.loads.watchdog import LoadWatchdog
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.device import clock_for
 from kvferry.worker.memory.slot_reads import SlotReads
-from kvferry.worker.peers.handshake_client import AskingThreads, fetch_description
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.peers.plan_cache import PlanCache
 from kvferry.worker.peers.registry import PeerRegistry
@@ -129,7 +129,7 @@ class FerryWorker:
             reaches_caches=not settings.host_buffer,
         )
         self._planning = threading.Semaphore(_PLANS_AT_ONCE)
-        self._asking = AskingThreads()
+        self._side_channel = SideChannelClient(settings.secrets, name="kvferry-side-channel")
         self._plans = PlanCache(self._engine, 0, self._costs)
         self._caches = caches
         self._tail_zeroing = TailZeroing(caches)
@@ -204,7 +204,7 @@ class FerryWorker:
 
     def close(self) -> None:
         """Stop the thread and give the memory back to the engine. Idempotent."""
-        self._asking.close()
+        self._side_channel.close()
         if self._thread is not None and not self._thread.close():
             logger.error("the transfer thread is stuck in a call; what it uses is left alone")
             return
@@ -252,12 +252,11 @@ class FerryWorker:
         return msgspec.structs.replace(self.description, tensors=caches.tensors)
 
     def _rehearse(self, workers: Sequence[WorkerDescription]) -> None:
-        """Prepare the first contact: start its threads, and plan a transfer from a producer of this engine's own shape.
+        """Prepare the first contact: plan a transfer from a producer of this engine's own shape.
 
         Where that fails the engine starts all the same: the first contact does it, or reports the reason.
         """
         try:
-            self._asking.start()
             if len(workers) <= _MOST_REHEARSED:
                 with contextlib.suppress(PlanRefused, InvalidMessage):
                     self._plans.plan(msgspec.structs.replace(self._engine, workers=tuple(workers)))
@@ -268,9 +267,8 @@ class FerryWorker:
         """Fetch a producer's description and plan the transfer; waits, so it runs on a thread of its own."""
         if key.engine_id == self._engine_id:
             raise HandshakeFailed("the params name this very engine")
-        timeout_s, secrets = self._settings.handshake_timeout_s, self._settings.secrets
-        description = fetch_description(
-            key.host, key.port, key.engine_id, self._engine_id, timeout_s, secrets, self._asking
+        description = self._side_channel.fetch_description(
+            key.host, key.port, key.engine_id, self._engine_id, self._settings.handshake_timeout_s
         )
         if description.engine_id != key.engine_id:
             raise PeerRefused(f"{key.host}:{key.port} is engine {description.engine_id}, not {key.engine_id}")

@@ -15,8 +15,8 @@ from kvferry.cli.transfer.measure import Outcome, measure
 from kvferry.cli.transfer.messages import Offer, Progress, ReadsFailed, Task
 from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, KvferryError
 from kvferry.protocol.handshake import Refused
+from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.worker.peers.handshake_client import exchange
 
 ALIVE_S = 2.0
 CHECK = "check the port, firewalls between, UCX_NET_DEVICES and `kvferry doctor` on both machines"
@@ -37,7 +37,8 @@ class Listener:
         """Send one request and return the reply. Raises `ReadsFailed`, or `PeerRefused` if the secrets do not match."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         try:
-            return decode_reply(exchange(self.host, self.port, encode(request), limit_s, self.secrets))
+            with SideChannelClient(self.secrets) as client:
+                return decode_reply(client.exchange(self.host, self.port, encode(request), limit_s))
         except (HandshakeFailed, InvalidMessage) as failed:
             raise ReadsFailed(f"{failed}; does `kvferry bench --listen` run there?") from None
 

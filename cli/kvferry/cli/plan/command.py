@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 
 import msgspec
 
 from kvferry.cli.arguments import InvalidArgument, number_option, whole_option, write_file
+from kvferry.cli.formatting import console
+from kvferry.cli.plan.copies import copy_lines, read_request
+from kvferry.cli.plan.engine import side_of
+from kvferry.cli.plan.picture import draw
 from kvferry.cli.plan.prediction import MAX_TOKENS
 from kvferry.cli.plan.sides import read_pair
-from kvferry.cli.plan.summary import PlanSummary, Refusal, refusal_of, side_of, summarise
+from kvferry.cli.plan.summary import PlanSummary, Refusal, summarise
+from kvferry.cli.plan.tables import print_plan, print_refusal
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
-from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.description_json import MAX_DESCRIPTION_JSON_BYTES
 from kvferry.protocol.handshake import EngineDescription
 
@@ -39,17 +44,23 @@ def run_plan(options: argparse.Namespace) -> int:
     try:
         plans = plan_engine(consumer, producer, costs)
     except PlanRefused as refused:
-        _print_refused(options, refusal_of(refused), producer, consumer)
+        refusal = Refusal(reasons=refused.reasons)
+        if options.json:
+            _print_json(refusal)
+        else:
+            sides = (("producer", side_of(producer)), ("consumer", side_of(consumer)))
+            print_refusal(console(sys.stdout), refusal, sides)
         return REFUSED
     summary = summarise(consumer, producer, plans, costs, tokens=tokens, link_gb_s=link_gb_s)
     if options.svg:
-        from kvferry.cli.plan.picture import draw
-
         write_file("--svg", options.svg, draw(summary).encode())
     if options.copies:
-        _write_copies(options, consumer, producer, plans)
-    if not options.copies or options.out:
-        _print_summary(options, summary)
+        request = read_request(options.copies, consumer, producer)
+        _write_copies(options.out, copy_lines(plans, consumer, producer, request))
+    if options.json:
+        _print_json(summary)
+    elif not options.copies or options.out:
+        print_plan(console(sys.stdout), summary)
     return GOOD
 
 
@@ -74,49 +85,16 @@ def _stdin() -> bytes:
     return sys.stdin.buffer.read(MAX_DESCRIPTION_JSON_BYTES + 1)
 
 
-def _print_summary(options: argparse.Namespace, summary: PlanSummary) -> None:
-    if options.json:
-        _print_json(summary)
-        return
-    from kvferry.cli.formatting import console
-    from kvferry.cli.plan.tables import print_plan
-
-    print_plan(console(sys.stdout), summary)
-
-
-def _print_refused(
-    options: argparse.Namespace, refusal: Refusal, producer: EngineDescription, consumer: EngineDescription
-) -> None:
-    if options.json:
-        _print_json(refusal)
-        return
-    from kvferry.cli.formatting import console
-    from kvferry.cli.plan.tables import print_refusal
-
-    sides = (("producer", side_of(producer)), ("consumer", side_of(consumer)))
-    print_refusal(console(sys.stdout), refusal, sides)
-
-
 def _print_json(answer: PlanSummary | Refusal) -> None:
     print(msgspec.json.format(msgspec.json.encode(answer), indent=1).decode())
 
 
-def _write_copies(
-    options: argparse.Namespace,
-    consumer: EngineDescription,
-    producer: EngineDescription,
-    plans: tuple[TransferPlan, ...],
-) -> None:
-    from kvferry.cli.plan.copies import copy_lines, read_request
-
-    request = read_request(options.copies, consumer, producer)
-    lines = copy_lines(plans, consumer, producer, request)
-    if not options.out:
-        for line in lines:
-            sys.stdout.write(line)
+def _write_copies(path: str | None, lines: Iterable[str]) -> None:
+    if not path:
+        sys.stdout.writelines(lines)
         return
     try:
-        with open(options.out, "w", encoding="ascii") as stream:
+        with open(path, "w", encoding="ascii") as stream:
             stream.writelines(lines)
     except (OSError, ValueError) as refused:
-        raise InvalidArgument("--out", options.out, f"a file that can be written ({refused})") from None
+        raise InvalidArgument("--out", path, f"a file that can be written ({refused})") from None

@@ -10,8 +10,8 @@ from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import encode_engine_json, engine_json_of
 from kvferry.protocol.errors import PeerRefused
 from kvferry.protocol.handshake import UNKNOWN_ENGINE, EngineDescription, Hello, Refused
+from kvferry.protocol.side_channel.client import SideChannelClient, refusal
 from kvferry.protocol.side_channel.secrets import Secrets, secrets_from_environment
-from kvferry.worker.peers.handshake_client import ask
 
 ASKER = "kvferry describe"
 
@@ -25,7 +25,7 @@ def run_describe(options: argparse.Namespace) -> int:
         sys.stdout.write(encode_engine_json(engine_json).decode())
         return 0
     from kvferry.cli.formatting import console
-    from kvferry.cli.plan.summary import side_of
+    from kvferry.cli.plan.engine import side_of
     from kvferry.cli.plan.tables import print_engine
 
     print_engine(console(sys.stdout), engine_json, side_of(engine))
@@ -43,11 +43,11 @@ def fetch(host: str, port: int, timeout_s: float, secrets: Secrets = ()) -> Engi
         PeerRefused: the engine has no description yet, speaks another version, or has none of the secrets.
         InvalidMessage: the answer is invalid, or contradicts itself.
     """
-    reply = ask(host, port, Hello(engine_id=UNKNOWN_ENGINE, asker=ASKER), timeout_s, secrets)
-    if isinstance(reply, Refused) and reply.field == "engine_id":
-        reply = ask(host, port, Hello(engine_id=reply.expected, asker=ASKER), timeout_s, secrets)
+    with SideChannelClient(secrets) as client:
+        reply = client.ask(host, port, Hello(engine_id=UNKNOWN_ENGINE, asker=ASKER), timeout_s)
+        if isinstance(reply, Refused) and reply.field == "engine_id":
+            reply = client.ask(host, port, Hello(engine_id=reply.expected, asker=ASKER), timeout_s)
     if isinstance(reply, Refused):
-        where = f"{host}:{port}"
-        raise PeerRefused(f"{where} refused: {reply.field!r} is {reply.value!r}; expected {reply.expected!r}")
+        raise PeerRefused(f"{host}:{port} {refusal(reply)}")
     check_description(reply)
     return reply

@@ -11,7 +11,7 @@ import colorsys
 from collections.abc import Iterator, Sequence
 
 from kvferry.cli.formatting import counted, decimal_bytes, span, spans
-from kvferry.cli.plan.formatting import format_group, sizes
+from kvferry.cli.plan.engine import format_group, sizes
 from kvferry.cli.plan.picture_layout import (
     CARD_WIDTH,
     LEFT,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from kvferry.cli.plan.summary import Flow, PlanSummary, Reader, Shard, Side
+from kvferry.cli.plan.engine import Shard, Side
+from kvferry.cli.plan.summary import Flow, PlanSummary, Reader
 
 TOP = 116.0
 CARD_WIDTH, FLOW_WIDTH, EDGE = 262.0, 500.0, 40.0

@@ -6,6 +6,7 @@ The blocks are assumed to be 1, 2, 3, … on both sides. Merging by NIXL is not 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,8 @@ class Units(NamedTuple):
     blocks: int
 
 
-class Effort(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Effort:
     """The cost of reading.
 
     Attributes:
@@ -47,9 +49,10 @@ class Effort(NamedTuple):
     descriptors: int = 0
     staged_bytes: int = 0
 
-    def plus(self, other: Effort) -> Effort:
-        """The sum of both."""
-        return Effort(*(mine + others for mine, others in zip(self, other, strict=True)))
+    def __add__(self, other: Effort) -> Effort:
+        num_bytes, link_bytes = self.num_bytes + other.num_bytes, self.link_bytes + other.link_bytes
+        staged_bytes = self.staged_bytes + other.staged_bytes
+        return Effort(num_bytes, link_bytes, self.descriptors + other.descriptors, staged_bytes)
 
     def seconds(self, costs: Costs, link_gb_s: float) -> float:
         """Time over a link, with the known costs of descriptors and of the relayout."""

@@ -221,23 +221,19 @@ def _state_tensors(
 
 
 def _check_sizes(form: ShortForm) -> None:
-    per_attention = 1 if form.mla else 2
-    per_state = len(form.conv) + bool(form.ssm)
     states = len(form.state_layers)
+    per_attention, per_state = 1 if form.mla else 2, len(form.conv) + bool(form.ssm)
     tensors = form.pcp * form.tp * ((form.layers - states) * per_attention + states * per_state)
-    if tensors > MAX_TENSORS_IN_ALL:
-        text = f"fewer: layers·tp·pcp makes {tensors} paged tensors, more than {MAX_TENSORS_IN_ALL}"
-        raise InvalidShortForm("layers", form.layers, text)
-    if form.blocks * form.block >= MAX_CACHE_TOKENS:
-        text = f"fewer: blocks·block is {form.blocks * form.block} tokens; it must be below {MAX_CACHE_TOKENS}"
-        raise InvalidShortForm("blocks", form.blocks, text)
-    pieces = form.dim if form.layout == "CPU" else 1
-    cells = math.ceil(form.heads / form.tp) * form.kernel_block * pieces
-    if cells > MAX_BLOCK_PIECES:
-        text = f"fewer: a block has {cells} pieces of heads, tokens and elements, more than {MAX_BLOCK_PIECES}"
-        raise InvalidShortForm("kernel_block", form.kernel_block, text)
+    pieces = math.ceil(form.heads / form.tp) * form.kernel_block * (form.dim if form.layout == "CPU" else 1)
+    limits: list[tuple[str, object, str, int, int]] = [
+        ("layers", form.layers, "layers·tp·pcp makes {} paged tensors", tensors, MAX_TENSORS_IN_ALL),
+        ("blocks", form.blocks, "blocks·block is {} tokens", form.blocks * form.block, MAX_CACHE_TOKENS - 1),
+        ("kernel_block", form.kernel_block, "a block has {} heads·tokens·elements", pieces, MAX_BLOCK_PIECES),
+    ]
     for part in form.conv:
         channels = part.channels if part.replicated else math.ceil(part.channels / form.tp)
-        if channels * form.conv_width > MAX_BLOCK_PIECES:
-            text = f"fewer: a state has {channels * form.conv_width} elements, more than {MAX_BLOCK_PIECES}"
-            raise InvalidShortForm("conv", f"{part.name}{part.channels}", text)
+        shown, size = f"{part.name}{part.channels}", channels * form.conv_width
+        limits.append(("conv", shown, "a state has {} elements", size, MAX_BLOCK_PIECES))
+    for field, value, why, size, most in limits:
+        if size > most:
+            raise InvalidShortForm(field, value, f"fewer: {why.format(size)}, more than {most}")

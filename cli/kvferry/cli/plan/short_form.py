@@ -6,7 +6,6 @@ the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -18,12 +17,13 @@ from kvferry.cli.plan.short_values import (
     MAX_RANKS,
     MAX_SIZE,
     ConvPart,
+    Read,
     choice,
     conv_parts,
     layer_list,
     layers_of,
     name_template,
-    stage_list,
+    stages,
     state_shape,
     whole,
     window_of,
@@ -73,7 +73,7 @@ class ShortForm:
 class Key(NamedTuple):
     """A key of the short form: the function that reads its value, the value's form, and its meaning."""
 
-    read: Callable[[str, str], Any]
+    read: Read
     form: str
     meaning: str
 
@@ -99,32 +99,39 @@ def read_short_form(text: str) -> ShortForm:
     return _filled(values)
 
 
+_NEEDS = {
+    "conv_width": ("conv",),
+    "conv_layout": ("conv",),
+    "state_dtype": ("ssm", "conv"),
+    "state_names": ("ssm", "conv"),
+    "state_layers": ("ssm", "conv"),
+    "ssm": ("state_layers",),
+    "conv": ("state_layers",),
+}
+"""Keys that mean nothing without one of these."""
+_EXCLUDES = {"stages": ("pp",), "mla": ("heads", "dim", "kv")}
+"""Keys that say what these say."""
+
+
 def _filled(values: dict[str, Any]) -> ShortForm:
     """The form with all derived values; raises for keys that contradict each other."""
     if "layers" not in values:
         raise InvalidShortForm("layers", "missing", "the number of layers, e.g. layers=32")
-    layers: int = values["layers"]
-    _exclude(values, "stages", ("pp",))
-    if "stages" in values:
-        if sum(values["stages"]) != layers:
-            raise InvalidShortForm(
-                "stages", "+".join(map(str, values["stages"])), f"sizes that add up to layers={layers}"
-            )
-    elif values.get("pp", 1) > layers:
-        raise InvalidShortForm("pp", values["pp"], f"at most layers={layers}")
-    else:
-        values["stages"] = even_stages(layers, values.get("pp", 1))
-    values["pp"] = len(values["stages"])
-    _fill_window(values, layers)
-    _fill_states(values, layers)
-    _check_attention(values, layers)
+    for key, needed in _NEEDS.items():
+        if key in values and not any(other in values for other in needed):
+            raise InvalidShortForm(key, values[key], f"{' or '.join(needed)} with it")
+    for key, others in _EXCLUDES.items():
+        for other in others:
+            if key in values and other in values:
+                raise InvalidShortForm(other, values[other], f"no {other} beside {key}: {key} says it already")
+    _fill_layers(values, values["layers"])
+    _check_attention(values)
     block = values.get("block", 16)
-    if block % values.setdefault("kernel_block", block):
-        raise InvalidShortForm("kernel_block", values["kernel_block"], f"a divisor of block={block}")
     if "interleave" in values and values.get("dcp", 1) == 1:
         raise InvalidShortForm("interleave", values["interleave"], "dcp above 1 with it")
-    if block % values.setdefault("interleave", block):
-        raise InvalidShortForm("interleave", values["interleave"], f"a divisor of block={block}")
+    for key in ("kernel_block", "interleave"):
+        if block % values.setdefault(key, block):
+            raise InvalidShortForm(key, values[key], f"a divisor of block={block}")
     values.setdefault("state_dtype", values.get("dtype", "bfloat16"))
     form = ShortForm(**values)
     _check_ranks(form)
@@ -140,42 +147,27 @@ def even_stages(layers: int, pp: int) -> tuple[int, ...]:
     return tuple(size + (pp - 1 - rest <= stage < pp - 1) for stage in range(pp))
 
 
-def _fill_window(values: dict[str, Any], layers: int) -> None:
-    if "window" not in values:
-        return
-    tokens, listed = values["window"]
-    values["window"] = tokens
-    values["window_layers"] = layers_of("window", listed, layers)
+def _fill_layers(values: dict[str, Any], layers: int) -> None:
+    """The layers of stages, windows and states."""
+    pp = values.get("pp", 1)
+    if pp > layers:
+        raise InvalidShortForm("pp", pp, f"at most layers={layers}")
+    stages = values.setdefault("stages", even_stages(layers, pp))
+    if sum(stages) != layers:
+        raise InvalidShortForm("stages", "+".join(map(str, stages)), f"sizes that add up to layers={layers}")
+    values["pp"] = len(stages)
+    if "window" in values:
+        values["window"], listed = values["window"]
+        values["window_layers"] = layers_of("window", listed, layers)
+    if "state_layers" in values:
+        values["state_layers"] = layers_of("state_layers", values["state_layers"], layers)
+        both = sorted(set(values["state_layers"]) & set(values.get("window_layers", ())))
+        if both:
+            raise InvalidShortForm("state_layers", both[0], "layers that are not in the list of window")
 
 
-def _fill_states(values: dict[str, Any], layers: int) -> None:
-    has_states = "ssm" in values or "conv" in values
-    if has_states != ("state_layers" in values):
-        missing = "state_layers" if has_states else "ssm"
-        text = (
-            "the layers that have states"
-            if has_states
-            else "the shape of the states in state_layers (ssm, conv or both)"
-        )
-        raise InvalidShortForm(missing, "missing", text)
-    for key in ("conv_width", "conv_layout"):
-        if key in values and "conv" not in values:
-            raise InvalidShortForm(key, values[key], "conv with it")
-    for key in ("state_dtype", "state_names"):
-        if key in values and not has_states:
-            raise InvalidShortForm(key, values[key], "ssm or conv with it")
-    if not has_states:
-        return
-    chosen = layers_of("state_layers", values["state_layers"], layers)
-    both = sorted(set(chosen) & set(values.get("window_layers", ())))
-    if both:
-        raise InvalidShortForm("state_layers", both[0], "layers that are not in the list of window")
-    values["state_layers"] = chosen
-
-
-def _check_attention(values: dict[str, Any], layers: int) -> None:
-    _exclude(values, "mla", ("heads", "dim", "kv"))
-    if len(values.get("state_layers", ())) == layers:
+def _check_attention(values: dict[str, Any]) -> None:
+    if len(values.get("state_layers", ())) == values["layers"]:
         for key in ("heads", "dim", "mla", "kv"):
             if key in values:
                 raise InvalidShortForm(key, values[key], "a layer with attention: all are in state_layers")
@@ -203,12 +195,6 @@ def _check_ranks(form: ShortForm) -> None:
         raise InvalidShortForm("dcp", form.dcp, text)
 
 
-def _exclude(values: Mapping[str, Any], key: str, others: tuple[str, ...]) -> None:
-    for other in others:
-        if key in values and other in values:
-            raise InvalidShortForm(other, values[other], f"no {other} beside {key}: {key} says it already")
-
-
 _SIZE = whole(1, MAX_SIZE)
 
 KEYS = {
@@ -216,18 +202,18 @@ KEYS = {
     "heads": Key(_SIZE, "number", "KV heads of the model, over all ranks"),
     "dim": Key(_SIZE, "number", "elements of a head, K and V each"),
     "mla": Key(_SIZE, "number", "elements of a token's latent, in place of heads and dim, e.g. 576"),
-    "dtype": Key(choice(DTYPE_BYTES), "name", f"of the cache: {', '.join(DTYPE_BYTES)}"),
+    "dtype": Key(choice(*DTYPE_BYTES), "name", f"of the cache: {', '.join(DTYPE_BYTES)}"),
     "tp": Key(whole(1, MAX_RANKS), "number", "tensor-parallel ranks; need not divide the heads, may exceed them"),
     "pp": Key(whole(1, MAX_RANKS), "number", "pipeline stages, split as vLLM splits them"),
-    "stages": Key(stage_list, "`n+n+…`", "layers of each pipeline stage, in place of pp"),
+    "stages": Key(stages, "`n+n+…`", "layers of each pipeline stage, in place of pp"),
     "pcp": Key(whole(1, MAX_RANKS), "number", "prefill context parallel ranks: replicas, unless dcp spans them"),
     "dcp": Key(whole(1, MAX_RANKS), "number", "decode context parallel ranks: they share the tokens out"),
     "interleave": Key(_SIZE, "number", "tokens in a row on one dcp rank, a divisor of block; default: block"),
     "block": Key(_SIZE, "number", "tokens of a scheduler block (`--block-size`), the unit of block ids"),
     "kernel_block": Key(_SIZE, "number", "tokens of a physical block, a divisor of block; default: block"),
     "blocks": Key(whole(2, 1 << 30), "number", "scheduler blocks in the cache, of which block 0 is the null block"),
-    "layout": Key(choice(LAYOUTS), "name", f"order of the axes: {', '.join(LAYOUTS)}"),
-    "kv": Key(choice(("packed", "apart")), "name", "packed: a cell is `[K|V]`; apart: all of V behind all of K"),
+    "layout": Key(choice(*LAYOUTS), "name", f"order of the axes: {', '.join(LAYOUTS)}"),
+    "kv": Key(choice("packed", "apart"), "name", "packed: a cell is `[K|V]`; apart: all of V behind all of K"),
     "window": Key(window_of, "`n` or `n@layers`", "tokens of a sliding window, and which layers have it; default: all"),
     "state_layers": Key(layer_list, "layers", "layers with a recurrent state in place of attention"),
     "ssm": Key(state_shape, "`HxDxN` or `HxN`", "temporal state: heads (sharded) and the shape of one"),
@@ -235,8 +221,8 @@ KEYS = {
         conv_parts, "`x1536+B128+C128`", "convolution state: channels of its sub-projections; `*`: on every rank"
     ),
     "conv_width": Key(_SIZE, "number", "elements of a channel, the kernel's width less one"),
-    "conv_layout": Key(choice(("SD", "DS")), "name", "SD: channels innermost; DS: a channel's elements together"),
-    "state_dtype": Key(choice(DTYPE_BYTES), "name", "of the states; default: dtype"),
+    "conv_layout": Key(choice("SD", "DS"), "name", "SD: channels innermost; DS: a channel's elements together"),
+    "state_dtype": Key(choice(*DTYPE_BYTES), "name", "of the states; default: dtype"),
     "names": Key(
         name_template,
         "text with `{}`",

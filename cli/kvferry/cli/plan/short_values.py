@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from kvferry.cli.arguments import InvalidShortForm, one_of
 
-DTYPE_BYTES = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "float8_e4m3": 1,
-    "float8_e5m2": 1,
-}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3": 1, "float8_e5m2": 1}
 LAYOUTS = {
     "HND": "LBHNC",
     "NHD": "LBNHC",
@@ -39,10 +33,11 @@ class ConvPart(NamedTuple):
     replicated: bool
 
 
-_LAYERS = r"[0-9]{1,5}(-[0-9]{1,5}(/[0-9]{1,5})?)?"
+Read = Callable[[str, str], Any]
+"""The value of a key and its text. Raises `InvalidShortForm`."""
 
 
-def whole(low: int, high: int) -> Callable[[str, str], int]:
+def whole(low: int, high: int) -> Read:
     def read(key: str, text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,12}", text) or not low <= int(text) <= high:
             raise InvalidShortForm(key, text, f"a whole number from {low} to {high}")
@@ -51,7 +46,7 @@ def whole(low: int, high: int) -> Callable[[str, str], int]:
     return read
 
 
-def choice(accepted: Mapping[str, object] | tuple[str, ...]) -> Callable[[str, str], str]:
+def choice(*accepted: str) -> Read:
     def read(key: str, text: str) -> str:
         for name in accepted:
             if name.lower() == text.lower():
@@ -61,24 +56,56 @@ def choice(accepted: Mapping[str, object] | tuple[str, ...]) -> Callable[[str, s
     return read
 
 
-def stage_list(key: str, text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"[0-9]{1,5}(\+[0-9]{1,5})*", text) or "0" in {
-        size.lstrip("0") or "0" for size in text.split("+")
-    }:
-        raise InvalidShortForm(key, text, "layers of every stage joined by +, e.g. 20+12")
-    return tuple(int(size) for size in text.split("+"))
+def matching(pattern: str, expected: str) -> Read:
+    def read(key: str, text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise InvalidShortForm(key, text, expected)
+        return text
+
+    return read
 
 
-def layer_list(key: str, text: str) -> str:
-    if text != "*" and not all(re.fullmatch(_LAYERS, item) for item in text.split("+")):
-        raise InvalidShortForm(key, text, "layers joined by +, e.g. 0-4+6, 0-30/2 for every second, or * for all")
-    return text
+def sizes(pattern: str, expected: str) -> Read:
+    """Whole numbers up to `MAX_SIZE` with + or x between them."""
+
+    def read(key: str, text: str) -> tuple[int, ...]:
+        found = tuple(int(size) for size in re.split(r"[+x]", matching(pattern, expected)(key, text)))
+        if max(found) > MAX_SIZE:
+            raise InvalidShortForm(key, text, f"sizes up to {MAX_SIZE}")
+        return found
+
+    return read
+
+
+def conv_parts(key: str, text: str) -> tuple[ConvPart, ...]:
+    parts = []
+    for item in text.split("+"):
+        found = re.fullmatch(r"([A-Za-z]{0,16})([1-9][0-9]{0,5})(\*?)", item)
+        if not found:
+            expected = "names with channels, e.g. x1536+B128+C128, with * where every rank has all"
+            raise InvalidShortForm(key, item, expected)
+        parts.append(ConvPart(found[1] or "x", int(found[2]), bool(found[3])))
+    if len({part.name for part in parts}) != len(parts):
+        raise InvalidShortForm(key, text, "a name of its own for every sub-projection")
+    return tuple(parts)
+
+
+_ITEM = r"[0-9]{1,5}(-[0-9]{1,5}(/[0-9]{1,5})?)?"
+_LISTED = "layers joined by +, e.g. 0-4+6, 0-30/2 for every second, or * for all"
+layer_list = matching(rf"\*|{_ITEM}(\+{_ITEM})*", _LISTED)
+stages = sizes(r"[1-9][0-9]{0,4}(\+[1-9][0-9]{0,4})*", "layers of every stage joined by +, e.g. 20+12")
+state_shape = sizes(
+    r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", "heads and their shape joined by x, e.g. 24x64x128, or 1536x16"
+)
+name_template = matching(
+    r"[A-Za-z0-9_./:-]{0,120}\{\}[A-Za-z0-9_./:-]{0,120}",
+    "a name with {} where the layer's number goes, e.g. model.layers.{}.attn",
+)
 
 
 def window_of(key: str, text: str) -> tuple[int, str]:
     tokens, at, listed = text.partition("@")
-    count = whole(1, 1 << 40)(key, tokens)
-    return count, layer_list(key, listed) if at else "*"
+    return whole(1, 1 << 40)(key, tokens), layer_list(key, listed) if at else "*"
 
 
 def layers_of(key: str, listed: str, layers: int) -> tuple[int, ...]:
@@ -94,33 +121,3 @@ def layers_of(key: str, listed: str, layers: int) -> tuple[int, ...]:
             raise InvalidShortForm(key, item, f"layers from 0 to {layers - 1}, the lower one first")
         chosen.update(range(low, high + 1, step))
     return tuple(sorted(chosen))
-
-
-def state_shape(key: str, text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", text):
-        raise InvalidShortForm(key, text, "heads and their shape joined by x, e.g. 24x64x128, or 1536x16")
-    sizes = tuple(int(size) for size in text.split("x"))
-    if sizes[0] > MAX_SIZE:
-        raise InvalidShortForm(key, text, f"at most {MAX_SIZE} heads")
-    return sizes
-
-
-def conv_parts(key: str, text: str) -> tuple[ConvPart, ...]:
-    parts = []
-    for item in text.split("+"):
-        found = re.fullmatch(r"([A-Za-z]{0,16})([1-9][0-9]{0,5})(\*?)", item)
-        if not found:
-            raise InvalidShortForm(
-                key, item, "names with channels, e.g. x1536+B128+C128, with * where every rank has all"
-            )
-        parts.append(ConvPart(found[1] or "x", int(found[2]), bool(found[3])))
-    names = [part.name for part in parts]
-    if len(set(names)) != len(names):
-        raise InvalidShortForm(key, text, "a name of its own for every sub-projection")
-    return tuple(parts)
-
-
-def name_template(key: str, text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_./:-]{0,120}\{\}[A-Za-z0-9_./:-]{0,120}", text):
-        raise InvalidShortForm(key, text, "a name with {} where the layer's number goes, e.g. model.layers.{}.attn")
-    return text

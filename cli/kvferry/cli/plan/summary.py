@@ -6,43 +6,23 @@ their name says otherwise.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 
 import msgspec
 
+from kvferry.cli.plan.engine import Side, layer_order, natural, side_of
 from kvferry.cli.plan.prediction import Effort, Units, bundle_effort, count_units, prompt_tokens, source_effort
 from kvferry.plan.cost import Costs
-from kvferry.plan.refusals import PlanRefused
+from kvferry.plan.refusals import Reason
 from kvferry.plan.runs import Bundle
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Route, TransferPlan
-from kvferry.protocol.geometry import Interleave, Place, Range, Topology
-from kvferry.protocol.handshake import CacheGroup, EngineDescription, WorkerDescription
+from kvferry.protocol.geometry import Place, Range
+from kvferry.protocol.handshake import CacheGroup, EngineDescription
 
 PLAN_VERSION = 1
-
-
-class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """The part that one worker holds: layers and heads as half-open ranges over the model, and the tokens."""
-
-    place: Place
-    layers: Range
-    heads: Range
-    interleave: Interleave
-    cache_bytes: int
-
-
-class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine."""
-
-    engine_id: str
-    topology: Topology
-    layers: int
-    heads: int
-    dtypes: tuple[str, ...]
-    groups: tuple[CacheGroup, ...]
-    workers: tuple[Shard, ...]
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,31 +107,12 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[Reader, ...]
 
 
-class RefusedReason(msgspec.Struct, frozen=True, kw_only=True):
-    """One reason why a pair cannot work."""
-
-    field: str
-    producer: str
-    consumer: str
-    change: str
-
-
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """An unworkable pair."""
 
     kvferry_plan: int = PLAN_VERSION
     workable: bool = False
-    reasons: tuple[RefusedReason, ...]
-
-
-def refusal_of(refused: PlanRefused) -> Refusal:
-    """The reasons as in the JSON."""
-    return Refusal(
-        reasons=tuple(
-            RefusedReason(field=one.field, producer=one.producer, consumer=one.consumer, change=one.change)
-            for one in refused.reasons
-        )
-    )
+    reasons: tuple[Reason, ...]
 
 
 def summarise(
@@ -171,17 +132,24 @@ def summarise(
         InvalidArgument: the prompt does not fit into a cache.
     """
     length = prompt_tokens(tokens, plans, consumer.groups, producer.groups)
-    counter = _Counter(consumer.groups, producer.groups, length)
     order = layer_order(consumer)
+
+    @cache  # workers share most maps
+    def units(tokens: TokenMap) -> Units:
+        return count_units(tokens, consumer.groups, producer.groups, length)
+
+    def milliseconds(effort: Effort) -> float:
+        return round(effort.seconds(costs, link_gb_s) * 1000, 3)
+
     read = [Effort()] * len(consumer.workers)
     sent = [Effort()] * len(producer.workers)
     readers = []
     for plan in plans:
         flows = []
         for route in plan.routes:
-            flow, effort = _flow(route, counter, consumer.groups, order)
-            read[plan.worker] = read[plan.worker].plus(effort)
-            sent[route.worker] = sent[route.worker].plus(effort._replace(staged_bytes=0))
+            flow, effort = _flow(route, units, consumer.groups, order)
+            read[plan.worker] += effort
+            sent[route.worker] += replace(effort, staged_bytes=0)
             flows.append(flow)
         mine = read[plan.worker]
         readers.append(
@@ -191,11 +159,13 @@ def summarise(
                 bytes=mine.num_bytes,
                 link_bytes=mine.link_bytes,
                 descriptors=mine.descriptors,
-                predicted_ms=_ms(mine, costs, link_gb_s),
+                predicted_ms=milliseconds(mine),
                 flows=tuple(flows),
             )
         )
-    predicted_ms, slowest = _slowest(consumer, producer, read, sent, costs, link_gb_s)
+    links = [("consumer", worker.place, effort) for worker, effort in zip(consumer.workers, read, strict=True)]
+    links += [("producer", worker.place, effort) for worker, effort in zip(producer.workers, sent, strict=True)]
+    side, place, slowest = max(links, key=lambda one: one[2].seconds(costs, link_gb_s))
     return PlanSummary(
         producer=side_of(producer),
         consumer=side_of(consumer),
@@ -205,56 +175,18 @@ def summarise(
         bytes=sum(reader.bytes for reader in readers),
         link_bytes=sum(reader.link_bytes for reader in readers),
         descriptors=sum(reader.descriptors for reader in readers),
-        predicted_ms=predicted_ms,
-        slowest=slowest,
+        predicted_ms=milliseconds(slowest),
+        slowest=Slowest(side=side, place=place),
         workers=tuple(readers),
     )
 
 
-class _Counter:
-    """Units by token map; workers share most maps."""
-
-    def __init__(self, here: Sequence[CacheGroup], there: Sequence[CacheGroup], num_tokens: int) -> None:
-        self._here, self._there, self._num_tokens = here, there, num_tokens
-        self._units: dict[TokenMap, Units] = {}
-
-    def units(self, tokens: TokenMap) -> Units:
-        if tokens not in self._units:
-            self._units[tokens] = count_units(tokens, self._here, self._there, self._num_tokens)
-        return self._units[tokens]
-
-
-def _sum(efforts: Sequence[Effort]) -> Effort:
-    whole = Effort()
-    for effort in efforts:
-        whole = whole.plus(effort)
-    return whole
-
-
-def _ms(effort: Effort, costs: Costs, link_gb_s: float) -> float:
-    return round(effort.seconds(costs, link_gb_s) * 1000, 3)
-
-
-def _slowest(
-    consumer: EngineDescription,
-    producer: EngineDescription,
-    read: Sequence[Effort],
-    sent: Sequence[Effort],
-    costs: Costs,
-    link_gb_s: float,
-) -> tuple[float, Slowest]:
-    candidates = [("consumer", worker.place, effort) for worker, effort in zip(consumer.workers, read, strict=True)]
-    candidates += [("producer", worker.place, effort) for worker, effort in zip(producer.workers, sent, strict=True)]
-    side, place, effort = max(candidates, key=lambda one: one[2].seconds(costs, link_gb_s))
-    return _ms(effort, costs, link_gb_s), Slowest(side=side, place=place)
-
-
 def _flow(
-    route: Route, counter: _Counter, groups: Sequence[CacheGroup], order: Mapping[str, int]
+    route: Route, units: Callable[[TokenMap], Units], groups: Sequence[CacheGroup], order: Mapping[str, int]
 ) -> tuple[Flow, Effort]:
-    placed = [bundle_effort(route, bundle, counter.units(bundle.tokens)) for bundle in route.bundles]
-    staged = [source_effort(source, counter.units(source.tokens)) for source in route.sources]
-    whole = _sum([*placed, *staged])
+    placed = [bundle_effort(route, bundle, units(bundle.tokens)) for bundle in route.bundles]
+    staged = [source_effort(source, units(source.tokens)) for source in route.sources]
+    whole = sum((*placed, *staged), Effort())
     flow = Flow(
         producer=route.place,
         producer_worker=route.worker,
@@ -264,7 +196,7 @@ def _flow(
         bytes=whole.num_bytes,
         link_bytes=whole.link_bytes,
         descriptors=whole.descriptors,
-        reads=tuple(_read(route, bundle, counter.units(bundle.tokens), groups, order) for bundle in route.bundles),
+        reads=tuple(_read(route, bundle, units(bundle.tokens), groups, order) for bundle in route.bundles),
         staged=tuple(
             StagedRead(
                 reading=source.reading.value,
@@ -298,45 +230,4 @@ def _read(route: Route, bundle: Bundle, found: Units, groups: Sequence[CacheGrou
         conversion=str(bundle.conversions[0]) if bundle.conversions else "",
         bytes=found.units * bundle.unit_bytes,
         runs=found.units * bundle.unit_runs,
-    )
-
-
-def side_of(engine: EngineDescription) -> Side:
-    """One engine, as it is displayed."""
-    tensors = [tensor for worker in engine.workers for tensor in worker.tensors]
-    order = layer_order(engine)
-    shards = tuple(_shard(engine, worker, order) for worker in engine.workers)
-    return Side(
-        engine_id=engine.engine_id,
-        topology=engine.topology,
-        layers=len(order),
-        heads=max((shard.heads.stop for shard in shards), default=0),
-        dtypes=tuple(sorted({tensor.format.dtype for tensor in tensors})),
-        groups=engine.groups,
-        workers=shards,
-    )
-
-
-def layer_order(engine: EngineDescription) -> dict[str, int]:
-    """The index of every layer name among all layers of the engine."""
-    names = {tensor.layer for worker in engine.workers for tensor in worker.tensors}
-    return {name: index for index, name in enumerate(sorted(names, key=natural))}
-
-
-def natural(name: str) -> tuple[tuple[str, int], ...]:
-    """A key that sorts `layers.2` before `layers.10`."""
-    return tuple((text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name))
-
-
-def _shard(engine: EngineDescription, worker: WorkerDescription, order: dict[str, int]) -> Shard:
-    held = [tensor for tensor in worker.tensors if len(tensor.heads)]
-    layers = [order[tensor.layer] for tensor in held]
-    attention = [tensor for tensor in held if engine.groups[tensor.group].policy != "state"]
-    shown = attention or [tensor for tensor in held if not tensor.kind.startswith("conv")] or held
-    return Shard(
-        place=worker.place,
-        layers=Range(min(layers, default=0), max(layers, default=-1) + 1),
-        heads=shown[0].heads if shown else Range(0, 0),
-        interleave=shown[0].interleave if shown else Interleave(),
-        cache_bytes=sum(tensor.blocks * tensor.block_bytes for tensor in held),
     )

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.cli.formatting import binary_bytes, counted, decimal_bytes, new_table, span, spans
-from kvferry.cli.plan.formatting import format_engine, format_group, format_tokens
-from kvferry.cli.plan.summary import Flow, PlanSummary, Read, Reader, Refusal, Side
+from kvferry.cli.plan.engine import Side, format_engine, format_group, format_tokens
+from kvferry.cli.plan.summary import Flow, PlanSummary, Read, Reader, Refusal
 from kvferry.protocol.description_json import EngineJson
 
 if TYPE_CHECKING:

@@ -8,16 +8,16 @@ cell, in a format that no other block layout has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from kvferry.connector.layout.patterns import PATTERNS, Cells, is_indexer, is_mla
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.connector.vllm_internals import cpu_attention_isa
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.geometry import Range
+from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Range
 
 PLAIN = "plain"
 """The packing of cells that are fully described by their strides."""
@@ -35,7 +35,7 @@ class BlockLayout:
 
     Attributes:
         packing: the backend and everything that its layout depends on, see `packing_of`.
-        pattern: one of `PATTERNS`, or `BY_HEAD`, or `OPAQUE`.
+        pattern: one of `patterns.PATTERNS`, or `BY_HEAD`, or `OPAQUE`.
         dtype: dtype of the elements; empty if it is the view's (not for float8 in a cache of bytes).
         scales: static scales by kind, `value = stored · scale`: one for all heads of this worker or one for each.
     """
@@ -45,99 +45,58 @@ class BlockLayout:
     dtype: str = ""
     scales: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class Cells:
-    """The positions of the cells of one kind in a view, in elements.
-
-    Element `i` of (block, head, token) is at
-    `offset + block·view.stride(0) + head·head_stride + token·token_stride + i·element_stride`.
-    """
-
-    kind: str
-    heads: int
-    elements: int
-    offset: int
-    head_stride: int
-    token_stride: int
-    element_stride: int = 1
-
-    def of(self, view: torch.Tensor) -> torch.Tensor:
-        """These cells of a view as `[B, heads, N, elements]`."""
-        shape = (view.shape[0], self.heads, view.shape[2], self.elements)
-        strides = (view.stride(0), self.head_stride, self.token_stride, self.element_stride)
-        return view.as_strided(shape, strides, view.storage_offset() + self.offset)
+    def dtype_of(self, view: torch.Tensor) -> str:
+        """The dtype of the elements of a cache with this layout."""
+        return self.dtype or str(view.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One paged tensor of a layer, see `PagedTensor`; `offset` is in bytes from the layer's first byte.
-
-    `dtype` is empty if it is that of the view.
-    """
+    """The part of a `PagedTensor` that a block layout decides; `offset` is in bytes from the layer's first byte."""
 
     kind: str
     heads: Range
     head_stride: int
     cell_bytes: int
-    packing: str
-    tile_tokens: int
+    dtype: str
+    packing: str = PLAIN
+    tile_tokens: int = 1
     tile_stride: int = 0
     offset: int = 0
     element_bytes: int = 0
     element_stride: int = 0
-    dtype: str = ""
     scales: tuple[float, ...] = ()
 
-
-def _rows(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
-    """A row `[k | v]` for every (head, token), with any strides of heads and tokens: the usual one on GPUs."""
-    width, width_v = spec.head_size, spec.head_size_v
-    if is_mla(spec) or view.shape[1] != spec.num_kv_heads or view.shape[3] != width + width_v:
-        return ()
-    strides = (view.stride(1), view.stride(2))
-    return (
-        Cells("k", spec.num_kv_heads, width, 0, *strides),
-        Cells("v", spec.num_kv_heads, width_v, width, *strides),
-    )
-
-
-def _columns(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
-    """K as `[D, N]`, then V as `[N, D]`, for every (block, head): CPU attention on most instruction sets."""
-    width, tokens = spec.head_size, view.shape[2]
-    if not _rows(view, spec) or spec.head_size_v != width or view.stride(2) != view.shape[3]:
-        return ()
-    return (
-        Cells("k", spec.num_kv_heads, width, 0, view.stride(1), 1, tokens),
-        Cells("v", spec.num_kv_heads, width, tokens * width, view.stride(1), width),
-    )
-
-
-def _planes(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
-    """The head axis has two entries, one for K and one for V; all heads of a token are one row."""
-    heads, width = spec.num_kv_heads, spec.head_size
-    if is_mla(spec) or view.shape[1] != 2 or view.shape[3] != heads * width or spec.head_size_v != width:
-        return ()
-    return (
-        Cells("k", heads, width, 0, width, view.stride(2)),
-        Cells("v", heads, width, view.stride(1), width, view.stride(2)),
-    )
-
-
-def _latent(view: torch.Tensor, spec: Any) -> tuple[Cells, ...]:
-    """MLA: a row `[latent | rope]` for every token."""
-    if not is_mla(spec) or _is_indexer(spec) or view.shape[1] != 1 or view.shape[3] != spec.head_size:
-        return ()
-    return (Cells("mla", 1, spec.head_size, 0, 0, view.stride(2)),)
-
-
-PATTERNS: dict[str, Callable[[torch.Tensor, Any], tuple[Cells, ...]]] = {
-    "rows": _rows,
-    "columns": _columns,
-    "planes": _planes,
-    "latent": _latent,
-}
-"""By name, a function from a view `[B, H, N, C]` and its spec to the cells; () if the shape excludes the pattern."""
+    def tensor(
+        self,
+        layer: str,
+        group: int,
+        view: torch.Tensor,
+        block_tokens: int,
+        *,
+        interleave: Interleave | None = None,
+        quantization: str = "none",
+    ) -> PagedTensor:
+        """The paged tensor of a view whose first axis is blocks."""
+        return PagedTensor(
+            layer=layer,
+            kind=self.kind,
+            group=group,
+            base=view.data_ptr() + self.offset,
+            blocks=view.shape[0],
+            block_tokens=block_tokens,
+            block_stride=view.stride(0) * view.element_size(),
+            heads=self.heads,
+            head_stride=self.head_stride,
+            tile_tokens=self.tile_tokens,
+            tile_stride=self.tile_stride,
+            cell_bytes=self.cell_bytes,
+            element_bytes=self.element_bytes,
+            element_stride=self.element_stride,
+            interleave=interleave or Interleave(),
+            scales=self.scales,
+            format=Format(dtype=self.dtype, quantization=quantization, packing=self.packing),
+        )
 
 
 def packing_of(layer: Any, layer_name: str) -> str:
@@ -186,11 +145,6 @@ def heads_lie_together(view: torch.Tensor, spec: Any) -> bool:
     return not is_mla(spec) and view.shape[1] == spec.num_kv_heads and bool(view.stride(2) == view.shape[3])
 
 
-def is_mla(spec: Any) -> bool:
-    """Whether a cache holds one latent vector per token, the same on every tensor-parallel rank."""
-    return type(spec).__name__ in ("MLAAttentionSpec", "SlidingWindowMLASpec")
-
-
 def _part(
     cells: Cells, view: torch.Tensor, block_layout: BlockLayout, sharding: Sharding, *, is_replicated: bool
 ) -> Part:
@@ -202,13 +156,12 @@ def _part(
         heads=held,
         head_stride=cells.head_stride * item if cells.heads > 1 else 0,
         cell_bytes=cells.elements * item,
+        dtype=block_layout.dtype_of(view),
         packing=PLAIN + suffix,
-        tile_tokens=1,
         tile_stride=cells.token_stride * item,
         offset=cells.offset * item,
         element_bytes=item if apart else 0,
         element_stride=cells.element_stride * item if apart else 0,
-        dtype=block_layout.dtype,
         scales=block_layout.scales.get(cells.kind, ()),
     )
 
@@ -219,7 +172,8 @@ def _head_of_block(view: torch.Tensor, block_layout: BlockLayout, sharding: Shar
     item = view.element_size()
     held, suffix = _heads(sharding, heads)
     stride = view.stride(1) * item if heads > 1 else 0
-    return Part("kv", held, stride, tokens * content * item, _opaque(block_layout) + suffix, tokens)
+    packing = _opaque(block_layout) + suffix
+    return Part("kv", held, stride, tokens * content * item, block_layout.dtype_of(view), packing, tokens)
 
 
 def _heads(sharding: Sharding, local_heads: int) -> tuple[Range, str]:
@@ -259,14 +213,9 @@ def _opaque_block(layer: str, view: torch.Tensor, spec: Any, block_layout: Block
         )
     axes = zip(strides, (f"heads{heads}", f"tokens{tokens}", f"content{content}"), shape, strict=True)
     order = ".".join(name for _, name, n in sorted(axes, reverse=True) if n > 1) or "one"
-    packing = f"{_opaque(block_layout)}/{order}"
+    packing, dtype = f"{_opaque(block_layout)}/{order}", block_layout.dtype_of(view)
     if heads == 1 and is_mla(spec):
-        return Part("indexer" if _is_indexer(spec) else "kv", Range(0, 1), 0, extent, packing, tokens)
+        return Part("indexer" if is_indexer(spec) else "kv", Range(0, 1), 0, extent, dtype, packing, tokens)
     # One unit, whatever its heads are: only ranks of engines with equal tensor-parallel sizes match.
     alone = Range(sharding.rank, sharding.rank + 1)
-    return Part("kv", alone, 0, extent, packing + _rank_of(sharding), tokens)
-
-
-def _is_indexer(spec: Any) -> bool:
-    """Whether a cache holds the keys by which sparse attention selects its tokens."""
-    return str(getattr(getattr(spec, "cache_role", None), "value", "")) == "indexer"
+    return Part("kv", alone, 0, extent, dtype, packing + _rank_of(sharding), tokens)

@@ -16,7 +16,7 @@ from kvferry.connector.layout.mamba_layout import describe_mamba_layout
 from kvferry.connector.layout.policies import policy_of
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.geometry import Format, Interleave, PagedTensor
+from kvferry.protocol.geometry import Interleave, PagedTensor
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.memory.caches import KvCaches
 
@@ -139,26 +139,8 @@ def _describe(
         raise InvalidConfig(where, f"{blocks} kernel blocks", f"a multiple of {num_blocks} blocks")
     if view.stride(3) != 1:
         raise InvalidConfig(where, f"strides {list(view.stride())}", "contiguous content")
-    dtype, quantization = str(view.dtype).removeprefix("torch."), spec.kv_quant_mode.name.lower()
+    block_tokens, quantization = spec.block_size // (blocks // num_blocks), spec.kv_quant_mode.name.lower()
     return [
-        PagedTensor(
-            layer=layer,
-            kind=part.kind,
-            group=group,
-            base=view.data_ptr() + part.offset,
-            blocks=blocks,
-            block_tokens=spec.block_size // (blocks // num_blocks),
-            block_stride=view.stride(0) * view.element_size(),
-            heads=part.heads,
-            head_stride=part.head_stride,
-            tile_tokens=part.tile_tokens,
-            tile_stride=part.tile_stride,
-            cell_bytes=part.cell_bytes,
-            element_bytes=part.element_bytes,
-            element_stride=part.element_stride,
-            interleave=interleave,
-            scales=part.scales,
-            format=Format(dtype=part.dtype or dtype, quantization=quantization, packing=part.packing),
-        )
+        part.tensor(layer, group, view, block_tokens, interleave=interleave, quantization=quantization)
         for part in parts_of(layer, view, spec, block_layouts[layer], sharding)
     ]

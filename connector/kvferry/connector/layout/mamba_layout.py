@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvferry.connector.layout.block_layout import Part
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.geometry import Format, PagedTensor, Range
+from kvferry.protocol.geometry import PagedTensor, Range
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import MambaSpec
@@ -43,21 +44,6 @@ class _Projection:
     width: int
     alike: bool = False
     packing: str = "plain"
-
-
-@dataclass(frozen=True, slots=True)
-class _MambaTensor:
-    """One paged tensor of a page, see `PagedTensor`; `offset` is in bytes from the page's first byte."""
-
-    kind: str
-    heads: Range
-    head_stride: int
-    cell_bytes: int
-    offset: int
-    dtype: torch.dtype
-    packing: str = "plain"
-    element_bytes: int = 0
-    element_stride: int = 0
 
 
 def groups_of_heads(config: Mapping[str, Any]) -> int | None:
@@ -90,29 +76,10 @@ def describe_mamba_layout(
     if tuple(view.shape) != (num_blocks, 1, 1, size) or view.element_size() != 1 or view.stride(3) != 1:
         expected = f"a view of bytes [{num_blocks}, 1, 1, {size}]"
         raise InvalidConfig(where, f"shape {list(view.shape)} of {view.dtype}", expected)
-    return [
-        PagedTensor(
-            layer=layer,
-            kind=tensor.kind,
-            group=group,
-            base=view.data_ptr() + tensor.offset,
-            blocks=num_blocks,
-            block_tokens=1,
-            block_stride=view.stride(0),
-            heads=tensor.heads,
-            head_stride=tensor.head_stride,
-            tile_tokens=1,
-            tile_stride=0,
-            cell_bytes=tensor.cell_bytes,
-            element_bytes=tensor.element_bytes,
-            element_stride=tensor.element_stride,
-            format=Format(dtype=str(tensor.dtype).removeprefix("torch."), packing=tensor.packing),
-        )
-        for tensor in found
-    ]
+    return [part.tensor(layer, group, view, 1) for part in found]
 
 
-def _of_convolution(where: str, spec: MambaSpec, sharding: Sharding, head_groups: int | None) -> Iterator[_MambaTensor]:
+def _of_convolution(where: str, spec: MambaSpec, sharding: Sharding, head_groups: int | None) -> Iterator[Part]:
     """The convolution state, by projection; a cell holds the columns of one channel."""
     has_convolution, _ = _kind_of(where, spec)
     if not has_convolution:
@@ -124,21 +91,21 @@ def _of_convolution(where: str, spec: MambaSpec, sharding: Sharding, head_groups
         heads = _ranks_part(part.width, sharding, alike=part.alike or spec.tp_replicated)
         cell_bytes = columns * item
         stride = cell_bytes if by_channel else item
-        yield _MambaTensor(
+        yield Part(
             part.kind,
             heads,
             stride,
             cell_bytes,
-            first * stride,
-            dtype,
+            _name(dtype),
             part.packing,
+            offset=first * stride,
             element_bytes=0 if by_channel else item,
             element_stride=0 if by_channel else channels * item,
         )
         first += part.width
 
 
-def _of_temporal(where: str, spec: MambaSpec, sharding: Sharding) -> Iterator[_MambaTensor]:
+def _of_temporal(where: str, spec: MambaSpec, sharding: Sharding) -> Iterator[Part]:
     """The temporal state, by head; it follows the convolution state."""
     has_convolution, has_temporal = _kind_of(where, spec)
     if not has_temporal:
@@ -146,9 +113,8 @@ def _of_temporal(where: str, spec: MambaSpec, sharding: Sharding) -> Iterator[_M
     (heads, *inner), dtype = spec.shapes[-1], spec.dtypes[-1]
     cell_bytes = math.prod(inner) * dtype.itemsize
     offset = _bytes_of(spec.shapes[0], spec.dtypes[0]) if has_convolution else 0
-    yield _MambaTensor(
-        "ssm", _ranks_part(heads, sharding, alike=spec.tp_replicated), cell_bytes, cell_bytes, offset, dtype
-    )
+    held = _ranks_part(heads, sharding, alike=spec.tp_replicated)
+    yield Part("ssm", held, cell_bytes, cell_bytes, _name(dtype), offset=offset)
 
 
 def _kind_of(where: str, spec: MambaSpec) -> tuple[bool, bool]:
@@ -223,3 +189,7 @@ def _ranks_part(local: int, sharding: Sharding, *, alike: bool) -> Range:
 
 def _bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

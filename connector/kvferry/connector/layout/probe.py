@@ -1,7 +1,7 @@
 """Finds the block layout of a backend: the backend's own code writes known values, and the bytes show the layout.
 
 When a worker registers its caches, every kind of layer is probed once. The layer's own implementation writes K and V
-into a few blocks of memory with the shape of its cache. A pattern of `block_layout` is accepted if it, and no other,
+into a few blocks of memory with the shape of its cache. A pattern of `patterns` is accepted if it, and no other,
 explains every byte of that memory, including those that must not change. So the result is a measurement on the serving
 machine, for the backend, instruction set and quantisation in use, with any version of vLLM. A backend that cannot be
 probed, or that matches no pattern, is opaque, with a log line. The probe itself never stops a start.
@@ -19,12 +19,11 @@ import torch
 from kvferry.connector.layout.block_layout import (
     BY_HEAD,
     OPAQUE,
-    PATTERNS,
     BlockLayout,
-    Cells,
     heads_lie_together,
     packing_of,
 )
+from kvferry.connector.layout.patterns import PATTERNS, Cells
 from kvferry.connector.layout.probe_writes import (
     VALUES,
     Backend,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvferry.connector.layout.block_layout import is_mla
+from kvferry.connector.layout.patterns import is_mla
 from kvferry.protocol.errors import InvalidConfig
 
 BLOCKS = 3

@@ -14,6 +14,7 @@ import functools
 import struct
 import uuid
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import zmq
 from zmq.utils import z85
@@ -21,17 +22,25 @@ from zmq.utils import z85
 from kvferry.protocol.errors import InvalidSecretFile
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 
+S = TypeVar("S", bound=zmq.Socket[Any])
+
 ZAP_DOMAIN = b"kvferry"
 CURVE_OVERHEAD_BYTES = 64
 """Upper bound of the bytes that encryption adds to a message."""
 
+MAX_UNSENT = 64
+"""Most messages that wait in an asker's queue."""
+
+_MAX_RECONNECT_MS = 1000
+"""Longest interval of attempts to connect, which begins at 100 ms and doubles."""
 _QUEUE = 8
 """Most queued messages of one connection, in either direction."""
 _HANDSHAKE_MS = 10_000
 """Deadline of a connection's ZMTP handshake."""
 _MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-_HANDSHAKE_EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
+_CONNECTION_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -74,7 +83,7 @@ def derive_keys(secrets: Secrets) -> None:
         asker_keys(secret)
 
 
-def keep_alive(socket: zmq.Socket[bytes]) -> None:
+def keep_alive(socket: zmq.Socket[Any]) -> None:
     """Set TCP keep-alive: the kernel detects within about a minute that the other machine is gone."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
@@ -110,13 +119,31 @@ def listening_socket(
     return socket
 
 
-def protect_asker(socket: zmq.Socket[bytes], secret: Secret | None) -> None:
+def protect_asker(socket: zmq.Socket[Any], secret: Secret | None) -> None:
     """Set an asker's CURVE options before `connect`: only a listener with this secret is accepted; None: plain text."""
     if secret is not None:
         keys = asker_keys(secret)
         socket.setsockopt(zmq.CURVE_SERVERKEY, listener_keys(secret).public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
+
+
+def asking_socket(context: zmq.Context[S], address: str, secret: Secret | None, max_answer_bytes: int) -> S:
+    """A DEALER that is ready to be connected, with bounded queues.
+
+    Args:
+        max_answer_bytes: of a frame, without the bytes that CURVE adds.
+    """
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IPV6, int(":" in address))
+    socket.setsockopt(zmq.MAXMSGSIZE, max_answer_bytes + (CURVE_OVERHEAD_BYTES if secret is not None else 0))
+    socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
+    socket.setsockopt(zmq.RCVHWM, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
+    socket.setsockopt(zmq.LINGER, 0)
+    keep_alive(socket)
+    protect_asker(socket, secret)
+    return socket
 
 
 class ConnectionEvent(enum.Enum):
@@ -130,34 +157,32 @@ class ConnectionEvent(enum.Enum):
     CUT = enum.auto()
     """The other end closed the connection: another secret, a secret at one end only, or no listener of this kind."""
     ENDED = enum.auto()
-    """An established connection has ended; only from `watch_connection`."""
+    """The connection has ended, established or not."""
 
 
-def watch_handshakes(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """A monitor for `read_event`, opened before `connect`: one event an attempt. Close it after `disable_monitor`."""
-    return _watch(socket, _HANDSHAKE_EVENTS)
+def watch(socket: S, events: int = _CONNECTION_EVENTS) -> S:
+    """A monitor, opened before `connect` or `bind`. Close it after `disable_monitor`.
 
-
-def watch_connection(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """As `watch_handshakes`, with the end of connections too."""
-    return _watch(socket, _HANDSHAKE_EVENTS | zmq.EVENT_DISCONNECTED)
-
-
-def _watch(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    Args:
+        events: of ZMQ; by default those that `connection_event` knows.
+    """
     address = f"inproc://monitor-{uuid.uuid4().hex}"
     socket.monitor(address, events)
-    monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+    monitor: S = socket.context.socket(zmq.PAIR)
     monitor.setsockopt(zmq.LINGER, 0)
     monitor.connect(address)
     return monitor
 
 
-def read_event(monitor: zmq.Socket[bytes]) -> ConnectionEvent | None:
-    """The next event of a monitor socket; None when there is none."""
-    try:
-        event, value = _EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
-    except (zmq.Again, struct.error):
-        return None
+def unpack_event(frames: list[bytes]) -> tuple[int, int]:
+    """A monitor's message as ZMQ's event, and its value: a file, an errno or a protocol error."""
+    event, value = _EVENT.unpack(frames[0])
+    return event, value
+
+
+def connection_event(frames: list[bytes]) -> ConnectionEvent:
+    """The event in a monitor's message."""
+    event, value = unpack_event(frames)
     if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
         return ConnectionEvent.THROUGH
     if event == zmq.EVENT_DISCONNECTED:

@@ -9,7 +9,7 @@ import zmq
 
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import ZAP_DOMAIN, asker_keys
-from kvferry.scheduler.side_channel.connections import Refusals
+from kvferry.scheduler.side_channel.connections import Connections
 
 _ADDRESS = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
@@ -27,9 +27,9 @@ class CurveAuth:
         socket: to be polled; when it is readable, call `answer`.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secrets: Secrets, refusals: Refusals) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secrets: Secrets, connections: Connections) -> None:
         self._admitted = frozenset(asker_keys(secret).public for secret in secrets)
-        self._refusals = refusals
+        self._connections = connections
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ADDRESS)
@@ -42,7 +42,7 @@ class CurveAuth:
         admitted = self._admits(frames)
         if not admitted:
             address = frames[5].decode("ascii", "replace") if len(frames) > 5 else ""
-            self._refusals.refused("other_secret", address)
+            self._connections.refused("other_secret", address)
         status = (b"200", b"OK") if admitted else (b"400", b"no such key")
         self.socket.send_multipart([frames[0], b"", _VERSION, frames[3], *status, b"", b""])
 

@@ -16,7 +16,7 @@ import zmq
 from kvferry.protocol.handshake import channel_address
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys, listening_socket
-from kvferry.scheduler.side_channel.connections import LOOK_MS, Refusals, UnfinishedMessages
+from kvferry.scheduler.side_channel.connections import LOOK_MS, Connections
 from kvferry.scheduler.side_channel.curve_auth import CurveAuth
 from kvferry.scheduler.state.counters import Counters
 
@@ -54,20 +54,19 @@ class GuardedSocket:
         self._counters = counters
         self._on_request = on_request
         self._quiet_until_s = self._look_again_s = 0.0
-        self._unfinished = UnfinishedMessages()
-        self._refusals = Refusals(counters, self._unfinished)
-        self._curve_auth = CurveAuth(self.context, secrets, self._refusals) if secrets else None
         self._socket = listening_socket(self.context, host, max_bytes, secrets)
-        self._refusals.watch(self._socket)
+        self._connections = Connections(self._socket, counters)
+        self._curve_auth = CurveAuth(self.context, secrets, self._connections) if secrets else None
         try:
             self._socket.bind(channel_address(host, port))
         except zmq.ZMQError:
-            self._refusals.close(self._socket)
+            self._connections.close()
             self.context.destroy(linger=0)
             raise
-        self._served: dict[zmq.Socket[bytes], Callable[[], None]] = {self._socket: self._take_one}
-        if self._refusals.monitor is not None:
-            self._served[self._refusals.monitor] = self._refusals.on_event
+        self._served: dict[zmq.Socket[bytes], Callable[[], None]] = {
+            self._socket: self._take_one,
+            self._connections.monitor: self._connections.on_event,
+        }
         if self._curve_auth is not None:
             self._served[self._curve_auth.socket] = self._curve_auth.answer
         self._poller = zmq.Poller()
@@ -81,7 +80,7 @@ class GuardedSocket:
     def poll(self, timeout_ms: int | None) -> set[zmq.Socket[bytes]]:
         """Wait until a socket is readable, at most `timeout_ms`; returns those that are."""
         times_ms = [timeout_ms] if timeout_ms is not None else []
-        if self._unfinished:
+        if self._connections:
             times_ms.append(LOOK_MS)
         return {socket for socket, _ in self._poller.poll(min(times_ms, default=None))}
 
@@ -117,14 +116,14 @@ class GuardedSocket:
 
     def close(self) -> None:
         """Close its sockets and free the port. The context stays, for sockets of other threads."""
-        self._refusals.close(self._socket)
+        self._connections.close()
         for socket in self._served:
             socket.close()
 
     def _take_one(self) -> None:
         frames = self._socket.recv_multipart(copy=False)
         with contextlib.suppress(zmq.ZMQError):  # ZMQ does not know the connection of every message
-            self._unfinished.delivered(int(frames[0].get(zmq.SRCFD)))
+            self._connections.delivered(int(frames[0].get(zmq.SRCFD)))
         if len(frames) != 3 or len(frames[1]):
             self.bad_frame(f"a message of {len(frames)} frames")
             return
@@ -134,5 +133,5 @@ class GuardedSocket:
         now_s = time.monotonic()
         if now_s >= self._look_again_s:
             self._look_again_s = now_s + LOOK_MS / 1000
-            for _ in range(self._unfinished.end_endless()):
+            for _ in range(self._connections.end_endless()):
                 self.bad_frame("an endless message and its connection")

@@ -1,4 +1,4 @@
-"""Renewals and releases that wait for the next step, and a queue whose reader can poll it together with sockets.
+"""Renewals and releases that wait for the next step.
 
 An idle engine takes no steps for minutes, while consumers renew with every heartbeat. So the inbox keeps one entry per
 lease and kind: a renewal replaces the one before it. Its time of arrival is kept too, since the renewal counts from it.
@@ -6,11 +6,8 @@ lease and kind: a renewal replaces the one before it. Its time of arrival is kep
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import socket
 import threading
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 
@@ -67,61 +64,3 @@ class LeaseInbox:
 
     def empty(self) -> bool:
         return not self._received
-
-
-T = TypeVar("T")
-
-
-class WakingQueue(Generic[T]):
-    """A FIFO queue whose file is readable if something was put since the reader last found it empty."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
-        self._readable, self._written = socket.socketpair()
-        self._readable.setblocking(False)
-        self._written.setblocking(False)
-        self._is_awake = False
-        """Whether a wake-up byte is in the socket, or the reader is about to check the queue again."""
-
-    def put(self, item: T) -> None:
-        """Add an item from any thread, also after `close`; never waits."""
-        self._queue.put(item)
-        self.wake()
-
-    def put_quietly(self, item: T) -> None:
-        """As `put`, without waking the reader: it finds the item at its next wake-up."""
-        self._queue.put(item)
-
-    def wake(self) -> None:
-        """Wake the reader. Only the first call while it sleeps makes a system call, which releases the GIL."""
-        if self._is_awake:
-            return
-        self._is_awake = True
-        # A full socket is readable anyway; after `close` there is no reader to wake.
-        with contextlib.suppress(OSError):
-            self._written.send(b"\x00")
-
-    def get(self) -> T:
-        """Remove and return the first item, in the reader's thread; never waits. Raises `queue.Empty`."""
-        try:
-            return self._queue.get_nowait()
-        except queue.Empty:
-            with contextlib.suppress(OSError):
-                self._readable.recv(1 << 16)
-        # An item put before this line is found by the next one; a later `put` writes a new byte.
-        self._is_awake = False
-        return self._queue.get_nowait()
-
-    def __len__(self) -> int:
-        return self._queue.qsize()
-
-    def empty(self) -> bool:
-        return self._queue.empty()
-
-    def fileno(self) -> int:
-        """The file that the reader polls when `empty` returns True."""
-        return self._readable.fileno()
-
-    def close(self) -> None:
-        self._readable.close()
-        self._written.close()

@@ -1,32 +1,40 @@
 """Find the static peers before the first request needs them.
 
-One thread asks each address which engine answers there, and again when that engine has restarted. The next step's
-orders pass the answer to the workers. Nothing waits for this thread, and an address without an answer delays no other.
+For each address a task asks which engine answers there, keeps the connection, and asks again when it has ended: then
+that engine has restarted. The next step's orders pass the answer to the workers. An address without an answer delays no
+other.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
-import math
-import queue
-import threading
-import time
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import zmq
 
+from kvferry.protocol.errors import KvferryError, PeerRefused
+from kvferry.protocol.handshake import (
+    MAX_REPLY_BYTES,
+    UNKNOWN_ENGINE,
+    Answerer,
+    Hello,
+    Refused,
+    decode_answerer,
+    encode,
+)
 from kvferry.protocol.orders import Prewarm
+from kvferry.protocol.side_channel.backoff import backoff_s
+from kvferry.protocol.side_channel.client import SideChannelClient, refusal
+from kvferry.protocol.side_channel.connection import Connection, within
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.protocol.side_channel.sockets import derive_keys
-from kvferry.scheduler.side_channel.addresses import Found, HostNames, address_of
-from kvferry.scheduler.side_channel.inbox import WakingQueue
-from kvferry.scheduler.side_channel.prewarm_target import PrewarmTarget
 
 logger = logging.getLogger(__name__)
 
-_JOIN_S = 5.0
-_LONGEST_WAIT_MS = 60_000
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 10.0
+"""Shorter than after a failed handshake: this address comes from the configuration, not from a client."""
 
 
 class PeerPrewarmer:
@@ -35,12 +43,9 @@ class PeerPrewarmer:
     Args:
         addresses: hosts and ports of their side channels, as requests will name them.
         asker: the id of this engine, which is left out if it is among them.
-        tell: called on this object's thread with every producer that has answered.
-        timeout_s: for each attempt.
+        tell: called on a thread of this object with every producer that has answered, once per connection.
+        timeout_s: for connecting and both answers together.
         secrets: of the side channel.
-
-    Raises:
-        InvalidConfig: there are secrets, but ZMQ has no CURVE.
     """
 
     def __init__(
@@ -51,102 +56,84 @@ class PeerPrewarmer:
         timeout_s: float,
         secrets: Secrets = (),
     ) -> None:
-        derive_keys(secrets)
+        self._addresses = tuple(dict.fromkeys(addresses))
         self._asker = asker
         self._tell = tell
-        self._inbox: WakingQueue[Found | None] = WakingQueue()
-        self._names = HostNames(self._inbox.put)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._targets = [
-            PrewarmTarget(host, port, asker, timeout_s, secrets, self._context)
-            for host, port in dict.fromkeys(addresses)
-        ]
-        self._shown: dict[tuple[str, int], str] = {}
-        self._thread = threading.Thread(target=self._run, name="kvferry-prewarmer", daemon=True)
+        self._timeout_s = timeout_s
+        self._secrets = secrets
+        self._client: SideChannelClient | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start the thread, once. If the system has no thread left, log it: loads then begin with a handshake."""
+        """Start, once. If the system has no thread left, log it: loads then begin with a handshake."""
         try:
-            self._thread.start()
+            client = self._client = SideChannelClient(self._secrets, name="kvferry-prewarmer")
         except RuntimeError as error:
             logger.error("peers are not prewarmed: %s", error)
+            return
+        client.call_soon(lambda: self._begin(client))
 
     def close(self) -> None:
-        """Stop the thread. Idempotent."""
-        if self._thread.ident is None:
-            self._end()
-        elif self._thread.is_alive():
-            self._inbox.put(None)
-            self._thread.join(_JOIN_S)
+        """Stop. Idempotent."""
+        if self._client is not None:
+            self._client.close()
 
-    def _run(self) -> None:
-        try:
-            while self._wait():
-                for target in list(self._targets):
-                    self._turn(target, time.monotonic())
-        finally:
-            self._end()
+    def _begin(self, client: SideChannelClient) -> None:
+        self._tasks = [asyncio.ensure_future(self._follow(client, *address)) for address in self._addresses]
 
-    def _end(self) -> None:
-        for target in self._targets:
-            target.close()
-        self._context.destroy(linger=0)
-        self._inbox.close()
+    async def _follow(self, client: SideChannelClient, host: str, port: int) -> None:
+        """Find the producer at an address, again and again; an error is logged once, until it is over or changes."""
+        failures, shown = 0, ""
+        while True:
+            connection: Connection | None = None
+            try:
+                found = await within(self._timeout_s, _find(client, host, port, self._asker))
+                connection, producer = found
+                if producer.engine_id == self._asker:
+                    return
+                logger.info("peer=%s@%s:%d answers", producer.engine_id, host, port)
+                self._tell(producer)
+                failures, shown = 0, ""
+                await _until_ended(connection)
+            except (KvferryError, zmq.ZMQError) as error:
+                why = str(error)
+            except Exception as bug:
+                why = repr(bug)
+                logger.exception("prewarming %s:%d failed", host, port)
+            finally:
+                if connection is not None:
+                    connection.close()
+            if why != shown:
+                logger.warning("prewarming %s:%d: %s", host, port, why)
+            failures, shown = failures + 1, why
+            await asyncio.sleep(backoff_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S))
 
-    def _wait(self) -> bool:
-        """Wait until there is something to do. Returns whether to continue."""
-        poller = zmq.Poller()
-        poller.register(self._inbox.fileno(), zmq.POLLIN)
-        for target in self._targets:
-            for socket in target.sockets:
-                poller.register(socket, zmq.POLLIN)
-        due_s = min((target.due_s for target in self._targets), default=math.inf)
-        # Rounded up: a timeout below a millisecond would be 0, and the loop would spin.
-        left_ms = math.ceil(min((due_s - time.monotonic()) * 1000, _LONGEST_WAIT_MS))
-        poller.poll(0 if not self._inbox.empty() else max(0, left_ms))
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found = self._inbox.get()
-                if found is None:
-                    return False
-                for target in self._targets:
-                    if target.host == found.host:
-                        target.found(found.address, time.monotonic())
-        return True
 
-    def _turn(self, target: PrewarmTarget, now_s: float) -> None:
-        try:
-            self._advance(target, now_s)
-        except Exception as bug:
-            # The other targets continue, and this one is tried again later.
-            logger.exception("prewarming %s:%d failed", target.host, target.port)
-            target.back_off(repr(bug), now_s)
-        self._show(target)
+async def _find(client: SideChannelClient, host: str, port: int, asker: str) -> tuple[Connection, Prewarm]:
+    """A listener answers a wrong engine id with its own, and the right one with its boot, so it is asked twice.
 
-    def _advance(self, target: PrewarmTarget, now_s: float) -> None:
-        if target.sockets:
-            producer = target.on_event(now_s)
-            if producer is not None:
-                self._answered(target, producer)
-        if target.due_s <= now_s and target.turn(now_s):
-            address = address_of(target.host)
-            if address is not None:
-                target.found(address, now_s)
-            else:
-                self._names.find(target.host)
+    Raises:
+        KvferryError: no usable answer came.
+    """
+    connection = await client.connect(host, port, MAX_REPLY_BYTES)
+    try:
+        answer = await _ask(connection, UNKNOWN_ENGINE, asker)
+        if isinstance(answer, Refused) and answer.field == "engine_id":
+            answer = await _ask(connection, answer.expected, asker)
+        if isinstance(answer, Refused):
+            raise PeerRefused(refusal(answer))
+    except BaseException:
+        connection.close()
+        raise
+    return connection, Prewarm(host=host, port=port, engine_id=answer.engine_id, boot=answer.boot, is_static=True)
 
-    def _answered(self, target: PrewarmTarget, producer: Prewarm) -> None:
-        if producer.engine_id == self._asker:
-            target.close()
-            self._targets.remove(target)
-            return
-        logger.info("peer=%s@%s:%d answers", producer.engine_id, producer.host, producer.port)
-        self._tell(producer)
 
-    def _show(self, target: PrewarmTarget) -> None:
-        """Log an error once, until it is over or changes."""
-        where = (target.host, target.port)
-        if target.trouble != self._shown.get(where, ""):
-            self._shown[where] = target.trouble
-            if target.trouble:
-                logger.warning("prewarming %s:%d: %s", *where, target.trouble)
+async def _until_ended(connection: Connection) -> NoReturn:
+    """Raises `ConnectionEnded`. Nothing more is asked; what comes all the same is dropped."""
+    while True:
+        await connection.receive()
+
+
+async def _ask(connection: Connection, engine_id: str, asker: str) -> Answerer | Refused:
+    await connection.send(encode(Hello(engine_id=engine_id, asker=asker)))
+    return decode_answerer(await connection.receive())

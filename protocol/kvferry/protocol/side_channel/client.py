@@ -1,0 +1,200 @@
+"""The client of other engines' side channels: handshakes, renewals, releases and prewarming all use it.
+
+One thread with an asyncio loop has all of a client's sockets. So a host that does not answer delays no other, and what
+waits costs a socket and no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, PeerRefused
+from kvferry.protocol.handshake import (
+    MAX_REPLY_BYTES,
+    EngineDescription,
+    Hello,
+    Refused,
+    Reply,
+    decode_reply,
+    encode,
+)
+from kvferry.protocol.side_channel.connection import Connection, within
+from kvferry.protocol.side_channel.host_names import HostNames
+from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.side_channel.sockets import derive_keys
+
+_JOIN_S = 5.0
+_MOST_ENDS = 3
+"""A listener that restarts ends a connection once."""
+
+T = TypeVar("T")
+
+
+class SideChannelClient:
+    """Connects to listeners until `close`. May be used from any thread; coroutines run on its own.
+
+    Args:
+        secrets: of the side channel; with each listener the one that it has is used.
+        name: of the thread.
+
+    Raises:
+        InvalidSecretFile: there are secrets, but ZMQ has no CURVE.
+        RuntimeError: the system gives no more threads.
+    """
+
+    def __init__(self, secrets: Secrets = (), *, name: str = "kvferry-client") -> None:
+        derive_keys(secrets)
+        self._secrets = secrets
+        self._names = HostNames()
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self._context = zmq.asyncio.Context(io_threads=1)
+        self._loop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._context.term()
+            self._loop.close()
+            raise
+
+    def __enter__(self) -> SideChannelClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # For any thread that may wait.
+
+    def fetch_description(
+        self, host: str, port: int, engine_id: str, asker: str, timeout_s: float
+    ) -> EngineDescription:
+        """The description of the engine that answers at an address.
+
+        Raises:
+            PeerRefused: the answer was a refusal, or as `ask`.
+            HandshakeFailed, InvalidMessage: as `ask`.
+        """
+        reply = self.ask(host, port, Hello(engine_id=engine_id, asker=asker), timeout_s)
+        if isinstance(reply, Refused):
+            raise PeerRefused(f"{host}:{port} {refusal(reply)}")
+        return reply
+
+    def ask(self, host: str, port: int, hello: Hello, timeout_s: float) -> Reply:
+        """Ask the engine that answers at an address; a refusal is an answer as well.
+
+        Raises:
+            HandshakeFailed: no answer came in time, the address is invalid, or the client was closed.
+            PeerRefused: the secrets of both ends do not match; raised as soon as that is known.
+            InvalidMessage: the answer is not one of the protocol's.
+        """
+        return decode_reply(self.exchange(host, port, encode(hello), timeout_s))
+
+    def exchange(self, host: str, port: int, request: bytes, timeout_s: float) -> bytes:
+        """Send one frame to a listener and return the one frame of its answer; neither is interpreted.
+
+        Raises:
+            HandshakeFailed, PeerRefused: as `ask`.
+        """
+        return self.wait_for(self._exchange(host, port, request, timeout_s))
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop and wait for its result.
+
+        Raises:
+            HandshakeFailed: the client was closed.
+        """
+        with self._lock:
+            if self._is_closing:
+                coroutine.close()
+                raise HandshakeFailed("this side channel is closed")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise HandshakeFailed("this side channel is closed") from None
+
+    # For any thread; never wait.
+
+    def call_soon(self, call: Callable[[], object]) -> None:
+        """Run this on the loop; nothing after `close`."""
+        with self._lock:
+            if not self._is_closing:
+                self._loop.call_soon_threadsafe(call)
+
+    def close(self) -> None:
+        """End everything under way, and the thread. Idempotent."""
+        with self._lock:
+            if not self._is_closing:
+                self._is_closing = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_JOIN_S)
+
+    # On the loop.
+
+    async def connect(self, host: str, port: int, max_answer_bytes: int) -> Connection:
+        """Connect to a listener; waits as long as there is none.
+
+        Raises:
+            HandshakeFailed: there is no such host.
+            PeerRefused: the secrets of both ends do not match.
+        """
+        address = await self._names.address(host)
+        if address is None:
+            raise HandshakeFailed("cannot be looked up")
+        try:
+            return await Connection.open(self._context, address, port, self._secrets, max_answer_bytes)
+        except (zmq.ZMQError, ValueError) as refused:
+            raise HandshakeFailed(f"cannot be connected: {refused}") from None
+
+    async def _exchange(self, host: str, port: int, request: bytes, timeout_s: float) -> bytes:
+        where = f"{host}:{port}"
+        try:
+            return await within(timeout_s, self._ask_until_answered(host, port, request))
+        except PeerRefused as refused:
+            raise PeerRefused(f"{where} cannot be spoken to: {refused}") from None
+        except HandshakeFailed as failed:
+            raise HandshakeFailed(f"{where} {failed}") from None
+
+    async def _ask_until_answered(self, host: str, port: int, request: bytes) -> bytes:
+        for _ in range(_MOST_ENDS):
+            connection = await self.connect(host, port, MAX_REPLY_BYTES)
+            try:
+                await connection.send(request)
+                return await connection.receive()
+            except ConnectionEnded:
+                continue
+            finally:
+                connection.close()
+        raise HandshakeFailed(f"ended {_MOST_ENDS} connections without an answer")
+
+    def _run(self) -> None:
+        try:
+            with contextlib.suppress(zmq.ZMQError):
+                self._context.socket(zmq.PAIR).close(linger=0)  # starts ZMQ's threads now, not with the first message
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(_cancel_others())
+            self._context.destroy()
+            self._loop.close()
+
+
+async def _cancel_others() -> None:
+    """Cancel all other tasks of the loop. Repeated: before Python 3.12 `wait_for` can swallow a cancellation."""
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others, timeout=0.1)
+
+
+def refusal(refused: Refused) -> str:
+    """A listener's refusal, as text."""
+    return f"refused: {refused.field!r} is {refused.value!r}; expected {refused.expected!r}"

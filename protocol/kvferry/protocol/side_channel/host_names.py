@@ -1,0 +1,75 @@
+"""Look-ups of host names, each on a thread of its own, for an asyncio loop.
+
+ZMQ looks names up on its one I/O thread, and again at every attempt to connect. A name server that is slow for one name
+(which a client can choose) would delay messages to all other peers, until their leases expire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import threading
+
+MAX_LOOKUPS = 32
+"""Most names looked up at once; further look-ups fail at once."""
+
+
+def address_of(host: str) -> str | None:
+    """The address if `host` is one already and needs no look-up, else None."""
+    try:
+        return str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
+    except ValueError:
+        return None
+
+
+def look_up(host: str) -> str | None:
+    """Ask the system; IPv4 before IPv6, since a listener on a name binds IPv4."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return None
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return str(found[0][4][0]) if found else None
+
+
+class HostNames:
+    """Looks names up without blocking the loop. Used on one loop."""
+
+    def __init__(self) -> None:
+        self._asking: dict[str, asyncio.Future[str | None]] = {}
+
+    async def address(self, host: str) -> str | None:
+        """The address of a host, None if there is none. Calls for the same name during a look-up share its result."""
+        known = address_of(host)
+        if known is not None:
+            return known
+        if host not in self._asking:
+            if len(self._asking) >= MAX_LOOKUPS:
+                return None
+            try:
+                self._ask(host)
+            except RuntimeError:  # the system gives no more threads
+                return None
+        return await asyncio.shield(self._asking[host])
+
+    def _ask(self, host: str) -> None:
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[str | None] = loop.create_future()
+
+        def ask() -> None:
+            try:
+                address = look_up(host)
+            except Exception:  # noqa: BLE001 - a look-up must always end, or its name is never asked for again
+                address = None
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(end, address)
+
+        def end(address: str | None) -> None:
+            del self._asking[host]
+            if not answered.done():
+                answered.set_result(address)
+
+        threading.Thread(target=ask, name="kvferry-host-name", daemon=True).start()
+        self._asking[host] = answered

@@ -1,0 +1,15 @@
+"""A handshake with any engine, as a test or a benchmark needs one."""
+
+from __future__ import annotations
+
+from kvferry.protocol.handshake import EngineDescription
+from kvferry.protocol.side_channel.client import SideChannelClient
+from kvferry.protocol.side_channel.secrets import Secrets
+
+
+def fetch_description(
+    host: str, port: int, engine_id: str, asker: str, timeout_s: float, secrets: Secrets = ()
+) -> EngineDescription:
+    """The description of the engine at this address, by a client of its own."""
+    with SideChannelClient(secrets) as client:
+        return client.fetch_description(host, port, engine_id, asker, timeout_s)

@@ -1,0 +1,288 @@
+"""The client of the side channel: one answer, one deadline, and a typed error for any other answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from kvferry.protocol.errors import HandshakeFailed, InputError, KvferryError, PeerRefused
+from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode_request, encode
+from kvferry.protocol.side_channel import client as clients
+from kvferry.protocol.side_channel import host_names
+from kvferry.protocol.side_channel.client import SideChannelClient
+from tests.protocol.samples import make_description
+from tests.waiting import wait_until
+
+TIMEOUT_S = 5.0
+NEVER_S = 60.0
+_READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER"
+ZMTP = (
+    b"\xff"
+    + bytes(8)
+    + b"\x7f\x03\x00"
+    + b"NULL".ljust(20, b"\0")
+    + bytes(32)
+    + b"\x04"
+    + bytes([len(_READY)])
+    + _READY
+)
+"""The listener's half of a whole ZMTP handshake."""
+
+
+@contextlib.contextmanager
+def answering(*frames: bytes, host: str = "127.0.0.1", port: int = 0) -> Iterator[tuple[int, list[bytes]]]:
+    """A server that answers one request with `frames`; yields its port and the requests it received."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = context.socket(zmq.REP)
+    server.setsockopt(zmq.LINGER, 1000)
+    server.setsockopt(zmq.RCVTIMEO, 10_000)
+    server.setsockopt(zmq.IPV6, int(":" in host))
+    if port:
+        server.bind(f"tcp://{host}:{port}")
+    else:
+        port = server.bind_to_random_port(f"tcp://{host}")
+    asked: list[bytes] = []
+
+    def serve() -> None:
+        with contextlib.suppress(zmq.Again):
+            asked.append(server.recv())
+            server.send_multipart(frames)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield port, asked
+    finally:
+        thread.join()
+        context.destroy()
+
+
+@pytest.fixture
+def client() -> Iterator[SideChannelClient]:
+    with SideChannelClient() as client:
+        yield client
+
+
+def fetch(
+    client: SideChannelClient, port: int, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S
+) -> EngineDescription:
+    return client.fetch_description(host, port, "prefill-0", "decode-0", timeout_s)
+
+
+def alive() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_description_comes_as_it_was_sent_and_the_asker_names_itself(client: SideChannelClient, host: str) -> None:
+    description = make_description()
+    with answering(encode(description)) as (port, asked):
+        assert fetch(client, port, host) == description
+    assert decode_request(asked[0]) == Hello(engine_id="prefill-0", asker="decode-0")
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_address_of_ipv6_may_have_brackets_or_not(client: SideChannelClient, host: str) -> None:
+    try:
+        with answering(encode(make_description()), host="[::1]") as (port, _):
+            assert fetch(client, port, host) == make_description()
+    except zmq.ZMQError:
+        pytest.skip("this machine has no IPv6")
+
+
+def test_a_refusal_is_raised_with_its_field(client: SideChannelClient) -> None:
+    refused = Refused(field="engine", value="starting", expected="an engine whose workers are ready")
+    with answering(encode(refused)) as (port, _), pytest.raises(PeerRefused, match="'engine' is 'starting'"):
+        fetch(client, port)
+
+
+GARBAGE = {
+    "empty": b"",
+    "text": b"HTTP/1.1 400 Bad Request",
+    "another message": encode(Hello(engine_id="a", asker="b")),
+    "a description of a later version": encode(msgspec.structs.replace(make_description(), version=2)),
+    "half a description": encode(make_description())[:100],
+    "deeply nested": b"\x91" * 100_000,
+}
+
+
+@pytest.mark.parametrize("frame", GARBAGE.values(), ids=GARBAGE)
+def test_an_answer_that_is_none_of_the_protocols_is_an_input_error(client: SideChannelClient, frame: bytes) -> None:
+    with answering(frame) as (port, _), pytest.raises(InputError):
+        fetch(client, port)
+
+
+def test_an_answer_of_several_frames_is_refused(client: SideChannelClient) -> None:
+    with answering(encode(make_description()), b"more") as (port, _), pytest.raises(HandshakeFailed, match="2 frames"):
+        fetch(client, port)
+
+
+def test_an_answer_longer_than_the_bound_is_never_taken_in(
+    client: SideChannelClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "MAX_REPLY_BYTES", 1000)
+    with answering(bytes(1001)) as (port, _), pytest.raises(HandshakeFailed):
+        fetch(client, port, timeout_s=0.5)
+
+
+def test_silence_ends_with_the_deadline(client: SideChannelClient) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began_s = time.monotonic()
+        with pytest.raises(HandshakeFailed, match=r"did not answer within 0\.2 s"):
+            fetch(client, silent.getsockname()[1], timeout_s=0.2)
+        assert time.monotonic() - began_s < TIMEOUT_S
+
+
+def test_a_listener_that_starts_late_is_waited_for(client: SideChannelClient) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    found: list[EngineDescription] = []
+    asker = threading.Thread(target=lambda: found.append(fetch(client, port, timeout_s=NEVER_S)))
+    asker.start()
+    with answering(encode(make_description()), port=port):
+        asker.join()
+    assert found == [make_description()]
+
+
+def end_after_the_request(server: socket.socket, answer: bytes = b"") -> None:
+    """Accept a connection, and end it at once after the request, or after its answer."""
+    connection, _ = server.accept()
+    with connection:
+        connection.sendall(ZMTP)
+        received = b""
+        while b"hello" not in received:
+            received += connection.recv(4096)
+        connection.sendall(answer)
+
+
+def test_a_request_whose_connection_ends_is_sent_again_at_once(client: SideChannelClient) -> None:
+    """The listener has restarted."""
+    found: list[EngineDescription] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        asker = threading.Thread(target=lambda: found.append(fetch(client, port, timeout_s=NEVER_S)))
+        asker.start()
+        end_after_the_request(server)
+    with answering(encode(make_description()), port=port):
+        asker.join()
+    assert found == [make_description()]
+
+
+def test_an_answer_is_taken_although_the_connection_ends_with_it(client: SideChannelClient) -> None:
+    body = encode(make_description())
+    answer = b"\x01\x00\x02" + struct.pack(">Q", len(body)) + body
+    for _ in range(100):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            thread = threading.Thread(target=end_after_the_request, args=(server, answer))
+            thread.start()
+            assert fetch(client, server.getsockname()[1]) == make_description()
+            thread.join()
+
+
+def test_a_listener_that_ends_every_connection_fails_the_handshake_long_before_its_deadline(
+    client: SideChannelClient,
+) -> None:
+    errors: list[KvferryError] = []
+
+    def ask() -> None:
+        try:
+            fetch(client, port, timeout_s=NEVER_S)
+        except KvferryError as error:
+            errors.append(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        asker = threading.Thread(target=ask)
+        asker.start()
+        for _ in range(clients._MOST_ENDS):
+            end_after_the_request(server)
+        asker.join(NEVER_S / 2)
+    assert [str(error) for error in errors] == [f"127.0.0.1:{port} ended 3 connections without an answer"]
+
+
+@pytest.mark.parametrize("host", ["", "*", "a b", "\N{SNOWMAN}", "127.0.0.1/24", "tcp://127.0.0.1", "x" * 300])
+def test_a_host_that_is_none_is_a_failed_handshake(client: SideChannelClient, host: str) -> None:
+    with pytest.raises(KvferryError):
+        fetch(client, 1, host, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "127.0.0.1/24", "localhost"])
+def test_no_socket_outlives_a_failed_handshake_and_no_thread_the_client(host: str) -> None:
+    before = alive()
+    with SideChannelClient() as client:
+        ready = alive()
+        for first in (True, *[False] * 5):
+            with pytest.raises(KvferryError):
+                fetch(client, 1, host, timeout_s=0.05)
+            if first:
+                ready = alive()  # all threads have started
+        wait_until(lambda: alive() <= ready, "the sockets are given back")
+    client.close()
+    wait_until(lambda: alive() <= before, "the threads have ended")
+
+
+def test_a_name_that_is_looked_up_for_ever_delays_no_other_host(
+    client: SideChannelClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(host_names, "look_up", lambda host: str(over.wait(NEVER_S)))
+
+    def ask_stuck() -> None:
+        with contextlib.suppress(HandshakeFailed):
+            fetch(client, 1, "slow")
+
+    stuck = [threading.Thread(target=ask_stuck) for _ in range(9)]
+    for thread in stuck:
+        thread.start()
+    with answering(encode(make_description())) as (port, _):
+        assert fetch(client, port) == make_description()
+    client.close()
+    for thread in stuck:
+        thread.join()
+    over.set()
+
+
+def test_closing_ends_handshakes_under_way_and_refuses_more(client: SideChannelClient) -> None:
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            fetch(client, port, timeout_s=NEVER_S)
+        except HandshakeFailed as error:
+            errors.append(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        askers = [threading.Thread(target=ask) for _ in range(5)]
+        for asker in askers:
+            asker.start()
+        for _ in askers:
+            silent.accept()[0].close()
+        began_s = time.monotonic()
+        client.close()
+        for asker in askers:
+            asker.join()
+        assert time.monotonic() - began_s < NEVER_S / 2
+        ask()
+    assert {str(error) for error in errors} == {"this side channel is closed"}
+    assert len(errors) == len(askers) + 1
+
+
+def test_without_a_free_thread_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = alive()
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    with pytest.raises(RuntimeError):
+        SideChannelClient()
+    assert alive() <= before
