@@ -1,4 +1,4 @@
-"""Processes that start with vLLM already imported: forked from a server that has done nothing but that.
+"""Processes that start with vLLM and kvferry already imported: forked from a server that has done nothing but that.
 
 They are as clean as spawned ones, and ready in a fraction of the time: importing vLLM takes most of an engine's start.
 """
@@ -17,5 +17,5 @@ def forkserver() -> ForkServerContext:
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.vllm_preload"])
+    context.set_forkserver_preload(["tests.vllm_preload", "tests.harness.child"])
     return context

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tests.faults.commands import State
-from tests.faults.process import SLACK_S, EngineProcess
+from tests.harness.child import State
+from tests.harness.process import SLACK_S, EngineProcess
 from tests.waiting import wait_until
 
 UCX_KEEPS_FILES = 2

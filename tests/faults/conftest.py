@@ -7,18 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.process import Fleet, Zygote
-
-
-@pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    """The process that engines are forked from."""
-    with contextlib.closing(Zygote()) as made:
-        yield made
+from tests.harness.process import Fleet
 
 
 @pytest.fixture
-def fleet(zygote: Zygote) -> Iterator[Fleet]:
+def fleet() -> Iterator[Fleet]:
     """The engines of one test."""
-    with contextlib.closing(Fleet(zygote)) as made:
+    with contextlib.closing(Fleet()) as made:
         yield made

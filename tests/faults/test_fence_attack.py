@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import random
 import secrets
-import subprocess
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,11 +25,13 @@ from tests.faults.fence_attack import (
     PROMPTS,
     Attack,
     Counts,
+    Prefiller,
     consumer_of,
     gate_of,
+    prefill_for_ever,
     producer_of,
 )
-from tests.faults.fence_producer import Prefiller
+from tests.forkserver import forkserver
 from tests.harness.engine import Engine, OrderedLoad
 from tests.harness.gates import Hold
 
@@ -114,24 +112,26 @@ def here() -> Iterator[Source]:
 @contextlib.contextmanager
 def elsewhere() -> Iterator[Source]:
     """In a process of its own."""
-    arrived: deque[str] = deque(maxlen=2 * PROMPTS)  # older ones have ended long ago
-    command = [sys.executable, "-m", "tests.faults.fence_producer"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        reader = threading.Thread(target=lambda: arrived.extend(process.stdout or ()), daemon=True)
-        reader.start()
+    context = forkserver()
+    channel, theirs = context.Pipe()
+    process = context.Process(target=prefill_for_ever, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
 
-        def offers() -> list[Offered]:
-            assert process.poll() is None, "the producer has ended"
-            lines = [json.loads(arrived.popleft()) for _ in range(len(arrived))]
-            read = [(read_params(line["params"]), line["seed"]) for line in lines]
-            return [(params, seed) for params, seed in read if isinstance(params, RemotePrefill)]
+    def offers() -> list[Offered]:
+        assert process.is_alive(), "the producer has ended"
+        arrived = deque[Offered](maxlen=2 * PROMPTS)  # older ones have ended long ago
+        while channel.poll():
+            sent, seed = channel.recv()
+            params = read_params(sent)
+            assert isinstance(params, RemotePrefill)
+            arrived.append((params, seed))
+        return list(arrived)
 
+    with channel:
         yield Source(offers, time.monotonic)
-        process.stdin.close()
-        assert process.wait(60) == 0
-        reader.join(10)
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def race(source: Source, consumer: Engine, draw: random.Random) -> Counts:

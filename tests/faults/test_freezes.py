@@ -7,8 +7,8 @@ import time
 import pytest
 
 from tests.faults.checks import check_survivor, transfer, until_good, until_idle, until_over, warmed_up
-from tests.faults.process import SLACK_S, TCP, Fleet
 from tests.harness.fault_fabric import Point
+from tests.harness.process import SLACK_S, TCP, Fleet
 
 TRANSPORTS = pytest.mark.parametrize("environ", [{}, TCP], ids=["as NIXL comes", "tcp"])
 LONG_LEASE_S = 20.0

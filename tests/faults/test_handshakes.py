@@ -13,9 +13,9 @@ import msgspec
 from kvferry.protocol.handshake import CHANNEL_VERSION, EngineDescription, Refused, encode
 from tests.faults.checks import check_survivor, transfer, until_idle, until_over, warmed_up
 from tests.faults.impostors import zmq_impostor
-from tests.faults.process import SLACK_S, Fleet
 from tests.harness.cache_engine import HOST, free_port
 from tests.harness.handshake import fetch_description
+from tests.harness.process import SLACK_S, Fleet
 
 HANDSHAKE_S = 3.0
 Tamper = Callable[[EngineDescription], list[bytes]]

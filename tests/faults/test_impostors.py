@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from tests.faults.checks import check_survivor, transfer, until_idle, until_over, warmed_up
-from tests.faults.commands import Start
 from tests.faults.impostors import GARBAGE, HTTP, HUGE_FRAME, tcp_impostor, zmq_impostor
-from tests.faults.process import SLACK_S, Fleet
 from tests.harness.cache_engine import free_port
+from tests.harness.child import Start
+from tests.harness.process import SLACK_S, Fleet
 
 HANDSHAKE_S = 2.0
 Listen = Callable[[int], AbstractContextManager[None]]

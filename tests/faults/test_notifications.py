@@ -11,10 +11,10 @@ import pytest
 from kvferry.protocol.notifications import MAGIC, Done, encode_notification
 from kvferry.worker.fabric.nixl import NixlFabric
 from tests.faults.checks import check_survivor, transfer, until_good, until_idle, until_over, warmed_up
-from tests.faults.process import SLACK_S, EngineProcess, Fleet
 from tests.harness.cache_engine import HOST
 from tests.harness.fault_fabric import Delivery, Point
 from tests.harness.handshake import fetch_description
+from tests.harness.process import SLACK_S, EngineProcess, Fleet
 from tests.waiting import wait_until
 
 LEASE_S = 2.0

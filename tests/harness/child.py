@@ -1,0 +1,280 @@
+"""One engine in a process of its own: it steps by itself, and carries out what comes through a pipe.
+
+A command is `(number, name, arguments)`, the name of one of the methods of `Server`; its answer, `(number, result)`,
+comes when it has been carried out, that of a load when the load is over. `(0, boot)` says that the engine has started,
+and `(None, point)` that its load stands still there. The end of the pipe ends the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.protocol.params import RemotePrefill, read_params
+from kvferry.scheduler.consumer.ledger import RemoteLease
+from kvferry.scheduler.side_channel import sender
+from kvferry.worker.fabric.agent import load_bindings
+from kvferry.worker.fabric.nixl import NixlFabric
+from tests.harness.cache_engine import SETTINGS
+from tests.harness.caches import CacheShape
+from tests.harness.engine import Engine, OrderedLoad
+from tests.harness.fault_fabric import Delivery, Point
+
+SOCKETS_S = 0.3
+"""How long these engines keep unused sockets; outside of drills it is a minute."""
+_STEP_S = 0.003
+
+load_bindings()  # in the server that engines are forked from, so that none has to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One engine.
+
+    Attributes:
+        blocks, cell_bytes: of the cache; see `tests.harness.caches`.
+        environ: set before the fabric is made, e.g. `UCX_TLS`.
+        axes: order of the cache's axes; consumers with another one than their producer stage what they read.
+    """
+
+    name: str
+    port: int
+    lease_s: float = 30.0
+    handshake_timeout_s: float = 10.0
+    load_timeout_s: float = 20.0
+    failed_read_grace_s: float = 0.5
+    axes: str = "bht"
+    blocks: int = 64
+    cell_bytes: int = 512
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Counts of everything an engine has in use. All that are listed in `IN_HAND` are 0 when nothing is under way.
+
+    Attributes:
+        leases, held: in the ledger, and in the worker's table.
+        loads: in the ledger.
+        running, quarantined, alive: loads in the transfer thread, failed ones that may still be written, and those
+            that were reported to the scheduler.
+        entries, waves, transfers, leased_blocks: entries for slot reads, staging waves, handles, cache blocks in use.
+        peers, prepared: agents that the fabric knows and lists that are prepared.
+        files, tasks: file descriptors and threads, those that only fetch descriptions apart.
+        threads: names of kvferry's threads that live.
+        broken: what the integrity checks say.
+        counts: what its worker counted besides.
+    """
+
+    leases: int
+    held: int
+    loads: int
+    running: int
+    quarantined: int
+    alive: int
+    entries: int
+    waves: int
+    transfers: int
+    leased_blocks: int
+    peers: int
+    prepared: int
+    sockets: int
+    files: int
+    tasks: int
+    threads: list[str]
+    broken: list[str]
+    counts: dict[str, int]
+
+    @property
+    def under_way(self) -> dict[str, int]:
+        """The counts above 0 of everything that must be returned."""
+        return {name: count for name in IN_HAND if (count := getattr(self, name))}
+
+
+IN_HAND = (
+    *("leases", "held", "loads", "running", "quarantined", "alive"),
+    *("entries", "waves", "transfers", "leased_blocks", "sockets"),
+)
+
+
+@dataclass
+class Ordered:
+    """A load that is not over, or whose blocks are not safe yet."""
+
+    number: int
+    seed: int
+    load: OrderedLoad
+    answered: bool = False
+
+
+class Server:
+    """An engine and its step loop. Public methods but `serve` are commands."""
+
+    def __init__(self, start: Start, channel: Connection) -> None:
+        settings = replace(
+            SETTINGS,
+            lease_slots=64,
+            check_integrity=True,
+            failed_read_grace_s=start.failed_read_grace_s,
+            handshake_timeout_s=start.handshake_timeout_s,
+            load_timeout_s=start.load_timeout_s,
+        )
+        self.engine = Engine(
+            start.name,
+            NixlFabric,
+            shape=CacheShape(blocks=start.blocks, cell_bytes=start.cell_bytes, axes=start.axes),
+            settings=settings,
+            port=start.port,
+            lease_s=start.lease_s,
+            remembers=True,
+        )
+        self._channel = channel
+        self._writing = threading.Lock()
+        self._ordered: list[Ordered] = []
+        self._number = 0
+
+    def serve(self) -> None:
+        """Step until the other end of the pipe is closed."""
+        self._say(0, self.engine.boot)
+        while True:
+            if self._channel.poll(_STEP_S):
+                try:
+                    self._number, name, arguments = self._channel.recv()
+                except EOFError:
+                    return
+                answer = getattr(self, name)(**arguments)
+                if name != "load" or answer is not None:
+                    self._say(self._number, answer)
+            self.engine.step()
+            self._answer_loads()
+
+    def prefill(self, tokens: int, seed: int, changes: dict[str, Any]) -> dict[str, Any]:
+        offer = self.engine.prefill(tokens, seed)
+        return self.engine.changed(offer, **changes).to_json()
+
+    def give_away(self, request_id: str) -> None:
+        self.engine.give_away(self.engine.offers[request_id])
+
+    def load(self, params: dict[str, Any], seed: int) -> dict[str, Any] | None:
+        """Order a load; answered at once only if the lease is known to be claimed or over."""
+        source, ledger = _remote(params), self.engine.loads
+        key = RemoteLease.of(source).key
+        if key in ledger._claims or key in ledger._ended:
+            return {"computed": ledger.offer("computed", source, source.remote_num_tokens, 0.0)}
+        self._ordered.append(Ordered(self._number, seed, self.engine.load(source)))
+        return None
+
+    def accept(self, request_id: str, params: dict[str, Any]) -> str | None:
+        """A request arrives with params; the engine has not got round to loading it. Returns why it is refused."""
+        source = _remote(params)
+        return self.engine.loads.offer(request_id, source, source.remote_num_tokens, 0.0)
+
+    def finish(self, request_id: str) -> None:
+        self.engine.loads.finished(request_id)
+
+    def stop_at(self, point: Point) -> None:
+        self.engine.fabric.stops.stop_at(point, lambda reached: self._say(None, reached))
+
+    def go_on_to(self, point: Point) -> None:
+        self.engine.fabric.stops.go_on_to(point)
+
+    def go(self) -> None:
+        self.engine.fabric.stops.go()
+
+    def deliver(self, delivery: Delivery) -> None:
+        self.engine.fabric.delivery = delivery
+
+    def state(self) -> State:
+        engine, worker = self.engine, self.engine.worker
+        runner = worker._thread.runner if worker._thread is not None else None
+        slot_reads, staging = worker._slot_reads, worker._staging
+        names = Counter(one.name for one in threading.enumerate())
+        fetching = sum(count for name, count in names.items() if name.startswith("kvferry-handshake"))
+        return State(
+            leases=len(engine.leases),
+            held=worker._table.held(),
+            loads=len(engine.loads),
+            running=0 if runner is None else len(runner._running) + runner.waiting(),
+            quarantined=0 if runner is None else len(runner.quarantined),
+            alive=len(engine.seen.alive),
+            entries=len(slot_reads.words) - slot_reads.free(),
+            waves=len(staging.pool.waves()) if staging is not None else 0,
+            transfers=engine.fabric.transfers(),
+            leased_blocks=engine.shape.blocks - 1 - len(engine._free),
+            peers=len(engine.fabric.peers),
+            prepared=engine.fabric.prepared(),
+            sockets=len(engine.renewer._sender),
+            files=len(list(Path("/proc/self/fd").iterdir())),
+            tasks=len(list(Path("/proc/self/task").iterdir())) - fetching,
+            threads=sorted(name for name in names if name.startswith("kvferry") and "handshake" not in name),
+            broken=list(self._broken()),
+            counts=dict(+engine.seen.counts),
+        )
+
+    def _say(self, number: int | None, what: object) -> None:
+        """One message to the other end; from any thread."""
+        with self._writing:
+            self._channel.send((number, what))
+
+    def _broken(self) -> Iterator[str]:
+        engine = self.engine
+        if engine.seen.counts["integrity_errors"]:
+            yield f"the worker's integrity check failed {engine.seen.counts['integrity_errors']} times"
+        idle = not len(engine.leases) and not self._ordered
+        checks: list[Callable[[], None]] = [
+            engine.leases.check_integrity,
+            engine.loads.check_integrity,
+            lambda: self._check_worker(idle=idle),
+        ]
+        for check in checks:
+            try:
+                check()
+            except Exception as error:  # noqa: BLE001 - sent to the other end
+                yield f"{type(error).__name__}: {error}"
+
+    def _check_worker(self, *, idle: bool) -> None:
+        """A message that is being flushed is under way, and not what a drill has left."""
+        try:
+            self.engine.worker.check_integrity(idle=idle)
+        except LocalProtocolError as error:
+            if " 0 flushing," in str(error):
+                raise
+            self.engine.worker.check_integrity()
+
+    def _answer_loads(self) -> None:
+        seen = self.engine.seen
+        for ordered in list(self._ordered):
+            request_id = ordered.load.request_id
+            if not ordered.answered and seen.is_over(request_id):
+                ordered.answered = True
+                reason = seen.failed.get(request_id)
+                good = self.engine.has_bytes(ordered.load, ordered.seed)
+                self._say(ordered.number, {"reason": reason and reason.value, "good": good})
+            if ordered.answered and request_id not in seen.alive:
+                self._ordered.remove(ordered)
+                self.engine.free(ordered.load)
+
+
+def _remote(params: dict[str, Any]) -> RemotePrefill:
+    read = read_params(params)
+    assert isinstance(read, RemotePrefill)
+    return read
+
+
+def run(start: Start, channel: Connection) -> None:
+    """Be that engine until the other end of the channel is closed."""
+    os.environ.update(start.environ)
+    torch.set_num_threads(1)
+    sender.IDLE_S = SOCKETS_S
+    server = Server(start, channel)
+    server.serve()
+    server.engine.close()
