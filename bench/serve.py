@@ -25,8 +25,7 @@ from bench.serve_figures import SetupFigures
 from bench.serve_measure import LENGTHS, Amounts, measure
 from bench.serve_setups import CALM, KVFERRY, SETUPS, SHIPPED, SINGLE, short, started
 from scripts.accuracy.model import ConversionFailed, prepare
-from scripts.accuracy.settings import ROOT
-from scripts.accuracy.variables import DEFAULT_MODEL
+from scripts.accuracy.settings import DEFAULT_MODEL, ROOT
 from scripts.small_models import default_cache_dir
 
 FULL = {

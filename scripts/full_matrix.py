@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.accuracy.variables import TINY_MODEL, TINY_MODELS
+from scripts.accuracy.settings import TINY_MODEL, TINY_MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "full-matrix.md"

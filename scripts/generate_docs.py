@@ -31,10 +31,10 @@ def pages() -> dict[Path, str]:
     """Every file with something generated, as it should be."""
     parts: dict[str, Mapping[str, str]] = {
         "configuration.md": {"config": options(), "ignored": ignored()},
-        "operations.md": {"metrics": metrics((DOCS / "operations.md").read_text())},
+        "operations.md": {"metrics": metrics(part("operations.md", "metrics"))},
         "protocol-reference.md": protocol_reference.reference(),
         "cli.md": {"keys": short_form_keys()},
-        "compatibility.md": {"pairs": compatibility.table()},
+        "compatibility.md": {"pairs": compatibility.with_answers(part("compatibility.md", "pairs"))},
         "reliability.md": {"guards": guards.table()},
         "timelines.md": {},
     }
@@ -96,16 +96,30 @@ def short_form_keys() -> str:
     return "\n".join(rows)
 
 
+def part(page: str, name: str) -> str:
+    """A generated part of a page as it is now."""
+    return _split((DOCS / page).read_text(), name)[1]
+
+
 def filled(text: str, tables: Mapping[str, str]) -> str:
-    """The page with every part between its markers replaced."""
+    """The page with every part between its markers replaced.
+
+    Raises:
+        SystemExit: it has no such markers.
+    """
     for name, table in tables.items():
-        begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not found or not closed:
-            raise SystemExit(f"no place for the generated part {name!r}")
-        text = before + begin + table + "\n" + end + after
+        before, _, after = _split(text, name)
+        text = f"{before}{table}\n{after}"
     return text
+
+
+def _split(text: str, name: str) -> tuple[str, str, str]:
+    """What is before the end of the first marker, between the markers, and from the last marker on."""
+    before, begin, rest = text.partition(f"<!-- generated: {name} -->\n")
+    between, end, after = rest.partition("<!-- end -->")
+    if not begin or not end:
+        raise SystemExit(f"no place for the generated part {name!r}")
+    return before + begin, between, end + after
 
 
 def with_output(text: str) -> str:

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from scripts.accuracy.settings import Settings, read_settings
-from scripts.accuracy.variables import BadSetting, help_text
-from scripts.stopping import STOPPED, raise_when_stopped
+from scripts.accuracy.settings import BadSetting, Settings, help_text, read_settings
+from scripts.console import STOPPED, Progress, raise_when_stopped, shown
 
 _ABOUT = """\
 Starts a baseline engine, prefill and decode engines with kvferry and vllm-router, asks the same greedy prompts of
@@ -33,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="check the settings and print the device, then stop")
     for name, variable in _FLAGS.items():
-        parser.add_argument(name, metavar=variable, default="", help=f"the same as the variable {variable}, before it")
-    chosen = parser.parse_args(arguments)
-    flags = {variable: getattr(chosen, name[2:].replace("-", "_")) for name, variable in _FLAGS.items()}
+        about = f"the same as the variable {variable}, before it"
+        parser.add_argument(name, dest=variable, metavar=variable, default="", help=about)
+    chosen = vars(parser.parse_args(arguments))
     try:
-        settings = read_settings({**os.environ, **{name: value for name, value in flags.items() if value}})
-        if chosen.check:
+        settings = read_settings({**os.environ, **{name: chosen[name] for name in _FLAGS.values() if chosen[name]}})
+        if chosen["check"]:
             print(settings.device)
             return 0
         return _run(settings)
@@ -55,43 +54,35 @@ def _run(settings: Settings) -> int:
 
     from rich.console import Console
 
-    from scripts.accuracy.gsm8k import Gsm8kFailed
     from scripts.accuracy.model import ConversionFailed
     from scripts.accuracy.processes import ServerFailed
-    from scripts.accuracy.report import save, show, verdict, write
+    from scripts.accuracy.report import save, show, verdict
     from scripts.accuracy.run import Run
+    from scripts.accuracy.scores import Gsm8kFailed
 
     raise_when_stopped()
+    progress = Progress()
     console = Console(width=None if sys.stdout.isatty() else 150)
     log_dir = settings.log_dir / time.strftime("%Y%m%d-%H%M%S")
     reports = []
-    started_s = time.monotonic()
-    print(f"logs: {_shown(log_dir)}", flush=True)
+    print(f"logs: {shown(log_dir)}", flush=True)
     for name in settings.models:
         try:
             with ExitStack() as stack:
                 run = Run(settings, name, log_dir / Path(name).name, stack)
                 reports.append(asyncio.run(run.go()))
         except (ServerFailed, ConversionFailed, Gsm8kFailed) as error:
-            print(f"\n{error}\nFAILED; logs: {_shown(log_dir)}", file=sys.stderr)
+            print(f"\n{error}\nFAILED; logs: {shown(log_dir)}", file=sys.stderr)
             return 3
         save(reports, log_dir / "report.json")
         show(reports[-1], console)
-        write(reports, log_dir / "report.json")
     status = verdict(reports)
     for report in reports:
         for skipped in report.skipped:
             print(f"NOT RUN: {skipped}")
     word = "passed" if status == 0 else "FAILED"
-    print(f"{word} in {time.monotonic() - started_s:.0f} s; logs: {_shown(log_dir)}")
+    print(f"{word} in {progress.elapsed_s:.0f} s; logs: {shown(log_dir)}")
     return status
-
-
-def _shown(path: Path) -> str:
-    try:
-        return f"./{path.relative_to(Path.cwd())}"
-    except ValueError:
-        return str(path)
 
 
 if __name__ == "__main__":

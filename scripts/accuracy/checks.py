@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from scripts.accuracy.arithmetic import Score
 from scripts.accuracy.client import Answer
 from scripts.accuracy.metrics import Scrape
 from scripts.accuracy.prompts import Case
+from scripts.accuracy.scores import Score
 
 LOGPROB_TOLERANCE = 1e-3
 GSM8K_TOLERANCE = 0.03
+GSM8K = "gsm8k, router against one engine"
+POISON = "poisoned cache changes the tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,28 +27,18 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """One prompt that was answered otherwise."""
-
-    name: str
-    position: int
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.detail}"
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """Answers to the same prompts from two sides.
 
     Attributes:
+        tokens: equal ones.
+        differences: the prompts that were answered otherwise, by name, and in which way.
         largest_gap: of log-probabilities, over the tokens before a first difference.
     """
 
     prompts: int
     tokens: int
-    differences: tuple[Difference, ...]
+    differences: Mapping[str, str]
     largest_gap: float
 
 
@@ -54,30 +46,29 @@ def compare(cases: Sequence[Case], expected: Sequence[Answer], found: Sequence[A
     """Compare token by token. An error on either side is a difference; so is a missing token or log-probability."""
     tokens = 0
     largest = 0.0
-    differences = []
+    differences: dict[str, str] = {}
     for case, left, right in zip(cases, expected, found, strict=True):
         if left.error or right.error:
-            differences.append(Difference(case.name, 0, left.error or right.error))
+            differences[case.name] = left.error or right.error
             continue
         same = equal_tokens(left.tokens, right.tokens)
         tokens += same
         gaps = [abs(a - b) for a, b in zip(left.logprobs[:same], right.logprobs[:same], strict=False)]
         largest = max([largest, *gaps])
         if same < max(len(left.tokens), len(right.tokens), case.max_tokens):
-            detail = f"from token {same} on {right.tokens[same : same + 4]} instead of {left.tokens[same : same + 4]}"
-            differences.append(Difference(case.name, same, detail))
+            ours, theirs = right.tokens[same : same + 4], left.tokens[same : same + 4]
+            differences[case.name] = f"from token {same} on {ours} instead of {theirs}"
         elif len(gaps) < same:
-            differences.append(Difference(case.name, same, f"{len(gaps)} log-probabilities for {same} tokens"))
-    return Comparison(len(cases), tokens, tuple(differences), largest)
+            differences[case.name] = f"{len(gaps)} log-probabilities for {same} tokens"
+    return Comparison(len(cases), tokens, differences, largest)
 
 
 def ever_different(comparisons: Sequence[Comparison]) -> Comparison:
     """Several comparisons of the same prompts as one: a prompt differs when it differed in any."""
-    by_name = {difference.name: difference for each in reversed(comparisons) for difference in each.differences}
     return Comparison(
         prompts=comparisons[0].prompts,
         tokens=min(each.tokens for each in comparisons),
-        differences=tuple(by_name.values()),
+        differences=dict(item for each in reversed(comparisons) for item in each.differences.items()),
         largest_gap=max(each.largest_gap for each in comparisons),
     )
 
@@ -93,7 +84,7 @@ def judge_tokens(found: Comparison, itself: Comparison | None) -> list[Check]:
     Args:
         itself: the single engine, sequential against concurrent; None where equality is demanded.
     """
-    shown = "; ".join(str(difference) for difference in found.differences[:3])
+    shown = "; ".join(f"{name}: {detail}" for name, detail in list(found.differences.items())[:3])
     if itself is None:
         detail = f"{len(found.differences)} of {found.prompts} prompts differ, {found.tokens} tokens are equal"
         gap = f"largest difference {found.largest_gap:.2e}, allowed {LOGPROB_TOLERANCE:.0e}"
@@ -103,8 +94,7 @@ def judge_tokens(found: Comparison, itself: Comparison | None) -> list[Check]:
         ]
     share = len(found.differences) / max(1, found.prompts)
     own = len(itself.differences) / max(1, itself.prompts)
-    unsteady = {difference.name for difference in itself.differences}
-    both = sum(difference.name in unsteady for difference in found.differences)
+    both = len(found.differences.keys() & itself.differences.keys())
     detail = (
         f"{len(found.differences)} of {found.prompts} prompts differ ({both} of them on one engine too); one engine "
         f"differs from itself, one at a time against many at once, in {len(itself.differences)} of {itself.prompts}"
@@ -118,8 +108,6 @@ class Seen:
 
     prompt_tokens: int
     local_tokens: int
-    external_tokens: int
-    loads: int
     nixl_bytes: int
     planned_bytes: int
 
@@ -146,44 +134,48 @@ class Formula:
         blocks = math.ceil(prompt_tokens / self.block) - hit_tokens // self.block
         return blocks * self.block * self.token_bytes
 
-    def allows(self, found: int, prompt_tokens: int, hit_tokens: int) -> bool:
-        """Whether a prompt may have moved so many bytes."""
-        least = self.bytes_of(prompt_tokens, hit_tokens)
-        most = self.more.bytes_of(prompt_tokens, hit_tokens) if self.more is not None else least
-        return least <= found <= most
+    def most_of(self, prompt_tokens: int, hit_tokens: int) -> int:
+        """For one prompt, at most."""
+        return (self.more or self).bytes_of(prompt_tokens, hit_tokens)
 
     def __str__(self) -> str:
         text = f"Σ (⌈prompt/{self.block}⌉ − hit/{self.block}) × {self.block} × {self.token_bytes} B ({self.shape})"
         return f"{text}; staged, at most with {self.more.block} tokens, {self.more.shape}" if self.more else text
 
 
-def judge_bytes(seen: Mapping[str, Seen], formula: Formula | None, ferry: bool) -> list[Check]:
+def judge_bytes(seen: Mapping[str, Seen], formula: Formula | None, ferry: bool) -> Check:
     """Every prompt moved what the formula says, by the plan and by NIXL's own count."""
-    nixl = sum(one.nixl_bytes for one in seen.values())
-    planned = sum(one.planned_bytes for one in seen.values())
-    if formula is None:
-        return [Check("bytes moved", nixl > 0, f"NIXL {nixl:,}, plan {planned:,}; no formula for this model")]
-    stated = {name: formula.bytes_of(one.prompt_tokens, one.local_tokens) for name, one in seen.items()}
-    wrong = [
-        f"{name}: {one.nixl_bytes:,} instead of {stated[name]:,}"
-        for name, one in seen.items()
-        if not formula.allows(one.nixl_bytes, one.prompt_tokens, one.local_tokens)
-        or (ferry and one.planned_bytes != one.nixl_bytes)
-    ]
-    detail = f"formula {sum(stated.values()):,}, plan {planned:,}, NIXL {nixl:,}"
-    return [Check("bytes moved, prompt by prompt", not wrong, "; ".join([detail, *wrong[:3]]))]
+    prompts = {name: [(one.prompt_tokens, one.local_tokens)] for name, one in seen.items()}
+    return _judge_bytes("bytes moved, prompt by prompt", seen, prompts, formula, ferry)
 
 
 def judge_crowd_bytes(answers: Sequence[Answer], total: Seen, formula: Formula | None, ferry: bool) -> Check:
     """The same for prompts asked at once, which share no prefix: their sum."""
-    name = "bytes moved, many at once"
+    prompts = {"all": [(answer.prompt_tokens, 0) for answer in answers]}
+    check = _judge_bytes("bytes moved, many at once", {"all": total}, prompts, formula, ferry)
+    return check if formula is None or not total.local_tokens else replace(check, passed=False)
+
+
+def _judge_bytes(
+    title: str,
+    seen: Mapping[str, Seen],
+    prompts: Mapping[str, Sequence[tuple[int, int]]],
+    formula: Formula | None,
+    ferry: bool,
+) -> Check:
+    """`prompts`: what each of `seen` consists of, as tokens of the prompt and of its prefix hit."""
+    nixl, planned = (sum(each) for each in zip(*((s.nixl_bytes, s.planned_bytes) for s in seen.values()), strict=True))
     if formula is None:
-        return Check(name, total.nixl_bytes > 0, f"NIXL {total.nixl_bytes:,}; no formula for this model")
-    stated = sum(formula.bytes_of(answer.prompt_tokens, 0) for answer in answers)
-    most = sum((formula.more or formula).bytes_of(answer.prompt_tokens, 0) for answer in answers)
-    agreed = not ferry or total.planned_bytes == total.nixl_bytes
-    right = total.local_tokens == 0 and stated <= total.nixl_bytes <= most and agreed
-    return Check(name, right, f"formula {stated:,}, plan {total.planned_bytes:,}, NIXL {total.nixl_bytes:,}")
+        return Check(title, nixl > 0, f"NIXL {nixl:,}, plan {planned:,}; no formula for this model")
+    least = {name: sum(formula.bytes_of(*prompt) for prompt in each) for name, each in prompts.items()}
+    most = {name: sum(formula.most_of(*prompt) for prompt in each) for name, each in prompts.items()}
+    wrong = [
+        f"{name}: {one.nixl_bytes:,} instead of {least[name]:,}"
+        for name, one in seen.items()
+        if not least[name] <= one.nixl_bytes <= most[name] or (ferry and one.planned_bytes != one.nixl_bytes)
+    ]
+    detail = f"formula {sum(least.values()):,}, plan {planned:,}, NIXL {nixl:,}"
+    return Check(title, not wrong, "; ".join([detail, *wrong[:3]]))
 
 
 def judge_hits(cases: Iterable[Case], seen: Mapping[str, Seen], block: int) -> Check:
@@ -214,18 +206,10 @@ def judge_recomputes(counters: Scrape) -> Check:
     return Check("nothing was computed twice", not recomputed and not failed, detail)
 
 
-_GSM8K = "gsm8k, router against one engine"
-
-
 def judge_gsm8k(expected: float, found: float) -> Check:
     """Scores may differ by `GSM8K_TOLERANCE`."""
     detail = f"{found:.3f} against {expected:.3f}, allowed difference {GSM8K_TOLERANCE}"
-    return Check(_GSM8K, abs(found - expected) <= GSM8K_TOLERANCE, detail)
-
-
-def gsm8k_not_run(reason: str, *, demanded: bool) -> Check:
-    """The table says why it was not run; where it was demanded, that is a failure."""
-    return Check(_GSM8K, False if demanded else None, reason)
+    return Check(GSM8K, abs(found - expected) <= GSM8K_TOLERANCE, detail)
 
 
 def judge_arithmetic(expected: Score, found: Score, itself: Score | None, *, random_weights: bool = False) -> Check:
@@ -255,15 +239,9 @@ def judge_arithmetic(expected: Score, found: Score, itself: Score | None, *, ran
     return Check("arithmetic, router against one engine", right, "; ".join([detail, *errors[:3]]))
 
 
-def judge_poison(cases: Sequence[Case], expected: Sequence[Answer], found: Sequence[Answer], moved: int) -> Check:
+def judge_poison(expected: Sequence[Answer], found: Sequence[Answer], moved: int) -> Check:
     """With an overwritten cache every prompt is answered otherwise."""
     pairs = zip(expected, found, strict=True)
     changed = sum(left.tokens != right.tokens for left, right in pairs if not right.error)
-    detail = f"{changed} of {len(cases)} answers changed when the producer's cache was overwritten; {moved:,} B moved"
-    return Check("poisoned cache changes the tokens", changed == len(cases) and moved > 0, detail)
-
-
-def percentile(values: Iterable[float], share: float) -> float | None:
-    """The nearest-rank percentile, None when there are no values. Example: of 1 … 20, 0.99 is 20 and 0.5 is 10."""
-    ordered = sorted(value for value in values if not math.isnan(value))
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
+    detail = f"{changed} of {len(found)} answers changed when the producer's cache was overwritten; {moved:,} B moved"
+    return Check(POISON, changed == len(found) and moved > 0, detail)

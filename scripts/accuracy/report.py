@@ -1,9 +1,10 @@
-"""The table at the end."""
+"""The table at the end, the same as JSON, and how times are shown in it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from scripts.accuracy.checks import Check
+
+_MARKS = {True: "[green]ok[/]", False: "[bold red]FAILED[/]", None: "[bold yellow]NOT RUN[/]"}
 
 
 @dataclass(slots=True)
@@ -33,34 +36,36 @@ class Report:
         return any(check.passed for check in self.checks) and all(check.passed is not False for check in self.checks)
 
 
-_MARKS = {True: "[green]ok[/]", False: "[bold red]FAILED[/]", None: "[bold yellow]NOT RUN[/]"}
-
-
 def show(report: Report, console: Console) -> None:
     """Print the table."""
-    table = Table(title=escape(report.title), title_justify="left", show_lines=False, expand=False)
+    table = Table(title=escape(report.title), title_justify="left")
     table.add_column("check", no_wrap=True)
     table.add_column("result", no_wrap=True)
     table.add_column("found", overflow="fold")
     for check in report.checks:
         table.add_row(escape(check.name), _MARKS[check.passed], escape(check.detail))
-    if report.figures:
-        table.add_section()
-        for name, value in report.figures.items():
-            table.add_row(escape(name), "", escape(value))
+    table.add_section()
+    for name, value in report.figures.items():
+        table.add_row(escape(name), "", escape(value))
     console.print(table)
-
-
-def write(reports: Sequence[Report], path: Path) -> None:
-    """The same as JSON, for programs: a list of reports with their checks and figures."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([{**asdict(report), "passed": report.passed} for report in reports], indent=2) + "\n")
 
 
 def save(reports: Sequence[Report], path: Path) -> None:
     """The same for programs: `[{"title", "passed", "checks": [{"name", "passed", "detail"}], "figures": {…}}]`."""
     reported = [{**asdict(report), "passed": report.passed} for report in reports]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(reported, indent=1, ensure_ascii=False) + "\n")
+
+
+def verdict(reports: Sequence[Report]) -> int:
+    """Exit status: 0 when every model passed."""
+    return 0 if reports and all(report.passed for report in reports) else 1
+
+
+def quantiles(times_s: Iterable[float]) -> str:
+    """p50 and p99 of times in seconds."""
+    times = list(times_s)
+    return milliseconds({"p50": percentile(times, 0.5), "p99": percentile(times, 0.99)})
 
 
 def milliseconds(values: Mapping[str, float | None]) -> str:
@@ -70,6 +75,7 @@ def milliseconds(values: Mapping[str, float | None]) -> str:
     )
 
 
-def verdict(reports: Sequence[Report]) -> int:
-    """Exit status: 0 when every model passed."""
-    return 0 if reports and all(report.passed for report in reports) else 1
+def percentile(values: Iterable[float], share: float) -> float | None:
+    """The nearest-rank percentile, None when there are no values. Example: of 1 … 20, 0.99 is 20 and 0.5 is 10."""
+    ordered = sorted(value for value in values if not math.isnan(value))
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None

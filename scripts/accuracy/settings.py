@@ -1,53 +1,217 @@
-"""Settings of the accuracy test: the environment as a frozen value, checked as a whole. Standard library only."""
+"""Settings of the accuracy test: the environment variables as a frozen value, checked before anything is installed.
+
+The fields of `Settings` are the table of variables: `--help` and all errors come from it. Standard library only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from scripts.accuracy.gpus import count_gpus
-from scripts.accuracy.variables import VARIABLES, BadSetting
+from scripts.accuracy.devices import count_gpus
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STOCK = "stock"
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+TINY_MODEL = "tiny-llama"
+TINY_MODELS = {TINY_MODEL: 4, "tiny-llama-2-kv-heads": 2, "tiny-llama-1-kv-head": 1}
+"""Models of random weights, with their KV heads."""
+
+
+class BadSetting(Exception):
+    """A variable, or the combination of several, cannot be used; the text names value and valid ones."""
+
+    @classmethod
+    def of(cls, name: str, value: str, valid: str) -> BadSetting:
+        """One variable with a value that it may not have."""
+        return cls(f"{name}={value!r} cannot be used: {name} must be {valid}")
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One variable. `parse` takes its text or the default, and raises a ValueError that says what is valid."""
+
+    name: str
+    default: str
+    doc: str
+    parse: Callable[[str], Any]
+    upstream: bool
+
+    def read(self, environment: Mapping[str, str]) -> Any:
+        """Its value; an empty text is the default.
+
+        Raises:
+            BadSetting: it is not valid.
+        """
+        text = environment.get(self.name, "").strip() or self.default
+        try:
+            return self.parse(text)
+        except ValueError as invalid:
+            raise BadSetting.of(self.name, text, str(invalid)) from None
+
+
+def _theirs(name: str, default: str, doc: str, parse: Callable[[str], Any] = str) -> Any:
+    return field(metadata={"variable": Variable(name, default, doc, parse, upstream=True)})
+
+
+def _ours(name: str, default: str, doc: str, parse: Callable[[str], Any] = str) -> Any:
+    return field(metadata={"variable": Variable(name, default, doc, parse, upstream=False)})
+
+
+def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:
+    valid = f"a {'whole ' if kind is int else ''}number from {low} to {high}"
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise ValueError(valid) from None
+        if not low <= value <= high:
+            raise ValueError(valid)
+        return value
+
+    return parse
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"one of {', '.join(choice or 'empty' for choice in choices)}")
+        return text
+
+    return parse
+
+
+def _names(text: str) -> tuple[str, ...]:
+    found = tuple(text.replace(",", " ").split())
+    if not found:
+        raise ValueError("at least one name")
+    return found
+
+
+def _arguments(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError('a JSON object such as {"kv_lease_duration": 10}')
+    return value
+
+
+def _block_size(text: str) -> int | None:
+    if text == "auto":
+        return None
+    value = int(text) if text.isdecimal() else 0
+    if not 1 <= value <= 8192 or (value & (value - 1) and value % 16):
+        raise ValueError("auto, a power of two or a multiple of 16, at most 8192")
+    return value
+
+
+def _path(text: str) -> Path:
+    return ROOT / Path(text).expanduser()
+
+
+_sizes = _number(int, 1, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that a run depends on."""
+    """Everything that a run depends on. The first group has the names of vLLM's own script, with their meanings.
 
-    device: str
-    models: tuple[str, ...]
-    prefill_instances: int
-    decode_instances: int
-    prefill_tp: int
-    decode_tp: int
-    decode_dp: int
-    dp_ep: bool
-    prefill_pp: int
-    decode_pp: int
-    prefill_block_size: int | None
-    decode_block_size: int | None
-    gpu_memory_utilization: float
-    decode_layout: str
-    attention_backend: str
-    kv_buffer_device: str
-    extra_args: tuple[str, ...]
-    dtype: str
-    failure_policy: str
-    extra_config: Mapping[str, Any]
-    max_model_len: int
-    cpu_cache_gib: float
-    concurrency: int
-    start_timeout_s: float
-    request_timeout_s: float
-    gsm8k: str
-    gsm8k_limit: int
-    log_dir: Path
-    cache_dir: Path
-    connector_module: str
+    `decode_size`: tensor parallel size of a decode engine, or its data parallel ranks (`dp_ep`).
+    """
+
+    models: tuple[str, ...] = _theirs(
+        "MODEL_NAMES", DEFAULT_MODEL, f"models: names on a hub, folders; random: {', '.join(TINY_MODELS)}", _names
+    )
+    prefill_instances: int = _theirs("NUM_PREFILL_INSTANCES", "1", "prefill engines", _sizes)
+    decode_instances: int = _theirs("NUM_DECODE_INSTANCES", "1", "decode engines", _sizes)
+    prefill_tp: int = _theirs("PREFILLER_TP_SIZE", "1", "tensor parallel size of each prefill engine", _sizes)
+    decode_size: int = _theirs("DECODER_TP_SIZE", "1", "tensor parallel size of each decode engine", _sizes)
+    prefill_block_size: int | None = _theirs(
+        "PREFILL_BLOCK_SIZE", "auto", "tokens in a block of the prefill engines", _block_size
+    )
+    decode_block_size: int | None = _theirs(
+        "DECODE_BLOCK_SIZE", "auto", "tokens in a block of the decode engines", _block_size
+    )
+    gpu_memory_utilization: float = _theirs(
+        "GPU_MEMORY_UTILIZATION", "0.2", "share of each GPU's memory", _number(float, 0.01, 1)
+    )
+    decode_layout: str = _theirs(
+        "DECODER_KV_LAYOUT", "", "cache layout of the decode engines", _one_of("", "HND", "NHD")
+    )
+    attention_backend: str = _theirs(
+        "ATTENTION_BACKEND", "", "vLLM's --attention-backend for all engines; like --attention-backend"
+    )
+    extra_args: tuple[str, ...] = _theirs(
+        "VLLM_SERVE_EXTRA_ARGS", "", "more arguments for all engines, separated by commas", _arguments
+    )
+    # Upstream tests whether it is set: "0" switches it on too.
+    dp_ep: bool = _theirs(
+        "DP_EP", "", "if set, DECODER_TP_SIZE data parallel ranks of TP 1, experts shared out, on decoders", bool
+    )
+
+    kv_buffer_device: str = _ours(
+        "KV_BUFFER_DEVICE",
+        "",
+        "like --kv_buffer_device; cpu: through host memory; empty: cuda on GPUs, else cpu",
+        _one_of("", "cuda", "cpu"),
+    )
+    prefill_pp: int = _ours("PREFILLER_PP_SIZE", "1", "pipeline stages of each prefill engine", _sizes)
+    decode_pp: int = _ours("DECODER_PP_SIZE", "1", "pipeline stages of each decode engine", _sizes)
+    device: str = _ours(
+        "KVFERRY_DEVICE", "auto", "auto: CUDA when there are GPUs, else CPU", _one_of("auto", "cpu", "cuda")
+    )
+    dtype: str = _ours(
+        "DTYPE",
+        "auto",
+        "auto: float32 on CPU (exact comparison), bfloat16 on CUDA",
+        _one_of("auto", "float32", "bfloat16", "float16"),
+    )
+    failure_policy: str = _ours(
+        "KV_LOAD_FAILURE_POLICY", "recompute", "vLLM's policy for failed loads", _one_of("recompute", "fail")
+    )
+    extra_config: Mapping[str, Any] = _ours(
+        "KV_CONNECTOR_EXTRA_CONFIG", "{}", "kv_connector_extra_config, as JSON", _json_object
+    )
+    max_model_len: int = _ours("MAX_MODEL_LEN", "2048", "tokens of the longest request", _number(int, 1024, 1 << 20))
+    cpu_cache_gib: float = _ours(
+        "CPU_KVCACHE_GIB", "1", "GiB of KV cache of an engine on CPU", _number(float, 0.1, 1024)
+    )
+    concurrency: int = _ours("CONCURRENCY", "8", "requests at once in the concurrent part", _number(int, 2, 256))
+    start_timeout_s: float = _ours(
+        "START_TIMEOUT_S", "300", "seconds that an engine may take to start", _number(float, 10, 7200)
+    )
+    request_timeout_s: float = _ours(
+        "REQUEST_TIMEOUT_S", "120", "seconds that a request may take", _number(float, 5, 3600)
+    )
+    gsm8k: str = _ours("GSM8K", "auto", "auto: when lm-eval and its data are at hand", _one_of("auto", "on", "off"))
+    gsm8k_limit: int = _ours("GSM8K_LIMIT", "200", "questions of gsm8k", _number(int, 10, 1319))
+    log_dir: Path = _ours("LOG_DIR", "logs", "where each run makes its folder of logs", _path)  # noqa: RUF009
+    cache_dir: Path = _ours(  # noqa: RUF009
+        "KVFERRY_CACHE_DIR", "~/.cache/kvferry", "where the converted default model is kept", _path
+    )
+    connector_module: str = _ours(
+        "KV_CONNECTOR_MODULE", "kvferry.connector", "module of the class NixlConnector; `stock` for vLLM's own"
+    )
+
+    @property
+    def decode_tp(self) -> int:
+        """Tensor parallel size of a decode engine."""
+        return 1 if self.dp_ep else self.decode_size
+
+    @property
+    def decode_dp(self) -> int:
+        """Data parallel ranks of a decode engine."""
+        return self.decode_size if self.dp_ep else 1
 
     @property
     def prefill_workers(self) -> int:
@@ -57,7 +221,7 @@ class Settings:
     @property
     def decode_workers(self) -> int:
         """Of each decode engine."""
-        return self.decode_dp * self.decode_tp * self.decode_pp
+        return self.decode_size * self.decode_pp
 
     @property
     def exact(self) -> bool:
@@ -69,6 +233,18 @@ class Settings:
         """Whether kvferry is tried, not vLLM's own connector."""
         return self.connector_module != STOCK
 
+    @property
+    def engines(self) -> tuple[str, str]:
+        """The prefill and the decode engines in words: `2 prefill × TP 2 × PP 2`."""
+        decode = f"{f'DP {self.decode_dp} × ' if self.decode_dp > 1 else ''}TP {self.decode_tp}"
+        sides = (("prefill", f"TP {self.prefill_tp}", self.prefill_pp), ("decode", decode, self.decode_pp))
+        texts = [f"{name} × {ranks}{f' × PP {stages}' if stages > 1 else ''}" for name, ranks, stages in sides]
+        return f"{self.prefill_instances} {texts[0]}", f"{self.decode_instances} {texts[1]}"
+
+
+VARIABLES: dict[str, Variable] = {each.name: each.metadata["variable"] for each in fields(Settings)}
+"""By the name of the field."""
+
 
 def read_settings(environment: Mapping[str, str], gpus: int | None = None) -> Settings:
     """Read and check the environment.
@@ -79,100 +255,31 @@ def read_settings(environment: Mapping[str, str], gpus: int | None = None) -> Se
     Raises:
         BadSetting: a variable, or the combination of several, cannot be used.
     """
-    value = {variable.name: variable.read(environment) for variable in VARIABLES}
+    settings = Settings(**{name: variable.read(environment) for name, variable in VARIABLES.items()})
     found = count_gpus(environment) if gpus is None else gpus
-    device = value["KVFERRY_DEVICE"]
-    if device == "auto":
-        device = "cuda" if found else "cpu"
-    dtype = value["DTYPE"]
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    settings = Settings(
-        device=device,
-        models=value["MODEL_NAMES"],
-        prefill_instances=value["NUM_PREFILL_INSTANCES"],
-        decode_instances=value["NUM_DECODE_INSTANCES"],
-        prefill_tp=value["PREFILLER_TP_SIZE"],
-        decode_tp=1 if value["DP_EP"] else value["DECODER_TP_SIZE"],
-        decode_dp=value["DECODER_TP_SIZE"] if value["DP_EP"] else 1,
-        dp_ep=value["DP_EP"],
-        prefill_pp=value["PREFILLER_PP_SIZE"],
-        decode_pp=value["DECODER_PP_SIZE"],
-        prefill_block_size=value["PREFILL_BLOCK_SIZE"],
-        decode_block_size=value["DECODE_BLOCK_SIZE"],
-        gpu_memory_utilization=value["GPU_MEMORY_UTILIZATION"],
-        decode_layout=value["DECODER_KV_LAYOUT"],
-        attention_backend=value["ATTENTION_BACKEND"],
-        kv_buffer_device=value["KV_BUFFER_DEVICE"],
-        extra_args=value["VLLM_SERVE_EXTRA_ARGS"],
-        dtype=dtype,
-        failure_policy=value["KV_LOAD_FAILURE_POLICY"],
-        extra_config=value["KV_CONNECTOR_EXTRA_CONFIG"],
-        max_model_len=value["MAX_MODEL_LEN"],
-        cpu_cache_gib=value["CPU_KVCACHE_GIB"],
-        concurrency=value["CONCURRENCY"],
-        start_timeout_s=value["START_TIMEOUT_S"],
-        request_timeout_s=value["REQUEST_TIMEOUT_S"],
-        gsm8k=value["GSM8K"],
-        gsm8k_limit=value["GSM8K_LIMIT"],
-        log_dir=(ROOT / Path(value["LOG_DIR"]).expanduser()),
-        cache_dir=Path(value["KVFERRY_CACHE_DIR"]).expanduser(),
-        connector_module=value["KV_CONNECTOR_MODULE"],
-    )
-    check_gpus(settings, found)
-    check_layout(settings)
-    check_buffer(settings)
+    if settings.device == "auto":
+        settings = replace(settings, device="cuda" if found else "cpu")
+    if settings.dtype == "auto":
+        settings = replace(settings, dtype="float32" if settings.device == "cpu" else "bfloat16")
+    if settings.device == "cpu" and settings.decode_layout == "NHD":
+        raise BadSetting.of("DECODER_KV_LAYOUT", "NHD", "HND or empty on CPU, whose attention has no other layout")
+    if settings.device == "cpu" and settings.kv_buffer_device == "cuda":
+        raise BadSetting.of("KV_BUFFER_DEVICE", "cuda", "cpu or empty on CPU, where all caches are in host memory")
+    need = settings.prefill_instances * settings.prefill_workers + settings.decode_instances * settings.decode_workers
+    if settings.device == "cuda" and need > found:
+        lower = "lower NUM_PREFILL_INSTANCES, NUM_DECODE_INSTANCES, PREFILLER_TP_SIZE, DECODER_TP_SIZE or the stages"
+        engines = " + ".join(settings.engines)
+        raise BadSetting(f"needs {need} GPUs: {engines}; found {found}; {lower}, or set KVFERRY_DEVICE=cpu")
     return settings
 
 
-def parallel(tp: int, pp: int, dp: int = 1) -> str:
-    """An engine's parallel sizes in words."""
-    sizes = {"DP": dp, "TP": tp, "PP": pp}
-    return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "TP")
-
-
-def check_gpus(settings: Settings, found: int) -> None:
-    """Every engine needs GPUs of its own.
-
-    Raises:
-        BadSetting: there are too few.
-    """
-    if settings.device != "cuda":
-        return
-    prefill = settings.prefill_instances * settings.prefill_workers
-    decode = settings.decode_instances * settings.decode_workers
-    if prefill + decode > found:
-        need = (
-            f"needs {prefill + decode} GPUs: {settings.prefill_instances} prefill × "
-            f"{parallel(settings.prefill_tp, settings.prefill_pp)} + {settings.decode_instances} decode × "
-            f"{parallel(settings.decode_tp, settings.decode_pp, settings.decode_dp)}; found {found}"
-        )
-        lower = "NUM_PREFILL_INSTANCES, NUM_DECODE_INSTANCES, PREFILLER_TP_SIZE, DECODER_TP_SIZE or the stages"
-        raise TooFewGpus(f"{need}; lower {lower}, or set KVFERRY_DEVICE=cpu")
-
-
-def check_layout(settings: Settings) -> None:
-    """The CPU's attention has one layout.
-
-    Raises:
-        BadSetting: another is wanted.
-    """
-    if settings.device == "cpu" and settings.decode_layout == "NHD":
-        raise BadSetting("DECODER_KV_LAYOUT", "NHD", "HND or empty on CPU, whose attention has no other layout")
-
-
-def check_buffer(settings: Settings) -> None:
-    """A buffer on GPUs needs GPUs.
-
-    Raises:
-        BadSetting: there are none.
-    """
-    if settings.device == "cpu" and settings.kv_buffer_device == "cuda":
-        raise BadSetting("KV_BUFFER_DEVICE", "cuda", "cpu or empty on CPU, where all caches are in host memory")
-
-
-class TooFewGpus(BadSetting):
-    """There are fewer GPUs than the engines need."""
-
-    def __init__(self, text: str) -> None:
-        Exception.__init__(self, text)
+def help_text() -> str:
+    """The table for `--help`."""
+    lines: list[str] = []
+    for upstream, title in ((True, "As in vLLM's own script of this name:"), (False, "Here only:")):
+        lines.append(title)
+        for variable in VARIABLES.values():
+            if variable.upstream is upstream:
+                default = f" [{variable.default}]" if variable.default else ""
+                lines.append(f"  {variable.name:<26} {variable.doc}{default}")
+    return "\n".join(lines)

@@ -9,9 +9,8 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from scripts.accuracy.settings import Settings, read_settings
-from scripts.accuracy.variables import BadSetting
-from scripts.stopping import STOPPED, raise_when_stopped
+from scripts.accuracy.settings import BadSetting, Settings, read_settings
+from scripts.console import STOPPED, raise_when_stopped
 
 _ABOUT = """\
 Starts two engines with kvferry, vllm-router and Prometheus, sends some load with one slow request in it, and shows the
@@ -58,7 +57,7 @@ def _run(settings: Settings, *, once: bool) -> int:
             demo = Demo(settings, stack)
             status = asyncio.run(demo.go())
             if not once:
-                demo.tell_how_to_go_on()
+                demo.say_what_to_try()
                 while True:
                     time.sleep(3600)
             return status

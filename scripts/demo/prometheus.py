@@ -6,14 +6,14 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from scripts.accuracy.ports import free_ports
+from scripts.accuracy.devices import free_ports
 from scripts.accuracy.processes import Server
 from scripts.accuracy.settings import ROOT
 
@@ -53,10 +53,6 @@ class Prometheus(Server):
             {},
         )
 
-    def __enter__(self) -> Prometheus:
-        self.start()
-        return self
-
     def ask(self, query: str) -> list[tuple[Mapping[str, str], float]]:
         """The series that a query has now, with their labels; without those that have no value.
 
@@ -88,6 +84,5 @@ def chosen(query: str, choices: Mapping[str, str] = CHOSEN) -> str:
 
 def series_of(answer: Mapping[str, Any]) -> list[tuple[Mapping[str, str], float]]:
     """Out of what the API answers."""
-    found: Sequence[Any] = answer["data"]["result"]
-    every = [(one["metric"], float(one["value"][1])) for one in found]
+    every = [(one["metric"], float(one["value"][1])) for one in answer["data"]["result"]]
     return [(labels, value) for labels, value in every if not math.isnan(value)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from kvferry.protocol.side_channel.secrets import read_secrets
-from scripts.accuracy.variables import VARIABLES
+from scripts.accuracy.settings import VARIABLES
 from tests.deploy.dockerfile import read_dockerfile
 from tests.deploy.launches import DEPLOY, KUBERNETES, documents
 from tests.docs.commands import ROOT, typed
@@ -30,7 +30,7 @@ def test_images_are_run_by_the_tags_that_they_are_built_with_and_take_their_vari
     assert all(len(tags & set(run.words)) == 1 for run in runs)
     for run in (run for run in runs if "kvferry-cpu" in run.words):
         names = {b.partition("=")[0] for a, b in pairwise(run.words) if a == "--env"}
-        assert names <= {variable.name for variable in VARIABLES}
+        assert names <= {variable.name for variable in VARIABLES.values()}
 
 
 def test_kubectl_names_what_the_manifests_have() -> None:

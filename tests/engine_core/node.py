@@ -26,7 +26,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.connector import FerryConnector
 from kvferry.protocol.geometry import Place
-from scripts.accuracy.ports import free_ports
+from scripts.accuracy.devices import free_ports
 from tests.engine_core.configs import BLOCK_TOKENS, WINDOW_LAYER, kv_cache_config, layer_of
 from tests.engine_core.driver import Answer, Engine, Scheduled
 from tests.engine_core.second_runner import FirstRunner, SecondRunner, no_forward

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts import bootstrap, bootstrap_prometheus
-from scripts.bootstrap_prometheus import PROGRAMS, PrometheusError, fetch, missing, unpack
+from scripts import bootstrap
+from scripts.bootstrap_prometheus import PROGRAMS, PrometheusError, fetch, missing
 from tests.scripts.test_bootstrap import FakeEnvironment
 
-_STAND_IN = """#!{python}
+_APT = """#!{python}
 import pathlib, shutil, sys
 if sys.argv[-2:] == ["download", "prometheus"]:
     shutil.copy({package!r}, pathlib.Path.cwd() / "prometheus_1.0_amd64.deb")
@@ -22,25 +22,24 @@ elif sys.argv[-1] != "update":
 """
 
 
-def a_package(folder: Path, programs: tuple[str, ...] = PROGRAMS) -> Path:
-    """A package as Debian's, with scripts for programs."""
+def apt_with_package(folder: Path, programs: tuple[str, ...]) -> str:
+    """A stand-in for apt-get that downloads a package as Debian's, with scripts for programs."""
     if shutil.which("dpkg-deb") is None:
         pytest.skip("NOT TESTED: dpkg-deb is not installed, so no Debian package can be made or read")
-    tree = folder / "tree"
+    tree = folder / "made"
+    (tree / "usr" / "bin").mkdir(parents=True)
     for name in programs:
-        program = tree / "usr" / "bin" / name
-        program.parent.mkdir(parents=True, exist_ok=True)
-        program.write_text(f"#!/bin/sh\necho {name} runs\n")
-    (tree / "DEBIAN").mkdir(parents=True)
+        (tree / "usr" / "bin" / name).write_text(f"#!/bin/sh\necho {name} runs\n")
+        (tree / "usr" / "bin" / name).chmod(0o755)
+    (tree / "DEBIAN").mkdir()
     described = "Package: prometheus\nVersion: 1.0\nArchitecture: amd64\nMaintainer: a <a@b.c>\nDescription: a\n"
     (tree / "DEBIAN" / "control").write_text(described)
-    package = folder / "made.deb"
-    command = ["dpkg-deb", "--build", "--root-owner-group", str(tree), str(package)]
+    command = ["dpkg-deb", "--build", "--root-owner-group", str(tree), str(folder / "made.deb")]
     subprocess.run(command, check=True, capture_output=True, timeout=30)
-    return package
+    return _APT.format(python=sys.executable, package=str(folder / "made.deb"))
 
 
-def commands_are(monkeypatch: pytest.MonkeyPatch, folder: Path, apt: str) -> None:
+def apt_is(monkeypatch: pytest.MonkeyPatch, folder: Path, apt: str) -> None:
     """Put a stand-in for apt-get before the real one."""
     folder.mkdir()
     (folder / "apt-get").write_text(apt)
@@ -49,9 +48,9 @@ def commands_are(monkeypatch: pytest.MonkeyPatch, folder: Path, apt: str) -> Non
 
 
 def test_both_programs_are_taken_from_the_package_and_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package, into = a_package(tmp_path), tmp_path / "bin"
+    into = tmp_path / "bin"
     into.mkdir()
-    commands_are(monkeypatch, tmp_path / "path", _STAND_IN.format(python=sys.executable, package=str(package)))
+    apt_is(monkeypatch, tmp_path / "path", apt_with_package(tmp_path, PROGRAMS))
     fetch(into)
     assert missing(into) == []
     assert sorted(path.name for path in into.iterdir()) == sorted(PROGRAMS)
@@ -60,15 +59,14 @@ def test_both_programs_are_taken_from_the_package_and_run(monkeypatch: pytest.Mo
         assert said == f"{name} runs\n"
 
 
-def test_a_package_without_one_of_them_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_package_without_one_of_them_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    apt_is(monkeypatch, tmp_path / "path", apt_with_package(tmp_path, ("prometheus",)))
     with pytest.raises(PrometheusError, match="promtool"):
-        unpack(a_package(tmp_path, ("prometheus",)), tmp_path)
+        fetch(tmp_path)
 
 
 def test_apts_own_error_is_shown_when_it_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if shutil.which("dpkg-deb") is None:
-        pytest.skip("NOT TESTED: dpkg-deb is not installed, without which apt-get is not asked")
-    commands_are(monkeypatch, tmp_path / "path", "#!/bin/sh\necho 'E: no network here' >&2\nexit 100\n")
+    apt_is(monkeypatch, tmp_path / "path", "#!/bin/sh\necho 'E: no network here' >&2\nexit 100\n")
     with pytest.raises(PrometheusError, match="E: no network here"):
         fetch(tmp_path)
 
@@ -78,6 +76,8 @@ def test_without_apt_the_environment_is_made_all_the_same_and_says_what_will_ski
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     environment = FakeEnvironment(tmp_path, "2.13.0+cpu")
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(bootstrap, "missing", missing)
     bootstrap.make(environment, ["dev"])
     said = capsys.readouterr().out
     assert "NOT TO BE HAD: apt-get is not installed" in said
@@ -85,15 +85,11 @@ def test_without_apt_the_environment_is_made_all_the_same_and_says_what_will_ski
     assert environment.asked == ["create", "dev.lock --no-deps --require-hashes", bootstrap.ROOT.name]
 
 
-def test_programs_that_are_installed_are_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_programs_that_are_installed_are_not_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in PROGRAMS:
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    asked: list[Path] = []
-    monkeypatch.setattr(bootstrap, "fetch", asked.append)
-    bootstrap.make(FakeEnvironment(tmp_path / "venv", "2.13.0+cpu"), ["dev"])
-    assert asked == []
     assert missing(tmp_path / "elsewhere") == []
     monkeypatch.setenv("PATH", "")
-    assert bootstrap_prometheus.missing(tmp_path / "elsewhere") == list(PROGRAMS)
+    assert missing(tmp_path / "elsewhere") == list(PROGRAMS)

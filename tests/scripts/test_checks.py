@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 
 from scripts.accuracy import checks
-from scripts.accuracy.checks import Comparison, Difference, Formula, Seen
+from scripts.accuracy.checks import Comparison, Formula, Seen
 from scripts.accuracy.client import Answer
+from scripts.accuracy.judging import Expected, formula_of
+from scripts.accuracy.model import CacheShape
 from scripts.accuracy.prompts import Case
+from scripts.accuracy.settings import read_settings
 
 CASES = [Case("one", (1,), max_tokens=2), Case("two", (2,), max_tokens=2)]
 RIGHT = [Answer(tokens=(5, 6), logprobs=(-0.1, -0.2)), Answer(tokens=(7, 8), logprobs=(-0.3, -0.4))]
@@ -22,7 +25,7 @@ def failed(found: list[checks.Check]) -> list[str]:
 
 def test_equal_answers_pass() -> None:
     comparison = checks.compare(CASES, RIGHT, RIGHT)
-    assert (comparison.tokens, comparison.differences, comparison.largest_gap) == (4, (), 0.0)
+    assert (comparison.tokens, dict(comparison.differences), comparison.largest_gap) == (4, {}, 0.0)
     assert failed(checks.judge_tokens(comparison, None)) == []
 
 
@@ -39,7 +42,7 @@ def test_equal_answers_pass() -> None:
 )
 def test_another_answer_fails(other: Answer) -> None:
     comparison = checks.compare(CASES, RIGHT, [RIGHT[0], other])
-    assert [difference.name for difference in comparison.differences] == ["two"]
+    assert list(comparison.differences) == ["two"]
     assert failed(checks.judge_tokens(comparison, None)) == ["same tokens as one engine"]
 
 
@@ -56,7 +59,7 @@ def test_log_probabilities_must_be_near() -> None:
 
 def test_without_exactness_the_single_engine_is_the_measure() -> None:
     def differing(count: int, prompts: int) -> Comparison:
-        return Comparison(prompts, 0, tuple(Difference(str(n), 0, "") for n in range(count)), 0.1)
+        return Comparison(prompts, 0, {str(number): "" for number in range(count)}, 0.1)
 
     assert failed(checks.judge_tokens(differing(8, 24), differing(16, 48))) == []
     assert failed(checks.judge_tokens(differing(9, 24), differing(16, 48))) == ["tokens as near as one engine's own"]
@@ -67,7 +70,7 @@ def test_a_prompt_that_ever_differed_counts_once() -> None:
     first = checks.compare(CASES, RIGHT, [RIGHT[0], other])
     second = checks.compare(CASES, RIGHT, [other, other])
     both = checks.ever_different([first, second])
-    assert sorted(difference.name for difference in both.differences) == ["one", "two"]
+    assert sorted(both.differences) == ["one", "two"]
     assert both.prompts == 2
 
 
@@ -76,6 +79,10 @@ def test_a_prompt_that_ever_differed_counts_once() -> None:
 )
 def test_the_formula_counts_whole_blocks_beyond_the_hit(prompt: int, hit: int, blocks: int) -> None:
     assert FORMULA.bytes_of(prompt, hit) == blocks * 128 * 100
+
+
+def seen(nixl: int = 12800, planned: int = 12800, local: int = 0, prompt: int = 100) -> Seen:
+    return Seen(prompt, local, nixl, planned)
 
 
 @pytest.mark.parametrize(
@@ -91,34 +98,26 @@ def test_the_formula_counts_whole_blocks_beyond_the_hit(prompt: int, hit: int, b
         (25601, 129, 96, False),
     ],
 )
-def test_what_is_staged_is_between_what_is_needed_and_the_producers_whole_blocks(
+def test_staged_bytes_are_between_what_is_needed_and_the_producers_whole_blocks(
     found: int, prompt: int, hit: int, allowed: bool
 ) -> None:
     formula = Formula(32, 100, "s", more=Formula(128, 100, "s"))
-    assert formula.allows(found, prompt, hit) is allowed
+    assert checks.judge_bytes({"a": seen(found, found, hit, prompt)}, formula, True).passed is allowed
 
 
-def test_bytes_that_are_no_more_than_needed_are_exactly_those() -> None:
-    assert [FORMULA.allows(n, 100, 0) for n in (12799, 12800, 12801)] == [False, True, False]
-
-
-def seen(nixl: int = 12800, planned: int = 12800, local: int = 0) -> Seen:
-    return Seen(100, local, 100, 1, nixl, planned)
-
-
-@pytest.mark.parametrize("wrong", [seen(nixl=0), seen(nixl=25600), seen(planned=0)])
+@pytest.mark.parametrize("wrong", [seen(nixl=0), seen(nixl=12801), seen(nixl=25600), seen(planned=0)])
 def test_bytes_must_agree_three_times(wrong: Seen) -> None:
-    assert failed(checks.judge_bytes({"a": seen(), "b": seen()}, FORMULA, True)) == []
-    assert failed(checks.judge_bytes({"a": seen(), "b": wrong}, FORMULA, True))
+    assert checks.judge_bytes({"a": seen(), "b": seen()}, FORMULA, True).passed
+    assert not checks.judge_bytes({"a": seen(), "b": wrong}, FORMULA, True).passed
 
 
 def test_bytes_that_cancel_out_over_two_prompts_fail() -> None:
-    assert failed(checks.judge_bytes({"a": seen(nixl=0), "b": seen(nixl=25600)}, FORMULA, True))
+    assert not checks.judge_bytes({"a": seen(nixl=0), "b": seen(nixl=25600)}, FORMULA, True).passed
 
 
 def test_bytes_of_a_crowd_are_summed() -> None:
     answers = [Answer(prompt_tokens=100), Answer(prompt_tokens=129)]
-    total = Seen(229, 0, 229, 2, 38400, 38400)
+    total = seen(38400, 38400, prompt=229)
     assert checks.judge_crowd_bytes(answers, total, FORMULA, True).passed
     assert not checks.judge_crowd_bytes(answers, replace(total, nixl_bytes=1), FORMULA, True).passed
     assert not checks.judge_crowd_bytes(answers, replace(total, local_tokens=128), FORMULA, True).passed
@@ -126,11 +125,11 @@ def test_bytes_of_a_crowd_are_summed() -> None:
 
 def test_no_transfer_at_all_is_seen_by_every_check_but_the_tokens() -> None:
     """A decoder that computes everything itself answers right: only the counters can tell."""
-    nothing = Seen(100, 0, 0, 0, 0, 0)
+    nothing = Seen(100, 0, 0, 0)
     assert failed(checks.judge_tokens(checks.compare(CASES, RIGHT, RIGHT), None)) == []
-    assert failed(checks.judge_bytes({"a": nothing}, FORMULA, True))
+    assert not checks.judge_bytes({"a": nothing}, FORMULA, True).passed
     assert not checks.judge_computed(2, 2, 100).passed
-    assert not checks.judge_poison(CASES, RIGHT, RIGHT, 0).passed
+    assert not checks.judge_poison(RIGHT, RIGHT, 0).passed
 
 
 def test_one_prompt_token_is_computed_for_each_prompt() -> None:
@@ -147,13 +146,32 @@ def test_hits_must_happen_where_they_were_foreseen() -> None:
 
 def test_poison_must_change_every_answer_and_be_transferred() -> None:
     other = [Answer(tokens=(1, 1)), Answer(tokens=(2, 2))]
-    assert checks.judge_poison(CASES, RIGHT, other, 1).passed
-    assert not checks.judge_poison(CASES, RIGHT, [other[0], RIGHT[1]], 1).passed
-    assert not checks.judge_poison(CASES, RIGHT, other, 0).passed
-    assert not checks.judge_poison(CASES, RIGHT, [other[0], Answer(error="HTTP 500")], 1).passed
+    assert checks.judge_poison(RIGHT, other, 1).passed
+    assert not checks.judge_poison(RIGHT, [other[0], RIGHT[1]], 1).passed
+    assert not checks.judge_poison(RIGHT, other, 0).passed
+    assert not checks.judge_poison(RIGHT, [other[0], Answer(error="HTTP 500")], 1).passed
 
 
-def test_percentiles_are_those_of_nearest_rank() -> None:
-    values = [float(value) for value in range(1, 21)]
-    assert (checks.percentile(values, 0.5), checks.percentile(values, 0.99)) == (10.0, 20.0)
-    assert checks.percentile([float("nan")], 0.5) is None
+SHAPE = CacheShape(layers=2, kv_heads=4, head_dim=8)
+TOKEN = 2 * 4 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize(("theirs", "ours", "unit"), [(128, 128, 128), (32, 64, 32), (128, 32, 32), (96, 64, 32)])
+def test_bytes_are_counted_in_tokens_that_are_whole_on_both_sides(theirs: int, ours: int, unit: int) -> None:
+    formula = formula_of(Expected(block=ours, prefill_block=theirs), read_settings({}, gpus=0), SHAPE)
+    assert formula is not None
+    assert (formula.block, formula.token_bytes, formula.more) == (unit, TOKEN, None)
+    assert formula.bytes_of(unit + 1, 0) == 2 * unit * TOKEN
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "heads"), [(1, 1, 4), (1, 2, 8), (8, 1, 8), (8, 2, 16)])
+def test_staged_reads_may_bring_whole_blocks_with_all_heads_to_every_worker(
+    prefill_tp: int, decode_tp: int, heads: int
+) -> None:
+    sizes = {"PREFILLER_TP_SIZE": str(prefill_tp), "DECODER_TP_SIZE": str(decode_tp)}
+    reported = Expected(block=32, prefill_block=128, staged=True)
+    formula = formula_of(reported, read_settings(sizes, gpus=0), SHAPE)
+    assert formula is not None
+    assert formula.more is not None
+    assert (formula.block, formula.more.block) == (32, 128)
+    assert formula.more.token_bytes == TOKEN * heads // 4

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.accuracy.iterations import Computed, IterationLog
-from scripts.accuracy.metrics import parse_metrics, together
+from scripts.accuracy.metrics import IterationLog, parse_metrics, together
 
 TEXT = """\
 # TYPE vllm:prompt_tokens_by_source_total counter
@@ -54,10 +53,10 @@ def test_the_log_is_read_on_from_where_it_was_read_last(tmp_path: Path) -> None:
     path = tmp_path / "engine.log"
     path.write_text("before\n" + LINE % (9, 900))
     log = IterationLog(path)
-    assert log.take() == Computed()
+    assert log.take() == (0, 0)
     with path.open("a") as file:
         file.write(LINE % (1, 1) + LINE % (2, 30) + "other\n" + (LINE % (1, 5))[:-4])
-    assert log.take() == Computed(3, 31)
+    assert log.take() == (3, 31)
     with path.open("a") as file:
         file.write("0 x\n")
-    assert log.take() == Computed(1, 5)
+    assert log.take() == (1, 5)

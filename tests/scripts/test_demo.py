@@ -12,9 +12,9 @@ from rich.console import Console
 
 from scripts.accuracy.client import Client
 from scripts.demo.__main__ import main
-from scripts.demo.load import SLOW, drive, hand_over_slowly, prompts
 from scripts.demo.panels import Panel, dashboard_table, legend, read_panels, shown
 from scripts.demo.prometheus import ALERTS, chosen, config_of, series_of
+from scripts.demo.show import SLOW, SLOW_S, hand_over_slowly, prompts
 
 
 @pytest.mark.parametrize(
@@ -74,41 +74,30 @@ def test_a_series_without_a_value_is_left_out() -> None:
     assert series_of(answer) == [({"a": "b"}, 1.5)]
 
 
-class Servers:
-    """Answers every request, and remembers what it was asked."""
+def test_the_slow_request_waits_between_the_engines_under_one_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, dict[str, object]]] = []
+    slept: list[tuple[float, int]] = []
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, object]]] = []
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
-        self.asked.append((request.url.host, body))
-        params = {"remote_host": "p"} if body.get("kv_transfer_params", {}).get("do_remote_decode") else None
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append((request.url.host, json.loads(request.content)))
         choice = {"text": "a", "token_ids": [1], "logprobs": None}
-        answer = {"choices": [choice], "usage": {"prompt_tokens": 3}, "kv_transfer_params": params}
-        return httpx.Response(200, json=answer)
-
-
-def test_every_request_tells_its_name_and_the_slow_one_waits_between_the_engines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    servers, slept = Servers(), []
+        params = {"remote_host": "p"}
+        return httpx.Response(
+            200, json={"choices": [choice], "usage": {"prompt_tokens": 3}, "kv_transfer_params": params}
+        )
 
     async def sleep(seconds: float) -> None:
-        slept.append((seconds, len(servers.asked)))
+        slept.append((seconds, len(asked)))
 
     async def ask() -> None:
-        async with Client("model", 5, httpx.MockTransport(servers)) as client:
-            await drive(client, "http://router", prompts(4, "demo"), 2)
-            monkeypatch.setattr("scripts.demo.load.asyncio.sleep", sleep)
+        monkeypatch.setattr("scripts.demo.show.asyncio.sleep", sleep)
+        async with Client("model", 5, httpx.MockTransport(answer)) as client:
             await hand_over_slowly(client, "http://p", "http://d")
 
     asyncio.run(ask())
-    names = [str(body["request_id"]) for _, body in servers.asked]
-    assert sorted(names) == sorted((*(f"demo-{n}" for n in range(4)), SLOW, SLOW))
-    assert [host for host, _ in servers.asked[4:]] == ["p", "d"]
-    assert servers.asked[5][1]["kv_transfer_params"] == {"remote_host": "p"}
-    assert [after for seconds, after in slept if seconds > 0.1] == [5]
+    assert [(host, body["request_id"]) for host, body in asked] == [("p", SLOW), ("d", SLOW)]
+    assert asked[1][1]["kv_transfer_params"] == {"remote_host": "p"}
+    assert (SLOW_S, 1) in slept
 
 
 def test_prompts_are_the_same_for_the_same_seed_and_of_several_lengths() -> None:

@@ -1,31 +1,30 @@
-"""Which engines are started with what."""
+"""Engines, GPUs, cores and ports: what is started with what."""
 
 from __future__ import annotations
 
 import json
+import random
+import socket
 
 import pytest
 
-from scripts.accuracy import fleet
+from scripts.accuracy import devices, fleet
+from scripts.accuracy.devices import count_gpus, free_ports, hand_out_cores, hand_out_gpus, parse_gpu_list
 from scripts.accuracy.fleet import plan_fleet
-from scripts.accuracy.gpus import Share, hand_out_cores
 from scripts.accuracy.settings import read_settings
 
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hand_out(needs: list[int]) -> list[Share]:
-        return hand_out_cores(needs, [0, 1])
-
-    monkeypatch.setattr(fleet, "hand_out_cores", hand_out)
+    monkeypatch.setattr(fleet, "hand_out_cores", lambda needs: hand_out_cores(needs, [0, 1]))
 
 
 def test_the_baseline_is_the_decoder_without_a_connector() -> None:
     settings = read_settings({"DECODE_BLOCK_SIZE": "64", "DTYPE": "bfloat16"}, gpus=0)
     planned = plan_fleet(settings, "m", {})
     ours, theirs = (spec.arguments(1) for spec in (planned.baseline, planned.decode[0]))
-    assert theirs[: len(ours)] == ours
-    assert theirs[len(ours) :][0] == "--kv-transfer-config"
+    at = theirs.index("--kv-transfer-config")
+    assert theirs[:at] + theirs[at + 2 :] == ours
     assert planned.baseline.devices == planned.decode[0].devices == ("0",)
 
 
@@ -56,9 +55,9 @@ def test_stages_and_ranks_have_a_core_each_and_a_pipeline_is_traced() -> None:
 def test_with_dp_ep_decoders_and_baseline_are_data_parallel_with_experts_shared_out() -> None:
     settings = read_settings({"DP_EP": "1", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}, gpus=4)
     planned = plan_fleet(settings, "m", {})
-    shared = "--tensor-parallel-size 1 --data-parallel-size 2 --enable-expert-parallel"
     for spec in (planned.decode[0], planned.baseline):
-        assert shared in " ".join(spec.arguments(1))
+        assert "--tensor-parallel-size 1 --data-parallel-size 2" in " ".join(spec.arguments(1))
+        assert "--enable-expert-parallel" in spec.arguments(1)
         assert spec.environment(1)["CUDA_VISIBLE_DEVICES"] == "0,1"
     theirs = " ".join(planned.prefill[0].arguments(1))
     assert "--tensor-parallel-size 2" in theirs
@@ -91,3 +90,33 @@ def test_the_poisoner_is_the_prefill_engine_with_another_module() -> None:
     assert poisoner.transfer.module == "scripts.accuracy.poison"
     assert poisoner.devices == planned.prefill[0].devices
     assert "PYTHONPATH" in poisoner.environment(1)
+
+
+def test_nvidia_smi_lists_gpus_with_their_partitions_which_are_not_counted() -> None:
+    listed = "GPU 0: A (UUID: GPU-1)\n  MIG 1g.10gb     Device  0: (UUID: MIG-2)\nGPU 1: A (UUID: GPU-3)\n"
+    assert parse_gpu_list(listed) == 2
+    assert parse_gpu_list("") == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 4), ("", 0), ("2,3", 2), ("-1", 0), ("0,1,2,3,4,5", 4), ("GPU-1,GPU-3", 2)]
+)
+def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int) -> None:
+    monkeypatch.setattr(devices, "_listed_gpus", lambda: 4)
+    assert count_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+def test_devices_are_consecutive_and_cores_are_shared_only_when_there_are_too_few() -> None:
+    assert hand_out_gpus([2, 1, 1], {}) == [("0", "1"), ("2",), ("3",)]
+    assert hand_out_gpus([1, 2], {"CUDA_VISIBLE_DEVICES": "5,7,GPU-x"}) == [("5",), ("7", "GPU-x")]
+    assert hand_out_cores([1, 1], [0, 1]) == [("0",), ("1",)]
+    assert hand_out_cores([1, 2], [0, 1]) == [("0",), ("1", "0")]
+
+
+def test_ports_differ_and_are_free() -> None:
+    ports = free_ports(50, rng=random.Random(11))
+    assert len(set(ports)) == 50
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports[0]))
+        taken.listen()
+        assert ports[0] not in free_ports(3, rng=random.Random(11))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.accuracy.model import CacheShape, cache_shape, check_sizes, config_of
-from scripts.accuracy.variables import DEFAULT_MODEL, BadSetting
+from scripts.accuracy.settings import DEFAULT_MODEL, BadSetting
 
 SMOLLM2: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.accuracy.devices import free_ports
 from scripts.accuracy.engines import EngineSpec, Transfer
-from scripts.accuracy.ports import free_ports
 from scripts.accuracy.processes import Server, ServerFailed, tail
 
 _SERVES = """

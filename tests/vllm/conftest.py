@@ -17,7 +17,7 @@ import pytest
 
 from scripts.accuracy.engines import EngineSpec, Transfer
 from scripts.accuracy.model import prepare
-from scripts.accuracy.variables import TINY_MODEL
+from scripts.accuracy.settings import TINY_MODEL
 from tests.vllm.forked_server import ForkedServer
 from tests.vllm.pair import Pair
 

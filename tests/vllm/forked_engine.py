@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import Any
 
 from scripts.accuracy.client import ASK_FOR_PREFILL
+from scripts.accuracy.devices import free_ports
 from scripts.accuracy.metrics import Scrape, parse_metrics
-from scripts.accuracy.ports import free_ports
 from tests.forkserver import forkserver
 
 START_S = 300.0

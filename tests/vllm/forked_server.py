@@ -27,9 +27,9 @@ from typing import Any
 
 import httpx
 
+from scripts.accuracy.devices import free_ports
 from scripts.accuracy.engines import EngineSpec
 from scripts.accuracy.metrics import Scrape, scrape
-from scripts.accuracy.ports import free_ports
 from scripts.accuracy.processes import ServerFailed, tail
 from tests.forkserver import forkserver
 

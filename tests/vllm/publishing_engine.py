@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from scripts.accuracy.devices import free_ports
 from scripts.accuracy.engines import EngineSpec, Transfer
-from scripts.accuracy.ports import free_ports
 from scripts.small_models import default_cache_dir, small_model
 from tests.vllm.forked_server import ForkedServer
 

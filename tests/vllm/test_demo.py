@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from scripts.accuracy.settings import ROOT
-from scripts.demo.load import SLOW, SLOW_S
 from scripts.demo.prometheus import program
+from scripts.demo.show import SLOW, SLOW_S
 
 
 @pytest.fixture(scope="module")

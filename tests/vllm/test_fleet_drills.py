@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scripts.accuracy.router import Router
+from scripts.accuracy.engines import Router
 from scripts.small_models import default_cache_dir, small_model
 from tests.vllm.fleet import Fleet, check_idle, outage, prefill, running
 from tests.vllm.forked_server import ForkedServer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from scripts.accuracy.router import Router
+from scripts.accuracy.engines import Router
 from tests.vllm.pair import TIMEOUT_S, Pair, Server, long_prompt, post, text_of
 
 LAYERS, HEADS, HEAD_DIM, FLOAT, BLOCK = 4, 4, 32, 4, 128

@@ -19,9 +19,9 @@ import pytest
 import zmq
 
 from scripts.accuracy.client import ASK_FOR_PREFILL
+from scripts.accuracy.devices import free_ports
+from scripts.accuracy.engines import Router
 from scripts.accuracy.metrics import scrape
-from scripts.accuracy.ports import free_ports
-from scripts.accuracy.router import Router
 from tests.vllm.conftest import START_S
 from tests.vllm.load import body_of, prompt_of
 from tests.vllm.pair import TIMEOUT_S

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scripts.accuracy.metrics import Scrape
 from scripts.accuracy.model import cache_shape, config_of
-from scripts.accuracy.variables import TINY_MODEL
+from scripts.accuracy.settings import TINY_MODEL
 from tests.vllm.conftest import model_folder
 from tests.vllm.forked_engine import EngineSpec, ForkedEngine
 

@@ -21,7 +21,7 @@ import pytest
 from scripts.accuracy.fleet import POISON_MODULE
 from scripts.accuracy.metrics import Scrape
 from scripts.accuracy.model import cache_shape, config_of
-from scripts.accuracy.variables import TINY_MODEL, TINY_MODELS
+from scripts.accuracy.settings import TINY_MODEL, TINY_MODELS
 from tests.vllm.conftest import model_folder
 from tests.vllm.forked_engine import EngineSpec, ForkedEngine, start
 

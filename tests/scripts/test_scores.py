@@ -1,0 +1,168 @@
+"""Scores: arithmetic questions, how the final number is taken, gsm8k by a stand-in for lm-eval, what fails."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from scripts.accuracy import checks, phases, scores
+from scripts.accuracy.client import Answer, Client
+from scripts.accuracy.scores import Gsm8kFailed, Question, Score
+from scripts.accuracy.settings import Settings, read_settings
+
+SEVEN, FIFTY = Question("What is 3 + 4?", "3 + 4 = 7", 7), Question("What is 20 + 30?", "20 + 30 = 50", 50)
+LM_EVAL = """
+import json, pathlib, sys
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert arguments["--tasks"] == "gsm8k" and arguments["--limit"] == "200"
+assert "base_url=http://d/v1/completions" in arguments["--model_args"]
+folder = pathlib.Path(arguments["--output_path"]) / "model"
+folder.mkdir(parents=True)
+scores = {"exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.5}
+(folder / "results_1.json").write_text(json.dumps({"results": {"gsm8k": scores}}))
+"""
+
+
+def scored(*texts: str) -> Score:
+    return scores.score([SEVEN, FIFTY], [Answer(text=text) for text in texts])
+
+
+RIGHT, HALF, NONE = scored("#### 7", "#### 50"), scored("#### 7", "#### 51"), scored("#### 8", "#### 51")
+
+
+def test_the_same_seed_gives_the_same_questions_and_no_question_is_an_example() -> None:
+    asked = scores.questions()
+    assert asked == scores.questions() != scores.questions(seed=15)
+    assert len({question.text for question in asked}) == scores.QUESTIONS == 32
+    for question, case in zip(asked, scores.cases(asked), strict=True):
+        assert isinstance(case.prompt, str)
+        assert case.prompt.count(question.text) == 1
+        assert case.prompt.endswith(f"Question: {question.text}\nAnswer:")
+        assert case.prompt.count("#### ") == 6
+        first, second = question.text.removeprefix("What is ").removesuffix("?").split(" + ")
+        assert question.result == int(first) + int(second)
+        # A tokenizer that has a token for every digit, sign and blank before a number needs the most.
+        marked = f" {question.worked}\n#### {question.result}".replace("####", "#")
+        assert len(marked.replace(" +", "+").replace(" =", "=")) <= case.max_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        (" 3 + 4 = 7\n#### 7\n\nQuestion: What is 5 + 5?\nAnswer: 10\n#### 10", 7, 7),
+        ("#### 1,234", 1234, 1234),
+        ("#### -3", -3, -3),
+        ("#### 7\n#### 9", 7, 9),
+        ("the answer is 7.", None, 7),
+        ("####7", None, 7),
+        ("seven", None, None),
+    ],
+)
+def test_the_final_number_is_taken_by_strict_match_and_by_flexible_extract(
+    text: str, strict: int | None, flexible: int | None
+) -> None:
+    assert scores.final_number(text) == (strict, flexible)
+
+
+def test_right_answers_are_counted_against_the_right_results() -> None:
+    assert [score.right for score in (RIGHT, HALF, NONE)] == [2, 1, 0]
+    assert (scored("it is 7", "50").right, scored("it is 7", "50").right_flexible) == (0, 2)
+
+
+def test_a_server_that_adds_one_digit_numbers_only_is_right_in_half_of_the_questions() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked = json.loads(request.content)["prompt"].rsplit("What is ", 1)[1].split("?")[0]
+        first, second = map(int, asked.split(" + "))
+        text = f" {asked}\n#### {first + second if first < 10 else 0}\n\nQuestion: What is 1 + 1?\nAnswer: #### 2"
+        choice = {"text": text, "token_ids": [1], "logprobs": {"token_logprobs": [-0.1]}}
+        return httpx.Response(200, json={"choices": [choice], "usage": {"prompt_tokens": 9}})
+
+    async def ask() -> Score:
+        async with Client("m", 5, transport=httpx.MockTransport(answer)) as client:
+            return await phases.ask_arithmetic(client, "http://d", 8)
+
+    score = asyncio.run(ask())
+    assert (score.right, score.right_flexible, score.errors) == (16, 16, ())
+
+
+OTHER_QUESTIONS, OTHER_WRONG = scored("#### 9", "#### 50"), scored("#### 7", "#### 52")
+
+
+@pytest.mark.parametrize(
+    ("one_engine", "router", "random_weights", "passed"),
+    [
+        (HALF, HALF, False, True),
+        (HALF, RIGHT, False, False),
+        (RIGHT, HALF, False, False),
+        (HALF, OTHER_QUESTIONS, False, False),
+        (HALF, OTHER_WRONG, False, False),
+        (HALF, scored("#### 7", "it is 51"), False, False),
+        (NONE, NONE, False, False),
+        (NONE, NONE, True, True),
+        (NONE, scored("#### 9", "#### 51"), True, False),
+    ],
+    ids=["equal", "higher", "lower", "others", "wrong", "no mark", "zero", "random weights", "random, differs"],
+)
+def test_where_answers_must_be_equal_another_answer_or_a_score_of_zero_fails(
+    one_engine: Score, router: Score, random_weights: bool, passed: bool
+) -> None:
+    assert checks.judge_arithmetic(one_engine, router, None, random_weights=random_weights).passed is passed
+
+
+def test_a_failed_request_fails_the_check_and_its_error_is_shown() -> None:
+    broken = scores.score([SEVEN, FIFTY], [Answer(text="#### 7"), Answer(error="HTTP 500: gone")])
+    for itself in (None, HALF):
+        check = checks.judge_arithmetic(HALF, broken, itself)
+        assert check.passed is False
+        assert "HTTP 500: gone" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("router", "itself", "passed"), [(20, 20, 1), (19, 20, 1), (18, 20, 0), (17, 17, 1), (16, 17, 0), (0, 0, 0)]
+)
+def test_without_exactness_the_score_may_differ_by_as_many_answers_as_one_engine_changes_itself(
+    router: int, itself: int, passed: int
+) -> None:
+    """One question of 32, as gsm8k's 0.03 would allow, where the engine answers itself alike."""
+    one, ours, again = (
+        Score(((1, 1),) * right + ((0, 0),) * (32 - right), (1,) * 32) for right in (20, router, itself)
+    )
+    assert checks.judge_arithmetic(one, ours, again).passed is bool(passed)
+
+
+@pytest.fixture
+def settings() -> Settings:
+    return read_settings({}, gpus=0)
+
+
+@pytest.mark.parametrize("program", [LM_EVAL, "raise SystemExit(4)"], ids=["works", "fails"])
+def test_the_score_of_gsm8k_is_that_of_the_strict_match_and_a_failure_names_its_log(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    package = tmp_path / "lm_eval"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    if program == LM_EVAL:
+        assert scores.gsm8k("http://d", "model", "m", settings, tmp_path, "router") == 0.25
+        return
+    with pytest.raises(Gsm8kFailed, match=r"exit status 4: .*gsm8k-router\.log"):
+        scores.gsm8k("http://d", "model", "m", settings, tmp_path, "router")
+
+
+def test_without_lm_eval_the_reason_is_given(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "lm-eval is not installed" in scores.why_no_gsm8k(settings)
+    assert scores.why_no_gsm8k(replace(settings, gsm8k="off")) == "GSM8K=off"
+
+
+def test_scores_of_gsm8k_may_differ_by_three_points() -> None:
+    assert checks.judge_gsm8k(0.40, 0.42).passed
+    assert not checks.judge_gsm8k(0.40, 0.36).passed
