@@ -30,7 +30,7 @@ from kvferry.worker.loads.results import StepResults
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker, MakeFabric
-from scripts.accuracy.ports import free_ports
+from scripts.accuracy.devices import free_ports
 from tests.harness.fault_fabric import FaultFabric
 from tests.harness.seen import Seen
 
