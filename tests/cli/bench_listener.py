@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvferry.cli.bench.client import Listener
+from kvferry.cli.bench.client import Session
 from kvferry.cli.bench.listener import BenchListener
-from kvferry.cli.bench.messages import Join
+from kvferry.cli.bench.messages import Reply, Request
 from kvferry.cli.transfer.messages import Offer, Task
 from kvferry.protocol.side_channel.secrets import Secrets
 from tests.scheduler.channel import HOST, free_port
@@ -33,14 +32,18 @@ class Served:
     said: list[str] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
 
-    def asker(self, *known: Secrets) -> Listener:
+    def session(self, known: Secrets = ()) -> Session:
         """A client of this listener."""
-        return Listener(HOST, self.port, TIMEOUT_S, known[0] if known else ())
+        return Session(HOST, self.port, TIMEOUT_S, known)
 
-    def join(self, metadata: bytes = b"m", session: str = "") -> tuple[str, Offer]:
-        """Join as soon as the listener is ready; returns the session and the offer."""
-        session = session or secrets.token_hex(16)
-        return session, self.asker().join(Join(session=session, host="test", agent_metadata=metadata))
+    def ask(self, request: Request, known: Secrets = ()) -> Reply:
+        """The listener's reply."""
+        return self.session(known).ask(request, TIMEOUT_S)
+
+    def join(self, metadata: bytes = b"m") -> tuple[str, Offer]:
+        """Join as soon as the listener is ready; returns the session's name and the offer."""
+        session = self.session()
+        return session.name, session.join(metadata)
 
 
 @contextmanager

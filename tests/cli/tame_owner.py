@@ -1,18 +1,16 @@
-"""An owner without NIXL, for tests of the listener: it accepts clients, refuses `refuse`, dies of `crash`, and hangs at
-`hang`."""
+"""An owner without NIXL, for tests of the listener: it accepts readers, refuses `refuse` and dies of `crash`."""
 
 from __future__ import annotations
 
 import os
-import time
 
 import msgspec
 
 from kvferry.cli.transfer.child import Pipe, play
-from kvferry.cli.transfer.messages import Connect, Connected, Offer, OfferedMemory, ReadsFailed
+from kvferry.cli.transfer.messages import Connect, Offer, OfferedMemory, ReadsFailed
 
 MEMORY = OfferedMemory(kind="DRAM", address=4096, length=4096, seed=1)
-OFFER = Offer(host="p0", agent_metadata=b"m", memories=(MEMORY,), no_cuda="", library="none")
+OFFER = Offer(host="p0", agent_metadata=b"m", memories=(MEMORY,), no_cuda="")
 
 
 def own(pipe: Pipe) -> None:
@@ -23,11 +21,8 @@ def own(pipe: Pipe) -> None:
     assert isinstance(asked, Connect)
     if asked.agent_metadata == b"crash":
         os.abort()
-    if asked.agent_metadata == b"hang":
-        time.sleep(3600)
     if asked.agent_metadata == b"refuse":
-        raise ReadsFailed("no metadata")
-    pipe.send(Connected())
+        raise ReadsFailed("no such metadata")
     pipe.take()
 
 

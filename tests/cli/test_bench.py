@@ -115,7 +115,7 @@ PIPE = """
 import sys
 from multiprocessing.connection import Connection
 from kvferry.cli.transfer.child import Pipe
-from kvferry.cli.transfer.messages import Connected
+from kvferry.cli.transfer.messages import Progress
 from tests.cli.tame_owner import OFFER
 pipe = Pipe(Connection(int(sys.argv[-1])))
 """
@@ -126,12 +126,12 @@ pipe = Pipe(Connection(int(sys.argv[-1])))
     [
         ("import os; os.abort()", "ended with signal 6"),
         ("import sys; sys.exit('no UCX')", "ended with status 1: no UCX"),
-        (f"{PIPE}pipe.send(Connected()); pipe.take(); pipe.take()", "unexpected message: Connected"),
+        (f"{PIPE}pipe.send(Progress(what='')); pipe.take(); pipe.take()", "unexpected message: Progress"),
     ],
 )
 def test_a_reader_that_dies_is_reported_in_one_line(reader: str, said: str) -> None:
     with bench_listening() as served, pytest.raises(ReadsFailed, match=said):
-        run_client(served.asker(), TASK, lambda _: None, ("-c", reader))
+        run_client(served.session(), TASK, lambda _: None, ("-c", reader))
 
 
 HANGS = f"""
@@ -147,7 +147,7 @@ def test_a_reader_that_hangs_is_ended_within_the_deadline(monkeypatch: pytest.Mo
     monkeypatch.setattr("kvferry.cli.transfer.measure._GRACE_S", 0.1)
     task = Task(device="cpu", max_bytes=64 << 10, seconds=0.1, timeout_s=0.1)
     with bench_listening(once=True) as served, pytest.raises(ReadsFailed, match="NIXL hangs"):
-        run_client(served.asker(), task, lambda _: None, ("-c", HANGS))
+        run_client(served.session(), task, lambda _: None, ("-c", HANGS))
     assert served.codes == [2]
 
 

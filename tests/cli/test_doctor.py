@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.doctor import command as doctor_command
-from kvferry.cli.doctor.command import print_findings
-from kvferry.cli.doctor.examination import examine
-from kvferry.cli.doctor.findings import Finding, Mark, broken, gathered, look, not_done, ok
+from kvferry.cli.doctor.command import CHECKS, examine, print_findings
+from kvferry.cli.doctor.devices import Machine
+from kvferry.cli.doctor.findings import Finding, Mark, broken, look, not_done, ok
 from tests.cli.command import run
 from tests.packaging.outside import PACKAGES
 
@@ -48,8 +48,8 @@ def test_transports_without_an_agent_are_found_twice_and_give_exit_code_1(monkey
     found = findings(ran.out)
     assert ran.code == 1
     assert found["UCX settings"]["mark"] == "broken"
-    assert found["loopback transfer"]["mark"] == "broken"
-    assert "no active messages transport" in found["loopback transfer"]["found"]
+    assert found["loopback DRAM"]["mark"] == "broken"
+    assert "no active messages transport" in found["loopback DRAM"]["found"]
 
 
 def test_without_any_package_it_names_the_missing_ones() -> None:
@@ -65,7 +65,7 @@ def test_without_any_package_it_names_the_missing_ones() -> None:
         assert f"broken    {name}: not installed\n          → pip install '{name}>=" in ran.stdout
     assert "look      vllm: not installed" in ran.stdout
     assert "not done  UCX settings: " in ran.stdout
-    assert "broken    loopback transfer: " in ran.stdout
+    assert "not done  loopback transfer: " in ran.stdout
     assert "Traceback" not in ran.stdout
 
 
@@ -101,24 +101,22 @@ def test_the_table_has_a_mark_and_a_remedy_for_every_check() -> None:
     assert lines[-1] == "1 ok, 1 look, 1 not done"
 
 
-def test_a_gathering_that_fails_costs_its_own_check_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+def test_a_check_that_fails_costs_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Machine) -> None:
         raise PermissionError("no /proc here")
 
-    for name in ("gather_limits", "gather_devices", "gather_versions", "run_loopback"):
-        monkeypatch.setattr(f"kvferry.cli.doctor.examination.{name}", fail)
-    found = {one.check: one for one in examine({}, 1, 1.0)}
-    for check in ("locked memory", "open files", "GPUs and NICs", "versions", "loopback transfer"):
-        assert (found[check].mark, found[check].found) == (Mark.NOT_DONE, "PermissionError: no /proc here")
-    assert found["clock"].mark is not Mark.NOT_DONE
-
-
-def test_interrupts_are_not_swallowed() -> None:
-    def stop() -> None:
+    def stop(_: Machine) -> None:
         raise KeyboardInterrupt
 
+    for name in ("locked memory", "open files", "versions", "loopback transfer"):
+        monkeypatch.setitem(CHECKS, name, fail)
+    found = {one.check: one for one in examine(Machine())}
+    for name in ("locked memory", "open files", "versions", "loopback transfer"):
+        assert (found[name].mark, found[name].found) == (Mark.NOT_DONE, "PermissionError: no /proc here")
+    assert found["clock"].mark is not Mark.NOT_DONE
+    monkeypatch.setitem(CHECKS, "clock", stop)
     with pytest.raises(KeyboardInterrupt):
-        gathered(stop)
+        list(examine(Machine()))
 
 
 @pytest.mark.parametrize(

@@ -1,151 +1,137 @@
-"""Side channel, secret and telemetry: findings from invented facts, and gathering with real sockets and files."""
+"""Side channel, secret and telemetry, with real sockets and files."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvferry.cli.doctor.channel import (
-    HOST_VARIABLE,
-    PORT_VARIABLE,
-    Channel,
-    SecretFacts,
-    judge_channel,
-    judge_secret,
-    judge_telemetry,
-    telemetry_port,
-)
+from kvferry.cli.doctor import channel
+from kvferry.cli.doctor.channel import HOST_VARIABLE, PORT_VARIABLE, check_address, check_secret, check_telemetry
+from kvferry.cli.doctor.devices import Device, Machine
 from kvferry.cli.doctor.findings import Mark
-from kvferry.cli.doctor.gather_software import gather_channel, gather_secret
 from kvferry.protocol.side_channel.secrets import VARIABLE
 from tests.protocol.secret_files import NEW, OLD, listing, write
+from tests.scheduler.channel import free_port
 
-LOCAL = Channel("10.0.0.7", False, "10.0.0.7", False, {5600: ""})
-
-
-def channel(**changes: object) -> dict[str, list[Mark]]:
-    """Marks by check."""
-    facts = {name: getattr(LOCAL, name) for name in Channel.__slots__}
-    found: dict[str, list[Mark]] = {}
-    for finding in judge_channel(Channel(**{**facts, **changes})):
-        assert finding.do or finding.mark is Mark.OK
-        found.setdefault(finding.check, []).append(finding.mark)
-    return found
+HERE = "127.0.0.1"
 
 
-def test_an_address_that_others_reach_with_free_ports_is_good() -> None:
-    assert channel() == {"side channel": [Mark.OK], "side channel ports": [Mark.OK]}
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that is in use."""
+    with socket.socket() as listening:
+        listening.bind((HERE, 0))
+        listening.listen(1)
+        yield listening.getsockname()[1]
 
 
-def test_a_loopback_address_is_worth_a_look_since_it_is_the_default() -> None:
-    found = channel(host="localhost", default=True, address="127.0.0.1", loopback=True)
-    assert found == {"side channel": [Mark.LOOK], "side channel ports": [Mark.OK]}
-
-
-def test_an_unknown_host_or_one_of_another_machine_is_broken() -> None:
-    assert channel(address=None, ports={}) == {"side channel": [Mark.BROKEN]}
-    assert channel(ports={5600: "EADDRNOTAVAIL"}) == {"side channel": [Mark.BROKEN]}
-
-
-@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
-def test_the_wildcard_address_cannot_be_advertised(address: str) -> None:
-    """A listener can bind it, but decoders that get it in params would ask their own machine."""
-    assert channel(host=address, address=address) == {"side channel": [Mark.BROKEN]}
-
-
-def test_every_ranks_port_has_its_own_finding() -> None:
-    found = list(judge_channel(Channel("h", False, "10.0.0.7", False, {1023: "EACCES", 1024: "", 1025: "EADDRINUSE"})))
-    reported = {(one.mark, one.found) for one in found if one.check == "side channel ports"}
-    assert reported == {
-        (Mark.OK, "free: 1024"),
-        (Mark.BROKEN, "1023 (data-parallel rank 0) cannot be bound: EACCES"),
-        (Mark.LOOK, "1025 (data-parallel rank 2) is in use"),
-    }
-
-
-def test_an_invalid_port_is_broken() -> None:
-    assert channel(ports={}, wrong_port="http") == {"side channel": [Mark.OK], "side channel ports": [Mark.BROKEN]}
-
-
-def test_ports_are_really_tried() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen(1)
-        port = taken.getsockname()[1]
-        environ = {HOST_VARIABLE: "127.0.0.1", PORT_VARIABLE: str(port)}
-        found = gather_channel(environ, 2)
-        assert list(found.ports) == [port, port + 1]
-        assert (found.ports[port], found.loopback, found.default) == ("EADDRINUSE", True, False)
-    assert gather_channel(environ, 1).ports == {port: ""}
-
-
-def test_an_address_of_another_machine_is_detected() -> None:
-    found = gather_channel({HOST_VARIABLE: "192.0.2.1"}, 1)
-    assert set(found.ports.values()) == {"EADDRNOTAVAIL"}
-
-
-def test_ports_out_of_range_and_words_are_detected() -> None:
-    assert gather_channel({PORT_VARIABLE: "65535"}, 2).ports[65536] == "no port from 1 to 65535"
-    found = gather_channel({PORT_VARIABLE: "tcp://10.0.0.1:80"}, 2)
-    assert (found.ports, found.wrong_port) == ({}, "tcp://10.0.0.1:80")
+def address(environ: dict[str, str], ranks: int = 1) -> list[tuple[Mark, str]]:
+    """Marks and texts."""
+    findings = list(check_address(Machine(environ, ranks)))
+    assert all(one.do or one.mark is Mark.OK for one in findings)
+    return [(one.mark, one.found) for one in findings]
 
 
 @pytest.mark.parametrize(
-    ("secret", "mark"),
+    ("host", "mark", "said"),
     [
-        (SecretFacts(None), Mark.LOOK),
-        (SecretFacts("/run/secrets", ("1b1f7714",)), Mark.OK),
-        (SecretFacts("/run/secrets", wrong="a file of mode 0644"), Mark.BROKEN),
+        (None, Mark.LOOK, "is not set: localhost: no other machine"),
+        (HERE, Mark.LOOK, "no other machine"),
+        ("no-such-host.invalid", Mark.BROKEN, "no such host"),
+        ("192.0.2.1", Mark.BROKEN, "no address of this machine"),
+        # A listener can bind them, but decoders that get them in params would ask their own machine.
+        ("0.0.0.0", Mark.BROKEN, "their own machine"),
+        ("::", Mark.BROKEN, "their own machine"),
     ],
 )
-def test_a_secret_is_wanted_and_one_that_cannot_be_used_is_broken(secret: SecretFacts, mark: Mark) -> None:
-    assert judge_secret(secret).mark is mark
+def test_the_address_must_be_one_of_this_machine_that_others_reach(host: str | None, mark: Mark, said: str) -> None:
+    environ = {PORT_VARIABLE: str(free_port()), **({HOST_VARIABLE: host} if host else {})}
+    (found_mark, found), *ports = address(environ)
+    assert (found_mark, said in found) == (mark, True), found
+    assert [one for one, _ in ports] == ([Mark.OK] if mark is Mark.LOOK else [])
 
 
-def test_a_secret_file_is_read_as_an_engine_reads_it_and_never_shown(tmp_path: Path) -> None:
-    good = gather_secret({VARIABLE: write(tmp_path / "good", listing(NEW, OLD))})
-    assert good.fingerprints == (NEW.fingerprint, OLD.fingerprint)
-    open_to_all = gather_secret({VARIABLE: write(tmp_path / "open", listing(NEW), 0o644)})
-    assert "chmod" in open_to_all.wrong
-    short = gather_secret({VARIABLE: write(tmp_path / "short", b"abcd\n")})
-    assert short.wrong
-    assert gather_secret({}) == SecretFacts(None)
-    for facts in (good, open_to_all, short):
-        said = f"{judge_secret(facts)}"
-        assert NEW.material.hex()[:8] not in said
-        assert "abcd" not in said
+def test_an_address_that_others_reach_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "try_port", lambda address, port: "")
+    assert address({HOST_VARIABLE: "192.0.2.1"}) == [
+        (Mark.OK, f"{HOST_VARIABLE}=192.0.2.1 (192.0.2.1)"),
+        (Mark.OK, "free: 5600"),
+    ]
+
+
+def test_every_ranks_port_has_its_own_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = {1023: "EACCES", 1025: "EADDRINUSE"}
+    monkeypatch.setattr(channel, "try_port", lambda address, port: refusals.get(port, ""))
+    assert address({HOST_VARIABLE: "192.0.2.1", PORT_VARIABLE: "1023"}, 3)[1:] == [
+        (Mark.OK, "free: 1024"),
+        (Mark.BROKEN, "1023 (data-parallel rank 0) cannot be bound: EACCES"),
+        (Mark.LOOK, "1025 (data-parallel rank 2) is in use"),
+    ]
+
+
+def test_ports_are_really_tried(taken: int) -> None:
+    found = address({HOST_VARIABLE: HERE, PORT_VARIABLE: str(taken)})
+    assert found[1:] == [(Mark.LOOK, f"{taken} (data-parallel rank 0) is in use")]
+    free = str(free_port())
+    assert address({HOST_VARIABLE: HERE, PORT_VARIABLE: free})[1:] == [(Mark.OK, f"free: {free}")]
+
+
+@pytest.mark.parametrize(
+    ("port", "said"), [("65535", "65536 (data-parallel rank 1) cannot be bound: no port"), ("tcp://a:80", "is no port")]
+)
+def test_ports_out_of_range_and_words_are_broken(port: str, said: str) -> None:
+    mark, found = address({HOST_VARIABLE: HERE, PORT_VARIABLE: port}, 2)[-1]
+    assert (mark, said in found) == (Mark.BROKEN, True), found
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "mark", "said"),
+    [
+        (listing(NEW, OLD), 0o600, Mark.OK, f"fingerprints {NEW.fingerprint}, {OLD.fingerprint}"),
+        (listing(NEW), 0o644, Mark.BROKEN, "chmod"),
+        (b"abcd\n", 0o600, Mark.BROKEN, "secret"),
+    ],
+    ids=["good", "open to all", "short"],
+)
+def test_a_secret_file_is_read_as_an_engine_reads_it_and_never_shown(
+    content: bytes, mode: int, mark: Mark, said: str, tmp_path: Path
+) -> None:
+    (finding,) = check_secret(Machine({VARIABLE: write(tmp_path / "file", content, mode)}))
+    assert (finding.mark, said in finding.found) == (mark, True), finding
+    assert NEW.material.hex()[:8] not in str(finding)
+    assert "abcd" not in str(finding)
+
+
+def test_a_missing_secret_is_worth_a_look() -> None:
+    (finding,) = check_secret(Machine())
+    assert finding.mark is Mark.LOOK
 
 
 PROMETHEUS = {"NIXL_TELEMETRY_ENABLE": "y", "NIXL_TELEMETRY_EXPORTER": "prometheus"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "port"),
+    ("environ", "gpus", "mark", "said"),
     [
-        ({}, None),
-        (PROMETHEUS, 9090),
-        ({**PROMETHEUS, "NIXL_TELEMETRY_PROMETHEUS_PORT": "9200"}, 9200),
-        ({**PROMETHEUS, "NIXL_TELEMETRY_PROMETHEUS_PORT": "here"}, None),
-        ({**PROMETHEUS, "NIXL_TELEMETRY_ENABLE": "n"}, None),
-        ({"NIXL_TELEMETRY_ENABLE": "y"}, None),
+        ({}, 8, Mark.OK, "no port"),
+        ({**PROMETHEUS, "NIXL_TELEMETRY_ENABLE": "n"}, 8, Mark.OK, "no port"),
+        ({"NIXL_TELEMETRY_ENABLE": "y"}, 8, Mark.OK, "no port"),
+        ({**PROMETHEUS, "NIXL_TELEMETRY_PROMETHEUS_PORT": "here"}, 8, Mark.OK, "no port"),
+        (PROMETHEUS, 1, Mark.OK, "port 9090, which"),
+        (PROMETHEUS, 8, Mark.LOOK, "of an engine's 8 workers"),
     ],
 )
-def test_the_port_of_nixls_exporter_is_the_one_that_is_set(environ: dict[str, str], port: int | None) -> None:
-    assert telemetry_port(environ) == port
-
-
-@pytest.mark.parametrize(
-    ("port", "refused", "gpus", "mark"),
-    [
-        (None, "", 8, Mark.OK),
-        (9090, "", 1, Mark.OK),
-        (9090, "", 8, Mark.LOOK),
-        (9090, "EADDRINUSE", 1, Mark.LOOK),
-    ],
-)
-def test_a_port_that_several_workers_share_leaves_all_but_one_without_telemetry(
-    port: int | None, refused: str, gpus: int, mark: Mark
+def test_a_telemetry_port_that_several_workers_share_leaves_all_but_one_without(
+    environ: dict[str, str], gpus: int, mark: Mark, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert judge_telemetry(port, refused, gpus).mark is mark
+    monkeypatch.setattr(channel, "try_port", lambda address, port: "")
+    (finding,) = check_telemetry(Machine(environ, gpus=(Device("GPU"),) * gpus))
+    assert (finding.mark, said in finding.found) == (mark, True), finding
+
+
+def test_a_telemetry_port_in_use_is_worth_a_look(taken: int) -> None:
+    (finding,) = check_telemetry(Machine({**PROMETHEUS, "NIXL_TELEMETRY_PROMETHEUS_PORT": str(taken)}))
+    assert (finding.mark, "EADDRINUSE" in finding.found) == (Mark.LOOK, True)

@@ -1,4 +1,4 @@
-"""GPUs and NICs: distances and findings from invented machines, and gathering from a invented sysfs."""
+"""GPUs and NICs: distances and findings from invented machines, and an invented sysfs."""
 
 from __future__ import annotations
 
@@ -8,30 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.cli.doctor.devices import (
-    DISTANCES,
-    Devices,
-    Gpu,
-    NicPort,
-    PciPlace,
-    distance,
-    gather_devices,
-    judge_devices,
-    nearest,
-)
-from kvferry.cli.doctor.findings import Mark
+from kvferry.cli.doctor.devices import DISTANCES, Device, Machine, check_devices, distance, this_machine
+from kvferry.cli.doctor.findings import Finding, Mark
 
 HOST = "pci0000:16"
 SWITCH = (HOST, "0000:16:01.0", "0000:17:00.0")
-GPU = Gpu("GPU 0", PciPlace((*SWITCH, "0000:18:00.0", "0000:19:00.0"), 0))
+GPU = Device("GPU 0", (*SWITCH, "0000:18:00.0", "0000:19:00.0"), 0)
 
 
-def place(*path: str, node: int = 0) -> PciPlace:
-    return PciPlace(path, node)
+def place(*path: str, node: int = 0) -> Device:
+    return Device("", path, node)
 
 
-def port(name: str, where: PciPlace, state: str = "ACTIVE") -> NicPort:
-    return NicPort(name, where, state, "400 Gb/sec")
+def port(name: str, where: Device, state: str = "ACTIVE") -> Device:
+    return Device(name, where.path, where.numa_node, state, "400 Gb/sec")
+
+
+def judged(*gpus: Device, ports: tuple[Device, ...] = (), peer_memory: bool = True) -> list[Finding]:
+    return list(check_devices(Machine(gpus=gpus, ports=ports, interfaces=("eth0", "lo"), peer_memory=peer_memory)))
 
 
 BESIDE = place(*SWITCH, "0000:18:01.0", "0000:1a:00.0")
@@ -52,61 +46,55 @@ ANOTHER_NODE = place("pci0000:98", "0000:98:01.0", "0000:99:00.0", node=1)
         (place("pci0000:38", "0000:39:00.0", node=-1), "SYS"),
     ],
 )
-def test_the_distance_is_named_as_nvidia_smi_names_it(where: PciPlace, word: str) -> None:
-    assert distance(GPU.place, where) == word
-    assert distance(where, GPU.place) == word
+def test_the_distance_is_named_as_nvidia_smi_names_it(where: Device, word: str) -> None:
+    assert distance(GPU, where) == word
+    assert distance(where, GPU) == word
 
 
 _PATHS = st.lists(st.sampled_from("abc"), min_size=1, max_size=5).map(tuple)
-_PLACES = st.builds(PciPlace, _PATHS, st.sampled_from([-1, 0, 1]))
+_PLACES = st.builds(Device, st.just(""), _PATHS, st.sampled_from([-1, 0, 1]))
 
 
-@given(_PLACES, st.lists(st.tuples(_PLACES, st.booleans()), max_size=6))
+@given(_PLACES, st.lists(_PLACES, min_size=1, max_size=6), st.sampled_from(["DOWN", "ACTIVE"]))
 def test_the_nearest_ports_are_active_and_none_that_is_active_is_nearer(
-    where: PciPlace, there: list[tuple[PciPlace, bool]]
+    where: Device, there: list[Device], last: str
 ) -> None:
-    ports = tuple(port(f"mlx5_{n}:1", at, "ACTIVE" if up else "DOWN") for n, (at, up) in enumerate(there))
-    word, found = nearest(Gpu("GPU", where), ports)
-    active = {one.name: DISTANCES.index(distance(where, one.place)) for one in ports if one.active}
-    assert {one.name for one in found} == {name for name, far in active.items() if far == min(active.values())}
-    assert word == (DISTANCES[min(active.values())] if active else "")
+    ports = [port(f"mlx5_{n}:1", at) for n, at in enumerate(there)] + [port("mlx5_9:1", where, last)]
+    found = judged(where, ports=tuple(ports))[-1].found
+    far = {one.name: DISTANCES.index(distance(where, one)) for one in ports if one.state == "ACTIVE"}
+    nearest = [name for name, length in far.items() if length == min(far.values())]
+    assert DISTANCES[min(far.values())] in found
+    assert all((name in found) is (name in nearest) for name in [one.name for one in ports])
 
 
 def test_a_machine_without_devices_has_findings_that_say_so() -> None:
-    findings = list(judge_devices(Devices(interfaces=("eth0", "lo"))))
-    assert [(one.check, one.mark) for one in findings] == [("GPUs", Mark.OK), ("NICs", Mark.OK)]
-    assert findings[0].found == "none found"
-    assert findings[1].found.startswith("none found")
+    found = [(one.check, one.mark, one.found.partition(" in ")[0]) for one in judged()]
+    assert found == [("GPUs", Mark.OK, "none found"), ("NICs", Mark.OK, "none found")]
 
 
 def test_gpus_without_a_nic_are_worth_a_look() -> None:
-    marks = {one.check: one.mark for one in judge_devices(Devices(gpus=(GPU,)))}
-    assert marks == {"GPUs": Mark.OK, "NICs": Mark.LOOK}
+    assert [(one.check, one.mark) for one in judged(GPU)] == [("GPUs", Mark.OK), ("NICs", Mark.LOOK)]
 
 
 def test_every_gpu_has_its_nearest_nics_and_a_far_one_is_worth_a_look() -> None:
-    far = Gpu("GPU 1", ANOTHER_NODE)
-    machine = Devices((GPU, far), (port("mlx5_0:1", BESIDE), port("mlx5_1:1", ANOTHER_BRIDGE)), peer_memory=True)
-    findings = {one.check: one for one in judge_devices(machine)}
+    far = Device("GPU 1", ANOTHER_NODE.path, 1)
+    ports = (port("mlx5_0:1", BESIDE), port("mlx5_1:1", ANOTHER_BRIDGE))
+    findings = {one.check: one for one in judged(GPU, far, ports=ports)}
     assert (findings["NIC of GPU 0"].mark, findings["NIC of GPU 0"].found) == (Mark.OK, "mlx5_0:1 (PIX)")
     assert findings["NIC of GPU 1"].mark is Mark.LOOK
     assert "mlx5_0:1, mlx5_1:1" in findings["NIC of GPU 1"].found
 
 
 def test_a_port_that_is_down_is_named_and_is_never_the_nearest() -> None:
-    machine = Devices((GPU,), (port("mlx5_0:1", BESIDE, "DOWN"), port("mlx5_1:1", ANOTHER_BRIDGE)), peer_memory=True)
-    findings = list(judge_devices(machine))
+    findings = judged(GPU, ports=(port("mlx5_0:1", BESIDE, "DOWN"), port("mlx5_1:1", ANOTHER_BRIDGE)))
     assert [one.found for one in findings if one.mark is Mark.LOOK] == ["mlx5_0:1 is DOWN"]
     assert findings[-1].found == "mlx5_1:1 (NODE)"
 
 
-def test_gpudirect_is_checked_only_with_gpus_and_active_nics() -> None:
-    for machine, asked in (
-        (Devices((GPU,), (port("mlx5_0:1", BESIDE),)), True),
-        (Devices((GPU,), (port("mlx5_0:1", BESIDE),), peer_memory=True), False),
-        (Devices((), (port("mlx5_0:1", BESIDE),)), False),
-    ):
-        assert ("GPUDirect RDMA" in {one.check for one in judge_devices(machine)}) is asked
+@pytest.mark.parametrize(("gpus", "peer_memory", "asked"), [(1, False, True), (1, True, False), (0, False, False)])
+def test_gpudirect_is_checked_only_with_gpus_and_active_nics(gpus: int, peer_memory: bool, asked: bool) -> None:
+    findings = judged(*(GPU,) * gpus, ports=(port("mlx5_0:1", BESIDE),), peer_memory=peer_memory)
+    assert ("GPUDirect RDMA" in {one.check for one in findings}) is asked
 
 
 def make_device(root: Path, path: str, node: int, **files: str) -> Path:
@@ -118,7 +106,7 @@ def make_device(root: Path, path: str, node: int, **files: str) -> Path:
 
 
 def test_gpus_and_nics_are_found_in_sysfs(tmp_path: Path) -> None:
-    gpu = make_device(tmp_path, "/".join(GPU.place.path), 0, vendor="0x10de", **{"class": "0x030200"})
+    gpu = make_device(tmp_path, "/".join(GPU.path), 0, vendor="0x10de", **{"class": "0x030200"})
     nic = make_device(tmp_path, "/".join(BESIDE.path), 0, vendor="0x15b3", **{"class": "0x020700"})
     audio = make_device(tmp_path, f"{HOST}/0000:16:09.0", 0, vendor="0x10de", **{"class": "0x040300"})
     (tmp_path / "sys/bus/pci/devices").mkdir(parents=True)
@@ -129,12 +117,12 @@ def test_gpus_and_nics_are_found_in_sysfs(tmp_path: Path) -> None:
     (tmp_path / "sys/class/infiniband/mlx5_0/ports/1/state").write_text("4: ACTIVE\n")
     (tmp_path / "sys/class/infiniband/mlx5_0/ports/1/rate").write_text("400 Gb/sec (4X NDR)\n")
     (tmp_path / "sys/class/net/eth0").mkdir(parents=True)
-    found = gather_devices(tmp_path)
-    assert [(one.name, one.place) for one in found.gpus] == [("0000:19:00.0", GPU.place)]
-    assert found.ports == (NicPort("mlx5_0:1", BESIDE, "ACTIVE", "400 Gb/sec (4X NDR)"),)
+    found = this_machine({}, 1, 1.0, tmp_path)
+    assert [(one.name, one.path, one.numa_node) for one in found.gpus] == [("0000:19:00.0", GPU.path, 0)]
+    assert found.ports == (Device("mlx5_0:1", BESIDE.path, 0, "ACTIVE", "400 Gb/sec (4X NDR)"),)
     assert (found.interfaces, found.peer_memory) == (("eth0",), False)
-    assert distance(found.gpus[0].place, found.ports[0].place) == "PIX"
+    assert distance(found.gpus[0], found.ports[0]) == "PIX"
 
 
 def test_a_machine_without_sysfs_has_nothing(tmp_path: Path) -> None:
-    assert gather_devices(tmp_path) == Devices()
+    assert this_machine({}, 1, 1.0, tmp_path) == Machine({}, 1, 1.0, root=tmp_path)

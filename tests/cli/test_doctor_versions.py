@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
-import dataclasses
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.cli.doctor import versions
+from kvferry.cli.doctor.devices import Device, Machine
 from kvferry.cli.doctor.findings import Finding, Mark
-from kvferry.cli.doctor.versions import NEEDED, Versions, fits, judge_versions
+from kvferry.cli.doctor.versions import NEEDED, check_versions, fits
 
-GOOD = Versions(
-    python=(3, 11, 7),
-    packages={
-        "vllm": "0.32.1",
-        "nixl": "1.5.1",
-        "nixl-cu12": "1.5.1",
-        "torch": "2.13.0+cu128",
-        "msgspec": "0.22.0",
-        "pyzmq": "27.3.0",
-        "numpy": "2.3.5",
-    },
-    curve=True,
-)
+GOOD = {
+    "vllm": "0.32.1",
+    "nixl": "1.5.1",
+    "nixl-cu12": "1.5.1",
+    "torch": "2.13.0+cu128",
+    "msgspec": "0.22.0",
+    "pyzmq": "27.3.0",
+    "numpy": "2.3.5",
+}
+Judged = Callable[..., dict[str, Finding]]
 
 
-def judged(versions: Versions, gpus: int = 0) -> dict[str, Finding]:
-    return {finding.check: finding for finding in judge_versions(versions, gpus)}
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> Judged:
+    """Findings by check, of good packages with changes; None: not installed."""
+
+    def judge(python: tuple[int, ...] = (3, 11, 7), gpus: int = 0, **changes: str | None) -> dict[str, Finding]:
+        named = {**GOOD, **{name.replace("_", "-"): version for name, version in changes.items()}}
+        packages = {name: version for name, version in named.items() if version is not None}
+        monkeypatch.setattr(versions, "installed_packages", lambda: packages)
+        monkeypatch.setattr(versions, "sys", SimpleNamespace(version_info=python))
+        return {finding.check: finding for finding in check_versions(Machine(gpus=(Device("GPU"),) * gpus))}
+
+    return judge
 
 
-def with_packages(**changes: str | None) -> Versions:
-    named = {name.replace("_", "-"): version for name, version in changes.items()}
-    packages = {name: version for name, version in {**GOOD.packages, **named}.items() if version is not None}
-    return dataclasses.replace(GOOD, packages=packages)
-
-
-def test_the_supported_versions_are_good_on_a_machine_with_gpus_and_without() -> None:
+def test_the_supported_versions_are_good_on_a_machine_with_gpus_and_without(judged: Judged) -> None:
     for gpus in (0, 8):
-        assert {finding.mark for finding in judged(GOOD, gpus).values()} == {Mark.OK}
+        assert {finding.mark for finding in judged(gpus=gpus).values()} == {Mark.OK}
 
 
 @pytest.mark.parametrize(
@@ -46,21 +52,19 @@ def test_the_supported_versions_are_good_on_a_machine_with_gpus_and_without() ->
     [((3, 9, 18), Mark.BROKEN), ((3, 10, 0), Mark.OK), ((3, 13, 5), Mark.OK), ((3, 14, 0), Mark.LOOK)],
 )
 def test_pythons_older_than_the_declared_are_broken_and_newer_ones_unknown(
-    python: tuple[int, int, int], mark: Mark
+    python: tuple[int, int, int], mark: Mark, judged: Judged
 ) -> None:
-    assert judged(dataclasses.replace(GOOD, python=python))["python"].mark is mark
+    assert judged(python)["python"].mark is mark
 
 
-def test_an_engine_needs_a_newer_python_than_the_core() -> None:
-    old = dataclasses.replace(GOOD, python=(3, 10, 4))
-    assert judged(old)["vllm"].mark is Mark.BROKEN
-    alone = dataclasses.replace(old, packages={k: v for k, v in GOOD.packages.items() if k != "vllm"})
-    assert judged(alone)["vllm"].mark is Mark.LOOK
+def test_an_engine_needs_a_newer_python_than_the_core(judged: Judged) -> None:
+    assert judged((3, 10, 4))["vllm"].mark is Mark.BROKEN
+    assert judged((3, 10, 4), vllm=None)["vllm"].mark is Mark.LOOK
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_a_missing_package_is_named_with_the_command_that_installs_it(name: str) -> None:
-    finding = judged(with_packages(**{name: None}))[name]
+def test_a_missing_package_is_named_with_the_command_that_installs_it(name: str, judged: Judged) -> None:
+    finding = judged(**{name: None})[name]
     assert (finding.mark, finding.found) == (Mark.BROKEN, "not installed")
     assert finding.do == f"pip install '{name}{NEEDED[name]}'"
 
@@ -83,15 +87,17 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(name: str)
     ],
 )
 def test_versions_that_do_not_work_together(
-    changes: dict[str, str | None], gpus: int, check: str, mark: Mark, said: str
+    changes: dict[str, str | None], gpus: int, check: str, mark: Mark, said: str, judged: Judged
 ) -> None:
-    finding = judged(with_packages(**changes), gpus)[check]
+    finding = judged(gpus=gpus, **changes)[check]
     assert (finding.mark, said in finding.found) == (mark, True), finding
 
 
-def test_zmq_without_curve_cannot_protect_the_side_channel() -> None:
-    assert judged(dataclasses.replace(GOOD, curve=False))["pyzmq"].mark is Mark.LOOK
-    assert judged(dataclasses.replace(GOOD, curve=None))["pyzmq"].mark is Mark.BROKEN
+def test_zmq_without_curve_cannot_protect_the_side_channel(judged: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq, "has", lambda feature: False)
+    assert judged()["pyzmq"].mark is Mark.LOOK
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    assert judged()["pyzmq"].mark is Mark.BROKEN
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=4), st.lists(st.integers(0, 99), min_size=1, max_size=4))

@@ -102,7 +102,10 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--data-parallel-size", metavar="N", default="1", help="ranks whose ports are tried (default: %(default)s)"
     )
     doctor.add_argument(
-        "--timeout", metavar="S", default="6", help="seconds for the loopback transfer (default: %(default)s)"
+        "--timeout",
+        metavar="S",
+        default="30",
+        help="seconds for the start of the loopback transfer, and for any read of it (default: %(default)s)",
     )
     doctor.set_defaults(run=_run_doctor)
 

@@ -7,12 +7,10 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, get_args
+from typing import get_args
 
 from kvferry.cli.arguments import InvalidArgument, number_option, one_of, read_address
-from kvferry.cli.bench.client import Listener, run_client
+from kvferry.cli.bench.client import Session, run_client
 from kvferry.cli.bench.listener import BenchListener
 from kvferry.cli.bench.report import as_json, print_outcome
 from kvferry.cli.transfer.messages import MAX_BYTES, MIN_BYTES, Device, Progress, Task
@@ -53,11 +51,13 @@ def _listen(options: argparse.Namespace, task: Task) -> int:
 
 def _connect(options: argparse.Namespace, task: Task) -> int:
     host, port = _address(options.connect)
+    session = Session(host, port, task.timeout_s, secrets_from_environment())
     try:
-        with _progress() as show:
-            outcome = run_client(Listener(host, port, task.timeout_s, secrets_from_environment()), task, show)
+        outcome = run_client(session, task, _show)
     except KeyboardInterrupt:
         return _INTERRUPTED
+    finally:
+        _clear_line()
     if options.json:
         print(json.dumps(as_json(outcome), indent=2, ensure_ascii=False))
     else:
@@ -65,23 +65,17 @@ def _connect(options: argparse.Namespace, task: Task) -> int:
     return 1 if outcome.measured.wrong else 0
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[Progress], None]]:
-    """A live line on a terminal; nothing if standard error is no terminal, or rich is missing."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bar
-    except ImportError:
-        yield lambda _: None
-        return
-    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
-    out = Console(stderr=True)
-    with Bar(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
-        row = bar.add_task("", total=None)
-        yield lambda reported: bar.update(
-            row, description=reported.what, completed=reported.done, total=reported.cases or None
-        )
+def _show(progress: Progress) -> None:
+    """A live line, if standard error is a terminal."""
+    if sys.stderr.isatty():
+        _clear_line()
+        of = f" ({progress.done} of {progress.cases})" if progress.cases else ""
+        print(f"{progress.what}{of}", end="", file=sys.stderr, flush=True)
+
+
+def _clear_line() -> None:
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _device(text: str) -> Device:

@@ -16,7 +16,7 @@ from kvferry.cli.arguments import InvalidArgument
 from kvferry.cli.bench.messages import MAX_FRAME_BYTES, Alive, Join, Leave, Noted, Reply, decode_request, encode
 from kvferry.cli.transfer.child import COMMAND, Child
 from kvferry.cli.transfer.measure import START_S
-from kvferry.cli.transfer.messages import VERSION, Connect, Connected, Offer, ReadsFailed, Task
+from kvferry.cli.transfer.messages import VERSION, Connect, Offer, ReadsFailed, Task
 from kvferry.protocol.errors import InvalidMessage, cut
 from kvferry.protocol.handshake import Refused, channel_address
 from kvferry.protocol.side_channel.secrets import Secrets
@@ -25,7 +25,6 @@ from kvferry.scheduler.state.counters import Counters
 
 SILENT_S = 20.0
 """A client that is silent for so long is gone; it sends a message every 2 s."""
-CONNECT_S = 10.0
 _POLL_MS = 50
 _MOST_FAILURES = 3
 
@@ -36,28 +35,14 @@ class _Turn:
 
     Attributes:
         offer: None while the owner starts.
-        join, asker: of the client; None, `b""` before it has joined.
-        is_serving: whether the owner is connected to the client.
-        until_s: deadline of what comes next, except of a client's arrival.
+        join: None until a client has joined.
+        until_s: deadline of the owner's start, or of the client's next message.
     """
 
     owner: Child
     offer: Offer | None = None
     join: Join | None = None
-    asker: bytes = b""
-    is_serving: bool = False
     until_s: float = field(default_factory=lambda: time.monotonic() + START_S)
-
-    @property
-    def client(self) -> str:
-        """The client's host."""
-        return self.join.host if self.join is not None else ""
-
-    @property
-    def is_late(self) -> bool:
-        """Whether a deadline has passed."""
-        is_ready = self.offer is not None and self.join is None
-        return not is_ready and time.monotonic() >= self.until_s
 
 
 class BenchListener:
@@ -92,7 +77,8 @@ class BenchListener:
         self._failures = 0
         self._announced = self._stopped = False
         self._status: int | None = None
-        self._begin()
+        self._last = ("", "")
+        self._turn = self._next_turn()
 
     def serve(self, once: bool) -> int:
         """Serve until `stop`, or until one client has left; returns the exit status: of `--once`, otherwise 0.
@@ -112,14 +98,25 @@ class BenchListener:
     def step(self) -> None:
         """Wait a short time for messages, and process them."""
         self._socket.serve(self._socket.poll(_POLL_MS))
+        turn = self._turn
         try:
-            self._read_owner()
-            if self._turn.is_late:
-                raise ReadsFailed(
-                    f"no message for {SILENT_S:g} s" if self._turn.is_serving else "its NIXL process hangs"
-                )
+            message = turn.owner.take()
+            if isinstance(message, Offer):
+                turn.offer, self._failures = message, 0
+                self._announce(message)
+            if turn.join is not None and time.monotonic() >= turn.until_s:
+                raise ReadsFailed(f"no message for {SILENT_S:g} s")
+            if turn.offer is None and time.monotonic() >= turn.until_s:
+                raise ReadsFailed("its NIXL process hangs at its start")
         except ReadsFailed as failed:
-            self._turn_failed(str(failed))
+            if turn.join is not None:
+                self._end_turn(2, cut(str(failed)))
+                return
+            self._failures += 1
+            if not self._announced or self._failures >= _MOST_FAILURES:
+                raise ReadsFailed(f"there is no memory to read: {failed}; see `kvferry doctor`") from None
+            turn.owner.close()
+            self._turn = self._next_turn()
 
     def close(self) -> None:
         """Free the port and end the owner."""
@@ -127,74 +124,58 @@ class BenchListener:
         self._socket.close()
         self._socket.context.destroy(linger=0)
 
-    def _begin(self) -> None:
+    def _next_turn(self) -> _Turn:
         """A new owner with new memory, for the next client."""
-        self._turn = _Turn(Child(self._command))
-        self._turn.owner.send(self._task)
-
-    def _read_owner(self) -> None:
-        turn = self._turn
-        message = turn.owner.take()
-        if isinstance(message, Offer):
-            turn.offer, self._failures = message, 0
-            if not self._announced:
-                self._announced = True
-                kinds = " and ".join(memory.kind for memory in message.memories)
-                without = f" ({message.no_cuda})" if message.no_cuda else ""
-                self._say(f"listening on {self._where}, with {kinds}{without}")
-        elif isinstance(message, Connected) and turn.offer is not None:
-            turn.is_serving, turn.until_s = True, time.monotonic() + SILENT_S
-            self._say(f"{turn.client} reads")
-            self._send(turn.asker, turn.offer)
-
-    def _turn_failed(self, reason: str) -> None:
-        turn = self._turn
-        if turn.is_serving:
-            self._end_turn(2, cut(reason))
-            return
-        if turn.join is not None:
-            self._say(f"{turn.client} was refused: {cut(reason)}")
-            self._send(turn.asker, Refused(field="agent_metadata", value="unusable", expected=cut(reason)))
-        else:
-            self._failures += 1
-            if not self._announced or self._failures >= _MOST_FAILURES:
-                raise ReadsFailed(f"there is no memory to read: {reason}; see `kvferry doctor`")
-        turn.owner.close()
-        self._begin()
+        turn = _Turn(Child(self._command))
+        turn.owner.send(self._task)
+        return turn
 
     def _end_turn(self, status: int, how: str) -> None:
-        self._say(f"{self._turn.client} is gone: {how}")
+        if self._turn.join is not None:
+            self._say(f"{self._turn.join.host} is gone: {how}")
+            self._last = (self._turn.join.session, how)
         self._status = status
         self._turn.owner.close()
-        self._begin()
+        self._turn = self._next_turn()
+
+    def _announce(self, offer: Offer) -> None:
+        if not self._announced:
+            self._announced = True
+            kinds = " and ".join(memory.kind for memory in offer.memories)
+            without = f" ({offer.no_cuda})" if offer.no_cuda else ""
+            self._say(f"listening on {self._where}, with {kinds}{without}")
 
     def _answer(self, asker: bytes, frame: bytes) -> None:
         try:
             request = decode_request(frame)
         except InvalidMessage as invalid:
             self._socket.bad_frame(str(invalid))
-            self._send(asker, Refused(field=cut(invalid.field), value=invalid.shown_value, expected=invalid.expected))
+            refused = Refused(field=cut(invalid.field), value=invalid.shown_value, expected=invalid.expected)
+            self._socket.send(asker, encode(refused))
             return
-        reply = self._join(asker, request) if isinstance(request, Join) else self._note(request)
-        if reply is not None:
-            self._send(asker, reply)
+        reply = self._join(request) if isinstance(request, Join) else self._note(request)
+        self._socket.send(asker, encode(reply))
 
-    def _join(self, asker: bytes, join: Join) -> Reply | None:
-        """A refusal, or None: the answer follows when the owner has connected."""
+    def _join(self, join: Join) -> Reply:
+        turn = self._turn
         if join.version != VERSION:
             return Refused(field="version", value=str(join.version), expected=str(VERSION))
-        turn = self._turn
-        if turn.offer is None or turn.join is not None:
-            busy = "starting" if turn.offer is None else "busy with another client; it serves one after the other"
+        if turn.offer is None:
+            return Refused(field="listener", value="starting", expected="ready; try again")
+        if turn.join is not None:
+            busy = "busy with another client; it serves one after the other"
             return Refused(field="listener", value=busy, expected="ready; try again")
-        turn.asker, turn.join, turn.until_s = asker, join, time.monotonic() + CONNECT_S
+        turn.join, turn.until_s = join, time.monotonic() + SILENT_S
         turn.owner.send(Connect(agent_metadata=join.agent_metadata))
-        return None
+        self._say(f"{join.host} reads")
+        return turn.offer
 
     def _note(self, message: Alive | Leave) -> Reply:
         turn = self._turn
-        if not turn.is_serving or turn.join is None or message.session != turn.join.session:
-            return Refused(field="session", value="ended", expected="one that the listener still serves")
+        if turn.join is None or message.session != turn.join.session:
+            session, how = self._last
+            value = f"ended: {how}" if message.session == session else "unknown"
+            return Refused(field="session", value=value, expected="one that the listener still serves")
         turn.until_s = time.monotonic() + SILENT_S
         if isinstance(message, Leave):
             if not message.complete:
@@ -203,6 +184,3 @@ class BenchListener:
                 right = "every byte was right" if not message.wrong else f"{message.wrong} bytes were WRONG"
                 self._end_turn(int(message.wrong > 0), right)
         return Noted()
-
-    def _send(self, asker: bytes, reply: Reply) -> None:
-        self._socket.send(asker, encode(reply))

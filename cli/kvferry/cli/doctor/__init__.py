@@ -1,5 +1,5 @@
 """`kvferry doctor`: checks of this machine, with a remedy for each problem.
 
-Gathering and judging are separate: functions named `gather_…` read the machine and return frozen facts, the others are
-pure functions from facts to findings, tested with invented facts. Nothing here needs vLLM, torch or NIXL to run.
+A check is a function from the `Machine` to findings; `command.py` has the list. Files are looked up below the machine's
+root, so that tests can invent machines. A check whose package is missing is reported as not done.
 """

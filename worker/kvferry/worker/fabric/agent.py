@@ -25,7 +25,8 @@ PROGRESS_INTERVAL_US = 20_000
 _SHARED_MEMORY = frozenset({"sm", "shm", "mm", "posix", "sysv", "xpmem"})
 _ALL_SHARED_MEMORY = frozenset({"sm", "shm", "mm"})
 _TCP = frozenset({"tcp"})
-_NO = frozenset({"n", "no", "off", "0"})
+NO = frozenset({"n", "no", "off", "0"})
+"""The words by which UCX switches a setting off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def ucx_defaults(environ: Mapping[str, str]) -> dict[str, str]:
     if _may_use(transports, _SHARED_MEMORY, _ALL_SHARED_MEMORY):
         if not uses_tcp:
             chosen["UCX_MM_ERROR_HANDLING"] = "y"
-        if environ.get("UCX_MM_ERROR_HANDLING", "n" if uses_tcp else "y").lower() not in _NO:
+        if environ.get("UCX_MM_ERROR_HANDLING", "n" if uses_tcp else "y").lower() not in NO:
             chosen["UCX_KEEPALIVE_INTERVAL"] = "300s"
     if uses_tcp:
         chosen |= {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
