@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -19,23 +18,12 @@ from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode
 from kvferry.protocol.side_channel import client as clients
 from kvferry.protocol.side_channel import host_names
 from kvferry.protocol.side_channel.client import SideChannelClient
+from tests.protocol.raw_listener import answer_of, end_after_the_request
 from tests.protocol.samples import make_description
 from tests.waiting import wait_until
 
 TIMEOUT_S = 5.0
 NEVER_S = 60.0
-_READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER"
-ZMTP = (
-    b"\xff"
-    + bytes(8)
-    + b"\x7f\x03\x00"
-    + b"NULL".ljust(20, b"\0")
-    + bytes(32)
-    + b"\x04"
-    + bytes([len(_READY)])
-    + _READY
-)
-"""The listener's half of a whole ZMTP handshake."""
 
 
 @contextlib.contextmanager
@@ -153,17 +141,6 @@ def test_a_listener_that_starts_late_is_waited_for(client: SideChannelClient) ->
     assert found == [make_description()]
 
 
-def end_after_the_request(server: socket.socket, answer: bytes = b"") -> None:
-    """Accept a connection, and end it at once after the request, or after its answer."""
-    connection, _ = server.accept()
-    with connection:
-        connection.sendall(ZMTP)
-        received = b""
-        while b"hello" not in received:
-            received += connection.recv(4096)
-        connection.sendall(answer)
-
-
 def test_a_request_whose_connection_ends_is_sent_again_at_once(client: SideChannelClient) -> None:
     """The listener has restarted."""
     found: list[EngineDescription] = []
@@ -178,8 +155,7 @@ def test_a_request_whose_connection_ends_is_sent_again_at_once(client: SideChann
 
 
 def test_an_answer_is_taken_although_the_connection_ends_with_it(client: SideChannelClient) -> None:
-    body = encode(make_description())
-    answer = b"\x01\x00\x02" + struct.pack(">Q", len(body)) + body
+    answer = answer_of(encode(make_description()))
     for _ in range(100):
         with socket.create_server(("127.0.0.1", 0)) as server:
             thread = threading.Thread(target=end_after_the_request, args=(server, answer))

@@ -16,9 +16,8 @@ import zmq
 from kvferry.protocol.handshake import EngineDescription, Hello, encode
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.client import SideChannelClient
-from kvferry.protocol.side_channel.key_trials import KeyTrials
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.protocol.side_channel.sockets import ConnectionEvent, watch
+from kvferry.protocol.side_channel.sockets import watch
 from kvferry.scheduler.side_channel import prewarmer
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
 from kvferry.scheduler.state.counters import Counters
@@ -165,65 +164,8 @@ class TalksNonsense:
         for answer in self._answers:
             self._socket.send_multipart([asker, b"", answer])
 
-    def was_asked(self) -> bool:
-        return bool(self._socket.poll(300))
-
     def close(self) -> None:
         self._context.destroy(linger=0)
-
-
-class LastTrial(KeyTrials):
-    """No secret was accepted: the plain connection that finds out why."""
-
-    def __init__(self, secrets: Secrets) -> None:
-        super().__init__(secrets)
-        self.secret = None
-
-
-def test_nothing_is_sent_over_the_plain_connection_that_finds_out_why_no_secret_was_accepted(
-    look_for: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvferry.protocol.side_channel.connection.KeyTrials", LastTrial)
-    plain = TalksNonsense()
-    try:
-        look_for([(HOST, plain.port)], secrets=(OLD,))
-        wait_until(lambda: "it has no secret" in caplog.text, "it is logged")
-        assert not plain.was_asked()
-    finally:
-        plain.close()
-
-
-class TalksUnasked:
-    """Answers without a request."""
-
-    def __init__(self, answer: bytes) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self.port = self._socket.bind_to_random_port(f"tcp://{HOST}")
-        self._answer = answer
-
-    def talk(self) -> None:
-        self._socket.send_multipart([b"", self._answer])  # to the first peer that connects
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-
-def test_an_unasked_answer_of_a_peer_without_a_secret_is_ignored(
-    look_for: Any, found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvferry.protocol.side_channel.connection.KeyTrials", LastTrial)
-    monkeypatch.setattr(
-        "kvferry.protocol.side_channel.connection.connection_event", lambda _: ConnectionEvent.ENDED
-    )  # too late
-    impostor = TalksUnasked(encode(life(1)))
-    try:
-        look_for([(HOST, impostor.port)], timeout_s=0.5, secrets=(OLD,))
-        impostor.talk()
-        wait_until(lambda: "did not answer within 0.5 s" in caplog.text, "it is given up")
-        assert found.producers.empty()
-    finally:
-        impostor.close()
 
 
 def test_for_want_of_sockets_a_producer_is_looked_for_again_later(

@@ -125,7 +125,7 @@ def scene() -> Iterator[Scene]:
 
 @pytest.fixture(autouse=True)
 def _no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.protocol.side_channel.backoff.random.uniform", lambda *_: 1.0)
+    monkeypatch.setattr("kvferry.protocol.side_channel.connection.random.uniform", lambda *_: 1.0)
 
 
 def test_a_peer_is_ready_after_a_real_read_and_gives_its_entries_back(scene: Scene) -> None:
@@ -208,9 +208,9 @@ def test_a_former_life_is_kept_while_reads_from_it_are_under_way(scene: Scene) -
     assert scene.fabric.peers == {"successor"}
 
 
-def test_engines_that_do_not_answer_cannot_pile_up_without_bound(scene: Scene) -> None:
+def test_engines_that_do_not_answer_cannot_pile_up_without_bound(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     known = scene.connect(0.0)
-    scene.registry._handshakes._for_loads.limits = replace(FOR_LOADS, asked=20)
+    monkeypatch.setattr("kvferry.worker.peers.handshakes.FOR_LOADS", replace(FOR_LOADS, asked=20))
     answered = threading.Event()
 
     def later(key: PeerKey) -> tuple[EngineDescription, TransferPlan]:

@@ -1,1 +1,1 @@
-"""The parts of the side channel that both ends use: sockets, shared secrets, key trials, backoff."""
+"""The side channel: its client, and what both ends share (sockets, secrets)."""

@@ -1,9 +1,10 @@
-"""A connection to a listener, on an asyncio loop."""
+"""A connection to a listener, on an asyncio loop, and when to try again after one has failed."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -12,9 +13,11 @@ import zmq.asyncio
 
 from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import channel_address
-from kvferry.protocol.side_channel.key_trials import KeyTrials, NextStep
-from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 from kvferry.protocol.side_channel.sockets import ConnectionEvent, asking_socket, connection_event, watch
+
+_TRIES_IN_PLAIN = 3
+"""A restarting listener cuts a connection once; one that has a secret cuts it every time."""
 
 T = TypeVar("T")
 
@@ -33,29 +36,56 @@ class Connection:
     async def open(
         cls, context: zmq.asyncio.Context, address: str, port: int, secrets: Secrets, max_answer_bytes: int
     ) -> Connection:
-        """Connect, and try the secrets in their order; waits for a listener as long as there is none.
+        """Connect, and wait for a listener as long as there is none.
+
+        | secrets listed here | tried | refused |
+        | --- | --- | --- |
+        | none | plain | when the listener has a secret |
+        | A, B | A, then B, until one is accepted | when the listener has none, or others |
+
+        The listener proves by CURVE that it has the secret, so the secret that is accepted is the right one. When none
+        is, one more connection in plain, over which nothing is sent, shows whether it has no secret or another one.
 
         Args:
             max_answer_bytes: a longer answer ends the connection.
 
         Raises:
-            PeerRefused: the secrets of both ends do not match.
+            PeerRefused: the secrets of both ends do not match; the text names the reason and the remedy.
             zmq.ZMQError: the address is none, or there are no more sockets.
         """
-        trials = KeyTrials(secrets)
-        while True:
-            with contextlib.ExitStack() as undo:
-                socket = asking_socket(context, address, trials.secret, max_answer_bytes)
-                undo.callback(socket.close, linger=0)
-                monitor = watch(socket)
-                undo.callback(_close_monitor, socket, monitor)
-                socket.connect(channel_address(address, port))
-                next_step = await _next_step(monitor, trials)
-                if next_step is NextStep.SPEAK:
-                    undo.pop_all()
-                    return cls(socket, monitor)
-            if next_step is NextStep.REFUSED:
-                raise PeerRefused(trials.why)
+        for secret in secrets or (None,) * _TRIES_IN_PLAIN:
+            opened = await cls._try(context, address, port, secret, max_answer_bytes)
+            if isinstance(opened, Connection):
+                return opened
+            if opened is ConnectionEvent.ONE_SIDED:
+                raise _listener_has_none() if secrets else _listener_has_one("has a secret")
+        if not secrets:
+            raise _listener_has_one("cuts every connection, most likely because it has a secret")
+        opened = await cls._try(context, address, port, None, max_answer_bytes)
+        if isinstance(opened, Connection):
+            opened.close()
+            raise _listener_has_none()
+        listed = ", ".join(secret.fingerprint for secret in secrets)
+        raise PeerRefused(
+            f"it has none of the secrets listed here ({listed}): let the files that {VARIABLE} names share one"
+        )
+
+    @classmethod
+    async def _try(
+        cls, context: zmq.asyncio.Context, address: str, port: int, secret: Secret | None, max_answer_bytes: int
+    ) -> Connection | ConnectionEvent:
+        """The connection, or why there is none."""
+        with contextlib.ExitStack() as undo:
+            socket = asking_socket(context, address, secret, max_answer_bytes)
+            undo.callback(socket.close, linger=0)
+            monitor = watch(socket)
+            undo.callback(_close_monitor, socket, monitor)
+            socket.connect(channel_address(address, port))
+            event = connection_event(await monitor.recv_multipart())
+            if event is not ConnectionEvent.THROUGH:
+                return event
+            undo.pop_all()
+            return cls(socket, monitor)
 
     @property
     def has_ended(self) -> bool:
@@ -101,13 +131,15 @@ async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T]) -> T:
         raise HandshakeFailed(f"did not answer within {timeout_s:g} s") from None
 
 
-async def _next_step(monitor: zmq.asyncio.Socket, trials: KeyTrials) -> NextStep:
-    next_step = NextStep.WAIT
-    while next_step is NextStep.WAIT:
-        event = connection_event(await monitor.recv_multipart())
-        if event is not ConnectionEvent.ENDED:  # the end of an attempt; its result came before
-            next_step = trials.on_event(event)
-    return next_step
+def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
+    """The delay before the next attempt: doubled after every consecutive failure, and jittered so that the engines of a
+    fleet do not retry at the same time.
+
+    Args:
+        failures: consecutive failures so far, at least 1.
+        first_s, longest_s: bounds before the jitter of up to ±50 %.
+    """
+    return min(longest_s, first_s * 2.0 ** min(failures - 1, 64)) * random.uniform(0.5, 1.5)  # noqa: S311
 
 
 async def _watch_end(monitor: zmq.asyncio.Socket) -> None:
@@ -124,3 +156,11 @@ def _body(frames: list[bytes]) -> bytes:
     if len(frames) != 2 or frames[0]:
         raise HandshakeFailed(f"answered in {len(frames) - 1} frames; kvferry answers in one")
     return frames[1]
+
+
+def _listener_has_none() -> PeerRefused:
+    return PeerRefused(f"it has no secret, and there is one here: set {VARIABLE} there to a file with the same secret")
+
+
+def _listener_has_one(how: str) -> PeerRefused:
+    return PeerRefused(f"it {how}, and there is none here: set {VARIABLE} here to a file with the same secret")

@@ -25,9 +25,8 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.orders import Prewarm
-from kvferry.protocol.side_channel.backoff import backoff_s
 from kvferry.protocol.side_channel.client import SideChannelClient, refusal
-from kvferry.protocol.side_channel.connection import Connection, within
+from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
 from kvferry.protocol.side_channel.secrets import Secrets
 
 logger = logging.getLogger(__name__)

@@ -26,9 +26,6 @@ QUEUED_MESSAGES = 64
 
 CONNECT_S = 10.0
 IDLE_S = 60.0
-UNREACHABLE_S = 2.0
-"""Time without a new attempt after one has failed; messages for that engine are dropped meanwhile."""
-
 _MOST_ANSWER_BYTES = 4096
 """Answers are neither expected nor read: those that a peer sends all the same must not fill the memory."""
 _LINGER_MS = 500
@@ -56,7 +53,6 @@ class PeerSender:
         self._client = client
         self._counters = counters
         self._peers: OrderedDict[Endpoint, _Peer] = OrderedDict()  # the one used last is last
-        self._unreachable: dict[Endpoint, float] = {}
         self._quiet_until_s = 0.0
 
     def __len__(self) -> int:
@@ -65,9 +61,6 @@ class PeerSender:
 
     def send(self, endpoint: Endpoint, frame: bytes) -> None:
         """Have it sent once the peer is connected. A message that cannot be sent is counted and dropped."""
-        if self._unreachable.get(endpoint, 0.0) > time.monotonic():
-            self._counters.add("side_channel_errors")
-            return
         peer = self._peers.get(endpoint) or self._add(endpoint)
         self._peers.move_to_end(endpoint)
         try:
@@ -91,9 +84,9 @@ class PeerSender:
         try:
             await self._send_until_idle(endpoint, queue)
         except KvferryError as failed:
-            self._give_up(endpoint, str(failed))
+            self._failed(endpoint, str(failed))
         except Exception:
-            self._give_up(endpoint, "an internal error")
+            self._failed(endpoint, "an internal error")
             logger.exception("messages for %s:%d could not be sent", *endpoint[:2])
         finally:
             if endpoint in self._peers and self._peers[endpoint].queue is queue:
@@ -106,7 +99,9 @@ class PeerSender:
                 try:
                     frame = await asyncio.wait_for(queue.get(), IDLE_S)
                 except asyncio.TimeoutError:
-                    return
+                    if queue.empty():  # one may have been put since the time was over
+                        return
+                    continue
                 if connection is None or connection.has_ended:
                     if connection is not None:
                         connection.close()
@@ -117,13 +112,6 @@ class PeerSender:
         finally:
             if connection is not None:
                 connection.close(_LINGER_MS)
-
-    def _give_up(self, endpoint: Endpoint, why: str) -> None:
-        now_s = time.monotonic()
-        self._unreachable = {x: until_s for x, until_s in self._unreachable.items() if until_s > now_s}
-        if len(self._unreachable) < MAX_PEERS:
-            self._unreachable[endpoint] = now_s + UNREACHABLE_S
-        self._failed(endpoint, why)
 
     def _failed(self, endpoint: Endpoint, why: str) -> None:
         """Count it, and log it at most once a second: clients choose the addresses."""

@@ -10,7 +10,7 @@ to other hosts:
   wait for unverified ones at all.
 - At most 256 handshakes wait or are under way, 32 of them with any one unverified host. More are refused, not queued.
 
-These limits are for peers that a load waits for. Peers to be prewarmed have a lane of their own, so that they take no
+These limits are for peers that a load waits for. Peers to be prewarmed have limits of their own, so that they take no
 place from a load; a load that needs one of them takes over its handshake, waiting or under way.
 
 Each thread makes one handshake and ends.
@@ -21,8 +21,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
@@ -49,51 +49,6 @@ class HandshakeLimits:
     asked_of_unverified_host: int
 
 
-@dataclass(slots=True)
-class HandshakeLane:
-    """Handshakes that share limits."""
-
-    limits: HandshakeLimits
-    waiting: dict[PeerKey, None] = field(default_factory=dict)
-    asking: set[PeerKey] = field(default_factory=set)
-
-    def __len__(self) -> int:
-        return len(self.waiting) + len(self.asking)
-
-    def __contains__(self, key: PeerKey) -> bool:
-        return key in self.waiting or key in self.asking
-
-    def why_full(self, host: str, answered: Container[str]) -> str | None:
-        """Why no engine of this host can be added; None when one can."""
-        if len(self) >= self.limits.asked:
-            return f"{len(self)} other engines have not answered yet"
-        if host not in answered:
-            of_host = sum(other.host == host for other in (*self.waiting, *self.asking))
-            if of_host >= self.limits.asked_of_unverified_host:
-                return f"{of_host} engines of this host have not answered yet"
-        return None
-
-    def begin(self, answered: Container[str]) -> list[PeerKey]:
-        """The peers to ask now; their handshakes are under way from here on."""
-        limits, begun = self.limits, []
-        hosts = Counter(key.host for key in self.asking)
-        unverified = sum(count for host, count in hosts.items() if host not in answered)
-        for key in list(self.waiting):
-            if len(self.asking) >= limits.at_once:
-                break
-            is_unverified = key.host not in answered
-            if is_unverified and unverified >= limits.unverified_at_once:
-                continue
-            if hosts[key.host] >= (limits.per_unverified_host if is_unverified else limits.per_host):
-                continue
-            del self.waiting[key]
-            self.asking.add(key)
-            hosts[key.host] += 1
-            unverified += is_unverified
-            begun.append(key)
-        return begun
-
-
 FOR_LOADS = HandshakeLimits(
     at_once=64, unverified_at_once=48, per_host=16, per_unverified_host=4, asked=256, asked_of_unverified_host=32
 )
@@ -104,6 +59,15 @@ AHEAD = HandshakeLimits(
 plan."""
 
 _HOSTS_REMEMBERED = 4096
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A handshake that waits or is under way, and the limits that it shares."""
+
+    limits: HandshakeLimits
+    is_under_way: bool = False
+
 
 Found = tuple[EngineDescription, TransferPlan] | Exception
 
@@ -121,16 +85,15 @@ class Handshakes:
         self._wake = wake
         self._arrived: queue.SimpleQueue[tuple[PeerKey, Found]] = queue.SimpleQueue()
         self._found: dict[PeerKey, Found] = {}
-        self._for_loads = HandshakeLane(FOR_LOADS)
-        self._ahead = HandshakeLane(AHEAD)
+        self._asked: dict[PeerKey, _Asked] = {}  # in the order in which they begin
         self._answered: dict[str, None] = {}
 
     def __len__(self) -> int:
         """Handshakes that wait or are under way."""
-        return len(self._for_loads) + len(self._ahead)
+        return len(self._asked)
 
     def __contains__(self, key: PeerKey) -> bool:
-        return key in self._for_loads or key in self._ahead
+        return key in self._asked
 
     def ask(self, key: PeerKey) -> str | None:
         """Request the handshake with a peer for a load; repeated requests change nothing.
@@ -138,25 +101,24 @@ class Handshakes:
         Returns:
             Why it was refused; None when it was accepted.
         """
-        if key in self._for_loads:
+        asked = self._asked.get(key)
+        if asked is not None and asked.limits is FOR_LOADS:
             return None
-        if key in self._ahead.asking:
-            self._ahead.asking.remove(key)
-            self._for_loads.asking.add(key)
-            self._begin()
-            return None
-        full = self._for_loads.why_full(key.host, self._answered)
-        if full is not None:
-            return full
-        self._ahead.waiting.pop(key, None)
-        self._for_loads.waiting[key] = None
+        if asked is not None and asked.is_under_way:
+            asked.limits = FOR_LOADS
+        else:
+            full = self._why_full(key.host, FOR_LOADS)
+            if full is not None:
+                return full
+            self._asked.pop(key, None)
+            self._asked[key] = _Asked(FOR_LOADS)
         self._begin()
         return None
 
     def ask_ahead(self, key: PeerKey) -> None:
-        """Request the handshake with a peer that no load waits for yet, if the lane is not full."""
-        if key not in self and self._ahead.why_full(key.host, self._answered) is None:
-            self._ahead.waiting[key] = None
+        """Request the handshake with a peer that no load waits for yet, if there is a place."""
+        if key not in self._asked and self._why_full(key.host, AHEAD) is None:
+            self._asked[key] = _Asked(AHEAD)
             self._begin()
 
     def arrivals(self) -> Iterator[tuple[PeerKey, Found]]:
@@ -164,12 +126,11 @@ class Handshakes:
         while not self._arrived.empty():
             key, found = self._arrived.get()
             self._found[key] = found
-        awaited = [key for key in self._found if key in self._for_loads.asking]
-        others = [key for key in self._found if key in self._ahead.asking]
+        awaited = [key for key in self._found if self._asked[key].limits is FOR_LOADS]
+        others = [key for key in self._found if self._asked[key].limits is AHEAD]
         for key in (*awaited, *others[:1]):
             found = self._found.pop(key)
-            self._for_loads.asking.discard(key)
-            self._ahead.asking.discard(key)
+            del self._asked[key]
             self._remember(key.host, answered=_is_answer(found))
             self._begin()
             yield key, found
@@ -180,16 +141,43 @@ class Handshakes:
 
     def close(self) -> None:
         """Begin no further handshake. Those under way end by themselves; their results are dropped."""
-        self._for_loads.waiting.clear()
-        self._ahead.waiting.clear()
+        self._asked = {key: asked for key, asked in self._asked.items() if asked.is_under_way}
+
+    def _why_full(self, host: str, limits: HandshakeLimits) -> str | None:
+        """Why no engine of this host can be added; None when one can."""
+        hosts = [key.host for key, asked in self._asked.items() if asked.limits is limits]
+        if len(hosts) >= limits.asked:
+            return f"{len(hosts)} other engines have not answered yet"
+        if host not in self._answered and hosts.count(host) >= limits.asked_of_unverified_host:
+            return f"{hosts.count(host)} engines of this host have not answered yet"
+        return None
 
     def _begin(self) -> None:
-        for key in (*self._for_loads.begin(self._answered), *self._ahead.begin(self._answered)):
+        for key in (*self._next(FOR_LOADS), *self._next(AHEAD)):
+            self._asked[key].is_under_way = True
             try:
                 threading.Thread(target=self._run, args=(key,), name="kvferry-handshake", daemon=True).start()
             except RuntimeError as error:  # the system gives no more threads
                 self._arrived.put((key, HandshakeFailed(f"no thread for the handshake: {error}")))
                 self._wake()
+
+    def _next(self, limits: HandshakeLimits) -> list[PeerKey]:
+        """The peers to ask now."""
+        asked = [(key, one.is_under_way) for key, one in self._asked.items() if one.limits is limits]
+        hosts = Counter(key.host for key, is_under_way in asked if is_under_way)
+        unverified = sum(count for host, count in hosts.items() if host not in self._answered)
+        begun: list[PeerKey] = []
+        for key in (key for key, is_under_way in asked if not is_under_way):
+            if hosts.total() >= limits.at_once:
+                break
+            is_unverified = key.host not in self._answered
+            if is_unverified and unverified >= limits.unverified_at_once:
+                continue
+            if hosts[key.host] < (limits.per_unverified_host if is_unverified else limits.per_host):
+                hosts[key.host] += 1
+                unverified += is_unverified
+                begun.append(key)
+        return begun
 
     def _run(self, key: PeerKey) -> None:
         try:

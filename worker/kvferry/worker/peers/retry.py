@@ -9,7 +9,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.side_channel.backoff import backoff_s
+from kvferry.protocol.side_channel.connection import backoff_s
 from kvferry.worker.peers.peer import PeerKey
 
 FIRST_S = 0.5

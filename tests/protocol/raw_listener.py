@@ -1,0 +1,55 @@
+"""The listener's end of a side channel over plain TCP, which can break off where ZMQ's would not."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+
+_READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER"
+ZMTP = (
+    b"\xff"
+    + bytes(8)
+    + b"\x7f\x03\x00"
+    + b"NULL".ljust(20, b"\0")
+    + bytes(32)
+    + b"\x04"
+    + bytes([len(_READY)])
+    + _READY
+)
+"""The listener's half of a whole ZMTP handshake."""
+
+
+def cut(server: socket.socket, times: int) -> None:
+    """Accept so many connections, and end each at once."""
+    for _ in range(times):
+        server.accept()[0].close()
+
+
+def answer_of(body: bytes) -> bytes:
+    """The bytes of an answer of one frame."""
+    return b"\x01\x00\x02" + struct.pack(">Q", len(body)) + body
+
+
+def end_after_the_request(server: socket.socket, answer: bytes = b"") -> None:
+    """Accept a connection, and end it at once after the request, or after its answer."""
+    connection, _ = server.accept()
+    with connection:
+        connection.sendall(ZMTP)
+        received = b""
+        while b"hello" not in received:
+            received += connection.recv(4096)
+        connection.sendall(answer)
+
+
+def answer_unasked(server: socket.socket, answer: bytes) -> bytes:
+    """Accept a connection without a secret, and answer before a request. Returns everything that was received."""
+    connection, _ = server.accept()
+    received = b""
+    with connection, contextlib.suppress(ConnectionError):
+        connection.sendall(ZMTP)
+        while part := connection.recv(4096):
+            received += part
+            if b"READY" in part:
+                connection.sendall(answer)
+    return received
