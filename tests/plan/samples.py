@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
+from kvferry.plan.tokens import TokenMap
+from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Range, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseTable, ModelFacts, WorkerDescription
 
 FACTS = ModelFacts(
@@ -85,6 +86,11 @@ def strides(draw: st.DrawFn, sizes: Sequence[int], cell_bytes: int, gaps: Sequen
     return found
 
 
+def tokens_of(share: Interleave, count: int) -> list[int]:
+    """The tokens below `count` that a rank holds, in the order of its slots: runs are dealt out like cards."""
+    return [token for token in range(count) if token // share.run_tokens % share.ranks == share.rank]
+
+
 def span(of: PagedTensor) -> int:
     """Bytes from the tensor's base to behind the last of its last block."""
     return (of.blocks - 1) * of.block_stride + of.block_extent
@@ -101,3 +107,11 @@ def cell_bytes(of: PagedTensor, block: int, head: int, tile: int) -> Iterator[in
     for byte in range(of.cell_bytes):
         piece, inside = divmod(byte, of.element_bytes or of.cell_bytes)
         yield start + piece * of.element_stride + inside
+
+
+def unit_bytes(of: PagedTensor, tokens: TokenMap, heads: Range, block: int, position: int) -> Iterator[int]:
+    """The address of every byte of a unit, head by head, token by token, by the definition."""
+    tiles = of.tiles if tokens.is_state else tokens.unit_tokens // of.tile_tokens
+    for head in range(heads.start - of.heads.start, heads.stop - of.heads.start):
+        for tile in range(position * tiles, (position + 1) * tiles):
+            yield from cell_bytes(of, block, head, tile)

@@ -15,7 +15,7 @@ from kvferry.plan.tokens import share_of
 from kvferry.protocol.geometry import Interleave, PagedTensor, Place, Range
 from kvferry.protocol.handshake import EngineDescription, WorkerDescription
 from tests.plan.engines import sharded
-from tests.plan.samples import other, tensor, worker
+from tests.plan.samples import other, tensor, tokens_of, worker
 
 
 def readers(assignment: Assignment) -> list[list[int]]:
@@ -25,10 +25,6 @@ def readers(assignment: Assignment) -> list[list[int]]:
 
 def pair(consumer: EngineDescription, producer: EngineDescription) -> Assignment:
     return assign(consumer.workers, producer.workers)
-
-
-def tokens_of(share: Interleave, count: int) -> set[int]:
-    return {token for token in range(count) if token // share.run_tokens % share.ranks == share.rank}
 
 
 Item = tuple[tuple[str, str], int, int]
@@ -134,7 +130,16 @@ def test_replicas_serve_equally_many_readers_or_one_more(
         ({"tp": 3, "heads": 6}, {"tp": 2, "heads": 6}, [[0], [0, 1], [1]]),
         ({"tp": 1, "heads": 5}, {"tp": 2, "heads": 5}, [[0, 1]]),
         ({"tp": 3, "heads": 5}, {"tp": 2, "heads": 5}, [[0], [0, 1], [1]]),
+        ({"tp": 4, "heads": 8}, {"tp": 2, "heads": 8}, [[0], [0], [1], [1]]),
+        ({"tp": 1, "heads": 2}, {"tp": 4, "heads": 2}, [[0, 2]]),
+        ({"tp": 8, "heads": 4}, {"tp": 2, "heads": 4}, [[0]] * 4 + [[1]] * 4),
+        (
+            {"tp": 2, "heads": 2, "model": "hybrid"},
+            {"tp": 8, "heads": 2, "model": "hybrid"},
+            [[0, 1, 2, 3], [4, 5, 6, 7]],
+        ),
         ({"tp": 4, "model": "mla"}, {"tp": 2, "model": "mla"}, [[0], [1], [0], [1]]),
+        ({"tp": 2, "model": "mla"}, {"tp": 4, "dcp": 4, "model": "mla"}, [[0, 1, 2, 3]] * 2),
         ({"tp": 1, "pcp": 4}, {"tp": 1, "pcp": 2}, [[0], [1], [0], [1]]),
         ({"pp": 2}, {"pp": 1}, [[0], [0]]),
         ({"pp": 1}, {"pp": 2}, [[0, 1]]),

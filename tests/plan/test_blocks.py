@@ -17,7 +17,7 @@ from kvferry.plan.tokens import TokenMap, map_tokens
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.geometry import Interleave
 from kvferry.protocol.handshake import CacheGroup
-from tests.plan.samples import engine, tensor
+from tests.plan.samples import engine, tensor, tokens_of
 
 HERE, THERE = 71, 17
 """Scheduler blocks of either cache."""
@@ -61,12 +61,8 @@ def asked(
 
 
 def slots_of(share: Interleave, count: int) -> dict[int, int]:
-    """Token → slot, by dealing runs out to the ranks."""
-    slots: dict[int, int] = {}
-    for token in range(count):
-        if token // share.run_tokens % share.ranks == share.rank:
-            slots[token] = len(slots)
-    return slots
+    """Token → slot."""
+    return {token: slot for slot, token in enumerate(tokens_of(share, count))}
 
 
 class Uncovered(Exception):

@@ -14,7 +14,7 @@ from kvferry.plan.run_merger import bundle
 from kvferry.plan.runs import Bundle, Part
 from kvferry.plan.tokens import map_tokens
 from kvferry.protocol.geometry import PagedTensor, Range
-from tests.plan.samples import cell_bytes, other, strides, tensor
+from tests.plan.samples import other, strides, tensor, unit_bytes
 
 HEADS, TOKENS, CELL = 2, 4, 16
 
@@ -42,18 +42,6 @@ def both(order: str, **changed: Any) -> tuple[PagedTensor, PagedTensor]:
     return k, other(k, kind="v", base=k.base + CELL)
 
 
-def unit_bytes(one: Part, tensor_: PagedTensor, block: int, position: int) -> list[int]:
-    """The addresses of a unit's bytes on one side, head by head, token by token, by the definition."""
-    tiles = tensor_.tiles if one.tokens.is_state else one.tokens.unit_tokens // tensor_.tile_tokens
-    first = 0 if one.tokens.is_state else position * tiles
-    return [
-        address
-        for head in range(one.heads.start - tensor_.heads.start, one.heads.stop - tensor_.heads.start)
-        for tile in range(first, first + tiles)
-        for address in cell_bytes(tensor_, block, head, tile)
-    ]
-
-
 def runs_of(found: Sequence[Bundle], here: tuple[int, int], there: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
     """`(local address, remote address, length)` of every descriptor of one unit: `(block, position)` on both sides."""
     for one in found:
@@ -73,7 +61,11 @@ def check(*parts: Part, here: tuple[int, int] = (1, 0), there: tuple[int, int] =
     wanted = [
         pair
         for one in parts
-        for pair in zip(unit_bytes(one, one.local, *here), unit_bytes(one, one.remote, *there), strict=True)
+        for pair in zip(
+            unit_bytes(one.local, one.tokens, one.heads, *here),
+            unit_bytes(one.remote, one.tokens, one.heads, *there),
+            strict=True,
+        )
     ]
     assert sorted(moved) == sorted(wanted)
     assert sum(one.unit_bytes for one in found) == len(wanted)

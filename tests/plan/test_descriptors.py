@@ -17,7 +17,7 @@ from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Route
 from kvferry.protocol.geometry import PagedTensor, Range
 from kvferry.protocol.handshake import CacheGroup
-from tests.plan.samples import cell_bytes, engine, other, span, strides, tensor
+from tests.plan.samples import engine, other, span, strides, tensor, unit_bytes
 
 FAR = 1 << 40
 
@@ -48,14 +48,6 @@ def bytes_moved(table: DescriptorTable, wanted: DescriptorPairs) -> Iterator[tup
         (to, length), (source, same) = here[left], there[right]
         assert length == same
         yield from ((to + byte, source + byte) for byte in range(length))
-
-
-def unit_bytes(of: PagedTensor, tokens: TokenMap, heads: Range, block: int, position: int) -> Iterator[int]:
-    """The address of every byte of a unit, by the definition."""
-    tiles = of.tiles if tokens.is_state else tokens.unit_tokens // of.tile_tokens
-    for head in range(heads.start - of.heads.start, heads.stop - of.heads.start):
-        for tile in range(position * tiles, (position + 1) * tiles):
-            yield from cell_bytes(of, block, head, tile)
 
 
 def wanted_bytes(route: Route, units: Mapping[TokenMap, UnitPairs]) -> dict[int, int]:

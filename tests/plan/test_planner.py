@@ -33,10 +33,6 @@ def test_the_plan_of_a_worker_is_its_part_of_the_engines() -> None:
     assert [plan_transfer(consumer, index, producer) for index in range(3)] == list(plan_engine(consumer, producer))
 
 
-def test_a_plan_is_a_value_equal_for_equal_descriptions() -> None:
-    assert plan_engine(sharded("D", tp=2), sharded()) == plan_engine(sharded("D", tp=2), sharded())
-
-
 def test_sizes_that_do_not_divide_read_parts_of_two_workers() -> None:
     """6 heads on TP 2 feed TP 3: the second reads head 2 of the first producer and head 3 of the second."""
     plan = plan_transfer(sharded("D", tp=3, heads=6), 1, sharded(tp=2, heads=6))
@@ -47,26 +43,6 @@ def test_sizes_that_do_not_divide_read_parts_of_two_workers() -> None:
             assert item.remote_heads == remote_heads
     first, second = (route.slices[0] for route in plan.routes)
     assert (first.local_heads, second.local_heads) == (Range(0, 1), Range(1, 2))
-
-
-def test_each_worker_reads_the_stages_that_have_its_layers() -> None:
-    consumer, producer = sharded("D", stages=(1, 3), layers=4), sharded(stages=(2, 2), layers=4)
-    read = [
-        [(route.place.pp, sorted({item.local.layer for item in route.slices})) for route in plan.routes]
-        for plan in plan_engine(consumer, producer)
-    ]
-    assert read == [
-        [(0, ["layers.0"])],
-        [(0, ["layers.1"]), (1, ["layers.2", "layers.3"])],
-    ]
-
-
-def test_names_are_matched_and_never_positions() -> None:
-    """The producer lists its layers backwards."""
-    layers = [tensor(layer=f"layers.{n}", base=4096 * (n + 1)) for n in range(3)]
-    (route,) = plan_transfer(engine(*layers), 0, engine(*reversed(layers))).routes
-    found = [(item.local.name, item.local.base, item.remote.name, item.remote.base) for item in route.slices]
-    assert sorted(found) == [(one.name, one.base, one.name, one.base) for one in layers]
 
 
 def test_strides_bases_and_block_counts_may_differ() -> None:

@@ -22,7 +22,7 @@ from kvferry.plan.tokens import (
     token_of,
 )
 from kvferry.protocol.geometry import Interleave
-from tests.plan.samples import tensor
+from tests.plan.samples import tensor, tokens_of
 
 
 @st.composite
@@ -31,19 +31,9 @@ def shares(draw: st.DrawFn) -> Interleave:
     return Interleave(ranks=ranks, rank=draw(st.integers(0, ranks - 1)), run_tokens=draw(st.integers(1, 6)))
 
 
-def held(share: Interleave, count: int) -> list[int]:
-    """The tokens below `count` that a rank holds, in the order of its slots: runs are dealt out like cards."""
-    return [
-        token
-        for start in range(0, count, share.run_tokens)
-        if start // share.run_tokens % share.ranks == share.rank
-        for token in range(start, min(start + share.run_tokens, count))
-    ]
-
-
 @given(shares(), st.integers(0, 120))
 def test_slots_and_tokens_are_those_of_counting(share: Interleave, count: int) -> None:
-    tokens = held(share, count)
+    tokens = tokens_of(share, count)
     assert slot_of(share, np.array(tokens, dtype=np.int64)).tolist() == list(range(len(tokens)))
     assert token_of(share, np.arange(len(tokens))).tolist() == tokens
     assert np.flatnonzero(in_share(share, np.arange(count))).tolist() == tokens
@@ -55,7 +45,7 @@ def test_slots_and_tokens_are_those_of_counting(share: Interleave, count: int) -
 @example(Interleave(ranks=4, rank=3, run_tokens=1), Interleave(ranks=2, rank=1, run_tokens=2))
 def test_two_shares_meet_when_a_token_is_in_both(one: Interleave, other: Interleave) -> None:
     period = math.lcm(one.ranks * one.run_tokens, other.ranks * other.run_tokens)
-    both = set(held(one, period)) & set(held(other, period))
+    both = set(tokens_of(one, period)) & set(tokens_of(other, period))
     assert shares_meet(one, other) == bool(both)
     assert shares_meet(other, one) == bool(both)
 
@@ -100,7 +90,7 @@ def test_a_unit_lies_in_one_block_and_one_run_on_both_sides(
     tokens = map_tokens(0, "full", local, remote)
     unit = tokens.unit_tokens
     assert here % unit == there % unit == 0
-    sides = ((tokens.local, held(tokens.local.share, 400)), (tokens.remote, held(tokens.remote.share, 400)))
+    sides = ((tokens.local, tokens_of(tokens.local.share, 400)), (tokens.remote, tokens_of(tokens.remote.share, 400)))
     slots = [{token: slot for slot, token in enumerate(order)} for _, order in sides]
     common = sorted(slots[0].keys() & slots[1].keys())
     whole = slots[0] == slots[1]
@@ -123,8 +113,5 @@ def test_a_state_is_one_unit_whatever_its_blocks_are() -> None:
 @given(one=shares(), other=shares())
 def test_the_shared_part_of_the_tokens_is_that_of_a_whole_period(one: Interleave, other: Interleave) -> None:
     period = one.ranks * one.run_tokens * other.ranks * other.run_tokens
-    both = sum(
-        token // one.run_tokens % one.ranks == one.rank and token // other.run_tokens % other.ranks == other.rank
-        for token in range(period)
-    )
-    assert shared_part(one, other) == pytest.approx(both / period)
+    both = set(tokens_of(one, period)) & set(tokens_of(other, period))
+    assert shared_part(one, other) == pytest.approx(len(both) / period)

@@ -17,67 +17,57 @@ from tests.plan.samples import engine, tensor
 NO_POOL = Costs(staged_run_bytes=0)
 
 
-def line(consumer: EngineDescription, producer: EngineDescription, worker: int = 0, costs: Costs = NO_POOL) -> str:
-    return plan_engine(consumer, producer, costs)[worker].describe()
-
-
-def test_attention_is_described_with_heads_bytes_runs_and_descriptors() -> None:
-    assert line(sharded("D"), sharded()) == (
-        "plan producer=P tp0 reads tp0: 4 tensors, heads 0…3, 128 B/token, direct, runs of 256 B, "
-        "units of 4 tokens, 2 descriptors a unit"
-    )
-
-
-def test_every_route_is_described_also_those_that_only_release() -> None:
-    assert line(sharded("D", heads=2), sharded(tp=4, heads=2)) == (
-        "plan producer=P tp0 "
-        "reads tp0: 4 tensors, head 0, 32 B/token, direct, runs of 64 B, units of 4 tokens, 2 descriptors a unit; "
+LINES: dict[str, tuple[EngineDescription, EngineDescription, int, Costs, str]] = {
+    "attention": (
+        *(sharded("D"), sharded(), 0, NO_POOL),
+        "tp0 reads tp0: 4 tensors, heads 0…3, 128 B/token, direct, runs of 256 B, units of 4 tokens, "
+        "2 descriptors a unit",
+    ),
+    "routes that only release": (
+        *(sharded("D", heads=2), sharded(tp=4, heads=2), 0, NO_POOL),
+        "tp0 reads tp0: 4 tensors, head 0, 32 B/token, direct, runs of 64 B, units of 4 tokens, 2 descriptors a unit; "
         "reads tp2: 4 tensors, head 1, 32 B/token, direct, runs of 64 B, units of 4 tokens, 2 descriptors a unit; "
-        "releases tp1; releases tp3"
-    )
+        "releases tp1; releases tp3",
+    ),
+    "MLA": (
+        *(sharded("D", tp=2, model="mla"), sharded(tp=2, model="mla"), 1, NO_POOL),
+        "tp1 reads tp1: 2 tensors, head 0, 48 B/token, direct, runs of 96 B, units of 4 tokens, 2 descriptors a unit",
+    ),
+    "pipeline stages": (
+        *(sharded("D", stages=(1, 1)), sharded(stages=(1, 1)), 1, NO_POOL),
+        "tp0/pp1 reads tp0/pp1: 2 tensors, heads 0…3, 64 B/token, direct, runs of 256 B, units of 4 tokens, "
+        "1 descriptors a unit",
+    ),
+    "states, by request": (
+        *(sharded("D", layers=1, model="state"), sharded(layers=1, model="state"), 0, NO_POOL),
+        "tp0 reads tp0: 4 tensors, 0 B/token, 320 B/request, direct, runs of 320 B, 1 descriptors a unit",
+    ),
+    "hybrid": (
+        *(sharded("D", layers=1, model="hybrid"), sharded(layers=1, model="hybrid"), 0, NO_POOL),
+        "tp0 reads tp0: 6 tensors, heads 0…3, 64 B/token, 320 B/request, direct, runs of 256…320 B, "
+        "units of 4 tokens, 2 descriptors a unit",
+    ),
+    "blocks of two sizes": (
+        *(sharded("D", block_tokens=6), sharded(), 0, NO_POOL),
+        "tp0 reads tp0: 4 tensors, heads 0…3, 128 B/token, direct, runs of 32 B, units of 2 tokens, "
+        "8 descriptors a unit",
+    ),
+    "staged": (
+        *(sharded("D", order="NHD"), sharded(), 0, Costs(relayout_gb_s=1e9)),
+        "tp0 reads tp0: 4 tensors, heads 0…3, 128 B/token, staged, runs of 16 B read in runs of 256 B, "
+        "units of 4 tokens, 2 descriptors a unit",
+    ),
+}
 
 
-def test_mla_and_pipeline_stages_are_described_in_the_same_words() -> None:
-    assert line(sharded("D", tp=2, model="mla"), sharded(tp=2, model="mla"), worker=1) == (
-        "plan producer=P tp1 "
-        "reads tp1: 2 tensors, head 0, 48 B/token, direct, runs of 96 B, units of 4 tokens, 2 descriptors a unit"
-    )
-    assert line(sharded("D", stages=(1, 1)), sharded(stages=(1, 1)), worker=1) == (
-        "plan producer=P tp0/pp1 "
-        "reads tp0/pp1: 2 tensors, heads 0…3, 64 B/token, direct, runs of 256 B, "
-        "units of 4 tokens, 1 descriptors a unit"
-    )
-
-
-def test_recurrent_states_are_described_by_request_and_not_by_token() -> None:
-    assert line(sharded("D", layers=1, model="state"), sharded(layers=1, model="state")) == (
-        "plan producer=P tp0 reads tp0: 4 tensors, 0 B/token, 320 B/request, direct, runs of 320 B, "
-        "1 descriptors a unit"
-    )
-
-
-def test_a_hybrid_model_is_described_with_both() -> None:
-    reported = line(sharded("D", layers=1, model="hybrid"), sharded(layers=1, model="hybrid"))
-    assert "64 B/token, 320 B/request, direct, runs of 256…320 B, units of 4 tokens, 2 descriptors a unit" in reported
-
-
-def test_blocks_of_two_sizes_are_described_by_their_unit() -> None:
-    reported = line(sharded("D", block_tokens=6), sharded())
-    assert "runs of 32 B, units of 2 tokens, 8 descriptors a unit" in reported
-
-
-def test_staged_and_direct_are_described_as_such() -> None:
-    pair = sharded("D", order="NHD"), sharded()
-    assert ", direct, runs of 16 B" in line(*pair)
-    assert ", staged, runs of 16 B" in line(*pair, costs=Costs(relayout_gb_s=1e9))
+@pytest.mark.parametrize("kind", LINES)
+def test_a_plan_is_described_in_one_line(kind: str) -> None:
+    consumer, producer, worker, costs, expected = LINES[kind]
+    assert plan_engine(consumer, producer, costs)[worker].describe() == f"plan producer=P {expected}"
 
 
 def test_a_worker_that_needs_nothing_says_so() -> None:
     assert TransferPlan("P", Place(tp=1), 1, ()).describe() == "plan producer=P tp1 needs nothing"
-
-
-def test_a_description_is_one_line_whatever_the_names_are() -> None:
-    assert "\n" not in line(sharded("D", tp=3, heads=5, layers=5), sharded(tp=2, heads=5, layers=5), worker=1)
 
 
 def test_a_plan_cannot_be_changed() -> None:

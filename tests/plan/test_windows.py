@@ -18,6 +18,7 @@ def in_blocks_of(wanted: set[int], block: int, num_tokens: int) -> set[int]:
 
 
 @given(
+    policy=st.sampled_from(("window", "chunk")),
     window=small,
     block=small,
     own_block=small,
@@ -25,27 +26,34 @@ def in_blocks_of(wanted: set[int], block: int, num_tokens: int) -> set[int]:
     more=st.integers(0, 3),
     dropped=st.integers(0, 80),
 )
-@example(window=32, block=16, own_block=16, num_tokens=47, more=0, dropped=1)
-@example(window=32, block=16, own_block=16, num_tokens=47, more=1, dropped=1)
-@example(window=48, block=16, own_block=32, num_tokens=70, more=0, dropped=1)
-@example(window=48, block=32, own_block=16, num_tokens=63, more=0, dropped=0)
-@example(window=1, block=16, own_block=16, num_tokens=48, more=0, dropped=3)
-@example(window=1, block=16, own_block=16, num_tokens=47, more=0, dropped=2)
-@example(window=1, block=16, own_block=16, num_tokens=47, more=0, dropped=3)
-@example(window=1, block=7, own_block=16, num_tokens=48, more=1, dropped=7)
+@example(policy="window", window=32, block=16, own_block=16, num_tokens=47, more=0, dropped=1)
+@example(policy="window", window=32, block=16, own_block=16, num_tokens=47, more=1, dropped=1)
+@example(policy="window", window=48, block=16, own_block=32, num_tokens=70, more=0, dropped=1)
+@example(policy="window", window=48, block=32, own_block=16, num_tokens=63, more=0, dropped=0)
+@example(policy="window", window=1, block=16, own_block=16, num_tokens=48, more=0, dropped=3)
+@example(policy="window", window=1, block=16, own_block=16, num_tokens=47, more=0, dropped=2)
+@example(policy="window", window=1, block=16, own_block=16, num_tokens=47, more=0, dropped=3)
+@example(policy="window", window=1, block=7, own_block=16, num_tokens=48, more=1, dropped=7)
+@example(policy="chunk", window=16, block=16, own_block=16, num_tokens=48, more=0, dropped=3)
+@example(policy="chunk", window=16, block=16, own_block=16, num_tokens=48, more=1, dropped=3)
+@example(policy="chunk", window=20, block=16, own_block=16, num_tokens=47, more=1, dropped=2)
+@example(policy="chunk", window=1, block=16, own_block=16, num_tokens=48, more=0, dropped=3)
 def test_a_window_suffices_when_all_that_is_attended_to_is_kept_and_all_that_is_kept_is_held(
-    window: int, block: int, own_block: int, num_tokens: int, more: int, dropped: int
+    policy: str, window: int, block: int, own_block: int, num_tokens: int, more: int, dropped: int
 ) -> None:
+    def attends(token: int, to: int) -> bool:
+        return token - to < window if policy == "window" else token // window == to // window
+
     total = -(-num_tokens // block)
     dropped = min(dropped, total)
-    group = CacheGroup(policy="window", block_tokens=block, window_tokens=window)
     first_held = held_from(block, total - dropped, num_tokens)
-    assert first_held == min(dropped * block, total * block)
+    assert first_held == dropped * block
     held = set(range(first_held, num_tokens))
-    in_window = {token for token in range(num_tokens) if num_tokens - token < window}
+    in_window = {token for token in range(num_tokens) if attends(num_tokens, token)}
     kept = in_blocks_of(in_window | {num_tokens}, own_block, num_tokens)
     computed_next = num_tokens if more else num_tokens - 1
-    attended = {token for token in range(computed_next) if computed_next - token < window}
+    attended = {token for token in range(computed_next) if attends(computed_next, token)}
+    group = CacheGroup(policy=policy, block_tokens=block, window_tokens=window)
     got = reaches_back(group, own_block, first_held, num_tokens, num_tokens + more)
     assert got == (attended <= kept <= held)
 
@@ -58,32 +66,6 @@ def test_ranks_that_share_tokens_out_hold_more_of_them_in_a_block() -> None:
     """Two ranks, 16 slots a block: 100 tokens are 4 blocks of 32, and the last two begin with token 64."""
     assert held_from(2 * 16, 2, 100) == 64
     assert held_from(2 * 16, 4, 100) == 0
-
-
-@given(
-    chunk=small,
-    block=small,
-    own_block=small,
-    num_tokens=st.integers(1, 80),
-    more=st.integers(0, 3),
-    dropped=st.integers(0, 80),
-)
-@example(chunk=16, block=16, own_block=16, num_tokens=48, more=0, dropped=3)
-@example(chunk=16, block=16, own_block=16, num_tokens=48, more=1, dropped=3)
-@example(chunk=20, block=16, own_block=16, num_tokens=47, more=1, dropped=2)
-@example(chunk=1, block=16, own_block=16, num_tokens=48, more=0, dropped=3)
-def test_a_chunk_suffices_when_every_token_of_the_next_ones_chunk_is_held(
-    chunk: int, block: int, own_block: int, num_tokens: int, more: int, dropped: int
-) -> None:
-    dropped = min(dropped, -(-num_tokens // block))
-    group = CacheGroup(policy="chunk", block_tokens=block, window_tokens=chunk)
-    computed_next = num_tokens if more else num_tokens - 1
-    attended = {token for token in range(computed_next) if token // chunk == computed_next // chunk}
-    first_held = dropped * block
-    in_chunk = {token for token in range(num_tokens) if token // chunk == num_tokens // chunk}
-    kept = in_blocks_of(in_chunk | {num_tokens}, own_block, num_tokens)
-    got = reaches_back(group, own_block, first_held, num_tokens, num_tokens + more)
-    assert got == (attended <= kept <= set(range(first_held, num_tokens)))
 
 
 def test_a_state_that_has_seen_the_last_token_is_of_no_use() -> None:

@@ -1,6 +1,6 @@
 """`TransferTopology.register_remote_engine`: here the peer registry knows other engines.
 
-The rest of the earlier designs is answered by the plan: tests/plan/test_earlier_designs.py.
+The rest of the earlier designs is answered by the plan: tests/plan/test_assignment.py.
 """
 
 from __future__ import annotations
