@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from hypothesis import strategies as st
 from kvferry.cli.arguments import InvalidRequest
 from kvferry.cli.plan.copies import blocks_of, copy_lines, decode_request
 from kvferry.cli.plan.sides import read_pair
-from kvferry.plan.blocks import RequestBlocks, pair_request
-from kvferry.plan.copies import route_copies
 from kvferry.plan.planner import plan_engine
 from kvferry.protocol.geometry import PagedTensor, Place
 from kvferry.protocol.handshake import EngineDescription
@@ -79,28 +76,6 @@ def test_all_copies_together_move_every_entry_of_every_token_to_its_place(tmp_pa
                 src = address(remote, (5, 3, 6)[token // 16], head, token % 16)
                 for byte in range(local.cell_bytes):
                     assert source_of[dst + byte] == (rank, src + byte)
-
-
-def test_the_lines_are_the_copies_that_the_plan_makes(tmp_path: Path) -> None:
-    producer, consumer = sides(PAIR)
-    request = RequestBlocks(
-        local=REQUEST["local_block_ids"],
-        remote=REQUEST["remote_block_ids"],
-        first_token=0,
-        stop_token=40,
-        num_tokens=40,
-    )
-    wanted: Counter[tuple[int, int, int, int, str]] = Counter()
-    for plan in plan_engine(consumer, producer):
-        pairs = pair_request(plan, consumer.groups, producer.groups, request)
-        for route in plan.routes:
-            for copies in route_copies(route, pairs):
-                rows = zip(copies.src.tolist(), copies.dst.tolist(), copies.num_bytes.tolist(), strict=True)
-                wanted.update((route.place.tp, *row, copies.placing.value) for row in rows)
-    lines = lines_of(tmp_path, *PAIR)
-    found = Counter((one["producer"]["tp"], one["src"], one["dst"], one["bytes"], one["via"]) for one in lines)
-    assert found == wanted
-    assert len(wanted) == len(lines) > 0
 
 
 def test_only_the_tokens_that_are_asked_for_are_copied(tmp_path: Path) -> None:
