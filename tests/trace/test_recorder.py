@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Sequence
 
@@ -141,24 +140,3 @@ def test_what_comes_after_the_end_is_not_kept() -> None:
     recorder.close()
     recorder.record(1)
     assert (recorder.num_lost, sink.items) == (1, [])
-
-
-def test_a_forked_process_records_nothing_and_the_first_one_goes_on() -> None:
-    sink = Kept()
-    sink.may_go_on.clear()
-    recorder = Recorder(sink)
-    recorder.record(1)
-    assert sink.entered.wait(20.0)
-    recorder.record(2)
-    child = os.fork()
-    if not child:
-        recorder.record(3)
-        waiting = len(recorder._waiting)
-        recorder.close()  # neither waits for a thread that is not here
-        os._exit(waiting)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    sink.may_go_on.set()
-    recorder.record(4)
-    recorder.close()
-    assert sink.items == [1, 2, 4]

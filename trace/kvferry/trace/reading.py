@@ -17,7 +17,7 @@ from kvferry.protocol.errors import InputError
 from kvferry.trace.events import TRACE_VERSION, AnyEvent, Dropped, ProcessStarted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Damage:
     """A defect of a file.
 
@@ -28,8 +28,8 @@ class Damage:
 
     path: str
     problem: str
-    line: int = 0
-    lines: int = 1
+    line: int
+    lines: int = 0
 
     def __str__(self) -> str:
         if not self.line:
@@ -38,20 +38,12 @@ class Damage:
         return f"{self.path}: line {self.line}{more}: {self.problem}"
 
 
-class DamageReport:
-    """Counts defects by file and problem."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[str, str], tuple[int, int]] = {}
+class DamageReport(dict[tuple[str, str], Damage]):
+    """Defects by file and problem, in the order in which they were found."""
 
     def add(self, path: str, problem: str, line: int = 0) -> None:
         """Count one defect."""
-        first, lines = self._found.get((path, problem), (line, 0))
-        self._found[path, problem] = (first, lines + 1)
-
-    def as_tuple(self) -> tuple[Damage, ...]:
-        """All defects, in the order in which they were found."""
-        return tuple(Damage(path, problem, *counted) for (path, problem), counted in self._found.items())
+        self.setdefault((path, problem), Damage(path, problem, line)).lines += 1
 
 
 class InvalidTrace(InputError):
@@ -96,9 +88,9 @@ def read_recording(paths: Iterable[str | Path]) -> Recording:
         for part in _read_file(file, report):
             _keep(parts.setdefault(part.started, []), part, report)
     if not parts:
-        why = "; ".join(str(one) for one in report.as_tuple()[:3])
+        why = "; ".join(map(str, [*report.values()][:3]))
         raise InvalidTrace("DIR", ", ".join(names), f"files *{SUFFIX} with traces{f' ({why})' if why else ''}")
-    return Recording(tuple(_joined(several) for several in parts.values()), report.as_tuple())
+    return Recording(tuple(_joined(several) for several in parts.values()), (*report.values(),))
 
 
 def _keep(parts: list[Process], part: Process, report: DamageReport) -> None:

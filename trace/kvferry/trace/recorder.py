@@ -7,12 +7,10 @@ dropped and counted, and the busy thread never waits.
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +46,6 @@ class Recorder(Generic[Item]):
     Args:
         name: name of the thread.
         most_waiting: items in the queue; more are dropped.
-
-    In a forked child an inherited recorder records nothing: only the process that opened it writes.
     """
 
     def __init__(self, sink: Sink[Item], name: str = "kvferry-trace", *, most_waiting: int = MOST_WAITING) -> None:
@@ -65,7 +61,6 @@ class Recorder(Generic[Item]):
         self._wake = threading.Event()
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
-        _OPEN.add(self)
 
     @property
     def num_lost(self) -> int:
@@ -138,19 +133,3 @@ class Recorder(Generic[Item]):
                 self._num_failed += len(batch)
             else:
                 self._reported_lost = lost
-
-    def _fall_silent(self) -> None:
-        self._is_open = False
-        self._most_waiting = 0
-        self._waiting.clear()
-
-
-_OPEN: weakref.WeakSet[Recorder[Any]] = weakref.WeakSet()
-
-
-def _silence_all() -> None:
-    for recorder in list(_OPEN):
-        recorder._fall_silent()
-
-
-os.register_at_fork(after_in_child=_silence_all)
