@@ -23,7 +23,7 @@ from kvferry.cli.bench.report import print_outcome
 from kvferry.cli.transfer.measure import Outcome
 from kvferry.cli.transfer.memory import content, count_wrong
 from kvferry.cli.transfer.messages import Echoes, Measured, Reads, ReadsFailed, Task
-from kvferry.cli.transfer.reader import RUN_BYTES, Case, cases_of
+from kvferry.cli.transfer.reader import RUN_BYTES, cases_of
 from tests.cli.bench_listener import TASK, bench_listening
 from tests.cli.command import run
 from tests.cli.lying_owner import CHANGED
@@ -204,13 +204,13 @@ def test_wrong_bytes_are_counted_from_the_first() -> None:
 
 
 def test_sizes_are_powers_of_four_and_cases_of_several_runs_are_scattered_too() -> None:
-    assert cases_of("DRAM", 100 << 10) == [
-        Case("DRAM", 4 << 10, 4 << 10),
-        Case("DRAM", 16 << 10, 16 << 10),
-        Case("DRAM", 64 << 10, 64 << 10),
-        Case("DRAM", 64 << 10, 16 << 10),
+    assert cases_of(100 << 10) == [
+        (4 << 10, 4 << 10),
+        (16 << 10, 16 << 10),
+        (64 << 10, 64 << 10),
+        (64 << 10, 16 << 10),
     ]
-    assert cases_of("VRAM", 64 << 20)[-1].descriptors == 4096
+    assert cases_of(64 << 20)[-1] == (64 << 20, 16 << 10)
 
 
 READS = Reads(
@@ -232,7 +232,6 @@ def test_the_table_distinguishes_wrong_and_right_rows_with_and_without_rich(
 ) -> None:
     if not rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
-        monkeypatch.setitem(sys.modules, "rich.table", None)
     wrong = msgspec.structs.replace(READS, wrong=3, first_wrong=17, kind="VRAM", p50_us=655.36)
     stream = io.StringIO()
     measured = Measured(

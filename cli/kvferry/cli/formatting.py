@@ -1,22 +1,25 @@
 """Formats of numbers, the same in tables and pictures, and tables for terminals.
 
-Only tables need rich, which the extra `cli` installs.
+Only tables need rich, which the extra `cli` installs; `print_table` does without. This module needs no other package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from kvferry.cli.arguments import InvalidArgument
-from kvferry.protocol.geometry import Range
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from kvferry.protocol.geometry import Range
+
 
 WIDTH = 132
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def new_table(columns: Iterable[str]) -> Table:
@@ -43,6 +46,45 @@ def console(stream: TextIO) -> Console:
         raise InvalidArgument("output", "a table", "rich (pip install 'kvferry[cli]'), or --json") from None
     width = None if stream.isatty() else WIDTH
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
+
+
+def safe(content: str) -> str:
+    """The text with terminal control characters replaced."""
+    return _CONTROL.sub("\ufffd", content)
+
+
+def print_table(
+    stream: TextIO, columns: Sequence[str], rows: Iterable[Sequence[str]], styles: Mapping[str, str] | None = None
+) -> None:
+    """Print `safe` cells as a table if rich is installed, else as plain columns.
+
+    Args:
+        columns: as for `new_table`.
+        styles: rich's style of cells that have this text.
+    """
+    cells = [[safe(cell) for cell in row] for row in rows]
+    try:
+        out = console(stream)
+    except InvalidArgument:
+        _print_columns(stream, columns, cells)
+        return
+    from rich.text import Text
+
+    table = new_table(columns)
+    for row in cells:
+        table.add_row(*(Text(cell, style=(styles or {}).get(cell, "")) for cell in row))
+    out.print(table)
+
+
+def _print_columns(stream: TextIO, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    heads = [column.removeprefix(">") for column in columns]
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    for row in (heads, *cells):
+        padded = (
+            cell.rjust(width) if column.startswith(">") else cell.ljust(width)
+            for cell, width, column in zip(row, widths, columns, strict=True)
+        )
+        print("  ".join(padded).rstrip(), file=stream)
 
 
 _DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB")

@@ -7,8 +7,7 @@ from typing import TextIO
 
 import msgspec
 
-from kvferry.cli.arguments import InvalidArgument
-from kvferry.cli.formatting import binary_bytes, console, counted, new_table
+from kvferry.cli.formatting import binary_bytes, counted, print_table
 from kvferry.cli.transfer.measure import Outcome
 from kvferry.cli.transfer.messages import Offer
 
@@ -34,15 +33,7 @@ def as_json(outcome: Outcome) -> dict[str, object]:
 
 def print_outcome(stream: TextIO, outcome: Outcome) -> None:
     """Print a table if rich is installed, else plain lines."""
-    rows = list(_rows(outcome))
-    try:
-        out, table = console(stream), new_table(_COLUMNS)
-        for row in rows:
-            table.add_row(*row)
-        out.print(table)
-    except InvalidArgument:
-        for row in ([column.removeprefix(">") for column in _COLUMNS], *rows):
-            print("  ".join(row), file=stream)
+    print_table(stream, _COLUMNS, _rows(outcome))
     for line in _lines(outcome):
         print(line, file=stream)
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO
 
-from kvferry.cli.arguments import InvalidArgument, number_option, whole_option
+from kvferry.cli.arguments import number_option, whole_option
 from kvferry.cli.doctor.channel import check_address, check_secret, check_telemetry
 from kvferry.cli.doctor.devices import Machine, check_devices, this_machine
 from kvferry.cli.doctor.findings import Finding, Mark, not_done
@@ -23,9 +23,10 @@ from kvferry.cli.doctor.host import (
     check_shared_memory,
 )
 from kvferry.cli.doctor.versions import check_versions
+from kvferry.cli.formatting import print_table
 
 SCHEMA = 1
-_COLOURS = {Mark.OK: "green", Mark.LOOK: "yellow", Mark.BROKEN: "bold red", Mark.NOT_DONE: "dim"}
+_COLOURS = {"ok": "green", "look": "yellow", "broken": "bold red", "not done": "dim"}
 
 
 def _check_ucx(machine: Machine) -> Iterable[Finding]:
@@ -93,25 +94,12 @@ def as_json(findings: Sequence[Finding]) -> dict[str, object]:
 
 
 def print_findings(stream: TextIO, findings: Sequence[Finding]) -> None:
-    """Print a table if rich is installed, else plain lines: the command must work on any machine."""
-    try:
-        _print_table(stream, findings)
-    except (InvalidArgument, ImportError):
-        for one in findings:
-            do = f"\n          → {one.do}" if one.do else ""
-            print(f"{one.mark.value:<8}  {one.check}: {one.found}{do}", file=stream)
+    """Print the findings, each with its remedy in the row below, and the number of each mark."""
+    rows: list[tuple[str, str, str]] = []
+    for one in findings:
+        rows.append((one.mark.value, one.check, one.found))
+        if one.do:
+            rows.append(("", "", f"→ {one.do}"))
+    print_table(stream, ("", "check", "found, and what to do"), rows, _COLOURS)
     counts = Counter(one.mark for one in findings)
     print("\n" + ", ".join(f"{counts[mark]} {mark.value}" for mark in Mark if counts[mark]), file=stream)
-
-
-def _print_table(stream: TextIO, findings: Sequence[Finding]) -> None:
-    from kvferry.cli.formatting import console, new_table
-
-    out = console(stream)
-    from rich.text import Text
-
-    table = new_table(("", "check", "found, and what to do"))
-    for one in findings:
-        do = f"\n→ {one.do}" if one.do else ""
-        table.add_row(Text(one.mark.value, style=_COLOURS[one.mark]), Text(one.check), Text(f"{one.found}{do}"))
-    out.print(table)

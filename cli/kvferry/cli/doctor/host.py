@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
+from kvferry.cli.formatting import binary_bytes
 
 FILES_OF_A_WORKER = 256
 """Upper estimate of the open files of a vLLM worker without peers."""
@@ -34,12 +35,12 @@ def check_locked_memory(machine: Machine) -> Iterator[Finding]:
     if limit == resource.RLIM_INFINITY:
         yield ok(check, "no limit")
     elif _has(machine, _CAP_IPC_LOCK):
-        yield ok(check, f"limit {_shown(limit)}, lifted by CAP_IPC_LOCK")
+        yield ok(check, f"limit {binary_bytes(limit)}, lifted by CAP_IPC_LOCK")
     elif not machine.ports:
-        yield ok(check, f"limit {_shown(limit)}; nothing here locks memory without an RDMA device")
+        yield ok(check, f"limit {binary_bytes(limit)}; nothing here locks memory without an RDMA device")
     else:
         do = "ulimit -l unlimited; Docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity"
-        yield broken(check, f"limit {_shown(limit)}: a cache cannot be registered with an RDMA device", do)
+        yield broken(check, f"limit {binary_bytes(limit)}: a cache cannot be registered with an RDMA device", do)
 
 
 def check_files(machine: Machine) -> Iterator[Finding]:
@@ -68,7 +69,7 @@ def check_shared_memory(machine: Machine) -> Iterator[Finding]:
         return
     size = os.statvfs(machine.root / SHM)
     free_bytes = size.f_bavail * size.f_frsize
-    found = f"/{SHM} has {_shown(free_bytes)} of {_shown(size.f_blocks * size.f_frsize)} free"
+    found = f"/{SHM} has {binary_bytes(free_bytes)} of {binary_bytes(size.f_blocks * size.f_frsize)} free"
     do = f"{do}; or remove files of dead engines from it"
     if free_bytes < SHM_NEEDED:
         yield broken(check, f"{found}: too little for an engine's queues and UCX", do)
@@ -151,8 +152,3 @@ def _has(machine: Machine, capability: int) -> bool:
     lines = machine.text("proc/self/status").splitlines()
     effective = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
     return bool(int(effective, 16) >> capability & 1)
-
-
-def _shown(amount: int) -> str:
-    """As `kvferry.cli.formatting.binary_bytes`, which needs msgspec, and that may be missing."""
-    return f"{amount / (1 << 30):.1f} GiB" if amount >= 1 << 30 else f"{amount / (1 << 20):.0f} MiB"
