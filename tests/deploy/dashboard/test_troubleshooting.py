@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.protocol.orders import FailureReason
 from tests.deploy.dashboard.promql import samples
 from tests.deploy.dashboard.test_dashboard_alerts import anchors
 
@@ -18,7 +17,6 @@ PAGE = REPOSITORY / "docs" / "troubleshooting.md"
 TEXT = PAGE.read_text()
 PARTS = ("protocol", "plan", "trace", "scheduler", "worker", "connector")
 WARNINGS = ("warning", "error", "exception", "critical")
-REASONS = tuple(reason.value for reason in FailureReason)
 _FEWEST_LETTERS = 11
 """A text with fewer of its own, such as `%s: %s`, is like any other."""
 
@@ -158,57 +156,6 @@ def test_every_reason_and_every_counter_of_trouble_is_on_the_page() -> None:
     assert [stem for stem in sorted(stems) if stem not in TEXT and not fine.search(stem)] == [
         "vllm:request_success_total"
     ]
-
-
-def test_every_drill_is_under_its_symptom() -> None:
-    reliability = (REPOSITORY / "docs" / "reliability.md").read_text()
-    drills = set(re.findall(r"`(tests/\w+/test_\w+\.py)", section(reliability, "Fault drills")))
-    rows = section(TEXT, "Which drill shows which symptom")
-    shown = set(re.findall(r"tests/\w+/test_\w+\.py", rows))
-    assert len(drills) > 10
-    assert drills - shown == set()
-    assert [file for file in shown if not (REPOSITORY / file).exists()] == []
-
-
-def expected_reasons(file: Path) -> set[str]:
-    """Reasons of failed loads that a file of drills expects, as text or as members of `FailureReason`."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        # a text "params" is a key of something, in all of them
-        if isinstance(node, ast.Constant) and node.value in REASONS and node.value != "params":
-            found.add(str(node.value))
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "FailureReason":
-            found.add(node.attr.lower())
-    return found
-
-
-def anchor_of(reason: str) -> str:
-    """The first heading under which a reason of failed loads is the metric."""
-    for part in TEXT.split("\n### ")[1:]:
-        metric = part.partition("- **Metric:**")[2].partition("- **Log:**")[0]
-        if "failed_loads" in metric and f'reason="{reason}"' in metric:
-            return re.sub(r"[^\w\- ]", "", part.partition("\n")[0].lower()).replace(" ", "-")
-    raise AssertionError(f"no symptom has {reason}")
-
-
-@pytest.mark.parametrize(
-    "file", sorted((REPOSITORY / "tests" / "faults").glob("test_*.py")), ids=lambda file: file.stem
-)
-def test_every_reason_that_a_drill_expects_is_among_its_symptoms(file: Path) -> None:
-    rows = [row for row in section(TEXT, "Which drill shows which symptom").splitlines() if file.name in row]
-    missing = {reason for reason in expected_reasons(file) if not any(f"(#{anchor_of(reason)})" in row for row in rows)}
-    assert missing == set()
-
-
-def test_the_drills_expect_most_reasons() -> None:
-    expected = {
-        reason for file in (REPOSITORY / "tests" / "faults").glob("test_*.py") for reason in expected_reasons(file)
-    }
-    assert expected == {"handshake", "refused", "mac", "fence", "transfer", "deadline"}
-
-
-def section(text: str, title: str) -> str:
-    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 def test_every_link_on_the_page_leads_somewhere() -> None:
