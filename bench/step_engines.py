@@ -22,10 +22,10 @@ from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.ids import epoch_to_text, new_epoch
 from kvferry.protocol.params import RemotePrefill, read_params
 from kvferry.protocol.params_mac import sign_params
-from tests.engine_core.configs import BLOCK_TOKENS
-from tests.engine_core.node import Node
-from tests.engine_core.second_runner import no_forward
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
+from tests.harness.core.configs import BLOCK_TOKENS
+from tests.harness.core.node import Node
+from tests.harness.core.runners import no_forward
 
 SCHEDULER_CALLS = (
     "on_new_request",

@@ -18,7 +18,7 @@ from kvferry.connector.layout.discovery import discover
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.worker.memory.caches import KvCaches
-from tests.engine_core.configs import vllm_config
+from tests.harness.core.configs import vllm_config
 
 PATTERNS = {"cpu_attn/vec": "columns", "cpu_attn/vec16": "columns", "cpu_mla": "latent", "gpu_rows": "rows"}
 """The probe's results for the backends that it recognises (`test_cache_probe`); other CPU attention is `BY_HEAD`."""

@@ -26,7 +26,7 @@ from vllm.v1.worker import cp_utils
 
 from kvferry.connector.context_parallel import check_attention_cp_compatibility
 from kvferry.worker.context_parallel.compatibility import AttentionRefused
-from tests.engine_core.configs import HEAD_SIZE, HEADS, vllm_config
+from tests.harness.core.configs import HEAD_SIZE, HEADS, vllm_config
 
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4))
 """Ranks of prefill and of decode context parallelism, with 2 tensor parallel ranks."""

@@ -12,7 +12,7 @@ from kvferry.plan.planner import plan_engine
 from kvferry.protocol.description_json import decode_engine_json, engine_json_of, engine_of
 from kvferry.protocol.errors import InvalidConfig
 from tests.cli.command import run
-from tests.engine_core.node import Node, stop_parallel_state
+from tests.harness.core.node import Node, stop_parallel_state
 from tests.protocol.samples import make_description
 
 

@@ -25,7 +25,7 @@ from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Interleave, Place, Topology
 from tests.connector.test_fingerprint import safetensors
-from tests.engine_core.configs import vllm_config
+from tests.harness.core.configs import vllm_config
 
 
 def engine_config(**changed: Any) -> Any:

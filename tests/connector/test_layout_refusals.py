@@ -33,7 +33,7 @@ from kvferry.connector.layout.discovery import discover, groups_of
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
 from tests.connector.caches import ALONE, config_of, described, full, group, layout_of_packing, views_of
-from tests.engine_core.configs import vllm_config
+from tests.harness.core.configs import vllm_config
 
 ATTENTION: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
 LATENT: dict[str, Any] = {**ATTENTION, "num_kv_heads": 1}

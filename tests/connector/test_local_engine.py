@@ -18,7 +18,7 @@ from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, LeaseName
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
 from tests.connector.caches import config_of, full, group
-from tests.engine_core.configs import vllm_config
+from tests.harness.core.configs import vllm_config
 
 LATENT = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 

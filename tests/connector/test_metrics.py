@@ -30,8 +30,8 @@ from kvferry.scheduler.state.counters import CounterKey
 from kvferry.worker.loads.record import LoadRecord, Stage
 from kvferry.worker.loads.results import StepResults
 from kvferry.worker.peers.peer import PeerKey
-from tests.engine_core.configs import vllm_config
 from tests.engine_core.step_count import StepCount
+from tests.harness.core.configs import vllm_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = PeerKey("host", 1, "engine", "0" * 32)

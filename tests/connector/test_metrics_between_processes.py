@@ -13,7 +13,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from kvferry.connector.metrics.prometheus import FerryPromMetrics
 from kvferry.connector.metrics.stats import FerryStats
 from kvferry.connector.metrics.tables import GAUGES
-from tests.engine_core.configs import vllm_config
+from tests.harness.core.configs import vllm_config
 
 
 class FrontEnds:

@@ -14,7 +14,7 @@ from kvferry.connector.metrics import prometheus as metrics
 from kvferry.connector.metrics.stats import PeerLabels
 from kvferry.connector.metrics.tables import OTHER_PEERS
 from kvferry.worker.peers.peer import PeerKey
-from tests.engine_core.configs import vllm_config
+from tests.harness.core.configs import vllm_config
 
 
 def peer(host: str, port: int = 5600, engine_id: str = "e", boot: str = "0" * 32) -> PeerKey:

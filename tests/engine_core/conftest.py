@@ -40,13 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def _process_groups() -> Iterator[None]:
     """vLLM's process groups, which nodes start, end with the module."""
     yield
-    importlib.import_module("tests.engine_core.node").stop_parallel_state()
+    importlib.import_module("tests.harness.core.node").stop_parallel_state()
 
 
 @pytest.fixture
 def make() -> Iterator[Any]:
     """Makes nodes: `make(role, **config)`. They are closed at the end of the test, with an integrity check."""
-    node_type = importlib.import_module("tests.engine_core.node").Node
+    node_type = importlib.import_module("tests.harness.core.node").Node
     nodes: list[Any] = []
 
     def build(role: str, **config: Any) -> Any:

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from tests.engine_core.configs import BLOCK_TOKENS
+from tests.harness.core.configs import BLOCK_TOKENS
 
 Prefix = tuple[int, ...]
 

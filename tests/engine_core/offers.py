@@ -13,7 +13,7 @@ from kvferry.protocol.handshake import Release, Renew, decode_request
 from kvferry.protocol.ids import epoch_to_text, new_boot_id, new_epoch
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import new_mac_key, sign_params
-from tests.engine_core.driver import BLOCK_TOKENS
+from tests.harness.core.scheduler import BLOCK_TOKENS
 
 
 def offer(prompt: Sequence[int], *, port: int = 9, slot: int = 0, lease_s: float = 30.0, **flat: Any) -> dict[str, Any]:

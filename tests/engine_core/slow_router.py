@@ -10,8 +10,9 @@ import pytest
 
 from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.producer.lease import LeaseState
-from tests.engine_core.driver import Engine, Scheduled, tokens
-from tests.engine_core.node import free_port, side_channel
+from tests.harness.cache_engine import free_port
+from tests.harness.core.node import side_channel
+from tests.harness.core.scheduler import Engine, Scheduled, tokens
 
 LEASE_S = 60.0
 HEARTBEAT_S = LEASE_S / 6

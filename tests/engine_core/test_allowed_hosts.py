@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.side_channel import host_names
-from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.offers import Eavesdropper, offer
+from tests.harness.core.scheduler import Engine, tokens
 
 PROMPT = tokens(40)
 

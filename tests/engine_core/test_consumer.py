@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvferry.connector.engine.facts import is_alone
-from tests.engine_core.driver import BLOCK_TOKENS, Engine, Scheduled, tokens
 from tests.engine_core.offers import Eavesdropper, offer
+from tests.harness.core.scheduler import BLOCK_TOKENS, Engine, Scheduled, tokens
 
 PROMPT = tokens(40)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine_core.driver import tokens
-from tests.engine_core.node import Node
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.core.node import Node
+from tests.harness.core.scheduler import tokens
+from tests.harness.core.toy_model import expected_tokens
 
 COMMON = tokens(256, seed=1)
 """One whole digest."""

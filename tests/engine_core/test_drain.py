@@ -17,10 +17,10 @@ import pytest
 
 from kvferry.connector.scheduler_side.drain import DrainSignal
 from kvferry.protocol.handshake import EngineDescription
-from tests.engine_core.driver import Engine, tokens
-from tests.engine_core.node import Node
 from tests.engine_core.offers import Eavesdropper, offer
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.core.node import Node
+from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.toy_model import expected_tokens
 from tests.harness.handshake import fetch_description
 
 PROMPT = tokens(100)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_core.driver import BLOCK_TOKENS, SAMPLED, Engine, tokens
+from tests.harness.core.scheduler import BLOCK_TOKENS, SAMPLED, Engine, tokens
 
 PROMPT = tokens(40)
 

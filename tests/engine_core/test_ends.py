@@ -14,9 +14,9 @@ import pytest
 from kvferry.worker.fabric.port import Transfer, TransferState
 from kvferry.worker.loads.load import Load
 from kvferry.worker.worker import FerryWorker
-from tests.engine_core.driver import BLOCK_TOKENS, tokens
-from tests.engine_core.node import Node, ferry_of
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.core.node import Node, ferry_of
+from tests.harness.core.scheduler import BLOCK_TOKENS, tokens
+from tests.harness.core.toy_model import expected_tokens
 from tests.waiting import wait_until
 
 LOADS = 4

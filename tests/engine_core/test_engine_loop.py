@@ -14,8 +14,8 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
 from kvferry.connector.vllm_internals import EngineLoop
-from tests.engine_core.driver import tokens
 from tests.engine_core.test_idle import prefill, work
+from tests.harness.core.scheduler import tokens
 
 LEASE_S = 1.2
 

@@ -16,9 +16,9 @@ from kvferry.scheduler.consumer.remote_prompt import LoadState
 from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import Transfer, TransferState
-from tests.engine_core.driver import tokens
-from tests.engine_core.node import Node
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.core.node import Node
+from tests.harness.core.scheduler import tokens
+from tests.harness.core.toy_model import expected_tokens
 
 pytestmark = pytest.mark.slow
 

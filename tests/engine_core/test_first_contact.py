@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from kvferry.worker.peers.peer import PeerKey
-from tests.engine_core.driver import Engine, tokens
-from tests.engine_core.node import Node, free_port
 from tests.engine_core.offers import offer
 from tests.engine_core.test_engine_loop import make_core
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.cache_engine import free_port
+from tests.harness.core.node import Node
+from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.toy_model import expected_tokens
 from tests.waiting import wait_until
 
 __all__ = ["make_core"]

@@ -11,10 +11,10 @@ import pytest
 
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.worker.loads.load import Load
-from tests.engine_core.driver import BLOCK_TOKENS, tokens
-from tests.engine_core.node import Node
-from tests.engine_core.second_runner import FirstRunner, SecondRunner
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.core.node import Node
+from tests.harness.core.runners import FirstRunner, SecondRunner
+from tests.harness.core.scheduler import BLOCK_TOKENS, tokens
+from tests.harness.core.toy_model import expected_tokens
 
 pytestmark = pytest.mark.slow
 

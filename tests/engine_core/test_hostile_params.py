@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine_core.driver import tokens
-from tests.engine_core.node import Node, free_port, stop_parallel_state
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.cache_engine import free_port
+from tests.harness.core.node import Node, stop_parallel_state
+from tests.harness.core.scheduler import tokens
+from tests.harness.core.toy_model import expected_tokens
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,9 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.engine_core.driver import tokens
-from tests.engine_core.node import Node
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.core.node import Node
+from tests.harness.core.scheduler import tokens
+from tests.harness.core.toy_model import expected_tokens
 
 COUNT = 4
 PROMPT = tokens(40)

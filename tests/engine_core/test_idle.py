@@ -14,12 +14,12 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvferry.connector.messages import FerryWorkerMetadata
 from kvferry.protocol.handshake import Release, Renew
 from kvferry.scheduler.producer.lease import LeaseState
-from tests.engine_core.driver import Engine, tokens
-from tests.engine_core.node import Node
-from tests.engine_core.second_runner import SecondRunner
 from tests.engine_core.test_producer import lease_of, offered, say
 from tests.engine_core.test_producer import make as make_engine  # noqa: F401 - a fixture
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.core.node import Node
+from tests.harness.core.runners import SecondRunner
+from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.toy_model import expected_tokens
 
 pytestmark = pytest.mark.slow
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from tests.engine_core.driver import BLOCK_TOKENS, Engine, tokens
-from tests.engine_core.node import Node, ferry_of
 from tests.engine_core.offers import offer
 from tests.engine_core.test_handover import decode
+from tests.harness.core.node import Node, ferry_of
+from tests.harness.core.scheduler import BLOCK_TOKENS, Engine, tokens
 
 PROMPT = tokens(100)
 FULL_BLOCKS = len(PROMPT) // BLOCK_TOKENS

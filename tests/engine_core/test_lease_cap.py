@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvferry.scheduler.producer.block_references import BlockReferences
-from tests.engine_core.driver import tokens
 from tests.engine_core.slow_router import HEARTBEAT_S, LEASE_S, PROMPT_TOKENS, REMOTE_DECODE
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.core.scheduler import tokens
+from tests.harness.core.toy_model import expected_tokens
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5], ids=["for need", "for the cap"])

@@ -14,11 +14,11 @@ import pytest
 from kvferry.connector.metrics.stats import FerryStats, PeerLabels
 from kvferry.connector.metrics.tables import GAUGES, HISTOGRAMS
 from kvferry.worker.loads.results import StepResults
-from tests.engine_core.driver import Engine, tokens
-from tests.engine_core.node import Node
 from tests.engine_core.offers import offer
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
+from tests.harness.core.node import Node
+from tests.harness.core.scheduler import Engine, tokens
 from tests.harness.rig import Rig
 
 PROMPT = tokens(100)

@@ -11,8 +11,8 @@ from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.offers import offer
+from tests.harness.core.scheduler import Engine, tokens
 
 PROMPT = tokens(40)
 LABELS = {"model_name": "toy", "engine": "3"}

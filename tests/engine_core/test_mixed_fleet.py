@@ -10,8 +10,8 @@ import pytest
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
 
-from tests.engine_core.driver import Engine, tokens
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.toy_model import expected_tokens
 
 PROMPT = tokens(40)
 

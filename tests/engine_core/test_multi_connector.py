@@ -17,11 +17,11 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.protocol.errors import InvalidConfig
-from tests.engine_core.driver import BLOCK_TOKENS, tokens
 from tests.engine_core.host_tier import STORES, Store
-from tests.engine_core.node import Node, ferry_of
 from tests.engine_core.test_handover import COUNT, decode
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.core.node import Node, ferry_of
+from tests.harness.core.scheduler import BLOCK_TOKENS, tokens
+from tests.harness.core.toy_model import expected_tokens
 
 PROMPT = tokens(100)
 ORDERS = {"kvferry first": False, "offloading first": True}

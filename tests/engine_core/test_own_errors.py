@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_core.driver import Engine, tokens
+from tests.harness.core.scheduler import Engine, tokens
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvferry.scheduler.producer.lease import LeaseState
-from tests.engine_core.driver import tokens
 from tests.engine_core.test_handover import COUNT
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.core.scheduler import tokens
+from tests.harness.core.toy_model import expected_tokens
 
 PROMPT = tokens(200)
 LONG: dict[str, Any] = {"extra": {"kv_lease_duration": 600.0}}

@@ -12,8 +12,9 @@ import zmq
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew, encode
 from kvferry.protocol.params import RemotePrefill, read_params
-from tests.engine_core.driver import BLOCK_TOKENS, SAMPLED, Engine, Scheduled, tokens
-from tests.engine_core.node import free_port, side_channel
+from tests.harness.cache_engine import free_port
+from tests.harness.core.node import side_channel
+from tests.harness.core.scheduler import BLOCK_TOKENS, SAMPLED, Engine, Scheduled, tokens
 
 PROMPT = tokens(40)
 REMOTE_DECODE = {"do_remote_decode": True}

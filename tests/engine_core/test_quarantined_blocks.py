@@ -10,8 +10,8 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.messages import FerryWorkerMetadata
-from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.offers import offer
+from tests.harness.core.scheduler import Engine, tokens
 
 pytestmark = pytest.mark.slow
 

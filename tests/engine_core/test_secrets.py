@@ -13,9 +13,9 @@ import pytest
 
 from kvferry.protocol.errors import InvalidSecretFile
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret
-from tests.engine_core.driver import Engine, tokens
-from tests.engine_core.node import Node, stop_parallel_state
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.core.node import Node, stop_parallel_state
+from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.toy_model import expected_tokens
 from tests.protocol.secret_files import NEW, OLD, OTHER, listing, write
 
 PROMPT = tokens(40)

@@ -10,8 +10,8 @@ import pytest
 
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.worker.settings import WorkerSettings
-from tests.engine_core.driver import Engine
-from tests.engine_core.node import Node
+from tests.harness.core.node import Node
+from tests.harness.core.scheduler import Engine
 
 EXTRA: dict[str, Any] = {
     "lease_slots": 77,

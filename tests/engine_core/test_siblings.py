@@ -8,8 +8,8 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.scheduler.consumer.remote_prompt import LoadState
-from tests.engine_core.driver import Engine, tokens
 from tests.engine_core.offers import offer
+from tests.harness.core.scheduler import Engine, tokens
 
 PROMPT = tokens(40)
 

@@ -11,8 +11,8 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.messages import FerryWorkerMetadata
-from tests.engine_core.driver import Engine, Scheduled, tokens
 from tests.engine_core.offers import offer
+from tests.harness.core.scheduler import Engine, Scheduled, tokens
 
 PROMPT = tokens(40)
 TURNS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}

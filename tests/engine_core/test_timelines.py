@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.command import run
-from tests.engine_core.driver import tokens
+from tests.harness.core.scheduler import tokens
 from tests.trace.test_chrome import check_format
 
 PROMPT = tokens(100)

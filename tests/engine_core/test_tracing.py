@@ -15,8 +15,8 @@ from kvferry.trace.events import DecodeArrived, LeaseName, LoadEnded, LoadOrdere
 from kvferry.trace.reading import read_recording
 from kvferry.trace.summary import merge
 from kvferry.worker.loads.record import Stage
-from tests.engine_core.driver import tokens
 from tests.engine_core.recorded_events import events_about, events_of
+from tests.harness.core.scheduler import tokens
 
 pytestmark = pytest.mark.slow
 

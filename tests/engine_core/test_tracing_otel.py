@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvferry.connector.tracing import start as tracing_start
 from kvferry.worker.loads.record import Stage
-from tests.engine_core.driver import tokens
+from tests.harness.core.scheduler import tokens
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.messages import FerryWorkerMetadata
-from tests.engine_core.driver import BLOCK_TOKENS, tokens
-from tests.engine_core.node import Node
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.core.node import Node
+from tests.harness.core.scheduler import BLOCK_TOKENS, tokens
+from tests.harness.core.toy_model import expected_tokens
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

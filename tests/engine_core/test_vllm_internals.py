@@ -13,8 +13,8 @@ from vllm.v1.core.block_pool import BlockPool
 
 from kvferry.connector.vllm_internals import EngineBlocks, cpu_attention_isa
 from kvferry.protocol.errors import LocalProtocolError, UnsupportedVllm
-from tests.engine_core.driver import tokens
 from tests.engine_core.test_idle import prefill
+from tests.harness.core.scheduler import tokens
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine_core import configs, driver, node
-from tests.engine_core.driver import tokens
-from tests.engine_core.node import Node
-from tests.engine_core.toy_model import expected_tokens
+from tests.harness.core import configs, node
+from tests.harness.core import scheduler as driver
+from tests.harness.core.node import Node
+from tests.harness.core.scheduler import tokens
+from tests.harness.core.toy_model import expected_tokens
 
 WINDOW = 48
 LENGTHS = (47, 63, 64, 70, 95, 100, 128)

@@ -18,7 +18,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from kvferry.connector.metrics.stats import FerryStats
 from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS, PeerCounterSpec
-from tests.engine_core.configs import vllm_config
+from tests.harness.core.configs import vllm_config
 
 ENGINES = (0, 1)
 _OFTEN = {"leases_opened": 100, "turns_opened": 100, "loads": 100}

@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.connector.messages import FerryWorkerMetadata
-from tests.engine_core.configs import BLOCK_TOKENS, kv_cache_config, tokens, vllm_config
+from tests.harness.core.configs import BLOCK_TOKENS, kv_cache_config, tokens, vllm_config
 
 __all__ = ["BLOCK_TOKENS", "SAMPLED", "Answer", "Engine", "Scheduled", "tokens"]
 

@@ -26,12 +26,11 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.connector import FerryConnector
 from kvferry.protocol.geometry import Place
-from scripts.accuracy.devices import free_ports
-from tests.engine_core.configs import BLOCK_TOKENS, WINDOW_LAYER, kv_cache_config, layer_of
-from tests.engine_core.driver import Answer, Engine, Scheduled
-from tests.engine_core.second_runner import FirstRunner, SecondRunner, no_forward
-from tests.engine_core.toy_model import ToyModel
-from tests.harness.cache_engine import wait_until_idle
+from tests.harness.cache_engine import free_port, wait_until_idle
+from tests.harness.core.configs import BLOCK_TOKENS, WINDOW_LAYER, kv_cache_config, layer_of
+from tests.harness.core.runners import FirstRunner, SecondRunner, no_forward
+from tests.harness.core.scheduler import Answer, Engine, Scheduled
+from tests.harness.core.toy_model import ToyModel
 from tests.waiting import deadline_s
 
 _IMPL: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
@@ -48,10 +47,6 @@ RunnerType = type[FirstRunner] | type[SecondRunner]
 def between_processes(value: Any) -> Any:
     """The value as it arrives when vLLM sends it between the scheduler's and a worker's process."""
     return pickle.loads(pickle.dumps(value))  # noqa: S301
-
-
-def free_port() -> int:
-    return free_ports(1)[0]
 
 
 @contextmanager
@@ -125,7 +120,9 @@ class Node:
                 for place in places
             ]
         except BaseException:
-            self.engine.close()  # no other owner closes it, and its threads would stay
+            self.engine.close()  # no other owner closes these, and their threads would stay
+            for worker in self.workers:
+                worker.shutdown()
             raise
         full = [shard[layer_of(place.pp)] for place, shard in zip(places, caches, strict=True)]
         windowed = [[shard[WINDOW_LAYER] for shard in caches]] if window else []

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.engine_core.driver import Engine
+from tests.harness.core.scheduler import Engine
 
 _MODULUS = 65521
 _BROKEN = 1
