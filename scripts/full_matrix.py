@@ -15,14 +15,11 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
 
-from scripts.accuracy.settings import TINY_MODEL, TINY_MODELS
+from scripts.accuracy.settings import ROOT, TINY_MODEL, TINY_MODELS
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "full-matrix.md"
-
 HEAD = """\
 # Full matrix
 
@@ -32,102 +29,73 @@ and the commit of its date.
 | configuration | variables | result | prompts · tokens | bytes moved | handover | date | commit | machine |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """One run of the main job.
-
-    Attributes:
-        cores: it is not run on a machine with fewer.
-    """
-
-    name: str
-    variables: dict[str, str] = field(default_factory=dict)
-    cores: int = 2
-
-
 # Three workers on two cores wait for each other: with long timeouts a row fails for what it is about.
-LONG_TIMEOUTS = {"KV_CONNECTOR_EXTRA_CONFIG": '{"kv_lease_duration": 120, "handshake_timeout_s": 60}'}
+_PATIENT = {"KV_CONNECTOR_EXTRA_CONFIG": '{"kv_lease_duration": 120, "handshake_timeout_s": 60}'}
+_UNEQUAL = {
+    f"float32, TP {prefill} to TP {decode}, {heads} KV heads": {
+        "MODEL_NAMES": name,
+        "PREFILLER_TP_SIZE": str(prefill),
+        "DECODER_TP_SIZE": str(decode),
+        **_PATIENT,
+    }
+    for name, heads in TINY_MODELS.items()
+    for prefill, decode in ((1, 2), (2, 1))
+}
+FOUR_CORES = "float32, TP 2 to TP 2"
+"""Not run with fewer: vLLM's collectives spin on the CPU, and a token takes up to tens of seconds."""
+CONFIGURATIONS: dict[str, Mapping[str, str]] = {
+    "float32, one to one": {},
+    "bfloat16, one to one": {"DTYPE": "bfloat16"},
+    "float32, blocks of 64": {"PREFILL_BLOCK_SIZE": "64", "DECODE_BLOCK_SIZE": "64"},
+    "float32, two prefill engines": {"NUM_PREFILL_INSTANCES": "2"},
+    "float32, two decode engines": {"NUM_DECODE_INSTANCES": "2"},
+    **_UNEQUAL,
+    "float32, PP 2 to PP 1": {"MODEL_NAMES": TINY_MODEL, "PREFILLER_PP_SIZE": "2", **_PATIENT},
+    "float32, blocks of 32 to 64": {"PREFILL_BLOCK_SIZE": "32", "DECODE_BLOCK_SIZE": "64"},
+    "float32, blocks of 128 to 32": {"PREFILL_BLOCK_SIZE": "128", "DECODE_BLOCK_SIZE": "32"},
+    FOUR_CORES: {"MODEL_NAMES": TINY_MODEL, "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"},
+    "float32, 16 at once": {"CONCURRENCY": "16"},
+    "float32, failures end requests": {"KV_LOAD_FAILURE_POLICY": "fail"},
+}
 
-CONFIGURATIONS = (
-    Configuration("float32, one to one"),
-    Configuration("bfloat16, one to one", {"DTYPE": "bfloat16"}),
-    Configuration("float32, blocks of 64", {"PREFILL_BLOCK_SIZE": "64", "DECODE_BLOCK_SIZE": "64"}),
-    Configuration("float32, two prefill engines", {"NUM_PREFILL_INSTANCES": "2"}),
-    Configuration("float32, two decode engines", {"NUM_DECODE_INSTANCES": "2"}),
-    *(
-        Configuration(
-            f"float32, TP {prefill} to TP {decode}, {heads} KV heads",
-            {"MODEL_NAMES": name, "PREFILLER_TP_SIZE": str(prefill), "DECODER_TP_SIZE": str(decode), **LONG_TIMEOUTS},
-        )
-        for name, heads in TINY_MODELS.items()
-        for prefill, decode in ((1, 2), (2, 1))
-    ),
-    Configuration("float32, PP 2 to PP 1", {"MODEL_NAMES": TINY_MODEL, "PREFILLER_PP_SIZE": "2", **LONG_TIMEOUTS}),
-    Configuration("float32, blocks of 32 to 64", {"PREFILL_BLOCK_SIZE": "32", "DECODE_BLOCK_SIZE": "64"}),
-    Configuration("float32, blocks of 128 to 32", {"PREFILL_BLOCK_SIZE": "128", "DECODE_BLOCK_SIZE": "32"}),
-    # Four workers on two cores: vLLM's collectives spin on the CPU, and a token takes up to tens of seconds.
-    Configuration(
-        "float32, TP 2 to TP 2",
-        {"MODEL_NAMES": TINY_MODEL, "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"},
-        cores=4,
-    ),
-    Configuration("float32, 16 at once", {"CONCURRENCY": "16"}),
-    Configuration("float32, failures end requests", {"KV_LOAD_FAILURE_POLICY": "fail"}),
-)
 
-
-def run(configuration: Configuration) -> dict[str, str]:
-    """Run one configuration; the cells of its row."""
-    print(f"\n== {configuration.name}", flush=True)
-    if (os.cpu_count() or 1) < configuration.cores:
-        reported = f"not run: needs {configuration.cores} cores"
-        return {"result": reported, "prompts": "–", "bytes": "–", "handover": "–"}
-    logs = ROOT / "logs" / "full" / re.sub(r"\W+", "-", configuration.name)
-    environment = {**os.environ, **configuration.variables, "LOG_DIR": str(logs)}
+def run(name: str) -> tuple[str, ...]:
+    """Run one configuration; the cells of its row from the result to the handover."""
+    print(f"\n== {name}", flush=True)
+    if name == FOUR_CORES and (os.cpu_count() or 1) < 4:
+        return "not run: needs 4 cores", "–", "–", "–"
+    logs = ROOT / "logs" / "full" / re.sub(r"\W+", "-", name)
+    environment = {**os.environ, **CONFIGURATIONS[name], "LOG_DIR": str(logs)}
     status = subprocess.run(["scripts/run_accuracy_test.sh"], cwd=ROOT, env=environment, check=False).returncode
     written = sorted(logs.glob("*/report.json"))
     report = json.loads(written[-1].read_text())[0] if written and status in (0, 1) else {}
-    found = {check["name"]: check["detail"] for check in report.get("checks", [])}
-    figures = report.get("figures", {})
-    return {
-        "result": "ok" if status == 0 else f"FAILED (exit status {status})",
-        "prompts": figures.get("prompts · tokens compared", "–"),
-        "bytes": found.get("bytes moved, prompt by prompt", "–"),
-        "handover": figures.get("handover: prefill answered → first token", "–"),
-    }
+    found = {**report.get("figures", {}), **{check["name"]: check["detail"] for check in report.get("checks", ())}}
+    names = ("prompts · tokens compared", "bytes moved, prompt by prompt", "handover: prefill answered → first token")
+    result = "ok" if status == 0 else f"FAILED (exit status {status})"
+    return result, *(found.get(name, "–") for name in names)
 
 
-def row(configuration: Configuration, cells: dict[str, str]) -> str:
+def row(name: str, cells: tuple[str, ...]) -> str:
     """One line of the table."""
-    variables = " ".join(f"`{name}={value}`" for name, value in configuration.variables.items()) or "–"
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
+    variables = " ".join(f"`{each}={value}`" for each, value in CONFIGURATIONS[name].items()) or "–"
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
-    parts = [configuration.name, variables, *cells.values(), time.strftime("%Y-%m-%d"), commit, machine]
+    parts = [name, variables, *cells, time.strftime("%Y-%m-%d"), commit, machine]
     return "| " + " | ".join(part.replace("|", "/") for part in parts) + " |"
-
-
-def kept_rows() -> dict[str, str]:
-    """The rows that the page has, by configuration."""
-    lines = PAGE.read_text().splitlines() if PAGE.exists() else []
-    return {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
 
 
 def main(words: list[str]) -> int:
     """Run what is asked for and write the page after every row."""
-    rows = kept_rows()
+    lines = PAGE.read_text().splitlines() if PAGE.exists() else []
+    rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
     failed = False
-    for configuration in CONFIGURATIONS:
-        if words and not any(word in configuration.name for word in words):
-            continue
-        cells = run(configuration)
-        failed |= cells["result"].startswith("FAILED")
-        rows[configuration.name] = row(configuration, cells)
-        present = [rows[each.name] for each in CONFIGURATIONS if each.name in rows]
-        PAGE.write_text(HEAD + "\n".join(present) + "\n")
+    for name in CONFIGURATIONS:
+        if not words or any(word in name for word in words):
+            cells = run(name)
+            failed |= cells[0].startswith("FAILED")
+            rows[name] = row(name, cells)
+            PAGE.write_text(HEAD + "".join(f"{rows[each]}\n" for each in CONFIGURATIONS if each in rows))
     print(f"written: {PAGE.relative_to(ROOT)}")
     return int(failed)
 

@@ -11,7 +11,6 @@ repository. They have no tokenizer: prompts are token ids below `VOCABULARY`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -63,6 +62,11 @@ class SmallModel:
     config: Mapping[str, Any] = field(default_factory=dict)
     config_class: str = ""
     without: frozenset[str] = frozenset()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of its configuration."""
+        return {key: value for key, value in {**_COMMON, **self.config}.items() if key not in self.without}
 
 
 def _llama(kv_heads: int, **more: Any) -> SmallModel:
@@ -192,43 +196,31 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
 
 
 MULTIMODAL = "small-multimodal"
-IMAGE_PIXELS = 28
 ADAPTER = "small-adapter"
-ADAPTER_RANK = 8
-_ADAPTED = "small-llama-4"
-
-
-def small_multimodal(cache_dir: Path) -> Path:
-    """The folder of a BLIP-2-like model, whose prompts begin with 8 tokens of an image; made when it is not there.
-
-    Its processor works without torchvision. The tokenizer has words `w4` to `w1023`, each its own id.
-    """
-    folder = cache_dir / "models" / f"{MULTIMODAL}-{_FORMAT}"
-    if not folder.exists():
-        from scripts.small_multimodal import make_multimodal
-
-        make_multimodal(folder)
-    return folder
-
-
-def small_adapter(cache_dir: Path) -> Path:
-    """The folder of a LoRA adapter of random weights for `small-llama-4`, made when it is not there."""
-    folder = cache_dir / "models" / f"{ADAPTER}-{_FORMAT}"
-    if not folder.exists():
-        _make_adapter(SMALL_MODELS[_ADAPTED], folder)
-    return folder
+ADAPTED = "small-llama-4"
+EXTRAS: Mapping[str, str] = {
+    MULTIMODAL: "BLIP-2-like: prompts begin with 8 tokens of an image of 28 × 28 pixels, no torchvision",
+    ADAPTER: f"LoRA adapter of rank 8 for {ADAPTED}",
+}
 
 
 def small_model(name: str, cache_dir: Path) -> Path:
-    """The model's folder, made when it is not there. Runs beside others may make it at the same time.
+    """The folder of a model or of one of `EXTRAS`, made when it is not there. Runs beside others may make it at the
+    same time.
 
     Raises:
         KeyError: there is none of that name.
     """
-    made_of = SMALL_MODELS[name]
+    made_of = SMALL_MODELS.get(name) or EXTRAS[name]
     folder = cache_dir / "models" / f"{name}-{_FORMAT}"
     if not folder.exists():
-        _make(made_of, folder)
+        with whole(folder) as partial:
+            if isinstance(made_of, SmallModel):
+                _make(made_of, partial)
+            else:
+                from scripts.small_extras import make_adapter, make_multimodal
+
+                (make_adapter if name == ADAPTER else make_multimodal)(partial)
     return folder
 
 
@@ -262,52 +254,25 @@ def _make(made_of: SmallModel, folder: Path) -> None:
     logging.disable_progress_bar()
     of_family = getattr(transformers, made_of.config_class or f"{made_of.family}Config")
     model_class = getattr(transformers, f"{made_of.family}ForCausalLM")
-    settings = {key: value for key, value in {**_COMMON, **made_of.config}.items() if key not in made_of.without}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = model_class(of_family(**settings)).to(torch.float32)
-    with whole(folder) as partial:
-        model.save_pretrained(partial)
-
-
-def _make_adapter(adapted: SmallModel, folder: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    settings = {**_COMMON, **adapted.config}
-    hidden, head_dim = settings["hidden_size"], settings["head_dim"]
-    heads = {"q_proj": settings["num_attention_heads"], "v_proj": settings["num_key_value_heads"]}
-    numbers = torch.Generator().manual_seed(0)
-    weights = {}
-    for layer in range(settings["num_hidden_layers"]):
-        for projection, count in heads.items():
-            at = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
-            weights[f"{at}.lora_A.weight"] = 0.2 * torch.randn(ADAPTER_RANK, hidden, generator=numbers)
-            weights[f"{at}.lora_B.weight"] = 0.2 * torch.randn(count * head_dim, ADAPTER_RANK, generator=numbers)
-    config = {"peft_type": "LORA", "r": ADAPTER_RANK, "lora_alpha": ADAPTER_RANK, "target_modules": list(heads)}
-    with whole(folder) as partial:
-        save_file(weights, partial / "adapter_model.safetensors")
-        (partial / "adapter_config.json").write_text(json.dumps(config))
+        model = model_class(of_family(**made_of.settings)).to(torch.float32)
+    model.save_pretrained(folder)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write models, or list them."""
+    every = {**{name: model.doc for name, model in SMALL_MODELS.items()}, **EXTRAS}
     parser = argparse.ArgumentParser(prog="python -m scripts.small_models", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "names", nargs="*", choices=[[], *SMALL_MODELS, MULTIMODAL, ADAPTER], metavar="NAME", help="models to write"
-    )
+    parser.add_argument("names", nargs="*", choices=[[], *every], metavar="NAME", help="models to write")
     parser.add_argument("--all", action="store_true", help="write all of them")
     parser.add_argument("--list", action="store_true", help="names and what they are")
     parser.add_argument("--cache-dir", type=Path, default=default_cache_dir(), help="[%(default)s]")
     chosen = parser.parse_args(arguments)
     if chosen.list:
-        for name, model in SMALL_MODELS.items():
-            print(f"{name:24} {model.doc}")
-        print(f"{MULTIMODAL:24} BLIP-2-like: images of {IMAGE_PIXELS} × {IMAGE_PIXELS} pixels, no torchvision")
-        print(f"{ADAPTER:24} LoRA adapter of rank {ADAPTER_RANK} for {_ADAPTED}")
-    others = {MULTIMODAL: small_multimodal, ADAPTER: small_adapter}
-    for name in (*SMALL_MODELS, *others) if chosen.all else chosen.names:
-        print(others[name](chosen.cache_dir) if name in others else small_model(name, chosen.cache_dir))
+        print("\n".join(f"{name:24} {doc}" for name, doc in every.items()))
+    for name in every if chosen.all else chosen.names:
+        print(small_model(name, chosen.cache_dir))
     return 0
 
 

@@ -20,15 +20,8 @@ import pytest
 import torch
 
 from scripts.accuracy.metrics import Scrape
-from scripts.small_models import (
-    FIRST_TOKEN,
-    IMAGE_PIXELS,
-    VOCABULARY,
-    default_cache_dir,
-    small_adapter,
-    small_model,
-    small_multimodal,
-)
+from scripts.small_extras import IMAGE_PIXELS
+from scripts.small_models import ADAPTER, FIRST_TOKEN, MULTIMODAL, VOCABULARY, default_cache_dir, small_model
 from tests.vllm.forked_engine import Answer, EngineFailed, EngineSpec, ForkedEngine, start
 
 _rng = random.Random(5)
@@ -246,7 +239,7 @@ def test_a_gated_delta_net_is_handed_over_exactly_between_equals_and_else_within
 
 def test_adapters_and_salts_belong_to_what_is_handed_over(logs: Path) -> None:
     """A request is served from another's blocks only with the same adapter and the same salt."""
-    adapter = str(small_adapter(default_cache_dir()))
+    adapter = str(small_model(ADAPTER, default_cache_dir()))
     settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
     prompt = PROMPTS[6]
     with ExitStack() as running:
@@ -285,7 +278,7 @@ def test_images_belong_to_what_is_handed_over(logs: Path) -> None:
     pixels = numbers.integers(0, 256, (2, IMAGE_PIXELS, IMAGE_PIXELS, 3), dtype=np.uint8)
     first, second = (Image.fromarray(each) for each in pixels)
     prompt = PROMPTS[1]
-    model = str(small_multimodal(default_cache_dir()))
+    model = str(small_model(MULTIMODAL, default_cache_dir()))
     settings: dict[str, Any] = {"max_model_len": 512, "skip_tokenizer_init": False}
     with ExitStack() as running:
         specs = [

@@ -1,16 +1,19 @@
-"""The small multimodal model: BLIP-2-like, an image is 8 tokens at the beginning of a prompt."""
+"""What `scripts.small_models` has beside language models: a multimodal model, and a LoRA adapter."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.small_models import FIRST_TOKEN, IMAGE_PIXELS, VOCABULARY, whole
+from scripts.small_models import ADAPTED, FIRST_TOKEN, SMALL_MODELS, VOCABULARY
 
+IMAGE_PIXELS = 28
 IMAGE_TOKENS = 8
 IMAGE_TOKEN = FIRST_TOKEN
 PAD = "<pad>"
+_RANK = 8
 _SPECIAL = {"pad_token": PAD, "bos_token": "<s>", "eos_token": "</s>"}
 _TOWER: Mapping[str, Any] = {
     "hidden_size": 64,
@@ -36,7 +39,8 @@ _TEXT: Mapping[str, Any] = {
 
 
 def make_multimodal(folder: Path) -> None:
-    """Weights, tokenizer and a processor that needs no torchvision."""
+    """A BLIP-2-like model: prompts begin with the 8 tokens of an image. Its processor needs no torchvision; its
+    tokenizer has words `w4` to `w1023`, each its own id."""
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -63,9 +67,28 @@ def make_multimodal(folder: Path) -> None:
         tokenizer=fast,
         num_query_tokens=IMAGE_TOKENS,
     )
-    with whole(folder) as partial:
-        model.save_pretrained(partial)
-        processor.save_pretrained(partial)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def make_adapter(folder: Path) -> None:
+    """A LoRA adapter of random weights for `small-llama-4`."""
+    import torch
+    from safetensors.torch import save_file
+
+    settings = SMALL_MODELS[ADAPTED].settings
+    heads = {"q_proj": settings["num_attention_heads"], "v_proj": settings["num_key_value_heads"]}
+    numbers = torch.Generator().manual_seed(0)
+    weights = {}
+    for layer in range(settings["num_hidden_layers"]):
+        for projection, count in heads.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
+            weights[f"{at}.lora_A.weight"] = 0.2 * torch.randn(_RANK, settings["hidden_size"], generator=numbers)
+            rows = count * settings["head_dim"]
+            weights[f"{at}.lora_B.weight"] = 0.2 * torch.randn(rows, _RANK, generator=numbers)
+    config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": list(heads)}
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 def _config(of: Any) -> Any:
