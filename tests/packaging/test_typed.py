@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -89,8 +88,6 @@ def test_a_program_that_uses_every_package_is_checked_strictly_and_is_right(chec
 @pytest.mark.parametrize(
     ("right", "wrong", "said"),
     [
-        ("lease_s: float", "lease_s: str", "Incompatible types in assignment"),
-        ("return 0", "return None", "Incompatible return value type"),
         ('read_recording(["traces"])', "read_recording(5)", "incompatible type"),
         ("len(plan.routes)", "len(plan.paths)", 'has no attribute "paths"'),
     ],
@@ -99,14 +96,3 @@ def test_what_is_wrong_in_it_is_seen(checked: Checked, right: str, wrong: str, s
     done = checked.by_mypy(PROGRAM.replace(right, wrong))
     assert done.returncode == 1
     assert said in done.stdout
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_without_its_mark_a_package_would_be_untyped(checked: Checked, package: str) -> None:
-    mark = checked.site / "kvferry" / package / "py.typed"
-    shutil.move(mark, checked.folder)
-    try:
-        done = checked.by_mypy(f"import kvferry.{package}\n")
-    finally:
-        shutil.move(checked.folder / "py.typed", mark)
-    assert "missing library stubs or py.typed marker" in done.stdout
