@@ -151,6 +151,17 @@ def test_a_reader_that_hangs_is_ended_within_the_deadline(monkeypatch: pytest.Mo
     assert served.codes == [2]
 
 
+def test_a_listener_whose_nixl_dies_of_this_clients_metadata_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.cli.bench.client.ALIVE_S", 0.05)
+    reader = HANGS.replace("pipe.send(OFFER)", "pipe.send(msgspec.structs.replace(OFFER, agent_metadata=b'crash'))")
+    with (
+        bench_listening(once=True) as served,
+        pytest.raises(ReadsFailed, match=r"session is ended: .* signal 6.*check"),
+    ):
+        run_client(served.session(), TASK, lambda _: None, ("-c", f"import msgspec\n{reader}"))
+    assert served.codes == [2]
+
+
 def test_a_missing_gpu_that_was_requested_is_reported_in_one_line() -> None:
     if os.path.exists("/dev/nvidia0"):
         pytest.skip("there is a GPU")

@@ -147,11 +147,18 @@ def test_once_ends_with_what_its_client_found(wrong: int, complete: bool, code: 
         assert served.codes == [code]
 
 
-def test_without_memory_the_listener_says_why() -> None:
-    dies = ("-c", "import sys; sys.exit('no NIXL today')")
+@pytest.mark.parametrize(
+    ("owner", "said"),
+    [
+        ("sys.exit('no NIXL today')", "ended with status 1: no NIXL today; see `kvferry doctor`"),
+        ("time.sleep(3600)", "hangs at its start; see `kvferry doctor`"),
+    ],
+)
+def test_without_memory_the_listener_says_why(owner: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "START_S", 2.0)
     with (
-        bench_listening(dies, start=False) as served,
-        pytest.raises(ReadsFailed, match="ended with status 1: no NIXL today; see `kvferry doctor`"),
+        bench_listening(("-c", f"import sys, time; {owner}"), start=False) as served,
+        pytest.raises(ReadsFailed, match=said),
     ):
         served.listener.serve(once=True)
 

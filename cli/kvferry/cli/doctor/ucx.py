@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
-from kvferry.worker.fabric.agent import NO, ucx_defaults
+from kvferry.worker.fabric.agent import NO, ucx_defaults, uses_tcp
 
 CHECK = "UCX settings"
 
@@ -101,9 +101,7 @@ def _error_handling(environ: Mapping[str, str]) -> Iterator[Finding]:
     handling = environ.get("UCX_MM_ERROR_HANDLING", "n")
     if handling.lower() in NO:
         return
-    transports = environ.get("UCX_TLS", "all").strip()
-    names = transports.removeprefix("^").split(",")
-    if ("tcp" in names) if not transports.startswith("^") and "all" not in names else ("tcp" not in names):
+    if uses_tcp(environ):
         found = f"UCX_MM_ERROR_HANDLING={handling}: a process killed in mid-message can hang others of its host"
         yield look(CHECK, found, "unset UCX_MM_ERROR_HANDLING: messages within the host then go over loopback TCP")
     value = environ.get("UCX_KEEPALIVE_INTERVAL", "300s")

@@ -151,11 +151,11 @@ class Child:
         self._printed.close()
 
     def _end(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self._process.wait(timeout=_NICE_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
+            self._process.wait()
 
     def _last_words(self) -> str:
         lines = [line for line in self.printed().strip().splitlines() if " UCX  " not in line]

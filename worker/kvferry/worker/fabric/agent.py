@@ -71,26 +71,31 @@ def ucx_defaults(environ: Mapping[str, str]) -> dict[str, str]:
 
     What `UCX_TLS` excludes is left alone: UCX warns of settings that nothing uses.
     """
-    transports = environ.get("UCX_TLS", "all")
-    uses_tcp = _may_use(transports, _TCP, _TCP)
+    with_tcp = uses_tcp(environ)
     chosen: dict[str, str] = {}
-    if _may_use(transports, _SHARED_MEMORY, _ALL_SHARED_MEMORY):
-        if not uses_tcp:
+    if _may_use(environ, _SHARED_MEMORY, _ALL_SHARED_MEMORY):
+        if not with_tcp:
             chosen["UCX_MM_ERROR_HANDLING"] = "y"
-        if environ.get("UCX_MM_ERROR_HANDLING", "n" if uses_tcp else "y").lower() not in NO:
+        if environ.get("UCX_MM_ERROR_HANDLING", "n" if with_tcp else "y").lower() not in NO:
             chosen["UCX_KEEPALIVE_INTERVAL"] = "300s"
-    if uses_tcp:
+    if with_tcp:
         chosen |= {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
     return {name: value for name, value in chosen.items() if name not in environ}
 
 
-def _may_use(transports: str, some: frozenset[str], all_of_them: frozenset[str]) -> bool:
+def uses_tcp(environ: Mapping[str, str]) -> bool:
+    """Whether `UCX_TLS` admits TCP."""
+    return _may_use(environ, _TCP, _TCP)
+
+
+def _may_use(environ: Mapping[str, str], some: frozenset[str], all_of_them: frozenset[str]) -> bool:
     """Whether `UCX_TLS` admits a kind of transport.
 
     Args:
         some: names of which any one admits it.
         all_of_them: names of which any one, behind `^`, excludes it.
     """
+    transports = environ.get("UCX_TLS", "all")
     names = {name.strip() for name in transports.removeprefix("^").split(",")}
     return not names & all_of_them if transports.startswith("^") else bool(names & (some | {"all"}))
 
