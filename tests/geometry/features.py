@@ -54,6 +54,7 @@ FEATURES = (
     "everything staged",
     "staged in units",
     "staged in blocks",
+    "staged in blocks of all heads",
     "some runs of a unit",
     "some units of a request",
     "tokens that are here already",

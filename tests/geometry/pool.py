@@ -55,6 +55,7 @@ def staged_waves(route: Route, units: Mapping[TokenMap, UnitPairs], chunks: int 
 def _windows(table: SourceTable, wanted: SourceUnits, chunks: int) -> Iterator[Window]:
     window = next_window(table.runs, len(wanted), None, chunks)
     while window is not None:
+        assert window.chunks <= max(1, chunks)
         yield window
         window = next_window(table.runs, len(wanted), window, chunks)
 

@@ -26,8 +26,6 @@ from tests.geometry.handmade import attention, pair, side
 from tests.geometry.pool import EVERYTHING, staged_waves
 from tests.geometry.routes import check_routes
 
-pytestmark = pytest.mark.slow
-
 DRAWS = int(os.environ.get("KVFERRY_ANY_PAIR_DRAWS", "1500"))
 """Random pairs of a run. Shares of features are bounded for a thousand draws and more."""
 UNREACHED = Costs(reaches_caches=False)
@@ -94,6 +92,7 @@ def check_bytes(case: Drawn, plans: tuple[TransferPlan, ...], chunks: int = EVER
     return divided
 
 
+@pytest.mark.slow
 def test_any_pair_is_planned_as_a_brute_force_model_says(
     pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
