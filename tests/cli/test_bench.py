@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -190,16 +189,6 @@ def test_an_invalid_option_is_named(arguments: tuple[str, ...], named: str) -> N
     assert named in ran.err
 
 
-def test_neither_torch_nor_nixl_is_loaded_by_the_command_itself() -> None:
-    script = "import sys; from kvferry.cli.main import main; print(main(sys.argv[1:]), *sys.modules)"
-    arguments = ["bench", "--connect", f"{HOST}:1", "--timeout", "0.1"]
-    loaded = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=True
-    ).stdout.split()
-    assert loaded[0] == "2"
-    assert not {name for name in loaded if name.partition(".")[0] in {"torch", "nixl", "nixl_cu12", "nixl_cu13"}}
-
-
 def test_contents_are_the_same_everywhere_and_a_shorter_one_is_a_prefix_of_a_longer() -> None:
     assert content(7, 16).tobytes().hex() == "8b4ae5f1a94106a0956a26afbccdafe5"
     assert np.array_equal(content(7, 4096)[:64], content(7, 64))
@@ -254,12 +243,3 @@ def test_the_table_distinguishes_wrong_and_right_rows_with_and_without_rich(
     assert "GPU 64 KiB 4 9 0.1 655 123 3 of 786432 WRONG, the first at 17" in rows
     assert "3 of 1572864 bytes are WRONG: do not run engines over this" in rows
     assert "listener p0, over rc" in rows
-
-
-def test_every_option_is_documented() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text().partition("## `kvferry bench`")[2]
-    ran = run("bench", "--help")
-    options = {word.strip(",[]") for word in ran.out.split() if word.startswith(("--", "[--"))} - {"--help"}
-    assert len(options) == 8
-    for option in options:
-        assert f"`{option}" in page, option

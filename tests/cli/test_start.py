@@ -41,8 +41,17 @@ def test_json_does_not_load_rich() -> None:
     assert heavy_modules("plan", DENSE, f"{DENSE},tp=2", heavy=("rich",)) == "0 rich"
 
 
-def test_asking_an_engine_loads_neither_torch_nor_nixl() -> None:
-    assert heavy_modules("describe", "127.0.0.1:1", "--timeout", "0.1") == "2"
+@pytest.mark.parametrize(
+    ("arguments", "codes"),
+    [
+        (("describe", "127.0.0.1:1", "--timeout", "0.1"), {"2"}),
+        (("bench", "--connect", "127.0.0.1:1", "--timeout", "0.1"), {"2"}),
+        (("doctor", "--timeout", "0.1"), {"0", "1"}),
+    ],
+)
+def test_torch_and_nixl_are_loaded_in_child_processes_only(arguments: tuple[str, ...], codes: set[str]) -> None:
+    code, *found = heavy_modules(*arguments).split()
+    assert (code in codes, found) == (True, [])
 
 
 def test_planning_takes_no_more_than_a_few_times_what_numpy_takes_to_load() -> None:
@@ -83,7 +92,7 @@ def test_an_invalid_command_line_prints_the_usage(arguments: tuple[str, ...]) ->
 
 def test_help_names_every_option_of_the_documentation() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
-    for command in ("plan", "describe", "doctor"):
+    for command in ("plan", "describe", "doctor", "bench"):
         ran = run(command, "--help")
         assert ran.code == 0
         options = {word.strip(",[]") for word in ran.out.split() if word.startswith(("--", "[--"))} - {"--help"}

@@ -37,7 +37,7 @@ def run_bench(options: argparse.Namespace) -> int:
 def _listen(options: argparse.Namespace, task: Task) -> int:
     host, port = _address(options.listen)
     listener = BenchListener(
-        host, port, task, secrets_from_environment(), say=lambda line: print(line, file=sys.stderr, flush=True)
+        host, port, task, secrets_from_environment(), report=lambda line: print(line, file=sys.stderr, flush=True)
     )
     ends = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(end, lambda *_: listener.stop()) for end in ends]

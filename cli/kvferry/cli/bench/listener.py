@@ -51,7 +51,7 @@ class BenchListener:
     Args:
         task: for the owners: which memory, and how much.
         secrets: the first is its own; clients may have any. Without secrets any client may join.
-        say: called with one line per event.
+        report: called with one line per event.
         command: the arguments of Python that run an owner.
 
     Raises `InvalidArgument` if the address cannot be bound.
@@ -63,11 +63,11 @@ class BenchListener:
         port: int,
         task: Task,
         secrets: Secrets,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         command: Sequence[str] = COMMAND,
     ) -> None:
         self.counters = Counters()
-        self._task, self._say, self._command = task, say, command
+        self._task, self._report, self._command = task, report, command
         try:
             self._socket = GuardedSocket(host, port, MAX_FRAME_BYTES, secrets, self.counters, self._answer)
         except zmq.ZMQError as refused:
@@ -132,7 +132,7 @@ class BenchListener:
 
     def _end_turn(self, status: int, how: str) -> None:
         if self._turn.join is not None:
-            self._say(f"{self._turn.join.host} is gone: {how}")
+            self._report(f"{self._turn.join.host} is gone: {how}")
             self._last = (self._turn.join.session, how)
         self._status = status
         self._turn.owner.close()
@@ -143,7 +143,7 @@ class BenchListener:
             self._announced = True
             kinds = " and ".join(memory.kind for memory in offer.memories)
             without = f" ({offer.no_cuda})" if offer.no_cuda else ""
-            self._say(f"listening on {self._where}, with {kinds}{without}")
+            self._report(f"listening on {self._where}, with {kinds}{without}")
 
     def _answer(self, asker: bytes, frame: bytes) -> None:
         try:
@@ -167,7 +167,7 @@ class BenchListener:
             return Refused(field="listener", value=busy, expected="ready; try again")
         turn.join, turn.until_s = join, time.monotonic() + SILENT_S
         turn.owner.send(Connect(agent_metadata=join.agent_metadata))
-        self._say(f"{join.host} reads")
+        self._report(f"{join.host} reads")
         return turn.offer
 
     def _note(self, message: Alive | Leave) -> Reply:

@@ -54,23 +54,23 @@ def _transports(environ: Mapping[str, str], machine: Machine) -> Iterator[Findin
     names = {name.strip().partition(":")[0].removeprefix("\\") for name in value.split(",") if name.strip()}
     if value.startswith("^") or "all" in names:
         return
-    said = f"UCX_TLS={value}"
+    setting = f"UCX_TLS={value}"
     if not any(_MESSAGES.fullmatch(name) for name in names):
         if not any(_SHARED_MEMORY.fullmatch(name) for name in names):
-            found = f"{said} has no transport for messages: no agent can be made"
+            found = f"{setting} has no transport for messages: no agent can be made"
             yield broken(CHECK, found, "unset UCX_TLS, or add rc (InfiniBand, RoCE) or tcp to it")
         elif environ.get("UCX_MM_ERROR_HANDLING", "").lower() in NO:
-            found = f"{said} with UCX_MM_ERROR_HANDLING=n: shared memory alone cannot make an agent then"
+            found = f"{setting} with UCX_MM_ERROR_HANDLING=n: shared memory alone cannot make an agent then"
             yield broken(CHECK, found, "unset UCX_MM_ERROR_HANDLING: kvferry sets it")
         else:
             do = "unset UCX_TLS, or add rc or tcp, for peers elsewhere"
-            yield look(CHECK, f"{said} reaches peers on this host only", do)
+            yield look(CHECK, f"{setting} reaches peers on this host only", do)
     if machine.gpus and not any(_CUDA.fullmatch(name) for name in names):
-        found = f"{said} has no transport for GPU memory, on a machine with GPUs"
-        yield broken(CHECK, found, f"export {said},cuda")
+        found = f"{setting} has no transport for GPU memory, on a machine with GPUs"
+        yield broken(CHECK, found, f"export {setting},cuda")
     if machine.gpus and "cuda_copy" in names and not {"cuda", "cuda_ipc"} & names:
-        found = f"{said} has no cuda_ipc: reads between GPUs of this host go through host memory"
-        yield look(CHECK, found, f"export {said},cuda_ipc")
+        found = f"{setting} has no cuda_ipc: reads between GPUs of this host go through host memory"
+        yield look(CHECK, found, f"export {setting},cuda_ipc")
 
 
 def _net_devices(environ: Mapping[str, str], machine: Machine) -> Iterator[Finding]:

@@ -34,7 +34,7 @@ LEAST = 5
 MOST = 5000
 ECHO_BYTES = 16
 _STEP = 4
-_SAY_S = 0.25
+_REPORT_S = 0.25
 _US = 1e6
 
 
@@ -83,7 +83,7 @@ class _Measuring:
         self._pipe, self._task, self._fabric, self._pairs = pipe, task, fabric, pairs
         self._cases = sum(len(pair.cases) for pair in pairs)
         self._done = 0
-        self._said_s = 0.0
+        self._reported_s = 0.0
         self._first_contact_ms = 0.0
         self._started_s = time.perf_counter()
         self._peer = fabric.add_peer(offer.agent_metadata)
@@ -155,8 +155,8 @@ class _Measuring:
             now_s = time.monotonic()
             if number >= WARM_UP + LEAST and now_s > end_s:
                 break
-            if now_s - self._said_s > _SAY_S:  # shows that the reader does not hang, and costs little
-                self._said_s = now_s
+            if now_s - self._reported_s > _REPORT_S:  # shows that the reader does not hang, and costs little
+                self._reported_s = now_s
                 self._pipe.send(Progress(what=what, done=self._done, cases=self._cases))
             taken_s.append(once(number))
         timed_s = taken_s[WARM_UP:]
