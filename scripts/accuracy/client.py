@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -113,11 +114,8 @@ class Client:
         body = body_of(case, self._model, **{**self._always, **more})
         started_s = time.monotonic()
         try:
-            if case.stream:
-                answer = await self._stream(base_url + path_of(case), body)
-            else:
-                reply = await self._http.post(base_url + path_of(case), json=body)
-                answer = _whole(reply)
+            url = base_url + path_of(case)
+            answer = await self._stream(url, body) if case.stream else _whole(await self._http.post(url, json=body))
         except httpx.TransportError as error:
             waited_s = time.monotonic() - started_s
             raise NoAnswer(f"{case.name}: no answer from {base_url} after {waited_s:.1f} s ({error!r})") from error
@@ -155,28 +153,23 @@ class Client:
             How many tokens had come.
         """
         body = body_of(replace(case, stream=True, max_tokens=400), self._model)
+        stream = self._http.stream("POST", base_url + path_of(case), json=body)
         came = 0
         try:
-            async with (
-                asyncio.timeout(within_s),
-                self._http.stream("POST", base_url + path_of(case), json=body) as reply,
-            ):
-                async for event in _events(reply):
-                    came += sum(len(choice.get("token_ids") or ()) for choice in event.get("choices", ()))
-                    if tokens is not None and came >= tokens:
-                        break
-        except TimeoutError:
-            pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within_s), stream as reply:
+                    async for event in _events(reply):
+                        came += sum(len(choice.get("token_ids") or ()) for choice in event.get("choices", ()))
+                        if tokens is not None and came >= tokens:
+                            break
         except httpx.TransportError as error:
             raise NoAnswer(f"{case.name}: {base_url} closed the connection ({error!r})") from error
         return came
 
     async def _stream(self, url: str, body: Mapping[str, Any]) -> Answer:
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        texts: list[str] = []
-        prompt_tokens = 0
+        found: list[tuple[list[int], list[float], str]] = []
         came_s: list[float] = []
+        prompt_tokens = 0
         started_s = time.monotonic()
         async with self._http.stream("POST", url, json=body) as reply:
             if reply.status_code != 200:
@@ -186,16 +179,18 @@ class Client:
                 if "error" in event:
                     return Answer(error=json.dumps(event["error"])[:500])
                 for choice in event.get("choices", ()):
-                    ids, probs, text = _choice(choice)
-                    if ids:
+                    found.append(_choice(choice))
+                    if found[-1][0]:
                         came_s.append(time.monotonic())
-                    tokens += ids
-                    logprobs += probs
-                    texts.append(text)
                 prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
-        first_token_s = came_s[0] - started_s if came_s else None
-        gaps_s = tuple(later - earlier for earlier, later in pairwise(came_s))
-        return Answer(tuple(tokens), tuple(logprobs), "".join(texts), prompt_tokens, first_token_s, gaps_s)
+        return Answer(
+            tokens=tuple(token for tokens, _, _ in found for token in tokens),
+            logprobs=tuple(logprob for _, logprobs, _ in found for logprob in logprobs),
+            text="".join(text for _, _, text in found),
+            prompt_tokens=prompt_tokens,
+            first_token_s=came_s[0] - started_s if came_s else None,
+            gaps_s=tuple(later - earlier for earlier, later in pairwise(came_s)),
+        )
 
 
 async def _events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:

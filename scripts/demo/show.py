@@ -21,8 +21,7 @@ from scripts.accuracy.model import prepare
 from scripts.accuracy.prompts import Case
 from scripts.accuracy.settings import Settings
 from scripts.console import Progress, shown
-from scripts.demo.panels import dashboard_table, read_panels
-from scripts.demo.prometheus import Prometheus, program
+from scripts.demo.dashboard import Prometheus, dashboard_table, program, read_panels
 
 SLOW = "demo-slow"
 """The id of the slow request, which both engines' ids contain."""

@@ -12,8 +12,17 @@ from rich.console import Console
 
 from scripts.accuracy.client import Client
 from scripts.demo.__main__ import main
-from scripts.demo.panels import Panel, dashboard_table, legend, read_panels, shown
-from scripts.demo.prometheus import ALERTS, chosen, config_of, series_of
+from scripts.demo.dashboard import (
+    ALERTS,
+    Panel,
+    chosen,
+    config_of,
+    dashboard_table,
+    legend,
+    read_panels,
+    series_of,
+    shown,
+)
 from scripts.demo.show import SLOW, SLOW_S, hand_over_slowly, prompts
 
 
@@ -70,7 +79,7 @@ def test_prometheus_gets_every_engine_by_its_name() -> None:
 
 
 def test_a_series_without_a_value_is_left_out() -> None:
-    answer = {"data": {"result": [{"metric": {"a": "b"}, "value": [0, "1.5"]}, {"metric": {}, "value": [0, "NaN"]}]}}
+    answer = {"result": [{"metric": {"a": "b"}, "value": [0, "1.5"]}, {"metric": {}, "value": [0, "NaN"]}]}
     assert series_of(answer) == [({"a": "b"}, 1.5)]
 
 

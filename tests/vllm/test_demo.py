@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.accuracy.settings import ROOT
-from scripts.demo.prometheus import program
+from scripts.demo.dashboard import program
 from scripts.demo.show import SLOW, SLOW_S
 
 

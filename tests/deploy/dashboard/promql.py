@@ -1,4 +1,4 @@
-"""Metrics and labels in PromQL queries, parsed and compared with those of kvferry and vLLM."""
+"""Metrics and labels in PromQL queries, parsed and compared with those of kvferry and vLLM; programs of Prometheus."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import promql_parser
+import pytest
 import vllm
 
 from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS
+from scripts.demo.dashboard import program
 
 _LOGGERS = Path(vllm.__file__).parent / "v1" / "metrics" / "loggers.py"
 OF_VLLM = {"vllm:kv_cache_usage_perc": "gauge", "vllm:request_success_total": "counter"}
@@ -108,3 +110,11 @@ def complaints(one: Asked) -> list[str]:
         wrong += [f"{one.name} has no {label}={part}" for part in value.split("|") if part and part not in values]
     known = {*sample.labels, "job", "instance", "engine"}
     return wrong + [f"{one.name} has no label {label}" for label in {*one.matchers} - known]
+
+
+def tool(name: str) -> str:
+    """The path of a program of Prometheus, installed or beside Python (scripts/bootstrap_prometheus.py), or a skip."""
+    found = program(name)
+    if found is None:
+        pytest.skip(f"NOT TESTED: {name} is not installed, and bootstrap could not fetch it; queries were only parsed")
+    return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scripts.demo.panels import DASHBOARD, read_panels
+from scripts.demo.dashboard import DASHBOARD, read_panels
 from tests.deploy.dashboard.promql import OF_VLLM, asked, complaints, samples, vllm_says
 
 QUERIES = [(panel.title, query, legend) for panel in read_panels() for query, legend in panel.queries]

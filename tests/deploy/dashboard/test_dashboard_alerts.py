@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.deploy.dashboard.prometheus_tools import tool
-from tests.deploy.dashboard.promql import asked, complaints, samples
+from tests.deploy.dashboard.promql import asked, complaints, samples, tool
 
 pytestmark = pytest.mark.slow
 

@@ -5,86 +5,35 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.demo.panels import DASHBOARD, read_panels
-from scripts.demo.prometheus import chosen
+from scripts.demo.dashboard import DASHBOARD, Prometheus, chosen, read_panels
 from tests.deploy.dashboard.loaded_engine import loaded_engine
-from tests.deploy.dashboard.prometheus_tools import tool
-from tests.deploy.dashboard.promql import OF_VLLM
-from tests.deploy.dashboard.test_dashboard_alerts import FILE as ALERTS
+from tests.deploy.dashboard.promql import OF_VLLM, tool
 from tests.deploy.dashboard.test_dashboard_alerts import NAMES
-from tests.harness.cache_engine import free_port
 from tests.waiting import wait_until
 
 CHOICES = {"$__rate_interval": "5s", "$__range": "30s", "$job": ".*", "$instance": ".*", "$engine": ".*"}
 """Grafana's value for "All"."""
 
 
-class Prometheus:
-    """A server of its own, that scrapes one target four times a second."""
-
-    def __init__(self, folder: Path, target: int) -> None:
-        self._url = f"http://127.0.0.1:{free_port()}/api/v1/"
-        config = {
-            "global": {"scrape_interval": "250ms", "evaluation_interval": "1s"},
-            "rule_files": [str(ALERTS)],
-            "scrape_configs": [{"job_name": "decoders", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}],
-        }
-        file = folder / "prometheus.json"  # which is YAML
-        file.write_text(json.dumps(config))
-        self.process = subprocess.Popen(
-            [
-                tool("prometheus"),
-                f"--config.file={file}",
-                f"--storage.tsdb.path={folder / 'tsdb'}",
-                f"--web.listen-address={urllib.parse.urlsplit(self._url).netloc}",
-                "--log.level=warn",
-            ]
-        )
-
-    def get(self, path: str, **arguments: str) -> Any:
-        """The data of an answer; None when there is no answer yet."""
-        try:
-            with urllib.request.urlopen(f"{self._url}{path}?{urllib.parse.urlencode(arguments)}", timeout=5) as answer:
-                return json.load(answer)["data"]
-        except urllib.error.HTTPError as refused:
-            if refused.code == 503:  # it has only just begun
-                return None
-            raise AssertionError(f"{arguments}: {refused.read().decode()}") from refused
-        except OSError:
-            return None
-
-    def values(self, query: str) -> list[float]:
-        """Of all series that a query has now, without those that have no value."""
-        found = self.get("query", query=query)
-        every = [float(series["value"][1]) for series in found["result"]] if found else []
-        return [value for value in every if not math.isnan(value)]
-
-    def end(self) -> None:
-        self.process.terminate()
-        self.process.wait(30)
-
-
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    tool("prometheus")
+    command = tool("prometheus")
     with loaded_engine() as port:
-        server = Prometheus(tmp_path_factory.mktemp("prometheus"), port)
-        try:
+        engines = {"decoders": f"http://127.0.0.1:{port}"}
+        with Prometheus(command, engines, tmp_path_factory.mktemp("prometheus"), "250ms") as server:
+            server.wait_ready(30, "/-/ready")
             grown = "min(rate(vllm:kvferry_loads_total[5s]))"
-            wait_until(lambda: any(value > 0 for value in server.values(grown)), "some scrapes", 60)
+            wait_until(lambda: any(value > 0 for value in values(server, grown)), "some scrapes", 60)
             yield server
-        finally:
-            server.end()
+
+
+def values(prometheus: Prometheus, query: str) -> list[float]:
+    return [value for _, value in prometheus.ask(query)]
 
 
 def test_every_panel_has_data_under_load(prometheus: Prometheus) -> None:
@@ -93,9 +42,9 @@ def test_every_panel_has_data_under_load(prometheus: Prometheus) -> None:
 
     def all_have_data() -> bool:
         for expr in list(waiting):
-            values = prometheus.values(expr)
-            assert all(math.isfinite(value) for value in values), expr
-            if any(value > 0 for value in values):
+            found = values(prometheus, expr)
+            assert all(math.isfinite(value) for value in found), expr
+            if any(value > 0 for value in found):
                 del waiting[expr]
         return not waiting
 
@@ -111,7 +60,7 @@ def test_what_is_not_chosen_is_not_counted(prometheus: Prometheus) -> None:
         ('job=~"decoders", engine=~"1"', [1.0]),
         ('job=~"others"', []),
     ):
-        assert prometheus.values(f"count(vllm:kvferry_loads_total{{{choice}}})") == series
+        assert values(prometheus, f"count(vllm:kvferry_loads_total{{{choice}}})") == series
 
 
 def test_every_variable_has_something_to_choose_from(prometheus: Prometheus) -> None:
@@ -139,4 +88,4 @@ def test_every_rule_is_evaluated_without_an_error(prometheus: Prometheus) -> Non
 
 
 def test_the_metrics_of_vllm_that_are_asked_for_are_reported(prometheus: Prometheus) -> None:
-    assert [name for name in OF_VLLM if not prometheus.values(name)] == []
+    assert [name for name in OF_VLLM if not values(prometheus, name)] == []
