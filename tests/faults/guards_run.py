@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from tests.faults.guards_off import VARIABLE
-from tests.forkserver import forkserver
+from tests.harness.children import Child
 
 PASSED, BY_ASSERTION = "passed", "failed by assertion"
 _TIMEOUT_S = 300.0
@@ -47,24 +47,19 @@ class Recorder:
 
 def outcomes(tests: Sequence[str], without: str = "") -> dict[str, str]:
     """Results of the tests in a process in which the guard of this key is off; see `Recorder`."""
-    context = forkserver()
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(tuple(tests), without, there))
-    process.start()
-    there.close()
+    process = Child(_run, tuple(tests), without)
     try:
-        if not here.poll(_TIMEOUT_S):
-            return dict.fromkeys(tests, f"not over after {_TIMEOUT_S:g} s")
-        found: dict[str, str] = here.recv()
+        found: dict[str, str] = process.receive(_TIMEOUT_S)
+    except TimeoutError:
+        return dict.fromkeys(tests, f"not over after {_TIMEOUT_S:g} s")
     except EOFError:
         return dict.fromkeys(tests, "its process has died")
     finally:
         process.kill()
-        process.join()
     return found
 
 
-def _run(tests: tuple[str, ...], without: str, answer: Connection) -> None:
+def _run(answer: Connection, tests: tuple[str, ...], without: str) -> None:
     os.environ[VARIABLE] = without
     quiet = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):

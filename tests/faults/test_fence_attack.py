@@ -10,7 +10,6 @@ import itertools
 import random
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -31,7 +30,7 @@ from tests.faults.fence_attack import (
     prefill_for_ever,
     producer_of,
 )
-from tests.forkserver import forkserver
+from tests.harness.children import Child
 from tests.harness.engine import Engine, OrderedLoad
 from tests.harness.gates import Hold
 
@@ -112,26 +111,18 @@ def here() -> Iterator[Source]:
 @contextlib.contextmanager
 def elsewhere() -> Iterator[Source]:
     """In a process of its own."""
-    context = forkserver()
-    channel, theirs = context.Pipe()
-    process = context.Process(target=prefill_for_ever, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
+    process = Child(prefill_for_ever)
 
     def offers() -> list[Offered]:
-        assert process.is_alive(), "the producer has ended"
-        arrived = deque[Offered](maxlen=2 * PROMPTS)  # older ones have ended long ago
-        while channel.poll():
-            sent, seed = channel.recv()
-            params = read_params(sent)
-            assert isinstance(params, RemotePrefill)
-            arrived.append((params, seed))
-        return list(arrived)
+        arrived = process.drain()[-2 * PROMPTS :]  # older ones have ended long ago
+        read = [(read_params(params), seed) for params, seed in arrived]
+        return [(params, seed) for params, seed in read if isinstance(params, RemotePrefill)]
 
-    with channel:
+    try:
         yield Source(offers, time.monotonic)
-    process.join(60)
-    assert process.exitcode == 0
+    finally:
+        code = process.end()
+    assert code == 0
 
 
 def race(source: Source, consumer: Engine, draw: random.Random) -> Counts:

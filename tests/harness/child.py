@@ -270,7 +270,7 @@ def _remote(params: dict[str, Any]) -> RemotePrefill:
     return read
 
 
-def run(start: Start, channel: Connection) -> None:
+def run(channel: Connection, start: Start) -> None:
     """Be that engine until the other end of the channel is closed."""
     os.environ.update(start.environ)
     torch.set_num_threads(1)

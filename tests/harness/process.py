@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from tests.forkserver import forkserver
 from tests.harness import child
 from tests.harness.cache_engine import free_port
 from tests.harness.child import Start, State
+from tests.harness.children import START_S, Child
 from tests.harness.fault_fabric import Delivery, Point
-from tests.waiting import wait_until
 
-START_S = 180.0
-"""The first engine of a session waits until the server that it is forked from has imported vLLM."""
 SLACK_S = 15.0
 """Slack for every bound on a busy machine."""
 TCP = {"UCX_TLS": "tcp"}
 """Reads need the producer's help, also on one host: with it, one that stands still is not read from."""
 
 
-class EngineProcess:
+class EngineProcess(Child):
     """One engine. Not started before `started` has returned: make several, then wait for them."""
 
     def __init__(self, start: Start) -> None:
+        super().__init__(child.run, start)
         self.start, self.port = start, start.port
         self.points: list[Point] = []
-        self._channel, theirs = forkserver().Pipe()
-        self._process = forkserver().Process(target=child.run, args=(start, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
         self._answers: dict[int, Any] = {}
         self._commands = 0
 
@@ -45,7 +36,7 @@ class EngineProcess:
     def order(self, do: str, **arguments: Any) -> int:
         """Give a command, see `tests.harness.child`; its number."""
         self._commands += 1
-        self._channel.send((self._commands, do, arguments))
+        self.send((self._commands, do, arguments))
         return self._commands
 
     def answer(self, number: int, timeout_s: float = 30.0) -> Any:
@@ -97,33 +88,14 @@ class EngineProcess:
         """Go on from where its load stands still, and stop at a later point."""
         self.ask("go_on_to", point=point)
 
-    def freeze(self) -> None:
-        self._signal(signal.SIGSTOP)
-        state = Path(f"/proc/{self._process.pid}/stat")
-        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] in "Tt", "it stands still")
-
-    def thaw(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """SIGKILL, unless it is gone already; returns when nothing of it is left."""
-        self._process.kill()
-        self._process.join(START_S)
-        assert self._process.exitcode is not None, f"{self.start.name} is not gone"
-        self._channel.close()
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
-
     def _read_until(self, happened: Callable[[], object], what: str, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not happened():
-            here = self._channel.poll(max(0.001, deadline_s - time.monotonic()))
-            assert here, f"{self.start.name}: not within {timeout_s:g} s: {what}"
             try:
-                number, answer = self._channel.recv()
-            except (EOFError, ConnectionResetError):
+                number, answer = self.receive(deadline_s - time.monotonic())
+            except TimeoutError:
+                raise AssertionError(f"{self.start.name}: not within {timeout_s:g} s: {what}") from None
+            except EOFError:
                 raise AssertionError(f"{self.start.name} has ended; wanted {what}") from None
             if number is None:
                 self.points.append(answer)

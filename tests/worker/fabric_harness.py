@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import signal
-import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from multiprocessing.connection import Connection
+from typing import Protocol
 from unittest import mock
 
 import numpy as np
@@ -19,10 +17,10 @@ import numpy.typing as npt
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import DescriptorRows, Fabric, Indices, MemoryKind, Region, Transfer, TransferState
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
+from tests.harness.children import Child
 
 Memory = npt.NDArray[np.uint8]
 DEADLINE_S = 20.0
-_PRODUCER = Path(__file__).with_name("fabric_producer.py")
 
 
 def until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -74,27 +72,22 @@ def random_bytes(seed: int, size: int) -> Memory:
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
-class Producer(ABC):
-    """A peer that holds `content` and can die. Real ones are processes, fake ones a name on the network."""
+class Producer(Protocol):
+    """A peer that holds random bytes and can die. Real ones are processes, fake ones a name on the network."""
 
     metadata: bytes
     address: int
 
-    @abstractmethod
     def kill(self) -> None: ...
 
-    @abstractmethod
     def freeze(self) -> None: ...
 
-    @abstractmethod
     def thaw(self) -> None: ...
 
-    @abstractmethod
     def received(self) -> tuple[str, bytes]:
         """The next notification that it got; waits for it."""
 
-    @abstractmethod
-    def send(self, metadata: bytes, message: bytes) -> None:
+    def notify(self, metadata: bytes, message: bytes) -> None:
         """Have it add the agent with this metadata, and notify that agent."""
 
 
@@ -134,7 +127,7 @@ class MemoryHarness(Harness):
         return MemoryProducer(MemoryFabric(name, self.network), random_bytes(seed, size))
 
 
-class MemoryProducer(Producer):
+class MemoryProducer:
     def __init__(self, fabric: MemoryFabric, content: Memory) -> None:
         self._fabric, self._content = fabric, content
         fabric.register([region(content)])
@@ -153,7 +146,7 @@ class MemoryProducer(Producer):
         (first,) = self._fabric.take_notifications()
         return first
 
-    def send(self, metadata: bytes, message: bytes) -> None:
+    def notify(self, metadata: bytes, message: bytes) -> None:
         self._fabric.notify(self._fabric.add_peer(metadata), message)
 
 
@@ -171,14 +164,14 @@ class NixlHarness(Harness):
             return NixlFabric(name)
 
     def producer(self, name: str, seed: int, size: int) -> NixlProducer:
-        made = NixlProducer(name, seed, size, {**os.environ, **self.ucx})
+        made = NixlProducer(name, seed, size, self.ucx)
         self._producers.append(made)
         return made
 
     def close(self) -> None:
         super().close()
         for made in self._producers:
-            made.end()
+            made.kill()
 
 
 class NixlTcpHarness(NixlHarness):
@@ -187,54 +180,34 @@ class NixlTcpHarness(NixlHarness):
     ucx: Mapping[str, str] = {"UCX_TLS": "tcp"}
 
 
-class NixlProducer(Producer):
-    """A process that runs `fabric_producer.py`: JSON lines out, commands in."""
+class NixlProducer(Child):
+    """A process that serves random bytes."""
 
     def __init__(self, name: str, seed: int, size: int, environ: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(_PRODUCER), name, str(seed), str(size)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=dict(environ),
-            text=True,
-        )
-        try:
-            hello = self._line()
-        except BaseException:
-            self.end()
-            raise
-        self.metadata, self.address = bytes.fromhex(hello["metadata"]), int(hello["address"])
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def freeze(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)  # the signal alone does not stop it at once
-
-    def thaw(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+        super().__init__(_serve, name, seed, size, environ)
+        self.metadata, self.address = self.receive()
 
     def received(self) -> tuple[str, bytes]:
-        line = self._line()
-        return line["sender"], bytes.fromhex(line["message"])
+        notification: tuple[str, bytes] = self.receive()
+        return notification
 
-    def send(self, metadata: bytes, message: bytes) -> None:
-        assert self._process.stdin is not None
-        print(metadata.hex(), message.hex(), file=self._process.stdin, flush=True)
+    def notify(self, metadata: bytes, message: bytes) -> None:
+        self.send((metadata, message))
 
-    def end(self) -> None:
-        """Kill it if it lives, and close the pipes."""
-        self.kill()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
 
-    def _line(self) -> dict[str, str]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the producer ended with {self._process.poll()}"
-        answer: dict[str, str] = json.loads(line)
-        return answer
+def _serve(channel: Connection, name: str, seed: int, size: int, environ: Mapping[str, str]) -> None:
+    """Send the agent's metadata and the address of its bytes, then every notification that it gets. What arrives is an
+    agent's metadata and a message for it."""
+    os.environ.update(environ)
+    content = random_bytes(seed, size)
+    fabric = NixlFabric(name)
+    fabric.register([region(content)])
+    channel.send((fabric.metadata(), content.ctypes.data))
+    with contextlib.suppress(EOFError):
+        while True:
+            if channel.poll(0.001):
+                metadata, message = channel.recv()
+                fabric.notify(fabric.add_peer(metadata), message)
+            for notification in fabric.take_notifications():
+                channel.send(notification)
+    fabric.close()

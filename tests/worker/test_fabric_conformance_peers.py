@@ -155,7 +155,7 @@ def test_another_process_is_read_and_notified_both_ways(harness: Harness) -> Non
     mortal.read()
     mortal.consumer.notify(mortal.peer, b"\0done\xff")
     assert mortal.producer.received() == ("survivor", b"\0done\xff")
-    mortal.producer.send(mortal.consumer.metadata(), b"thanks\0")
+    mortal.producer.notify(mortal.consumer.metadata(), b"thanks\0")
     assert arrivals(mortal.consumer, 1) == [("mortal", b"thanks\0")]
 
 
