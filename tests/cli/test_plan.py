@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from pathlib import Path
@@ -11,36 +10,19 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.cli.plan.command import POOL_BYTES_DRAM, POOL_BYTES_VRAM, longest_staged_run
-from kvferry.cli.plan.sides import read_pair
-from kvferry.cli.plan.summary import Flow, PlanSummary, Read, Refusal, summarise
-from kvferry.plan.blocks import RequestBlocks, pair_request
-from kvferry.plan.copies import route_copies
-from kvferry.plan.cost import PUBLISHED, Costs
+from kvferry.cli.plan.summary import Flow, Read, Refusal
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
-from kvferry.plan.transfer_plan import Placing
-from kvferry.plan.waves import source_table, source_units
 from kvferry.protocol.description_json import encode_engine_json, engine_json_of
-from kvferry.protocol.handshake import EngineDescription
 from tests.cli.command import run
-from tests.cli.forms import DENSE, short_forms
+from tests.cli.forms import DENSE
+from tests.cli.test_prediction import NHD, costs_of, placings, sides, summary_of
 
 EIGHT, FOUR = f"{DENSE},heads=8,tp=8".replace("heads=4,", ""), f"{DENSE},heads=8,tp=4".replace("heads=4,", "")
-NHD = "layers=2,heads=4,dim=16,layout=NHD"
-
-
-def summary_of(*arguments: str) -> PlanSummary:
-    ran = run("plan", *arguments, "--json")
-    assert (ran.code, ran.err) == (0, "")
-    return msgspec.json.decode(ran.out, type=PlanSummary)
-
-
-def sides(producer: str, consumer: str) -> tuple[EngineDescription, EngineDescription]:
-    return read_pair(producer, consumer, lambda: b"")
 
 
 def test_every_consumer_reads_its_heads_from_the_ranks_that_hold_them() -> None:
@@ -57,11 +39,6 @@ def test_the_log_lines_are_those_that_the_workers_would_write() -> None:
     printed = run("plan", EIGHT, f"{FOUR},layout=NHD").out
     assert printed.partition("in the log of each consumer worker:\n")[2].splitlines() == wanted
     assert [worker.log for worker in summary_of(EIGHT, f"{FOUR},layout=NHD").workers] == wanted
-
-
-def costs_of(consumer: EngineDescription) -> Costs:
-    pool = POOL_BYTES_VRAM if consumer.workers[0].memory == "VRAM" else POOL_BYTES_DRAM
-    return Costs(staged_run_bytes=longest_staged_run(pool))
 
 
 def test_the_staging_pool_has_the_default_size_of_a_worker() -> None:
@@ -104,107 +81,6 @@ def test_a_lower_direct_min_bytes_makes_reads_direct() -> None:
     arguments = [NHD, "layers=2,heads=4,dim=16,layout=HND", "--direct-min-bytes"]
     assert placings(summary_of(*arguments, "64")) == {"direct"}
     assert placings(summary_of(*arguments, "65")) == {"staged"}
-
-
-def placings(summary: PlanSummary) -> set[str]:
-    return {read.placing for worker in summary.workers for flow in worker.flows for read in flow.reads}
-
-
-def request_for(producer: EngineDescription, consumer: EngineDescription, tokens: int) -> RequestBlocks:
-    """Blocks 1, 2, 3, … of a prompt, without those outside its windows."""
-    lists = []
-    for engine in (consumer, producer):
-        ranks = engine.workers[0].tensors[0].interleave.ranks if engine.workers[0].tensors else 1
-        of_engine = []
-        for group in engine.groups:
-            span = group.block_tokens * (ranks if group.policy != "state" else 1)
-            ids = list(range(1, math.ceil(tokens / span) + 1))
-            if group.policy == "window" and engine is consumer:
-                gone = max(0, tokens - group.window_tokens + 1) // span
-                ids[:gone] = [0] * gone
-            of_engine.append([1] if group.policy == "state" else ids)
-        lists.append(of_engine)
-    return RequestBlocks(local=lists[0], remote=lists[1], first_token=0, stop_token=tokens, num_tokens=tokens)
-
-
-def pair_of_forms(data: st.DataObject, layers: int) -> list[str]:
-    """Two forms that can often be paired: the keys of the model are the same on both sides."""
-    kinds = data.draw(st.sampled_from([("mla",), ("heads", "cpu")]))
-    first, second = (data.draw(short_forms(layers, kinds)) for _ in range(2))
-    same = ("heads", "dim", "mla", "window", "state_layers", "ssm", "conv", "conv_width")
-    pairs = [pair for pair in first.split(",") if pair.partition("=")[0] in same]
-    other = [pair for pair in second.split(",") if pair.partition("=")[0] not in same]
-    unfit: tuple[str, ...] = ()
-    if not any(pair.startswith("conv=") for pair in pairs):
-        unfit += ("conv_layout=",)
-    if not any(pair.startswith("state_layers=") for pair in pairs):
-        unfit += ("state_dtype=",)
-    return [first, ",".join([*pairs, *(pair for pair in other if not pair.startswith(unfit))])]
-
-
-@given(st.data())
-@settings(max_examples=50)
-def test_bytes_and_descriptors_are_those_of_a_request(data: st.DataObject) -> None:
-    """The oracle pairs a request, expands every direct copy, and prepares every staged read."""
-    layers = data.draw(st.integers(1, 4))
-    producer, consumer = sides(*pair_of_forms(data, layers))
-    costs = costs_of(consumer)
-    try:
-        plans = plan_engine(consumer, producer, costs)
-    except PlanRefused:
-        event("refused")
-        return
-    event("planned")
-    summary = summarise(consumer, producer, plans, costs, tokens=None, link_gb_s=50.0)
-    request = request_for(producer, consumer, summary.tokens)
-    for plan, worker in zip(plans, summary.workers, strict=True):
-        pairs = pair_request(plan, consumer.groups, producer.groups, request)
-        for route, flow in zip(plan.routes, worker.flows, strict=True):
-            copies = route_copies(route, pairs)
-            direct = [one for one in copies if one.placing is Placing.DIRECT]
-            event(f"{len(route.sources)} sources")
-            reads = [(source_table(s, 0), len(source_units(s, pairs[s.tokens]))) for s in route.sources]
-            if not any(read.conversion for read in flow.reads):
-                assert flow.bytes == sum(int(one.num_bytes.sum()) for one in copies)
-            assert sum(read.runs for read in flow.reads) == sum(len(one.src) for one in copies)
-            assert flow.descriptors == sum(len(one.src) for one in direct) + sum(t.runs * n for t, n in reads)
-            staged = sum(t.runs * t.run_bytes * n for t, n in reads)
-            assert flow.link_bytes == sum(int(one.num_bytes.sum()) for one in direct) + staged
-            assert flow.expected == route.expected
-        assert worker.bytes == sum(flow.bytes for flow in worker.flows)
-    assert summary.bytes == sum(worker.bytes for worker in summary.workers)
-
-
-def test_the_predicted_time_is_the_slowest_links_bytes_and_descriptors() -> None:
-    summary = summary_of("layers=4,heads=4,dim=8,tp=4", "layers=4,heads=4,dim=8,tp=1", "--tokens", "160", "--link", "2")
-    descriptor_s = PUBLISHED.direct_min_bytes / 50e9
-    (worker,) = summary.workers
-    wanted_ms = (summary.bytes / 2e9 + summary.descriptors * descriptor_s) * 1000
-    assert placings(summary) == {"direct"}
-    assert summary.predicted_ms == pytest.approx(wanted_ms, abs=0.001)
-    assert (summary.slowest.side, str(summary.slowest.place)) == ("consumer", "tp0")
-    back = summary_of("layers=4,heads=4,dim=8,tp=1", "layers=4,heads=4,dim=8,tp=4", "--tokens", "160", "--link", "2")
-    assert (back.slowest.side, back.bytes) == ("producer", worker.bytes)
-
-
-def test_only_the_consumer_pays_for_the_relayout_of_staged_bytes() -> None:
-    pair = ("layers=2,heads=4,dim=16,layout=NHD,tp={}", "layers=2,heads=4,dim=16,tp={}")
-    together = summary_of(*(form.format(1 + index) for index, form in enumerate(pair)), "--tokens", "1024")
-    apart = summary_of(*(form.format(2 - index) for index, form in enumerate(pair)), "--tokens", "1024")
-    assert placings(together) == placings(apart) == {"staged"}
-    for summary, relaid in ((together, 0), (apart, apart.bytes)):
-        link_s = summary.link_bytes / 50e9 + summary.descriptors * PUBLISHED.descriptor_s
-        assert summary.predicted_ms == pytest.approx((link_s + PUBLISHED.relayout_s(relaid)) * 1000, abs=0.0006)
-    assert (together.slowest.side, apart.slowest.side) == ("producer", "consumer")
-
-
-def test_the_link_changes_the_time_and_nothing_else() -> None:
-    one, other = (summary_of(NHD, DENSE_OF_NHD, "--link", link) for link in ("1", "100"))
-    assert one.predicted_ms > other.predicted_ms
-    assert [worker.flows for worker in one.workers] == [worker.flows for worker in other.workers]
-
-
-DENSE_OF_NHD = "layers=2,heads=4,dim=16,layout=HND"
 
 
 def test_the_prompt_is_as_long_as_the_smaller_cache_allows() -> None:
@@ -263,14 +139,6 @@ def test_bad_input_is_one_line_on_standard_error_and_exit_code_2(arguments: list
     assert ran.err.startswith("kvferry plan: ")
     assert ran.err.count("\n") == 1
     assert said in ran.err
-
-
-@given(st.text(max_size=40), st.text(max_size=40))
-@settings(max_examples=60)
-def test_every_pair_of_texts_ends_with_one_line_and_an_exit_code(producer: str, consumer: str) -> None:
-    ran = run("plan", "--", producer, consumer)
-    assert ran.code == 2
-    assert "Traceback" not in ran.err
 
 
 def test_a_description_json_may_come_from_a_file_or_from_standard_input(tmp_path: Path) -> None:
