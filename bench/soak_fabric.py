@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable
 
 from kvferry.protocol.notifications import Done, encode_notification
+from kvferry.worker.fabric.errors import FabricError, PeerLost, TransferFailed
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.fabric.port import FabricError, PeerAgent, PeerLost, Transfer, TransferFailed, TransferState
+from kvferry.worker.fabric.port import PeerAgent, Transfer, TransferState
 from tests.harness.gates import GateFabric, Hold
 
 ERRORS: tuple[Callable[[], Exception], ...] = (

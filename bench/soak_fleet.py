@@ -248,7 +248,7 @@ class Fleet:
 
 
 def _is_idle(engine: SoakEngine) -> bool:
-    flushing = any(worker._thread is not None and worker._thread.runner.flushing() for worker in engine.workers)
+    flushing = any(worker._thread.runner.flushing() for worker in engine.workers)
     quiet = not (len(engine.leases) or len(engine.loads) or engine.seen.alive or flushing)
     return quiet and len(engine.free) == engine.blocks and not any(fabric.waiting for fabric in engine.soak_fabrics)
 

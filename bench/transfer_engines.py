@@ -141,7 +141,7 @@ class Producer:
 
 
 def _is_ready(worker: FerryWorker, lease: Lease) -> bool:
-    return int(worker._table.words[lease.slot]) == slot_word(int(lease.epoch, 16), SlotState.READY)  # type: ignore[arg-type]
+    return int(worker._memory.table.words[lease.slot]) == slot_word(int(lease.epoch, 16), SlotState.READY)  # type: ignore[arg-type]
 
 
 def _serve(channel: Connection, pool_bytes: int, ranks: int, device_name: str) -> None:

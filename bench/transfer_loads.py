@@ -70,10 +70,10 @@ class Loads:
         self._from = address
         self._boot = new_boot_id()
         self._number = 0
-        self.worker = make_worker("consumer", scenario, scenario.consumer, 0, memory)
-        self.worker.add_siblings((self.worker.description,))
         with mock.patch.object(transfer_thread, "ResultBox", _SignallingBox):
-            self._box: Any = self.worker._started(self._boot).results
+            self.worker = make_worker("consumer", scenario, scenario.consumer, 0, memory)
+        self.worker.add_siblings((self.worker.description,))
+        self._box: Any = self.worker._thread.results
         fabric = self.worker._fabric
         notify = fabric.notify
 
@@ -86,9 +86,7 @@ class Loads:
     @property
     def peer(self) -> Peer:
         """The producer, once connected."""
-        registry = self.worker._registry
-        if registry is None:
-            raise RuntimeError("nothing has been loaded yet")
+        registry = self.worker._thread.registry
         return next(registry.peers())
 
     def order(self, lease: Lease, request_bytes: int, share: int = 0) -> LoadOrder:
@@ -130,8 +128,8 @@ class Loads:
         """
         step = StepOrders(boot=self._boot, loads=tuple(orders))
         head, frame = encode_head(step), encode_orders(step)
-        registry = self.worker._registry
-        routes = len(self.peer.routes) if registry is not None and any(registry.peers()) else self.scenario.producer.tp
+        registry = self.worker._thread.registry
+        routes = len(self.peer.routes) if any(registry.peers()) else self.scenario.producer.tp
         self._box.expect(len(orders), len(orders) * routes)
         begun_ns = time.perf_counter_ns()
         self.worker.carry_out(head, frame)

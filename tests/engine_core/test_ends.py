@@ -46,7 +46,6 @@ def test_engines_that_end_in_the_middle_of_loads_end_quietly(
         consumer.engine.add(f"d{index}", prompt, producer.prefill(f"p{index}", prompt), max_tokens=COUNT)
     consumer.step()
     wait_until(held.is_reached, "every load is in the middle")
-    assert worker._thread is not None
     for node in (producer, consumer) if first == "producer" else (consumer, producer):
         node.close(idle=False)
     held.ends()
@@ -55,10 +54,10 @@ def test_engines_that_end_in_the_middle_of_loads_end_quietly(
     loads = list(worker._thread.runner.alive())
     assert len(loads) == LOADS, "they were in the middle of it"
     assert sum(load.transfers() for load in loads) == 0
-    assert worker._slot_reads.free() == len(worker._slot_reads.words)
-    assert worker._staging is not None
-    assert worker._staging.pool.free_bytes == worker._staging.pool.capacity
-    assert not _worker(producer)._table.held()
+    assert worker._memory.slot_reads.free() == len(worker._memory.slot_reads.words)
+    assert worker._memory.staging is not None
+    assert worker._memory.staging.pool.free_bytes == worker._memory.staging.pool.capacity
+    assert not _worker(producer)._memory.table.held()
     for node in (producer, consumer):
         ferry_of(node.engine.connector).scheduler_side.check_integrity()
         assert node.engine.blocks_at_start - node.engine.free_blocks == LOADS * -(-TOKENS // BLOCK_TOKENS)
@@ -81,14 +80,15 @@ class _Held:
 
 def _hold_connecting(worker: FerryWorker) -> _Held:
     """A first contact that outlives both engines."""
-    handshake, reached, over = worker._handshake, threading.Event(), threading.Event()
+    handshakes = worker._thread.registry._handshakes
+    handshake, reached, over = handshakes._handshake, threading.Event(), threading.Event()
 
     def slow(key: Any) -> Any:
         reached.set()
         over.wait()
         return handshake(key)
 
-    worker._handshake = slow  # type: ignore[method-assign]
+    handshakes._handshake = slow
     return _Held(reached.is_set, over.set)
 
 
@@ -96,14 +96,13 @@ def _hold_reading(producer: Node, consumer: Node) -> _Held:
     """Reads of a producer that is known, each in flight until the transfer thread winds up."""
     _load(producer, consumer)
     worker = _worker(consumer)
-    assert worker._thread is not None
     fabric, runner = worker._fabric, worker._thread.runner
     post, poll, stop = fabric.post_read, fabric.poll, runner.stop
     held = set[Transfer]()
 
     def noted(local: Any, *rest: Any) -> Transfer:
         transfer = post(local, *rest)
-        if local is not worker._slot_reads.descriptors:
+        if local is not worker._memory.slot_reads.descriptors:
             held.add(transfer)
         return transfer
 

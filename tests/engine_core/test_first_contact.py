@@ -25,14 +25,14 @@ COUNT = 5
 def knows(consumer: Node, params: dict[str, Any]) -> bool:
     """Whether every worker can read from the producer of these params."""
     key = PeerKey(params["remote_host"], params["remote_port"], params["remote_engine_id"], params["kvferry"]["boot"])
-    registries = [worker.worker_side._worker._registry for worker in consumer.workers]
-    return all(registry is not None and key in registry._ready for registry in registries)
+    registries = [worker.worker_side._worker._thread.registry for worker in consumer.workers]
+    return all(key in registry._ready for registry in registries)
 
 
 def has_given_up(consumer: Node) -> bool:
     """Whether a first contact has failed."""
-    registry = consumer.workers[0].worker_side._worker._registry
-    return registry is not None and len(registry._backoff) > 0
+    registry = consumer.workers[0].worker_side._worker._thread.registry
+    return len(registry._backoff) > 0
 
 
 @pytest.mark.parametrize("tp", [1, 2])

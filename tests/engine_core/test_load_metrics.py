@@ -171,7 +171,7 @@ def test_staging_in_use_is_reported_while_a_read_cannot_end(make: Callable[..., 
     producer, consumer = make("kv_producer"), make("kv_consumer", **POOL)
     hand_over(producer, consumer)
     assert gauges(consumer.engine, "staging_pool_bytes")[-1] == 1 << 20
-    pool = consumer.workers[0].worker_side._worker._staging.pool
+    pool = consumer.workers[0].worker_side._worker._memory.staging.pool
     wave = pool.try_take("another", "load", 1 << 16)
     hand_over(producer, consumer, "meanwhile", tokens(60, seed=5))
     assert gauges(consumer.engine, "staging_used_bytes")[-1] == 1 << 16

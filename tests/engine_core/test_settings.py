@@ -31,7 +31,7 @@ OF_THE_ENVIRONMENT = {"secrets", "host_buffer", "is_read_from"}
 
 def test_every_key_of_a_worker_reaches_it(make: Callable[..., Node]) -> None:
     node = make("kv_consumer", extra=EXTRA)
-    settings = node.workers[0].worker_side._worker._settings
+    settings = node.workers[0].worker_side._worker._first_contact._settings
     wanted = {NAMES.get(key, key): value for key, value in EXTRA.items()}
     assert {name: getattr(settings, name) for name in wanted} == wanted
     assert {field.name for field in fields(WorkerSettings)} == set(wanted) | OF_THE_ENVIRONMENT
@@ -60,4 +60,4 @@ def test_an_engine_starts_under_the_stock_connectors_name_with_keys_of_other_con
 def test_a_worker_knows_whether_peers_read_from_it(
     make: Callable[..., Node], role: str, extra: dict[str, bool], is_read_from: bool
 ) -> None:
-    assert make(role, extra=extra).workers[0].worker_side._worker._settings.is_read_from is is_read_from
+    assert make(role, extra=extra).workers[0].worker_side._worker._first_contact._settings.is_read_from is is_read_from

@@ -19,26 +19,28 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.worker.fabric.errors import (
+    DescriptorOutOfRange,
+    FabricClosed,
+    FabricError,
+    FabricUnavailable,
+    InvalidMetadata,
+    InvalidRequest,
+    PeerLost,
+    TransferFailed,
+)
 from kvferry.worker.fabric.metadata import check_agent_name, open_metadata, wrap_metadata
 from kvferry.worker.fabric.nixl_handles import check_index_pairs
 from kvferry.worker.fabric.port import (
     MAX_NOTIFICATION_BYTES,
-    DescriptorOutOfRange,
     DescriptorRows,
-    FabricClosed,
-    FabricError,
-    FabricUnavailable,
     Indices,
-    InvalidMetadata,
-    InvalidRequest,
     LocalDescriptors,
     OpenHandles,
     PeerAgent,
-    PeerLost,
     Region,
     RemoteDescriptors,
     Transfer,
-    TransferFailed,
     TransferState,
     TransferTelemetry,
 )

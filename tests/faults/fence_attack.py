@@ -179,7 +179,7 @@ class Attack:
         offers = [self.producer.finish_prefill(request_id) for request_id in self._running]
         self.producer.step()  # they are held from now on; their clock goes on with the producer's next step
         loads = [self.consumer.load(offer.params) for offer in offers]
-        reads = PROMPTS * (1 if self.consumer.worker._staging is None else WAVES_PER_LOAD)
+        reads = PROMPTS * (1 if self.consumer.worker._memory.staging is None else WAVES_PER_LOAD)
         if waves_first:
             # No load goes on before all have begun: one that was much earlier would be over before the others begin.
             wait_until(lambda: gate.held_by(first) == reads, "every load has begun", TIMEOUT_S)

@@ -167,14 +167,14 @@ def _skip_the_boot_check(_: Function) -> Function:
 
 
 def _accept_any_boot(handshake: Function) -> Function:
-    return lambda worker, key: handshake(worker, key._replace(boot=_AnyBoot(key.boot)))
+    return lambda contact, key: handshake(contact, key._replace(boot=_AnyBoot(key.boot)))
 
 
 def _never_late(advance: Function) -> Function:
     def never_late(runner: Any, load: Any, steps: Any) -> Any:
         import time
 
-        load.ordered_s = time.monotonic()
+        load.record.ordered_s = time.monotonic()
         return advance(runner, load, steps)
 
     return never_late
@@ -392,7 +392,7 @@ GUARDS = (
         "boots",
         "params of a former life are refused",
         (4,),
-        "kvferry.worker.worker:FerryWorker._handshake",
+        "kvferry.worker.peers.first_contact:FirstContact.handshake",
         _accept_any_boot,
         (f"{_ENGINES}/test_peers.py::test_params_of_a_former_life_are_refused_when_only_the_new_one_is_known",),
     ),

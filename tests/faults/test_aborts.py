@@ -96,14 +96,15 @@ def test_aborted_while_it_waits_for_its_turn(rig: Rig) -> None:
 def test_aborted_while_the_handshake_waits_for_an_answer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer = rig.engine("P"), rig.engine("C")
     asked, answer = threading.Event(), threading.Event()
-    handshake = consumer.worker._handshake
+    handshakes = consumer.worker._thread.registry._handshakes
+    handshake = handshakes._handshake
 
     def slow(key: Any) -> Any:
         asked.set()
         assert answer.wait(BOUND_S)
         return handshake(key)
 
-    monkeypatch.setattr(consumer.worker, "_handshake", slow)
+    monkeypatch.setattr(handshakes, "_handshake", slow)
     load = consumer.load(producer.prefill(10, 4).params)
     wait_until(asked.is_set, "the producer is asked", BOUND_S)
     abort(consumer, load)
@@ -127,7 +128,9 @@ def test_aborted_while_its_tail_is_being_zeroed(rig: Rig, monkeypatch: pytest.Mo
     rig.until_good(producer, consumer)
     mark = Unreached()
     with monkeypatch.context() as patched:
-        patched.setattr(consumer.worker._tail_zeroing._clock, "mark", lambda: mark, raising=False)
+        patched.setattr(
+            consumer.worker._thread.runner._context.tail_zeroing._clock, "mark", lambda: mark, raising=False
+        )
         load = consumer.load(producer.prefill(10, 4).params)
         rig.step_until(lambda: _is_zeroing(consumer), "its tail is being zeroed", BOUND_S)
         abort(consumer, load)
@@ -141,7 +144,6 @@ def test_aborted_while_its_tail_is_being_zeroed(rig: Rig, monkeypatch: pytest.Mo
 
 def _is_zeroing(consumer: Engine) -> bool:
     thread = consumer.worker._thread
-    assert thread is not None
     return any(isinstance(load.zeroed, Unreached) for load in thread.runner.alive())
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.worker.fabric.port import (
+from kvferry.worker.fabric.errors import (
     DescriptorOutOfRange,
     FabricUnavailable,
     InvalidMetadata,

@@ -132,7 +132,7 @@ def race(source: Source, consumer: Engine, draw: random.Random) -> Counts:
         over_s, at_once = source.clock_s() + draw.uniform(0.0, 3 * LEASE_S), draw.choice((0.0, 0.5, 1.0))
         return Hold(lambda: source.clock_s() >= over_s, at_once)
 
-    often = 0.1 if consumer.worker._staging is not None else 0.8  # staged loads have many reads
+    often = 0.1 if consumer.worker._memory.staging is not None else 0.8  # staged loads have many reads
     gate_of(consumer).hold = lambda: any_delay() if draw.random() < often else None
     counts, seen, loads = Counts(), consumer.seen, dict[str, tuple[OrderedLoad, int]]()
     end_s = time.monotonic() + LONGEST_RACE_S

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kvferry.protocol.orders import FailureReason
+from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.fabric.port import Fabric, PeerLost, TransferFailed
+from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.worker import MakeFabric
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.geometry.effects import number_names
@@ -42,7 +43,6 @@ class RankEngine(RigEngine):
         worker, fabric = self.workers[rank], self.fabrics[rank]
 
         def is_late(_: Point) -> None:
-            assert worker._thread is not None
             worker._thread.runner.timeout_s = 0.0
             fabric.stops.go()
 
@@ -60,7 +60,7 @@ class RankEngine(RigEngine):
         self.loads.check_integrity()
         for worker in self.workers:
             wait_until_idle(worker)
-            assert worker._thread is None or worker._thread._thread.is_alive()
+            assert worker._thread._thread.is_alive() or worker._thread._thread.ident is None
 
 
 Break = Callable[[RankEngine, int], None]
@@ -211,8 +211,7 @@ def test_a_producer_rank_whose_agent_is_gone_fails_the_ranks_that_read_it_and_fr
         readers = {
             index
             for index, worker in enumerate(rig.consumer.workers)
-            if worker._registry is not None
-            for peer in worker._registry.peers()
+            for peer in worker._thread.registry.peers()
             if any(route.route.worker == gone for route in peer.routes)
         }
         assert readers

@@ -99,7 +99,7 @@ def test_any_number_of_consumers_under_one_lease_costs_the_memory_of_eight(rig: 
     beyond = count - MAX_CONSUMERS
     received = producer.seen.counts
     rig.step_until(lambda: received["bad_notifications"] == beyond, "those beyond the eighth are bad", timeout_s=60)
-    assert len(producer.worker._table._leases[ticket.lease_slot].notifications) == MAX_CONSUMERS
+    assert len(producer.worker._memory.table._leases[ticket.lease_slot].notifications) == MAX_CONSUMERS
 
 
 def test_a_notification_at_the_limit_is_read_and_one_beyond_it_is_bad() -> None:

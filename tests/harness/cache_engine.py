@@ -125,7 +125,7 @@ class CacheEngine:
 
     def finish(self, request_id: str, blocks: tuple[tuple[int, ...], ...], tokens: int) -> RemotePrefill | None:
         """A prefill has finished; its workers learn of the hold with the next step. None when it has no lease."""
-        mirrored = any(worker._mirror is not None for worker in self.workers)
+        mirrored = any(worker._memory.mirror is not None for worker in self.workers)
         lease = self.leases.finish(request_id, blocks if mirrored else ())
         if lease is None:
             return None
@@ -209,9 +209,9 @@ class CacheEngine:
     ) -> None:
         """Change the deadlines of workers that have begun; so no test depends on how fast a good load is."""
         for worker in self.workers:
-            worker._settings = replace(worker._settings, load_timeout_s=load_s, handshake_timeout_s=handshake_s)
-            if worker._thread is not None and worker._registry is not None:
-                worker._thread.runner.timeout_s, worker._registry._timeout_s = load_s, handshake_s
+            contact, thread = worker._first_contact, worker._thread
+            contact._settings = replace(contact._settings, handshake_timeout_s=handshake_s)
+            thread.runner.timeout_s, thread.registry.first_reads.timeout_s = load_s, handshake_s
 
     def wait_until_idle(self) -> None:
         """Lift the faults and let every load end, well or badly; check that nothing is left.
@@ -223,7 +223,7 @@ class CacheEngine:
             fabric.mend()
         self.set_timeouts(load_s=0.0)
         for worker in self.workers:
-            if worker._thread is not None and worker._thread._thread.is_alive():
+            if worker._thread._thread.is_alive():
                 wait_until_idle(worker)
 
     def close(self) -> None:

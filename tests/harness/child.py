@@ -195,13 +195,13 @@ class Server:
 
     def state(self) -> State:
         engine, worker = self.engine, self.engine.worker
-        runner = worker._thread.runner if worker._thread is not None else None
-        slot_reads, staging = worker._slot_reads, worker._staging
+        runner = worker._thread.runner
+        slot_reads, staging = worker._memory.slot_reads, worker._memory.staging
         names = Counter(one.name for one in threading.enumerate())
         fetching = sum(count for name, count in names.items() if name.startswith("kvferry-handshake"))
         return State(
             leases=len(engine.leases),
-            held=worker._table.held(),
+            held=worker._memory.table.held(),
             loads=len(engine.loads),
             running=0 if runner is None else len(runner._running) + runner.waiting(),
             quarantined=0 if runner is None else len(runner.quarantined),

@@ -125,7 +125,7 @@ class Engine(CacheEngine):
 
     def word(self, offer: Offer) -> int:
         """The word in the offer's slot."""
-        return int(self.worker._table.words[offer.slot])
+        return int(self.worker._memory.table.words[offer.slot])
 
     def end(self, offer: Offer) -> None:
         """End the lease, on the worker too."""

@@ -156,7 +156,7 @@ def until_adds_up(engine: Engine) -> None:
             if time.monotonic() > deadline_s:
                 raise
         engine.step()
-    slot_reads, staging = engine.worker._slot_reads, engine.worker._staging
+    slot_reads, staging = engine.worker._memory.slot_reads, engine.worker._memory.staging
     assert slot_reads.free() == len(slot_reads.words)
     assert staging is None or not staging.pool.waves()
     assert not engine.fabric.transfers()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.worker.fabric.port import Indices, LocalDescriptors, PeerLost, RemoteDescriptors, Transfer
+from kvferry.worker.fabric.errors import PeerLost
+from kvferry.worker.fabric.port import Indices, LocalDescriptors, RemoteDescriptors, Transfer
 from tests.worker.fabric_harness import (
     Harness,
     Memory,

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.worker.fabric.port import DescriptorRows, InvalidRequest, MemoryKind
+from kvferry.worker.fabric.errors import InvalidRequest
+from kvferry.worker.fabric.port import DescriptorRows, MemoryKind
 
 END = 2**63 - 1
 numbers = st.one_of(st.integers(-(2**63), END), st.integers(-2, 5), st.integers(2**61, END), st.sampled_from([END]))

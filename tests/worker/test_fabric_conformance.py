@@ -9,17 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.worker.fabric.port import (
-    DescriptorOutOfRange,
-    DescriptorRows,
-    FabricError,
-    FabricUnavailable,
-    Indices,
-    InvalidRequest,
-    MemoryKind,
-    Region,
-    TransferState,
-)
+from kvferry.worker.fabric.errors import DescriptorOutOfRange, FabricError, FabricUnavailable, InvalidRequest
+from kvferry.worker.fabric.port import DescriptorRows, Indices, MemoryKind, Region, TransferState
 from tests.worker.fabric_harness import (
     Harness,
     finish,

@@ -8,16 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvferry.worker.fabric.port import (
-    MAX_NOTIFICATION_BYTES,
-    FabricClosed,
-    InvalidMetadata,
-    InvalidRequest,
-    OpenHandles,
-    PeerAgent,
-    PeerLost,
-    TransferState,
-)
+from kvferry.worker.fabric.errors import FabricClosed, InvalidMetadata, InvalidRequest, PeerLost
+from kvferry.worker.fabric.port import MAX_NOTIFICATION_BYTES, OpenHandles, PeerAgent, TransferState
 from tests.worker.fabric_harness import (
     Harness,
     arrivals,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.worker.fabric.port import PeerLost, Transfer, TransferFailed, TransferState
+from kvferry.worker.fabric.errors import PeerLost, TransferFailed
+from kvferry.worker.fabric.port import Transfer, TransferState
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.worker.fabric_harness import Memory, random_bytes, region, row, rows
 

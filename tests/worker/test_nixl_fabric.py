@@ -15,19 +15,16 @@ import numpy as np
 import pytest
 
 from kvferry.worker.fabric.agent import AgentConfig, apply_ucx_defaults, load_bindings, ucx_defaults
-from kvferry.worker.fabric.metadata import open_metadata, wrap_metadata
-from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.fabric.port import (
+from kvferry.worker.fabric.errors import (
     DescriptorOutOfRange,
     FabricUnavailable,
     InvalidMetadata,
     InvalidRequest,
-    MemoryKind,
-    PeerAgent,
     PeerLost,
-    Region,
-    TransferState,
 )
+from kvferry.worker.fabric.metadata import open_metadata, wrap_metadata
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import MemoryKind, PeerAgent, Region, TransferState
 from tests.worker.fabric_harness import arrivals, finish, indices, random_bytes, region, row, rows, until
 
 pytestmark = pytest.mark.slow
@@ -158,7 +155,7 @@ def test_applied_defaults_are_set_and_logged_once(caplog: pytest.LogCaptureFixtu
 
 MAKE = """
 import json, os
-from kvferry.worker.fabric.port import FabricUnavailable
+from kvferry.worker.fabric.errors import FabricUnavailable
 from kvferry.worker.fabric.nixl import NixlFabric
 try:
     NixlFabric("agent").close()

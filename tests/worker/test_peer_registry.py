@@ -20,6 +20,7 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.port import MemoryKind, OpenHandles, Region
 from kvferry.worker.fabric.reads import Reader
 from kvferry.worker.memory.slot_reads import SlotReads
+from kvferry.worker.peers.first_reads import FirstReads
 from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS
 from kvferry.worker.peers.peer import Peer, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
@@ -59,17 +60,8 @@ class Scene:
         self.answer: Answer = lambda _: self.good
         self.awake = threading.Event()
         self.reader = Reader(self.fabric)
-        self.registry = PeerRegistry(
-            self.reader,
-            self.caches.kv,
-            None,
-            self.slot_reads,
-            self._handshake,
-            self.awake.set,
-            timeout_s=1.0,
-            ttl_s=TTL_S,
-            most_peers=3,
-        )
+        first_reads = FirstReads(self.reader, self.caches.kv, None, self.slot_reads, timeout_s=1.0)
+        self.registry = PeerRegistry(first_reads, self._handshake, self.awake.set, ttl_s=TTL_S, most_peers=3)
 
     def _engine(self, name: str, caches: ToyCaches, metadata: bytes) -> EngineDescription:
         worker = WorkerDescription(

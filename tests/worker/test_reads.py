@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.worker.fabric.port import FabricClosed, InvalidRequest, PeerLost, Transfer, TransferFailed, TransferState
+from kvferry.worker.fabric.errors import FabricClosed, InvalidRequest, PeerLost, TransferFailed
+from kvferry.worker.fabric.port import Transfer, TransferState
 from kvferry.worker.fabric.reads import LET_GO_S, Reader, Reads
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.fault_fabric import FaultFabric

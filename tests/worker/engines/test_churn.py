@@ -71,9 +71,9 @@ def test_producers_that_come_and_go_leave_nothing_with_their_consumer() -> None:
         assert handles.peers <= MAX_PEERS
         assert handles.prepared == 1 + handles.peers * _lists_of_a_peer(consumer)
         assert (handles.transfers, handles.leaving) == (0, 0)
-        assert consumer.worker._slot_reads.free() == len(consumer.worker._slot_reads.words)
-        assert consumer.worker._staging is not None
-        assert consumer.worker._staging.pool.free_bytes == consumer.worker._staging.pool.capacity
+        assert consumer.worker._memory.slot_reads.free() == len(consumer.worker._memory.slot_reads.words)
+        assert consumer.worker._memory.staging is not None
+        assert consumer.worker._memory.staging.pool.free_bytes == consumer.worker._memory.staging.pool.capacity
         assert consumer.seen.counts["integrity_errors"] == 0
         gc.collect()
         assert before is not None
@@ -89,8 +89,7 @@ def test_producers_that_come_and_go_leave_nothing_with_their_consumer() -> None:
 
 
 def _lists_of_a_peer(consumer: Engine) -> int:
-    assert consumer.worker._registry is not None
-    (lists,) = {len(peer.made) - len(peer.routes) for peer in consumer.worker._registry.peers()}
+    (lists,) = {len(peer.made) - len(peer.routes) for peer in consumer.worker._thread.registry.peers()}
     return lists
 
 

@@ -60,7 +60,7 @@ def test_a_stuck_load_is_reported_at_once_and_its_blocks_are_named_until_its_rea
     consumer.set_timeouts()
     assert (consumer.caches.cells(0)[list(load.blocks)] != POISON).any(), "it did write, as late as this"
     assert consumer.fabric.transfers() == 0
-    assert consumer.worker._slot_reads.free() == len(consumer.worker._slot_reads.words)
+    assert consumer.worker._memory.slot_reads.free() == len(consumer.worker._memory.slot_reads.words)
     assert load.request_id not in consumer.seen.loaded
     rig.transfer(producer, consumer)
 
@@ -88,7 +88,7 @@ def test_a_load_of_a_producer_that_never_finishes_misses_its_deadline_and_leaves
     assert TIMEOUT_S - 0.01 < time.monotonic() - began_s < SETTINGS.load_timeout_s
     assert consumer.seen.failed == {load.request_id: FailureReason.DEADLINE}
     rig.step_until(lambda: not consumer.seen.alive, "its slot read has ended", only=consumer)
-    assert consumer.worker._slot_reads.free() == len(consumer.worker._slot_reads.words)
+    assert consumer.worker._memory.slot_reads.free() == len(consumer.worker._memory.slot_reads.words)
 
 
 def test_a_load_that_never_gets_its_turn_misses_its_deadline(rig: Rig) -> None:
@@ -114,7 +114,7 @@ def test_a_handshake_that_outlasts_the_load_fails_it_in_time(rig: Rig, monkeypat
     producer, consumer = rig.pair(settings=HURRIED)
     offer = producer.prefill(tokens=10)
     over = threading.Event()
-    monkeypatch.setattr(consumer.worker, "_handshake", lambda _: over.wait(120))
+    monkeypatch.setattr(consumer.worker._thread.registry._handshakes, "_handshake", lambda _: over.wait(120))
     assert rig.until_over(consumer, consumer.load(offer.params)) is FailureReason.DEADLINE
     assert not consumer.seen.alive
     over.set()
@@ -143,7 +143,7 @@ def _fails_in_time(rig: Rig, consumer: Engine, load: OrderedLoad) -> None:
 def test_a_load_that_waits_for_entries_misses_its_deadline(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    slot_reads = consumer.worker._slot_reads
+    slot_reads = consumer.worker._memory.slot_reads
     entries = slot_reads.try_take(slot_reads.free())
     assert entries is not None
     consumer.set_timeouts(load_s=TIMEOUT_S)
@@ -160,7 +160,7 @@ def test_a_load_that_waits_for_the_staging_pool_misses_its_deadline_and_its_plac
     producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=staged)
     consumer = rig.engine("C", shape=CacheShape(axes="bth"), settings=staged)
     rig.transfer(producer, consumer)
-    staging = consumer.worker._staging
+    staging = consumer.worker._memory.staging
     assert staging is not None
     pool = staging.pool
     waves = [pool.try_take(f"other-{n}", f"peer-{n // 4}", pool.largest_wave) for n in range(8)]
@@ -197,13 +197,13 @@ def test_a_load_whose_slot_is_not_answered_after_the_data_misses_its_deadline_an
     """Only the read of the slot is still in flight, but the blocks were read into: they wait for it."""
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    zero = consumer.worker._tail_zeroing.zero
+    zero = consumer.worker._thread.runner._context.tail_zeroing.zero
 
     def freeze_and_zero(*what: Any) -> Any:
         rig.network.freeze(producer.fabric.agent_name)
         return zero(*what)
 
-    monkeypatch.setattr(consumer.worker._tail_zeroing, "zero", freeze_and_zero)
+    monkeypatch.setattr(consumer.worker._thread.runner._context.tail_zeroing, "zero", freeze_and_zero)
     consumer.set_timeouts(load_s=TIMEOUT_S)
     load = consumer.load(producer.prefill(tokens=10).params)
     _fails_in_time(rig, consumer, load)

@@ -128,7 +128,7 @@ def test_a_lease_that_computes_again_after_the_read_is_no_good_either(rig: Rig) 
     epoch = epoch_from_text(offer.params.kvferry.lease_epoch)
 
     def computes_again() -> None:
-        producer.worker._table.words[offer.slot] = slot_word(epoch, SlotState.COMPUTING)
+        producer.worker._memory.table.words[offer.slot] = slot_word(epoch, SlotState.COMPUTING)
 
     consumer.fabric.on_data_read = computes_again
     assert rig.until_over(consumer, consumer.load(offer.params)) is FailureReason.FENCE

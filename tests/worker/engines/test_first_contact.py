@@ -12,6 +12,7 @@ import pytest
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
 from kvferry.worker.peers.peer import PeerKey, connect
+from kvferry.worker.settings import WorkerSettings
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig
 
@@ -22,8 +23,8 @@ def wait_in_the_queue(consumer: Engine, params: RemotePrefill, name: str = "wait
 
 
 def knows(consumer: Engine, params: RemotePrefill) -> bool:
-    registry = consumer.worker._registry
-    return registry is not None and PeerKey.of(params) in registry._ready
+    registry = consumer.worker._thread.registry
+    return PeerKey.of(params) in registry._ready
 
 
 def test_a_producer_is_connected_while_its_first_request_waits_and_the_load_needs_no_handshake(rig: Rig) -> None:
@@ -44,12 +45,11 @@ def test_a_first_contact_that_fails_is_no_failed_load(rig: Rig) -> None:
     producer, consumer = rig.pair()
     offer = producer.prefill(10)
     producer.listener.close()
-    consumer.worker._settings = consumer.worker._settings.__class__(handshake_timeout_s=0.2)
+    consumer.worker._first_contact._settings = WorkerSettings(handshake_timeout_s=0.2)
     wait_in_the_queue(consumer, offer.params)
 
     def given_up() -> bool:
-        registry = consumer.worker._registry
-        return registry is not None and len(registry._backoff) > 0
+        return len(consumer.worker._thread.registry._backoff) > 0
 
     rig.step_until(given_up, "the producer cannot be connected")
     assert not consumer.seen.failed
@@ -67,7 +67,7 @@ def test_the_time_of_a_first_contact_includes_all_of_its_parts(
         time.sleep(0.05)
         return connect(*args)
 
-    monkeypatch.setattr("kvferry.worker.peers.registry.connect", slowly)
+    monkeypatch.setattr("kvferry.worker.peers.first_reads.connect", slowly)
     producer, consumer = rig.pair()
     with caplog.at_level(logging.INFO, logger="kvferry"):
         rig.transfer(producer, consumer)

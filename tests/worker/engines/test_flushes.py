@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.worker.fabric.port import FabricError, PeerLost, TransferFailed
+from kvferry.worker.fabric.errors import FabricError, PeerLost, TransferFailed
 from tests.harness.cache_engine import wait_until_idle
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig
@@ -56,7 +56,7 @@ def test_a_load_is_over_while_the_read_behind_its_message_is_in_flight(rig: Rig)
     consumer.worker.check_integrity()
     rig.network.thaw(producer.fabric.agent_name)
     wait_until_idle(consumer.worker)
-    assert consumer.worker._slot_reads.free() == len(consumer.worker._slot_reads.words)
+    assert consumer.worker._memory.slot_reads.free() == len(consumer.worker._memory.slot_reads.words)
 
 
 @pytest.mark.parametrize("error", [PeerLost("test", "gone"), TransferFailed("test", "of the test")])
@@ -67,7 +67,6 @@ def test_a_read_behind_a_message_that_cannot_be_posted_costs_the_load_nothing(ri
     _with_each_message(consumer, lambda: consumer.fabric.fail("post_read", lambda: error))
     rig.transfer(producer, consumer)
     wait_until(lambda: consumer.fabric.failures_left("post_read") == 0, "it was tried")
-    assert consumer.worker._thread is not None
-    consumer.worker._thread._reader.grace_s = 0.0
+    consumer.worker._thread.reader.grace_s = 0.0
     wait_until_idle(consumer.worker)
     assert consumer.seen.counts["failed_notifications"] == 0

@@ -64,7 +64,7 @@ def test_blocks_that_are_used_again_are_copied_again(any_rig: Rig) -> None:
 
 def test_what_does_not_change_from_copy_to_copy_is_made_once(rig: Rig) -> None:
     producer = rig.engine("P", settings=ON_HOST)
-    mirror = producer.worker._mirror
+    mirror = producer.worker._memory.mirror
     assert mirror is not None
     first, second = (mirror._table(blocks) for blocks in (((1, 2),), ((3,),)))
     assert first.pieces is second.pieces
@@ -83,7 +83,7 @@ def test_a_request_that_is_larger_than_one_copy_is_ready_when_the_last_part_has_
     monkeypatch.setattr(host_mirror, "WAVE_BYTES", 1)
     producer, consumer = any_rig.pair(settings=ON_HOST)
     any_rig.transfer(producer, consumer, tokens=26, seed=4)
-    mirror = producer.worker._mirror
+    mirror = producer.worker._memory.mirror
     assert mirror is not None
     assert mirror._relayout.launches == len(producer.offers.popitem()[1].blocks) > 1
 
@@ -111,7 +111,7 @@ class BusyRelayout:
 
 def test_parts_that_find_no_room_are_copied_later_each_once_and_in_order(any_rig: Rig) -> None:
     producer = any_rig.engine("P", settings=ON_HOST)
-    mirror = producer.worker._mirror
+    mirror = producer.worker._memory.mirror
     assert mirror is not None
     relayout = BusyRelayout()
     mirror._relayout = relayout

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.fabric.port import TransferFailed
+from kvferry.worker.fabric.errors import TransferFailed
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
@@ -27,8 +27,7 @@ def _is_quarantined(rig: Rig, consumer: Engine, load: OrderedLoad) -> None:
 
 
 def _grace_is_over(rig: Rig, consumer: Engine) -> None:
-    assert consumer.worker._thread is not None
-    consumer.worker._thread._reader.grace_s = 0.0
+    consumer.worker._thread.reader.grace_s = 0.0
     rig.step_until(lambda: not consumer.seen.alive, "the grace is over")
     consumer.worker.check_integrity(idle=True)
     consumer.step()  # the end of a grace is counted after the blocks were given back, maybe for a step of its own
@@ -85,7 +84,7 @@ def test_a_wave_of_the_staging_pool_stays_out_of_use_as_well(rig: Rig, how: str)
         consumer.fabric.on_data_read = lambda: rig.network.fail_reads(producer.fabric.agent_name)
     load = consumer.load(producer.prefill(tokens=30).params)
     _is_quarantined(rig, consumer, load)
-    staging = consumer.worker._staging
+    staging = consumer.worker._memory.staging
     assert staging is not None
     assert staging.pool.quarantined_bytes > 0
     rig.transfer(producer, consumer, tokens=30)
@@ -105,12 +104,10 @@ def test_a_first_read_that_failed_keeps_its_entry_for_the_grace(
         rig.network.fail_reads(producer.fabric.agent_name)
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
-    slot_reads, registry = consumer.worker._slot_reads, consumer.worker._registry
-    assert registry is not None
+    slot_reads, registry = consumer.worker._memory.slot_reads, consumer.worker._thread.registry
     assert slot_reads.free() == len(slot_reads.words) - 1
     assert registry.closing()
     consumer.worker.check_integrity()
-    assert consumer.worker._thread is not None
-    consumer.worker._thread._reader.grace_s = 0.0
+    consumer.worker._thread.reader.grace_s = 0.0
     wait_until(lambda: not registry.closing(), "the grace is over", 60.0)
     consumer.worker.check_integrity(idle=True)

@@ -18,18 +18,18 @@ from tests.waiting import wait_until
 
 
 def _steal_an_entry(engine: Engine) -> Callable[[], object]:
-    entries = engine.worker._slot_reads.try_take(1)
+    entries = engine.worker._memory.slot_reads.try_take(1)
     assert entries is not None
-    return lambda: engine.worker._slot_reads.give_back(entries)
+    return lambda: engine.worker._memory.slot_reads.give_back(entries)
 
 
 def _free_an_entry_twice(engine: Engine) -> Callable[[], object]:
-    engine.worker._slot_reads._free.append(3)
-    return engine.worker._slot_reads._free.pop
+    engine.worker._memory.slot_reads._free.append(3)
+    return engine.worker._memory.slot_reads._free.pop
 
 
 def _steal_a_wave(engine: Engine) -> Callable[[], object]:
-    staging = engine.worker._staging
+    staging = engine.worker._memory.staging
     assert staging is not None
     pool, wave = staging.pool, staging.pool.try_take("no load", "peer", 256)
     assert wave is not None
@@ -37,24 +37,23 @@ def _steal_a_wave(engine: Engine) -> Callable[[], object]:
 
 
 def _prepare_a_list(engine: Engine) -> Callable[[], object]:
-    slot_reads = engine.worker._slot_reads
+    slot_reads = engine.worker._memory.slot_reads
     row = (int(slot_reads.words.ctypes.data), 8, 0, 8, 1)
     made = engine.fabric.inner.prepare_local(DescriptorRows.of(MemoryKind.DRAM, [row]))
     return lambda: engine.fabric.inner.release(made)
 
 
 def _post_a_read(engine: Engine) -> Callable[[], object]:
-    registry = engine.worker._registry
-    assert registry is not None
+    registry = engine.worker._thread.registry
     (peer,) = registry.peers()
     zero = np.zeros(1, dtype=np.int32)
-    made = engine.fabric.inner.post_read(engine.worker._slot_reads.descriptors, zero, peer.routes[0].slots, zero)
+    made = engine.fabric.inner.post_read(engine.worker._memory.slot_reads.descriptors, zero, peer.routes[0].slots, zero)
     return lambda: engine.fabric.inner.release(made)
 
 
 def _write_a_word(engine: Engine) -> Callable[[], object]:
-    engine.worker._table.words[7] = 99
-    return lambda: engine.worker._table.words.__setitem__(7, 0)
+    engine.worker._memory.table.words[7] = 99
+    return lambda: engine.worker._memory.table.words.__setitem__(7, 0)
 
 
 BREAKS = {
@@ -116,7 +115,6 @@ def test_an_idle_worker_checks_by_itself_counts_each_time_and_shows_an_error_onc
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     mend = _steal_an_entry(consumer)
-    assert consumer.worker._thread is not None
     for count in (1, 2, 3):
         consumer.worker._thread.wake()
         rig.step_until(lambda count=count: consumer.seen.counts["integrity_errors"] >= count, "counted")  # type: ignore[misc]

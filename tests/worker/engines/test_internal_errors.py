@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.fabric.port import PeerLost, TransferFailed
+from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
@@ -34,11 +34,9 @@ def recovers(rig: Rig, producer: Engine, consumer: Engine) -> None:
     consumer.fabric.faults.clear()
     rig.step_until(lambda: not consumer.seen.alive, "the quarantine is over")
     rig.step_until(lambda: len(producer.leases) == 0, "the producer's blocks are free")
-    wait_until(
-        lambda: not consumer.worker._registry or not consumer.worker._registry.closing(), "the failed peer is closed"
-    )
+    wait_until(lambda: not consumer.worker._thread.registry.closing(), "the failed peer is closed")
     rig.step_until(lambda: _works(rig, producer, consumer), "a later load is good")
-    assert consumer.worker._slot_reads.free() == len(consumer.worker._slot_reads.words)
+    assert consumer.worker._memory.slot_reads.free() == len(consumer.worker._memory.slot_reads.words)
 
 
 def _works(rig: Rig, producer: Engine, consumer: Engine) -> bool:
@@ -113,7 +111,7 @@ def test_leases_become_ready_although_the_peer_registry_is_broken(rig: Rig, monk
     def broken(*_: object) -> bool:
         raise RuntimeError("unheard of")
 
-    monkeypatch.setattr(one.worker._registry, "step", broken)
+    monkeypatch.setattr(one.worker._thread.registry, "step", broken)
     rig.transfer(one, other)
     rig.transfer(other, one)
 
@@ -141,7 +139,7 @@ def test_a_handshake_with_an_internal_error_is_a_failed_handshake(
         raise ZeroDivisionError("unheard of")
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvferry.worker.worker.SideChannelClient.fetch_description", broken)
+        patched.setattr("kvferry.worker.peers.first_contact.SideChannelClient.fetch_description", broken)
         load = consumer.load(producer.prefill(tokens=3).params)
         assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
     assert "ZeroDivisionError" in caplog.text

@@ -41,5 +41,5 @@ def test_leases_are_open_when_the_orders_have_been_handed_over_even_if_the_rest_
     engine = rig.engine("P")
     opened = StepOrders(boot=engine.boot, opens=(LeaseOpen(slot=3, epoch=EPOCH),))
     engine.worker.carry_out(encode_head(opened), b"\xc1")
-    assert int(engine.worker._table.words[3]) == slot_word(epoch_from_text(EPOCH), SlotState.COMPUTING)
+    assert int(engine.worker._memory.table.words[3]) == slot_word(epoch_from_text(EPOCH), SlotState.COMPUTING)
     rig.step_until(lambda: engine.seen.counts["lost_orders"], "the loss is counted")

@@ -127,7 +127,7 @@ def test_a_notification_that_comes_before_the_hold_is_remembered(rig: Rig) -> No
     early = Done(slot=lease.slot, epoch=lease.name.epoch, consumer="a" * 32, worker=0, expected=1)
     _send(rig, producer, encode_notification(early), _done(other))
     rig.step_until(lambda: producer.seen.sent == [other.request_id], "both were taken")
-    assert int(producer.worker._table.words[lease.slot]) != EMPTY, "a request is not over before it is held"
+    assert int(producer.worker._memory.table.words[lease.slot]) != EMPTY, "a request is not over before it is held"
     offer = producer.finish_prefill(request_id)
     rig.step_until(lambda: offer.request_id in producer.seen.sent, "the hold completes it")
     assert producer.word(offer) == EMPTY

@@ -59,7 +59,6 @@ def test_a_load_is_reported_before_its_producer_is_notified(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     notify, thread = consumer.fabric.notify, consumer.worker._thread
-    assert thread is not None
     reported_before = []
 
     def noted(peer: PeerAgent, message: bytes) -> None:
@@ -77,7 +76,6 @@ def test_while_nothing_comes_a_producer_looks_for_notifications_less_and_less_of
     rig.transfer(producer, consumer)
     offer = producer.prefill(tokens=10)
     thread = producer.worker._thread
-    assert thread is not None
     wait_until(lambda: thread._wait_s() == transfer_thread._MAX_NOTIFICATION_BACKOFF_S, "it has backed off")
     before = producer.fabric.calls["take_notifications"]
     time.sleep(WINDOW_S)
@@ -93,18 +91,17 @@ def test_a_worker_that_becomes_idle_again_and_again_checks_its_integrity_once_a_
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     thread = consumer.worker._thread
-    assert thread is not None
     checked: list[float] = []
-    check = thread._check_integrity
+    check = thread._integrity.check
 
     def noted() -> None:
         checked.append(time.monotonic())
         check()
 
-    monkeypatch.setattr(thread, "_check_integrity", noted)
+    monkeypatch.setattr(thread._integrity, "check", noted)
     for seed in range(10):
         rig.transfer(producer, consumer, seed=seed)
-    wait_until(lambda: checked and thread._is_checked, "the last thing that was done is checked, too")
+    wait_until(lambda: checked and thread._integrity._is_checked, "the last thing that was done is checked, too")
     intervals_s = [after - before for before, after in itertools.pairwise(checked)]
     assert all(interval_s >= 1.0 for interval_s in intervals_s), intervals_s
 
@@ -116,7 +113,6 @@ def test_the_longer_it_takes_to_look_at_all_loads_the_less_often_that_is_done(
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     thread = consumer.worker._thread
-    assert thread is not None
     rig.network.freeze(producer.fabric.agent_name)
     load = consumer.load(producer.prefill(tokens=10).params)
     wait_until(thread.runner.busy, "it reads")

@@ -15,7 +15,7 @@ from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.side_channel.client import SideChannelClient
-from kvferry.worker.fabric.port import PeerLost
+from kvferry.worker.fabric.errors import PeerLost
 from tests.harness.cache_engine import FACTS, SETTINGS, free_port
 from tests.harness.caches import CacheShape
 from tests.harness.rig import Rig

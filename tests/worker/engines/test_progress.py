@@ -45,7 +45,6 @@ def _ready_prefill(producer: Engine, tokens: int = 10) -> Offer:
 def _note_backoff(consumer: Engine) -> list[int]:
     """The backoff of loads from now on, in µs, one entry after every round of the thread."""
     thread = consumer.worker._thread
-    assert thread is not None
     wait_until(lambda: thread._is_idle() and not _is_connecting() and thread._inbox.empty(), "nothing else is due")
     step, backoff_us = thread._step, list[int]()
 

@@ -41,7 +41,7 @@ def staged_pair(rig: Rig, here: CacheShape, there: CacheShape, settings: WorkerS
 
 
 def assert_the_pool_is_whole(consumer: Engine) -> None:
-    staging = consumer.worker._staging
+    staging = consumer.worker._memory.staging
     assert staging is not None
     staging.pool.check_integrity()
     assert staging.pool.free_bytes == staging.pool.capacity
@@ -124,7 +124,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, of: type, name: str) -> list[str]:
 def test_without_a_pool_the_same_pair_is_read_in_place(any_rig: Rig) -> None:
     producer, consumer = staged_pair(any_rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=0))
     any_rig.transfer(producer, consumer, tokens=30)
-    assert consumer.worker._staging is None
+    assert consumer.worker._memory.staging is None
     assert consumer.seen.totals[-1].staged_bytes == 0
 
 
@@ -163,7 +163,7 @@ def test_a_wave_that_may_still_be_written_stays_in_quarantine_until_its_read_has
     consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
     load = consumer.load(offer.params)
     assert rig.until_over(consumer, load) is FailureReason.DEADLINE
-    staging = consumer.worker._staging
+    staging = consumer.worker._memory.staging
     assert staging is not None
     assert consumer.seen.alive == {load.request_id}
     assert 0 < staging.pool.quarantined_bytes <= staging.pool.capacity - staging.pool.free_bytes

@@ -12,29 +12,72 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections import Counter
-from dataclasses import dataclass
+from concurrent.futures import Future
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.fabric.port import LocalDescriptors, RemoteDescriptors, Transfer
-from kvferry.worker.fabric.reads import Reader
 from kvferry.worker.leases.table import LeaseTable
+from kvferry.worker.loads.load import LoadContext
+from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.loads.runner import LoadRunner
-from kvferry.worker.memory.slot_reads import SlotReads
-from kvferry.worker.peers.registry import PeerRegistry
-from kvferry.worker.staging.buffer import Staging
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_S = 1.0
+"""Between the checks of an idle worker."""
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerIntegrity:
-    """The integrity check of one worker. Belongs to the transfer thread."""
+    """The integrity check of one worker. Belongs to the transfer thread.
 
-    reader: Reader
-    slot_reads: SlotReads
-    staging: Staging | None
-    table: LeaseTable
-    runner: LoadRunner
-    registry: PeerRegistry
+    Args:
+        results: where failed checks are counted.
+        every_step: check after every step, not only when the worker is idle.
+    """
+
+    def __init__(
+        self, context: LoadContext, table: LeaseTable, runner: LoadRunner, results: ResultBox, every_step: bool
+    ) -> None:
+        self._context = context
+        self._table = table
+        self._runner = runner
+        self._results = results
+        self._every_step = every_step
+        self._checked_s: float = -math.inf
+        self._is_checked = True
+        self._shown_error = ""
+
+    def stepped(self, *, is_idle: bool) -> None:
+        """Check after a step of the thread, if it is time. An error is counted each time, and logged if it is new."""
+        self._is_checked = False
+        if not self._every_step and not (is_idle and time.monotonic() >= self._checked_s + _INTERVAL_S):
+            return
+        self._checked_s, self._is_checked = time.monotonic(), True
+        try:
+            self.check()
+        except Exception as error:
+            with self._results as results:
+                results.counts["integrity_errors"] += 1
+            if str(error) != self._shown_error:
+                self._shown_error = str(error)
+                logger.exception("the integrity check of the transfer thread failed")
+
+    def next_s(self) -> float | None:
+        """When an idle worker checks next; None while nothing has changed since the last check."""
+        return None if self._is_checked else self._checked_s + _INTERVAL_S
+
+    def answer(self, answer: Future[None], *, idle: bool) -> None:
+        """Check for another thread."""
+        try:
+            self.check(idle=idle)
+        except Exception as error:  # noqa: BLE001 - raised in that thread
+            answer.set_exception(error)
+        else:
+            answer.set_result(None)
 
     def check(self, *, idle: bool = False) -> None:
         """Check all sums, in time that grows with the loads, peers and leases that there are.
@@ -46,7 +89,7 @@ class WorkerIntegrity:
         Raises:
             LocalProtocolError: with all the sums.
         """
-        wrong = [*self._cells(), *self._handles(), *self._pool(), *self.table.errors()]
+        wrong = [*self._cells(), *self._handles(), *self._pool(), *self._table.errors()]
         if idle:
             wrong += self._unrest()
         if wrong:
@@ -54,25 +97,27 @@ class WorkerIntegrity:
 
     def describe(self) -> str:
         """All the sums in a line."""
-        runner, slot_reads = self.runner, self.slot_reads
-        first_reads, loads = self.registry.first_reads(), list(runner.alive())
-        pool = self.staging.pool if self.staging is not None else None
+        context, runner = self._context, self._runner
+        slot_reads, registry, reader = context.slot_reads, context.registry, context.reader
+        first_reads, loads = registry.first_reads.all(), list(runner.alive())
+        pool = context.staging.pool if context.staging is not None else None
         return (
             f"loads: {runner.waiting()} waiting, {len(loads) - len(runner.quarantined) - runner.flushing()} running, "
-            f"{runner.flushing()} flushing, {len(runner.quarantined)} quarantined; peers: {self.registry.describe()}; "
+            f"{runner.flushing()} flushing, {len(runner.quarantined)} quarantined; peers: {registry.describe()}; "
             f"entries: {len(slot_reads.words)} = {slot_reads.free()} free + "
             f"{sum(len(one.entries) for one in loads)} of loads + "
             f"{sum(len(one.entries) for one in first_reads)} of first reads; "
             f"transfers: {sum(one.transfers() for one in loads)} of loads, "
             f"{sum(len(one.reads) for one in first_reads)} of first reads; "
-            f"not taken back: {len(self.reader.refused())}; the fabric has {self.reader.fabric.open_handles()}; "
+            f"not taken back: {len(reader.refused())}; the fabric has {reader.fabric.open_handles()}; "
             f"pool: {f'{pool.capacity} = {pool.free_bytes} free + {pool.waves()}' if pool is not None else 'none'}; "
-            f"leases: {self.table.describe()}"
+            f"leases: {self._table.describe()}"
         )
 
     def _cells(self) -> list[str]:
-        slot_reads = self.slot_reads
-        owners = [one.entries for one in self.runner.alive()] + [one.entries for one in self.registry.first_reads()]
+        slot_reads = self._context.slot_reads
+        owners = [one.entries for one in self._runner.alive()]
+        owners += [one.entries for one in self._context.registry.first_reads.all()]
         taken = Counter(entry for entries in owners for entry in entries)
         wrong = [f"entry {entry} has {count} owners" for entry, count in taken.items() if count > 1]
         if taken:  # a set of all free entries takes a while, and an idle worker has taken none
@@ -84,15 +129,15 @@ class WorkerIntegrity:
         return wrong
 
     def _handles(self) -> list[str]:
-        has, refused = self.reader.fabric.open_handles(), self.reader.refused()
-        peers = list(self.registry.peers())
+        has, refused = self._context.reader.fabric.open_handles(), self._context.reader.refused()
+        peers = list(self._context.registry.peers())
         agents = sum(len(peer.routes) for peer in peers)
         lists = sum(isinstance(one, (LocalDescriptors, RemoteDescriptors)) for one in refused)
         expected = {
-            "transfers": sum(one.transfers() for one in self.runner.alive())
-            + sum(len(one.reads) for one in self.registry.first_reads())
+            "transfers": sum(one.transfers() for one in self._runner.alive())
+            + sum(len(one.reads) for one in self._context.registry.first_reads.all())
             + sum(isinstance(one, Transfer) for one in refused),
-            "prepared": self.slot_reads.is_prepared + sum(len(peer.made) for peer in peers) - agents + lists,
+            "prepared": self._context.slot_reads.is_prepared + sum(len(peer.made) for peer in peers) - agents + lists,
             "peers": agents + sum(isinstance(one, str) for one in refused),
         }
         found = {"transfers": has.transfers, "prepared": has.prepared, "peers": has.peers}
@@ -103,18 +148,18 @@ class WorkerIntegrity:
         ]
 
     def _pool(self) -> list[str]:
-        if self.staging is None:
+        if self._context.staging is None:
             return []
-        pool, wrong = self.staging.pool, []
+        pool, wrong = self._context.staging.pool, []
         try:
             pool.check_integrity()
         except LocalProtocolError as error:
             wrong.append(str(error))
-        running = [one for one in self.runner.alive() if one.staged is not None]
+        running = [one for one in self._runner.alive() if one.staged is not None]
         owned = Counter(wave for one in running for wave in one.waves())
         if owned != Counter(pool.waves()):
             wrong.append(f"the pool gave out {pool.waves()}, loads have {list(owned)}")
-        aside = sum(wave.num_bytes for one in self.runner.quarantined for wave in one.waves())
+        aside = sum(wave.num_bytes for one in self._runner.quarantined for wave in one.waves())
         if aside != pool.quarantined_bytes:
             wrong.append(f"{pool.quarantined_bytes} B of the pool are quarantined, {aside} B of quarantined loads")
         unknown = set(pool.waiting) - {one.order.request_id for one in running}
@@ -123,12 +168,12 @@ class WorkerIntegrity:
         return wrong
 
     def _unrest(self) -> list[str]:
-        has = self.reader.fabric.open_handles()
+        has = self._context.reader.fabric.open_handles()
         left = {
-            "loads wait": self.runner.waiting(),
-            "loads run or are quarantined": len(list(self.runner.alive())),
-            "first reads have not ended": len(self.registry.first_reads()),
-            "handles were not taken back": len(self.reader.refused()),
+            "loads wait": self._runner.waiting(),
+            "loads run or are quarantined": len(list(self._runner.alive())),
+            "first reads have not ended": len(self._context.registry.first_reads.all()),
+            "handles were not taken back": len(self._context.reader.refused()),
             "transfers are open": has.transfers,
             "peers are leaving": has.leaving,
         }

@@ -11,27 +11,34 @@ checks its integrity, at most once a second.
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from typing import ParamSpec
 
+import torch
+
 from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
+from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.orders import FailureReason, OrdersHead, decode_orders
 from kvferry.worker.fabric.errors import internal_errors
+from kvferry.worker.fabric.port import Fabric
+from kvferry.worker.fabric.reads import Reader
 from kvferry.worker.integrity import WorkerIntegrity
 from kvferry.worker.leases.notifications import Notifications
-from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.loads.load import LoadContext
 from kvferry.worker.loads.results import GaugeReporter, ResultBox
 from kvferry.worker.loads.runner import LoadRunner
+from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.memory.device import DeviceMark, use_device
-from kvferry.worker.peers.peer import PeerKey
+from kvferry.worker.peers.first_reads import FirstReads
+from kvferry.worker.peers.peer import Handshake, PeerKey
+from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.worker_memory import WorkerMemory
 
 logger = logging.getLogger(__name__)
 
@@ -46,78 +53,58 @@ _QUARANTINE_POLL_S = 10e-3
 _LAST_READS_S = 0.5
 _JOIN_S = 10.0
 _CHECK_S = 30.0
-_CHECK_INTERVAL_S = 1.0
 
 P = ParamSpec("P")
 
 
-@dataclass(frozen=True, slots=True)
-class _Orders:
-    head: OrdersHead
-    frame: bytes
-    mark: DeviceMark
-    arrived_s: float
-
-
-class _Wake:
-    """There may be something to do."""
-
-
-class _Stop:
-    """End the thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """Check the integrity."""
-
-    idle: bool
-    answer: Future[None]
-
-
-_WorkItem = _Orders | _Wake | _Stop | _Check
-
-
 class TransferThread:
-    """Carries out orders until `close`.
+    """Carries out orders until `close`. The thread starts with the first orders; what it uses is made before.
 
     Args:
-        table: this worker's lease table.
+        fabric: belongs to the thread once it has started.
+        groups, index: this engine's cache groups, and this worker's index in its engine.
+        handshake: fetches a peer's description and plans it; waits.
     """
 
-    def __init__(self, table: LeaseTable, settings: WorkerSettings) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        memory: WorkerMemory,
+        groups: tuple[CacheGroup, ...],
+        index: int,
+        handshake: Handshake,
+        settings: WorkerSettings,
+    ) -> None:
         self.results = ResultBox()
-        self._table = table
-        self._settings = settings
-        self._inbox: queue.SimpleQueue[_WorkItem] = queue.SimpleQueue()
+        self.reader = Reader(fabric, settings.failed_read_grace_s)
+        first_reads = FirstReads(
+            self.reader, memory.caches, memory.staging, memory.slot_reads, settings.handshake_timeout_s
+        )
+        self.registry = PeerRegistry(
+            first_reads, handshake, self.wake, ttl_s=settings.peer_ttl_s, most_peers=settings.max_peers
+        )
+        context = LoadContext(
+            reader=self.reader,
+            registry=self.registry,
+            slot_reads=memory.slot_reads,
+            staging=memory.staging,
+            caches=memory.caches,
+            tail_zeroing=TailZeroing(memory.caches),
+            groups=groups,
+            worker=index,
+        )
+        self.runner = LoadRunner(context, self.results, settings.load_timeout_s, settings.max_loads)
+        self._table = memory.table
+        self._gauges = GaugeReporter(self.registry, memory.staging, self.results)
+        self._notifications = Notifications(fabric, self._table, self.results)
+        self._integrity = WorkerIntegrity(context, self._table, self.runner, self.results, settings.check_integrity)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._backoff_s = _MIN_BACKOFF_S
         self._notification_backoff_s = _MIN_NOTIFICATION_BACKOFF_S
-        self._checked_s = -math.inf
-        self._is_checked = True
         self._stopping = False
-        self._shown_error = ""
-        self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
-
-    def start(self, context: LoadContext) -> None:
-        """Begin; the context's fabric belongs to this thread from now on.
-
-        The context is no constructor argument because its registry needs this object's `wake`.
-        """
-        self._reader = context.reader
-        self._registry = context.registry
-        self._device = context.caches.device
-        self.runner = LoadRunner(context, self.results, self._settings.load_timeout_s, self._settings.max_loads)
-        self._gauges = GaugeReporter(context.registry, context.staging, self.results)
-        self._notifications = Notifications(context.fabric, self._table, self.results)
-        self._integrity = WorkerIntegrity(
-            reader=context.reader,
-            slot_reads=context.slot_reads,
-            staging=context.staging,
-            table=self._table,
-            runner=self.runner,
-            registry=context.registry,
+        self._thread = threading.Thread(
+            target=self._run, args=(memory.caches.device,), name="kvferry-transfer", daemon=True
         )
-        self._thread.start()
 
     def submit(self, head: OrdersHead, frame: bytes, mark: DeviceMark) -> None:
         """Hand over a step's orders; opens its leases and returns at once, so that no consumer can come before them.
@@ -125,22 +112,24 @@ class TransferThread:
         Args:
             frame: all of the orders, encoded: the transfer thread decodes them.
         """
+        if self._thread.ident is None:
+            self._thread.start()
         for opened in head.opens:
             self._table.open(opened)
-        self._inbox.put(_Orders(head, frame, mark, time.monotonic()))
+        self._inbox.put(partial(self._carry_out, head, frame, mark, time.monotonic()))
 
     def wake(self) -> None:
         """Make the thread look for work; may be called from any thread."""
-        self._inbox.put(_Wake())
+        self._inbox.put(lambda: None)
 
     def check_integrity(self, *, idle: bool) -> None:
         """See `FerryWorker.check_integrity`. Once the thread has ended there is nothing to check."""
         if not self._thread.is_alive():
             return
-        check = _Check(idle, Future())
-        self._inbox.put(check)
+        answer: Future[None] = Future()
+        self._inbox.put(partial(self._integrity.answer, answer, idle=idle))
         try:
-            check.answer.result(_CHECK_S)
+            answer.result(_CHECK_S)
         except TimeoutError:
             raise LocalProtocolError(f"the transfer thread has not answered within {_CHECK_S:g} s") from None
 
@@ -152,18 +141,19 @@ class TransferThread:
         """
         self._table.clear()
         if self._thread.is_alive():
-            self._inbox.put(_Stop())
+            self._inbox.put(self._stop)
             self._thread.join(_JOIN_S)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        self.registry.close()
+        return True
 
-    def _run(self) -> None:
-        self._survive(use_device, self._device)
+    def _run(self, device: torch.device) -> None:
+        self._survive(use_device, device)
         while not self._stopping:
             self._survive(self._take_work)
             self._step()
-            self._is_checked = False
-            if self._settings.check_integrity or (self._is_idle() and time.monotonic() >= self._next_check_s()):
-                self._check_integrity()
+            self._integrity.stepped(is_idle=self._is_idle())
         self._wind_up()
 
     def _survive(self, part: Callable[P, bool | None], *args: P.args, **kwargs: P.kwargs) -> bool:
@@ -195,12 +185,10 @@ class TransferThread:
                 return found
             found = True
             self._backoff_s, self._notification_backoff_s = _MIN_BACKOFF_S, _MIN_NOTIFICATION_BACKOFF_S
-            if isinstance(item, _Stop):
-                self._stopping = True
-            elif isinstance(item, _Orders):
-                self._carry_out(item)
-            elif isinstance(item, _Check):
-                self._answer(item)
+            item()
+
+    def _stop(self) -> None:
+        self._stopping = True
 
     def _is_idle(self) -> bool:
         """Whether nothing is left to do but the integrity check and the expiry of unused peers."""
@@ -211,42 +199,37 @@ class TransferThread:
         poll_s = self._next_poll_s()
         if poll_s is not None:
             return poll_s
-        due_s = self._registry.next_s()
-        if not self._is_checked:
-            due_s = min(self._next_check_s(), math.inf if due_s is None else due_s)
+        due_s = min((s for s in (self.registry.next_s(), self._integrity.next_s()) if s is not None), default=None)
         return None if due_s is None else max(due_s - time.monotonic(), 0.0) + _MAX_BACKOFF_S
-
-    def _next_check_s(self) -> float:
-        return self._checked_s + _CHECK_INTERVAL_S
 
     def _next_poll_s(self) -> float | None:
         """How long to wait before the next poll of what changes without a wake-up; None with nothing to poll."""
-        if self.runner.busy() or self._table.pending() or self._registry.busy():
+        if self.runner.busy() or self._table.pending() or self.registry.busy():
             return _MIN_BACKOFF_S if self.runner.is_amid_round() else self._backoff_s
         polls_s = []
         if self._table.held():
             polls_s.append(self._notification_backoff_s)
-        if len(self.runner.quarantined) or self.runner.flushing() or self._registry.closing() or self._reader.refused():
+        if len(self.runner.quarantined) or self.runner.flushing() or self.registry.closing() or self.reader.refused():
             polls_s.append(_QUARANTINE_POLL_S)
         return min(polls_s, default=None)
 
-    def _carry_out(self, item: _Orders) -> None:
+    def _carry_out(self, head: OrdersHead, frame: bytes, mark: DeviceMark, arrived_s: float) -> None:
         try:
-            orders = decode_orders(item.frame)
+            orders = decode_orders(frame)
         except InvalidMessage:
-            self._lose(item.head)
+            self._lose(head)
             return
         if orders.ends:
             self._survive(self._notifications.take)  # a report that has arrived counts before the end of its lease
         sent = [self._table.end(end) for end in orders.ends]
-        sent += [self._table.hold(hold, item.mark) for hold in orders.holds]
+        sent += [self._table.hold(hold, mark) for hold in orders.holds]
         with self.results as results:
             results.sent.update(request_id for request_id in sent if request_id is not None)
         for order in orders.loads:
-            self.runner.add(order, item.mark, item.arrived_s)
+            self.runner.add(order, mark, arrived_s, head.boot)
         for prewarm in orders.prewarms:
-            add = self._registry.prewarm_static if prewarm.is_static else self._registry.prewarm
-            add(PeerKey.of_prewarm(prewarm), item.arrived_s)
+            add = self.registry.prewarm_static if prewarm.is_static else self.registry.prewarm
+            add(PeerKey.of_prewarm(prewarm), arrived_s)
 
     def _lose(self, head: OrdersHead) -> None:
         """Fail the loads of orders that cannot be decoded (an internal error). None has begun: the blocks are safe."""
@@ -256,12 +239,12 @@ class TransferThread:
             results.failed.update(dict.fromkeys(head.loads, FailureReason.ORDERS))
 
     def _step(self) -> None:
-        progress = self._survive(self._registry.step, time.monotonic(), self.runner.in_use())
+        progress = self._survive(self.registry.step, time.monotonic(), self.runner.in_use())
         progress |= self._survive(self._table.advance)
         if self._table.held():
             progress |= self._take_notifications()
         progress |= self._survive(self.runner.step)
-        self._reader.try_again()
+        self.reader.try_again()
         self._report_graces()
         self._report_handshakes()
         self._gauges.poll()
@@ -281,32 +264,12 @@ class TransferThread:
         return False
 
     def _report_graces(self) -> None:
-        if over := self._reader.take_graces_over():
+        if over := self.reader.take_graces_over():
             logger.warning("%d failed reads: their memory is used again after a grace", over)
             with self.results as results:
                 results.counts["graces_over"] += over
 
     def _report_handshakes(self) -> None:
-        if handshake_s := self._registry.take_handshake_s():
+        if handshake_s := self.registry.take_handshake_s():
             with self.results as results:
                 results.handshake_s += handshake_s
-
-    def _check_integrity(self) -> None:
-        """Never stops the thread; an error is counted each time, and logged if it differs from the last one."""
-        self._checked_s, self._is_checked = time.monotonic(), True
-        try:
-            self._integrity.check()
-        except Exception as error:
-            with self.results as results:
-                results.counts["integrity_errors"] += 1
-            if str(error) != self._shown_error:
-                self._shown_error = str(error)
-                logger.exception("the integrity check of the transfer thread failed")
-
-    def _answer(self, check: _Check) -> None:
-        try:
-            self._integrity.check(idle=check.idle)
-        except Exception as error:  # noqa: BLE001 - raised in the caller of `check_integrity`
-            check.answer.set_exception(error)
-        else:
-            check.answer.set_result(None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from kvferry.worker.fabric.port import FabricUnavailable
+from kvferry.worker.fabric.errors import FabricUnavailable
 
 logger = logging.getLogger(__name__)
 

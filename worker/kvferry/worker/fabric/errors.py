@@ -1,6 +1,16 @@
-"""Internal errors: bugs, and exceptions of NIXL that the fabric does not translate.
+"""The errors of a fabric, all of them `KvferryError`s that carry `operation`, `peer` and `reason`:
 
-The transfer thread survives them and continues with its other work.
+    FabricError
+    ├── FabricClosed           the fabric was used after `close`
+    ├── FabricUnavailable      the library, its backend or the registration of memory failed
+    ├── InvalidMetadata        a peer's metadata cannot be used (it is untrusted input)
+    ├── InvalidRequest         the arguments do not fit together; nothing was posted
+    │   └── DescriptorOutOfRange  … rows that leave the registered regions of their owner
+    ├── PeerLost               the peer is gone: it died, was removed, or was never added
+    └── TransferFailed         a transfer ended without its data; the peer may be well
+
+Bugs, and exceptions of NIXL that the fabric does not translate, are internal errors: the transfer thread logs them and
+continues with its other work.
 """
 
 from __future__ import annotations
@@ -8,17 +18,81 @@ from __future__ import annotations
 import logging
 import time
 
+from kvferry.protocol.errors import KvferryError
+
 logger = logging.getLogger(__name__)
 
 _QUIET_S = 1.0
 
 
-class InternalErrors:
-    """Logs internal errors with their traceback, at most once a second; those in between are counted."""
+class FabricError(KvferryError):
+    """Base of the errors that a fabric raises.
+
+    Args:
+        operation: the operation that failed, e.g. `post read`.
+        reason: what went wrong, in words.
+        peer: the peer of the operation, where there is one.
+    """
+
+    def __init__(self, operation: str, reason: str, peer: str | None = None) -> None:
+        self.operation = operation
+        self.reason = reason
+        self.peer = peer
+        super().__init__(f"{operation}: {reason}" if peer is None else f"{operation}: {reason} (peer={peer})")
+
+
+class FabricClosed(FabricError):
+    """The fabric was used after `close`."""
+
+
+class FabricUnavailable(FabricError):
+    """The library, its backend or the registration of memory failed."""
+
+
+class InvalidMetadata(FabricError):
+    """A peer's metadata cannot be used."""
+
+
+class InvalidRequest(FabricError):
+    """Rows, indices or a handle that do not fit together; nothing was posted."""
+
+
+class DescriptorOutOfRange(InvalidRequest):
+    """Rows leave the registered regions of their owner."""
+
+
+class PeerLost(FabricError):
+    """The peer is gone: it died, was removed, or was never added."""
+
+
+class TransferFailed(FabricError):
+    """A transfer or a notification failed for another reason than a lost peer.
+
+    The parts of the transfer that were posted have been cancelled, which NIXL cannot confirm: while the peer lives,
+    treat their memory as if the transfer had been released in flight. (With UCX only lost peers have been seen.)
+    """
+
+
+class RateLimit:
+    """Allows one line of the log a second; those in between are counted."""
 
     def __init__(self) -> None:
         self._quiet_until_s = 0.0
         self._suppressed = 0
+
+    def allow(self) -> int | None:
+        """Number of lines suppressed since the last one, where a line may be logged now; None where it may not."""
+        now_s = time.monotonic()
+        if now_s < self._quiet_until_s:
+            self._suppressed += 1
+            return None
+        suppressed, self._suppressed = self._suppressed, 0
+        self._quiet_until_s = now_s + _QUIET_S
+        return suppressed
+
+
+class InternalErrors(RateLimit):
+    """Logs internal errors with their traceback, at most once a second."""
 
     def log(self, what: str) -> None:
         """Log the exception that is being handled.
@@ -26,12 +100,9 @@ class InternalErrors:
         Args:
             what: the work that the error interrupted, and what continues.
         """
-        now_s = time.monotonic()
-        if now_s < self._quiet_until_s:
-            self._suppressed += 1
-            return
-        logger.exception("internal error (%d more since the last one logged): %s", self._suppressed, what)
-        self._quiet_until_s, self._suppressed = now_s + _QUIET_S, 0
+        suppressed = self.allow()
+        if suppressed is not None:
+            logger.exception("internal error (%d more since the last one logged): %s", suppressed, what)
 
 
 internal_errors = InternalErrors()

@@ -14,7 +14,7 @@ import hashlib
 import hmac
 
 from kvferry.protocol.errors import shorten
-from kvferry.worker.fabric.port import InvalidMetadata, InvalidRequest
+from kvferry.worker.fabric.errors import InvalidMetadata, InvalidRequest
 
 MAX_NAME_BYTES = 255
 

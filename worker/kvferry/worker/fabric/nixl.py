@@ -10,40 +10,40 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvferry.worker.fabric.agent import AgentConfig, NixlErrors, apply_ucx_defaults, load_bindings, make_agent
+from kvferry.worker.fabric.errors import (
+    DescriptorOutOfRange,
+    FabricClosed,
+    FabricError,
+    FabricUnavailable,
+    InvalidMetadata,
+    InvalidRequest,
+    PeerLost,
+    TransferFailed,
+)
 from kvferry.worker.fabric.metadata import check_agent_name, open_metadata, wrap_metadata
 from kvferry.worker.fabric.nixl_handles import (
     NixlLocal,
-    NixlPeer,
+    NixlPeers,
     NixlRemote,
     NixlTransfer,
-    PartedPeers,
     check_index_pairs,
 )
 from kvferry.worker.fabric.port import (
     MAX_NOTIFICATION_BYTES,
-    DescriptorOutOfRange,
     DescriptorRows,
-    FabricClosed,
-    FabricError,
-    FabricUnavailable,
     Indices,
-    InvalidMetadata,
-    InvalidRequest,
     LocalDescriptors,
     MemoryKind,
     OpenHandles,
     PeerAgent,
-    PeerLost,
     Region,
     RemoteDescriptors,
     Transfer,
-    TransferFailed,
     TransferState,
     TransferTelemetry,
 )
 
 logger = logging.getLogger(__name__)
-
 
 _Handle = TypeVar("_Handle", NixlLocal, NixlRemote, NixlTransfer)
 
@@ -66,14 +66,13 @@ class NixlFabric:
         apply_ucx_defaults(environ)
         self.agent_name = agent_name
         self._nixl = load_bindings()
+        self._kinds = {MemoryKind.DRAM: self._nixl.DRAM_SEG, MemoryKind.VRAM: self._nixl.VRAM_SEG}
         self._errors = NixlErrors(self._nixl)
         self._agent: Any = make_agent(self._nixl, agent_name, config or AgentConfig())
-        self._peers: dict[PeerAgent, NixlPeer] = {}
-        self._parted = PartedPeers(self._forget)
+        self._peers = NixlPeers(self._load, lambda name: self._quietly(self._agent.invalidateRemoteMD, name))
         self._registered: list[Any] = []
         self._handles: set[NixlLocal | NixlRemote | NixlTransfer] = set()
         self._open_transfers = 0
-        self._leaving = 0
         self._undecodable = 0
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -83,7 +82,7 @@ class NixlFabric:
             for kind in MemoryKind:
                 rows = [(region.address, region.length, region.device) for region in regions if region.kind is kind]
                 if rows:
-                    descriptors = self._nixl.nixlRegDList(self._kind(kind), np.array(rows, dtype=np.uint64))
+                    descriptors = self._nixl.nixlRegDList(self._kinds[kind], np.array(rows, dtype=np.uint64))
                     agent.registerMem(descriptors)
                     registered.append(descriptors)
         except self._errors.every as error:
@@ -97,24 +96,17 @@ class NixlFabric:
         return wrap_metadata(self.agent_name, self._open("metadata").getLocalMD())
 
     def add_peer(self, metadata: bytes) -> PeerAgent:
-        agent = self._open("add peer")
+        self._open("add peer")
         name, body = open_metadata(metadata)
         peer = PeerAgent(name)
-        if name == self.agent_name or peer in self._peers:
-            known = "this agent" if name == self.agent_name else "known already; remove it first"
-            raise InvalidMetadata("add peer", f"the agent is {known}", peer)
-        if not self._parted.take(name, body):
-            self._load(agent, peer, body)
-        self._peers[peer] = NixlPeer(peer, body)
+        if name == self.agent_name:
+            raise InvalidMetadata("add peer", "the agent is this agent", peer)
+        self._peers.add(peer, body)
         return peer
 
     def remove_peer(self, peer: PeerAgent) -> None:
         self._open("remove peer")
-        entry = self._peers.get(peer)
-        if entry is not None and not entry.removed:
-            entry.removed = True
-            self._leaving += 1
-            self._forget_if_removed(entry)
+        self._peers.remove(peer)
 
     def prepare_local(self, rows: DescriptorRows) -> LocalDescriptors:
         raw = self._prepare("prepare local", self._nixl.NIXL_INIT_AGENT, rows, None)
@@ -122,7 +114,7 @@ class NixlFabric:
 
     def prepare_remote(self, peer: PeerAgent, rows: DescriptorRows) -> RemoteDescriptors:
         self._open("prepare remote")
-        entry = self._peer("prepare remote", self._peers.get(peer), peer)
+        entry = self._peers.get("prepare remote", peer)
         raw = self._prepare("prepare remote", peer, rows, peer)
         return self._keep(NixlRemote(raw, rows.count, entry))
 
@@ -131,7 +123,7 @@ class NixlFabric:
     ) -> Transfer:
         agent = self._open("post read")
         source, target = self._own(remote, NixlRemote), self._own(local, NixlLocal)
-        entry = self._peer("post read", source.entry, source.peer)
+        entry = self._peers.check("post read", source.entry, source.peer)
         check_index_pairs(target, local_indices, source, remote_indices)
         if len(local_indices) == 0:
             return self._keep(NixlTransfer(None, entry, TransferState.DONE))
@@ -141,12 +133,12 @@ class NixlFabric:
             # Ranges were checked above; only the lengths of the descriptors are left for NIXL to refuse.
             raise InvalidRequest("post read", "a pair of descriptors differs in length", source.peer) from error
         except self._errors.every as error:
-            raise self._failure("post read", error, entry) from error
+            raise entry.failure("post read", error, self._errors) from error
         try:
             status = agent.postXferReq(raw)
         except self._errors.every as error:
             self._release_raw(raw)
-            raise self._failure("post read", error, entry) from error
+            raise entry.failure("post read", error, self._errors) from error
         transfer = self._keep(NixlTransfer(raw, entry, TransferState.IN_FLIGHT))
         entry.in_flight.add(transfer)
         try:
@@ -167,8 +159,8 @@ class NixlFabric:
             try:
                 status = agent.getXferStatus(mine.raw)
             except self._errors.every as error:
-                mine.failure = self._failure("poll", error, mine.entry)
-                self._end(mine)
+                mine.failure = mine.entry.failure("poll", error, self._errors)
+                self._peers.ended(mine)
                 raise mine.failure from error
             self._advance(mine, status)
         return mine.state
@@ -197,20 +189,20 @@ class NixlFabric:
             self._open_transfers -= 1
             self._release_raw(handle.raw)
             handle.entry.is_sound &= handle.state is TransferState.DONE
-            self._end(handle)
+            self._peers.ended(handle)
         else:
             self._quietly(self._agent.releasedDlistH, handle.raw)
 
     def notify(self, peer: PeerAgent, message: bytes) -> None:
         agent = self._open("notify")
-        entry = self._peer("notify", self._peers.get(peer), peer)
+        entry = self._peers.get("notify", peer)
         if len(message) > MAX_NOTIFICATION_BYTES:
             reason = f"the message has {len(message)} bytes; expected at most {MAX_NOTIFICATION_BYTES}"
             raise InvalidRequest("notify", reason, peer)
         try:
             agent.genNotif(peer, message)
         except self._errors.every as error:
-            raise self._failure("notify", error, entry) from error
+            raise entry.failure("notify", error, self._errors) from error
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         agent = self._open("take notifications")
@@ -230,8 +222,8 @@ class NixlFabric:
         return OpenHandles(
             transfers=self._open_transfers,
             prepared=len(self._handles) - self._open_transfers,
-            peers=len(self._peers) - self._leaving,
-            leaving=self._leaving,
+            peers=len(self._peers),
+            leaving=self._peers.leaving,
         )
 
     def close(self) -> None:
@@ -240,9 +232,7 @@ class NixlFabric:
             return
         for handle in list(self._handles):
             self.release(handle)
-        for entry in list(self._peers.values()):
-            self.remove_peer(entry.name)
-        self._parted.clear()
+        self._peers.clear()
         for descriptors in self._registered:
             self._quietly(agent.deregisterMem, descriptors)
         self._registered.clear()
@@ -253,7 +243,8 @@ class NixlFabric:
             raise FabricClosed(operation, f"agent {self.agent_name} is closed")
         return self._agent
 
-    def _load(self, agent: Any, peer: PeerAgent, body: bytes) -> None:
+    def _load(self, peer: PeerAgent, body: bytes) -> None:
+        agent = self._agent
         try:
             loaded: bytes = agent.loadRemoteMD(body)
         except self._errors.every as error:
@@ -262,13 +253,6 @@ class NixlFabric:
         if loaded != peer.encode():
             self._quietly(agent.invalidateRemoteMD, loaded)
             raise InvalidMetadata("add peer", f"the envelope and NIXL's part ({loaded[:64]!r}) differ in name", peer)
-
-    def _peer(self, operation: str, entry: NixlPeer | None, peer: PeerAgent) -> NixlPeer:
-        if entry is None or entry.removed:
-            raise PeerLost(operation, "the peer was removed or never added", peer)
-        if entry.lost is not None:
-            raise PeerLost(operation, f"the peer is known to be dead: {entry.lost}", peer)
-        return entry
 
     def _own(self, handle: Transfer | LocalDescriptors | RemoteDescriptors, kind: type[_Handle]) -> _Handle:
         if not isinstance(handle, kind) or handle not in self._handles:
@@ -280,13 +264,10 @@ class NixlFabric:
         self._open_transfers += isinstance(handle, NixlTransfer)
         return handle
 
-    def _kind(self, kind: MemoryKind) -> Any:
-        return self._nixl.DRAM_SEG if kind is MemoryKind.DRAM else self._nixl.VRAM_SEG
-
     def _prepare(self, operation: str, owner: str, rows: DescriptorRows, peer: PeerAgent | None) -> int:
         agent = self._open(operation)
         try:
-            raw: int = agent.prepXferDlist(owner, self._kind(rows.kind), rows.rows)
+            raw: int = agent.prepXferDlist(owner, self._kinds[rows.kind], rows.rows)
         except self._errors.not_found as error:
             reason = f"{len(rows.rows)} {rows.kind.value} rows do not lie in registered regions"
             raise DescriptorOutOfRange(operation, reason, peer) from error
@@ -294,42 +275,16 @@ class NixlFabric:
             raise InvalidRequest(operation, self._errors.describe(error), peer) from error
         return raw
 
-    def _failure(self, operation: str, error: Exception, entry: NixlPeer) -> PeerLost | TransferFailed:
-        """The port's error for what NIXL raised about a peer; a peer that is lost is marked so."""
-        reason = self._errors.describe(error)
-        entry.is_sound = False
-        # NOT_FOUND: another transfer noticed the death first, and NIXL dropped the peer's entry by itself.
-        if isinstance(error, (self._errors.disconnected, self._errors.not_found)):
-            entry.lost = entry.lost or reason
-            return PeerLost(operation, reason, entry.name)
-        return TransferFailed(operation, reason, entry.name)
-
     def _advance(self, transfer: NixlTransfer, status: Any) -> None:
         """Record NIXL's status. An error status is raised as an error, although none but exceptions has been seen."""
         if status == self._nixl.NIXL_SUCCESS:
             transfer.state = TransferState.DONE
-            self._end(transfer)
+            self._peers.ended(transfer)
         elif status != self._nixl.NIXL_IN_PROG:
             transfer.failure = TransferFailed("transfer", f"NIXL's status is {status}", transfer.peer)
             transfer.entry.is_sound = False
-            self._end(transfer)
+            self._peers.ended(transfer)
             raise transfer.failure
-
-    def _end(self, transfer: NixlTransfer) -> None:
-        transfer.entry.in_flight.discard(transfer)
-        self._forget_if_removed(transfer.entry)
-
-    def _forget_if_removed(self, entry: NixlPeer) -> None:
-        if entry.removed and not entry.in_flight and self._peers.get(entry.name) is entry:
-            del self._peers[entry.name]
-            self._leaving -= 1
-            if entry.is_sound:
-                self._parted.add(entry.name, entry.metadata)
-            else:
-                self._forget(entry.name)
-
-    def _forget(self, name: str) -> None:
-        self._quietly(self._agent.invalidateRemoteMD, name)
 
     def _release_raw(self, raw: int | None) -> None:
         if raw is not None:

@@ -13,16 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.worker.fabric.port import (
-    FabricError,
-    Indices,
-    InvalidRequest,
-    LocalDescriptors,
-    PeerAgent,
-    RemoteDescriptors,
-    Transfer,
-    TransferState,
-)
+from kvferry.worker.fabric.agent import NixlErrors
+from kvferry.worker.fabric.errors import FabricError, InvalidMetadata, InvalidRequest, PeerLost, TransferFailed
+from kvferry.worker.fabric.port import Indices, LocalDescriptors, PeerAgent, RemoteDescriptors, Transfer, TransferState
 
 
 def check_index_pairs(
@@ -70,6 +63,16 @@ class NixlPeer:
     lost: str | None = None
     is_sound: bool = True
 
+    def failure(self, operation: str, error: Exception, errors: NixlErrors) -> PeerLost | TransferFailed:
+        """The port's error for what NIXL raised about this peer, which is marked as lost if it is."""
+        reason = errors.describe(error)
+        self.is_sound = False
+        # NOT_FOUND: another transfer noticed the death first, and NIXL dropped the peer's entry by itself.
+        if isinstance(error, (errors.disconnected, errors.not_found)):
+            self.lost = self.lost or reason
+            return PeerLost(operation, reason, self.name)
+        return TransferFailed(operation, reason, self.name)
+
 
 class NixlLocal(LocalDescriptors):
     __slots__ = ("raw",)
@@ -102,38 +105,88 @@ MOST_PARTED = 256
 """Each costs about half a megabyte for as long as its process lives, whether NIXL has removed it or not."""
 
 
-class PartedPeers:
-    """Living peers that were removed here and that NIXL still knows, by the name of their agent.
+class NixlPeers:
+    """The peers of a fabric, and those that NIXL still knows although they were removed.
 
     Args:
-        forget: removes a peer from NIXL.
+        load: gives a peer's metadata to NIXL.
+        forget: removes an agent from NIXL; raises nothing.
     """
 
-    def __init__(self, forget: Callable[[str], None], most: int = MOST_PARTED) -> None:
+    def __init__(
+        self, load: Callable[[PeerAgent, bytes], None], forget: Callable[[str], None], most_parted: int = MOST_PARTED
+    ) -> None:
+        self.leaving = 0
+        self._load = load
         self._forget = forget
-        self._most = most
-        self._metadata: dict[str, bytes] = {}  # the one left first is first
+        self._most_parted = most_parted
+        self._peers: dict[PeerAgent, NixlPeer] = {}
+        self._parted: dict[str, bytes] = {}  # the one left first is first
 
-    def add(self, name: str, metadata: bytes) -> None:
-        """Add a peer that is no longer used; the one added first is removed from NIXL if there are too many."""
-        self._metadata[name] = metadata
-        if len(self._metadata) > self._most:
-            self._drop(next(iter(self._metadata)))
+    def __len__(self) -> int:
+        """Number of those added and not removed."""
+        return len(self._peers) - self.leaving
 
-    def take(self, name: str, metadata: bytes) -> bool:
-        """Whether NIXL still knows a peer by exactly this metadata; if by other metadata, remove it from NIXL."""
-        if self._metadata.get(name) == metadata:
-            del self._metadata[name]
-            return True
-        if name in self._metadata:
-            self._drop(name)
-        return False
+    def add(self, name: PeerAgent, metadata: bytes) -> None:
+        """Add a peer, which NIXL gets unless it still knows it by exactly this metadata.
+
+        Raises:
+            InvalidMetadata: it is known already, or as `load`.
+        """
+        if name in self._peers:
+            raise InvalidMetadata("add peer", "the agent is known already; remove it first", name)
+        if self._parted.get(name) == metadata:
+            del self._parted[name]
+        else:
+            if name in self._parted:
+                self._drop(name)
+            self._load(name, metadata)
+        self._peers[name] = NixlPeer(name, metadata)
+
+    def get(self, operation: str, peer: PeerAgent) -> NixlPeer:
+        """The peer. Raises PeerLost unless it is known, not removed, and not known to be dead."""
+        return self.check(operation, self._peers.get(peer), peer)
+
+    def check(self, operation: str, entry: NixlPeer | None, peer: PeerAgent) -> NixlPeer:
+        """As `get`, for a peer that was found before."""
+        if entry is None or entry.removed:
+            raise PeerLost(operation, "the peer was removed or never added", peer)
+        if entry.lost is not None:
+            raise PeerLost(operation, f"the peer is known to be dead: {entry.lost}", peer)
+        return entry
+
+    def remove(self, peer: PeerAgent) -> None:
+        """Remove a peer, once the last of its transfers has ended. Idempotent."""
+        entry = self._peers.get(peer)
+        if entry is not None and not entry.removed:
+            entry.removed = True
+            self.leaving += 1
+            self._part_if_removed(entry)
+
+    def ended(self, transfer: NixlTransfer) -> None:
+        """A transfer has ended, or was released."""
+        transfer.entry.in_flight.discard(transfer)
+        self._part_if_removed(transfer.entry)
 
     def clear(self) -> None:
-        """Forget all of them."""
-        for name in list(self._metadata):
-            self._drop(name)
+        """Remove all of them from NIXL, once their transfers have ended."""
+        for name in list(self._peers):
+            self.remove(name)
+        for parted in list(self._parted):
+            self._drop(parted)
+
+    def _part_if_removed(self, entry: NixlPeer) -> None:
+        if not entry.removed or entry.in_flight or self._peers.get(entry.name) is not entry:
+            return
+        del self._peers[entry.name]
+        self.leaving -= 1
+        if not entry.is_sound:
+            self._forget(entry.name)
+            return
+        self._parted[entry.name] = entry.metadata
+        if len(self._parted) > self._most_parted:
+            self._drop(next(iter(self._parted)))
 
     def _drop(self, name: str) -> None:
-        del self._metadata[name]
+        del self._parted[name]
         self._forget(name)

@@ -7,16 +7,7 @@ Order of use: `register` → `metadata` (sent to the peer) → `add_peer` (with 
 `prepare_remote` → `post_read` → `poll` until DONE → `release` … `remove_peer`, `close`. A fabric belongs to one
 thread at a time; nothing here locks.
 
-Errors, all of them `KvferryError`s that carry `operation`, `peer` and `reason`:
-
-    FabricError
-    ├── FabricClosed           the fabric was used after `close`
-    ├── FabricUnavailable      the library, its backend or the registration of memory failed
-    ├── InvalidMetadata        a peer's metadata cannot be used (it is untrusted input)
-    ├── InvalidRequest         the arguments do not fit together; nothing was posted
-    │   └── DescriptorOutOfRange  … rows that leave the registered regions of their owner
-    ├── PeerLost               the peer is gone: it died, was removed, or was never added
-    └── TransferFailed         a transfer ended without its data; the peer may be well
+Errors are those of `kvferry.worker.fabric.errors`.
 """
 
 from __future__ import annotations
@@ -29,7 +20,7 @@ from typing import NewType, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.protocol.errors import KvferryError
+from kvferry.worker.fabric.errors import InvalidRequest
 
 PeerAgent = NewType("PeerAgent", str)
 """The name of a remote agent that this fabric knows."""
@@ -296,51 +287,3 @@ class Fabric(Protocol):
         succeed for as long as the memory stays mapped, so unmap nothing that peers may still read.
         """
         ...
-
-
-class FabricError(KvferryError):
-    """Base of the errors that a fabric raises.
-
-    Args:
-        operation: the operation that failed, e.g. `post read`.
-        reason: what went wrong, in words.
-        peer: the peer of the operation, where there is one.
-    """
-
-    def __init__(self, operation: str, reason: str, peer: PeerAgent | None = None) -> None:
-        self.operation = operation
-        self.reason = reason
-        self.peer = peer
-        super().__init__(f"{operation}: {reason}" if peer is None else f"{operation}: {reason} (peer={peer})")
-
-
-class FabricClosed(FabricError):
-    """The fabric was used after `close`."""
-
-
-class FabricUnavailable(FabricError):
-    """The library, its backend or the registration of memory failed."""
-
-
-class InvalidMetadata(FabricError):
-    """A peer's metadata cannot be used."""
-
-
-class InvalidRequest(FabricError):
-    """Rows, indices or a handle that do not fit together; nothing was posted."""
-
-
-class DescriptorOutOfRange(InvalidRequest):
-    """Rows leave the registered regions of their owner."""
-
-
-class PeerLost(FabricError):
-    """The peer is gone: it died, was removed, or was never added."""
-
-
-class TransferFailed(FabricError):
-    """A transfer or a notification failed for another reason than a lost peer.
-
-    The parts of the transfer that were posted have been cancelled, which NIXL cannot confirm: while the peer lives,
-    treat their memory as if the transfer had been released in flight. (With UCX only lost peers have been seen.)
-    """

@@ -25,16 +25,12 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator
 
-from kvferry.worker.fabric.errors import internal_errors
+from kvferry.worker.fabric.errors import FabricClosed, FabricError, InvalidRequest, PeerLost, internal_errors
 from kvferry.worker.fabric.port import (
     Fabric,
-    FabricClosed,
-    FabricError,
     Indices,
-    InvalidRequest,
     LocalDescriptors,
     PeerAgent,
-    PeerLost,
     RemoteDescriptors,
     Transfer,
     TransferState,

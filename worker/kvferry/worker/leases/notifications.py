@@ -6,18 +6,15 @@ Any agent can send them, so invalid ones are counted, and logged at most once a 
 from __future__ import annotations
 
 import logging
-import time
 
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.notifications import decode_notification
-from kvferry.worker.fabric.errors import internal_errors
+from kvferry.worker.fabric.errors import RateLimit, internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.leases.table import LeaseTable
 from kvferry.worker.loads.results import ResultBox
 
 logger = logging.getLogger(__name__)
-
-_QUIET_S = 1.0
 
 
 class Notifications:
@@ -27,8 +24,7 @@ class Notifications:
         self._fabric = fabric
         self._table = table
         self._results = results
-        self._quiet_until_s = 0.0
-        self._unshown = 0
+        self._limit = RateLimit()
 
     def take(self) -> bool:
         """Take the notifications that have arrived. Returns whether there were any.
@@ -64,9 +60,6 @@ class Notifications:
                 results.sent.add(finished)
 
     def _show(self, sender: str, invalid: InvalidMessage) -> None:
-        now_s = time.monotonic()
-        if now_s < self._quiet_until_s:
-            self._unshown += 1
-            return
-        logger.warning("ignored a notification of %s (and %d more before it): %s", sender, self._unshown, invalid)
-        self._quiet_until_s, self._unshown = now_s + _QUIET_S, 0
+        suppressed = self._limit.allow()
+        if suppressed is not None:
+            logger.warning("ignored a notification of %s (and %d more before it): %s", sender, suppressed, invalid)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator, Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,15 +24,15 @@ from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.notifications import Done, encode_notification
 from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.protocol.params_mac import check_params_mac
-from kvferry.worker.fabric.errors import internal_errors
-from kvferry.worker.fabric.port import Fabric, FabricError, Transfer, TransferState
+from kvferry.worker.fabric.errors import FabricError, internal_errors
+from kvferry.worker.fabric.port import Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads
 from kvferry.worker.loads.record import LoadRecord, Stage
 from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.device import DeviceMark
 from kvferry.worker.memory.slot_reads import SlotReads
-from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute
+from kvferry.worker.peers.peer import Peer, PeerRoute
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.pool import Wave
@@ -57,7 +57,6 @@ class LoadContext:
 
     Attributes:
         groups: this engine's cache groups.
-        boot: this engine's boot, by which the producer counts reports.
         worker: this worker's index in its engine.
     """
 
@@ -68,12 +67,7 @@ class LoadContext:
     caches: KvCaches
     tail_zeroing: TailZeroing
     groups: tuple[CacheGroup, ...]
-    boot: str
     worker: int
-
-    @property
-    def fabric(self) -> Fabric:
-        return self.reader.fabric
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +77,7 @@ class Load:
     Attributes:
         mark: when it is reached, the device has finished everything that was launched before the blocks were given
             to this request.
+        boot: this engine's, by which the producer counts reports.
         record: all that metrics, traces and logs say of it.
         peer: the peer it reads from, once connected.
         reads: the reads that may still write into the request's blocks, or into `entries`.
@@ -94,8 +89,8 @@ class Load:
     order: LoadOrder
     mark: DeviceMark
     context: LoadContext
-    ordered_s: InitVar[float]
-    record: LoadRecord = field(init=False)
+    boot: str
+    record: LoadRecord
     peer: Peer | None = None
     reads: Reads = field(init=False)
     staged: StagedReads | None = None
@@ -103,20 +98,8 @@ class Load:
     entries: tuple[int, ...] = ()
     undelivered: int = 0
 
-    def __post_init__(self, ordered_s: float) -> None:
-        source = PeerKey.of(self.order.source)
-        self.record = LoadRecord(request_id=self.order.request_id, source=source, ordered_s=ordered_s)
+    def __post_init__(self) -> None:
         self.reads = self.context.reader.reads()
-
-    @property
-    def key(self) -> PeerKey:
-        """The producer that it reads from."""
-        return self.record.source
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks that it may write into."""
-        return sum(len(blocks) for blocks in self.order.local_blocks)
 
     def transfers(self) -> int:
         """Transfers that have not been given back."""
@@ -145,7 +128,7 @@ class Load:
         handles = self._post_reads(peer, units)
         record.go_on(Stage.READING, now_s())
         yield from self._read_staged(peer, units)
-        yield from self._finish(handles)
+        yield from self._finish(handles, record)
         record.go_on(Stage.FENCE_AGAIN, now_s())
         try:
             self.zeroed = self.context.tail_zeroing.zero(units, self.context.groups, self._blocks)
@@ -155,9 +138,6 @@ class Load:
         yield from self._check_fence(peer, wait_until_ready=False)
         while self.zeroed is not None and not self.zeroed.reached():
             yield
-        for transfer in handles:
-            record.count(self.context.fabric.telemetry(transfer))
-        self._release(handles)
         record.end(now_s())
 
     def settle(self) -> bool:
@@ -176,7 +156,7 @@ class Load:
 
     def _connect_peer(self) -> Generator[None, None, Peer]:
         while True:
-            found = self.context.registry.get(self.key, time.monotonic())
+            found = self.context.registry.get(self.record.source, time.monotonic())
             if isinstance(found, Peer):
                 try:
                     check_params_mac(self.order.source, found.description.mac_key)
@@ -202,7 +182,7 @@ class Load:
 
     @property
     def _blocks(self) -> RequestBlocks:
-        source, order = self.order.source, self.order
+        order, source = self.order, self.order.source
         return RequestBlocks(
             local=order.local_blocks,
             remote=source.remote_block_ids,
@@ -221,13 +201,12 @@ class Load:
         ready, computing = (slot_word(epoch, state) for state in (SlotState.READY, SlotState.COMPUTING))
         if not peer.routes:
             return  # this worker holds nothing of the model's caches: nothing to check, no producer to notify
-        yield from self._take_cells(len(peer.routes))
+        yield from self._take_entries(len(peer.routes))
         words = self.context.slot_reads.words
         while True:
             words[list(self.entries)] = 0
             handles = [self._read_slot(route, entry) for route, entry in zip(peer.routes, self.entries, strict=True)]
             yield from self._finish(handles)
-            self._release(handles)
             found = {int(words[entry]) for entry in self.entries}
             if found == {ready}:
                 return
@@ -245,12 +224,10 @@ class Load:
             self.context.slot_reads.descriptors, np.array([entry], dtype=np.int32), route.slots, slot
         )
 
-    def _take_cells(self, count: int) -> Steps:
+    def _take_entries(self, count: int) -> Steps:
         if count > len(self.context.slot_reads.words):
-            raise LoadFailed(
-                FailureReason.PLAN,
-                f"{count} producer workers; expected at most as many as there are entries for slot reads",
-            )
+            text = f"{count} producer workers; expected at most as many as there are entries for slot reads"
+            raise LoadFailed(FailureReason.PLAN, text)
         while not self.entries:
             taken = self.context.slot_reads.try_take(count)
             if taken is not None:
@@ -280,17 +257,20 @@ class Load:
             self.staged = reads
             yield from reads.steps(sources)
 
-    def _finish(self, handles: list[Transfer]) -> Steps:
-        """Poll transfers until all are done. A transfer that raises ends the load; the others stay in `reads`."""
-        waiting = list(handles)
-        while True:
-            waiting = [x for x in waiting if self.context.fabric.poll(x) is TransferState.IN_FLIGHT]
-            if not waiting:
-                return
-            yield
+    def _finish(self, handles: list[Transfer], record: LoadRecord | None = None) -> Steps:
+        """Poll transfers until all are done, and give them back.
 
-    def _release(self, handles: list[Transfer]) -> None:
+        A transfer that raises ends the load; it and the others stay in `reads`.
+
+        Args:
+            record: where they are counted; None for slot reads.
+        """
+        fabric, waiting = self.context.reader.fabric, handles
+        while waiting := [x for x in waiting if fabric.poll(x) is TransferState.IN_FLIGHT]:
+            yield
         for transfer in handles:
+            if record is not None:
+                record.count(fabric.telemetry(transfer))
             self.reads.finished(transfer)
 
     def tell(self) -> None:
@@ -304,12 +284,12 @@ class Load:
             message = Done(
                 slot=ticket.lease_slot,
                 epoch=ticket.lease_epoch,
-                consumer=self.context.boot,
+                consumer=self.boot,
                 worker=self.context.worker,
                 expected=route.route.expected,
             )
             try:
-                self.context.fabric.notify(route.agent, encode_notification(message))
+                self.context.reader.fabric.notify(route.agent, encode_notification(message))
                 with contextlib.suppress(FabricError):
                     self._read_slot(route, self.entries[index])
             except FabricError:

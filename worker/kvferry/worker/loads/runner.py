@@ -11,10 +11,9 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvferry.protocol.orders import FailureReason, LoadOrder
-from kvferry.worker.fabric.errors import internal_errors
-from kvferry.worker.fabric.port import FabricError, PeerLost
+from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.loads.load import Load, LoadContext, LoadFailed, Steps
-from kvferry.worker.loads.record import Stage
+from kvferry.worker.loads.record import LoadRecord, Stage
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.memory.device import DeviceMark
 from kvferry.worker.peers.peer import PeerKey
@@ -89,9 +88,10 @@ class LoadRunner:
         self.round_s = self._stretched_s = 0.0
         self._in_use: frozenset[PeerKey] | None = None
 
-    def add(self, order: LoadOrder, mark: DeviceMark, ordered_s: float) -> None:
-        """Queue a load; it runs when it is its turn."""
-        self._waiting.append(Load(order, mark, self._context, ordered_s))
+    def add(self, order: LoadOrder, mark: DeviceMark, ordered_s: float, boot: str) -> None:
+        """Queue a load of this boot of the engine; it runs when it is its turn."""
+        record = LoadRecord(request_id=order.request_id, source=PeerKey.of(order.source), ordered_s=ordered_s)
+        self._waiting.append(Load(order, mark, self._context, boot, record))
 
     def busy(self) -> bool:
         """Whether `step` must be called again soon."""
@@ -104,7 +104,7 @@ class LoadRunner:
     def in_use(self) -> frozenset[PeerKey]:
         """Peers that reads may be in flight from."""
         if self._in_use is None:
-            self._in_use = frozenset(load.key for load in self.alive())
+            self._in_use = frozenset(load.record.source for load in self.alive())
         return self._in_use
 
     def alive(self) -> Iterator[Load]:
@@ -179,7 +179,7 @@ class LoadRunner:
             if isinstance(error, PeerLost) and load.peer is not None:
                 self._context.registry.lost(load.peer, str(error), time.monotonic())
         except Exception as error:
-            logger.exception("req=%s peer=%s: an internal error in a load", load.order.request_id, load.key)
+            logger.exception("req=%s peer=%s: an internal error in a load", load.order.request_id, load.record.source)
             self._fail(load, FailureReason.TRANSFER, repr(error))
         else:
             return False
@@ -231,7 +231,7 @@ class LoadRunner:
             if not safe:
                 results.alive = self.quarantined.requests()
                 results.counts["quarantined_loads"] += 1
-                results.counts["quarantined_blocks"] += load.num_blocks
+                results.counts["quarantined_blocks"] += sum(map(len, load.order.local_blocks))
 
     def _end_flushes(self) -> bool:
         in_flight = [load for load in self._flushing if not load.settle()]

@@ -12,23 +12,16 @@ a first contact with it failed, until it has restarted or refuses.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvferry.plan.refusals import PlanRefused
-from kvferry.protocol.errors import HandshakeFailed, InputError, KvferryError, PeerRefused
+from kvferry.protocol.errors import InputError, KvferryError, PeerRefused
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.fabric.port import Transfer, TransferState
-from kvferry.worker.fabric.reads import Reader, Reads
-from kvferry.worker.memory.caches import KvCaches
-from kvferry.worker.memory.slot_reads import SlotReads
+from kvferry.worker.peers.first_reads import FirstRead, FirstReads
 from kvferry.worker.peers.handshakes import Found, Handshakes
-from kvferry.worker.peers.peer import Handshake, Peer, PeerKey, connect, disconnect
+from kvferry.worker.peers.peer import Handshake, Peer, PeerKey, disconnect
 from kvferry.worker.peers.retry import Backoff, StaticPeers, Unavailable
-from kvferry.worker.staging.buffer import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -41,62 +34,32 @@ class _Ready:
     used_s: float
 
 
-@dataclass(slots=True)
-class Warming:
-    """A first read: a small real read, because nothing else in NIXL makes sure that the peer is connected.
-
-    Attributes:
-        reads: reads that may still write `entries`.
-        transfers: the reads that were posted.
-        described_s: how long its description and the plan took, from the first request for it.
-        prepared_s: how long the fabric took to prepare it.
-    """
-
-    peer: Peer
-    reads: Reads
-    entries: tuple[int, ...]
-    deadline_s: float
-    transfers: list[Transfer]
-    described_s: float
-    prepared_s: float
-
-
 class PeerRegistry:
     """Peers by key.
 
     Args:
         handshake: fetches a description and plans it.
         wake: called from any thread when there is something for `step`.
-        timeout_s: for the first read.
         ttl_s: after which an unused peer is forgotten; 0 or less for never.
         most_peers: peers that are known at once, not counting those that are being read from.
     """
 
     def __init__(
         self,
-        reader: Reader,
-        caches: KvCaches,
-        staging: Staging | None,
-        slot_reads: SlotReads,
+        first_reads: FirstReads,
         handshake: Handshake,
         wake: Callable[[], None],
-        timeout_s: float,
         *,
         ttl_s: float = 3600.0,
         most_peers: int = 1024,
     ) -> None:
-        self._reader = reader
-        self._caches = caches
-        self._staging = staging
-        self._slot_reads = slot_reads
-        self._timeout_s = timeout_s
+        self.first_reads = first_reads
+        self._reader = first_reads.reader
         self._ttl_s = ttl_s
         self._most_peers = most_peers
         self._handshakes = Handshakes(handshake, wake)
         self._backoff = Backoff()
-        self._warming: dict[PeerKey, Warming] = {}
         self._ready: dict[PeerKey, _Ready] = {}  # the one used last is last
-        self._retiring: list[Warming] = []
         self._retired: list[Peer] = []
         self._asked_s: dict[PeerKey, float] = {}
         self._handshake_s: list[float] = []
@@ -104,11 +67,11 @@ class PeerRegistry:
 
     def busy(self) -> bool:
         """Whether `step` must be called again soon without being woken."""
-        return bool(self._warming) or self._handshakes.has_arrivals()
+        return bool(self.first_reads) or self._handshakes.has_arrivals()
 
     def closing(self) -> bool:
         """Whether `step` must be called again, not urgently: first reads were given up and have not ended."""
-        return bool(self._retiring)
+        return self.first_reads.given_up() > 0
 
     @property
     def num_ready(self) -> int:
@@ -132,17 +95,13 @@ class PeerRegistry:
     def peers(self) -> Iterator[Peer]:
         """All peers that hold resources of the fabric."""
         yield from (known.peer for known in self._ready.values())
-        yield from (warming.peer for warming in self.first_reads())
+        yield from (first.peer for first in self.first_reads.all())
         yield from self._retired
-
-    def first_reads(self) -> list[Warming]:
-        """First reads that are under way, or were given up and have not ended."""
-        return [*self._warming.values(), *self._retiring]
 
     def describe(self) -> str:
         """Number of peers in each state, for an error text."""
         return (
-            f"{len(self._ready)} ready, {len(self._warming)} warming, {len(self._retiring)} retiring, "
+            f"{len(self._ready)} ready, {len(self.first_reads)} warming, {self.first_reads.given_up()} retiring, "
             f"{len(self._retired)} retired, {len(self._handshakes)} asked, {len(self._backoff)} given up"
         )
 
@@ -153,7 +112,7 @@ class PeerRegistry:
         why = self._backoff.why_not(key, now_s)
         if why is not None:
             return why
-        if key not in self._warming:
+        if key not in self.first_reads:
             full = self._handshakes.ask(key)
             if full is not None:
                 return Unavailable(FailureReason.HANDSHAKE, full)
@@ -169,13 +128,13 @@ class PeerRegistry:
 
     def prewarm(self, key: PeerKey, now_s: float) -> None:
         """Connect to this peer before a load needs it, unless the registry is full or half of the entries are taken."""
-        known = len(self._ready) + len(self._warming) + len(self._handshakes)
+        known = len(self._ready) + len(self.first_reads) + len(self._handshakes)
         if (
             key in self._ready
-            or key in self._warming
+            or key in self.first_reads
             or self._backoff.why_not(key, now_s) is not None
             or known >= self._most_peers  # it would evict another peer
-            or 2 * self._slot_reads.free() < len(self._slot_reads.words)
+            or not self.first_reads.has_room()
         ):
             return
         self._handshakes.ask_ahead(key)
@@ -195,9 +154,12 @@ class PeerRegistry:
         for key, found in self._handshakes.arrivals():
             self._arrived(key, found, now_s, in_use)
             changed = True
-        for key, warming in list(self._warming.items()):
-            changed |= self._warm(key, warming, now_s)
-        self._retiring = [warming for warming in self._retiring if not self._try_close(warming)]
+        for first, error in self.first_reads.step(now_s):
+            if error is None:
+                self._connected(first, now_s)
+            else:
+                self._failed(first.peer.key, error, now_s)
+            changed = True
         for key in self._static.seek(now_s):
             self.prewarm(key, now_s)
         self._retire_unused(now_s, in_use)
@@ -234,72 +196,25 @@ class PeerRegistry:
         description, plan = found
         self._retire_former_lives(key)
         self._disconnect_retired(in_use)  # now: an engine at a new address has the agent names of its retired peer
-        entries = self._slot_reads.try_take(len(plan.routes))
-        if entries is None:
-            self._give_up(key, Unavailable(FailureReason.HANDSHAKE, "too many reads in flight"), now_s)
-            return
-        began_s = time.perf_counter()
         try:
-            peer = connect(self._reader, self._caches, self._staging, key, description, plan)
+            self.first_reads.begin(key, description, plan, self._asked_s.pop(key, now_s), now_s)
         except Exception as error:  # noqa: BLE001 - handled in _failed
-            self._slot_reads.give_back(entries)
             self._failed(key, error, now_s)
-            return
-        described_s, prepared_s = now_s - self._asked_s.get(key, now_s), time.perf_counter() - began_s
-        warming = Warming(peer, self._reader.reads(), entries, now_s + self._timeout_s, [], described_s, prepared_s)
-        self._warming[key] = warming
-        try:
-            for entry, route in zip(entries, peer.routes, strict=True):
-                where = np.array([entry], dtype=np.int32)
-                first = np.zeros(1, dtype=np.int32)
-                warming.transfers.append(warming.reads.post(self._slot_reads.descriptors, where, route.slots, first))
-        except Exception as error:  # noqa: BLE001 - handled in _failed
-            self._abandon(key, warming, error, now_s)
 
-    def _warm(self, key: PeerKey, warming: Warming, now_s: float) -> bool:
-        try:
-            states = [self._reader.fabric.poll(read) for read in warming.transfers]
-        except Exception as error:  # noqa: BLE001 - handled in _failed
-            self._abandon(key, warming, error, now_s)
-            return True
-        if any(state is TransferState.IN_FLIGHT for state in states):
-            if now_s < warming.deadline_s:
-                return False
-            late = HandshakeFailed(f"the first read took longer than {self._timeout_s:g} s")
-            self._abandon(key, warming, late, now_s)
-            return True
-        for read in warming.transfers:
-            warming.reads.finished(read)
-        self._slot_reads.give_back(warming.entries)
-        del self._warming[key]
+    def _connected(self, first: FirstRead, now_s: float) -> None:
+        key, described_s = first.peer.key, first.arrived_s - first.asked_s
         self._backoff.succeeded(key)
-        self._ready[key] = _Ready(warming.peer, now_s)
+        self._ready[key] = _Ready(first.peer, now_s)
         # The peer may have been prepared within this step, which began at `now_s`.
-        at_least_s = warming.described_s + warming.prepared_s
-        self._handshake_s.append(max(now_s - self._asked_s.pop(key, now_s), at_least_s))
+        self._handshake_s.append(max(now_s - first.asked_s, described_s + first.prepared_s))
         logger.info(
             "peer=%s connected in %.1f ms, of which described and planned %.1f, prepared %.1f: %s",
             key,
             self._handshake_s[-1] * 1e3,
-            warming.described_s * 1e3,
-            warming.prepared_s * 1e3,
-            warming.peer.plan.describe(),
+            described_s * 1e3,
+            first.prepared_s * 1e3,
+            first.peer.plan.describe(),
         )
-        return True
-
-    def _abandon(self, key: PeerKey, warming: Warming, error: Exception, now_s: float) -> None:
-        del self._warming[key]
-        self._failed(key, error, now_s)
-        if not self._try_close(warming):
-            self._retiring.append(warming)
-
-    def _try_close(self, warming: Warming) -> bool:
-        """Give everything back if no first read can write any more. Returns whether it did."""
-        if not warming.reads.settle():
-            return False
-        self._slot_reads.give_back(warming.entries)
-        disconnect(self._reader, warming.peer)
-        return True
 
     def _failed(self, key: PeerKey, error: Exception, now_s: float) -> None:
         """Back off from a peer whose first contact failed."""

@@ -1,0 +1,95 @@
+"""All memory of a worker that the fabric reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.handshake import CacheGroup
+from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
+from kvferry.worker.leases.table import LeaseTable
+from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.memory.slot_reads import SlotReads
+from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.staging.buffer import Staging
+from kvferry.worker.staging.host_buffer import HostMirror
+
+_STAGING_BYTES = {"cuda": 256 << 20}
+_STAGING_BYTES_OF_OTHERS = 64 << 20
+"""Default sizes of the staging pool."""
+
+_ENTRIES_PER_LOAD = 8
+_MORE_ENTRIES = 4096
+"""Where lease slots land: one word per producer worker and load."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """The memory of one worker.
+
+    Attributes:
+        caches: the KV caches.
+        mirror: the copy of the caches that peers read; None where they read the caches.
+        table: the lease table, which peers read.
+        slot_reads: where peers' lease slots are read to.
+        staging: the staging pool; None without one.
+        regions: what the fabric registers.
+    """
+
+    caches: KvCaches
+    mirror: HostMirror | None
+    table: LeaseTable
+    slot_reads: SlotReads
+    staging: Staging | None
+    regions: tuple[Region, ...]
+
+    @classmethod
+    def of(cls, caches: KvCaches, groups: Sequence[CacheGroup], settings: WorkerSettings) -> WorkerMemory:
+        """Allocate it, pinned.
+
+        Raises:
+            InvalidConfig: the host memory that the settings require cannot be allocated.
+        """
+        slot_reads = SlotReads(_ENTRIES_PER_LOAD * settings.max_loads + _MORE_ENTRIES)
+        staging = _staging(caches, settings)
+        mirror = HostMirror(caches, groups) if settings.host_buffer and settings.is_read_from else None
+        table = LeaseTable(settings.lease_slots, mirror)
+        regions = [Region(table.address.address, table.num_bytes, MemoryKind.DRAM), slot_reads.region()]
+        if mirror is not None:
+            regions += mirror.caches.regions()
+        elif not settings.host_buffer:  # with a host buffer the fabric never accesses the caches themselves
+            regions += caches.regions()
+        if staging is not None:
+            regions.append(staging.region())
+        return cls(caches, mirror, table, slot_reads, staging, tuple(regions))
+
+    @property
+    def exported(self) -> KvCaches:
+        """The caches as peers read them."""
+        return self.mirror.caches if self.mirror is not None else self.caches
+
+    def register(self, fabric: Fabric) -> None:
+        """Register all of it.
+
+        Raises:
+            FabricError: the fabric refuses it.
+        """
+        fabric.register(self.regions)
+        self.slot_reads.prepare(fabric)
+
+    def unpin(self) -> None:
+        """Undo the pinning, once nothing reads or writes the memory any more. Idempotent."""
+        for memory in self.mirror.memory if self.mirror is not None else ():
+            memory.unpin()
+        if self.staging is not None and self.staging.memory is not None:
+            self.staging.memory.unpin()
+
+
+def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:
+    """The staging pool of the settings."""
+    asked = settings.staging_pool_bytes
+    capacity = _STAGING_BYTES.get(caches.device.type, _STAGING_BYTES_OF_OTHERS) if asked is None else asked
+    if settings.host_buffer and not capacity:
+        raise InvalidConfig("staging_pool_bytes", 0, "more than 0 with a host buffer: everything goes through the pool")
+    return Staging(caches, capacity, on_host=settings.host_buffer) if capacity else None
