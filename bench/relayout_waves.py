@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.worker.relayout.element_types import Conversion, ElementType
-from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 
 HEADS, DIM = 8, 128

@@ -8,7 +8,7 @@ from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.ids import EMPTY, Epoch, epoch_to_text
 from kvferry.protocol.notifications import Done, decode_notification, encode_notification
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
-from kvferry.worker.leases.table import MAX_CONSUMERS, LeaseTable
+from kvferry.worker.leases import MAX_CONSUMERS, LeaseTable
 from tests.fakes.device_mark import FakeMark
 from tests.fuzz.source import Source
 

@@ -240,7 +240,7 @@ def connecting(data: bytes) -> None:
         pass
     else:
         for route in peer.routes:
-            assert route.num_slots == hostile.workers[route.route.worker].lease_table.slots
+            assert route.slots.count == hostile.workers[route.route.worker].lease_table.slots
         disconnect(both.reader, peer)
     assert not both.consumer._handles, "a handle is left"
     assert not both.consumer._peers, "a peer is left"

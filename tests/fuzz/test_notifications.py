@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.ids import MAX_WORKERS
 from kvferry.protocol.notifications import MAGIC, MAX_NOTIFICATION_BYTES, Done, decode_notification, encode_notification
-from kvferry.worker.leases.table import MAX_CONSUMERS
+from kvferry.worker.leases import MAX_CONSUMERS
 from tests.fakes.memory_fabric import MemoryFabric
 from tests.fuzz.test_targets import hostile_bytes
 from tests.harness.engine import Engine, Offer

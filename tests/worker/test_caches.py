@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvferry.worker.fabric.port import MemoryKind, Region
-from kvferry.worker.memory.caches import KvCaches
-from kvferry.worker.memory.device import HostClock, clock_for
+from kvferry.worker.memory.caches import DeviceClock, KvCaches
 
 CPU = torch.device("cpu")
 
@@ -30,6 +29,5 @@ def test_host_memory_is_dram_of_device_0_and_a_gpu_is_named_by_its_ordinal() -> 
 
 
 def test_on_the_cpu_what_was_launched_has_finished() -> None:
-    clock = clock_for(CPU)
-    assert isinstance(clock, HostClock)
+    clock = DeviceClock(CPU)
     assert clock.mark().reached()

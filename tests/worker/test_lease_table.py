@@ -15,7 +15,7 @@ from kvferry.protocol.ids import EMPTY, SLOT_BYTES, Epoch, SlotState, epoch_to_t
 from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
-from kvferry.worker.leases.table import LeaseTable
+from kvferry.worker.leases import LeaseTable
 from tests.fakes.device_mark import FakeMark
 
 SLOTS = 3

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.results import StepResults
-from kvferry.worker.loads.watchdog import SLACK_S, LoadWatchdog
+from kvferry.worker.loads.results import SLACK_S, LoadWatchdog, StepResults
 
 TIMEOUT_S = 5.0
 LATE_S = TIMEOUT_S + SLACK_S
@@ -15,7 +14,7 @@ LATE_S = TIMEOUT_S + SLACK_S
 class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr("kvferry.worker.loads.watchdog.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("kvferry.worker.loads.results.time.monotonic", lambda: self.now_s)
         self.watchdog = LoadWatchdog(TIMEOUT_S)
 
     def poll(self, **values: object) -> StepResults:

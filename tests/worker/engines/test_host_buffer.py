@@ -6,11 +6,12 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
+import torch
 
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.ids import SlotState
 from kvferry.protocol.params import Blocks
-from kvferry.worker.memory.device import DeviceMark, HostClock
+from kvferry.worker.memory.caches import DeviceClock, DeviceMark
 from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
 from kvferry.worker.relayout.shape import Axis, Shape
 from kvferry.worker.relayout.wave_table import WaveTable
@@ -91,7 +92,7 @@ def test_a_request_that_is_larger_than_one_copy_is_ready_when_the_last_part_has_
 class BusyRelayout:
     """A relayout that has room for every second wave only."""
 
-    done = HostClock().mark()
+    done = DeviceClock(torch.device("cpu")).mark()
 
     def __init__(self) -> None:
         self.launches = 0

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.worker.relayout.element_types import Conversion, ElementType
-from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import WaveTable
 
 GUARD_BYTES = 64

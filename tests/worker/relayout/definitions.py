@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.worker.relayout.element_types import ElementType
+from kvferry.worker.relayout.shape import ElementType
 from kvferry.worker.relayout.wave_table import DESTINATION, SCALE, SHAPE, SOURCE, WaveTable
 
 MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23, "float8_e4m3": 3, "float8_e5m2": 2}

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.worker.relayout.element_types import Conversion, ElementType
-from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import InvalidTable, WaveTable
 from tests.worker.relayout import definitions
 from tests.worker.relayout.cases import Case, random_case

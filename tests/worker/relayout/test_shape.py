@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.worker.relayout.element_types import Conversion, ElementType, UnsupportedConversion, element_type
-from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape, UnsupportedConversion, element_type
 from kvferry.worker.relayout.wave_table import WaveTable
 from tests.worker.relayout import definitions
 from tests.worker.relayout.cases import laid_out, plain, random_bytes

@@ -95,7 +95,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     from kvferry.worker.relayout import triton_relayout
 
     made = Clock()
-    monkeypatch.setattr(triton_relayout, "clock_for", lambda device: made)
+    monkeypatch.setattr(triton_relayout, "DeviceClock", lambda device: made)
     monkeypatch.setattr(triton_relayout, "launch_relayout", lambda **arguments: None)
     return made
 

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.fabric.port import LocalDescriptors, RemoteDescriptors, Transfer
-from kvferry.worker.leases.table import LeaseTable
+from kvferry.worker.leases import LeaseTable
 from kvferry.worker.loads.load import LoadContext
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.loads.runner import LoadRunner

@@ -28,12 +28,12 @@ from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.fabric.reads import Reader
 from kvferry.worker.integrity import WorkerIntegrity
-from kvferry.worker.leases.notifications import Notifications
+from kvferry.worker.leases import Notifications
 from kvferry.worker.loads.load import LoadContext
 from kvferry.worker.loads.results import GaugeReporter, ResultBox
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.tail_zeroing import TailZeroing
-from kvferry.worker.memory.device import DeviceMark, use_device
+from kvferry.worker.memory.caches import DeviceMark, use_device
 from kvferry.worker.peers.first_reads import FirstReads
 from kvferry.worker.peers.peer import Handshake, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry

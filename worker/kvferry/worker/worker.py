@@ -16,10 +16,8 @@ from kvferry.protocol.orders import decode_head
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
-from kvferry.worker.loads.results import StepResults
-from kvferry.worker.loads.watchdog import LoadWatchdog
-from kvferry.worker.memory.caches import KvCaches
-from kvferry.worker.memory.device import clock_for
+from kvferry.worker.loads.results import LoadWatchdog, StepResults
+from kvferry.worker.memory.caches import DeviceClock, KvCaches
 from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.transfer_thread import TransferThread
@@ -88,7 +86,7 @@ class FerryWorker:
             reaches_caches=not settings.host_buffer,
         )
         self._first_contact = FirstContact(engine, costs, settings)
-        self._clock = clock_for(caches.device)
+        self._clock = DeviceClock(caches.device)
         self._thread = TransferThread(
             self._fabric, self._memory, groups, index, self._first_contact.handshake, settings
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
-from kvferry.worker.leases.table import LeaseTable
+from kvferry.worker.leases import LeaseTable
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.slot_reads import SlotReads
 from kvferry.worker.settings import WorkerSettings

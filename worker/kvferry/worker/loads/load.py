@@ -29,8 +29,7 @@ from kvferry.worker.fabric.port import Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads
 from kvferry.worker.loads.record import LoadRecord, Stage
 from kvferry.worker.loads.tail_zeroing import TailZeroing
-from kvferry.worker.memory.caches import KvCaches
-from kvferry.worker.memory.device import DeviceMark
+from kvferry.worker.memory.caches import DeviceMark, KvCaches
 from kvferry.worker.memory.slot_reads import SlotReads
 from kvferry.worker.peers.peer import Peer, PeerRoute
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
@@ -173,7 +172,7 @@ class Load:
             text = f"{len(source.remote_block_ids)} groups of blocks; expected {len(groups)}"
             raise LoadFailed(FailureReason.PARAMS, text)
         slot = source.kvferry.lease_slot
-        if any(slot >= route.num_slots for route in peer.routes):
+        if any(slot >= route.slots.count for route in peer.routes):
             raise LoadFailed(FailureReason.PARAMS, f"lease_slot is {slot}; the producer has fewer")
         try:
             return pair_request(peer.plan, groups, peer.description.groups, self._blocks)

@@ -15,45 +15,8 @@ from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.loads.load import Load, LoadContext, LoadFailed, Steps
 from kvferry.worker.loads.record import LoadRecord, Stage
 from kvferry.worker.loads.results import ResultBox
-from kvferry.worker.memory.device import DeviceMark
+from kvferry.worker.memory.caches import DeviceMark
 from kvferry.worker.peers.peer import PeerKey
-
-
-class QuarantinedLoads:
-    """The quarantined loads. Used on the transfer thread."""
-
-    def __init__(self) -> None:
-        self._since_s: dict[Load, float] = {}  # the oldest is first
-
-    def __len__(self) -> int:
-        return len(self._since_s)
-
-    def __iter__(self) -> Iterator[Load]:
-        return iter(self._since_s)
-
-    def add(self, load: Load, now_s: float) -> None:
-        """Add a failed load whose blocks may still be written."""
-        self._since_s[load] = now_s
-
-    def requests(self) -> frozenset[str]:
-        """The requests whose blocks must not be used."""
-        return frozenset(load.order.request_id for load in self._since_s)
-
-    def poll(self) -> list[Load]:
-        """Remove the loads whose blocks are safe.
-
-        Returns:
-            The removed loads.
-        """
-        over = [load for load in self._since_s if load.settle()]
-        for load in over:
-            del self._since_s[load]
-        return over
-
-    def oldest_s(self, now_s: float) -> float:
-        """Seconds since the oldest of them was added; 0 when there is none."""
-        return now_s - next(iter(self._since_s.values())) if self._since_s else 0.0
-
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +35,13 @@ class LoadRunner:
         max_loads: loads that run at once.
 
     Attributes:
+        quarantined: failed loads whose blocks may still be written, each with the time since when; the oldest is first.
         round_s: how long the last round took that resumed every load once, without posts that copied.
     """
 
     def __init__(self, context: LoadContext, results: ResultBox, timeout_s: float, max_loads: int) -> None:
         self.timeout_s = timeout_s
-        self.quarantined = QuarantinedLoads()
+        self.quarantined: dict[Load, float] = {}
         self._context = context
         self._results = results
         self._max_loads = max_loads
@@ -216,7 +180,7 @@ class LoadRunner:
         self._running.pop(load, None)
         safe = load.settle()
         if not safe:
-            self.quarantined.add(load, time.monotonic())
+            self.quarantined[load] = time.monotonic()
         logger.warning(
             "req=%s peer=%s load failed (%s): %s%s",
             record.request_id,
@@ -229,7 +193,7 @@ class LoadRunner:
             results.failed[record.request_id] = reason
             results.load_records.append(record)
             if not safe:
-                results.alive = self.quarantined.requests()
+                results.alive = frozenset(one.order.request_id for one in self.quarantined)
                 results.counts["quarantined_loads"] += 1
                 results.counts["quarantined_blocks"] += sum(map(len, load.order.local_blocks))
 
@@ -240,18 +204,17 @@ class LoadRunner:
         return ended
 
     def _poll_quarantined(self) -> bool:
-        now_s = time.monotonic()
-        oldest_s = self.quarantined.oldest_s(now_s)
-        over = self.quarantined.poll()
+        over = [load for load in self.quarantined if load.settle()]
         if over:
+            since_s = [self.quarantined.pop(load) for load in over]
             logger.info(
                 "%s: the blocks are out of quarantine, the oldest after %.1f s; %d loads are left in it",
                 ", ".join(f"req={load.order.request_id}" for load in over[:8]),
-                oldest_s,
+                time.monotonic() - min(since_s),
                 len(self.quarantined),
             )
             with self._results as results:
-                results.alive = self.quarantined.requests()
+                results.alive = frozenset(one.order.request_id for one in self.quarantined)
         return bool(over)
 
 

@@ -17,8 +17,7 @@ from kvferry.plan.blocks import RequestBlocks, UnitPairs
 from kvferry.plan.tokens import TokenMap, TokenSide, slots_before
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.worker.memory.caches import KvCaches
-from kvferry.worker.memory.device import DeviceMark, clock_for, synchronize
+from kvferry.worker.memory.caches import DeviceClock, DeviceMark, KvCaches, synchronize
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.shape import Axis, Shape
 from kvferry.worker.relayout.wave_table import WaveTable
@@ -132,7 +131,7 @@ class TailZeroing:
     """
 
     def __init__(self, caches: KvCaches) -> None:
-        self._clock = clock_for(caches.device)
+        self._clock = DeviceClock(caches.device)
         self._stacks: dict[int, list[CellStack]] = {}
         divisible = [tensor for tensor in caches.tensors if tensor.tiles > 1 and len(tensor.heads)]
         stacks = stack_cells(divisible, caches.storages)

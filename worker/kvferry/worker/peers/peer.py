@@ -71,7 +71,6 @@ class PeerRoute:
     route: Route
     agent: PeerAgent
     slots: RemoteDescriptors
-    num_slots: int
     tables: tuple[PreparedTable, ...]
     sources: tuple[PreparedSource, ...]
 
@@ -161,7 +160,7 @@ def _connect_route(
             remote = fabric.prepare_remote(agent, DescriptorRows(remote_kind, rows.rows))
             made.append(remote)
             sources.append(PreparedSource.of(rows, chunks, remote, staging.address))
-    return PeerRoute(route, agent, slots, lease_table.slots, tuple(tables), tuple(sources))
+    return PeerRoute(route, agent, slots, tuple(tables), tuple(sources))
 
 
 Handshake = Callable[[PeerKey], tuple[EngineDescription, TransferPlan]]

@@ -1,6 +1,6 @@
 """Element types in a Triton kernel, in integers: decoding to the bits of a float32 and encoding from them.
 
-The rules are those of `kvferry.worker.relayout.element_types`. Triton's own casts are not used for float8: under its
+The rules are those of `kvferry.worker.relayout.shape`. Triton's own casts are not used for float8: under its
 interpreter they are wrong for half of the values. Encoding has one floating-point operation, an addition to a constant
 whose rounding to nearest even rounds a subnormal; constant and sum are normal numbers, so flushing cannot change it.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvferry.worker.memory.device import DeviceMark
+from kvferry.worker.memory.caches import DeviceMark
 from kvferry.worker.relayout.wave_table import WaveTable
 
 

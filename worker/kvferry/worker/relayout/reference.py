@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.worker.memory.device import DeviceMark, clock_for
-from kvferry.worker.relayout.element_types import Conversion, ElementType
+from kvferry.worker.memory.caches import DeviceClock, DeviceMark
 from kvferry.worker.relayout.memory import Bounds, Memory, OncePerPieces
-from kvferry.worker.relayout.shape import Shape
+from kvferry.worker.relayout.shape import Conversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import DESTINATION, SCALE, SHAPE, SOURCE, WaveTable
 
 TORCH_TYPES = {
@@ -52,7 +51,7 @@ class ReferenceRelayout:
         self._sources = Memory(sources)
         self._destinations = Memory(destinations)
         self._bounds = OncePerPieces(lambda pieces: Bounds(pieces, self._sources, self._destinations))
-        self._clock = clock_for(destinations[0].device if destinations else torch.device("cpu"))
+        self._clock = DeviceClock(destinations[0].device if destinations else torch.device("cpu"))
         self._launches = 0
 
     @property
@@ -236,7 +235,7 @@ def _convert(
 def convert(
     raw: torch.Tensor, conversion: Conversion, source_scale: torch.Tensor, destination_scale: torch.Tensor
 ) -> torch.Tensor:
-    """The bits of the converted elements, by torch's own casts; see `kvferry.worker.relayout.element_types`.
+    """The bits of the converted elements, by torch's own casts; see `kvferry.worker.relayout.shape`.
 
     Args:
         raw: the elements' bits as integers of their size.

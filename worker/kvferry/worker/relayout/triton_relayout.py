@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.worker.memory.device import DeviceMark, clock_for
+from kvferry.worker.memory.caches import DeviceClock, DeviceMark
 from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
-from kvferry.worker.relayout.element_types import Conversion, ElementType
 from kvferry.worker.relayout.kernel import TILE, launch_relayout, tile_of
 from kvferry.worker.relayout.memory import Bounds, Memory, OncePerPieces
-from kvferry.worker.relayout.shape import Shape
+from kvferry.worker.relayout.shape import Conversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import InvalidTable, WaveTable
 
 TABLE_BYTES = 2 << 20
@@ -85,7 +84,7 @@ class TritonRelayout:
         self._bounds = OncePerPieces(lambda pieces: Bounds(pieces, own, others))
         self._compiled = OncePerPieces(DevicePieces.of)
         self._device = device
-        self._clock = clock_for(device)
+        self._clock = DeviceClock(device)
         on_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
         device_tables = torch.empty(tables, table_bytes, dtype=torch.uint8, device=device)

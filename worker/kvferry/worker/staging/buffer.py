@@ -14,10 +14,9 @@ from kvferry.plan.waves import SourceTable, SourceUnits, Window
 from kvferry.worker.fabric.port import DescriptorRows, Fabric, LocalDescriptors, Region, RemoteDescriptors
 from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.memory.host_memory import HostMemory
-from kvferry.worker.relayout.element_types import Conversion, element_type
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.reference import ReferenceRelayout
-from kvferry.worker.relayout.shape import Axis, Shape
+from kvferry.worker.relayout.shape import Axis, Conversion, Shape, element_type
 from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 from kvferry.worker.staging.pool import StagingPool, Wave
 

@@ -13,7 +13,7 @@ import numpy as np
 from kvferry.plan.waves import SourceUnits, Window, next_window, window_reads
 from kvferry.worker.fabric.port import Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads
-from kvferry.worker.memory.device import DeviceMark
+from kvferry.worker.memory.caches import DeviceMark
 from kvferry.worker.relayout.wave_table import WaveTable
 from kvferry.worker.staging.buffer import PreparedSource, Staging, chunks_of
 from kvferry.worker.staging.pool import WAVES_PER_LOAD, Wave

@@ -1,4 +1,4 @@
-"""A producer worker's lease table: the words that consumers read, and what is known of the lease behind each.
+"""A producer worker's leases: the table of words that consumers read, and the consumers' notifications.
 
 A held lease becomes READY when the device has finished with its blocks and, where peers read a copy of the caches, they
 have been copied.
@@ -10,6 +10,7 @@ read that overlapped the release of a block always sees it.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -19,11 +20,16 @@ import numpy as np
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import LeaseTable as LeaseTableAddress
 from kvferry.protocol.ids import EMPTY, SLOT_BYTES, Epoch, SlotState, epoch_from_text, slot_word
-from kvferry.protocol.notifications import Done
+from kvferry.protocol.notifications import Done, decode_notification
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
-from kvferry.worker.memory.device import DeviceMark
+from kvferry.worker.fabric.errors import RateLimit, internal_errors
+from kvferry.worker.fabric.port import Fabric
+from kvferry.worker.loads.results import ResultBox
+from kvferry.worker.memory.caches import DeviceMark
 from kvferry.worker.staging.host_buffer import HostMirror
+
+logger = logging.getLogger(__name__)
 
 _LIVE = (SlotState.COMPUTING, SlotState.READY)
 
@@ -220,3 +226,54 @@ class LeaseTable:
         self._held.discard(slot)
         self._pending.pop(slot, None)
         del self._leases[slot]
+
+
+class Notifications:
+    """Passes consumers' notifications from the fabric to the lease table. Used on the transfer thread.
+
+    Any agent can send them, so invalid ones are counted, and logged at most once a second.
+    """
+
+    def __init__(self, fabric: Fabric, table: LeaseTable, results: ResultBox) -> None:
+        self._fabric = fabric
+        self._table = table
+        self._results = results
+        self._limit = RateLimit()
+
+    def take(self) -> bool:
+        """Take the notifications that have arrived. Returns whether there were any.
+
+        Raises:
+            FabricError: the fabric failed.
+        """
+        arrived = self._fabric.take_notifications()
+        for sender, frame in arrived:
+            try:
+                self._take_one(sender, frame)
+            except Exception:  # noqa: BLE001 - shown, with its traceback
+                internal_errors.log("one notification is lost; the others are processed")
+        return bool(arrived)
+
+    def _take_one(self, sender: str, frame: bytes) -> None:
+        try:
+            done = decode_notification(frame)
+            finished = self._table.done(done)
+        except InvalidMessage as invalid:
+            self._show(sender, invalid)
+            with self._results as results:
+                results.counts["bad_notifications"] += 1
+            return
+        except KeyError:
+            logger.debug("ignored a notification of %s: no such lease", sender)
+            with self._results as results:
+                results.counts["late_notifications"] += 1
+            return
+        logger.debug("slot=%d done by worker %d of %s", done.slot, done.worker, done.consumer)
+        if finished is not None:
+            with self._results as results:
+                results.sent.add(finished)
+
+    def _show(self, sender: str, invalid: InvalidMessage) -> None:
+        suppressed = self._limit.allow()
+        if suppressed is not None:
+            logger.warning("ignored a notification of %s (and %d more before it): %s", sender, suppressed, invalid)
