@@ -136,9 +136,7 @@ def plain(
     return Shape(
         axes=tuple(axes),
         run=run,
-        source_block_stride=source_unit_stride[0],
-        source_position_stride=source_unit_stride[1],
-        destination_block_stride=destination_unit_stride[0],
-        destination_position_stride=destination_unit_stride[1],
+        source_unit_stride=source_unit_stride,
+        destination_unit_stride=destination_unit_stride,
         conversion=conversion,
     )

@@ -93,9 +93,9 @@ def relayout(table: WaveTable, source: NDArray[np.uint8], destination: NDArray[n
         shape = table.pieces.shapes[piece[SHAPE]]
         here, there = shape.element_bytes
         for unit in table.units[slice(*table.ranges[piece[SHAPE]])].tolist():
-            start = piece[SOURCE] + unit[0] * shape.source_block_stride + unit[1] * shape.source_position_stride
-            stop = piece[DESTINATION] + unit[2] * shape.destination_block_stride
-            stop += unit[3] * shape.destination_position_stride
+            start = piece[SOURCE] + unit[0] * shape.source_unit_stride[0] + unit[1] * shape.source_unit_stride[1]
+            stop = piece[DESTINATION] + unit[2] * shape.destination_unit_stride[0]
+            stop += unit[3] * shape.destination_unit_stride[1]
             for index in itertools.product(*(range(axis.steps) for axis in shape.axes)):
                 src = start + sum(i * axis.source_stride for i, axis in zip(index, shape.axes, strict=True))
                 dst = stop + sum(i * axis.destination_stride for i, axis in zip(index, shape.axes, strict=True))

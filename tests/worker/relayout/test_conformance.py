@@ -157,7 +157,7 @@ def test_an_empty_wave_launches_nothing(run: Runner) -> None:
 def test_what_leaves_the_memory_is_refused(
     run: Runner, piece: tuple[int, ...], unit: tuple[int, ...], message: str
 ) -> None:
-    shape = Shape(axes=(), run=64, source_block_stride=1, destination_position_stride=1)
+    shape = Shape(axes=(), run=64, source_unit_stride=(1, 0), destination_unit_stride=(0, 1))
     case = Case(WaveTable.of([shape], [piece], [unit]), np.zeros(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8))
     with pytest.raises(InvalidTable, match=message):
         run(case)
@@ -165,7 +165,7 @@ def test_what_leaves_the_memory_is_refused(
 
 @pytest.mark.parametrize(("shift", "refused"), [(0, False), (1, False), (2, True), (-1, True)])
 def test_what_is_shifted_out_of_the_source_is_refused(run: Runner, shift: int, refused: bool) -> None:
-    table = WaveTable.of([Shape(axes=(), run=32, source_block_stride=32)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)])
+    table = WaveTable.of([Shape(axes=(), run=32, source_unit_stride=(32, 0))], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)])
     case = Case(replace(table, shifts=np.array([shift])), np.arange(64, dtype=np.uint8), np.zeros(32, dtype=np.uint8))
     if refused:
         with pytest.raises(InvalidTable, match=r"source .* lies in none"):
@@ -181,9 +181,12 @@ FAR = (1 << 31) + 3 * 4096
 @pytest.mark.parametrize(
     ("shape", "unit"),
     [
-        (Shape(axes=(), run=48, source_block_stride=FAR, destination_block_stride=FAR), (1, 0, 1, 0)),
-        (Shape(axes=(), run=48, source_block_stride=FAR >> 12, destination_block_stride=4096), (4096, 0, FAR >> 12, 0)),
-        (Shape(axes=(), run=48, source_position_stride=FAR, destination_position_stride=FAR), (0, 1, 0, 1)),
+        (Shape(axes=(), run=48, source_unit_stride=(FAR, 0), destination_unit_stride=(FAR, 0)), (1, 0, 1, 0)),
+        (
+            Shape(axes=(), run=48, source_unit_stride=(FAR >> 12, 0), destination_unit_stride=(4096, 0)),
+            (4096, 0, FAR >> 12, 0),
+        ),
+        (Shape(axes=(), run=48, source_unit_stride=(0, FAR), destination_unit_stride=(0, FAR)), (0, 1, 0, 1)),
         (Shape(axes=(Axis(2, FAR, FAR),), run=48), (0, 0, 0, 0)),
     ],
     ids=["a block's stride", "a block's number", "a position", "an axis"],

@@ -73,7 +73,7 @@ def test_merging_changes_nothing_of_what_is_copied(seed: int) -> None:
         {"axes": (), "run": 0},
         {"axes": (Axis(0, 1, 1),), "run": 1},
         {"axes": (Axis(2, -1, 1),), "run": 1},
-        {"axes": (), "run": 1, "source_block_stride": -1},
+        {"axes": (), "run": 1, "source_unit_stride": (-1, 0)},
         {"axes": (Axis(2, 1, 1, True),), "run": 1},
     ],
 )

@@ -18,7 +18,7 @@ from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, WaveTable
 from tests.worker.relayout.cases import random_case
 
-SHAPE = Shape(axes=(Axis(3, 32, 64),), run=16, source_block_stride=128, destination_block_stride=256)
+SHAPE = Shape(axes=(Axis(3, 32, 64),), run=16, source_unit_stride=(128, 0), destination_unit_stride=(256, 0))
 HEADS = Shape(axes=(Axis(4, 2, 1, True),), run=1, conversion=Conversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3))
 
 

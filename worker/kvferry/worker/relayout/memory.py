@@ -77,7 +77,7 @@ class Bounds:
             if reach is None:
                 continue
             (low, high), destination = reach
-            stride = table.pieces.shapes[number].source_block_stride
+            stride = table.pieces.shapes[number].source_unit_stride[0]
             reached = ((low + nearest * stride, high + farthest * stride), destination)
             for name, (low, high), (least, most) in zip(("source", "destination"), reached, bounds, strict=True):
                 if low < least or high > most:

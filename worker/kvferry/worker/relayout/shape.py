@@ -2,9 +2,8 @@
 
 The relayout copies for every unit, every combination of the indices `i` of the axes and every `e` in `[0, run)`
 
-    from  source + block·source_block_stride + position·source_position_stride + Σ i·source_stride + e
-    to    destination + block·destination_block_stride + position·destination_position_stride
-                      + Σ i·destination_stride + e
+    from  source + (block, position)·source_unit_stride + Σ i·source_stride + e
+    to    destination + (block, position)·destination_unit_stride + Σ i·destination_stride + e
 
 where the block and the position of either side come from the unit (`kvferry.worker.relayout.wave_table`). With a
 conversion, `e` counts elements and is multiplied by the element size of the side.
@@ -100,17 +99,14 @@ class Shape:
     Attributes:
         axes: at most four.
         run: bytes, or elements where there is a conversion, that are contiguous on both sides.
-        source_block_stride, source_position_stride: from one block, and from one position, to the next.
-        destination_block_stride, destination_position_stride: likewise.
+        source_unit_stride, destination_unit_stride: from one block, and from one position, to the next.
         conversion: None copies bytes.
     """
 
     axes: tuple[Axis, ...]
     run: int
-    source_block_stride: int = 0
-    source_position_stride: int = 0
-    destination_block_stride: int = 0
-    destination_position_stride: int = 0
+    source_unit_stride: tuple[int, int] = (0, 0)
+    destination_unit_stride: tuple[int, int] = (0, 0)
     conversion: Conversion | None = None
 
     def __post_init__(self) -> None:
@@ -156,20 +152,10 @@ class Shape:
         return cls(
             axes=tuple(reversed(merged)),
             run=run,
-            source_block_stride=source_unit_stride[0],
-            source_position_stride=source_unit_stride[1],
-            destination_block_stride=destination_unit_stride[0],
-            destination_position_stride=destination_unit_stride[1],
+            source_unit_stride=source_unit_stride,
+            destination_unit_stride=destination_unit_stride,
             conversion=conversion,
         )
-
-    @property
-    def source_unit_stride(self) -> tuple[int, int]:
-        return (self.source_block_stride, self.source_position_stride)
-
-    @property
-    def destination_unit_stride(self) -> tuple[int, int]:
-        return (self.destination_block_stride, self.destination_position_stride)
 
     @property
     def element_bytes(self) -> tuple[int, int]:

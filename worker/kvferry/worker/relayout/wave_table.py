@@ -76,7 +76,7 @@ class Pieces:
     @cached_property
     def source_strides(self) -> NDArray[np.int64]:
         """Bytes from one source block to the next, per piece."""
-        strides = np.array([shape.source_block_stride for shape in self.shapes], dtype=np.int64)
+        strides = np.array([shape.source_unit_stride[0] for shape in self.shapes], dtype=np.int64)
         return np.asarray(strides[self.rows[:, SHAPE]])
 
 
