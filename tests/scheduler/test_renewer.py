@@ -13,8 +13,7 @@ import pytest
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.side_channel import host_names
-from kvferry.scheduler.consumer.ledger import ForgetLease, LeaseCommand, ReleaseLease, RemoteLease, RenewLease
-from kvferry.scheduler.side_channel import sender
+from kvferry.scheduler.consumer.ledger import ForgetLease, ReleaseLease, RemoteLease, RenewLease
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.state.counters import Counters
@@ -141,6 +140,23 @@ def test_submissions_that_wait_for_the_renewer_are_bounded(
     wait_until(renewer._submitted.empty, "too much waits")
 
 
+@pytest.mark.parametrize("sleeps_until_s", [math.inf, 0.0], ids=["asleep", "a renewal was due"])
+def test_what_is_submitted_just_after_the_thread_has_taken_the_rest_is_not_left_waiting(
+    renewer: LeaseRenewer, counters: Counters, monkeypatch: pytest.MonkeyPatch, sleeps_until_s: float
+) -> None:
+    port, take_all = free_port(), renewer._take_all
+    late = iter([ReleaseLease(lease(port, 2))])
+
+    def take_all_then_submit() -> None:
+        take_all()
+        renewer._sleeps_until_s = sleeps_until_s
+        renewer.submit(itertools.islice(late, 1))
+
+    monkeypatch.setattr(renewer, "_take_all", take_all_then_submit)
+    renewer.submit([ReleaseLease(lease(port))])
+    wait_until(lambda: counters.total("leases_given_back") == 2, "both are carried out")
+
+
 @pytest.mark.parametrize("host", [HOST, "localhost"])
 def test_closing_sends_everything_that_was_submitted(host: str, counters: Counters) -> None:
     with listening() as (listener, port):
@@ -238,48 +254,6 @@ def test_a_producer_that_restarts_at_its_address_is_renewed_again(renewer: Lease
 
 def _hears(listener: RecordingListener, boot: str) -> bool:
     return any(message.boot == boot for message in received(listener))
-
-
-def test_no_more_sockets_are_open_than_allowed_however_many_hosts_a_client_names(
-    counters: Counters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sender, "MAX_PEERS", 5)
-    renewer = LeaseRenewer(counters)
-    try:
-        commands: list[LeaseCommand] = [ReleaseLease(lease(2000 + number, number)) for number in range(50)]
-        renewer.submit(commands)
-        wait_until(lambda: counters.total("leases_given_back") == 50, "all are sent")
-        assert len(renewer._sender) == 5
-    finally:
-        renewer.close()
-
-
-def test_the_peer_that_was_unused_for_longest_is_closed_first(
-    counters: Counters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sender, "MAX_PEERS", 2)
-    renewer = LeaseRenewer(counters)
-    try:
-        for number, port in enumerate((2001, 2002, 2001, 2003), start=1):
-            renewer.submit([ReleaseLease(lease(port, number))])
-            wait_until(lambda number=number: counters.total("leases_given_back") == number, "it is sent")  # type: ignore[misc]
-        assert [port for _, port, _ in renewer._sender._peers] == [2001, 2003]
-    finally:
-        renewer.close()
-
-
-def test_an_idle_socket_is_closed(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "IDLE_S", 0.1)
-    with listening() as (listener, port):
-        renewer = LeaseRenewer(counters)
-        try:
-            renewer.submit([ReleaseLease(lease(port))])
-            assert listener.inbox.get(timeout=10) == _release(port, 1)
-            wait_until(lambda: len(renewer._sender) == 0, "the socket is closed")
-            renewer.submit([ReleaseLease(lease(port, 2))])
-            assert listener.inbox.get(timeout=10) == _release(port, 2)
-        finally:
-            renewer.close()
 
 
 def test_it_uses_no_processor_time_while_nothing_is_kept(renewer: LeaseRenewer, counters: Counters) -> None:

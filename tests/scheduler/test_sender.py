@@ -1,0 +1,112 @@
+"""Connections to other engines for messages without an answer: made when needed, bounded, closed when idle."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.protocol.handshake import Renew
+from kvferry.scheduler.consumer.ledger import LeaseCommand, ReleaseLease, RenewLease
+from kvferry.scheduler.side_channel import sender
+from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
+from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
+from kvferry.scheduler.state.counters import Counters
+from tests.protocol.samples import BOOT
+from tests.scheduler.channel import HOST, free_port, listening
+from tests.scheduler.recording_listener import RecordingListener
+from tests.scheduler.test_renewer import SHORT_S, _release, lease
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+
+def test_messages_that_wait_for_a_connection_are_bounded_and_sent_in_order_once_it_is_there(
+    renewer: LeaseRenewer, counters: Counters
+) -> None:
+    port, more = free_port(), 10
+    renewer.submit(ReleaseLease(lease(port, slot)) for slot in range(sender.QUEUED_MESSAGES + 1 + more))
+    wait_until(lambda: counters.total("side_channel_errors") >= more, "the others are dropped")
+    listener = RecordingListener(HOST, port, Counters())
+    try:
+        slots = [listener.inbox.get(timeout=10).leases[0].slot for _ in range(sender.QUEUED_MESSAGES)]
+    finally:
+        listener.close()
+    assert slots == list(range(sender.QUEUED_MESSAGES))
+
+
+def test_a_producer_that_does_not_listen_in_time_is_counted_and_tried_again_with_the_next_message(
+    renewer: LeaseRenewer,
+    counters: Counters,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = free_port()
+    monkeypatch.setattr(sender, "CONNECT_S", 0.1)
+    renewer.submit([ReleaseLease(lease(port))])
+    wait_until(lambda: counters.total("side_channel_errors") == 1, "it is counted")
+    assert f"side channel of {HOST}:{port}" in caplog.text
+    assert "did not answer within 0.1 s" in caplog.text
+    listener = RecordingListener(HOST, port, Counters())
+    try:
+        renewer.submit([RenewLease(lease(port, 2))])
+        assert listener.inbox.get(timeout=10) == Renew(boot=BOOT, leases=(lease(port, 2).name,))
+    finally:
+        listener.close()
+
+
+def test_a_producer_that_is_gone_is_counted_although_it_was_connected_and_renewed_when_it_is_back(
+    renewer: LeaseRenewer, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    monkeypatch.setattr(sender, "CONNECT_S", 0.1)
+    for gone in range(1, 3):
+        listener = RecordingListener(HOST, port, Counters())
+        try:
+            renewer.submit([RenewLease(lease(port))])
+            assert isinstance(listener.inbox.get(timeout=10), Renew)
+        finally:
+            listener.close()
+        errors = counters.total("side_channel_errors")
+        soon_s = sender.QUEUED_MESSAGES / HEARTBEATS_PER_LEASE / 2 * SHORT_S
+        wait_until(lambda errors=errors: counters.total("side_channel_errors") > errors, f"it is gone, {gone}", soon_s)  # type: ignore[misc]
+
+
+def test_no_more_sockets_are_open_than_allowed_however_many_hosts_a_client_names(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "MAX_PEERS", 5)
+    renewer = LeaseRenewer(counters)
+    try:
+        commands: list[LeaseCommand] = [ReleaseLease(lease(2000 + number, number)) for number in range(50)]
+        renewer.submit(commands)
+        wait_until(lambda: counters.total("leases_given_back") == 50, "all are sent")
+        assert len(renewer._sender) == 5
+    finally:
+        renewer.close()
+
+
+def test_the_peer_that_was_unused_for_longest_is_closed_first(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "MAX_PEERS", 2)
+    renewer = LeaseRenewer(counters)
+    try:
+        for number, port in enumerate((2001, 2002, 2001, 2003), start=1):
+            renewer.submit([ReleaseLease(lease(port, number))])
+            wait_until(lambda number=number: counters.total("leases_given_back") == number, "it is sent")  # type: ignore[misc]
+        assert [port for _, port, _ in renewer._sender._peers] == [2001, 2003]
+    finally:
+        renewer.close()
+
+
+def test_an_idle_socket_is_closed(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "IDLE_S", 0.1)
+    with listening() as (listener, port):
+        renewer = LeaseRenewer(counters)
+        try:
+            renewer.submit([ReleaseLease(lease(port))])
+            assert listener.inbox.get(timeout=10) == _release(port, 1)
+            wait_until(lambda: len(renewer._sender) == 0, "the socket is closed")
+            renewer.submit([ReleaseLease(lease(port, 2))])
+            assert listener.inbox.get(timeout=10) == _release(port, 2)
+        finally:
+            renewer.close()
