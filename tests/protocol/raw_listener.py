@@ -26,6 +26,15 @@ def cut(server: socket.socket, times: int) -> None:
         server.accept()[0].close()
 
 
+def send_at_once(server: socket.socket, said: bytes) -> None:
+    """Accept a connection, send this, and wait for its end."""
+    connection, _ = server.accept()
+    with connection, contextlib.suppress(ConnectionError):
+        connection.sendall(said)
+        while connection.recv(4096):
+            pass
+
+
 def answer_of(body: bytes) -> bytes:
     """The bytes of an answer of one frame."""
     return b"\x01\x00\x02" + struct.pack(">Q", len(body)) + body

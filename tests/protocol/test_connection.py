@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.protocol.errors import KvferryError, PeerRefused
+from kvferry.protocol.errors import HandshakeFailed, KvferryError, PeerRefused
 from kvferry.protocol.handshake import EngineDescription, encode
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import backoff_s
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secrets
-from tests.protocol.raw_listener import answer_of, answer_unasked, cut, end_after_the_request
+from tests.protocol.raw_listener import ZMTP, answer_of, answer_unasked, cut, end_after_the_request, send_at_once
 from tests.protocol.samples import make_description
 from tests.protocol.secret_files import NEW, OLD
 
@@ -62,6 +62,14 @@ def test_without_a_secret_a_listener_that_cuts_every_connection_is_refused(serve
     assert isinstance(error, PeerRefused)
     assert "most likely because it has a secret" in str(error)
     assert VARIABLE in str(error)
+
+
+def test_a_listener_that_does_not_keep_to_the_protocol_fails_the_handshake_at_once(server: socket.socket) -> None:
+    asking = Asking(server, ())
+    send_at_once(server, ZMTP + ANSWER)
+    error = asking.result()
+    assert isinstance(error, HandshakeFailed)
+    assert str(error).endswith("does not keep to the protocol of ZMQ")
 
 
 def test_nothing_is_sent_over_the_plain_connection_that_finds_out_why_no_secret_was_accepted_and_no_answer_taken(

@@ -51,6 +51,7 @@ class Connection:
 
         Raises:
             PeerRefused: the secrets of both ends do not match; the text names the reason and the remedy.
+            HandshakeFailed: something else listens there.
             zmq.ZMQError: the address is none, or there are no more sockets.
         """
         for secret in secrets or (None,) * _TRIES_IN_PLAIN:
@@ -59,6 +60,8 @@ class Connection:
                 return opened
             if opened is ConnectionEvent.ONE_SIDED:
                 raise _listener_has_none() if secrets else _listener_has_one("has a secret")
+            if opened is ConnectionEvent.GARBLED and not secrets:
+                raise HandshakeFailed("does not keep to the protocol of ZMQ")
         if not secrets:
             raise _listener_has_one("cuts every connection, most likely because it has a secret")
         opened = await cls._try(context, address, port, None, max_answer_bytes)

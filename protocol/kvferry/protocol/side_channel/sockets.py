@@ -156,6 +156,8 @@ class ConnectionEvent(enum.Enum):
     """The listener has the same secret first, but does not admit this peer."""
     CUT = enum.auto()
     """The other end closed the connection: another secret, a secret at one end only, or no listener of this kind."""
+    GARBLED = enum.auto()
+    """The other end has another secret, or does not keep to ZMQ's protocol."""
     ENDED = enum.auto()
     """The connection has ended, established or not."""
 
@@ -189,6 +191,6 @@ def connection_event(frames: list[bytes]) -> ConnectionEvent:
         return ConnectionEvent.ENDED
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return ConnectionEvent.DENIED
-    if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MISMATCH:
-        return ConnectionEvent.ONE_SIDED
+    if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        return ConnectionEvent.ONE_SIDED if value == _MISMATCH else ConnectionEvent.GARBLED
     return ConnectionEvent.CUT
