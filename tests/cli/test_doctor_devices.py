@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,20 @@ def test_gpus_and_nics_are_found_in_sysfs(tmp_path: Path) -> None:
     assert found.ports == (Device("mlx5_0:1", BESIDE.path, 0, "ACTIVE", "400 Gb/sec (4X NDR)"),)
     assert (found.interfaces, found.peer_memory) == (("eth0",), False)
     assert distance(found.gpus[0], found.ports[0]) == "PIX"
+
+
+def test_gpus_have_the_names_of_nvidia_smi_and_those_that_a_sandbox_hides_are_there_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = make_device(tmp_path, "/".join(GPU.path), 0, vendor="0x10de", **{"class": "0x030200"})
+    (tmp_path / "sys/bus/pci/devices").mkdir(parents=True)
+    (tmp_path / "sys/bus/pci/devices" / gpu.name).symlink_to(gpu)
+    rows = "1, NVIDIA H100, 00000000:19:00.0\n2, NVIDIA H200, 00000000:AB:00.0"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{rows}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = this_machine({}, 1, 1.0, tmp_path).gpus
+    assert [(one.name, one.numa_node) for one in found] == [("GPU 1 (NVIDIA H100)", 0), ("GPU 2 (NVIDIA H200)", -1)]
 
 
 def test_a_machine_without_sysfs_has_nothing(tmp_path: Path) -> None:
