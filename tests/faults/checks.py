@@ -38,13 +38,13 @@ def until_idle(engine: EngineProcess, within_s: float) -> State:
 
     def idle() -> bool:
         found[:] = [engine.state()]
-        return not found[0].under_way
+        return not found[0].in_hand
 
     began_s = time.monotonic()
     try:
         wait_until(idle, "nothing is under way", within_s)
     except AssertionError:
-        raise AssertionError(f"{engine.start.name}: after {within_s:g} s still {found[0].under_way}") from None
+        raise AssertionError(f"{engine.start.name}: after {within_s:g} s still {found[0].in_hand}") from None
     state = found[0]
     assert not state.broken, state.broken
     assert set(THREADS) >= set(state.threads) >= {"kvferry-listener", "kvferry-renewer", "kvferry-side-channel"}, (

@@ -51,11 +51,11 @@ def test_a_producer_that_stands_still_beyond_the_deadline_fails_the_load_and_get
     reason = until_over(consumer, load, LOAD_S + SLACK_S)
     assert reason == ("deadline" if environ else None)
     if environ:
-        state = consumer.state()
-        assert state.quarantined == state.alive == 1
-        assert state.leased_blocks, "the blocks may still be written"
+        in_hand = consumer.state().in_hand
+        assert in_hand["quarantined"] == in_hand["alive"] == 1
+        assert in_hand["blocks"], "the blocks may still be written"
         stalled(2 * SHORT_LEASE_S)
-        assert consumer.state().quarantined == 1, "nothing but the producer can end the read"
+        assert consumer.state().in_hand["quarantined"] == 1, "nothing but the producer can end the read"
     assert time.monotonic() - began_s < LOAD_S + 2 * SHORT_LEASE_S + 2 * SLACK_S
     producer.thaw()
     until_idle(producer, SHORT_LEASE_S + SLACK_S)

@@ -71,7 +71,7 @@ def test_another_engine_at_a_dead_producers_port_is_recognised(fleet: Fleet, kno
     reason = until_over(consumer, consumer.load(params, 5), SLACK_S + SLACK_S)
     assert reason == ("transfer" if known else "refused")
     until_idle(consumer, SLACK_S)  # the release of the dead one's lease has been sent
-    assert other.state().leases == 1
+    assert other.state().in_hand["leases"] == 1
     assert until_over(consumer, consumer.load(held, 6), SLACK_S) is None
     until_idle(other, SLACK_S)
     until_idle(consumer, SLACK_S)

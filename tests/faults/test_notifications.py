@@ -28,7 +28,7 @@ def test_a_lost_done_costs_the_producer_a_lease_and_no_more(fleet: Fleet) -> Non
     consumer.deliver(Delivery.NEVER)
     loads = [consumer.load(producer.prefill(13, seed), seed) for seed in range(3)]
     assert [until_over(consumer, load, LEASE_S + SLACK_S) for load in loads] == [None] * 3
-    assert producer.state().leases, "no notification has arrived"
+    assert producer.state().in_hand["leases"], "no notification has arrived"
     until_idle(producer, LEASE_S + SLACK_S)
     consumer.deliver(Delivery.ONCE)
     until_good(producer, consumer)
@@ -44,7 +44,7 @@ def test_a_done_that_comes_twice_counts_once(fleet: Fleet) -> None:
     for seed in range(4):
         assert until_over(consumer, consumer.load(producer.prefill(13, seed), seed), SLACK_S) is None
     wait_until(lambda: producer.state().counts.get("late_notifications") == 4, "all of them have arrived")
-    assert producer.state().leases == 1
+    assert producer.state().in_hand["leases"] == 1
     consumer.deliver(Delivery.ONCE)
     assert until_over(consumer, consumer.load(held, 9), SLACK_S) is None
     until_idle(producer, SLACK_S)
@@ -104,7 +104,7 @@ def test_forged_dones_free_nothing(fleet: Fleet) -> None:
             expected[counted] = expected.get(counted, 0) + 100
         expected.pop("")
         wait_until(lambda: producer.state().counts == expected, "all of them have been ignored", 4 * SLACK_S)
-        assert producer.state().leases == 1, "the lease is held"
+        assert producer.state().in_hand["leases"] == 1, "the lease is held"
         assert until_over(consumer, consumer.load(params, 9), SLACK_S) is None
         until_idle(producer, SLACK_S)
     transfer(producer, consumer)

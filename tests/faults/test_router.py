@@ -19,7 +19,7 @@ def test_params_that_are_dropped_cost_the_producer_a_lease_and_no_more(fleet: Fl
     before = until_idle(producer, SLACK_S)
     for seed in range(4):
         producer.prefill(13, seed)
-    assert producer.state().leases
+    assert producer.state().in_hand["leases"]
     until_idle(producer, LEASE_S + SLACK_S)
     until_good(producer, consumer)
     check_survivor(producer, before)
@@ -42,7 +42,7 @@ def test_params_of_an_engines_former_life_are_refused_and_touch_no_lease_of_the_
     reason = until_over(consumer, consumer.load(old, 5), 2 * SLACK_S)
     assert reason == ("transfer" if known else "refused")
     until_idle(consumer, SLACK_S)  # the release has been sent
-    assert producer.state().leases == 1
+    assert producer.state().in_hand["leases"] == 1
     assert until_over(consumer, consumer.load(new, 6), SLACK_S) is None
     until_idle(producer, SLACK_S)
     assert consumer.answer(consumer.load(new, 6))["computed"] == "lease_over"

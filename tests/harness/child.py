@@ -60,14 +60,12 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Counts of everything an engine has in use. All that are listed in `IN_HAND` are 0 when nothing is under way.
+    """Everything that an engine has in use.
 
     Attributes:
-        leases, held: in the ledger, and in the worker's table.
-        loads: in the ledger.
-        running, quarantined, alive: loads in the transfer thread, failed ones that may still be written, and those
-            that were reported to the scheduler.
-        entries, waves, transfers, leased_blocks: entries for slot reads, staging waves, handles, cache blocks in use.
+        in_hand: counts above 0 of what must be returned: `leases` and `loads` of the ledgers; leases that the worker's
+            table has `held`; loads that are `running` in the transfer thread, `quarantined` there, and reported as
+            `alive`; `entries` for slot reads, staging `waves`, `transfers`, cache `blocks`, side-channel `sockets`.
         peers, prepared: agents that the fabric knows and lists that are prepared.
         files, tasks: file descriptors and threads, those that only fetch descriptions apart.
         threads: names of kvferry's threads that live.
@@ -75,35 +73,14 @@ class State:
         counts: what its worker counted besides.
     """
 
-    leases: int
-    held: int
-    loads: int
-    running: int
-    quarantined: int
-    alive: int
-    entries: int
-    waves: int
-    transfers: int
-    leased_blocks: int
+    in_hand: Counter[str]
     peers: int
     prepared: int
-    sockets: int
     files: int
     tasks: int
     threads: list[str]
     broken: list[str]
     counts: dict[str, int]
-
-    @property
-    def under_way(self) -> dict[str, int]:
-        """The counts above 0 of everything that must be returned."""
-        return {name: count for name in IN_HAND if (count := getattr(self, name))}
-
-
-IN_HAND = (
-    *("leases", "held", "loads", "running", "quarantined", "alive"),
-    *("entries", "waves", "transfers", "leased_blocks", "sockets"),
-)
 
 
 @dataclass
@@ -199,7 +176,7 @@ class Server:
         slot_reads, staging = worker._memory.slot_reads, worker._memory.staging
         names = Counter(one.name for one in threading.enumerate())
         fetching = sum(count for name, count in names.items() if name.startswith("kvferry-handshake"))
-        return State(
+        in_hand = Counter(
             leases=len(engine.leases),
             held=worker._memory.table.held(),
             loads=len(engine.loads),
@@ -209,10 +186,13 @@ class Server:
             entries=len(slot_reads.words) - slot_reads.free(),
             waves=len(staging.pool.waves()) if staging is not None else 0,
             transfers=engine.fabric.transfers(),
-            leased_blocks=engine.shape.blocks - 1 - len(engine._free),
+            blocks=engine.shape.blocks - 1 - len(engine._free),
+            sockets=len(engine.renewer._sender),
+        )
+        return State(
+            in_hand=+in_hand,
             peers=len(engine.fabric.peers),
             prepared=engine.fabric.prepared(),
-            sockets=len(engine.renewer._sender),
             files=len(list(Path("/proc/self/fd").iterdir())),
             tasks=len(list(Path("/proc/self/task").iterdir())) - fetching,
             threads=sorted(name for name in names if name.startswith("kvferry") and "handshake" not in name),

@@ -55,7 +55,7 @@ def test_loads_survive_a_producer_that_is_killed_and_started_again(fleet: Fleet,
         answers = [consumer.answer(load) for load in loads]
         assert [answer["reason"] for answer in answers] == [None] * 8
         assert all(answer["good"] for answer in answers)
-    wait_until(lambda: producer.state().leases == 0, "all blocks are free")
+    wait_until(lambda: producer.state().in_hand["leases"] == 0, "all blocks are free")
 
     # Killed during loads: it stands still first, so that they are under way where they need its help. The kernel reads
     # from a process that stands still as well, so there they are good, and must have their bytes.
@@ -73,13 +73,13 @@ def test_loads_survive_a_producer_that_is_killed_and_started_again(fleet: Fleet,
     # Killed before a load: that one notices.
     answer = consumer.answer(consumer.load(spare, seed=0), FAILED_WITHIN_S)
     assert answer["reason"] in ("transfer", "handshake")
-    wait_until(lambda: consumer.state().alive == 0, "nothing may be written any more", FAILED_WITHIN_S)
+    wait_until(lambda: consumer.state().in_hand["alive"] == 0, "nothing may be written any more", FAILED_WITHIN_S)
     assert time.monotonic() - began_s < 2 * FAILED_WITHIN_S
 
     # Back at the same address with another boot.
     (again,) = fleet.start(start_of("P", port, environ=environ))
     _transfer(again, consumer, seed=3)
-    wait_until(lambda: not consumer.state().under_way, "nothing is left")
+    wait_until(lambda: not consumer.state().in_hand, "nothing is left")
 
 
 def test_a_consumer_that_is_killed_costs_the_producer_a_lease_and_no_more(fleet: Fleet) -> None:
@@ -89,5 +89,5 @@ def test_a_consumer_that_is_killed_costs_the_producer_a_lease_and_no_more(fleet:
         consumer.load(producer.prefill(60, each), each)
     consumer.kill()
     began_s = time.monotonic()
-    wait_until(lambda: producer.state().leases == 0, "all blocks are free")
+    wait_until(lambda: producer.state().in_hand["leases"] == 0, "all blocks are free")
     assert time.monotonic() - began_s < FAILED_WITHIN_S
