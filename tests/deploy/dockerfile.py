@@ -3,72 +3,53 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 
-@dataclass(frozen=True)
-class Step:
-    """One instruction: its word, and what follows it, on one line."""
-
-    word: str
-    text: str
-
-    def exec_form(self) -> list[str]:
-        """The argument list of `ENTRYPOINT ["…"]` or `HEALTHCHECK … CMD ["…"]`."""
-        words = json.loads(self.text[self.text.index("[") :])
-        assert isinstance(words, list)
-        return [str(word) for word in words]
-
-
 @dataclass
 class Stage:
-    """A build stage: the lines from one `FROM` to the next."""
+    """A build stage. `steps`: its instructions in order, each as its word and what follows it, on one line."""
 
     name: str
     base: str
-    steps: list[Step] = field(default_factory=list)
+    steps: list[tuple[str, str]] = field(default_factory=list)
 
-    def all(self, word: str) -> list[Step]:
-        """Its instructions of one kind."""
-        return [step for step in self.steps if step.word == word]
+    def all(self, word: str) -> list[str]:
+        """What follows each instruction of one kind."""
+        return [text for each, text in self.steps if each == word]
 
-    def one(self, word: str) -> Step:
-        """Its only instruction of a kind."""
-        (step,) = self.all(word)
-        return step
+    def exec_form(self, word: str) -> list[str]:
+        """The argument list of its only `ENTRYPOINT ["…"]` or `HEALTHCHECK … CMD ["…"]`."""
+        (text,) = self.all(word)
+        return [str(each) for each in json.loads(text[text.index("[") :])]
 
     def copies(self) -> list[tuple[list[str], str]]:
         """Paths of the context that are copied, and where to."""
-        found = []
-        for step in self.all("COPY"):
-            words = shlex.split(step.text)
-            if not any(word.startswith("--from=") for word in words):
-                paths = [word for word in words if not word.startswith("--")]
-                found.append((paths[:-1], paths[-1]))
-        return found
+        found = [shlex.split(text) for text in self.all("COPY") if "--from=" not in text]
+        paths = [[word for word in words if not word.startswith("--")] for words in found]
+        return [(each[:-1], each[-1]) for each in paths]
 
 
 def read_dockerfile(text: str) -> tuple[dict[str, str], list[Stage]]:
     """Arguments before the first stage, with their defaults, and the stages."""
     arguments: dict[str, str] = {}
     stages: list[Stage] = []
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
-        if not line.strip():
-            continue
         word, _, rest = line.strip().partition(" ")
         if word == "FROM":
             base, _, name = rest.partition(" AS ")
             stages.append(Stage(name, base))
         elif stages:
-            stages[-1].steps.append(Step(word, " ".join(rest.split())))
+            stages[-1].steps.append((word, " ".join(rest.split())))
         else:
-            name, _, default = rest.partition("=")
-            arguments[name] = default
+            name, _, arguments[name] = rest.partition("=")
     return arguments, stages
 
 
@@ -77,9 +58,8 @@ class Context:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._patterns = [
-            line for line in (root / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")
-        ]
+        lines = (root / ".dockerignore").read_text().splitlines()
+        self._patterns = [line for line in lines if line and not line.startswith("#")]
 
     def has(self, path: Path) -> bool:
         """Whether a file, named from the root, is in it: the last pattern that fits it or a folder of it decides."""
@@ -101,7 +81,7 @@ class Context:
         """
         for path in paths:
             source = self._root / path
-            files = [source] if source.is_file() else [file for file in _files(source) if file.is_file()]
+            files = [source] if source.is_file() else list(_files(source))
             kept = [file for file in files if self.has(file.relative_to(self._root))]
             assert kept, f"COPY {path}: nothing of it is in the context"
             for file in kept:
@@ -110,12 +90,8 @@ class Context:
                 shutil.copy2(file, target)
 
 
-def _files(folder: Path) -> list[Path]:
-    hidden = {".git", ".venv", ".hypothesis", ".mypy_cache", ".ruff_cache", ".pytest_cache", "logs"}
-    found: list[Path] = []
-    for path in folder.iterdir():
-        if path.is_dir() and path.name not in hidden:
-            found += _files(path)
-        elif path.is_file():
-            found.append(path)
-    return found
+def _files(folder: Path) -> Iterator[Path]:
+    """Without hidden folders, which have many files and are not needed."""
+    for name, folders, files in os.walk(folder):
+        folders[:] = [each for each in folders if not each.startswith(".")]
+        yield from (Path(name, each) for each in files)

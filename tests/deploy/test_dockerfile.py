@@ -43,15 +43,14 @@ def test_the_argument_device_chooses_between_the_two_images(device: str) -> None
 
 @pytest.mark.parametrize("name", ["image-cuda", "image-cpu"])
 def test_no_image_runs_as_root(name: str) -> None:
-    users = [step.text for step in STAGE[name].all("USER")]
-    assert users == ["10001"]
-    assert any("useradd" in step.text and "--uid 10001" in step.text for step in STAGE[name].all("RUN"))
+    assert STAGE[name].all("USER") == ["10001"]
+    assert any("useradd" in text and "--uid 10001" in text for text in STAGE[name].all("RUN"))
 
 
 def test_versions_are_pinned_in_the_locks_and_nowhere_else() -> None:
     text = (REPOSITORY / "Dockerfile").read_text()
     assert "==" not in text
-    installs = [step.text for step in STAGE["image-cuda"].all("RUN") if "pip install" in step.text]
+    installs = [text for text in STAGE["image-cuda"].all("RUN") if "pip install" in text]
     assert "--no-deps --require-hashes -r /tmp/requirements/cuda.lock" in installs[0]
     assert "--no-deps /tmp/wheels/*.whl && pip check" in installs[1], "the lock must have all that kvferry needs"
     assert STAGE["image-cuda"].copies() == [(["requirements/cuda.lock"], "/tmp/requirements/")]
@@ -60,7 +59,7 @@ def test_versions_are_pinned_in_the_locks_and_nowhere_else() -> None:
 def test_what_the_image_copies_builds_a_wheel_with_every_package(tmp_path: Path) -> None:
     """Without the isolation of the image's `pip wheel`, which would need a package registry."""
     source, wheels = copied(STAGE["wheel"], tmp_path / "src"), tmp_path / "wheels"
-    assert STAGE["wheel"].one("RUN").text.endswith("--wheel-dir /wheels .")
+    assert STAGE["wheel"].all("RUN")[0].endswith("--wheel-dir /wheels .")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*command, "--wheel-dir", wheels, "."], cwd=source, check=True, timeout=120)
     (wheel,) = wheels.glob("kvferry-*.whl")
@@ -71,13 +70,13 @@ def test_what_the_image_copies_builds_a_wheel_with_every_package(tmp_path: Path)
 def test_the_main_job_finds_all_its_own_files_in_the_image(tmp_path: Path) -> None:
     """Its entry point up to the settings: what it starts then is not in the checkout but in `.venv`."""
     checkout = copied(STAGE["image-cpu"], tmp_path)
-    script = checkout / STAGE["image-cpu"].one("ENTRYPOINT").exec_form()[0]
+    script = checkout / STAGE["image-cpu"].exec_form("ENTRYPOINT")[0]
     assert script.stat().st_mode & 0o111
     done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True, timeout=60, cwd="/")
     assert "NUM_PREFILL_INSTANCES" in done.stdout
     for words in (["scripts.bootstrap", "--help"], ["scripts.accuracy", "--check"]):
         subprocess.run([sys.executable, "-m", *words], check=True, timeout=60, cwd=checkout, capture_output=True)
-    (install,) = (step.text for step in STAGE["image-cpu"].all("RUN") if "bootstrap" in step.text)
+    (install,) = (text for text in STAGE["image-cpu"].all("RUN") if "bootstrap" in text)
     assert install.endswith("python -m scripts.bootstrap cpu")
 
 
@@ -101,23 +100,18 @@ class Health(http.server.BaseHTTPRequestHandler):
 
 
 def test_the_health_check_fails_until_the_engine_answers() -> None:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Health)
-    check = STAGE["image-cuda"].one("HEALTHCHECK").exec_form()
+    check = STAGE["image-cuda"].exec_form("HEALTHCHECK")
     assert check[0] == "python3"
     assert "127.0.0.1:8000/health" in check[2]
-    script = check[2].replace(":8000", f":{server.server_port}")
 
-    def healthy(script: str) -> bool:
+    def healthy(port: int, path: str = "/health") -> bool:
+        script = check[2].replace(":8000/health", f":{port}{path}")
         return subprocess.run([sys.executable, *check[1:-1], script], capture_output=True, check=False).returncode == 0
 
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        assert healthy(script)
-        assert not healthy(script.replace("/health", "/dead"))
-        assert not healthy(script.replace("/health", "/elsewhere"))
-    finally:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        assert [healthy(server.server_port, path) for path in ("/health", "/dead")] == [True, False]
         server.shutdown()
         thread.join()
-        server.server_close()
-    assert not healthy(script)
+    assert not healthy(server.server_port)

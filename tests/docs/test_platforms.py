@@ -20,7 +20,7 @@ _SECRET = "umask 077; openssl rand -hex 32 > "
 
 def test_images_are_run_by_the_tags_that_they_are_built_with_and_take_their_variables() -> None:
     arguments, stages = read_dockerfile((ROOT / "Dockerfile").read_text())
-    known = set(arguments) | {step.text.partition("=")[0] for stage in stages for step in stage.all("ARG")}
+    known = set(arguments) | {text.partition("=")[0] for stage in stages for text in stage.all("ARG")}
     builds, runs = ([each for each in typed("docker") if each.words[1] == word] for word in ("build", "run"))
     tags = {build.value_of("--tag") for build in builds}
     for build in builds:
