@@ -114,7 +114,7 @@ def filled(text: str, tables: Mapping[str, str]) -> str:
 
 
 def _split(text: str, name: str) -> tuple[str, str, str]:
-    """What is before the end of the first marker, between the markers, and from the last marker on."""
+    """The page up to the first marker, the part between the markers, and the page from the last marker on."""
     before, begin, rest = text.partition(f"<!-- generated: {name} -->\n")
     between, end, after = rest.partition("<!-- end -->")
     if not begin or not end:

@@ -1,4 +1,4 @@
-"""What `scripts.small_models` has beside language models: a multimodal model, and a LoRA adapter."""
+"""The extras of `scripts.small_models`: a multimodal model and a LoRA adapter."""
 
 from __future__ import annotations
 

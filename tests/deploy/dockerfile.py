@@ -21,7 +21,7 @@ class Stage:
     steps: list[tuple[str, str]] = field(default_factory=list)
 
     def all(self, word: str) -> list[str]:
-        """What follows each instruction of one kind."""
+        """The arguments of each instruction of one kind."""
         return [text for each, text in self.steps if each == word]
 
     def exec_form(self, word: str) -> list[str]:

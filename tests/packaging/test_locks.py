@@ -31,7 +31,7 @@ a_lock = pytest.mark.parametrize("name", NAMES)
 
 
 def inputs(name: str) -> dict[str, Requirement]:
-    """What a lock is made from, by canonical name; for GPUs also what `pip install kvferry[cli,vllm]` asks for."""
+    """The requirements of a lock by canonical name; for GPUs also those of `pip install kvferry[cli,vllm]`."""
     lines = [line.split(" #")[0].strip() for line in (REQUIREMENTS / f"{name}.txt").read_text().splitlines()]
     if name == "cuda":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
