@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import httpx
 
@@ -18,6 +19,15 @@ from scripts.accuracy.prompts import Case, CaseSet, running_text
 
 _SETTLE_S = 10.0
 Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+async def _until(look: Callable[[], Awaitable[T]], enough: Callable[[T], bool], timeout_s: float = _SETTLE_S) -> T:
+    """Look until it is enough, or the time is up; gives what was seen last."""
+    deadline_s = time.monotonic() + timeout_s
+    while not enough(found := await look()) and time.monotonic() < deadline_s:
+        await asyncio.sleep(0.05)
+    return found
 
 
 class Decoders:
@@ -34,24 +44,17 @@ class Decoders:
     async def settled(self, before: Scrape, answers: Sequence[Answer]) -> Scrape:
         """Counters as soon as they know of all good answers since `before`: they come a moment after the answers."""
         good = sum(not answer.error for answer in answers)
-        deadline_s = time.monotonic() + _SETTLE_S
-        while True:
-            now = await self.scrape()
-            if (now - before).total("vllm:request_success_total") >= good or time.monotonic() > deadline_s:
-                return now
-            await asyncio.sleep(0.02)
+        return await _until(self.scrape, lambda now: (now - before).total("vllm:request_success_total") >= good)
 
     async def computed(self, at_least: int) -> tuple[int, int]:
         """Requests and tokens computed since the last call by the logs, once they have so many requests."""
-        deadline_s = time.monotonic() + _SETTLE_S
-        requests = tokens = 0
-        while True:
-            for log in self._logs:
-                more = log.take()
-                requests, tokens = requests + more[0], tokens + more[1]
-            if requests >= at_least or time.monotonic() > deadline_s:
-                return requests, tokens
-            await asyncio.sleep(0.02)
+        found: list[tuple[int, int]] = []
+
+        async def so_far() -> tuple[int, int]:
+            found.extend(log.take() for log in self._logs)
+            return sum(requests for requests, _ in found), sum(tokens for _, tokens in found)
+
+        return await _until(so_far, lambda now: now[0] >= at_least)
 
 
 @dataclass(slots=True)
@@ -183,11 +186,10 @@ async def leases_over(engines: Sequence[Engine], timeout_s: float) -> tuple[int,
     Returns:
         Leases still open when the time is up, and how those that are over ended.
     """
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        now = together(await asyncio.gather(*(asyncio.to_thread(engine.metrics) for engine in engines)))
-        ways = now.by_label("vllm:kvferry_leases_released_total", "how")
-        still_open = round(now.total("vllm:kvferry_leases_opened_total") - sum(ways.values()))
-        if still_open <= 0 or time.monotonic() > deadline_s:
-            return still_open, ways
-        await asyncio.sleep(0.2)
+
+    async def now() -> tuple[int, Mapping[str, float]]:
+        found = together(await asyncio.gather(*(asyncio.to_thread(engine.metrics) for engine in engines)))
+        ways = found.by_label("vllm:kvferry_leases_released_total", "how")
+        return round(found.total("vllm:kvferry_leases_opened_total") - sum(ways.values())), ways
+
+    return await _until(now, lambda seen: seen[0] <= 0, timeout_s)
