@@ -1,39 +1,32 @@
-"""A process with NIXL agents that is driven by JSON lines on its input and answers with JSON lines.
+"""NIXL agents in a process of their own, with UCX settings of its own, which may be stopped or killed.
 
-    make count bytes          → agents [{metadata, address}]
-    connect agent peer        → nothing: the agent adds the peer and reads its first bytes
-    listen                    → port: a side channel that describes an engine whose worker is the first agent
-    contact agents port       → seconds []: each asks a side channel, plans, and reads 8 bytes, all at once, each on a
-                                thread of its own
-    send agent                → one empty answer; it sends messages to its peer until it is killed
-    receive agent             → messages: how many have come since it was last asked
-    usage                     → rss_mb, files, threads, cpu_s
-    close agent               → nothing: the agent ends without notifying its peers
+    with closing(AgentProcess({"UCX_TLS": "tcp"})) as process:
+        (peer,) = process.tell("make", count=1, num_bytes=4096)
 
-`AgentProcess` is the other end.
+The orders are the methods of `Agents`.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import mmap
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
 
 from bench.llama import llama
-from bench.provenance import REPOSITORY
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
 from kvferry.protocol.handshake import EngineDescription, LeaseTable
@@ -50,9 +43,12 @@ _TIMEOUT_S = 60.0
 _ONE = np.zeros(1, dtype=np.int32)
 
 
-def _engine(engine_id: str) -> EngineDescription:
-    """Either end of a contact."""
-    return llama(engine_id, tp=1, layout="HND", blocks=1000, layers=30)
+@dataclass(frozen=True)
+class Peer:
+    """What another agent needs to read from one."""
+
+    metadata: bytes
+    address: int
 
 
 class Agent:
@@ -66,17 +62,18 @@ class Agent:
         self.fabric.register([Region(self.address, num_bytes, MemoryKind.DRAM)])
         self.peer: PeerAgent | None = None
 
-    def connect(self, metadata: bytes, address: int) -> None:
+    def connect(self, peer: Peer) -> None:
         """Add a peer and read 8 bytes of its memory.
 
         Raises:
             TimeoutError: the read does not end.
         """
-        peer = self.peer = self.fabric.add_peer(metadata)
+        self.peer = self.fabric.add_peer(peer.metadata)
         here, there = (
-            DescriptorRows.of(MemoryKind.DRAM, [(at, SLOT_BYTES, 0, SLOT_BYTES, 1)]) for at in (self.address, address)
+            DescriptorRows.of(MemoryKind.DRAM, [(at, SLOT_BYTES, 0, SLOT_BYTES, 1)])
+            for at in (self.address, peer.address)
         )
-        local, remote = self.fabric.prepare_local(here), self.fabric.prepare_remote(peer, there)
+        local, remote = self.fabric.prepare_local(here), self.fabric.prepare_remote(self.peer, there)
         transfer = self.fabric.post_read(local, _ONE, remote, _ONE)
         end_s = time.perf_counter() + _TIMEOUT_S
         while self.fabric.poll(transfer) is TransferState.IN_FLIGHT:
@@ -93,123 +90,123 @@ class Agent:
             description = client.fetch_description(HOST, port, ENGINE, "C", _TIMEOUT_S)
         plan_transfer(engine, 0, description, Costs())
         worker = description.workers[0]
-        self.connect(worker.agent_metadata, worker.lease_table.address)
+        self.connect(Peer(worker.agent_metadata, worker.lease_table.address))
         return time.perf_counter() - start
 
-    def listen(self) -> tuple[SideChannelListener, int]:
-        """A side channel that describes an engine with this agent, and its port."""
-        engine = _engine(ENGINE)
-        table = LeaseTable(address=self.address, slots=self.num_bytes // SLOT_BYTES)
+
+class Agents:
+    """The agents of the process, numbered from 0."""
+
+    def __init__(self) -> None:
+        self._agents: dict[int, Agent] = {}
+        self._listener: SideChannelListener | None = None
+
+    def make(self, count: int, num_bytes: int) -> list[Peer]:
+        """Agents with so much memory each."""
+        made = [Agent(num_bytes) for _ in range(count)]
+        self._agents |= enumerate(made, len(self._agents))
+        return [Peer(one.fabric.metadata(), one.address) for one in made]
+
+    def connect(self, agent: int, peer: Peer) -> None:
+        """See `Agent.connect`."""
+        self._agents[agent].connect(peer)
+
+    def listen(self) -> int:
+        """A side channel that describes an engine whose worker is the first agent; returns its port."""
+        agent, engine = self._agents[0], _engine(ENGINE)
         worker = msgspec.structs.replace(
             engine.workers[0],
-            agent=self.fabric.agent_name,
-            agent_metadata=self.fabric.metadata(),
-            lease_table=table,
+            agent=agent.fabric.agent_name,
+            agent_metadata=agent.fabric.metadata(),
+            lease_table=LeaseTable(address=agent.address, slots=agent.num_bytes // SLOT_BYTES),
         )
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             port: int = probe.getsockname()[1]
-        listener = SideChannelListener(HOST, port, Counters())
-        listener.publish(msgspec.structs.replace(engine, workers=(worker,)))
-        return listener, port
+        self._listener = SideChannelListener(HOST, port, Counters())
+        self._listener.publish(msgspec.structs.replace(engine, workers=(worker,)))
+        return port
 
-    def send(self) -> None:
+    def contact(self, agents: Sequence[int], port: int) -> list[float]:
+        """Seconds of a first contact of each agent, all at once, each on a thread of its own."""
+        with ThreadPoolExecutor(len(agents)) as pool:
+            return list(pool.map(lambda one: self._agents[one].make_contact(port), agents))
+
+    def send(self, agent: int) -> None:
         """Send messages to the peer, one behind the other, until the process is killed."""
-        assert self.peer is not None, "it is not connected"
+        sender = self._agents[agent]
+        assert sender.peer is not None, "it is not connected"
         while True:
-            self.fabric.notify(self.peer, bytes(64))
+            sender.fabric.notify(sender.peer, bytes(64))
+
+    def receive(self, agent: int) -> int:
+        """How many messages have come since it was last asked."""
+        return len(self._agents[agent].fabric.take_notifications())
+
+    def usage(self) -> dict[str, float]:
+        """Of this process."""
+        return usage()
+
+    def close(self, agent: int) -> None:
+        """End an agent without notifying its peers."""
+        self._agents.pop(agent).fabric.close()
+        gc.collect()
 
 
-def usage(process: int | str = "self") -> dict[str, float]:
-    """Memory, files, threads and processor time of a process."""
-    folder = Path("/proc") / str(process)
-    of_process = (folder / "stat").read_text().rpartition(")")[2].split()
+def _engine(engine_id: str) -> EngineDescription:
+    """Either end of a contact."""
+    return llama(engine_id, tp=1, layout="HND", blocks=1000, layers=30)
+
+
+def usage() -> dict[str, float]:
+    """Memory, files, threads and processor time of this process."""
+    folder = Path("/proc/self")
     return {
         "rss_mb": int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6,
         "files": len(os.listdir(folder / "fd")),
         "threads": len(os.listdir(folder / "task")),
-        "cpu_s": (int(of_process[11]) + int(of_process[12])) / os.sysconf("SC_CLK_TCK"),
+        "cpu_s": time.process_time(),
     }
 
 
-class _Process:
-    """What the orders act on."""
-
-    def __init__(self, answers: TextIO) -> None:
-        self._answers = answers
-        self._agents: list[Agent | None] = []
-        self._listeners: list[SideChannelListener] = []
-
-    def answer(self, answer: dict[str, Any]) -> None:
-        print(json.dumps(answer), file=self._answers, flush=True)
-
-    def obey(self, do: str, **order: Any) -> dict[str, Any]:
-        if do == "usage":
-            return dict(usage())
-        if do == "make":
-            made = [Agent(order["bytes"]) for _ in range(order["count"])]
-            self._agents += made
-            return {"agents": [{"metadata": x.fabric.metadata().hex(), "address": x.address} for x in made]}
-        if do == "listen":
-            listener, port = self._agent(0).listen()
-            self._listeners.append(listener)
-            return {"port": port}
-        if do == "contact":
-            asking = [self._agent(index) for index in order["agents"]]
-            with ThreadPoolExecutor(len(asking)) as pool:
-                return {"seconds": list(pool.map(lambda one: one.make_contact(order["port"]), asking))}
-        agent = self._agent(order["agent"])
-        if do == "connect":
-            agent.connect(bytes.fromhex(order["peer"]["metadata"]), order["peer"]["address"])
-        elif do == "send":
-            self.answer({})
-            agent.send()
-        elif do == "receive":
-            return {"messages": len(agent.fabric.take_notifications())}
-        elif do == "close":
-            self._agents[order["agent"]] = None
-            agent.fabric.close()
-            del agent
-            gc.collect()
-        return {}
-
-    def _agent(self, index: int) -> Agent:
-        agent = self._agents[index]
-        if agent is None:
-            raise ValueError(f"agent {index} was closed")
-        return agent
+def _serve(channel: Connection) -> None:
+    agents = Agents()
+    while True:
+        try:
+            do, order = channel.recv()
+        except EOFError:
+            os._exit(0)  # an agent's end may wait for threads that never end
+        channel.send(getattr(agents, do)(**order))
 
 
 class AgentProcess:
     """The process, started with these UCX settings and no others."""
 
     def __init__(self, ucx: Mapping[str, str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._channel, theirs = context.Pipe()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "bench.agent_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**inherited, **ucx},
-            cwd=REPOSITORY,
-            text=True,
-        )
+        with mock.patch.dict(os.environ, {**inherited, **ucx}, clear=True):
+            self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            self.process.start()
+        theirs.close()
 
     def send(self, do: str, **order: Any) -> None:
         """Send an order."""
-        assert self.process.stdin is not None
-        print(json.dumps({"do": do, **order}), file=self.process.stdin, flush=True)
+        self._channel.send((do, order))
 
-    def answer(self) -> dict[str, Any]:
-        """Wait for the answer to the oldest unanswered order."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError("an agents' process has ended without an answer")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    def answer(self) -> Any:
+        """Wait for the answer to the oldest unanswered order.
 
-    def tell(self, do: str, **order: Any) -> dict[str, Any]:
+        Raises:
+            RuntimeError: the process has ended.
+        """
+        try:
+            return self._channel.recv()
+        except (EOFError, OSError) as error:
+            raise RuntimeError("an agents' process has ended without an answer") from error
+
+    def tell(self, do: str, **order: Any) -> Any:
         """Send an order and wait for its answer."""
         self.send(do, **order)
         return self.answer()
@@ -217,21 +214,5 @@ class AgentProcess:
     def close(self) -> None:
         """End it, whatever it is doing."""
         self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
-def _main() -> None:
-    # UCX writes its warnings to file descriptor 1.
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
-        process = _Process(answers)
-        for line in sys.stdin:
-            process.answer(process.obey(**json.loads(line)))
-        os._exit(0)  # an agent's end may wait for threads that never end
-
-
-if __name__ == "__main__":
-    _main()
+        self.process.join()
+        self._channel.close()

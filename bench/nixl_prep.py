@@ -33,21 +33,14 @@ class Registered:
         self._producers = [self._agent([(base, remote_bytes, 0)]) for base in self.remote]
         self._names = [self._consumer.loadRemoteMD(producer.getLocalMD()) for producer in self._producers]
 
-    def prepare_local(self, rows: NDArray[np.int64]) -> None:
-        """Strided rows of the consumer."""
-        self._prepare(self._bindings.NIXL_INIT_AGENT, rows)
+    def prepare(self, producer: int | None, rows: NDArray[np.int64]) -> None:
+        """Strided rows of a producer, or of the consumer."""
+        self._handles.append(self._consumer.prepXferDlist(self._owner(producer), self._bindings.DRAM_SEG, rows))
 
-    def prepare_remote(self, index: int, rows: NDArray[np.int64]) -> None:
-        """Strided rows of a producer."""
-        self._prepare(self._names[index], rows)
-
-    def prepare_local_triples(self, triples: object) -> None:
+    def prepare_triples(self, producer: int | None, triples: object) -> None:
         """Descriptors one by one, as Nx3 array or list of tuples."""
-        self._prepare_list(self._bindings.NIXL_INIT_AGENT, triples)
-
-    def prepare_remote_triples(self, index: int, triples: object) -> None:
-        """The same on a producer's memory."""
-        self._prepare_list(self._names[index], triples)
+        listed = self._bindings.nixlXferDList(self._bindings.DRAM_SEG, triples)
+        self._handles.append(self._consumer.prepXferDlist(self._owner(producer), listed))
 
     def close(self) -> None:
         """Give back everything that was prepared, the agents and the address space."""
@@ -58,12 +51,8 @@ class Registered:
         for one in self._maps:
             one.close()
 
-    def _prepare(self, owner: object, rows: NDArray[np.int64]) -> None:
-        self._handles.append(self._consumer.prepXferDlist(owner, self._bindings.DRAM_SEG, rows))
-
-    def _prepare_list(self, owner: object, triples: object) -> None:
-        listed = self._bindings.nixlXferDList(self._bindings.DRAM_SEG, triples)
-        self._handles.append(self._consumer.prepXferDlist(owner, listed))
+    def _owner(self, producer: int | None) -> Any:
+        return self._bindings.NIXL_INIT_AGENT if producer is None else self._names[producer]
 
     def _map(self, num_bytes: int) -> int:
         """Address space without a promise of memory; returns where it begins."""

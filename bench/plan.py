@@ -128,13 +128,13 @@ class Prepared:
         """The rows of both sides."""
         for index, (tables, sources) in enumerate(zip(self.direct, self.staged, strict=True)):
             for table in tables:
-                registered.prepare_local(table.local_rows)
-                registered.prepare_remote(index, table.remote_rows)
+                registered.prepare(None, table.local_rows)
+                registered.prepare(index, table.remote_rows)
             for source in sources:
                 chunk = source.run_bytes
                 chunks = np.array([[registered.staging, chunk, 0, chunk, STAGING_BYTES // chunk]], dtype=np.int64)
-                registered.prepare_local(chunks)
-                registered.prepare_remote(index, source.rows)
+                registered.prepare(None, chunks)
+                registered.prepare(index, source.rows)
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,8 @@ def measure_published(
             return mine, block_descriptors(bases, given_blocks, there, min(here, there))
 
         made_s, (mine, theirs) = best_of(1, make)
-        local_s, _ = best_of(1, partial(registered.prepare_local_triples, mine))
-        remote_s, _ = best_of(1, partial(registered.prepare_remote_triples, rank, theirs))
+        local_s, _ = best_of(1, partial(registered.prepare_triples, None, mine))
+        remote_s, _ = best_of(1, partial(registered.prepare_triples, rank, theirs))
         total_s += made_s + local_s + remote_s
     sides = [side for side in (request.local[0], request.remote[0]) for _ in range(readers)]
     request_s, _ = best_of(20, lambda: [descriptor_ids(of, LAYERS, blocks) for of in sides])

@@ -139,25 +139,6 @@ def measure(setup: Setup, layers: int, tokens: int, pool_bytes: int, timer: Time
     )
 
 
-def check(setup: Setup, layers: int, pool_bytes: int, device: torch.device) -> None:
-    """That the relayout being measured puts every byte where the reference does, for one wave.
-
-    Raises:
-        RuntimeError: it does not.
-    """
-    memory = Memory.of(setup, layers, pool_bytes, setup.local.blocks(1024), device)
-    table = next(waves(setup, memory, 1024))
-    found = []
-    for relayout in (ReferenceRelayout([memory.pool], [memory.cache]), _make(memory)):
-        memory.cache.zero_()
-        Timer(device, 1).wait()
-        _drive(relayout, [table])
-        Timer(device, 1).wait()
-        found.append(memory.cache.clone())
-    if not torch.equal(*found):
-        raise RuntimeError(f"{setup.name}: the relayout is WRONG, {int((found[0] != found[1]).sum())} bytes differ")
-
-
 def _make(memory: Memory) -> Relayout:
     if memory.pool.device.type != "cuda":
         return ReferenceRelayout([memory.pool], [memory.cache])
@@ -260,7 +241,6 @@ def main() -> None:
     timer = Timer(device, repeats)
     found = []
     for setup in setups():
-        check(setup, layers, pools[0] << 20, device)
         found += [measure(setup, layers, count, pool << 20, timer) for pool in pools for count in tokens]
         print(setup.name, flush=True)
     publish(f"relayout-{device.type}", results_of(found, device, quick=chosen.quick), started)

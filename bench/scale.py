@@ -16,11 +16,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from bench.agent_process import ENGINE, HOST, AgentProcess, usage
+from bench.agent_process import HOST, AgentProcess, usage
 from bench.figures import Cell, Chart, Results, Series, Table, publish
 from bench.provenance import begin
-from kvferry.protocol.handshake import Hello, LeaseName
-from kvferry.protocol.side_channel.client import SideChannelClient
+from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.consumer.ledger import RemoteLease, RenewLease
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Counters
@@ -29,7 +28,6 @@ _MEMORY = 1 << 16
 _LEASE_S = 30.0
 _SHORT_LEASE_S = 1.2
 _SETTLE_S = 1.0
-_TIMEOUT_S = 5.0
 _SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
 _TRANSPORTS: dict[str, dict[str, str]] = {
     "one host": _SEGMENTS,
@@ -80,8 +78,8 @@ class Connected:
 def listening(ucx: Mapping[str, str]) -> tuple[AgentProcess, int]:
     """A producer's process and its port."""
     producer = AgentProcess(ucx)
-    producer.tell("make", count=1, bytes=_MEMORY)
-    return producer, producer.tell("listen")["port"]
+    producer.tell("make", count=1, num_bytes=_MEMORY)
+    return producer, producer.tell("listen")
 
 
 def make_contact(transports: str, agents: int, processes: int) -> Connected:
@@ -91,13 +89,13 @@ def make_contact(transports: str, agents: int, processes: int) -> Connected:
     each = agents // processes
     try:
         for consumer in consumers:
-            consumer.send("make", count=each, bytes=_MEMORY)
+            consumer.send("make", count=each, num_bytes=_MEMORY)
         for consumer in consumers:
             consumer.answer()
         before = producer.tell("usage"), consumers[0].tell("usage")
         for consumer in consumers:
             consumer.send("contact", agents=list(range(each)), port=port)
-        seconds = [one for consumer in consumers for one in consumer.answer()["seconds"]]
+        seconds = [one for consumer in consumers for one in consumer.answer()]
         time.sleep(_SETTLE_S)
         after = producer.tell("usage"), consumers[0].tell("usage")
     finally:
@@ -112,8 +110,8 @@ def make_contact_many(transports: str, producers: int) -> Share:
     """Cost of each producer for the one agent that reads from all of them."""
     owners, reader = AgentProcess(_TRANSPORTS[transports]), AgentProcess(_TRANSPORTS[transports])
     try:
-        first, *others = owners.tell("make", count=producers + 1, bytes=_MEMORY)["agents"]
-        reader.tell("make", count=1, bytes=_MEMORY)
+        first, *others = owners.tell("make", count=producers + 1, num_bytes=_MEMORY)
+        reader.tell("make", count=1, num_bytes=_MEMORY)
         reader.tell("connect", agent=0, peer=first)
         before = reader.tell("usage")
         for peer in others:
@@ -122,22 +120,6 @@ def make_contact_many(transports: str, producers: int) -> Share:
     finally:
         owners.close()
         reader.close()
-
-
-def hello_seconds(count: int) -> float:
-    """Processor seconds of a producer for one handshake: of its listener only, since there are no reads."""
-    producer, port = listening({})
-    try:
-        hello = Hello(engine_id=ENGINE, asker="C")
-        with SideChannelClient() as client:
-            client.ask(HOST, port, hello, _TIMEOUT_S)
-            before = producer.tell("usage")["cpu_s"]
-            for _ in range(count):
-                client.ask(HOST, port, hello, _TIMEOUT_S)
-        cpu_s: float = producer.tell("usage")["cpu_s"] - before
-        return cpu_s / count
-    finally:
-        producer.close()
 
 
 def renew(producers: int, seconds: float) -> tuple[Share, Share, float]:
@@ -171,7 +153,6 @@ def results_of(
     found: Sequence[Connected],
     readers: Mapping[str, Share],
     renewals: tuple[Share, Share, float],
-    hello_s: float,
     *,
     quick: bool,
 ) -> Results:
@@ -182,8 +163,7 @@ def results_of(
     return Results(
         command="python -m bench.scale" + " --quick" * quick,
         what="Consumers' agents meet one producer all at once: handshake, plan and a first read of 8 bytes. What one "
-        "more peer costs a worker on either side, one more producer a consumer's scheduler, and one more handshake a "
-        "listener.",
+        "more peer costs a worker on either side, and one more producer a consumer's scheduler.",
         tables=[
             Table(
                 "Handshakes at once, and what each peer costs",
@@ -222,7 +202,6 @@ def results_of(
             )
         ],
         notes=[
-            f"A listener takes {hello_s * 1e3:.2f} ms of a processor for one handshake.",
             "A connection is one worker that reads from one other; ranks read rank by rank, so that engines with more "
             "workers have no more connections in each. InfiniBand has other slopes.",
             "Renewals: one message for each producer and sixth of a lease, however many leases. A consumer keeps at "
@@ -250,7 +229,7 @@ def main() -> None:
         found.append(make_contact(transports, count, processes))
     readers = {transports: make_contact_many(transports, 8 if quick else 64) for transports in _TRANSPORTS}
     renewals = renew(64 if quick else 256, 2.0 if quick else 6.0)
-    publish("scale", results_of(found, readers, renewals, hello_seconds(50 if quick else 400), quick=quick), started)
+    publish("scale", results_of(found, readers, renewals, quick=quick), started)
 
 
 if __name__ == "__main__":

@@ -37,19 +37,6 @@ def median(values: Iterable[float]) -> float:
     return percentile(values, 0.5)
 
 
-@dataclass(frozen=True, slots=True)
-class Contact:
-    """Handovers between two engines without an earlier contact; the first one beside those that follow."""
-
-    first_s: float
-    warm_s: tuple[float, ...]
-
-    @property
-    def extra_s(self) -> float:
-        """Time of the first, less the median of the others."""
-        return self.first_s - median(self.warm_s)
-
-
 @dataclass(slots=True)
 class Batch:
     """Requests of one kind, so many at once.
@@ -95,25 +82,21 @@ class SetupFigures:
     Attributes:
         idle: cores by engine and process, with nothing asked.
         leased: the producer's, with one lease that no consumer reads.
-        contact: of the freshly started pair.
         direct: driven as the router does, so that the producer's answer is seen.
         routed: through the router, or to the single engine.
         cached: of a single engine, the same prompt again.
-        notes: what else went wrong.
         error: why it ended early.
     """
 
     setup: Setup
     idle: dict[str, Cores] = field(default_factory=dict)
     leased: Cores | None = None
-    contact: Contact | None = None
     direct: Batch = field(default_factory=Batch)
     routed: Batch = field(default_factory=Batch)
     direct_crowd: Batch = field(default_factory=Batch)
     routed_crowd: Batch = field(default_factory=Batch)
     cached: Batch = field(default_factory=Batch)
     cached_crowd: Batch = field(default_factory=Batch)
-    notes: list[str] = field(default_factory=list)
     error: str = ""
 
 

@@ -9,10 +9,9 @@ from functools import partial
 
 import psutil
 
-from bench.serve_figures import Batch, Contact, Cores, SetupFigures
+from bench.serve_figures import Batch, Cores, SetupFigures
 from bench.serve_load import (
     NO_LOGPROBS,
-    VOCABULARY,
     Ask,
     ask_again,
     hand_over,
@@ -32,15 +31,9 @@ WEIGHTS = (6, 5, 5, 3, 1)
 CROWD = 8
 BLOCK = 128
 """Tokens of a block of vLLM's CPU engine."""
-_WARM_CONTACTS = 5
-_CONTACT_TOKENS = 256
 
 # vLLM's processes poll their queues for about a second after the last message; that is not idle.
 _SETTLE_S = 3.0
-
-
-class ContactFailed(RuntimeError):
-    """Two engines could not connect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +73,6 @@ async def measure(running: Running, amounts: Amounts, figures: SetupFigures) -> 
         time.sleep(_SETTLE_S)
         figures.idle = cores_used(running.engines, amounts.watch_s)
         if has_pair:
-            _say(figures, "first contact")
-            try:
-                figures.contact = await make_contact(deliver)
-            except ContactFailed as failed:
-                figures.notes.append(str(failed))
             await run_all(deliver, make_cases("warm pair", amounts.lengths), 1, amounts.budget_s)
             _say(figures, "handovers")
             await _fill(figures.direct, deliver, "direct", amounts.direct, 1, amounts)
@@ -106,22 +94,6 @@ async def measure(running: Running, amounts: Amounts, figures: SetupFigures) -> 
             await client.prefill(running.producer.base_url, make_cases("lease", (512,))[0])
             time.sleep(_SETTLE_S)
             figures.leased = cores_used([running.producer], amounts.watch_s)[running.producer.spec.name]
-
-
-async def make_contact(deliver: Ask, vocabulary: range = VOCABULARY, name: str = "contact") -> Contact:
-    """The first handover between two engines, and some more.
-
-    Args:
-        name: of the prompts; another for every consumer of one producer, which would have them in its cache.
-
-    Raises:
-        ContactFailed: the first one failed.
-    """
-    cases = make_cases(name, [_CONTACT_TOKENS] * (1 + _WARM_CONTACTS), vocabulary)
-    first, *others = [await deliver(case) for case in cases]
-    if first.error:
-        raise ContactFailed(f"the first handover failed: {first.error}")
-    return Contact(first.handover_s, tuple(one.handover_s for one in others if not one.error))
 
 
 async def _fill(batch: Batch, ask: Ask, name: str, count: int, at_once: int, amounts: Amounts) -> None:

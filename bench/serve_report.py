@@ -122,7 +122,6 @@ def notes(setups: By) -> tuple[str, ...]:
     for one in setups.values():
         if one.error:
             found.append(f"{one.setup.title} ended early: {one.error}")
-        found += [f"{one.setup.title}: {note}" for note in one.notes]
         for name, what in BATCHES.items():
             batch: Batch = getattr(one, name)
             errors = sorted({timing.error for timing in batch.timings if timing.error})
@@ -177,12 +176,7 @@ def _handovers(setups: By) -> Table:
     ]
     columns = ("", "at once", "answered", "failed", "p50", "p99", "decode step", "p50 less a step", "p99 less a step")
     title = "Handover, from the producer's answer to the first token: ms"
-    contacts = [
-        [f"{one.setup.title}, the very first", 1, 1, 0, _ms(one.contact.first_s), None, None, None, None]
-        for one in setups.values()
-        if one.contact is not None
-    ]
-    return Table(title, columns, [*rows, *contacts])
+    return Table(title, columns, rows)
 
 
 def _first_tokens(setups: By) -> Table:

@@ -126,11 +126,6 @@ class TimedNode(Node):
         self.scheduler_clock.forget()
         self.worker_clock.forget()
 
-    def transfer_thread_s(self) -> float:
-        """Processor time that the worker's transfer thread has had."""
-        thread = self._worker_half._thread
-        return 0.0 if thread is None else time.clock_gettime(time.pthread_getcpuclockid(thread._thread.ident))
-
     def loads_running(self) -> int:
         """Loads that have begun and have not ended."""
         thread = self._worker_half._thread

@@ -35,13 +35,9 @@ class Half:
 
 @dataclass(frozen=True)
 class Seen:
-    """Cost of one scene. `lock_wait`: how much longer than it should a sleep of 1 ms took, as every wait for the
-    interpreter's lock does; `transfer_share`: processor time of the consumer's transfer thread, of a core;
-    `always_the_same`: processor time, once in every step, of work that never changes."""
+    """Cost of one scene. `always_the_same`: processor time, once in every step, of work that never changes."""
 
     halves: Mapping[str, Half]
-    lock_wait: Spread
-    transfer_share: float
     always_the_same: Spread
 
 
@@ -63,27 +59,20 @@ def play(scene: Scene, steps: int) -> Seen:
     gc.collect()
     gc.freeze()  # as vLLM does when an engine has started
     offers: list[tuple[str, list[int]]] = []
-    waits: list[int] = []
     same = StepClock()
     work = same.timed("always the same", _always_the_same)
-    began_s = thread_s = 0.0
     for step in range(steps + _WARM_UP):
         if step == _WARM_UP:
             producer.forget()
             consumer.forget()
-            waits.clear()
             same.forget()
-            began_s, thread_s = time.monotonic(), consumer.transfer_thread_s()
         if scene.blocks:
             _hand_on(producer, consumer, prompts, offers, scene.blocks)
         producer.step()
         consumer.step()
         work()
         same.end_step()
-        slept = time.perf_counter_ns()
-        time.sleep(_PAUSE_S)
-        waits.append(time.perf_counter_ns() - slept - int(_PAUSE_S * 1e9))
-    share = (consumer.transfer_thread_s() - thread_s) / (time.monotonic() - began_s)
+        time.sleep(_PAUSE_S)  # the transfer threads' turn
     if consumer.loads_running() < scene.loads:
         raise RuntimeError(f"{consumer.loads_running()} loads are in flight, {scene.loads} were wanted")
     halves = {
@@ -92,7 +81,7 @@ def play(scene: Scene, steps: int) -> Seen:
         "consumer's scheduler": Half.of(consumer.scheduler_clock),
         "consumer's worker": Half.of(consumer.worker_clock),
     }
-    return Seen(halves, Spread.of_ns(waits), share, same.cpu)
+    return Seen(halves, same.cpu)
 
 
 def _always_the_same() -> None:

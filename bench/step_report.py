@@ -58,7 +58,7 @@ def results_of(found: Sequence[Shown], steps: int, *, quick: bool) -> Results:
     return Results(
         command=_COMMAND + (" --quick" if quick else ""),
         what=_WHAT,
-        tables=(_steps_table(found), _lock_table(found), _calls_table(found)),
+        tables=(_steps_table(found), _calls_table(found)),
         charts=_charts(found),
         targets=_targets(found),
         notes=(
@@ -77,33 +77,22 @@ def _of(found: Sequence[Shown], sweep: str) -> list[Shown]:
 
 
 def _steps_table(found: Sequence[Shown]) -> Table:
+    """With constant work that was timed in the same steps: how much of a tail is the machine's."""
     columns = ("half", "processor p50, µs", "p99", "max", "wall p50, µs", "p99")
-    rows: list[tuple[Cell, ...]] = [
-        (
-            *one.cells,
-            half,
-            *(one.us(half, what) for what in ("p50", "p99", "max")),
-            *(one.us(half, what, "wall") for what in ("p50", "p99")),
-        )
-        for one in found
-        for half in HALVES
-    ]
+    rows: list[tuple[Cell, ...]] = []
+    for one in found:
+        rows += [
+            (
+                *one.cells,
+                half,
+                *(one.us(half, what) for what in ("p50", "p99", "max")),
+                *(one.us(half, what, "wall") for what in ("p50", "p99")),
+            )
+            for half in HALVES
+        ]
+        same = one.seen["always_the_same"]
+        rows.append((*one.cells, "work that never changes", same["p50"], same["p99"], same["max"], None, None))
     return Table("One handover a step", (*_SCENE, *columns), rows)
-
-
-def _lock_table(found: Sequence[Shown]) -> Table:
-    """How much longer than 1 ms a sleep of 1 ms took; and constant work, for how much of a tail is the machine's."""
-    columns = ("lock p50, µs", "p99", "transfer thread, of a core", "always the same p50, µs", "p99")
-    rows: list[tuple[Cell, ...]] = [
-        (
-            *one.cells,
-            *(float(one.seen["lock_wait"][what]) for what in ("p50", "p99")),
-            float(one.seen["transfer_share"]),
-            *(float(one.seen["always_the_same"][what]) for what in ("p50", "p99")),
-        )
-        for one in found
-    ]
-    return Table("What the transfer thread costs the step thread", (*_SCENE, *columns), rows)
 
 
 def _calls_table(found: Sequence[Shown]) -> Table:

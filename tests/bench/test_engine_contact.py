@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from bench import engine_contact
-from bench.engine_contact import ContactFigures, contact_specs, results_of
-from bench.serve_figures import Contact
+from bench.engine_contact import Contact, ContactFigures, contact_specs, results_of
 from bench.serve_setups import CALM, KVFERRY, Setup
 
 

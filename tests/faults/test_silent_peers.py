@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from bench.agent_process import AgentProcess
+from bench.agent_process import AgentProcess, Peer
 
 from tests.waiting import wait_until
 
@@ -22,17 +23,18 @@ def test_an_agent_closes_although_its_peer_takes_no_signs_of_life() -> None:
     stopped, agent = AgentProcess(ucx), AgentProcess(ucx)
     with ThreadPoolExecutor(1) as pool:
         try:
-            stopped.send("make", count=1, bytes=4096)
-            agent.tell("make", count=1, bytes=4096)
-            agent.tell("connect", agent=0, peer=stopped.answer()["agents"][0])
-            stopped.process.send_signal(signal.SIGSTOP)
+            stopped.send("make", count=1, num_bytes=4096)
+            agent.tell("make", count=1, num_bytes=4096)
+            agent.tell("connect", agent=0, peer=stopped.answer()[0])
+            assert stopped.process.pid is not None
+            os.kill(stopped.process.pid, signal.SIGSTOP)
             time.sleep(0.9 * SIGNS * INTERVAL_S)
             before, began_s = agent.tell("usage")["cpu_s"], time.perf_counter()
             time.sleep(0.1 * SIGNS * INTERVAL_S)
             cores = (agent.tell("usage")["cpu_s"] - before) / (time.perf_counter() - began_s)
             assert cores < 0.5, "the progress thread spins"
             closed = pool.submit(agent.tell, "close", agent=0)
-            assert closed.result(TIMEOUT_S) == {}, "closing the agent hangs"
+            closed.result(TIMEOUT_S)  # or closing the agent hangs
         finally:
             stopped.close()
             agent.close()
@@ -41,11 +43,11 @@ def test_an_agent_closes_although_its_peer_takes_no_signs_of_life() -> None:
 def test_neighbours_that_are_killed_while_they_send_leave_an_agent_that_receives_and_closes() -> None:
     survivor = AgentProcess({})
     try:
-        survivor.send("make", count=1, bytes=4096)
-        (peer,) = survivor.answer()["agents"]
+        survivor.send("make", count=1, num_bytes=4096)
+        (peer,) = survivor.answer()
 
         def receives() -> bool:
-            return bool(survivor.tell("receive", agent=0)["messages"])
+            return bool(survivor.tell("receive", agent=0))
 
         for _ in range(KILLS // AT_ONCE):
             with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -67,11 +69,11 @@ def test_neighbours_that_are_killed_while_they_send_leave_an_agent_that_receives
         survivor.close()
 
 
-def _sender(peer: dict[str, object]) -> AgentProcess:
+def _sender(peer: Peer) -> AgentProcess:
     """A process that sends to `peer` without end."""
     sender = AgentProcess({})
-    sender.send("make", count=1, bytes=4096)
+    sender.send("make", count=1, num_bytes=4096)
     sender.answer()
     sender.tell("connect", agent=0, peer=peer)
-    sender.tell("send", agent=0)
+    sender.send("send", agent=0)
     return sender
