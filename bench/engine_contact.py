@@ -74,10 +74,6 @@ class ContactFigures:
         return median(one.extra_s for one in self.contacts)
 
 
-By = Mapping[str, ContactFigures]
-"""Figures by the setup's name."""
-
-
 def contact_specs(setup: Setup, model: str, consumers: int) -> list[EngineSpec]:
     """One producer and several consumers, which share a core: only one of them is asked at a time."""
 
@@ -135,27 +131,20 @@ def run(logs: Path, *, quick: bool) -> Results:
     return results_of(found, quick=quick)
 
 
-def results_of(found: By, *, quick: bool) -> Results:
-    """A connector a row, and a pair of engines a row: an outlier can be seen to be one."""
+def results_of(found: Mapping[str, ContactFigures], *, quick: bool) -> Results:
+    """A connector a row, by the setup's name."""
     rows: list[Sequence[Cell]] = []
-    pairs: list[Sequence[Cell]] = []
     for many in found.values():
         extra = [1e3 * contact.extra_s for contact in many.contacts]
         first = 1e3 * median(contact.first_s for contact in many.contacts)
         warm = 1e3 * median(warm_s for contact in many.contacts for warm_s in contact.warm_s)
         rows.append([many.setup.title, len(extra), first, warm, 1e3 * many.extra_s, spread(extra)])
-        for number, contact in enumerate(many.contacts, 1):
-            following = " ".join(f"{1e3 * one:.0f}" for one in contact.warm_s)
-            pairs.append([many.setup.title, number, 1e3 * contact.first_s, following])
     ours, peer = found[KVFERRY.name], found[CALM.name]
     columns = ("", "pairs", "first handover", "warm handover", "extra", "range of extra")
     return Results(
         command="python -m bench.engine_contact" + " --quick" * quick,
         what=WHAT,
-        tables=(
-            Table("First contact between engines: ms, medians", columns, rows),
-            Table("Pair by pair: ms", ("", "pair", "first handover", "those that follow"), pairs),
-        ),
+        tables=(Table("First contact between engines: ms, medians", columns, rows),),
         targets=(
             Target.at_most(
                 f"first contact, {BLOCKS:,} blocks × {LAYERS} layers",
@@ -182,12 +171,11 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m bench.engine_contact", description=(__doc__ or "").split("\n", maxsplit=1)[0]
     )
     parser.add_argument("--quick", action="store_true", help="one pair of engines for each connector")
-    parser.add_argument("--logs", type=Path, default=ROOT / "logs" / "engine_contact", help="[%(default)s]")
     chosen = parser.parse_args(arguments)
     started = begin()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        publish("engine_contact", run(chosen.logs, quick=chosen.quick), started)
+        publish("engine_contact", run(ROOT / "logs" / "engine_contact", quick=chosen.quick), started)
     except KeyboardInterrupt:
         print("interrupted; all servers have ended", file=sys.stderr)
         return 130

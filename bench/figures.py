@@ -52,10 +52,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart, or one colour of its bars where `x` are words. `low` and `high` bound what was seen."""
+    """One line of a chart. `low` and `high` bound what was seen."""
 
     name: str
-    x: Sequence[float | str]
+    x: Sequence[float]
     y: Sequence[float | None]
     low: Sequence[float | None] | None = None
     high: Sequence[float | None] | None = None
@@ -66,7 +66,7 @@ class Series:
                 raise ValueError(f"{self.name}: {len(given)} values for {len(self.x)} places")
 
     @classmethod
-    def of_samples(cls, name: str, samples: Sequence[tuple[float | str, Sequence[float]]]) -> Series:
+    def of_samples(cls, name: str, samples: Sequence[tuple[float, Sequence[float]]]) -> Series:
         """Median and range of the samples at each place; places without samples are left out."""
         found = [(x, values) for x, values in samples if values]
         return cls(
@@ -150,9 +150,9 @@ def publish(name: str, results: Results, started: Checkout) -> Path:
     return path
 
 
-def print_results(results: Results, console: Console | None = None) -> None:
+def print_results(results: Results) -> None:
     """Tables, then targets, then notes, for people."""
-    console = console or Console(width=None if Console().is_terminal else 160)
+    console = Console(width=None if Console().is_terminal else 160)
     tables = list(results.tables)
     if results.targets:
         rows = [

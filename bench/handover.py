@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ import torch
 
 from bench.figures import Chart, Results, Series, Table, publish, spread
 from bench.provenance import begin
-from bench.transfer import NO_LEASE, pages_of, timed
+from bench.transfer import NO_LEASE, in_turn, pages_of, timed
 from bench.transfer_engines import Bench, two_processes, use_huge_pages
 from bench.transfer_loads import Loads, connected
 from bench.transfer_rivals import BareNixl, pieces_of
@@ -90,21 +90,19 @@ def measure(bench: Bench, engines: str, lengths: Sequence[int], turns: int) -> l
 def _measure(bench: Bench, loads: Loads, bare: BareNixl | None, tokens: int, turns: int) -> Measured:
     num_bytes = tokens * TOKEN_BYTES
     device = bench.target.device
-    rivals: dict[str, Callable[[], None]] = {COPY: lambda: _copy(bench, num_bytes)}
+    leases = bench.leases(turns + 1)
+    calls = {
+        HANDOVER: lambda: loads.load([loads.order(leases.pop(), num_bytes)]),
+        COPY: lambda: timed(lambda: _copy(bench, num_bytes)),
+    }
     if bare is not None:
         pieces = pieces_of(loads.scenario, loads.peer, loads.order(NO_LEASE, num_bytes), device.index or 0)
         reads, loop = bare.reads(pieces), bare
-        rivals[BARE] = lambda: loop.read(reads)
-    ms: dict[str, list[float]] = {name: [] for name in (HANDOVER, *rivals)}
-    descriptors = staged_bytes = 0
-    for turn, lease in enumerate(bench.leases(turns + 1)):
-        seconds, (record,) = loads.load([loads.order(lease, num_bytes)])
-        took_s = {HANDOVER: seconds} | {name: timed(rival) for name, rival in rivals.items()}
-        if turn:  # the first one warms up
-            for name, one_s in took_s.items():
-                ms[name].append(1e3 * one_s)
-        descriptors, staged_bytes = record.descriptors, record.staged_bytes
-    return Measured(loads.scenario.name, tokens, ms, descriptors, staged_bytes)
+        calls[BARE] = lambda: timed(lambda: loop.read(reads))
+    seconds = in_turn(turns, calls)
+    ms = {name: [1e3 * one for one in samples] for name, samples in seconds.items()}
+    (record,) = loads.records
+    return Measured(loads.scenario.name, tokens, ms, record.descriptors, record.staged_bytes)
 
 
 def _copy(bench: Bench, num_bytes: int) -> None:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
+from bench.transfer_shapes import FACTS
 from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
-from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseTable, ModelFacts, WorkerDescription
+from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseTable, WorkerDescription
 
 LAYERS, HEADS, BLOCK_TOKENS = 80, 8, 16
 HALF_BYTES = 256
 """K, or V, of one head and token."""
 TOKEN_BYTES = 2 * HALF_BYTES
-
-_FACTS = ModelFacts(
-    model="llama",
-    fingerprint="bench",
-    dtype="bfloat16",
-    cache_dtype="bfloat16",
-    quantization="none",
-    max_model_tokens=1 << 17,
-)
 
 
 def worker_bytes(tp: int, blocks: int, layers: int = LAYERS) -> int:
@@ -55,7 +47,7 @@ def llama(
         engine_id=engine_id,
         boot="0" * 32,
         mac_key=bytes(32),
-        facts=_FACTS,
+        facts=FACTS,
         topology=Topology(tp=tp),
         groups=(CacheGroup(policy="full", block_tokens=BLOCK_TOKENS),),
         workers=tuple(workers),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.figures import Cell, Chart, Results, Series, Table, Target, publish
+from bench.figures import Cell, Results, Table, Target, publish
 from bench.llama import BLOCK_TOKENS, llama, worker_bytes
 from bench.nixl_prep import STAGING_BYTES, Registered
 from bench.provenance import begin
@@ -197,8 +197,7 @@ def run(blocks: int, published_blocks: int, repeats: int, *, quick: bool) -> Res
 
 
 def results_of(found: Sequence[tuple[Case, Ours, Published | None]], *, quick: bool) -> Results:
-    """A table, a chart beside the published way, and the limits."""
-    words = [str(case) for case, _, _ in found]
+    """A table beside the published way, and the limits."""
     ours = [one for _, one, _ in found]
     rows: list[Sequence[Cell]] = []
     for case, one, theirs in found:
@@ -209,18 +208,6 @@ def results_of(found: Sequence[tuple[Case, Ours, Published | None]], *, quick: b
         command="python -m bench.plan" + " --quick" * quick,
         what=_WHAT.format(blocks=found[0][0].blocks),
         tables=(Table("One consumer worker and one peer", _COLUMNS, rows),),
-        charts=(
-            Chart(
-                "Meeting a peer: plan, tables and NIXL's preparation",
-                "layout, producer → consumer",
-                "ms of processor time",
-                (
-                    Series("kvferry", words, [one.total_ms for one in ours]),
-                    Series("published way", words, [theirs.ms if theirs else None for _, _, theirs in found]),
-                ),
-                y_log=True,
-            ),
-        ),
         targets=(
             Target.at_most(
                 "plan and tables of a peer, the slowest case",

@@ -14,9 +14,11 @@ apart where that is smaller.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 
 import torch
 
@@ -66,38 +68,30 @@ class Figure:
         return (self.kernel_gb_s or self.driven_gb_s) / self.layer_by_layer_gb_s
 
 
-class Timer:
-    """Times work on one device: the median of some repetitions, after one that does not count."""
-
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device = device
-        self._repeats = repeats
-
-    def seconds(self, work: Callable[[], None]) -> float:
-        """Time of `work` until the device has done it: on the wall, or on a CPU that of this thread alone."""
-        now = time.perf_counter if self.device.type == "cuda" else time.thread_time
-        taken = []
-        for number in range(self._repeats + 1):
-            self.wait()
-            start = now()
-            work()
-            self.wait()
-            if number:
-                taken.append(now() - start)
-        return sorted(taken)[len(taken) // 2]
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+def seconds_of(work: Callable[[], None], device: torch.device, repeats: int) -> float:
+    """The median of some repetitions, after one that does not count: on the wall, or on a CPU of this thread alone."""
+    now = time.perf_counter if device.type == "cuda" else time.thread_time
+    taken = []
+    for _ in range(repeats + 1):
+        _wait(device)
+        start = now()
+        work()
+        _wait(device)
+        taken.append(now() - start)
+    return statistics.median_low(taken[1:])
 
 
-def measure(setup: Setup, layers: int, tokens: int, pool_bytes: int, timer: Timer) -> Figure:
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(setup: Setup, layers: int, tokens: int, pool_bytes: int, device: torch.device, repeats: int) -> Figure:
     """One row of the table.
 
     Raises:
         RuntimeError: a wave took more than one launch.
     """
-    device = timer.device
     on_gpu = device.type == "cuda"
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else _CPU_L2_BYTES
     request_blocks = setup.local.blocks(tokens)
@@ -112,8 +106,8 @@ def measure(setup: Setup, layers: int, tokens: int, pool_bytes: int, timer: Time
     _drive(relayout, tables)
     if relayout.launches - before != len(tables):
         raise RuntimeError(f"{setup.name}: {relayout.launches - before} launches for {len(tables)} waves")
-    driven_s = timer.seconds(lambda: _drive(relayout, tables))
-    kernel_s = _graph_seconds(tables, memory, timer) if on_gpu else None
+    driven_s = seconds_of(lambda: _drive(relayout, tables), device, repeats)
+    kernel_s = _graph_seconds(tables, memory, repeats) if on_gpu else None
 
     source = torch.zeros(moved // 2, dtype=torch.uint8, device=device)
     destination = torch.zeros_like(source)
@@ -121,11 +115,12 @@ def measure(setup: Setup, layers: int, tokens: int, pool_bytes: int, timer: Time
     def copy() -> None:
         destination.copy_(source)
 
-    copied_s = timer.seconds(copy)
+    copied_s = seconds_of(copy, device, repeats)
     received = torch.zeros(setup.remote.blocks(tokens), setup.remote.block_bytes, dtype=torch.uint8, device=device)
     theirs = torch.from_numpy(shuffled(setup.remote.blocks(tokens))).to(device)
     ours = torch.from_numpy(shuffled(request_blocks)).to(device)
-    by_layer_s = timer.seconds(lambda: layer_by_layer(setup, received, memory.cache, theirs, ours)) * rounds
+    by_layer = partial(layer_by_layer, setup, received, memory.cache, theirs, ours)
+    by_layer_s = seconds_of(by_layer, device, repeats) * rounds
     return Figure(
         setup=setup.name,
         tokens=tokens,
@@ -153,7 +148,7 @@ def _drive(relayout: Relayout, tables: Sequence[WaveTable]) -> None:
             time.sleep(0)
 
 
-def _graph_seconds(tables: Sequence[WaveTable], memory: Memory, timer: Timer) -> float:
+def _graph_seconds(tables: Sequence[WaveTable], memory: Memory, repeats: int) -> float:
     """All waves as one CUDA graph: the time of the device, without the launches."""
     from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
     from kvferry.worker.relayout.kernel import launch_relayout, tile_of
@@ -174,20 +169,18 @@ def _graph_seconds(tables: Sequence[WaveTable], memory: Memory, timer: Timer) ->
             launch_relayout(**sections, num_programs=programs, converts=converts, tile=tile_of(_TILE, converts))
 
     all_of_them()
-    timer.wait()
+    _wait(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         all_of_them()
-    return timer.seconds(graph.replay)
+    return seconds_of(graph.replay, device, repeats)
 
 
 def results_of(found: Sequence[Figure], device: torch.device, *, quick: bool) -> Results:
     """A table and a chart; limits are promised only for a GPU."""
     on_gpu = device.type == "cuda"
     columns = ("setup", "tokens", "pool, MiB", "waves", "moved, MB", "copy, GB/s", "kernel, GB/s", "driven, GB/s")
-    largest = max((one.tokens, one.pool_mib) for one in found)
-    drawn = [one for one in found if (one.tokens, one.pool_mib) == largest]
-    words = [one.setup for one in drawn]
+    drawn = [one for one in found if one.pool_mib == max(one.pool_mib for one in found)]
     least_share, least_ratio = min(one.share for one in found), min(one.ratio for one in found)
     return Results(
         command=f"python -m bench.relayout --device {device.type}{' --quick' * quick}",
@@ -201,14 +194,16 @@ def results_of(found: Sequence[Figure], device: torch.device, *, quick: bool) ->
         ),
         charts=(
             Chart(
-                f"Relayout of a request of {largest[0]:,} tokens",
-                "producer → consumer",
-                "GB/s read and written",
+                "The relayout, of a plain copy of the same bytes",
+                "tokens of the request",
+                "ratio",
                 [
-                    Series("plain copy", words, [one.copy_gb_s for one in drawn]),
-                    Series("relayout, driven", words, [one.driven_gb_s for one in drawn]),
-                    Series("layer by layer", words, [one.layer_by_layer_gb_s for one in drawn]),
+                    Series(name, [one.tokens for one in of], [one.share for one in of])
+                    for name in dict.fromkeys(one.setup for one in drawn)
+                    for of in [[one for one in drawn if one.setup == name]]
                 ],
+                x_log=True,
+                limit=MIN_COPY_SHARE if on_gpu else None,
             ),
         ),
         targets=(
@@ -238,10 +233,9 @@ def main() -> None:
         tokens, layers, pools, repeats = [256, 1024], 4, [32], 5
     if chosen.quick:
         tokens, layers, pools, repeats = [256], 2, [32], 3
-    timer = Timer(device, repeats)
     found = []
     for setup in setups():
-        found += [measure(setup, layers, count, pool << 20, timer) for pool in pools for count in tokens]
+        found += [measure(setup, layers, count, pool << 20, device, repeats) for pool in pools for count in tokens]
         print(setup.name, flush=True)
     publish(f"relayout-{device.type}", results_of(found, device, quick=chosen.quick), started)
 

@@ -206,7 +206,6 @@ def results_of(
             "workers have no more connections in each. InfiniBand has other slopes.",
             "Renewals: one message for each producer and sixth of a lease, however many leases. A consumer keeps at "
             "most 256 sockets, closes those that are idle for a minute, and opens the others anew.",
-            "Handshakes of 64 agents share this machine's cores with the producer.",
         ],
         quick=quick,
     )

@@ -2,7 +2,6 @@
 
     python -m bench.serve                      # about 20 minutes on two cores
     python -m bench.serve --quick              # under 4 minutes, for orientation
-    python -m bench.serve --only single,kvferry
 
 Setups run one after another, every engine on one core. It writes `results/serve.json`; a setup that fails loses its own
 figures, and the notes say why. Ctrl-C ends all servers.
@@ -23,7 +22,7 @@ from bench.figures import Results, publish
 from bench.provenance import begin
 from bench.serve_figures import SetupFigures
 from bench.serve_measure import LENGTHS, Amounts, measure
-from bench.serve_setups import CALM, KVFERRY, SETUPS, SHIPPED, SINGLE, short, started
+from bench.serve_setups import CALM, KVFERRY, SETUPS, SHIPPED, SINGLE, Setup, short, started
 from scripts.accuracy.model import ConversionFailed, prepare
 from scripts.accuracy.settings import DEFAULT_MODEL, ROOT
 from scripts.small_models import default_cache_dir
@@ -48,7 +47,7 @@ QUICK = {
     )
     for name, amounts in FULL.items()
 }
-_QUICK_SETUPS = (SINGLE.name, KVFERRY.name, CALM.name)
+_QUICK_SETUPS = (SINGLE, KVFERRY, CALM)
 
 WHAT = (
     "What a client sees of a handover between real engines behind vllm-router, and what engines take while they are "
@@ -62,19 +61,13 @@ WHAT = (
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, write."""
-    names = [setup.name for setup in SETUPS]
     parser = argparse.ArgumentParser(prog="python -m bench.serve", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few prompts; not the peer as shipped")
-    parser.add_argument("--only", help=f"some of {','.join(names)}")
-    parser.add_argument("--logs", type=Path, default=ROOT / "logs" / "serve", help="[%(default)s]")
-    chosen = parser.parse_args(arguments)
+    quick = parser.parse_args(arguments).quick
     started = begin()
-    wanted = chosen.only.split(",") if chosen.only else list(_QUICK_SETUPS) if chosen.quick else names
-    if unknown := set(wanted) - set(names):
-        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(names)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        results = _run(wanted, chosen.logs, quick=chosen.quick)
+        results = run(_QUICK_SETUPS if quick else SETUPS, ROOT / "logs" / "serve", quick=quick)
     except KeyboardInterrupt:
         print("interrupted; all servers have ended", file=sys.stderr)
         return 130
@@ -85,10 +78,11 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _run(wanted: Sequence[str], logs: Path, *, quick: bool) -> Results:
+def run(compared: Sequence[Setup], logs: Path, *, quick: bool) -> Results:
+    """Measure these setups, one after the other."""
     amounts = QUICK if quick else FULL
     model = prepare(DEFAULT_MODEL, default_cache_dir(), print)
-    setups = {setup.name: SetupFigures(setup) for setup in SETUPS if setup.name in wanted}
+    setups = {setup.name: SetupFigures(setup) for setup in compared}
     for figures in setups.values():
         try:
             asyncio.run(_measure(figures, model, logs, amounts[figures.setup.name]))

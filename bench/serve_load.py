@@ -6,6 +6,7 @@ Every prompt is of its own random tokens, so that none finds its beginning in a 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -68,15 +69,9 @@ def spread(lengths: Sequence[int], weights: Sequence[int], count: int) -> list[i
 
     Example: `spread((1, 2), (3, 1), 8)` has six ones and two twos.
     """
-    total = sum(weights)
-    due = [0.0] * len(lengths)
-    chosen = []
-    for _ in range(count):
-        due = [credit + weight / total for credit, weight in zip(due, weights, strict=True)]
-        index = max(range(len(due)), key=due.__getitem__)
-        due[index] -= 1
-        chosen.append(lengths[index])
-    return chosen
+    some = [length for length, weight in zip(lengths, weights, strict=True) for _ in range(weight)]
+    random.Random(1).shuffle(some)
+    return list(itertools.islice(itertools.cycle(some), count))
 
 
 async def through(client: Client, url: str, timeout_s: float, case: Case) -> Timing:

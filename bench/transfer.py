@@ -17,7 +17,7 @@ import argparse
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -105,25 +105,32 @@ def _measure(bench: Bench, loads: Loads, bare: BareNixl, size: int, turns: int) 
     reads = [bare.reads(pieces) for pieces in shares]
     all_reads = [one for several in reads for one in several]
     runs = sum(len(one.local) for one in shares[0])
-    rivals: dict[str, Callable[[], None]] = {
-        BARE: lambda: bare.read(reads[0]),
-        BARES: lambda: bare.read(all_reads),
-        FENCED: lambda: bare.read_fenced(reads[0]),
-        MEMCPY: memory_copies(bench.source, bench.target, loads.scenario.run_bytes, runs),
-    }
+    copy = memory_copies(bench.source, bench.target, loads.scenario.run_bytes, runs)
     leases = bench.leases((turns + 1) * (1 + AT_ONCE))
-    seconds: dict[str, list[float]] = {name: [] for name in (LOAD, LOADS, *rivals)}
-    posted = 0
+    seconds = in_turn(
+        turns,
+        {
+            LOAD: lambda: loads.load([loads.order(leases.pop(), size)]),
+            LOADS: lambda: loads.load([loads.order(leases.pop(), size, x) for x in range(AT_ONCE)]) / AT_ONCE,
+            BARE: lambda: timed(lambda: bare.read(reads[0])),
+            BARES: lambda: timed(lambda: bare.read(all_reads)) / AT_ONCE,
+            FENCED: lambda: timed(lambda: bare.read_fenced(reads[0])),
+            MEMCPY: lambda: timed(copy),
+        },
+    )
+    loads.load([loads.order(bench.leases(1)[0], size)])
+    return Measured(loads.scenario, size, seconds, runs, loads.records[0].descriptors)
+
+
+def in_turn(turns: int, calls: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Samples of each call, which take turns, so that other work on the machine hits all; a first turn warms up."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(turns + 1):
-        one_s, (record,) = loads.load([loads.order(leases.pop(), size)])
-        several_s, _ = loads.load([loads.order(leases.pop(), size, share) for share in range(AT_ONCE)])
-        took = {LOAD: one_s, LOADS: several_s / AT_ONCE} | {name: timed(rival) for name, rival in rivals.items()}
-        took[BARES] /= AT_ONCE
-        if turn:  # the first one warms up
-            for name, value in took.items():
-                seconds[name].append(value)
-        posted = record.descriptors
-    return Measured(loads.scenario, size, seconds, runs, posted)
+        for name, call in calls.items():
+            sample = call()
+            if turn:
+                samples[name].append(sample)
+    return samples
 
 
 def timed(call: Callable[[], None]) -> float:

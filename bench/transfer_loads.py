@@ -63,13 +63,18 @@ class _SignallingBox(ResultBox):
 
 
 class Loads:
-    """One consumer engine of one worker, whose loads are measured from the order to the result and the `done`."""
+    """One consumer engine of one worker, whose loads are measured from the order to the result and the `done`.
+
+    Attributes:
+        records: of the last loads.
+    """
 
     def __init__(self, scenario: Scenario, memory: torch.Tensor, address: ProducerAddress) -> None:
         self.scenario = scenario
         self._from = address
         self._boot = new_boot_id()
         self._number = 0
+        self.records: Sequence[LoadRecord] = ()
         with mock.patch.object(transfer_thread, "ResultBox", _SignallingBox):
             self.worker = make_worker("consumer", scenario, scenario.consumer, 0, memory)
         self.worker.add_siblings((self.worker.description,))
@@ -120,8 +125,8 @@ class Loads:
             stop_token=tokens,
         )
 
-    def load(self, orders: Sequence[LoadOrder]) -> tuple[float, Sequence[LoadRecord]]:
-        """Carry them out, all at once; returns seconds, and what each has moved.
+    def load(self, orders: Sequence[LoadOrder]) -> float:
+        """Carry them out, all at once; returns seconds.
 
         Raises:
             RuntimeError: one of them failed, or they are not over in time.
@@ -137,7 +142,9 @@ class Loads:
         results = self.worker.take_results()
         if not in_time or results.failed or len(results.loaded) != len(orders):
             raise RuntimeError(f"loads failed: {results.failed or 'late'}")
-        return (self._box.over_ns - begun_ns) / 1e9, results.good_loads
+        self.records = results.good_loads
+        seconds: float = (self._box.over_ns - begun_ns) / 1e9
+        return seconds
 
     def close(self) -> None:
         self.worker.close()

@@ -23,12 +23,11 @@ def test_what_counts_is_a_quarter_of_what_the_peers_first_takes_longer(peer_s: f
     assert (target.measured, target.limit) == pytest.approx((100.0, 250 * (peer_s - 0.01)))
 
 
-def test_every_pair_is_shown_and_what_ended_early() -> None:
+def test_every_connector_is_shown_and_what_ended_early() -> None:
     found = {"kvferry": contacted(KVFERRY, 0.11, 0.02), "calm": contacted(CALM, error="gone")}
     results = results_of(found, quick=False)
-    medians, singly = results.tables
+    (medians,) = results.tables
     assert [(row[1], row[-1]) for row in medians.rows] == [(2, "10 … 100"), (0, "–")]
-    assert [row[3] for row in singly.rows] == ["10 10 500"] * 2
     assert "NixlConnector, thread event-driven ended early: gone" in results.notes
     assert not results.targets[0].met, "the peer has no figure"
 

@@ -63,7 +63,7 @@ def test_charts_are_well_formed_and_one_that_is_no_longer_drawn_is_removed(tmp_p
     drawn = {path.name: ElementTree.fromstring(path.read_text()) for path in (tmp_path / "docs/figures").iterdir()}  # noqa: S314
     words = {name: set(filter(None, (part.strip() for part in root.itertext()))) for name, root in drawn.items()}
     assert words["step-1.svg"] >= {"Growth & <more>", "leases", "µs", "1", "10,000", "p99", "limit"}
-    assert words["step-2.svg"] >= {"HND", "NHD", "3.21"}
+    assert words["step-2.svg"] >= {"bytes of a run", "4 KiB", "1 MiB"}
     sample(tmp_path, charts=[])
     write_report(tmp_path, tmp_path / "docs")
     assert list((tmp_path / "docs/figures").iterdir()) == []
@@ -170,11 +170,12 @@ def sample(folder: Path, **changed: Any) -> None:
         "series": [{"name": "p99", "x": [1, 10_000], "y": [31.0, 33.0], "low": [30.0, 31.0], "high": [32.0, 40.0]}],
         "limit": 200.0,
     }
-    bars = {
-        "title": "Layouts",
-        "x_label": "layout",
+    runs = {
+        "title": "Runs",
+        "x_label": "bytes of a run",
+        "x_log": True,
         "y_label": "GB/s",
-        "series": [{"name": "relayout", "x": ["HND", "NHD"], "y": [3.21, None]}],
+        "series": [{"name": "relayout", "x": [4096, 1 << 20], "y": [3.21, 4.0]}],
     }
     p99 = {"name": "p99", "measured": 31.05, "limit": 200.0, "unit": "µs", "kind": "at most", "met": True, "note": ""}
     missed = {"name": "growth", "measured": 1.23, "limit": 1.1, "unit": "×", "met": False, "note": "tried: a heap"}
@@ -186,7 +187,7 @@ def sample(folder: Path, **changed: Any) -> None:
         "command": "python -m bench.step",
         "what": "A sample. Of nothing.",
         "tables": [{"title": "Per step", "columns": ["leases", "memory, MB"], "rows": [[10_000, 1234.6]]}],
-        "charts": [growth, bars],
+        "charts": [growth, runs],
         "targets": [p99, {**missed, "kind": "at most"}],
         "notes": [],
         "quick": False,
