@@ -159,12 +159,11 @@ def _engine(engine_id: str) -> EngineDescription:
 
 
 def usage() -> dict[str, float]:
-    """Memory, files, threads and processor time of this process."""
+    """Memory, files and processor time of this process."""
     folder = Path("/proc/self")
     return {
         "rss_mb": int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6,
         "files": len(os.listdir(folder / "fd")),
-        "threads": len(os.listdir(folder / "task")),
         "cpu_s": time.process_time(),
     }
 

@@ -32,8 +32,7 @@ from kvferry.worker.relayout.wave_table import WaveTable
 MIN_COPY_SHARE, MIN_PEER_RATIO = 0.9, 5.0
 """Targets on a GPU: the share of the copy's bandwidth, and the factor over layer by layer."""
 _L2_FACTOR = 4
-_CPU_L2_BYTES = 4 << 20
-"""A guess."""
+_CPU_L2_BYTES = 4 << 20  # a guess
 _TILE = 1024
 """Chunks of one program of the kernel, as a worker has it."""
 _WHAT = (

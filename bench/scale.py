@@ -34,7 +34,7 @@ _TRANSPORTS: dict[str, dict[str, str]] = {
     "TCP": {"UCX_TLS": "tcp", **_SEGMENTS},
 }
 """As kvferry sets them."""
-_SHARES = ("MB", "files", "threads")
+_SHARES = ("MB", "files")
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,11 @@ class Share:
 
     rss_mb: float
     files: float
-    threads: float
 
     @classmethod
     def between(cls, before: Mapping[str, float], after: Mapping[str, float], count: int) -> Share:
         """The slope between two looks at a process, `count` peers apart; noise of memory is no gain."""
-        return cls(*(max(0.0, (after[name] - before[name]) / count) for name in ("rss_mb", "files", "threads")))
+        return cls(*(max(0.0, (after[name] - before[name]) / count) for name in ("rss_mb", "files")))
 
     @property
     def cells(self) -> list[Cell]:

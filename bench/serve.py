@@ -47,7 +47,6 @@ QUICK = {
     )
     for name, amounts in FULL.items()
 }
-_QUICK_SETUPS = (SINGLE, KVFERRY, CALM)
 
 WHAT = (
     "What a client sees of a handover between real engines behind vllm-router, and what engines take while they are "
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     started = begin()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        results = run(_QUICK_SETUPS if quick else SETUPS, ROOT / "logs" / "serve", quick=quick)
+        results = run((SINGLE, KVFERRY, CALM) if quick else SETUPS, ROOT / "logs" / "serve", quick=quick)
     except KeyboardInterrupt:
         print("interrupted; all servers have ended", file=sys.stderr)
         return 130

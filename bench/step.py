@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.figures import publish
 from bench.provenance import REPOSITORY, begin
-from bench.step_report import HALVES, Shown, results_of
+from bench.step_report import Shown, results_of
 from bench.step_scenes import QUICK, SCENES, Scene
 
 _STEPS, _QUICK_STEPS = 2000, 150
@@ -44,8 +44,7 @@ def main() -> None:
     for sweep in QUICK if asked.quick else SCENES:
         for scene in sweep.scenes:
             found.append(Shown(sweep.name, scene, _in_a_process(scene, quick=asked.quick)))
-            p99 = ", ".join(f"{half} {found[-1].us(half):.0f}" for half in HALVES)
-            print(f"{sweep.name}: {scene}: p99 {p99} us", flush=True)
+            print(f"{sweep.name}: {scene}", flush=True)
     publish("step", results_of(found, steps, quick=asked.quick), started)
 
 
