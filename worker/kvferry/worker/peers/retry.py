@@ -14,7 +14,6 @@ from kvferry.worker.peers.peer import PeerKey
 
 FIRST_S = 0.5
 LONGEST_S = 30.0
-_FORGET_AFTER_S = 600.0
 _MOST = 4096
 _FOR_WANT_OF_AN_ANSWER = (FailureReason.HANDSHAKE, FailureReason.TRANSFER)
 
@@ -31,7 +30,6 @@ class Unavailable:
 class _Failure:
     why: Unavailable
     failures: int
-    failed_s: float
     until_s: float
 
 
@@ -39,7 +37,7 @@ class Backoff:
     """Pauses that double with every failure, with jitter so that a fleet does not retry in step; a success ends them.
 
     They are for one boot of a peer: one that has restarted is connected at once. The latest `_MOST` failures are
-    remembered, for at most ten minutes after the end of their pause.
+    remembered.
     """
 
     def __init__(self) -> None:
@@ -63,8 +61,9 @@ class Backoff:
         former = self._failures.pop(key, None)
         failures = former.failures + 1 if former is not None else 1
         delay_s = backoff_s(failures, FIRST_S, LONGEST_S)
-        self._failures[key] = _Failure(why, failures, now_s, now_s + delay_s)
-        self._forget(now_s)
+        self._failures[key] = _Failure(why, failures, now_s + delay_s)
+        if len(self._failures) > _MOST:
+            del self._failures[next(iter(self._failures))]
         return delay_s
 
     def answers(self, key: PeerKey) -> None:
@@ -76,13 +75,6 @@ class Backoff:
     def succeeded(self, key: PeerKey) -> None:
         """Forget the failures of a peer whose first contact succeeded."""
         self._failures.pop(key, None)
-
-    def _forget(self, now_s: float) -> None:
-        while self._failures:
-            oldest = next(iter(self._failures))
-            if len(self._failures) <= _MOST and self._failures[oldest].until_s + _FORGET_AFTER_S >= now_s:
-                return
-            del self._failures[oldest]
 
 
 CHECK_S = 0.5
