@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import run
-from tests.cli.forms import DENSE
+from tests.cli.plan.forms import DENSE
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "nixl", "vllm", "triton", "transformers")

@@ -19,8 +19,8 @@ from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.description_json import encode_engine_json, engine_json_of
 from tests.cli.command import run
-from tests.cli.forms import DENSE
-from tests.cli.test_prediction import NHD, costs_of, placings, sides, summary_of
+from tests.cli.plan.forms import DENSE
+from tests.cli.plan.test_prediction import NHD, costs_of, placings, sides, summary_of
 
 EIGHT, FOUR = f"{DENSE},heads=8,tp=8".replace("heads=4,", ""), f"{DENSE},heads=8,tp=4".replace("heads=4,", "")
 
@@ -185,7 +185,7 @@ def test_without_rich_a_table_is_refused_by_name_and_json_works(monkeypatch: pyt
 
 
 def test_the_json_has_exactly_the_fields_of_the_documentation() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
     section = page.partition("## `--json`")[2].partition("\n## ")[0]
     plain = json.loads(run("plan", EIGHT, FOUR, "--json").out)
     flow = plain["workers"][0]["flows"][0]

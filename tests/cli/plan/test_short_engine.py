@@ -19,7 +19,7 @@ from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import EngineJson, WorkerJson, decode_engine_json, encode_engine_json, engine_of
 from kvferry.protocol.geometry import PagedTensor, Place, Range
 from kvferry.protocol.handshake import CacheGroup
-from tests.cli.forms import short_forms
+from tests.cli.plan.forms import short_forms
 
 
 def engine(text: str) -> EngineJson:

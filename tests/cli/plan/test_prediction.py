@@ -21,7 +21,7 @@ from kvferry.plan.transfer_plan import Placing
 from kvferry.plan.waves import source_table, source_units
 from kvferry.protocol.handshake import EngineDescription
 from tests.cli.command import run
-from tests.cli.forms import short_forms
+from tests.cli.plan.forms import short_forms
 
 NHD = "layers=2,heads=4,dim=16,layout=NHD"
 

@@ -19,7 +19,7 @@ from kvferry.cli.svg import element, text
 from kvferry.plan.cost import PUBLISHED
 from kvferry.plan.planner import plan_engine
 from tests.cli.command import run
-from tests.cli.forms import short_forms
+from tests.cli.plan.forms import short_forms
 
 SVG = "{http://www.w3.org/2000/svg}"
 LARGE = "layers=8,heads=8,dim=64"
