@@ -66,7 +66,7 @@ def test_without_any_package_it_names_the_missing_ones() -> None:
         found = lines.index(["broken", name, "not installed"])
         assert " ".join(lines[found + 1]).startswith(f"→ pip install '{name}>=")
     assert ["look", "vllm", "not installed"] in lines
-    assert "not done  UCX settings " in ran.stdout
+    assert "ok        UCX settings " in ran.stdout
     assert "not done  loopback transfer " in ran.stdout
     assert "Traceback" not in ran.stdout
 

@@ -22,17 +22,12 @@ from kvferry.cli.doctor.host import (
     check_processors,
     check_shared_memory,
 )
+from kvferry.cli.doctor.ucx import check_ucx
 from kvferry.cli.doctor.versions import check_versions
 from kvferry.cli.formatting import print_table
 
 SCHEMA = 1
 _COLOURS = {"ok": "green", "look": "yellow", "broken": "bold red", "not done": "dim"}
-
-
-def _check_ucx(machine: Machine) -> Iterable[Finding]:
-    from kvferry.cli.doctor.ucx import check_ucx  # needs numpy, which may be missing
-
-    return check_ucx(machine)
 
 
 def _check_loopback(machine: Machine) -> Iterable[Finding]:
@@ -44,7 +39,7 @@ def _check_loopback(machine: Machine) -> Iterable[Finding]:
 CHECKS: dict[str, Callable[[Machine], Iterable[Finding]]] = {
     "versions": check_versions,
     "GPUs and NICs": check_devices,
-    "UCX settings": _check_ucx,
+    "UCX settings": check_ucx,
     "locked memory": check_locked_memory,
     "open files": check_files,
     "shared memory": check_shared_memory,
