@@ -20,7 +20,7 @@ from bench.agent_process import HOST, AgentProcess, usage
 from bench.figures import Cell, Chart, Results, Series, Table, publish
 from bench.provenance import begin
 from kvferry.protocol.handshake import LeaseName
-from kvferry.scheduler.consumer.ledger import RemoteLease, RenewLease
+from kvferry.scheduler.consumer.remote_lease import RemoteLease, RenewLease
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Counters
 

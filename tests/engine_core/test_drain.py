@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.scheduler_side.drain import DrainSignal
+from kvferry.connector.scheduler_side.idle import Drain
 from kvferry.protocol.handshake import EngineDescription
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.state.counters import Counters
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import Engine, tokens
@@ -33,7 +35,7 @@ TURNS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1, "kv_lease_d
 def terminate(node: Node | Engine) -> None:
     """The effect of SIGTERM on the connector, without the engine's own part."""
     engine = node.engine if isinstance(node, Node) else node
-    engine.connector.scheduler_side._drain_signal.was_received = True
+    engine.connector.scheduler_side._idle.drain.is_requested = True
 
 
 def may_end(node: Node) -> bool:
@@ -172,19 +174,23 @@ def vllm_received() -> Iterator[list[int]]:
     signal.signal(signal.SIGTERM, before)
 
 
+def drain_of_nothing() -> Drain:
+    return Drain(ProducerLedger(1, 30.0, Counters()), 0.0)
+
+
 def test_a_signal_is_noticed_and_reaches_the_handler_that_was_there(vllm_received: list[int]) -> None:
-    drain_signal = DrainSignal()
-    assert not drain_signal.was_received
+    drain = drain_of_nothing()
+    assert not drain.is_requested
     os.kill(os.getpid(), signal.SIGTERM)
-    assert (drain_signal.was_received, vllm_received) == (True, [signal.SIGTERM])
+    assert (drain.is_requested, vllm_received) == (True, [signal.SIGTERM])
 
 
 def test_nothing_is_changed_where_no_handler_is_set_or_on_another_thread(vllm_received: list[int]) -> None:
     ours = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=DrainSignal)
+    thread = threading.Thread(target=drain_of_nothing)
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is ours
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    DrainSignal()
+    drain_of_nothing()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -87,7 +87,7 @@ def times_described(producer: Node) -> int:
 
 def finds(consumer: Node, producer: Node) -> None:
     """Take the steps that the engine's loop would take, until every worker can read from this life of a producer."""
-    local = producer.engine.connector.scheduler_side._local
+    local = producer.engine.connector.scheduler_side._channel.local
     params = {
         "remote_host": local.host,
         "remote_port": local.port,

@@ -245,7 +245,7 @@ def test_a_read_that_overlaps_the_end_of_its_lease_is_not_used(make: Any, monkey
     consumer.engine.add("d", prompt, producer.prefill("p", prompt), max_tokens=COUNT)
     consumer.step()
     assert checked.wait(10.0), "the slot was READY before the read"
-    consumer.engine.connector.scheduler_side._renewer.close()
+    consumer.engine.connector.scheduler_side._channel.renewer.close()
     producer.until(lambda: producer.engine.is_whole)
     producer.model.poison()
     freed.set()

@@ -263,9 +263,10 @@ def test_renewals_that_came_while_idle_keep_the_lease(make_engine: Any) -> None:
     began_s = time.monotonic()
     while time.monotonic() < began_s + 1.2:
         side = engine.connector.scheduler_side
-        side._listener.inbox.put(Renew(boot=params.kvferry.boot, leases=(lease_of(params),)), side.leases.clock.awake_s)
+        renewal = Renew(boot=params.kvferry.boot, leases=(lease_of(params),))
+        side._channel.listener.inbox.put(renewal, side.leases.clock.awake_s)
         time.sleep(0.05)
-    assert side._listener.inbox.qsize() == 1
+    assert side._channel.listener.inbox.qsize() == 1
     engine.step()
     assert side.leases.state("p") is LeaseState.HELD
 

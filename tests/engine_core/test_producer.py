@@ -62,11 +62,11 @@ def say(engine: Engine, message: Renew | Release) -> None:
 
     def arrived() -> int:
         unknown = (side.counters.total(name) for name in ("renewals_unknown", "releases_unknown"))
-        return int(side._listener.inbox.qsize() + sum(unknown))
+        return int(side._channel.listener.inbox.qsize() + sum(unknown))
 
     before = arrived()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.connect(f"tcp://127.0.0.1:{side._local.port}")
+        socket.connect(f"tcp://127.0.0.1:{side._channel.local.port}")
         socket.send_multipart([b"", encode(message)])
         deadline = time.monotonic() + 5.0
         while arrived() == before and time.monotonic() < deadline:

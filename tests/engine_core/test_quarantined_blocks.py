@@ -97,7 +97,7 @@ def test_an_aborted_request_whose_load_fails_in_flight_leaves_its_blocks_pinned(
 
 def test_the_gauges_say_how_much_is_out_of_use_and_that_nothing_is_any_more(make: Any) -> None:
     engine = make(policy="fail")
-    quarantined = engine.connector.scheduler_side._quarantined_blocks
+    quarantined = engine.connector.scheduler_side.loads.quarantine
     assert quarantined.gauges(0.0) == {}
     engine.add("d", PROMPT, offer(PROMPT))
     engine.step()

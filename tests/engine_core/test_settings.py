@@ -42,7 +42,7 @@ def test_an_engine_starts_under_the_stock_connectors_name_with_keys_of_other_con
     """As the upstream guide writes them, in quotes; under kvferry's own name the unknown one stops the start."""
     extra = {"shared_storage_path": "cache", "enable_cross_layers_blocks": "True", "kv_recompute_threshold": "32"}
     engine = Engine("NixlConnector", module="kvferry.connector", role="kv_consumer", extra=extra)
-    assert engine.connector.scheduler_side._config.kv_recompute_threshold == 32
+    assert engine.connector.scheduler_side.loads._recompute_threshold == 32
     engine.close()
     with pytest.raises(InvalidConfig, match="shared_storage_path is 'cache'; expected one of"):
         Engine("FerryConnector", module="kvferry.connector", role="kv_consumer", extra=extra)

@@ -75,7 +75,7 @@ def test_an_engine_that_ends_does_not_wait_for_blocks_in_quarantine(make_engine:
     )
     consumer.step()
     assert consumer.scheduler.has_requests(), "while it serves, it steps until they are back"
-    consumer.connector.scheduler_side._drain_signal.was_received = True
+    consumer.connector.scheduler_side._idle.drain.is_requested = True
     consumer.step()
     assert not consumer.scheduler.has_requests()
 
@@ -87,7 +87,7 @@ def test_an_offer_that_was_made_just_before_the_engine_is_to_end_does_not_keep_i
     decoder.step(loaded=["d"])
     decoder.run()
     assert decoder.answers["d"].params is not None
-    decoder.connector.scheduler_side._drain_signal.was_received = True
+    decoder.connector.scheduler_side._idle.drain.is_requested = True
     for _ in range(4):
         step = decoder.schedule()
         decoder.finish(step, over=ended(step))

@@ -134,7 +134,7 @@ def _always_safe(settle: Function) -> Function:
 
 
 def _pin_nothing(_: Function) -> Function:
-    def careless(quarantined: Any, request_id: str) -> None:
+    def careless(quarantined: Any, _pool: Any, request_id: str, _now_s: float) -> None:
         quarantined._pinned[request_id] = (), 0.0
 
     return careless
@@ -327,7 +327,7 @@ GUARDS = (
         "pinned",
         "blocks that are named so are kept out of the pool",
         (2,),
-        "kvferry.connector.scheduler_side.quarantine:QuarantinedBlocks._pin",
+        "kvferry.scheduler.consumer.quarantine:QuarantinedBlocks._pin",
         _pin_nothing,
         (
             "tests/engine_core/test_quarantined_blocks.py::test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead",

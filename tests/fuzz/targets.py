@@ -50,7 +50,7 @@ from kvferry.protocol.orders import (
 )
 from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.protocol.params_mac import check_params_mac, sign_params
-from kvferry.scheduler.consumer.ledger import RemoteLease
+from kvferry.scheduler.consumer.remote_lease import RemoteLease
 from kvferry.worker.fabric.errors import InvalidMetadata
 from kvferry.worker.fabric.metadata import open_metadata, wrap_metadata
 from tests.fuzz.lease_target import leases

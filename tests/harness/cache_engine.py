@@ -20,6 +20,7 @@ from kvferry.protocol.orders import StepOrders, encode_head, encode_orders
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import new_mac_key, sign_params
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.remote_lease import MAX_ENDED_LEASES
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
@@ -82,7 +83,7 @@ class CacheEngine:
         self.shards, self.mac_key = shards, new_mac_key()
         self.seen, self.counters = Seen(), Counters()
         self.leases = ProducerLedger(settings.lease_slots, lease_s, self.counters)
-        self.loads = ConsumerLedger(self.counters, **({} if remembers else {"max_ended": 0}))
+        self.loads = ConsumerLedger(self.counters, max_ended=MAX_ENDED_LEASES if remembers else 0)
         self.fabrics: list[FaultFabric] = []
 
         def with_faults(agent_name: str) -> Fabric:

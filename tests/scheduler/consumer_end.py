@@ -12,8 +12,8 @@ from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.notifications import Done, encode_notification
 from kvferry.protocol.orders import LoadOrder
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.consumer.ended_leases import LeaseKey
-from kvferry.scheduler.consumer.ledger import ConsumerLedger, ReleaseLease, RemoteLease, RenewLease
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.remote_lease import LeaseKey, ReleaseLease, RemoteLease, RenewLease
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.state.counters import Counters
 from tests.protocol.samples import BOOT

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.consumer.ended_leases import LeaseKey
-from kvferry.scheduler.consumer.ledger import (
-    ConsumerLedger,
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.remote_lease import (
     ForgetLease,
     LeaseCommand,
+    LeaseKey,
     ReleaseLease,
     RemoteLease,
     RenewLease,

@@ -55,6 +55,9 @@ class CountingPool:
 
     def give_back(self, blocks: Sequence[int]) -> None: ...
 
+    def of(self, request_id: str) -> tuple[int, ...]:
+        return ()
+
 
 def counting(count: Callable[[int], int]) -> BlockReferences:
     return BlockReferences(CountingPool(count))

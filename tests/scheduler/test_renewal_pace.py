@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvferry.scheduler.consumer.ledger import RenewLease
+from kvferry.scheduler.consumer.remote_lease import RenewLease
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.state.counters import Counters

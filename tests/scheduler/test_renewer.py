@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.side_channel import host_names
-from kvferry.scheduler.consumer.ledger import ForgetLease, ReleaseLease, RemoteLease, RenewLease
+from kvferry.scheduler.consumer.remote_lease import ForgetLease, ReleaseLease, RemoteLease, RenewLease
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.state.counters import Counters

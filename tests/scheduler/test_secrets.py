@@ -27,7 +27,7 @@ from kvferry.protocol.handshake import (
 )
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 from kvferry.protocol.side_channel.sockets import KeyPair, asker_keys, listener_keys, protect_asker
-from kvferry.scheduler.consumer.ledger import ReleaseLease, RemoteLease, RenewLease
+from kvferry.scheduler.consumer.remote_lease import ReleaseLease, RemoteLease, RenewLease
 from kvferry.scheduler.side_channel import connections as refusals
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Counters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.protocol.handshake import Renew
-from kvferry.scheduler.consumer.ledger import LeaseCommand, ReleaseLease, RenewLease
+from kvferry.scheduler.consumer.remote_lease import LeaseCommand, ReleaseLease, RenewLease
 from kvferry.scheduler.side_channel import sender
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE

@@ -1,23 +1,82 @@
-"""The idle state of an engine without requests, and its first step after waking.
+"""Whether an engine without requests must step: its idle state, its first step after waking, and its drain.
 
 vLLM's loop sleeps until there is work, unless the connector reports that the engine must step. An engine sleeps while
 it holds leases, so a held lease costs nothing as long as no request needs its blocks. Meanwhile consumers'
 notifications wait at the workers, renewals and releases in the listener's inbox, and expired leases for the next step.
 A step follows after `MAX_IDLE_S`, unless the engine cannot be woken.
+
+vLLM calls a connector's `shutdown` only at the very end. On SIGTERM an engine steps until it has no work, and held
+leases count as work. So unless leases that no consumer will read are ended, the engine steps until it is killed. With
+a time to drain, waiting requests still get leases, but answers are no longer offered; without it, all leases end.
 """
 
 from __future__ import annotations
 
+import logging
+import signal
+import threading
 import time
 from collections.abc import Iterable
+from types import FrameType
 
-from kvferry.connector.scheduler_side.quarantine import QuarantinedBlocks
 from kvferry.connector.vllm_internals import EngineLoop
+from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
+from kvferry.scheduler.producer.eviction_order import release_idle_turns
 from kvferry.scheduler.producer.ledger import ProducerLedger
+
+logger = logging.getLogger(__name__)
 
 MAX_IDLE_S = 15.0
 """Longest time between steps of an engine that holds leases; its metrics are hardly older. More steps would be costly:
 vLLM's workers spin for a second after each before they sleep again."""
+
+
+class Drain:
+    """The drain of one engine: it keeps stepping while blocks are held, until its time is up.
+
+    vLLM sets its handlers of SIGTERM and SIGINT before it creates a connector. They are called as before; a new handler
+    only sets a flag in addition. If no handler is set (an engine within another program), or on a thread that may not
+    set one, nothing is changed and no signal is noticed.
+
+    Args:
+        drains_s: seconds that vLLM waits for running requests (`--shutdown-timeout`).
+
+    Attributes:
+        is_requested: whether this process has received SIGTERM or SIGINT.
+        has_begun: whether a step has seen that.
+    """
+
+    def __init__(self, leases: ProducerLedger, drains_s: float) -> None:
+        self.is_requested = False
+        self.has_begun = False
+        self._leases = leases
+        self._drains_s = drains_s
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._notice(number)
+
+    def step(self) -> None:
+        """Called once per step. After the drain has begun, it ends turn leases that became held or idle since."""
+        if not self.is_requested:
+            return
+        leases, begins, self.has_begun = self._leases, not self.has_begun, True
+        if self._drains_s:
+            ended = release_idle_turns(leases, "shutdown")
+        else:
+            ended = leases.release_all("shutdown") if begins else 0
+        if begins:
+            logger.info("shutting down: %d leases ended, waiting for %d", ended, len(leases.block_references.held))
+
+    def _notice(self, number: signal.Signals) -> None:
+        before = signal.getsignal(number)
+        if not callable(before) or before is signal.default_int_handler:
+            return
+
+        def on_signal(given: int, frame: FrameType | None) -> None:
+            self.is_requested = True
+            before(given, frame)
+
+        signal.signal(number, on_signal)
 
 
 class IdleState:
@@ -25,11 +84,17 @@ class IdleState:
 
     Args:
         workers: number of this engine's workers.
+        drain: ends leases at the beginning of a step.
+        is_alone: whether a step that computes nothing keeps no other engine waiting.
     """
 
-    def __init__(self, leases: ProducerLedger, quarantined_blocks: QuarantinedBlocks, workers: int) -> None:
+    def __init__(
+        self, leases: ProducerLedger, quarantine: QuarantinedBlocks, workers: int, drain: Drain, *, is_alone: bool
+    ) -> None:
+        self.drain = drain
+        self.is_alone = is_alone
         self._leases = leases
-        self._quarantined_blocks = quarantined_blocks
+        self._quarantine = quarantine
         self._workers = frozenset(range(workers))
         self._was_idle = False
         self._unreported: set[int] = set()
@@ -37,14 +102,11 @@ class IdleState:
         self._stepped_s = time.monotonic()
         self._loop = EngineLoop()
 
-    def must_step(self, *, is_draining: bool) -> bool:
-        """Whether the engine must step although it has no request.
-
-        Args:
-            is_draining: whether the engine shuts down. Then it waits for its leases, but not for quarantined blocks.
-        """
-        leases, num_held = self._leases, len(self._leases.block_references.held)
-        if leases.needs_step or (len(self._quarantined_blocks) and not is_draining):
+    def must_step(self) -> bool:
+        """Whether the engine must step although it has no request. An engine that shuts down waits for its leases, but
+        not for quarantined blocks."""
+        is_draining, num_held = self.drain.is_requested, len(self._leases.block_references.held)
+        if self._leases.needs_step or (len(self._quarantine) and not is_draining):
             return True
         if is_draining or not num_held:
             return num_held > 0
@@ -69,6 +131,7 @@ class IdleState:
             self._was_idle = False
             self._unreported = set(self._workers)
             self._waking_until_s = self._leases.clock_s + self._leases.clock.heartbeat_s
+        self.drain.step()
         return bool(self._unreported)
 
     def reported(self, workers: Iterable[int]) -> None:
@@ -80,10 +143,10 @@ class IdleState:
         """Whether the next step or two may report leases that ended before the engine woke."""
         return self._was_idle or self.is_waking
 
-    def _has_slept_long(self) -> bool:
-        return time.monotonic() >= self._stepped_s + MAX_IDLE_S
-
     @property
     def is_waking(self) -> bool:
         """Whether reports of notifications received while idle are outstanding: leases that seem held may be over."""
         return bool(self._unreported) and self._leases.clock_s <= self._waking_until_s
+
+    def _has_slept_long(self) -> bool:
+        return time.monotonic() >= self._stepped_s + MAX_IDLE_S

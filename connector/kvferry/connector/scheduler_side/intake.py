@@ -15,7 +15,8 @@ from kvferry.protocol.digests import shared_tokens
 from kvferry.protocol.errors import ForeignParams, InvalidParams
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
-from kvferry.scheduler.consumer.ledger import ConsumerLedger, RemoteLease
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.remote_lease import RemoteLease
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state.counters import Counters

@@ -16,6 +16,8 @@ from kvferry.protocol.params_mac import ParamsSigner
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -29,19 +31,26 @@ class HeldTokens:
 
     Attributes:
         blocks: per cache group, the last blocks of the sequence, without those that left their window.
+        worker_blocks: the same for workers that must copy them; else ().
     """
 
     request_id: str
     num_tokens: int
     blocks: Blocks
+    worker_blocks: Blocks
     digests: tuple[str, ...]
 
 
 class ParamsBuilder:
-    """Builds the params of one engine's requests."""
+    """Builds the params of one engine's requests.
 
-    def __init__(self, local: LocalEngine, kv_cache_config: KVCacheConfig) -> None:
+    Args:
+        copies_blocks: whether workers must copy blocks before they are read, so that they must know which.
+    """
+
+    def __init__(self, local: LocalEngine, kv_cache_config: KVCacheConfig, *, copies_blocks: bool = False) -> None:
         self._local = local
+        self._copies_blocks = copies_blocks
         self._kv_cache_config = kv_cache_config
         self._signer = ParamsSigner(local.mac_key)
 
@@ -60,7 +69,12 @@ class ParamsBuilder:
         blocks = self._transferable(block_ids, num_tokens)
         if prompt is None or not any(blocks):
             return None
-        return HeldTokens(request.request_id, num_tokens, blocks, digest_chain(prompt, num_tokens))
+        worker_blocks = blocks if self._copies_blocks else ()
+        return HeldTokens(request.request_id, num_tokens, blocks, worker_blocks, digest_chain(prompt, num_tokens))
+
+    def load_blocks(self, block_ids: tuple[list[int], ...], shared_tokens: int) -> tuple[Sequence[int], ...]:
+        """The blocks into which the first `shared_tokens` tokens of a request are loaded, per transferred group."""
+        return self._local.without_scratch(self._kv_cache_config.select_transfer_block_ids(block_ids), shared_tokens)
 
     def build(self, held: HeldTokens, lease: Lease, lease_s: float) -> RemotePrefill:
         """The signed params."""

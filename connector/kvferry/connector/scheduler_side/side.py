@@ -9,33 +9,26 @@ from typing import TYPE_CHECKING, Any
 from kvferry.connector.allowed_hosts import AllowedHosts
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import facts_of, is_alone, lease_slots, num_workers, uses_host_buffer
-from kvferry.connector.engine.local_engine import LocalEngine, write_description
-from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata, workers_of
+from kvferry.connector.engine.local_engine import LocalEngine
+from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata
 from kvferry.connector.metrics.stats import FerryStats
-from kvferry.connector.scheduler_side.drain import Drain, DrainSignal
-from kvferry.connector.scheduler_side.gauges import EngineGauges
-from kvferry.connector.scheduler_side.idle import IdleState
+from kvferry.connector.scheduler_side.idle import Drain, IdleState
 from kvferry.connector.scheduler_side.intake import RequestIntake
-from kvferry.connector.scheduler_side.integrity import Integrity
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
-from kvferry.connector.scheduler_side.listen import listen
+from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
-from kvferry.connector.scheduler_side.prewarm import KnownProducers
-from kvferry.connector.scheduler_side.quarantine import QuarantinedBlocks
+from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.tracing.start import scheduler_tracing
 from kvferry.connector.vllm_internals import EngineBlocks, distinct_blocks
-from kvferry.protocol.handshake import EngineDescription
-from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, LoadState
 from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Counters
-from kvferry.scheduler.step import next_orders, receive_messages
+from kvferry.scheduler.step import next_orders
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -46,7 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NOTHING = FerryMetadata()
-_UNDER_WAY = (LoadState.LOADING, LoadState.ABORTED)
 
 
 class SchedulerSide:
@@ -57,51 +49,49 @@ class SchedulerSide:
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> None:
-        self._kv_cache_config = kv_cache_config
-        self._config = config
-        self._secrets = secrets_from_environment()
-        self._recomputes: bool = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
-        self._copies_blocks = uses_host_buffer(vllm_config)
-        self._facts = facts_of(vllm_config, config)
-        self._local = LocalEngine.of(vllm_config, kv_cache_config, config)
+        local = LocalEngine.of(vllm_config, kv_cache_config, config)
+        counters, workers = Counters(), num_workers(local.topology)
         self._blocks = EngineBlocks()
-        self.counters = Counters()
         self.leases = ProducerLedger(
             lease_slots(config, vllm_config),
             config.kv_lease_duration,
-            self.counters,
+            counters,
             turn_s=config.decoder_kv_blocks_ttl,
-            workers=num_workers(self._local.topology),
+            workers=workers,
             pool=self._blocks,
         )
-        self.loads = ConsumerLedger(self.counters, config.kv_recompute_threshold)
-        allowed = AllowedHosts.of(config.allowed_hosts) if config.allowed_hosts is not None else None
-        self.tracing = scheduler_tracing(vllm_config, config, self._local)
-        self.leases.observer = self.loads.observer = self.tracing
-        self._intake = RequestIntake(self._local, self.leases, self.loads, self.counters, allowed, self.tracing)
-        self._params_builder = ParamsBuilder(self._local, kv_cache_config)
-        self._gauges = EngineGauges(self.leases, self.loads, self._blocks)
-        self._quarantined_blocks = QuarantinedBlocks(self._blocks)
-        self._idle = IdleState(self.leases, self._quarantined_blocks, num_workers(self._local.topology))
-        self._eviction = LeaseEviction(
-            vllm_config, self._local, self.leases, self._idle, self._blocks, config.max_leased_fraction
+        self.loads = ConsumerLedger(
+            counters,
+            config.kv_recompute_threshold,
+            pool=self._blocks,
+            recomputes=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
         )
-        self._integrity = Integrity(
+        self.tracing = scheduler_tracing(vllm_config, config, local)
+        self.leases.observer = self.loads.observer = self.tracing
+        allowed = AllowedHosts.of(config.allowed_hosts) if config.allowed_hosts is not None else None
+        self._intake = RequestIntake(local, self.leases, self.loads, counters, allowed, self.tracing)
+        copies_blocks = uses_host_buffer(vllm_config)
+        self._params_builder = ParamsBuilder(local, kv_cache_config, copies_blocks=copies_blocks)
+        drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
+        self._idle = IdleState(self.leases, self.loads.quarantine, workers, drain, is_alone=is_alone(vllm_config))
+        self._eviction = LeaseEviction(
+            vllm_config, local, self.leases, self._idle, self._blocks, config.max_leased_fraction
+        )
+        self._monitor = EngineMonitor(
             self.leases,
             self.loads,
-            self._eviction,
-            self._quarantined_blocks,
-            self.counters,
+            self._blocks,
+            self._eviction.unfinished,
+            counters,
             always=config.debug_check_integrity,
         )
-        self._is_alone = is_alone(vllm_config)
-        self._drain_signal = DrainSignal()
-        self._drain = Drain(self._drain_signal, self.leases, float(vllm_config.shutdown_timeout))
-        self._renewer = LeaseRenewer(self.counters, self._secrets) if self._local.reads else None
-        self._listener = listen(self._local, self.counters, self._secrets, self.leases, self._idle.poll)
-        self._known = KnownProducers(
-            config.prewarm_peers, self._local.engine_id, config.handshake_timeout_s, self._secrets
-        )
+        facts = facts_of(vllm_config, config)
+        self._channel = SideChannel(local, facts, config, self.leases, self.loads, counters, self._idle.poll)
+
+    @property
+    def counters(self) -> Counters:
+        """All that this engine's scheduler has counted."""
+        return self._monitor.counters
 
     # Hooks of a request.
 
@@ -109,7 +99,7 @@ class SchedulerSide:
         """Read the request's params before vLLM does."""
         self._intake.receive(request)
         self._eviction.arrived(request)
-        self._flush()
+        self._channel.flush()
 
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
         """Tokens beyond the local prefix hit that can be loaded; None makes vLLM ask again in the next step, if the
@@ -128,12 +118,13 @@ class SchedulerSide:
             logger.warning("req=%s is served without a lease: all %d slots are used", request.request_id, slots)
         self._intake.allocated(request.request_id)
         if self.loads.state(request.request_id) is not None:
-            local = self._local_blocks(request, blocks) if num_external_tokens else ()
+            shared = self.loads.shared_tokens(request.request_id)
+            local = self._params_builder.load_blocks(blocks.get_block_ids(), shared) if num_external_tokens else ()
             waits_since_s = self.loads.waits_since_s(request.request_id)
             self.loads.allocated(request.request_id, num_external_tokens, local)
             if waits_since_s is not None and self.loads.state(request.request_id) is LoadState.LOADING:
                 self.counters.sample("order_wait_s", time.monotonic() - waits_since_s)
-            self._flush()
+            self._channel.flush()
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended.
@@ -146,18 +137,17 @@ class SchedulerSide:
         self.loads.finished(request.request_id)
         self._eviction.finished(request.request_id)
         self.tracing.finished(request.request_id)
-        self._flush()
+        self._channel.flush()
         self._intake.allocated(request.request_id)
         lease = self.leases.unfinished(request.request_id)
         if lease is None:
             return False, None
         held = self._params_builder.held(request, block_ids, lease.use)
-        is_late = self._drain.has_begun and lease.use is LeaseUse.TURN
-        if held is None or is_late or not self._blocks.is_bound:
+        is_late = self._idle.drain.has_begun and lease.use is LeaseUse.TURN
+        if held is None or is_late:
             self.leases.abandon(request.request_id)
             return False, None
-        worker_blocks = held.blocks if self._copies_blocks else ()
-        self.leases.finish(request.request_id, worker_blocks, distinct_blocks(block_ids))
+        self.leases.finish(request.request_id, held.worker_blocks, distinct_blocks(block_ids))
         self.tracing.params_given(lease, held.num_tokens)
         logger.debug("req=%s slot=%d holds %d tokens", request.request_id, lease.slot, held.num_tokens)
         params = self._params_builder.build(held, lease, self.leases.lease_s)
@@ -171,56 +161,45 @@ class SchedulerSide:
         Args:
             is_idle: whether no token is scheduled in this step.
         """
-        if self._listener is not None:
-            # Before eviction: after idling, messages that claim leases are still in the inbox.
-            receive_messages(self._listener, self.leases, self._local.boot, self.counters)
+        self._channel.receive()  # before eviction: after idling, messages that claim leases are still in the inbox
         asks = self._idle.begin_step()
-        self._drain.step()
         self._eviction.evict()
-        if self._known.poll():
-            for producer in self._known.take():
-                self.loads.prewarm_static(producer, time.monotonic())
         may_expire = not self._idle.is_waking  # otherwise leases that were read while idle would count as expired
-        orders = next_orders(self.leases, self.loads, self._local.boot, time.monotonic(), may_expire=may_expire)
-        self._integrity.poll()
+        boot, now_s = self._channel.local.boot, time.monotonic()
+        orders = next_orders(self.leases, self.loads, boot, now_s, may_expire=may_expire)
+        self._monitor.poll()
         metadata = _NOTHING
         if orders:
             self.tracing.ordered(orders.loads)
             metadata = FerryMetadata.of(orders)
-        is_idle = is_idle and self._is_alone
+        is_idle = is_idle and self._idle.is_alone
         return FerryMetadata(metadata.head, metadata.frame, asks, is_idle) if asks or is_idle else metadata
 
     def update(self, output: KVConnectorOutput) -> None:
         """Process the workers' reports. vLLM calls this before it frees any blocks of the step."""
         report = output.kv_connector_worker_meta
         if isinstance(report, FerryWorkerMetadata):
-            self._quarantined_blocks.update(report.alive)
-            self._gauges.update(report.gauges)
+            self.loads.quarantine.update(report.alive, time.monotonic())
+            self._monitor.update(report.gauges)
             self.tracing.loads_reported(report.loads)
             self._free(report)
         failed = output.failed_recving or set()
         for request_id in output.finished_recving or ():
-            if self.loads.state(request_id) not in _UNDER_WAY:
+            if self.loads.state(request_id) not in IN_FLIGHT:
                 continue  # another child of a MultiConnector has loaded it
             self.tracing.reported(request_id, good=request_id not in failed)
             if request_id in failed:
-                lost = self.loads.failed(request_id)
-                if lost is not None and self._recomputes:
-                    self.counters.add("local_recomputes", "load_failed")
-                    self.tracing.recomputed(lost, "load_failed")
-                else:
-                    self.counters.add("failed_requests")
+                self.loads.failed(request_id)
                 continue
             prompt = self.loads.loaded(request_id)
             if prompt is not None:
                 self.counters.sample("handover_s", time.monotonic() - prompt.offered_s)
-        self._flush()
-        self._integrity.poll()
+        self._channel.flush()
+        self._monitor.poll()
 
     def take_stats(self) -> FerryStats | None:
         """Counters and samples since the last call, and gauges that have changed."""
-        gauges = {**self._quarantined_blocks.gauges(time.monotonic()), **self._gauges.changes()}
-        return FerryStats.of_counts(self.counters.take(), self.counters.take_samples(), gauges)
+        return self._monitor.take_stats()
 
     # Other hooks.
 
@@ -238,26 +217,11 @@ class SchedulerSide:
         Raises:
             InvalidConfig: `description_file` cannot be written, or a description is not kvferry's.
         """
-        described = workers_of(workers.values())
-        if not described:
-            return
-        engine = EngineDescription(
-            engine_id=self._local.engine_id,
-            boot=self._local.boot,
-            mac_key=self._local.mac_key,
-            facts=self._facts,
-            topology=self._local.topology,
-            groups=self._local.groups,
-            workers=described,
-        )
-        if self._listener is not None:
-            self._listener.publish(engine)
-        if self._config.description_file is not None:
-            logger.info("wrote the engine's description: %s", write_description(self._config.description_file, engine))
+        self._channel.publish(workers.values())
 
     def must_step(self) -> bool:
         """Whether the engine must step although it has no request. If not, it is idle, even with held leases."""
-        return self._known.poll() or self._idle.must_step(is_draining=self._drain.is_requested)
+        return self._channel.poll() or self._idle.must_step()
 
     def has_coming_blocks(self) -> bool:
         """Whether blocks will be freed within a step or two, so that no running request need be preempted."""
@@ -279,8 +243,8 @@ class SchedulerSide:
             if not self._eviction.unfinished[lease.request_id].num_computed_tokens:
                 self.leases.intend(lease.request_id, lease.use)
         self.loads.decline_offered("reset")
-        self._flush()
-        return not self.loads.requests(*_UNDER_WAY)
+        self._channel.flush()
+        return not self.loads.requests(*IN_FLIGHT)
 
     def check_integrity(self) -> None:
         """Check the integrity of the scheduler side.
@@ -288,25 +252,15 @@ class SchedulerSide:
         Raises:
             LocalProtocolError: with the counts that disagree.
         """
-        self._integrity.check()
+        self._monitor.check_integrity()
 
     def close(self) -> None:
         """Release the leases of other engines, and stop the threads. Idempotent."""
         self.loads.give_all_back()
-        self._flush()
-        self._known.close()
-        if self._listener is not None:
-            self._listener.close()
-        if self._renewer is not None:
-            self._renewer.close()
+        self._channel.close()
         self.tracing.close()
 
     # Helpers.
-
-    def _local_blocks(self, request: Request, blocks: KVCacheBlocks) -> tuple[Sequence[int], ...]:
-        """The blocks into which the request's tokens are loaded, per transferred cache group."""
-        chosen = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
-        return self._local.without_scratch(chosen, self.loads.shared_tokens(request.request_id))
 
     def _free(self, report: FerryWorkerMetadata) -> None:
         """Free the blocks of held leases that every worker reports as over."""
@@ -314,8 +268,3 @@ class SchedulerSide:
             for request_id in self.leases.acknowledge(worker, reported):
                 logger.debug("req=%s: its blocks are free", request_id)
         self._idle.reported(report.over)
-
-    def _flush(self) -> None:
-        """Pass the ledger's commands to the thread that sends them."""
-        if self._renewer is not None and self.loads.has_commands:
-            self._renewer.submit(self.loads.take_commands())

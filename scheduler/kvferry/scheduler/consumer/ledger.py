@@ -7,114 +7,60 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.orders import LoadOrder, Prewarm
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.consumer.ended_leases import MAX_ENDED_LEASES, EndedLeases, LeaseKey
 from kvferry.scheduler.consumer.prewarm_queue import PrewarmQueue
-from kvferry.scheduler.consumer.remote_prompt import LOAD_TRANSITIONS, LoadEvent, LoadState
+from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
+from kvferry.scheduler.consumer.remote_lease import (
+    MAX_ENDED_LEASES,
+    EndedLeases,
+    ForgetLease,
+    LeaseCommand,
+    LeaseKey,
+    ReleaseLease,
+    RemoteLease,
+    RenewLease,
+)
+from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, LOAD_TRANSITIONS, LoadEvent, LoadState, RemotePrompt
+from kvferry.scheduler.state.block_pool import BlockPool
 from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.state.transitions import Observer
 
-_CLAIMING = (LoadState.OFFERED, LoadState.LOADING, LoadState.ABORTED)
+_CLAIMING = (LoadState.OFFERED, *IN_FLIGHT)
 """States in which a request has a claim on its lease."""
-_IN_FLIGHT = (LoadState.LOADING, LoadState.ABORTED)
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteLease:
-    """A lease of another engine, and the address of its side channel."""
-
-    host: str
-    port: int
-    boot: str
-    name: LeaseName
-    lease_s: float
-
-    @classmethod
-    def of(cls, source: RemotePrefill) -> RemoteLease:
-        """The lease that params name."""
-        ticket = source.kvferry
-        name = LeaseName(slot=ticket.lease_slot, epoch=ticket.lease_epoch)
-        return cls(source.remote_host, source.remote_port, ticket.boot, name, ticket.lease_s)
-
-    @property
-    def key(self) -> LeaseKey:
-        return (self.boot, self.name.slot, self.name.epoch)
-
-
-@dataclass(frozen=True, slots=True)
-class RenewLease:
-    """Renew this lease from now on.
-
-    Attributes:
-        at_once: renew it now, not after the first interval: until a turn is renewed, its producer knows of no reader
-            and may evict it.
-    """
-
-    lease: RemoteLease
-    at_once: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetLease:
-    """Stop renewing; the workers have notified the producer themselves."""
-
-    lease: RemoteLease
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseLease:
-    """Stop renewing and release the lease: this engine does not read under it any more."""
-
-    lease: RemoteLease
-
-
-LeaseCommand = RenewLease | ForgetLease | ReleaseLease
-
-
-@dataclass(slots=True)
-class RemotePrompt:
-    """One request whose prompt, or the beginning of it, is in the cache of another engine.
-
-    Attributes:
-        is_turn: the source is the answer to the conversation's last turn, and the rest is computed here.
-        shared_tokens: leading tokens of this prompt that the producer's blocks certainly hold.
-        local_tokens: the local prefix hit of the last call of `matched_tokens`.
-    """
-
-    request_id: str
-    source: RemotePrefill
-    lease: RemoteLease
-    shared_tokens: int
-    offered_s: float
-    is_turn: bool = False
-    state: LoadState = LoadState.OFFERED
-    local_tokens: int = 0
-
-    def __str__(self) -> str:
-        return f"req={self.request_id}"
 
 
 class ConsumerLedger:
     """All remote prompts of one engine.
 
     Args:
-        counters: counts `loads`, those of them that are of turns as `turn_loads`, and by reason `local_recomputes`.
+        counters: counts `loads`, those of them that are of turns as `turn_loads`, by reason `local_recomputes`, and
+            `failed_requests`.
         recompute_threshold: fewer tokens of a turn than this are computed instead of loaded.
+        pool: the engine's block pool, see `QuarantinedBlocks`.
+        recomputes: whether vLLM computes the prompt of a failed load; otherwise the request fails.
         max_ended: leases that are remembered after their end, see `EndedLeases`.
 
     Attributes:
         in_flight: loads that were ordered and have not ended.
+        quarantine: blocks of failed loads that may still be written.
         observer: called for offered prompts that are computed here.
     """
 
-    def __init__(self, counters: Counters, recompute_threshold: int = 0, *, max_ended: int = MAX_ENDED_LEASES) -> None:
+    def __init__(
+        self,
+        counters: Counters,
+        recompute_threshold: int = 0,
+        *,
+        pool: BlockPool | None = None,
+        recomputes: bool = False,
+        max_ended: int = MAX_ENDED_LEASES,
+    ) -> None:
         self._counters = counters
         self._recompute_threshold = recompute_threshold
+        self._recomputes = recomputes
         self._by_request: dict[str, RemotePrompt] = {}
         self._claims: dict[LeaseKey, str] = {}
         self._ended = EndedLeases(max_ended)
@@ -122,6 +68,7 @@ class ConsumerLedger:
         self._orders: list[LoadOrder] = []
         self._commands: list[LeaseCommand] = []
         self.in_flight = 0
+        self.quarantine = QuarantinedBlocks(pool)
         self.observer = Observer()
 
     def __len__(self) -> int:
@@ -258,6 +205,10 @@ class ConsumerLedger:
         self.in_flight -= 1
         self._prewarms.forget(Prewarm.of(prompt.source))
         self._release(prompt.lease)
+        if self._recomputes:
+            self._recompute(prompt, "load_failed")
+        else:
+            self._counters.add("failed_requests")
         return prompt
 
     def finished(self, request_id: str) -> None:
@@ -315,8 +266,9 @@ class ConsumerLedger:
         claiming = {x.lease.key: x.request_id for x in self._by_request.values() if x.state in _CLAIMING}
         if claiming != self._claims:
             raise LocalProtocolError(f"loads: {len(self._claims)} claims, {len(claiming)} requests that wait; {states}")
-        if len(self.requests(*_IN_FLIGHT)) != self.in_flight:
+        if len(self.requests(*IN_FLIGHT)) != self.in_flight:
             raise LocalProtocolError(f"loads: {self.in_flight} are counted as in flight; {states}")
+        self.quarantine.check_integrity()
 
     def _advance(self, prompt: RemotePrompt, event: LoadEvent) -> None:
         after = LOAD_TRANSITIONS.next(prompt.state, event, prompt)

@@ -1,4 +1,4 @@
-"""The states of a remote prompt and its transition table, which `ledger.py` executes.
+"""A remote prompt: its transition table, which `ledger.py` executes, and its record.
 
       offer               load                loaded
     ───────→ OFFERED ───────────→ LOADING ─────────────→ LOADED ─┐
@@ -14,6 +14,10 @@ here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from kvferry.protocol.params import RemotePrefill
+from kvferry.scheduler.consumer.remote_lease import RemoteLease
 from kvferry.scheduler.state.transitions import TableEnum, TransitionTable
 
 
@@ -42,6 +46,8 @@ class LoadEvent(TableEnum):
     FINISH = "finish"
 
 
+IN_FLIGHT = (LoadState.LOADING, LoadState.ABORTED)
+"""States in which workers read."""
 _OVER = (LoadState.LOADED, LoadState.FAILED, LoadState.DECLINED)
 
 LOAD_TRANSITIONS: TransitionTable[LoadState, LoadEvent] = TransitionTable(
@@ -59,3 +65,26 @@ LOAD_TRANSITIONS: TransitionTable[LoadState, LoadEvent] = TransitionTable(
         **{(state, LoadEvent.FINISH): None for state in _OVER},
     }
 )
+
+
+@dataclass(slots=True)
+class RemotePrompt:
+    """One request whose prompt, or the beginning of it, is in the cache of another engine.
+
+    Attributes:
+        is_turn: the source is the answer to the conversation's last turn, and the rest is computed here.
+        shared_tokens: leading tokens of this prompt that the producer's blocks certainly hold.
+        local_tokens: the local prefix hit of the last call of `matched_tokens`.
+    """
+
+    request_id: str
+    source: RemotePrefill
+    lease: RemoteLease
+    shared_tokens: int
+    offered_s: float
+    is_turn: bool = False
+    state: LoadState = LoadState.OFFERED
+    local_tokens: int = 0
+
+    def __str__(self) -> str:
+        return f"req={self.request_id}"

@@ -8,23 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.producer.lease import Lease
-
-
-class BlockPool(Protocol):
-    """The engine's block pool. Blocks without references are free for requests."""
-
-    def keep(self, blocks: Sequence[int]) -> None:
-        """Add a reference on each block."""
-
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Remove a reference from each block of a sequence; its end is reused before its beginning."""
-
-    def reference_count(self, block: int) -> int:
-        """The number of references on a block, of leases and of running requests."""
+from kvferry.scheduler.state.block_pool import BlockPool
 
 
 class BlockReferences:

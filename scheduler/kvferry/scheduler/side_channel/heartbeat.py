@@ -18,8 +18,14 @@ from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import MAX_RENEWALS, Release, Renew, encode
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.scheduler.consumer.ended_leases import LeaseKey
-from kvferry.scheduler.consumer.ledger import ForgetLease, LeaseCommand, ReleaseLease, RemoteLease, RenewLease
+from kvferry.scheduler.consumer.remote_lease import (
+    ForgetLease,
+    LeaseCommand,
+    LeaseKey,
+    ReleaseLease,
+    RemoteLease,
+    RenewLease,
+)
 from kvferry.scheduler.side_channel.sender import Endpoint, PeerSender
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.state.counters import Counters

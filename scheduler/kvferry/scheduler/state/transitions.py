@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from kvferry.protocol.errors import LocalProtocolError
 
 if TYPE_CHECKING:
-    from kvferry.scheduler.consumer.ledger import RemotePrompt
+    from kvferry.scheduler.consumer.remote_prompt import RemotePrompt
     from kvferry.scheduler.producer.lease import Lease
 
 

@@ -1,23 +1,25 @@
 """Blocks of failed loads, pinned until no worker reports that they may still be written.
 
-vLLM frees a failed request's blocks at once. So this connector takes one more reference on each block before that, as
-leases do.
+vLLM frees a failed request's blocks at once. So one more reference is taken on each block before that.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
-from kvferry.connector.vllm_internals import EngineBlocks
 from kvferry.protocol.errors import LocalProtocolError
+from kvferry.scheduler.state.block_pool import BlockPool
 
 
 class QuarantinedBlocks:
-    """Pins the blocks of failed loads, by request."""
+    """Pins the blocks of failed loads, by request.
 
-    def __init__(self, blocks: EngineBlocks) -> None:
-        self._blocks = blocks
+    Args:
+        pool: the engine's; without it nothing is pinned.
+    """
+
+    def __init__(self, pool: BlockPool | None) -> None:
+        self._pool = pool
         self._alive: dict[int, frozenset[str]] = {}
         self._pinned: dict[str, tuple[tuple[int, ...], float]] = {}  # blocks, and since when; the oldest is first
         self._reported = True
@@ -26,16 +28,16 @@ class QuarantinedBlocks:
         """The number of requests whose blocks are pinned."""
         return len(self._pinned)
 
-    def update(self, alive: Mapping[int, frozenset[str]]) -> None:
+    def update(self, alive: Mapping[int, frozenset[str]], now_s: float) -> None:
         """Take the requests whose blocks may still be written, by worker, before vLLM frees blocks of the step."""
-        if not alive:
+        if not alive or self._pool is None:
             return
         self._alive.update(alive)
         named = frozenset().union(*self._alive.values())
         for request_id in named - self._pinned.keys():
-            self._pin(request_id)
+            self._pin(self._pool, request_id, now_s)
         for request_id in self._pinned.keys() - named:
-            self._blocks.give_back(self._pinned.pop(request_id)[0])
+            self._pool.give_back(self._pinned.pop(request_id)[0])
 
     def gauges(self, now_s: float) -> dict[str, float]:
         """The gauges of pinned requests and blocks; {} if there are none and that has been reported."""
@@ -55,12 +57,12 @@ class QuarantinedBlocks:
             LocalProtocolError: with the counts that disagree.
         """
         pinned = [block for blocks, _ in self._pinned.values() for block in blocks]
-        given = [block for block in pinned if self._blocks.reference_count(block) < 1]
+        given = [block for block in pinned if self._pool is not None and self._pool.reference_count(block) < 1]
         if given:
             raise LocalProtocolError(f"quarantine: {len(given)} of {len(pinned)} pinned blocks are in the pool")
 
-    def _pin(self, request_id: str) -> None:
-        blocks = self._blocks.of(request_id)
-        self._blocks.keep(blocks)
-        self._pinned[request_id] = blocks, time.monotonic()
+    def _pin(self, pool: BlockPool, request_id: str, now_s: float) -> None:
+        blocks = pool.of(request_id)
+        pool.keep(blocks)
+        self._pinned[request_id] = blocks, now_s
         self._reported = False

@@ -1,0 +1,146 @@
+"""What the scheduler side reports of itself: its metrics, and whether its counts agree with each other and with vLLM's.
+
+Only the scheduler reports an engine's gauges, of which an engine has one: a front end may get only some of an engine's
+steps, and keeps the latest value.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+
+from kvferry.connector.metrics.stats import FerryStats
+from kvferry.connector.vllm_internals import EngineBlocks
+from kvferry.protocol.errors import LocalProtocolError
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.remote_prompt import LoadState
+from kvferry.scheduler.producer.lease import LeaseState
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.state.counters import Counters
+from kvferry.worker.loads.results import WorkerGauges
+
+logger = logging.getLogger(__name__)
+
+IDLE_INTERVAL_S = 10.0
+"""Shortest time between two integrity checks, without `always`."""
+
+_INTERVAL_FACTOR = 200
+"""The time between two checks is at least this many times the last check's duration, which is 50 ms with tens of
+thousands of held blocks."""
+
+
+class EngineMonitor:
+    """Reads both ledgers, and changes nothing.
+
+    Args:
+        unfinished: this engine's requests, by id.
+        always: whether every `poll` checks integrity, instead of only some while the engine has no requests.
+
+    Attributes:
+        counters: of this engine; `integrity_errors` is counted here.
+    """
+
+    def __init__(
+        self,
+        leases: ProducerLedger,
+        loads: ConsumerLedger,
+        blocks: EngineBlocks,
+        unfinished: Collection[str],
+        counters: Counters,
+        *,
+        always: bool,
+    ) -> None:
+        self.counters = counters
+        self._leases = leases
+        self._loads = loads
+        self._blocks = blocks
+        self._unfinished = unfinished
+        self._workers: dict[int, WorkerGauges] = {}
+        self._seen: tuple[int, ...] = ()
+        self._reported: dict[str, float] = {}
+        self._always = always
+        self._next_check_s = 0.0
+        self._has_logged = False
+
+    def update(self, gauges: Mapping[int, WorkerGauges]) -> None:
+        """Take the latest values of some workers."""
+        if gauges:
+            self._workers.update(gauges)
+            self._seen = ()
+
+    def take_stats(self) -> FerryStats | None:
+        """Counters and samples since the last call, and gauges that have changed."""
+        gauges = {**self._loads.quarantine.gauges(time.monotonic()), **self._changed_gauges()}
+        return FerryStats.of_counts(self.counters.take(), self.counters.take_samples(), gauges)
+
+    def poll(self) -> None:
+        """Check integrity if a check is due. An error is counted each time, logged once and never raised: it is a bug
+        of this connector, which must not stop an engine that may still serve."""
+        began_s = time.monotonic()
+        if not self._always and (self._unfinished or began_s < self._next_check_s):
+            return
+        try:
+            self.check_integrity()
+        except Exception as error:
+            self.counters.add("integrity_errors")
+            if not self._has_logged:
+                self._has_logged = True
+                bug = None if isinstance(error, LocalProtocolError) else error
+                logger.error(
+                    "the integrity check of the scheduler side failed (logged once; integrity_errors counts on): %s",
+                    error,
+                    exc_info=bug,
+                )
+        ended_s = time.monotonic()
+        self._next_check_s = ended_s + max(IDLE_INTERVAL_S, _INTERVAL_FACTOR * (ended_s - began_s))
+
+    def check_integrity(self) -> None:
+        """Check both ledgers, and that they know the requests that vLLM has.
+
+        Raises:
+            LocalProtocolError: with the counts that disagree.
+        """
+        self._leases.check_integrity()
+        self._loads.check_integrity()
+        unfinished = set(self._unfinished)
+        leases = self._leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING)
+        _check_known("leases of running requests", {lease.request_id for lease in leases}, unfinished)
+        live = [state for state in LoadState if state is not LoadState.ABORTED]
+        _check_known("remote prompts", set(self._loads.requests(*live)), unfinished)
+        aborted = set(self._loads.requests(LoadState.ABORTED))
+        if aborted & unfinished:
+            raise LocalProtocolError(f"{len(aborted & unfinished)} of {len(aborted)} aborted loads have not ended")
+
+    def _changed_gauges(self) -> dict[str, float]:
+        """The gauges that have changed since the last call. Constant cost: the ledgers maintain the counts."""
+        references, loads = self._leases.block_references, self._loads
+        seen = (len(self._leases), references.num_requests, len(references), loads.in_flight, loads.waiting)
+        if seen == self._seen:
+            return {}
+        self._seen = seen
+        now = self._gauges(*seen)
+        changed = {name: value for name, value in now.items() if self._reported.get(name) != value}
+        self._reported = now
+        return changed
+
+    def _gauges(self, leases: int, held: int, blocks: int, in_flight: int, waiting: int) -> dict[str, float]:
+        workers = self._workers.values()
+        usable = self._blocks.num_blocks - 1  # without the null block
+        return {
+            "loads_now": in_flight,
+            "prompts_waiting_now": waiting,
+            "leases_computing_now": leases - held,
+            "leases_held_now": held,
+            "lease_slots": self._leases.slots,
+            "leased_blocks_now": blocks,
+            "leased_fraction_now": blocks / usable if usable > 0 else 0.0,
+            "staging_used_bytes": max((worker.staging_used_bytes for worker in workers), default=0),
+            "staging_pool_bytes": max((worker.staging_pool_bytes for worker in workers), default=0),
+            "peers_now": max((worker.peers for worker in workers), default=0),
+        }
+
+
+def _check_known(what: str, found: set[str], among: set[str]) -> None:
+    if not found <= among:
+        raise LocalProtocolError(f"{what}: {len(found)}, of which {len(found - among)} are unknown: {among=}"[:2000])

@@ -1,0 +1,156 @@
+"""The side channel of one engine's scheduler: its three threads, and what they and the ledgers pass to each other.
+
+The listener answers handshakes, and receives renewals and releases of this engine's leases. The renewer sends those of
+leases that this engine holds on others. The prewarmer finds the producers in `prewarm_peers`: it starts at the engine
+loop's first poll, since before that the engine can neither be woken nor step; a producer that has answered waits for
+the next step, and an idle engine is woken for it.
+"""
+
+from __future__ import annotations
+
+import collections
+import ipaddress
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from kvferry.connector.config import FerryConfig
+from kvferry.connector.config_values import address_of
+from kvferry.connector.engine.local_engine import LocalEngine, write_description
+from kvferry.connector.messages import workers_of
+from kvferry.connector.vllm_internals import EngineLoop
+from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
+from kvferry.protocol.orders import Prewarm
+from kvferry.protocol.side_channel.secrets import Secrets, secrets_from_environment
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
+from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.step import receive_messages
+
+logger = logging.getLogger(__name__)
+
+
+class SideChannel:
+    """The listener of an engine that others read from, the renewer of one that reads, and the prewarmer.
+
+    Args:
+        facts: of this engine, for its description.
+        tick: called by the listener's thread, twice a second or more.
+
+    Attributes:
+        local: this engine.
+        listener: None if no engine reads from this one.
+        renewer: None if this engine reads from no other.
+
+    Raises:
+        InvalidConfig: the address is in use, or the secrets are invalid.
+    """
+
+    def __init__(
+        self,
+        local: LocalEngine,
+        facts: ModelFacts,
+        config: FerryConfig,
+        leases: ProducerLedger,
+        loads: ConsumerLedger,
+        counters: Counters,
+        tick: Callable[[], None],
+    ) -> None:
+        secrets = secrets_from_environment()
+        self.local = local
+        self._facts = facts
+        self._description_file = config.description_file
+        self._leases = leases
+        self._loads = loads
+        self._counters = counters
+        self._found: collections.deque[Prewarm] = collections.deque()
+        self._loop = EngineLoop()
+        self._is_searching = False
+        self._prewarmer: PeerPrewarmer | None = None
+        if config.prewarm_peers:
+            peers, timeout_s = map(address_of, config.prewarm_peers), config.handshake_timeout_s
+            self._prewarmer = PeerPrewarmer(peers, local.engine_id, self._on_producer, timeout_s, secrets)
+        self.renewer = LeaseRenewer(counters, secrets) if local.reads else None
+        self.listener = self._listen(secrets, tick) if local.is_read_from else None
+
+    def publish(self, handshakes: Iterable[object]) -> None:
+        """Take the workers' descriptions, and answer handshakes from now on.
+
+        Raises:
+            InvalidConfig: `description_file` cannot be written, or a description is not kvferry's.
+        """
+        described = workers_of(handshakes)
+        if not described:
+            return
+        engine = EngineDescription(
+            engine_id=self.local.engine_id,
+            boot=self.local.boot,
+            mac_key=self.local.mac_key,
+            facts=self._facts,
+            topology=self.local.topology,
+            groups=self.local.groups,
+            workers=described,
+        )
+        if self.listener is not None:
+            self.listener.publish(engine)
+        if self._description_file is not None:
+            logger.info("wrote the engine's description: %s", write_description(self._description_file, engine))
+
+    def poll(self) -> bool:
+        """Called by the engine's loop. Returns whether a producer waits for a step."""
+        if self._prewarmer is not None and not self._is_searching:
+            self._is_searching = True
+            self._prewarmer.start()
+        return bool(self._found)
+
+    def receive(self) -> None:
+        """Apply the renewals and releases that have arrived, and prewarm the producers that have answered."""
+        if self.listener is not None:
+            receive_messages(self.listener, self._leases, self.local.boot, self._counters)
+        if self.poll():
+            for _ in range(len(self._found)):
+                self._loads.prewarm_static(self._found.popleft(), time.monotonic())
+
+    def flush(self) -> None:
+        """Pass the consumer ledger's commands to the thread that sends them."""
+        if self.renewer is not None and self._loads.has_commands:
+            self.renewer.submit(self._loads.take_commands())
+
+    def close(self) -> None:
+        """Send the last commands, and stop the threads. Idempotent."""
+        self.flush()
+        for part in (self._prewarmer, self.listener, self.renewer):
+            if part is not None:
+                part.close()
+
+    def _listen(self, secrets: Secrets, tick: Callable[[], None]) -> SideChannelListener:
+        local, leases = self.local, self._leases
+        if not secrets and not _is_loopback(local.host):
+            logger.warning(
+                "the side channel on %s:%d answers every client that can reach it; set KVFERRY_SECRET_FILE, or keep it "
+                "on a trusted network",
+                local.host,
+                local.port,
+            )
+
+        def knows(boot: str, name: LeaseName) -> bool:
+            return boot == local.boot and leases.knows(name)
+
+        return SideChannelListener(local.host, local.port, self._counters, secrets, leases.clock, tick, knows)
+
+    def _on_producer(self, producer: Prewarm) -> None:
+        """Called on the prewarmer's thread."""
+        self._found.append(producer)
+        self._loop.wake()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
