@@ -1,4 +1,4 @@
-"""docs/architecture.md and docs/design.md against the tree: folders, files, functions and threads that they name."""
+"""The pages against the tree: folders, files, functions, threads and tests that they name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.commands import ROOT
+from tests.docs.commands import PAGES, ROOT
 from tests.packaging.outside import PACKAGES
 
 ARCHITECTURE, DESIGN = ROOT / "docs" / "architecture.md", ROOT / "docs" / "design.md"
 _FILE = re.compile(r"(?:[\w.]+/)*\w+\.py")
 _ROOM = re.compile(r"^\| `([\w/]+)/` \|.*\| `(\w+\.py)` \|$", re.MULTILINE)
+_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 _NAME = re.compile(r"`([A-Z]\w*\.\w+|\w+\(\))`")
 _THREAD = re.compile(r'(?:name=|name: str = |SpanSink\(.+\), )"(kvferry-[a-z-]+)"')
 
@@ -108,3 +109,19 @@ def test_a_wrong_name_a_missing_folder_and_one_too_many_are_seen() -> None:
     ]
     assert room_errors(text.replace("| `planner.py` |", "| `gone.py` |")) == ["plan/gone.py"]
     assert room_errors(f"{text}\n| `plan/` | again | `planner.py` |") == ["plan"]
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    for page in PAGES:
+        for file, name in _TEST.findall(page.read_text()):
+            assert (ROOT / file).is_file(), f"{page.name}: {file}"
+            assert not name or f"\ndef {name}(" in (ROOT / file).read_text(), f"{page.name}: {file}::{name}"
+
+
+def test_every_model_kind_names_a_test_and_its_date() -> None:
+    _, _, section = (ROOT / "docs/compatibility.md").read_text().partition("## Model kinds\n")
+    rows = [line.split(" | ") for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 10
+    for kind, _, test, date in rows:
+        assert _TEST.fullmatch(test), kind
+        assert re.match(r"(20\d\d-\d\d-\d\d|not yet on an engine) \|$", date), kind
