@@ -146,11 +146,9 @@ class Settings:
         "GPU_MEMORY_UTILIZATION", "0.2", "share of each GPU's memory", _number(float, 0.01, 1)
     )
     decode_layout: str = _theirs(
-        "DECODER_KV_LAYOUT", "", "cache layout of the decode engines", _one_of("", "HND", "NHD")
+        "DECODER_KV_LAYOUT", "", "cache layout of the decode engines: HND or NHD", _one_of("", "HND", "NHD")
     )
-    attention_backend: str = _theirs(
-        "ATTENTION_BACKEND", "", "vLLM's --attention-backend for all engines; like --attention-backend"
-    )
+    attention_backend: str = _theirs("ATTENTION_BACKEND", "", "vLLM's --attention-backend for all engines")
     extra_args: tuple[str, ...] = _theirs(
         "VLLM_SERVE_EXTRA_ARGS", "", "more arguments for all engines, separated by commas", _arguments
     )
