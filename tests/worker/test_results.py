@@ -1,4 +1,7 @@
-"""Results for the step thread, which may wait for a load if it has nothing else to do."""
+"""Results for the step thread, which may wait for a load if it has nothing else to do.
+
+The watchdog: every load is reported once, in time, and its blocks stay out of use until they are safe.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import time
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.results import ResultBox
+from kvferry.worker.loads.results import SLACK_S, LoadWatchdog, ResultBox, StepResults
 
 LONG_S = 30.0
 
@@ -52,3 +55,81 @@ def test_other_results_end_no_wait() -> None:
     box.wait_for_load(0.05)
     assert time.monotonic() - started_s >= 0.05
     assert box.take().sent == {"lease"}
+
+
+TIMEOUT_S = 5.0
+LATE_S = TIMEOUT_S + SLACK_S
+
+
+class Scene:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr("kvferry.worker.loads.results.time.monotonic", lambda: self.now_s)
+        self.watchdog = LoadWatchdog(TIMEOUT_S)
+
+    def poll(self, **values: object) -> StepResults:
+        results = StepResults(**values)  # type: ignore[arg-type]
+        self.watchdog.poll(results)
+        return results
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+def test_what_the_transfer_thread_says_in_time_is_passed_on_as_it_is(scene: Scene) -> None:
+    scene.watchdog.ordered(["good", "bad", "alive"])
+    scene.now_s += LATE_S - 0.01
+    failed = {"bad": FailureReason.FENCE, "alive": FailureReason.DEADLINE}
+    results = scene.poll(loaded={"good"}, failed=dict(failed), alive=frozenset({"alive"}))
+    assert (results.loaded, results.failed, results.alive) == ({"good"}, failed, frozenset({"alive"}))
+    scene.now_s += 1000.0
+    results = scene.poll()
+    assert (results.loaded, results.failed, results.alive) == (set(), {}, None), "nothing is reported twice"
+    assert scene.poll(alive=frozenset()).alive == frozenset()
+
+
+def test_a_load_without_a_report_fails_after_its_deadline_and_its_blocks_are_alive(scene: Scene) -> None:
+    scene.watchdog.ordered(["stuck"])
+    scene.now_s += 1.0
+    scene.watchdog.ordered(["later"])
+    scene.now_s += LATE_S - 1.01
+    assert not scene.poll().failed
+    scene.now_s += 0.01
+    results = scene.poll()
+    assert results.failed == {"stuck": FailureReason.DEADLINE}
+    assert results.alive == frozenset({"stuck"}), "in the same report, or its blocks could be given away in between"
+    assert results.counts == {"quarantined_loads": 1}
+    results = scene.poll()
+    assert (results.failed, results.alive) == ({}, None)
+    scene.now_s += 1.0
+    assert scene.poll().alive == frozenset({"stuck", "later"})
+
+
+@pytest.mark.parametrize("late", ["loaded", "failed"])
+def test_what_the_thread_says_of_it_later_is_not_reported_again_and_frees_the_blocks(scene: Scene, late: str) -> None:
+    scene.watchdog.ordered(["stuck"])
+    scene.now_s += LATE_S
+    assert scene.poll().failed
+    said = {"loaded": {"stuck"}} if late == "loaded" else {"failed": {"stuck": FailureReason.TRANSFER}}
+    results = scene.poll(**said)
+    assert (results.loaded, results.failed, results.alive) == (set(), {}, frozenset())
+
+
+def test_what_is_in_the_threads_quarantine_by_then_stays_alive_without_a_gap(scene: Scene) -> None:
+    scene.watchdog.ordered(["stuck"])
+    scene.now_s += LATE_S
+    assert scene.poll().alive == frozenset({"stuck"})
+    results = scene.poll(failed={"stuck": FailureReason.DEADLINE}, alive=frozenset({"stuck"}))
+    assert (results.failed, results.alive) == ({}, None), "it is alive still"
+    assert scene.poll(alive=frozenset()).alive == frozenset()
+
+
+def test_it_knows_whether_a_load_is_awaited(scene: Scene) -> None:
+    assert not scene.watchdog
+    scene.watchdog.ordered(["one", "other"])
+    scene.poll(loaded={"one"})
+    assert scene.watchdog
+    scene.poll(failed={"other": FailureReason.FENCE})
+    assert not scene.watchdog

@@ -89,7 +89,7 @@ class WorkerIntegrity:
         Raises:
             LocalProtocolError: with all the sums.
         """
-        wrong = [*self._cells(), *self._handles(), *self._pool(), *self._table.errors()]
+        wrong = [*self._entries(), *self._handles(), *self._pool(), *self._table.errors()]
         if idle:
             wrong += self._unrest()
         if wrong:
@@ -114,7 +114,7 @@ class WorkerIntegrity:
             f"leases: {self._table.describe()}"
         )
 
-    def _cells(self) -> list[str]:
+    def _entries(self) -> list[str]:
         slot_reads = self._context.slot_reads
         owners = [one.entries for one in self._runner.alive()]
         owners += [one.entries for one in self._context.registry.first_reads.all()]

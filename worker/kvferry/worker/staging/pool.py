@@ -111,16 +111,6 @@ class StagingPool:
         """The waves that are out, by start."""
         return tuple(self._out[start] for start in sorted(self._out))
 
-    def require(self, at_least: int) -> None:
-        """Refuse a size that could never be given out; for the start and the handshake.
-
-        Raises:
-            PoolTooSmall: `at_least` bytes are more than the largest wave.
-        """
-        if self._aligned_up(at_least) > self.largest_wave:
-            needed = WAVES_PER_POOL * self._aligned_up(at_least)
-            raise PoolTooSmall("staging_pool_bytes", self.capacity, f"at least {needed}: one wave must hold {at_least}")
-
     def try_take(self, load: str, peer: str, wanted: int, *, at_least: int | None = None) -> Wave | None:
         """A wave for `load`, or None: it then waits, and asks again until it is served or withdraws.
 
@@ -132,9 +122,12 @@ class StagingPool:
         Raises:
             PoolTooSmall: `at_least` bytes are more than the largest wave.
         """
+        least = self._aligned_up(at_least or 0)
+        if least > self.largest_wave:
+            expected = f"at least {WAVES_PER_POOL * least}: one wave must hold {at_least}"
+            raise PoolTooSmall("staging_pool_bytes", self.capacity, expected)
         wanted = min(self._aligned_up(wanted), self.largest_wave)
-        self.require(at_least or 0)
-        wish = _Wish(peer, wanted, min(self._aligned_up(at_least), wanted) if at_least is not None else wanted)
+        wish = _Wish(peer, wanted, wanted if at_least is None else min(least, wanted))
         if wanted <= 0 or wish.at_least <= 0:
             raise LocalProtocolError(f"load={load} peer={peer} asks for {wanted} bytes of the staging pool")
         held = sum(wave.load == load for wave in self._live())
