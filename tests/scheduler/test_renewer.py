@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import threading
@@ -167,6 +168,20 @@ def test_closing_sends_everything_that_was_submitted(host: str, counters: Counte
         renewer.close()
         assert time.monotonic() - start_s < 4.5, "a thread that does not end is waited for for 5 s"
         assert [listener.inbox.get(timeout=10).leases[0].slot for _ in range(30)] == list(range(30))
+
+
+def test_nothing_is_renewed_once_it_is_closed(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A renewal would begin a task that nothing ends."""
+    renewer = LeaseRenewer(counters)
+    renewer.submit([RenewLease(lease(free_port()))])
+    wait_until(lambda: counters.total("heartbeats") == 1, "it is renewed")
+
+    async def wait_for_the_next_renewal() -> None:
+        await asyncio.sleep(SHORT_S / HEARTBEATS_PER_LEASE * 2)
+
+    monkeypatch.setattr(renewer._sender, "sent", wait_for_the_next_renewal)
+    renewer.close()
+    assert counters.total("heartbeats") == 1
 
 
 def test_closing_is_quick_when_the_producer_is_dead(counters: Counters) -> None:

@@ -94,6 +94,7 @@ class LeaseRenewer:
         self._submitted: queue.SimpleQueue[_Submitted] = queue.SimpleQueue()
         self._is_woken = False
         """Whether a turn is to come that has not looked at the queue yet."""
+        self._is_ending = False
         self._sleeps_until_s = math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._kept: dict[Endpoint, dict[LeaseKey, _Kept]] = {}
@@ -121,6 +122,8 @@ class LeaseRenewer:
 
     def _turn(self) -> None:
         """Carry out what was submitted, renew what is due, and sleep until the next renewal."""
+        if self._is_ending:
+            return
         self._is_woken = False
         self._take_all()
         self._survive(lambda: self._renew_due(time.monotonic()))
@@ -134,6 +137,7 @@ class LeaseRenewer:
             self._timer = loop.call_later(self._sleeps_until_s - time.monotonic(), self._turn)
 
     async def _send_the_rest(self) -> None:
+        self._is_ending = True
         self._take_all()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._sender.sent(), _LAST_WAIT_S)
