@@ -6,6 +6,7 @@ raise warnings that are not ours to fix: they are named here, and everything els
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -47,29 +48,52 @@ def _process_groups() -> Iterator[None]:
 def make() -> Iterator[Any]:
     """Makes nodes: `make(role, **config)`. They are closed at the end of the test, with an integrity check."""
     node_type = importlib.import_module("tests.harness.core.node").Node
-    nodes: list[Any] = []
+    with contextlib.ExitStack() as stack:
 
-    def build(role: str, **config: Any) -> Any:
-        nodes.append(node_type(role, **config))
-        return nodes[-1]
+        def build(role: str, **config: Any) -> Any:
+            node = node_type(role, **config)
+            stack.callback(node.close)
+            return node
 
-    yield build
-    for node in nodes:
-        node.close()
+        yield build
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Any]:
+    """Makes schedulers whose workers' reports the test chooses: `make_engine(role, **config)`, with kvferry's connector
+    if no other is named. They are closed at the end of the test, with an integrity check."""
+    node = importlib.import_module("tests.harness.core.node")
+    with contextlib.ExitStack() as stack:
+
+        def build(
+            role: str = "kv_producer",
+            *,
+            connector: str = "FerryConnector",
+            module: str | None = "kvferry.connector",
+            lease_s: float = 30.0,
+            **config: Any,
+        ) -> Any:
+            if module == "kvferry.connector":
+                config["extra"] = {"kv_lease_duration": lease_s, **config.get("extra", {})}
+            with node.side_channel(node.free_port()):
+                engine = node.Engine(connector, module=module, role=role, **config)
+            stack.callback(engine.close)
+            if module == "kvferry.connector":
+                stack.callback(engine.connector.scheduler_side.check_integrity)
+            return engine
+
+        yield build
 
 
 @pytest.fixture
 def make_slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes producers with slow routers: `make_slow(**keys)`. Their integrity is checked in every step."""
     slow_type = importlib.import_module("tests.engine_core.slow_router").Slow
-    made: list[Any] = []
+    with contextlib.ExitStack() as stack:
 
-    def build(**extra: Any) -> Any:
-        made.append(slow_type(monkeypatch, **extra))
-        return made[-1]
+        def build(**extra: Any) -> Any:
+            slow = slow_type(monkeypatch, **extra)
+            stack.callback(slow.close)
+            return slow
 
-    yield build
-    for slow in made:
-        slow.side.check_integrity()
-        assert slow.engine.counted("integrity_errors") == 0
-        slow.engine.close()
+        yield build

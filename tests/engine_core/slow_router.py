@@ -64,6 +64,11 @@ class Slow:
     def answered(self) -> int:
         return sum(answer.finish_reason is not None for answer in self.engine.answers.values())
 
+    def close(self) -> None:
+        self.side.check_integrity()
+        assert self.engine.counted("integrity_errors") == 0
+        self.engine.close()
+
     @property
     def held(self) -> set[str]:
         return {lease.request_id for lease in self.side.leases.leases(*ENDED)}

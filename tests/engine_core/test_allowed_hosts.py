@@ -56,17 +56,11 @@ def asked_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def make(asked_names: list[str]) -> Iterator[Any]:
-    engines: list[Engine] = []
+def make(make_engine: Any, asked_names: list[str]) -> Any:
+    def build(allowed: list[str] | None, **extra: Any) -> Any:
+        return make_engine("kv_both", extra={**extra, **({} if allowed is None else {"allowed_hosts": allowed})})
 
-    def build(allowed: list[str] | None, **extra: Any) -> Engine:
-        settings = {**extra, **({} if allowed is None else {"allowed_hosts": allowed})}
-        engines.append(Engine("FerryConnector", module="kvferry.connector", role="kv_both", extra=settings))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.close()
+    return build
 
 
 def computed_here(engine: Engine, name: str) -> bool:

@@ -13,23 +13,9 @@ import torch
 
 from kvferry.connector.engine.facts import is_alone
 from tests.engine_core.offers import Eavesdropper, offer
-from tests.harness.core.scheduler import BLOCK_TOKENS, Engine, Scheduled, tokens
+from tests.harness.core.scheduler import BLOCK_TOKENS, Scheduled, tokens
 
 PROMPT = tokens(40)
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    engines: list[Engine] = []
-
-    def build(role: str = "kv_consumer", **config: Any) -> Engine:
-        engines.append(Engine("FerryConnector", module="kvferry.connector", role=role, **config))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.connector.scheduler_side.check_integrity()
-        engine.close()
 
 
 @pytest.fixture
@@ -45,8 +31,8 @@ def loads(step: Scheduled) -> dict[str, tuple[int, int]]:
     return {} if orders is None else {x.request_id: (x.first_token, x.stop_token) for x in orders.loads}
 
 
-def test_a_remote_prompt_is_loaded_whole_and_one_token_of_it_is_computed(make: Any) -> None:
-    engine = make()
+def test_a_remote_prompt_is_loaded_whole_and_one_token_of_it_is_computed(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer")
     engine.add("d", PROMPT, offer(PROMPT))
     step = engine.step()
     assert loads(step) == {"d": (0, 40)}
@@ -63,8 +49,8 @@ def test_a_remote_prompt_is_loaded_whole_and_one_token_of_it_is_computed(make: A
     assert len(engine.stats[-1]["samples"].get("handover_s", ())) <= 1
 
 
-def test_no_step_waits_for_a_load_while_another_stage_may_have_work(make: Any) -> None:
-    engine = make(pp=2)
+def test_no_step_waits_for_a_load_while_another_stage_may_have_work(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer", pp=2)
     engine.add("d", PROMPT, offer(PROMPT))
     step = engine.step()
     assert loads(step) == {"d": (0, 40)}
@@ -81,8 +67,8 @@ def test_only_an_engine_of_one_stage_and_one_rank_is_alone(sizes: tuple[int, int
     assert is_alone(config) is alone
 
 
-def test_only_what_the_local_cache_lacks_is_loaded(make: Any) -> None:
-    engine = make()
+def test_only_what_the_local_cache_lacks_is_loaded(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer")
     engine.add("before", PROMPT[:32], max_tokens=1)
     engine.run()
     engine.add("d", PROMPT, offer(PROMPT))
@@ -94,8 +80,8 @@ def test_only_what_the_local_cache_lacks_is_loaded(make: Any) -> None:
     assert engine.is_whole
 
 
-def test_a_prompt_that_is_all_in_the_local_cache_gives_its_lease_back(make: Any, producer: Eavesdropper) -> None:
-    engine = make()
+def test_a_prompt_that_is_all_in_the_local_cache_gives_its_lease_back(make_engine: Any, producer: Eavesdropper) -> None:
+    engine = make_engine("kv_consumer")
     short = tokens(2 * BLOCK_TOKENS)
     engine.add("before", tokens(3 * BLOCK_TOKENS), max_tokens=1)
     engine.run()
@@ -107,8 +93,10 @@ def test_a_prompt_that_is_all_in_the_local_cache_gives_its_lease_back(make: Any,
     assert engine.is_whole
 
 
-def test_a_request_aborted_before_it_was_scheduled_gives_its_lease_back(make: Any, producer: Eavesdropper) -> None:
-    engine = make()
+def test_a_request_aborted_before_it_was_scheduled_gives_its_lease_back(
+    make_engine: Any, producer: Eavesdropper
+) -> None:
+    engine = make_engine("kv_consumer")
     engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=3))
     engine.abort("d")
     assert producer.released() == [3]
@@ -118,9 +106,9 @@ def test_a_request_aborted_before_it_was_scheduled_gives_its_lease_back(make: An
 
 @pytest.mark.parametrize("prompt", [[0], PROMPT], ids=["as vLLM 0.32 makes it", "as vLLM 0.33 makes it while paused"])
 def test_a_request_that_the_front_end_rejected_gives_its_lease_back(
-    make: Any, producer: Eavesdropper, prompt: list[int]
+    make_engine: Any, producer: Eavesdropper, prompt: list[int]
 ) -> None:
-    engine = make()
+    engine = make_engine("kv_consumer")
     params = offer(PROMPT, port=producer.port, slot=4)
     engine.add("rejected", prompt, params, max_tokens=1, abort_immediately=True)
     engine.abort("rejected")
@@ -129,14 +117,16 @@ def test_a_request_that_the_front_end_rejected_gives_its_lease_back(
     assert engine.is_whole
 
 
-def test_a_lease_is_renewed_while_its_request_waits(make: Any, producer: Eavesdropper) -> None:
-    engine = make()
+def test_a_lease_is_renewed_while_its_request_waits(make_engine: Any, producer: Eavesdropper) -> None:
+    engine = make_engine("kv_consumer")
     engine.add("d", PROMPT, offer(PROMPT, port=producer.port, lease_s=0.3))
     assert producer.renewed()
 
 
-def test_params_with_a_tiny_lease_do_not_make_this_engine_flood_anybody(make: Any, producer: Eavesdropper) -> None:
-    engine = make()
+def test_params_with_a_tiny_lease_do_not_make_this_engine_flood_anybody(
+    make_engine: Any, producer: Eavesdropper
+) -> None:
+    engine = make_engine("kv_consumer")
     params = offer(PROMPT, port=producer.port)
     params["kvferry"]["lease_s"] = 1e-9
     engine.add("d", PROMPT, params)
@@ -146,9 +136,9 @@ def test_params_with_a_tiny_lease_do_not_make_this_engine_flood_anybody(make: An
 
 
 def test_a_request_aborted_while_loading_keeps_its_blocks_and_its_lease_until_the_workers_report(
-    make: Any, producer: Eavesdropper
+    make_engine: Any, producer: Eavesdropper
 ) -> None:
-    engine = make()
+    engine = make_engine("kv_consumer")
     engine.add("d", PROMPT, offer(PROMPT, port=producer.port))
     engine.step()
     engine.abort("d")
@@ -159,8 +149,8 @@ def test_a_request_aborted_while_loading_keeps_its_blocks_and_its_lease_until_th
     assert engine.is_whole
 
 
-def test_a_request_aborted_after_its_load_is_over(make: Any) -> None:
-    engine = make()
+def test_a_request_aborted_after_its_load_is_over(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer")
     engine.add("d", PROMPT, offer(PROMPT))
     engine.step()
     engine.step(loaded={"d"})
@@ -169,8 +159,8 @@ def test_a_request_aborted_after_its_load_is_over(make: Any) -> None:
     assert engine.is_whole
 
 
-def test_a_failed_load_is_computed_here_counted_and_never_tried_again(make: Any, producer: Eavesdropper) -> None:
-    engine = make(policy="recompute")
+def test_a_failed_load_is_computed_here_counted_and_never_tried_again(make_engine: Any, producer: Eavesdropper) -> None:
+    engine = make_engine("kv_consumer", policy="recompute")
     engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=6))
     engine.step()
     engine.step(failed={"d"})
@@ -182,8 +172,8 @@ def test_a_failed_load_is_computed_here_counted_and_never_tried_again(make: Any,
     assert engine.is_whole
 
 
-def test_a_failed_load_under_fail_ends_the_request_and_nothing_else(make: Any, producer: Eavesdropper) -> None:
-    engine = make(policy="fail")
+def test_a_failed_load_under_fail_ends_the_request_and_nothing_else(make_engine: Any, producer: Eavesdropper) -> None:
+    engine = make_engine("kv_consumer", policy="fail")
     engine.add("other", tokens(20, seed=9), max_tokens=8)
     engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=7))
     engine.step()
@@ -195,8 +185,8 @@ def test_a_failed_load_under_fail_ends_the_request_and_nothing_else(make: Any, p
     assert engine.is_whole
 
 
-def test_a_preempted_request_is_computed_here_and_not_loaded_a_second_time(make: Any) -> None:
-    engine = make(num_blocks=8)
+def test_a_preempted_request_is_computed_here_and_not_loaded_a_second_time(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer", num_blocks=8)
     engine.add("old", tokens(47, seed=2), max_tokens=40)
     engine.add("d", tokens(33, seed=3), offer(tokens(33, seed=3)), max_tokens=40)
     ordered = [loads(engine.step())]
@@ -213,8 +203,8 @@ def test_a_preempted_request_is_computed_here_and_not_loaded_a_second_time(make:
     assert engine.is_whole
 
 
-def test_a_prompt_without_free_blocks_waits_for_them_and_is_then_loaded(make: Any) -> None:
-    engine = make(num_blocks=5)
+def test_a_prompt_without_free_blocks_waits_for_them_and_is_then_loaded(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer", num_blocks=5)
     engine.add("first", tokens(50, seed=2), max_tokens=2)
     engine.add("d", PROMPT, offer(PROMPT))
     assert loads(engine.step()) == {}
@@ -228,8 +218,8 @@ def test_a_prompt_without_free_blocks_waits_for_them_and_is_then_loaded(make: An
     assert engine.is_whole
 
 
-def test_siblings_of_one_request_share_unchanged_params_and_one_of_them_loads(make: Any) -> None:
-    engine = make()
+def test_siblings_of_one_request_share_unchanged_params_and_one_of_them_loads(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer")
     params = offer(PROMPT)
     before = copy.deepcopy(params)
     for index in range(3):
@@ -245,8 +235,10 @@ def test_siblings_of_one_request_share_unchanged_params_and_one_of_them_loads(ma
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_one_params_object_over_a_batch_serves_only_the_prompt_that_it_was_made_for(make: Any, first: str) -> None:
-    engine = make()
+def test_one_params_object_over_a_batch_serves_only_the_prompt_that_it_was_made_for(
+    make_engine: Any, first: str
+) -> None:
+    engine = make_engine("kv_consumer")
     prompts = {"a": PROMPT, "b": tokens(40, seed=8)}
     params = offer(prompts["a"])
     for name in sorted(prompts, reverse=first == "b"):
@@ -259,8 +251,8 @@ def test_one_params_object_over_a_batch_serves_only_the_prompt_that_it_was_made_
     assert engine.counted("local_recomputes", "other_prompt") + engine.counted("local_recomputes", "lease_in_use") == 1
 
 
-def test_a_turn_that_was_tokenised_anew_takes_what_it_certainly_shares(make: Any) -> None:
-    engine = make(num_blocks=64)
+def test_a_turn_that_was_tokenised_anew_takes_what_it_certainly_shares(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer", num_blocks=64)
     made_for = tokens(300)
     engine.add("d", [*made_for[:270], *tokens(30, seed=8)], offer(made_for))
     assert loads(engine.step()) == {"d": (0, 256)}
@@ -270,8 +262,10 @@ def test_a_turn_that_was_tokenised_anew_takes_what_it_certainly_shares(make: Any
     assert engine.is_whole
 
 
-def test_prompt_logprobs_need_the_whole_prompt_and_give_the_lease_back(make: Any, producer: Eavesdropper) -> None:
-    engine = make()
+def test_prompt_logprobs_need_the_whole_prompt_and_give_the_lease_back(
+    make_engine: Any, producer: Eavesdropper
+) -> None:
+    engine = make_engine("kv_consumer")
     engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=8), prompt_logprobs=1, max_tokens=1)
     step = engine.step()
     assert (loads(step), step.computed) == ({}, {"d": 40})
@@ -280,8 +274,8 @@ def test_prompt_logprobs_need_the_whole_prompt_and_give_the_lease_back(make: Any
     assert engine.is_whole
 
 
-def test_a_prompt_of_embeddings_is_computed_here(make: Any) -> None:
-    engine = make()
+def test_a_prompt_of_embeddings_is_computed_here(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer")
     request = engine.add("d", PROMPT, None, prompt_embeds=torch.zeros(40, 64))
     assert request.num_prompt_tokens == 40
     engine.abort("d")
@@ -291,8 +285,8 @@ def test_a_prompt_of_embeddings_is_computed_here(make: Any) -> None:
     assert engine.counted("local_recomputes", "prompt_embeds") == 1
 
 
-def test_a_load_may_be_ordered_while_the_step_before_is_still_in_flight(make: Any) -> None:
-    engine = make(overlap=True)
+def test_a_load_may_be_ordered_while_the_step_before_is_still_in_flight(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer", overlap=True)
     engine.add("other", tokens(20, seed=9), max_tokens=6)
     first = engine.schedule()
     engine.add("d", PROMPT, offer(PROMPT))

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import pytest
 
-from tests.harness.core.scheduler import BLOCK_TOKENS, Engine, tokens
+from tests.harness.core.scheduler import BLOCK_TOKENS, tokens
 
 PROMPT = tokens(40)
 
 
 @pytest.fixture
-def make() -> Iterator[Any]:
-    engines: list[Engine] = []
-
-    def build(**config: Any) -> Engine:
-        engines.append(Engine("RecordingConnector", module="tests.engine_core.recorder", **config))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.close()
+def make(make_engine: Any) -> Any:
+    return functools.partial(
+        make_engine, role="kv_both", connector="RecordingConnector", module="tests.engine_core.recorder"
+    )
 
 
 def load_all(request: Any, local: int) -> tuple[int, bool]:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import pytest
 
-from tests.harness.core.scheduler import BLOCK_TOKENS, SAMPLED, Engine, tokens
+from tests.harness.core.scheduler import BLOCK_TOKENS, SAMPLED, tokens
 
 PROMPT = tokens(40)
 
 
 @pytest.fixture
-def make() -> Iterator[Any]:
-    engines: list[Engine] = []
-
-    def build(**config: Any) -> Engine:
-        engines.append(Engine("NixlConnector", **config))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.close()
+def make(make_engine: Any) -> Any:
+    return functools.partial(make_engine, role="kv_both", connector="NixlConnector", module=None)
 
 
 def remote(blocks: int, request_id: str = "elsewhere") -> dict[str, Any]:

@@ -15,7 +15,6 @@ from kvferry.connector.messages import FerryWorkerMetadata
 from kvferry.protocol.handshake import Release, Renew
 from kvferry.scheduler.producer.lease import LeaseState
 from tests.engine_core.test_producer import lease_of, offered, say
-from tests.engine_core.test_producer import make as make_engine  # noqa: F401 - a fixture
 from tests.harness.core.node import Node
 from tests.harness.core.runners import SecondRunner
 from tests.harness.core.scheduler import Engine, tokens
@@ -198,7 +197,7 @@ def test_two_ranks_free_nothing_until_the_later_one_has_reported(make: Any) -> N
     producer.until(lambda: producer.engine.is_whole)
 
 
-def test_the_connector_itself_asks_for_steps_until_a_hold_is_announced(make_engine: Any) -> None:  # noqa: F811
+def test_the_connector_itself_asks_for_steps_until_a_hold_is_announced(make_engine: Any) -> None:
     """vLLM takes another step after a request's end. If it did not, no consumer could read before the next one."""
     engine = make_engine()
     engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
@@ -210,7 +209,7 @@ def test_the_connector_itself_asks_for_steps_until_a_hold_is_announced(make_engi
 
 
 def test_a_lease_that_ran_out_while_idle_ends_with_the_next_request(
-    make_engine: Any,  # noqa: F811
+    make_engine: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", 0.5)
@@ -234,7 +233,7 @@ def test_a_lease_that_ran_out_while_idle_ends_with_the_next_request(
 
 
 def test_a_lease_that_was_read_while_idle_and_then_ran_out_is_done_and_has_not_expired(
-    make_engine: Any,  # noqa: F811
+    make_engine: Any,
 ) -> None:
     engine = make_engine(lease_s=0.3)
     engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
@@ -254,7 +253,7 @@ def test_a_lease_that_was_read_while_idle_and_then_ran_out_is_done_and_has_not_e
     assert side.counters.total("leases_released", "expired") == 0
 
 
-def test_renewals_that_came_while_idle_keep_the_lease(make_engine: Any) -> None:  # noqa: F811
+def test_renewals_that_came_while_idle_keep_the_lease(make_engine: Any) -> None:
     engine = make_engine(lease_s=0.6)
     engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
     engine.step()
@@ -272,7 +271,7 @@ def test_renewals_that_came_while_idle_keep_the_lease(make_engine: Any) -> None:
 
 
 def test_a_release_that_came_while_idle_frees_the_blocks_in_the_next_step(
-    make_engine: Any,  # noqa: F811
+    make_engine: Any,
 ) -> None:
     engine = make_engine(num_blocks=4)
     engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
@@ -289,7 +288,7 @@ def test_a_release_that_came_while_idle_frees_the_blocks_in_the_next_step(
     assert engine.step().computed == {"new": 40}
 
 
-def test_a_request_of_an_id_whose_lease_is_not_over_is_served_without_one(make_engine: Any) -> None:  # noqa: F811
+def test_a_request_of_an_id_whose_lease_is_not_over_is_served_without_one(make_engine: Any) -> None:
     """vLLM no longer knows the first request, so it accepts the second."""
     engine = make_engine()
     for _ in range(2):
@@ -313,7 +312,7 @@ def test_a_request_of_an_id_whose_lease_is_held_may_be_aborted_before_it_begins(
     assert consumer.engine.counted("failed_loads") == 0, "the lease is as it was"
 
 
-def test_cached_blocks_that_were_held_are_reused_from_their_end(make_engine: Any) -> None:  # noqa: F811
+def test_cached_blocks_that_were_held_are_reused_from_their_end(make_engine: Any) -> None:
     engine = make_engine(num_blocks=9)
     engine.add("p", tokens(64), REMOTE_DECODE, max_tokens=1)
     engine.step()

@@ -19,11 +19,9 @@ LABELS = {"model_name": "toy", "engine": "3"}
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine(make_engine: Any) -> Iterator[Engine]:
     unregister_vllm_metrics()
-    engine = Engine("FerryConnector", module="kvferry.connector", role="kv_consumer")
-    yield engine
-    engine.close()
+    yield make_engine("kv_consumer")
     unregister_vllm_metrics()
 
 

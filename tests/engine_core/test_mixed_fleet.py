@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import msgspec
@@ -10,23 +10,15 @@ import pytest
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
 
-from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
 
 PROMPT = tokens(40)
 
 
 @pytest.fixture
-def stock() -> Iterator[Any]:
-    engines: list[Engine] = []
-
-    def build(role: str, **config: Any) -> Engine:
-        engines.append(Engine("NixlConnector", role=role, **config))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.close()
+def stock(make_engine: Any) -> Any:
+    return functools.partial(make_engine, connector="NixlConnector", module=None)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,28 +11,10 @@ import zmq
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew, encode
 from kvferry.protocol.params import RemotePrefill, read_params
-from tests.harness.cache_engine import free_port
-from tests.harness.core.node import side_channel
 from tests.harness.core.scheduler import BLOCK_TOKENS, SAMPLED, Engine, Scheduled, tokens
 
 PROMPT = tokens(40)
 REMOTE_DECODE = {"do_remote_decode": True}
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    engines: list[Engine] = []
-
-    def build(role: str = "kv_producer", lease_s: float = 30.0, **config: Any) -> Engine:
-        extra = {"kv_lease_duration": lease_s, **config.pop("extra", {})}
-        with side_channel(free_port()):
-            engines.append(Engine("FerryConnector", module="kvferry.connector", role=role, extra=extra, **config))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.connector.scheduler_side.check_integrity()
-        engine.close()
 
 
 def offered(engine: Engine, request_id: str) -> RemotePrefill:
@@ -78,8 +59,8 @@ def lease_of(params: RemotePrefill) -> LeaseName:
     return LeaseName(slot=params.kvferry.lease_slot, epoch=params.kvferry.lease_epoch)
 
 
-def test_the_answer_of_a_prefill_offers_exactly_its_prompt(make: Any) -> None:
-    engine = make()
+def test_the_answer_of_a_prefill_offers_exactly_its_prompt(make_engine: Any) -> None:
+    engine = make_engine()
     request = engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.step()
     params = offered(engine, "p")
@@ -88,16 +69,16 @@ def test_the_answer_of_a_prefill_offers_exactly_its_prompt(make: Any) -> None:
     assert engine.blocks_at_start - engine.free_blocks == 3
 
 
-def test_all_of_the_answer_survives_a_router_that_turns_numbers_into_floats(make: Any) -> None:
-    engine = make()
+def test_all_of_the_answer_survives_a_router_that_turns_numbers_into_floats(make_engine: Any) -> None:
+    engine = make_engine()
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.step()
     text = json.dumps(engine.answers["p"].params)
     assert read_params(json.loads(text, parse_int=float)) == read_params(json.loads(text))
 
 
-def test_a_prefill_that_decodes_a_little_offers_all_but_its_last_token(make: Any) -> None:
-    engine = make()
+def test_a_prefill_that_decodes_a_little_offers_all_but_its_last_token(make_engine: Any) -> None:
+    engine = make_engine()
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=10)
     engine.run()
     params = offered(engine, "p")
@@ -105,8 +86,8 @@ def test_a_prefill_that_decodes_a_little_offers_all_but_its_last_token(make: Any
     assert len(params.remote_block_ids[0]) == 4
 
 
-def test_a_prefill_in_chunks_offers_every_chunk(make: Any) -> None:
-    engine = make()
+def test_a_prefill_in_chunks_offers_every_chunk(make_engine: Any) -> None:
+    engine = make_engine()
     engine.add("p", tokens(300), REMOTE_DECODE, max_tokens=1)
     steps = [engine.step() for _ in range(3)]
     assert [step.computed["p"] for step in steps] == [128, 128, 44]
@@ -115,8 +96,8 @@ def test_a_prefill_in_chunks_offers_every_chunk(make: Any) -> None:
     assert len(params.remote_block_ids[0]) == 19
 
 
-def test_the_slot_is_opened_with_the_first_step_and_held_with_the_one_after_the_last(make: Any) -> None:
-    engine = make()
+def test_the_slot_is_opened_with_the_first_step_and_held_with_the_one_after_the_last(make_engine: Any) -> None:
+    engine = make_engine()
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     first, second, third = engine.step().metadata.orders(), engine.step().metadata.orders(), engine.step().metadata
     assert [len(first.opens), len(first.holds)] == [1, 0]
@@ -124,8 +105,8 @@ def test_the_slot_is_opened_with_the_first_step_and_held_with_the_one_after_the_
     assert third.orders() is None
 
 
-def test_the_blocks_come_back_when_the_workers_report_that_all_was_read(make: Any) -> None:
-    engine = make()
+def test_the_blocks_come_back_when_the_workers_report_that_all_was_read(make_engine: Any) -> None:
+    engine = make_engine()
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.step()
     engine.step()
@@ -136,8 +117,8 @@ def test_the_blocks_come_back_when_the_workers_report_that_all_was_read(make: An
 
 
 @pytest.mark.parametrize("when", ["waiting", "computing"])
-def test_an_aborted_prefill_holds_nothing(make: Any, when: str) -> None:
-    engine = make()
+def test_an_aborted_prefill_holds_nothing(make_engine: Any, when: str) -> None:
+    engine = make_engine()
     engine.add("p", tokens(200), REMOTE_DECODE, max_tokens=1)
     if when == "computing":
         engine.step()
@@ -148,8 +129,8 @@ def test_an_aborted_prefill_holds_nothing(make: Any, when: str) -> None:
     assert len(engine.connector.scheduler_side.leases) == 0
 
 
-def test_a_held_lease_that_is_not_renewed_expires(make: Any) -> None:
-    engine = make(lease_s=0.3)
+def test_a_held_lease_that_is_not_renewed_expires(make_engine: Any) -> None:
+    engine = make_engine(lease_s=0.3)
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.step()
     started = time.monotonic()
@@ -162,8 +143,8 @@ def test_a_held_lease_that_is_not_renewed_expires(make: Any) -> None:
     assert engine.counted("leases_released", "expired") == 1
 
 
-def test_a_lease_that_is_renewed_outlives_its_time(make: Any) -> None:
-    engine = make(lease_s=0.3)
+def test_a_lease_that_is_renewed_outlives_its_time(make_engine: Any) -> None:
+    engine = make_engine(lease_s=0.3)
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.step()
     params = offered(engine, "p")
@@ -175,8 +156,8 @@ def test_a_lease_that_is_renewed_outlives_its_time(make: Any) -> None:
     assert not engine.is_whole
 
 
-def test_a_lease_that_was_given_back_ends_with_the_next_step(make: Any) -> None:
-    engine = make()
+def test_a_lease_that_was_given_back_ends_with_the_next_step(make_engine: Any) -> None:
+    engine = make_engine()
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.step()
     engine.step()
@@ -186,8 +167,8 @@ def test_a_lease_that_was_given_back_ends_with_the_next_step(make: Any) -> None:
     assert engine.is_whole
 
 
-def test_a_lease_that_was_given_back_before_the_workers_knew_of_it_ends_all_the_same(make: Any) -> None:
-    engine = make()
+def test_a_lease_that_was_given_back_before_the_workers_knew_of_it_ends_all_the_same(make_engine: Any) -> None:
+    engine = make_engine()
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.step()
     params = offered(engine, "p")
@@ -196,8 +177,8 @@ def test_a_lease_that_was_given_back_before_the_workers_knew_of_it_ends_all_the_
     assert engine.is_whole
 
 
-def test_no_lease_is_ended_by_guessing(make: Any) -> None:
-    engine = make()
+def test_no_lease_is_ended_by_guessing(make_engine: Any) -> None:
+    engine = make_engine()
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.step()
     params = offered(engine, "p")
@@ -209,8 +190,8 @@ def test_no_lease_is_ended_by_guessing(make: Any) -> None:
     assert not engine.is_whole
 
 
-def test_a_prefill_without_a_free_slot_is_served_and_offers_nothing(make: Any) -> None:
-    engine = make(extra={"lease_slots": 1})
+def test_a_prefill_without_a_free_slot_is_served_and_offers_nothing(make_engine: Any) -> None:
+    engine = make_engine(extra={"lease_slots": 1})
     engine.add("first", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.add("second", tokens(20, seed=4), REMOTE_DECODE, max_tokens=1)
     answers = engine.run()
@@ -220,8 +201,8 @@ def test_a_prefill_without_a_free_slot_is_served_and_offers_nothing(make: Any) -
     assert engine.counted("leases_refused") == 1
 
 
-def test_siblings_of_one_prefill_have_a_lease_each(make: Any) -> None:
-    engine = make()
+def test_siblings_of_one_prefill_have_a_lease_each(make_engine: Any) -> None:
+    engine = make_engine()
     for index in range(3):
         engine.add(f"{index}_parent", PROMPT, REMOTE_DECODE, max_tokens=1)
     answers = engine.run()
@@ -232,8 +213,8 @@ def test_siblings_of_one_prefill_have_a_lease_each(make: Any) -> None:
     assert engine.is_whole
 
 
-def test_a_preempted_prefill_offers_the_blocks_that_it_has_in_the_end(make: Any) -> None:
-    engine = make(num_blocks=7)
+def test_a_preempted_prefill_offers_the_blocks_that_it_has_in_the_end(make_engine: Any) -> None:
+    engine = make_engine(num_blocks=7)
     engine.add("old", tokens(47, seed=2), max_tokens=30)
     engine.add("p", tokens(47, seed=3), REMOTE_DECODE, max_tokens=30)
     preempted = False
@@ -247,20 +228,20 @@ def test_a_preempted_prefill_offers_the_blocks_that_it_has_in_the_end(make: Any)
     assert list(params.remote_block_ids[0]) == before[: -(-76 // BLOCK_TOKENS)]
 
 
-def test_a_session_of_streamed_input_and_a_prompt_of_another_role_are_served_without_a_lease(make: Any) -> None:
-    engine = make()
+def test_a_session_of_streamed_input_and_a_prompt_of_another_role_are_served_without_a_lease(make_engine: Any) -> None:
+    engine = make_engine()
     engine.add("s", PROMPT, REMOTE_DECODE, max_tokens=1, resumable=True)
     engine.step()
     assert len(engine.connector.scheduler_side.leases) == 0
-    consumer = make(role="kv_consumer")
+    consumer = make_engine(role="kv_consumer")
     consumer.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     assert consumer.run()["p"].params is None
     assert consumer.is_whole
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 7, 10])
-def test_an_overlapping_producer_never_offers_a_token_of_a_step_in_flight(make: Any, max_tokens: int) -> None:
-    engine = make(overlap=True)
+def test_an_overlapping_producer_never_offers_a_token_of_a_step_in_flight(make_engine: Any, max_tokens: int) -> None:
+    engine = make_engine(overlap=True)
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=max_tokens)
     step = engine.schedule()
     while engine.answers["p"].finish_reason is None:
@@ -272,8 +253,8 @@ def test_an_overlapping_producer_never_offers_a_token_of_a_step_in_flight(make: 
     assert len(params.remote_block_ids[0]) == -(-params.remote_num_tokens // BLOCK_TOKENS)
 
 
-def test_a_producer_that_stops_while_a_step_is_in_flight_offers_what_was_computed_before(make: Any) -> None:
-    engine = make(overlap=True)
+def test_a_producer_that_stops_while_a_step_is_in_flight_offers_what_was_computed_before(make_engine: Any) -> None:
+    engine = make_engine(overlap=True)
     request = engine.add("p", tokens(3 * BLOCK_TOKENS), REMOTE_DECODE, max_tokens=9, stop_token_ids=[SAMPLED])
     first, second = engine.schedule(), engine.schedule()
     engine.finish(first)
@@ -283,8 +264,8 @@ def test_a_producer_that_stops_while_a_step_is_in_flight_offers_what_was_compute
     engine.finish(second)
 
 
-def test_a_reset_of_the_caches_ends_every_lease(make: Any) -> None:
-    engine = make()
+def test_a_reset_of_the_caches_ends_every_lease(make_engine: Any) -> None:
+    engine = make_engine()
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.step()
     engine.step()

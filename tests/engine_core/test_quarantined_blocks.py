@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,20 +15,6 @@ from tests.harness.core.scheduler import Engine, tokens
 pytestmark = pytest.mark.slow
 
 PROMPT = tokens(40)
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    engines: list[Engine] = []
-
-    def build(**config: Any) -> Engine:
-        engines.append(Engine("FerryConnector", module="kvferry.connector", role="kv_consumer", **config))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.connector.scheduler_side.check_integrity()
-        engine.close()
 
 
 def report(*failed: str, **alive: set[str]) -> KVConnectorOutput:
@@ -47,8 +32,8 @@ def taken(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead(make: Any, policy: str) -> None:
-    engine = make(policy=policy)
+def test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead(make_engine: Any, policy: str) -> None:
+    engine = make_engine("kv_consumer", policy=policy)
     engine.add("d", PROMPT, offer(PROMPT), max_tokens=2)
     engine.step()
     mine = set(engine.block_ids("d"))
@@ -68,8 +53,8 @@ def test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead(make: Any, p
     assert not engine.scheduler.has_requests()
 
 
-def test_one_of_two_workers_fails_first_and_the_blocks_are_pinned_until_both_are_done(make: Any) -> None:
-    engine = make()
+def test_one_of_two_workers_fails_first_and_the_blocks_are_pinned_until_both_are_done(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer")
     engine.add("d", PROMPT, offer(PROMPT), max_tokens=2)
     engine.step()
     engine.step(worker=report(w0={"d"}))
@@ -83,8 +68,8 @@ def test_one_of_two_workers_fails_first_and_the_blocks_are_pinned_until_both_are
     assert engine.is_whole
 
 
-def test_an_aborted_request_whose_load_fails_in_flight_leaves_its_blocks_pinned(make: Any) -> None:
-    engine = make()
+def test_an_aborted_request_whose_load_fails_in_flight_leaves_its_blocks_pinned(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer")
     engine.add("d", PROMPT, offer(PROMPT))
     engine.step()
     engine.abort("d")
@@ -95,8 +80,8 @@ def test_an_aborted_request_whose_load_fails_in_flight_leaves_its_blocks_pinned(
     assert engine.is_whole
 
 
-def test_the_gauges_say_how_much_is_out_of_use_and_that_nothing_is_any_more(make: Any) -> None:
-    engine = make(policy="fail")
+def test_the_gauges_say_how_much_is_out_of_use_and_that_nothing_is_any_more(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer", policy="fail")
     quarantined = engine.connector.scheduler_side.loads.quarantine
     assert quarantined.gauges(0.0) == {}
     engine.add("d", PROMPT, offer(PROMPT))
@@ -112,16 +97,16 @@ def test_the_gauges_say_how_much_is_out_of_use_and_that_nothing_is_any_more(make
     assert quarantined.gauges(0.0) == {}, "it is reported once"
 
 
-def test_a_failed_load_with_nothing_in_flight_pins_nothing(make: Any) -> None:
-    engine = make(policy="fail")
+def test_a_failed_load_with_nothing_in_flight_pins_nothing(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer", policy="fail")
     engine.add("d", PROMPT, offer(PROMPT))
     engine.step()
     engine.step(worker=report("d"))
     assert engine.is_whole
 
 
-def test_blocks_of_the_local_cache_that_the_request_shared_serve_others_meanwhile(make: Any) -> None:
-    engine = make()
+def test_blocks_of_the_local_cache_that_the_request_shared_serve_others_meanwhile(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer")
     engine.add("before", PROMPT[:32], max_tokens=1)
     engine.run()
     engine.add("d", PROMPT, offer(PROMPT), max_tokens=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
@@ -15,11 +15,8 @@ PROMPT = tokens(40)
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    made = Engine("FerryConnector", module="kvferry.connector", role="kv_both")
-    yield made
-    made.connector.scheduler_side.check_integrity()
-    made.close()
+def engine(make_engine: Any) -> Any:
+    return make_engine("kv_both")
 
 
 def test_blocks_that_a_sibling_has_held_are_freed_without_a_lease_of_ours(engine: Engine) -> None:

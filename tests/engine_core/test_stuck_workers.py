@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.messages import FerryWorkerMetadata
@@ -16,20 +14,6 @@ from tests.harness.core.scheduler import Engine, Scheduled, tokens
 
 PROMPT = tokens(40)
 TURNS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
-
-
-@pytest.fixture
-def make_engine() -> Iterator[Any]:
-    engines: list[Engine] = []
-
-    def build(role: str, **config: Any) -> Engine:
-        engines.append(Engine("FerryConnector", module="kvferry.connector", role=role, **config))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.connector.scheduler_side.check_integrity()
-        engine.close()
 
 
 def ended(step: Scheduled) -> set[str]:
