@@ -35,15 +35,16 @@ def scheduler_tracing(vllm_config: VllmConfig, config: FerryConfig, local: Local
     return RecordedScheduler(local.boot, file, spans)
 
 
-def worker_tracing(vllm_config: VllmConfig, config: FerryConfig, place: Place) -> WorkerTracing:
-    """The tracing of a worker side. Its file has no boot id, which workers do not know.
+def worker_tracing(vllm_config: VllmConfig, config: FerryConfig, place: Place) -> WorkerTracing | None:
+    """The tracing of a worker side; None where it is off. Its file has no boot id, which workers do not know.
 
     Raises:
         InvalidConfig: `trace_dir` is not writable.
     """
     opened = _file(vllm_config, config, Part.WORKER, "", str(place))
     file: Recorder[Event] | None = None if opened is None else Recorder(opened)
-    return WorkerTracing(file, keeps=has_opentelemetry_on(vllm_config))
+    keeps = has_opentelemetry_on(vllm_config)
+    return WorkerTracing(file, keeps=keeps) if file is not None or keeps else None
 
 
 def has_opentelemetry_on(vllm_config: VllmConfig) -> bool:

@@ -21,15 +21,13 @@ class WorkerTracing:
         keeps: whether `take` returns the events, for OpenTelemetry.
     """
 
-    def __init__(self, file: Recorder[Event] | None = None, *, keeps: bool = False) -> None:
+    def __init__(self, file: Recorder[Event] | None, *, keeps: bool) -> None:
         self._file = file
         self._keeps = keeps
         self._kept: list[LoadEnded] = []
 
     def ended(self, loads: Sequence[LoadRecord]) -> None:
         """These loads have ended."""
-        if self._file is None and not self._keeps:
-            return
         offset_ns = wall_offset_ns()
         for load in loads:
             event = load_event(load, offset_ns)

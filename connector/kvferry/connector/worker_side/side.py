@@ -61,7 +61,7 @@ class WorkerSide:
         self._labels = PeerLabels(config.max_peer_labels)
         self._is_asked = False
         self._is_idle = False
-        self._tracing = WorkerTracing()
+        self._tracing: WorkerTracing | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and register the caches, and exchange descriptions with the engine's other workers (collective).
@@ -108,7 +108,7 @@ class WorkerSide:
         timeout_s = _IDLE_STEP_TIMEOUT_S if self._is_idle else 0.0
         self._step = self._worker.take_results(timeout_s) if self._worker is not None else StepResults()
         self._has_reported = False
-        if self._step.load_records:
+        if self._tracing is not None and self._step.load_records:
             self._tracing.ended(self._step.load_records)
         failed = set(self._step.failed)
         return KVConnectorTransferResults(
@@ -127,7 +127,7 @@ class WorkerSide:
     def take_metadata(self) -> FerryWorkerMetadata | None:
         """Ended leases and loads; if changed, requests whose blocks may still be written, and the worker's gauges."""
         alive, over, is_asked = self._step.alive, frozenset(self._step.sent), self._is_asked
-        gauges, loads = self._step.gauges, self._tracing.take()
+        gauges, loads = self._step.gauges, self._tracing.take() if self._tracing is not None else ()
         self._step.alive, self._step.sent, self._step.gauges, self._is_asked = None, set(), None, False
         if alive is None and not over and not is_asked and gauges is None and not loads:
             return None
@@ -142,7 +142,8 @@ class WorkerSide:
         """Stop the thread and release the memory. Idempotent."""
         if self._worker is not None:
             self._worker.close()
-        self._tracing.close()
+        if self._tracing is not None:
+            self._tracing.close()
 
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> FerryWorker:
         vllm_config, config = self._vllm_config, self._config
