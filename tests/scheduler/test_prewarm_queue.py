@@ -44,25 +44,25 @@ def test_a_request_that_is_computed_here_prewarms_no_producer(slot: int, shared:
     loads = ConsumerLedger(Counters())
     assert loads.offer("first", source(1), 300, 0.0) is None
     loads.decline(source(3))
-    loads.take_prewarms()
+    loads.prewarms.take()
     assert loads.offer("second", source(slot), shared, 2 * AGAIN_S) == why
     loads.decline(source(4))
-    assert loads.take_prewarms() == ()
+    assert loads.prewarms.take() == ()
 
 
 def test_after_a_while_and_after_a_failed_load_the_next_request_names_its_producer_again() -> None:
     """A worker may have dropped it, and does not report that."""
     loads = ConsumerLedger(Counters())
     loads.offer("d1", source(1), 300, 0.0)
-    assert loads.take_prewarms() == (PRODUCER,)
+    assert loads.prewarms.take() == (PRODUCER,)
     loads.offer("d2", source(2), 300, AGAIN_S - 0.01)
-    assert loads.take_prewarms() == ()
+    assert loads.prewarms.take() == ()
     loads.offer("d3", source(3), 300, AGAIN_S)
-    assert loads.take_prewarms() == (PRODUCER,)
+    assert loads.prewarms.take() == (PRODUCER,)
     loads.allocated("d3", loads.matched_tokens("d3", 0), ((1,), (2,)))
     loads.failed("d3")
     loads.offer("d4", source(4), 300, AGAIN_S + 0.01)
-    assert loads.take_prewarms() == (PRODUCER,)
+    assert loads.prewarms.take() == (PRODUCER,)
 
 
 def test_a_restarted_producer_is_another_one() -> None:
@@ -94,13 +94,13 @@ def test_remembered_producers_and_prewarms_of_one_step_are_bounded(monkeypatch: 
 def test_a_static_producer_is_prewarmed_once_and_requests_need_not_name_it_for_a_while() -> None:
     loads = ConsumerLedger(Counters())
     static = msgspec.structs.replace(PRODUCER, is_static=True)
-    loads.prewarm_static(static, 0.0)
+    loads.prewarms.add_static(static, 0.0)
     loads.offer("d1", source(1), 300, 1.0)
     orders = next_orders(ProducerLedger(4, 6.0, Counters()), loads, BOOT, 1.0)
     assert orders.prewarms == (static,)
     assert decode_orders(encode_orders(orders)).prewarms == (static,)
     loads.offer("d2", source(2), 300, AGAIN_S)
-    assert loads.take_prewarms() == (PRODUCER,), "the workers may have lost it"
+    assert loads.prewarms.take() == (PRODUCER,), "the workers may have lost it"
 
 
 def test_static_producers_are_all_prewarmed_even_beyond_the_limit_of_one_step() -> None:

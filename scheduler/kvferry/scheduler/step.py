@@ -29,7 +29,7 @@ def next_orders(
         opens=tuple(due.opens),
         holds=tuple(due.holds),
         loads=loads.take_orders(),
-        prewarms=loads.take_prewarms(),
+        prewarms=loads.prewarms.take(),
     )
 
 

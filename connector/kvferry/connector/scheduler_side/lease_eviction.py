@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.idle import IdleState
-from kvferry.connector.scheduler_side.waiting import UnfinishedRequests
+from kvferry.connector.scheduler_side.waiting import Stall, UnfinishedRequests
 from kvferry.connector.vllm_internals import EngineBlocks
-from kvferry.scheduler.producer.eviction_order import Demand, Stall, candidates, evict
+from kvferry.scheduler.producer.eviction_order import Demand, candidates, evict
 from kvferry.scheduler.producer.lease import Lease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
@@ -36,27 +35,6 @@ _RECHECK_S = 0.05
 
 _COUNT_S = 10e-6
 """Wait per leased block before counting again: ten times the cost of counting the blocks that only leases keep."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Bounds:
-    """Numbers of blocks that are constant for an engine.
-
-    Attributes:
-        most: blocks of the longest possible request.
-        cap: blocks that leases alone may keep for longer than a heartbeat.
-        reserve: blocks that turns leave free.
-    """
-
-    most: int
-    cap: int
-    reserve: int
-
-    @classmethod
-    def of(cls, total: int, most: int, fraction: float, *, reserves: bool) -> _Bounds:
-        """The bounds of an engine of `total` blocks, of which leases may keep `fraction`."""
-        reserve = total // _RESERVED if reserves else 0
-        return cls(most, int((total - 1) * fraction), reserve)  # no null block
 
 
 class LeaseEviction:
@@ -85,7 +63,6 @@ class LeaseEviction:
         self._idle = idle
         self._fraction = max_leased_fraction
         self._blocks = blocks
-        self._bounds: _Bounds | None = None
         self._is_disabled = False
         self._missed_since_s: float | None = None
         self._stall = Stall()
@@ -161,31 +138,35 @@ class LeaseEviction:
         logger.debug("req=%s slot=%d: lease ended early (%s)", lease.request_id, lease.slot, how)
 
     def _demand(self, longest: int) -> Demand | None:
-        """The blocks and slots that leases must give up; None if none."""
-        if self._bounds is None:
-            total, reserves = self._blocks.num_blocks, self._local.offers_turns
-            self._bounds = _Bounds.of(total, longest, self._fraction, reserves=reserves)
-        references, bounds = self._leases.block_references, self._bounds
+        """The blocks and slots that leases must give up; None if none.
+
+        Args:
+            longest: blocks of the longest possible request.
+        """
+        references, num_blocks = self._leases.block_references, self._blocks.num_blocks
+        offers_turns = self._local.offers_turns
+        cap = int((num_blocks - 1) * self._fraction)  # without the null block
+        reserve = num_blocks // _RESERVED if offers_turns else 0
         free, leased = self._blocks.num_free, len(references)
         slots_short = False
-        if self._local.offers_turns:
+        if offers_turns:
             slots_short = self._leases.free_slots + len(references.ending) < self._leases.slots / _RESERVED
-        is_kept = leased <= bounds.cap and not slots_short
-        if is_kept and free >= bounds.most + bounds.reserve:
+        is_kept = leased <= cap and not slots_short
+        if is_kept and free >= longest + reserve:
             self._stall.end()
             return None  # no request can need more; this path has constant cost
         coming = references.num_coming()
         free += coming
         needs = self._requests.needs(self._blocks)
         need = max((need for need in needs if need <= free + leased), default=0)
-        stalled = self._stalled() if needs and not coming and free < bounds.most else 0
+        stalled = self._stalled() if needs and not coming and free < longest else 0
         if stalled:
-            need = max(need, min(free + stalled, bounds.most))
-        if is_kept and free >= need + bounds.reserve:
+            need = max(need, min(free + stalled, longest))
+        if is_kept and free >= need + reserve:
             return None
         clock_s, since_s = self._leases.clock_s, self._missed_since_s
         lasts = bool(stalled) or (since_s is not None and clock_s >= since_s + self._leases.clock.heartbeat_s)
-        return Demand(free, need, bounds.reserve, bounds.cap, slots_short, lasts)
+        return Demand(free, need, reserve, cap, slots_short, lasts)
 
     def _stalled(self) -> int:
         """Blocks that a request is assumed to lack, besides the free ones, after it has waited for a heartbeat."""

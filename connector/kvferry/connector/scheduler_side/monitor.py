@@ -104,13 +104,15 @@ class EngineMonitor:
         self._leases.check_integrity()
         self._loads.check_integrity()
         unfinished = set(self._unfinished)
-        leases = self._leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING)
-        _check_known("leases of running requests", {lease.request_id for lease in leases}, unfinished)
-        live = [state for state in LoadState if state is not LoadState.ABORTED]
-        _check_known("remote prompts", set(self._loads.requests(*live)), unfinished)
+        leased = {lease.request_id for lease in self._leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING)}
+        remote = set(self._loads.requests(*(state for state in LoadState if state is not LoadState.ABORTED)))
         aborted = set(self._loads.requests(LoadState.ABORTED))
-        if aborted & unfinished:
-            raise LocalProtocolError(f"{len(aborted & unfinished)} of {len(aborted)} aborted loads have not ended")
+        if not leased | remote <= unfinished or aborted & unfinished:
+            raise LocalProtocolError(
+                f"{len(unfinished)} requests have not ended; of {len(leased)} with a running lease "
+                f"{len(leased - unfinished)} have, of {len(remote)} remote prompts {len(remote - unfinished)} have, of "
+                f"{len(aborted)} aborted loads {len(aborted & unfinished)} have not"
+            )
 
     def _changed_gauges(self) -> dict[str, float]:
         """The gauges that have changed since the last call. Constant cost: the ledgers maintain the counts."""
@@ -139,8 +141,3 @@ class EngineMonitor:
             "staging_pool_bytes": max((worker.staging_pool_bytes for worker in workers), default=0),
             "peers_now": max((worker.peers for worker in workers), default=0),
         }
-
-
-def _check_known(what: str, found: set[str], among: set[str]) -> None:
-    if not found <= among:
-        raise LocalProtocolError(f"{what}: {len(found)}, of which {len(found - among)} are unknown: {among=}"[:2000])

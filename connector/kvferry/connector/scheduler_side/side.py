@@ -28,7 +28,7 @@ from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.step import next_orders
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -117,13 +117,15 @@ class SchedulerSide:
             slots = self.leases.slots
             logger.warning("req=%s is served without a lease: all %d slots are used", request.request_id, slots)
         self._intake.allocated(request.request_id)
-        if self.loads.state(request.request_id) is not None:
-            shared = self.loads.shared_tokens(request.request_id)
-            local = self._params_builder.load_blocks(blocks.get_block_ids(), shared) if num_external_tokens else ()
-            waits_since_s = self.loads.waits_since_s(request.request_id)
+        prompt = self.loads.get(request.request_id)
+        if prompt is not None:
+            was_offered = prompt.state is LoadState.OFFERED
+            local: tuple[Sequence[int], ...] = ()
+            if num_external_tokens:
+                local = self._params_builder.load_blocks(blocks.get_block_ids(), prompt.shared_tokens)
             self.loads.allocated(request.request_id, num_external_tokens, local)
-            if waits_since_s is not None and self.loads.state(request.request_id) is LoadState.LOADING:
-                self.counters.sample("order_wait_s", time.monotonic() - waits_since_s)
+            if was_offered and prompt.state is LoadState.LOADING:
+                self.counters.sample("order_wait_s", time.monotonic() - prompt.offered_s)
             self._channel.flush()
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:

@@ -112,12 +112,12 @@ class SideChannel:
             receive_messages(self.listener, self._leases, self.local.boot, self._counters)
         if self.poll():
             for _ in range(len(self._found)):
-                self._loads.prewarm_static(self._found.popleft(), time.monotonic())
+                self._loads.prewarms.add_static(self._found.popleft(), time.monotonic())
 
     def flush(self) -> None:
         """Pass the consumer ledger's commands to the thread that sends them."""
-        if self.renewer is not None and self._loads.has_commands:
-            self.renewer.submit(self._loads.take_commands())
+        if self.renewer is not None and (commands := self._loads.take_commands()):
+            self.renewer.submit(commands)
 
     def close(self) -> None:
         """Send the last commands, and stop the threads. Idempotent."""

@@ -45,6 +45,7 @@ class ConsumerLedger:
 
     Attributes:
         in_flight: loads that were ordered and have not ended.
+        prewarms: producers for the workers to prewarm before a load is ordered.
         quarantine: blocks of failed loads that may still be written.
         observer: called for offered prompts that are computed here.
     """
@@ -62,9 +63,9 @@ class ConsumerLedger:
         self._recompute_threshold = recompute_threshold
         self._recomputes = recomputes
         self._by_request: dict[str, RemotePrompt] = {}
-        self._claims: dict[LeaseKey, str] = {}
+        self._claims: set[LeaseKey] = set()
         self._ended = EndedLeases(max_ended)
-        self._prewarms = PrewarmQueue()
+        self.prewarms = PrewarmQueue()
         self._orders: list[LoadOrder] = []
         self._commands: list[LeaseCommand] = []
         self.in_flight = 0
@@ -80,10 +81,9 @@ class ConsumerLedger:
         """The number of requests whose load has not been decided."""
         return len(self._claims) - self.in_flight
 
-    def waits_since_s(self, request_id: str) -> float | None:
-        """Arrival time of a request whose load has not been decided; None for every other one."""
-        prompt = self._by_request.get(request_id)
-        return prompt.offered_s if prompt is not None and prompt.state is LoadState.OFFERED else None
+    def get(self, request_id: str) -> RemotePrompt | None:
+        """A request that is not over; None when it is not a remote prompt."""
+        return self._by_request.get(request_id)
 
     def state(self, request_id: str) -> LoadState | None:
         """The state of a request; None when it is not a remote prompt."""
@@ -93,11 +93,6 @@ class ConsumerLedger:
     def requests(self, *states: LoadState) -> list[str]:
         """Requests in one of these states."""
         return [request_id for request_id, prompt in self._by_request.items() if prompt.state in states]
-
-    def shared_tokens(self, request_id: str) -> int:
-        """The number of leading tokens of a request that the producer holds; 0 when it is not a remote prompt."""
-        prompt = self._by_request.get(request_id)
-        return prompt.shared_tokens if prompt else 0
 
     def offer(
         self, request_id: str, source: RemotePrefill, shared_tokens: int, now_s: float, *, is_turn: bool = False
@@ -121,14 +116,10 @@ class ConsumerLedger:
         if shared_tokens <= 0:
             return "other_prompt"
         self._by_request[request_id] = RemotePrompt(request_id, source, lease, shared_tokens, now_s, is_turn)
-        self._claims[lease.key] = request_id
+        self._claims.add(lease.key)
         self._commands.append(RenewLease(lease, at_once=is_turn))
-        self._prewarms.expect(Prewarm.of(source), now_s)
+        self.prewarms.expect(Prewarm.of(source), now_s)
         return None
-
-    def prewarm_static(self, producer: Prewarm, now_s: float) -> None:
-        """A static peer has answered: the workers prewarm it and keep it."""
-        self._prewarms.add_static(producer, now_s)
 
     def decline(self, source: RemotePrefill) -> None:
         """The request of these params was never created: release the lease, unless a request has or had it."""
@@ -203,7 +194,7 @@ class ConsumerLedger:
             return None
         self._advance(prompt, LoadEvent.FAILED)
         self.in_flight -= 1
-        self._prewarms.forget(Prewarm.of(prompt.source))
+        self.prewarms.forget(Prewarm.of(prompt.source))
         self._release(prompt.lease)
         if self._recomputes:
             self._recompute(prompt, "load_failed")
@@ -232,8 +223,9 @@ class ConsumerLedger:
 
     def give_all_back(self) -> None:
         """Release all leases at the shutdown of this engine, also those that workers are reading."""
-        for request_id in list(self._claims.values()):
-            self._release(self._by_request[request_id].lease)
+        for prompt in self._by_request.values():
+            if prompt.state in _CLAIMING:
+                self._release(prompt.lease)
         self._by_request.clear()
         self.in_flight = 0
 
@@ -241,15 +233,6 @@ class ConsumerLedger:
         """The loads ordered since the last call."""
         orders, self._orders = self._orders, []
         return tuple(orders)
-
-    def take_prewarms(self) -> tuple[Prewarm, ...]:
-        """The producers for the workers to prewarm before a load is ordered."""
-        return self._prewarms.take()
-
-    @property
-    def has_commands(self) -> bool:
-        """Whether commands for the side channel are pending."""
-        return bool(self._commands)
 
     def take_commands(self) -> tuple[LeaseCommand, ...]:
         """Commands for the side channel since the last call, in order."""
@@ -263,11 +246,9 @@ class ConsumerLedger:
             LocalProtocolError: with the sums.
         """
         states = Counter(prompt.state.value for prompt in self._by_request.values())
-        claiming = {x.lease.key: x.request_id for x in self._by_request.values() if x.state in _CLAIMING}
-        if claiming != self._claims:
-            raise LocalProtocolError(f"loads: {len(self._claims)} claims, {len(claiming)} requests that wait; {states}")
-        if len(self.requests(*IN_FLIGHT)) != self.in_flight:
-            raise LocalProtocolError(f"loads: {self.in_flight} are counted as in flight; {states}")
+        claiming = {prompt.lease.key for prompt in self._by_request.values() if prompt.state in _CLAIMING}
+        if claiming != self._claims or len(self.requests(*IN_FLIGHT)) != self.in_flight:
+            raise LocalProtocolError(f"loads: {len(self._claims)} claims, {self.in_flight} in flight; {dict(states)}")
         self.quarantine.check_integrity()
 
     def _advance(self, prompt: RemotePrompt, event: LoadEvent) -> None:
@@ -285,7 +266,7 @@ class ConsumerLedger:
         return prompt.is_turn and prompt.shared_tokens - prompt.local_tokens < self._recompute_threshold
 
     def _end_claim(self, lease: RemoteLease) -> None:
-        self._claims.pop(lease.key, None)
+        self._claims.discard(lease.key)
         self._ended.add(lease.key)
 
     def _release(self, lease: RemoteLease) -> None:

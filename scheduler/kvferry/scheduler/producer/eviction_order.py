@@ -54,36 +54,6 @@ class Demand:
     lasts: bool = False
 
 
-class Stall:
-    """Time during which requests wait and vLLM admits none, even if enough blocks are counted as free.
-
-    The first heartbeat of a stall counts as a lack of one block, each further one as a lack of twice as many as the one
-    before. So a wrong estimate starves no request, and few leases end for a request that does not wait for blocks.
-    """
-
-    def __init__(self) -> None:
-        self._since_s: float | None = None
-        self._blocks = 1
-
-    def end(self) -> None:
-        """End the stall: a request was admitted, or has ended."""
-        self._since_s, self._blocks = None, 1
-
-    def is_due(self, clock_s: float, heartbeat_s: float) -> bool:
-        """Whether another heartbeat has passed. The first call begins the stall; call it while requests wait."""
-        if self._since_s is None:
-            self._since_s = clock_s
-        if clock_s < self._since_s + heartbeat_s:
-            return False
-        self._since_s = clock_s
-        return True
-
-    def take(self) -> int:
-        """The number of lacking blocks; doubles with each call."""
-        blocks, self._blocks = self._blocks, 2 * self._blocks
-        return blocks
-
-
 def rank_of(lease: Lease, clock_s: float, heartbeat_s: float) -> Rank | None:
     """The rank of a held lease; None for a prompt that must not be evicted yet."""
     is_claimed = lease.claimed_until_s > clock_s

@@ -102,6 +102,11 @@ class Lease:
         return self.name.slot
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the request has ended, and the lease keeps its blocks."""
+        return self.state not in (LeaseState.INTENDED, LeaseState.COMPUTING)
+
+    @property
     def is_readable(self) -> bool:
         """Whether it is held and has not ended."""
         return self.state is LeaseState.HELD and not self.ended_by

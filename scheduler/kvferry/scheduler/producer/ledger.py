@@ -28,9 +28,6 @@ from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE, AwakeClock
 from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.state.transitions import Observer
 
-_ENDED = (LeaseState.FINISHED, LeaseState.HELD, LeaseState.ENDING)
-"""States in which the request has ended."""
-
 
 class ProducerLedger:
     """All leases of one engine, in one table by request; names, deadlines and blocks are indices of it.
@@ -108,18 +105,15 @@ class ProducerLedger:
     def unfinished(self, request_id: str) -> Lease | None:
         """The lease of a request that has not ended. None without one, or if an earlier request with this id has it."""
         lease = self._by_request.get(request_id)
-        return None if lease is None or lease.state in _ENDED else lease
+        return None if lease is None or lease.has_ended else lease
 
     def leases(self, *states: LeaseState) -> list[Lease]:
         """The leases in one of these states."""
         return [lease for lease in self._by_request.values() if lease.state in states]
 
     def intend(self, request_id: str, use: LeaseUse) -> bool:
-        """A request has arrived whose blocks are for another engine when it ends.
-
-        Returns:
-            False if the lease of an earlier request with this id has not ended: it is served without a transfer.
-        """
+        """A request has arrived whose blocks are for another engine when it ends. False if the lease of an earlier
+        request with this id has not ended: this one is served without a transfer."""
         if request_id in self._by_request:
             self._counters.add(f"{use.value}_refused")
             return False
@@ -127,11 +121,8 @@ class ProducerLedger:
         return True
 
     def open(self, request_id: str, use: LeaseUse = LeaseUse.PROMPT) -> bool:
-        """A request is scheduled: its lease, intended or new, gets a slot. Further calls change nothing.
-
-        Returns:
-            False if no slot is free, or `intend` would refuse: the request is then served without a transfer.
-        """
+        """A request is scheduled: its lease, intended or new, gets a slot; further calls change nothing. False if no
+        slot is free, or `intend` would refuse: the request is served without a transfer."""
         lease = self._by_request.setdefault(request_id, Lease(request_id, use))
         if lease.state is LeaseState.INTENDED and self._free:
             self._advance(lease, LeaseEvent.OPEN)
@@ -174,11 +165,10 @@ class ProducerLedger:
         self._advance(lease, LeaseEvent.ABANDON)
         if lease.state is LeaseState.INTENDED:
             return
-        unreported = [order for order in self._orders.opens if order.slot == lease.slot]
-        if unreported:
-            self._orders.opens.remove(unreported[0])
-        else:
+        others = [order for order in self._orders.opens if order.slot != lease.slot]
+        if len(others) == len(self._orders.opens):
             self._orders.ends.append(lease.end_order())
+        self._orders.opens = others
         self._counters.add(f"{lease.use.value}_released", how)
         self.observer.lease_over(lease, how)
 
@@ -223,12 +213,11 @@ class ProducerLedger:
     def take_orders(self, now_s: float, *, may_expire: bool = True) -> LeaseOrders:
         """Orders since the last call, for the workers of this engine.
 
-        Args:
-            may_expire: whether leases may expire: True if all received renewals have been applied.
-
         Time counts only while this process is awake (`AwakeClock`), so that a pause of the producer itself does not
-        expire leases. Leases that ran out while the engine was idle end here. Apply all received messages before the
-        call: a renewal that arrived in time must prevent expiry.
+        expire leases. Leases that ran out while the engine was idle end here.
+
+        Args:
+            may_expire: whether all received renewals have been applied: one that arrived in time must prevent expiry.
         """
         clock_s = self.clock.wind(now_s)
         if may_expire:
@@ -253,10 +242,8 @@ class ProducerLedger:
 
         Ignored are unknown workers, a worker's repetitions, and requests whose leases the workers do not hold.
         """
-        over: list[str] = []
-        if worker not in self._workers:
-            return over
-        for request_id in request_ids:
+        over = []
+        for request_id in request_ids if worker in self._workers else ():
             lease = self._by_request.get(request_id)
             if lease is None or lease.state not in (LeaseState.HELD, LeaseState.ENDING):
                 continue
@@ -292,7 +279,7 @@ class ProducerLedger:
         """
         slots = sorted([lease.slot for lease in self._by_name.values()] + self._free)
         states = Counter(lease.state.value for lease in self._by_request.values())
-        kept, ended = self.block_references.num_requests, len(self.leases(*_ENDED))
+        kept, ended = self.block_references.num_requests, sum(x.has_ended for x in self._by_request.values())
         timeless = len(set(self.leases(LeaseState.HELD)) - self._deadlines.watched())
         if slots != list(range(self.slots)) or kept != ended or timeless:
             raise LocalProtocolError(
