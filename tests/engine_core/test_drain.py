@@ -158,7 +158,9 @@ def test_a_consumer_that_ends_is_not_kept_by_a_producer_that_takes_nothing() -> 
     started_s = time.monotonic()
     engine.close()
     assert time.monotonic() - started_s < 10.0
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvferry-renewer" and thread.is_alive()]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "kvferry-side-channel" and thread.is_alive()
+    ]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -139,10 +138,10 @@ def test_an_idle_engine_is_woken_when_a_producer_is_found(make: Any, make_core: 
 
 
 def test_without_the_key_no_producer_is_prewarmed(make: Any) -> None:
-    consumer = make("kv_consumer")
+    producer, consumer = make("kv_producer"), make("kv_consumer")
     consumer.step()
     assert not consumer.must_step
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvferry-prewarmer"]
+    assert times_described(producer) == 0
 
 
 def test_an_engine_whose_configured_producers_are_absent_starts_idles_and_ends(make: Any) -> None:

@@ -13,7 +13,7 @@ UCX_KEEPS_FILES = 2
 """Seen over TCP: one socket to a peer that never answered, however many follow."""
 RETURN_S = 30.0
 """How long a drill may leave something in use: an attempt to reach a dead engine takes its whole deadline."""
-THREADS = ["kvferry-listener", "kvferry-renewer", "kvferry-side-channel", "kvferry-transfer"]
+THREADS = ["kvferry-listener", "kvferry-side-channel", "kvferry-transfer"]
 
 
 def transfer(producer: EngineProcess, consumer: EngineProcess, *, tokens: int = 13, seed: int = 7) -> None:
@@ -47,9 +47,7 @@ def until_idle(engine: EngineProcess, within_s: float) -> State:
         raise AssertionError(f"{engine.start.name}: after {within_s:g} s still {found[0].in_hand}") from None
     state = found[0]
     assert not state.broken, state.broken
-    assert set(THREADS) >= set(state.threads) >= {"kvferry-listener", "kvferry-renewer", "kvferry-side-channel"}, (
-        state.threads
-    )
+    assert set(THREADS) >= set(state.threads) >= {"kvferry-listener", "kvferry-side-channel"}, state.threads
     assert time.monotonic() - began_s <= within_s + SLACK_S
     return state
 

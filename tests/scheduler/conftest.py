@@ -30,4 +30,4 @@ def renewer(counters: Counters) -> Iterator[LeaseRenewer]:
     renewer = LeaseRenewer(counters)
     yield renewer
     renewer.close()
-    assert not channel.threads_named("kvferry-renewer")
+    assert not channel.threads_named("kvferry-side-channel")

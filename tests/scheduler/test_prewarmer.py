@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import queue
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -48,18 +47,17 @@ def found() -> Found:
 
 
 @pytest.fixture
-def look_for(found: Found) -> Iterator[Callable[..., PeerPrewarmer]]:
-    made: list[PeerPrewarmer] = []
+def look_for(found: Found) -> Iterator[Callable[..., None]]:
+    made: list[SideChannelClient] = []
 
-    def build(addresses: Sequence[tuple[str, int]], timeout_s: float = TIMEOUT_S, secrets: Secrets = ()) -> Any:
-        made.append(PeerPrewarmer(addresses, ME, found.producers.put, timeout_s, secrets))
-        made[-1].start()
-        return made[-1]
+    def build(addresses: Sequence[tuple[str, int]], timeout_s: float = TIMEOUT_S, secrets: Secrets = ()) -> None:
+        made.append(SideChannelClient(secrets))
+        PeerPrewarmer(made[-1], addresses, ME, found.producers.put, timeout_s).start()
 
     yield build
     for one in made:
         one.close()
-    assert not threads_named("kvferry-prewarmer")
+    assert not threads_named("kvferry-side-channel")
 
 
 @pytest.fixture
@@ -203,19 +201,6 @@ def test_a_bug_with_one_producer_does_not_keep_the_others_from_being_found(
     look_for([(HOST, odd), (HOST, port)])
     assert found.next() == prewarm(port, life(1))
     assert f"prewarming {HOST}:{odd} failed" in caplog.text
-
-
-def test_where_the_system_gives_no_thread_peers_are_not_prewarmed_and_nothing_fails(
-    found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none_left(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", none_left)
-    one = PeerPrewarmer([(HOST, 1)], ME, found.producers.put, TIMEOUT_S)
-    one.start()
-    assert "not prewarmed: can't start new thread" in caplog.text
-    one.close()
 
 
 @pytest.mark.parametrize(

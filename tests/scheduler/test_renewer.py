@@ -104,11 +104,11 @@ def test_leases_that_are_dropped_before_their_first_renewal_do_not_wake_the_thre
     renewer: LeaseRenewer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wakes = itertools.count()
-    call_soon = renewer._client.call_soon
+    call_soon = renewer.client.call_soon
     port = free_port()
     renewer.submit([RenewLease(lease(port, lease_s=LONG_S))])
     wait_until(lambda: renewer._submitted.empty() and renewer._sleeps_until_s < math.inf, "it has not been taken")
-    monkeypatch.setattr(renewer._client, "call_soon", lambda call: (next(wakes), call_soon(call)))
+    monkeypatch.setattr(renewer.client, "call_soon", lambda call: (next(wakes), call_soon(call)))
     for slot in range(2, 1000):
         renewer.submit([RenewLease(lease(port, slot, lease_s=LONG_S))])
         renewer.submit([ForgetLease(lease(port, slot, lease_s=LONG_S))])
@@ -190,7 +190,7 @@ def test_closing_is_quick_when_the_producer_is_dead(counters: Counters) -> None:
     start_s = time.monotonic()
     renewer.close()
     assert time.monotonic() - start_s < 4.5, "a thread that does not end is waited for for 5 s"
-    assert not threads_named("kvferry-renewer")
+    assert not threads_named("kvferry-side-channel")
 
 
 def renewed_on_time(renewer: LeaseRenewer, disturb: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The side channel of one engine's scheduler: its three threads, and what they and the ledgers pass to each other.
+"""The side channel of one engine's scheduler: its two threads, and what they and the ledgers pass to each other.
 
 The listener answers handshakes, and receives renewals and releases of this engine's leases. The renewer sends those of
 leases that this engine holds on others. The prewarmer finds the producers in `prewarm_peers`: it starts at the engine
@@ -69,11 +69,12 @@ class SideChannel:
         self._found: collections.deque[Prewarm] = collections.deque()
         self._loop = EngineLoop()
         self._is_searching = False
-        self._prewarmer: PeerPrewarmer | None = None
-        if config.prewarm_peers:
-            peers, timeout_s = map(address_of, config.prewarm_peers), config.handshake_timeout_s
-            self._prewarmer = PeerPrewarmer(peers, local.engine_id, self._on_producer, timeout_s, secrets)
         self.renewer = LeaseRenewer(counters, secrets) if local.reads else None
+        self._prewarmer: PeerPrewarmer | None = None
+        if self.renewer is not None and config.prewarm_peers:
+            peers, timeout_s = map(address_of, config.prewarm_peers), config.handshake_timeout_s
+            client = self.renewer.client
+            self._prewarmer = PeerPrewarmer(client, peers, local.engine_id, self._on_producer, timeout_s)
         self.listener = self._listen(secrets, tick) if local.is_read_from else None
 
     def publish(self, handshakes: Iterable[object]) -> None:
@@ -122,7 +123,7 @@ class SideChannel:
     def close(self) -> None:
         """Send the last commands, and stop the threads. Idempotent."""
         self.flush()
-        for part in (self._prewarmer, self.listener, self.renewer):
+        for part in (self.listener, self.renewer):
             if part is not None:
                 part.close()
 
@@ -142,7 +143,7 @@ class SideChannel:
         return SideChannelListener(local.host, local.port, self._counters, secrets, leases.clock, tick, knows)
 
     def _on_producer(self, producer: Prewarm) -> None:
-        """Called on the prewarmer's thread."""
+        """Called on the client's thread."""
         self._found.append(producer)
         self._loop.wake()
 

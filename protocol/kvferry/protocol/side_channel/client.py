@@ -43,14 +43,13 @@ class SideChannelClient:
 
     Args:
         secrets: of the side channel; with each listener the one that it has is used.
-        name: of the thread.
 
     Raises:
         InvalidSecretFile: there are secrets, but ZMQ has no CURVE.
         RuntimeError: the system gives no more threads.
     """
 
-    def __init__(self, secrets: Secrets = (), *, name: str = "kvferry-client") -> None:
+    def __init__(self, secrets: Secrets = ()) -> None:
         derive_keys(secrets)
         self._secrets = secrets
         self._names = HostNames()
@@ -58,7 +57,7 @@ class SideChannelClient:
         self._is_closing = False
         self._context = zmq.asyncio.Context(io_threads=1)
         self._loop = asyncio.SelectorEventLoop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvferry-side-channel", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:

@@ -85,6 +85,9 @@ class LeaseRenewer:
         counters: counts `heartbeats`, `leases_given_back` and `side_channel_errors`.
         secrets: of the side channel; with each producer the one that it has is used.
 
+    Attributes:
+        client: until `close`, for the prewarmer too.
+
     Raises:
         InvalidSecretFile: there are secrets, but ZMQ has no CURVE.
     """
@@ -99,8 +102,8 @@ class LeaseRenewer:
         self._timer: asyncio.TimerHandle | None = None
         self._kept: dict[Endpoint, dict[LeaseKey, _Kept]] = {}
         self._due: dict[Endpoint, float] = {}
-        self._client = SideChannelClient(secrets, name="kvferry-renewer")
-        self._sender = PeerSender(self._client, counters)
+        self.client = SideChannelClient(secrets)
+        self._sender = PeerSender(self.client, counters)
 
     def submit(self, commands: Iterable[LeaseCommand]) -> None:
         """Hand over commands; returns at once."""
@@ -112,13 +115,13 @@ class LeaseRenewer:
         is_urgent = self._sleeps_until_s > submitted.needed_s or self._submitted.qsize() >= _MOST_WAITING
         if is_urgent and not self._is_woken:
             self._is_woken = True
-            self._client.call_soon(self._turn)
+            self.client.call_soon(self._turn)
 
     def close(self) -> None:
         """Stop after everything submitted has been sent. Idempotent."""
         with contextlib.suppress(HandshakeFailed):  # it was closed already
-            self._client.wait_for(self._send_the_rest())
-        self._client.close()
+            self.client.wait_for(self._send_the_rest())
+        self.client.close()
 
     def _turn(self) -> None:
         """Carry out what was submitted, renew what is due, and sleep until the next renewal."""

@@ -27,7 +27,6 @@ from kvferry.protocol.handshake import (
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.client import SideChannelClient, refusal
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within
-from kvferry.protocol.side_channel.secrets import Secrets
 
 logger = logging.getLogger(__name__)
 
@@ -37,56 +36,44 @@ MAX_BACKOFF_S = 10.0
 
 
 class PeerPrewarmer:
-    """Finds the producers at these addresses, from `start` until `close`.
+    """Finds the producers at these addresses, from `start` until the client is closed.
 
     Args:
         addresses: hosts and ports of their side channels, as requests will name them.
         asker: the id of this engine, which is left out if it is among them.
-        tell: called on a thread of this object with every producer that has answered, once per connection.
+        tell: called on the client's thread with every producer that has answered, once per connection.
         timeout_s: for connecting and both answers together.
-        secrets: of the side channel.
     """
 
     def __init__(
         self,
+        client: SideChannelClient,
         addresses: Iterable[tuple[str, int]],
         asker: str,
         tell: Callable[[Prewarm], None],
         timeout_s: float,
-        secrets: Secrets = (),
     ) -> None:
+        self._client = client
         self._addresses = tuple(dict.fromkeys(addresses))
         self._asker = asker
         self._tell = tell
         self._timeout_s = timeout_s
-        self._secrets = secrets
-        self._client: SideChannelClient | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start, once. If the system has no thread left, log it: loads then begin with a handshake."""
-        try:
-            client = self._client = SideChannelClient(self._secrets, name="kvferry-prewarmer")
-        except RuntimeError as error:
-            logger.error("peers are not prewarmed: %s", error)
-            return
-        client.call_soon(lambda: self._begin(client))
+        """Start, once; returns at once."""
+        self._client.call_soon(self._begin)
 
-    def close(self) -> None:
-        """Stop. Idempotent."""
-        if self._client is not None:
-            self._client.close()
+    def _begin(self) -> None:
+        self._tasks = [asyncio.ensure_future(self._follow(*address)) for address in self._addresses]
 
-    def _begin(self, client: SideChannelClient) -> None:
-        self._tasks = [asyncio.ensure_future(self._follow(client, *address)) for address in self._addresses]
-
-    async def _follow(self, client: SideChannelClient, host: str, port: int) -> None:
+    async def _follow(self, host: str, port: int) -> None:
         """Find the producer at an address, again and again; an error is logged once, until it is over or changes."""
         failures, shown = 0, ""
         while True:
             connection: Connection | None = None
             try:
-                found = await within(self._timeout_s, _find(client, host, port, self._asker))
+                found = await within(self._timeout_s, _find(self._client, host, port, self._asker))
                 connection, producer = found
                 if producer.engine_id == self._asker:
                     return

@@ -38,7 +38,7 @@ class FirstContact:
         self._costs = costs
         self._settings = settings
         self._planning = threading.Semaphore(_PLANS_AT_ONCE)
-        self._side_channel = SideChannelClient(settings.secrets, name="kvferry-side-channel")
+        self._side_channel = SideChannelClient(settings.secrets)
         self._plans = PlanCache(engine, 0, costs)
 
     def set_workers(self, workers: Sequence[WorkerDescription], index: int) -> None:
