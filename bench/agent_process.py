@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 import numpy as np
@@ -168,7 +167,10 @@ def usage() -> dict[str, float]:
     }
 
 
-def _serve(channel: Connection) -> None:
+def _serve(channel: Connection, ucx: Mapping[str, str]) -> None:
+    for name in [name for name in os.environ if name.startswith("UCX_")]:
+        del os.environ[name]
+    os.environ.update(ucx)  # NIXL, which reads them, is loaded with the first agent
     agents = Agents()
     while True:
         try:
@@ -184,10 +186,8 @@ class AgentProcess:
     def __init__(self, ucx: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
         self._channel, theirs = context.Pipe()
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
-        with mock.patch.dict(os.environ, {**inherited, **ucx}, clear=True):
-            self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            self.process.start()
+        self.process = context.Process(target=_serve, args=(theirs, dict(ucx)), daemon=True)
+        self.process.start()
         theirs.close()
 
     def send(self, do: str, **order: Any) -> None:

@@ -186,7 +186,7 @@ def shown(cell: Cell, digits: int = 4) -> str:
 
 def spread(samples: Sequence[float], digits: int = 3) -> str:
     """The range of some samples, as `1.2 … 3.4`; `–` for none."""
-    return f"{min(samples):.{digits}g} … {max(samples):.{digits}g}" if samples else "–"
+    return f"{shown(min(samples), digits)} … {shown(max(samples), digits)}" if samples else "–"
 
 
 def json_text(value: Any, indent: str = "") -> str:
