@@ -59,6 +59,33 @@ def make() -> Iterator[Any]:
 
 
 @pytest.fixture
+def make_both(make: Any) -> Any:
+    """Makes nodes that offer turns: `make_both(**config)`."""
+    turns = importlib.import_module("tests.engine_core.conversation").TURNS
+
+    def build(*, role: str = "kv_both", extra: dict[str, Any] | None = None, **config: Any) -> Any:
+        return make(role, extra={**turns, **(extra or {})}, **{"num_blocks": 80, **config})
+
+    return build
+
+
+@pytest.fixture
+def begin(make_both: Any) -> Any:
+    """Begins a conversation: `prefiller, decoder, talk = begin(prefiller, decoder, **both)`, the configurations of
+    either node and of both. The first turn is over, unless `first` is False."""
+    module = importlib.import_module("tests.engine_core.conversation")
+
+    def build(prefiller: Any = None, decoder: Any = None, *, first: bool = True, **both: Any) -> Any:
+        nodes = [make_both(**both, **(own or {})) for own in (prefiller, decoder)]
+        talk = module.Conversation(*nodes)
+        if first:
+            talk.say(module.FIRST)
+        return *nodes, talk
+
+    return build
+
+
+@pytest.fixture
 def make_engine() -> Iterator[Any]:
     """Makes schedulers whose workers' reports the test chooses: `make_engine(role, **config)`, with kvferry's connector
     if no other is named. They are closed at the end of the test, with an integrity check."""
