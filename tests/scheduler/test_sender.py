@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from kvferry.protocol.handshake import Renew
 from kvferry.scheduler.consumer.remote_lease import LeaseCommand, ReleaseLease, RenewLease
 from kvferry.scheduler.side_channel import sender
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.state.counters import Counters
 from tests.protocol.samples import BOOT
 from tests.scheduler.channel import HOST, free_port, listening
 from tests.scheduler.recording_listener import RecordingListener
-from tests.scheduler.test_renewer import SHORT_S, _release, lease
+from tests.scheduler.test_renewer import LONG_S, _release, lease
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -53,21 +54,26 @@ def test_a_producer_that_does_not_listen_in_time_is_counted_and_tried_again_with
         listener.close()
 
 
-def test_a_producer_that_is_gone_is_counted_although_it_was_connected_and_renewed_when_it_is_back(
-    renewer: LeaseRenewer, counters: Counters, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_has_ended_is_made_again(renewer: LeaseRenewer, counters: Counters) -> None:
     port = free_port()
-    monkeypatch.setattr(sender, "CONNECT_S", 0.1)
-    for gone in range(1, 3):
+    renewer.submit([RenewLease(lease(port))])
+    for _ in range(3):
         listener = RecordingListener(HOST, port, Counters())
         try:
-            renewer.submit([RenewLease(lease(port))])
             assert isinstance(listener.inbox.get(timeout=10), Renew)
         finally:
             listener.close()
-        errors = counters.total("side_channel_errors")
-        soon_s = sender.QUEUED_MESSAGES / HEARTBEATS_PER_LEASE / 2 * SHORT_S
-        wait_until(lambda errors=errors: counters.total("side_channel_errors") > errors, f"it is gone, {gone}", soon_s)  # type: ignore[misc]
+    assert counters.total("side_channel_errors") == 0
+
+
+def test_a_producer_takes_two_files_as_docs_operations_says(renewer: LeaseRenewer) -> None:
+    producers, of_the_listener = 20, 1
+    with listening() as (listener, port):
+        before = len(os.listdir("/proc/self/fd"))
+        boots = [f"{number:032x}" for number in range(producers)]
+        renewer.submit(RenewLease(lease(port, lease_s=LONG_S, boot=boot), at_once=True) for boot in boots)
+        assert {listener.inbox.get(timeout=10).boot for _ in boots} == set(boots)
+        assert len(os.listdir("/proc/self/fd")) - before <= producers * (2 + of_the_listener) + 2
 
 
 def test_no_more_sockets_are_open_than_allowed_however_many_hosts_a_client_names(

@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Connection:
     """Made by `open`, which returns once both ends have proved that they have the same secret, or both have none.
 
-    Nothing is sent before that. A connection that has ended is of no more use: messages may have been lost with it.
+    Nothing is sent before that. One that has ended is of no more use, unless `keep_reconnecting` was called.
     """
 
     def __init__(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
@@ -90,10 +90,11 @@ class Connection:
             undo.pop_all()
             return cls(socket, monitor)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the other end has closed it."""
-        return self._ended.done()
+    def keep_reconnecting(self) -> None:
+        """Leave it to ZMQ to connect again, with the same secret, when it ends: for a connection that only sends. It
+        then takes two files and not four."""
+        self._ended.cancel()
+        _close_monitor(self._socket, self._monitor)
 
     async def send(self, frame: bytes) -> None:
         """Send one message; never waits. Raises `HandshakeFailed` if too many wait in its queue."""

@@ -102,11 +102,10 @@ class PeerSender:
                     if queue.empty():  # one may have been put since the time was over
                         return
                     continue
-                if connection is None or connection.has_ended:
-                    if connection is not None:
-                        connection.close()
+                if connection is None:
                     host, port, _ = endpoint
                     connection = await within(CONNECT_S, self._client.connect(host, port, _MOST_ANSWER_BYTES))
+                    connection.keep_reconnecting()
                 await connection.send(frame)
                 queue.task_done()
         finally:
