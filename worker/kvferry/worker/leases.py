@@ -38,7 +38,7 @@ MAX_CONSUMERS = 8
 
 
 @dataclass(slots=True)
-class _Notifications:
+class _Reports:
     """The workers of one consumer that have reported, one bit each, and how many will, by their own notifications."""
 
     workers: int = 0
@@ -64,7 +64,7 @@ class _Lease:
     request_id: str | None = None
     mark: DeviceMark | None = None
     waves: deque[Blocks] = field(default_factory=deque)
-    notifications: dict[str, _Notifications] = field(default_factory=dict)
+    notifications: dict[str, _Reports] = field(default_factory=dict)
 
 
 class LeaseTable:
@@ -198,7 +198,7 @@ class LeaseTable:
                 raise KeyError(message.slot)
             if message.consumer not in lease.notifications and len(lease.notifications) >= MAX_CONSUMERS:
                 raise InvalidMessage("consumer", message.consumer, f"at most {MAX_CONSUMERS} consumers under one lease")
-            notifications = lease.notifications.setdefault(message.consumer, _Notifications())
+            notifications = lease.notifications.setdefault(message.consumer, _Reports())
             notifications.workers |= 1 << message.worker
             notifications.expected = max(notifications.expected, message.expected)
             return self._finish_if_complete(message.slot, lease)

@@ -259,7 +259,7 @@ class TransferThread:
         if self._survive(self._notifications.take):
             self._notification_backoff_s = _MIN_NOTIFICATION_BACKOFF_S
             return True
-        if not self.runner.busy():  # while it is, `_pause` returns `_pause_s`
+        if not self.runner.busy():  # while it is, the thread polls more often anyway
             self._notification_backoff_s = min(2 * self._notification_backoff_s, _MAX_NOTIFICATION_BACKOFF_S)
         return False
 
