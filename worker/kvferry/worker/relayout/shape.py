@@ -67,17 +67,17 @@ class Conversion(NamedTuple):
     destination: ElementType
 
 
-def element_type(name: str, *, field: str = "dtype") -> ElementType:
+def element_type(name: str) -> ElementType:
     """The type of a name, e.g. `bfloat16`, `float8_e4m3` or, as in engines' options, `fp8_e4m3`.
 
     Raises:
-        UnsupportedConversion: naming `field`; the type is none of those above.
+        UnsupportedConversion: the type is none of those above.
     """
     title = _ALIASES.get(name, name)
     for found in ElementType:
         if found.title == title:
             return found
-    raise UnsupportedConversion(field, name, "one of " + ", ".join(found.title for found in ElementType))
+    raise UnsupportedConversion("dtype", name, "one of " + ", ".join(found.title for found in ElementType))
 
 
 MAX_AXES = 4
