@@ -81,7 +81,7 @@ def test_a_failed_load_under_recompute_frees_its_blocks_at_the_next_step_and_ask
     engine.step()
     engine.connector.take()
     engine.step(failed={"d"})
-    assert engine.blocks_at_start - engine.free_blocks == 3
+    assert engine.used_blocks == 3
     engine.step()
     assert engine.connector.take()[:3] == ["output", "match d local=0", "alloc d external=0 blocks=3"]
 

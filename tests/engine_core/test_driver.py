@@ -55,7 +55,7 @@ def test_a_finished_remote_decode_is_held_until_the_workers_report_it_sent(make:
     assert params is not None
     assert params["do_remote_prefill"]
     assert len(params["remote_block_ids"][0]) == -(-len(PROMPT) // BLOCK_TOKENS)
-    assert engine.blocks_at_start - engine.free_blocks == 3
+    assert engine.used_blocks == 3
     assert engine.scheduler.has_requests(), "the engine must keep stepping while blocks are held"
     engine.step(sent={"p"})
     assert engine.is_whole
@@ -82,7 +82,7 @@ def test_a_request_aborted_while_loading_keeps_its_blocks_until_the_load_is_repo
     engine.step()
     engine.abort("d")
     engine.step()
-    assert engine.blocks_at_start - engine.free_blocks == 3
+    assert engine.used_blocks == 3
     engine.step(loaded={"d"})
     assert engine.is_whole
 

@@ -66,7 +66,7 @@ def test_the_answer_of_a_prefill_offers_exactly_its_prompt(make_engine: Any) -> 
     params = offered(engine, "p")
     assert (params.remote_num_tokens, len(params.remote_block_ids[0])) == (40, 3)
     assert request.num_tokens == 41
-    assert engine.blocks_at_start - engine.free_blocks == 3
+    assert engine.used_blocks == 3
 
 
 def test_all_of_the_answer_survives_a_router_that_turns_numbers_into_floats(make_engine: Any) -> None:
@@ -197,7 +197,7 @@ def test_a_prefill_without_a_free_slot_is_served_and_offers_nothing(make_engine:
     answers = engine.run()
     assert answers["first"].params is not None
     assert (answers["second"].params, answers["second"].finish_reason) == (None, "length")
-    assert engine.blocks_at_start - engine.free_blocks == 3
+    assert engine.used_blocks == 3
     assert engine.counted("leases_refused") == 1
 
 

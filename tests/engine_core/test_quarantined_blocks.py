@@ -10,7 +10,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.messages import FerryWorkerMetadata
 from tests.engine_core.offers import offer
-from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.scheduler import tokens
 
 pytestmark = pytest.mark.slow
 
@@ -27,10 +27,6 @@ def report(*failed: str, **alive: set[str]) -> KVConnectorOutput:
     )
 
 
-def taken(engine: Engine) -> int:
-    return engine.blocks_at_start - engine.free_blocks
-
-
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead(make_engine: Any, policy: str) -> None:
     engine = make_engine("kv_consumer", policy=policy)
@@ -45,7 +41,7 @@ def test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead(make_engine:
         engine.run()
     assert engine.answers["d"].finish_reason == ("length" if policy == "recompute" else "error")
     engine.step()
-    assert taken(engine) == 3
+    assert engine.used_blocks == 3
     assert engine.scheduler.has_requests(), "the engine must step on, or the end of the transfer is not noticed"
     engine.step(worker=report(w0=set()))
     assert engine.is_whole
@@ -61,9 +57,9 @@ def test_one_of_two_workers_fails_first_and_the_blocks_are_pinned_until_both_are
     engine.step(worker=report(w1={"d"}))
     engine.step(worker=report("d"))
     engine.run()
-    assert taken(engine) == 3
+    assert engine.used_blocks == 3
     engine.step(worker=report(w0=set()))
-    assert taken(engine) == 3
+    assert engine.used_blocks == 3
     engine.step(worker=report(w1=set()))
     assert engine.is_whole
 
@@ -75,7 +71,7 @@ def test_an_aborted_request_whose_load_fails_in_flight_leaves_its_blocks_pinned(
     engine.abort("d")
     engine.step(worker=report("d", w0={"d"}))
     assert not engine.scheduler.requests
-    assert taken(engine) == 3
+    assert engine.used_blocks == 3
     engine.step(worker=report(w0=set()))
     assert engine.is_whole
 

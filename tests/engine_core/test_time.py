@@ -65,7 +65,7 @@ def test_a_load_that_hangs_costs_its_deadline_and_its_blocks_until_it_is_dead(
     for _ in range(5):
         consumer.step()
     assert not consumer.engine.scheduler.requests
-    assert consumer.engine.blocks_at_start - consumer.engine.free_blocks == 3
+    assert consumer.engine.used_blocks == 3
     assert consumer.engine.scheduler.has_requests(), "the engine must step until the transfer is dead"
     hanging.clear()
     consumer.until(lambda: consumer.engine.is_whole)
@@ -83,7 +83,7 @@ def test_an_abort_of_a_load_that_hangs_gives_the_blocks_back_when_it_is_dead(
     consumer.step()
     consumer.engine.abort("d")
     consumer.until(lambda: not consumer.engine.scheduler.requests)
-    assert consumer.engine.blocks_at_start - consumer.engine.free_blocks == 3
+    assert consumer.engine.used_blocks == 3
     hanging.clear()
     consumer.until(lambda: consumer.engine.is_whole)
 

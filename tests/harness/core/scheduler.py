@@ -108,6 +108,11 @@ class Engine:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     @property
+    def used_blocks(self) -> int:
+        """Blocks that are not in the pool, beyond those that never are."""
+        return self.blocks_at_start - self.free_blocks
+
+    @property
     def block_bytes(self) -> int:
         return int(self.cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
 

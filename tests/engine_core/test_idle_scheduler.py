@@ -1,0 +1,144 @@
+"""What the scheduler of an idle engine does with messages and leases when there is a step again."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from kvferry.protocol.handshake import Release, Renew
+from kvferry.scheduler.producer.lease import LeaseState
+from tests.engine_core.test_producer import lease_of, offered, say
+from tests.harness.core.scheduler import tokens
+
+REMOTE_DECODE = {"do_remote_decode": True}
+
+
+@pytest.fixture(autouse=True)
+def _sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test is so slow, on any machine, that the engine would take a step by itself."""
+    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", 3600.0)
+
+
+def test_the_connector_itself_asks_for_steps_until_a_hold_is_announced(make_engine: Any) -> None:
+    """vLLM takes another step after a request's end. If it did not, no consumer could read before the next one."""
+    engine = make_engine()
+    engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    assert engine.answers["p"].params is not None
+    assert engine.connector.has_pending_push_work()
+    assert engine.step().metadata.holds
+    assert not engine.connector.has_pending_push_work()
+
+
+def test_a_lease_that_ran_out_while_idle_ends_with_the_next_request(
+    make_engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", 0.5)
+    engine = make_engine(lease_s=0.3)
+    engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    engine.step()
+    assert not engine.scheduler.has_requests()
+    time.sleep(0.6)
+    assert engine.used_blocks == 3, "no step, no end"
+    assert engine.scheduler.has_requests(), "a call after a while gets a step"
+    assert not engine.step().metadata.holds, "in the first one the workers report what they received meanwhile"
+    assert engine.scheduler.has_requests()
+    step = engine.schedule()
+    assert [end.request_id for end in step.metadata.orders().ends] == ["p"]
+    engine.finish(step)
+    assert engine.scheduler.has_requests(), "its workers have not acknowledged"
+    engine.step(over={"p"})
+    assert engine.is_whole
+    assert not engine.scheduler.has_requests()
+
+
+def test_a_lease_that_was_read_while_idle_and_then_ran_out_is_done_and_has_not_expired(
+    make_engine: Any,
+) -> None:
+    engine = make_engine(lease_s=0.3)
+    engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    engine.step()
+    assert not engine.scheduler.has_requests()
+    side = engine.connector.scheduler_side
+    ended_s = side.leases.clock_s + 0.3
+    deadline_s = time.monotonic() + 20.0
+    while side.leases.clock_s < ended_s:  # the listener winds it
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    step = engine.step(over={"p"})
+    assert step.metadata.orders() is None
+    assert engine.is_whole
+    assert side.counters.total("leases_released", "done") == 1
+    assert side.counters.total("leases_released", "expired") == 0
+
+
+def test_renewals_that_came_while_idle_keep_the_lease(make_engine: Any) -> None:
+    engine = make_engine(lease_s=0.6)
+    engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    engine.step()
+    params = offered(engine, "p")
+    began_s = time.monotonic()
+    while time.monotonic() < began_s + 1.2:
+        side = engine.connector.scheduler_side
+        renewal = Renew(boot=params.kvferry.boot, leases=(lease_of(params),))
+        side._channel.listener.inbox.put(renewal, side.leases.clock.awake_s)
+        time.sleep(0.05)
+    assert side._channel.listener.inbox.qsize() == 1
+    engine.step()
+    assert side.leases.state("p") is LeaseState.HELD
+
+
+def test_a_release_that_came_while_idle_frees_the_blocks_in_the_next_step(
+    make_engine: Any,
+) -> None:
+    engine = make_engine(num_blocks=4)
+    engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    engine.step()
+    params = offered(engine, "p")
+    assert engine.free_blocks == 0
+    say(engine, Release(boot=params.kvferry.boot, leases=(lease_of(params),)))
+    assert not engine.scheduler.has_requests()
+    engine.add("new", tokens(40, seed=3), max_tokens=1)
+    step = engine.schedule()
+    assert step.computed == {}
+    engine.finish(step, over={end.request_id for end in step.metadata.orders().ends})
+    assert engine.step().computed == {"new": 40}
+
+
+def test_a_request_of_an_id_whose_lease_is_not_over_is_served_without_one(make_engine: Any) -> None:
+    """vLLM no longer knows the first request, so it accepts the second."""
+    engine = make_engine()
+    for _ in range(2):
+        engine.add("same", tokens(40), REMOTE_DECODE, max_tokens=1)
+        engine.run()
+    assert engine.answers["same"].params is None
+    assert engine.used_blocks == 3
+    engine.step()
+    engine.step(over={"same"})
+    assert engine.is_whole
+    engine.add("same", tokens(40), REMOTE_DECODE, max_tokens=1)
+    assert engine.run()["same"].params is not None
+
+
+def test_cached_blocks_that_were_held_are_reused_from_their_end(make_engine: Any) -> None:
+    engine = make_engine(num_blocks=9)
+    engine.add("p", tokens(64), REMOTE_DECODE, max_tokens=1)
+    engine.step()
+    held = list(offered(engine, "p").remote_block_ids[0])
+    engine.step()
+    engine.step(over={"p"})
+    engine.add("other", tokens(80, seed=3), max_tokens=1)
+    engine.run()
+    engine.add("again", tokens(64), max_tokens=1)
+    step = engine.schedule()
+    hit = 64 - step.computed["again"]
+    assert 0 < hit < 64, "the first blocks of the prompt are still cached, the last ones went first"
+    assert engine.block_ids("again")[: hit // 16] == held[: hit // 16]
+    engine.finish(step)
