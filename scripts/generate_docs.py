@@ -18,7 +18,6 @@ from dataclasses import fields
 from pathlib import Path
 
 from scripts import compatibility, protocol_reference
-from tests.faults import guards
 from tests.trace.example import write_example
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -35,7 +34,6 @@ def pages() -> dict[Path, str]:
         "protocol-reference.md": protocol_reference.reference(),
         "cli.md": {"keys": short_form_keys()},
         "compatibility.md": {"pairs": compatibility.with_answers(part("compatibility.md", "pairs"))},
-        "reliability.md": {"guards": guards.table()},
         "timelines.md": {},
     }
     found: dict[Path, str] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from typing import Any
 
@@ -59,31 +60,37 @@ def reference() -> dict[str, str]:
     rows = ["| of | version | at most |", "| --- | --- | --- |"]
     for what, (version, most) in _LIMITS.items():
         rows.append(f"| {what} | {version} | {f'{most:,} bytes' if most else ''} |")
-    messages = {name: "\n\n".join(_message(each) for each in found) for name, found in PARTS.items()}
-    return {"versions": "\n".join(rows), **messages}
+    return {"versions": "\n".join(rows), **{name: _table(messages) for name, messages in PARTS.items()}}
 
 
-def _message(message: Message) -> str:
-    kind = types.type_info(message)
-    assert isinstance(kind, types.StructType)
-    before, _, after = inspect.cleandoc(message.__doc__ or "").partition("Attributes:\n")
-    names_and_meanings = _ATTRIBUTE.split(after)[1:]
+def _table(messages: tuple[Message, ...]) -> str:
+    """Each message's name and purpose as a row, and its fields below it."""
+    rows = ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for message in messages:
+        kind = types.type_info(message)
+        assert isinstance(kind, types.StructType)
+        before, _, after = inspect.cleandoc(message.__doc__ or "").partition("Attributes:\n")
+        tag = f"`{kind.tag}`" if kind.tag else ""
+        listed = " A list in this order, not a map." if kind.array_like else ""
+        rows.append(f"| **{message.__name__}** | {tag} | | {' '.join(before.split())}{listed} |")
+        rows += _fields(kind, after)
+    return "\n".join(rows)
+
+
+def _fields(kind: types.StructType, attributes: str) -> list[str]:
+    """One row a field, or one for neighbours that share type, default and meaning."""
+    names_and_meanings = _ATTRIBUTE.split(attributes)[1:]
     meanings = {
         name: " ".join(meaning.split()).removesuffix(".")
         for names, meaning in zip(names_and_meanings[::2], names_and_meanings[1::2], strict=True)
         for name in names.split(", ")
     }
-    text = "\n\n".join(" ".join(part.split()) for part in before.strip().split("\n\n"))
-    listed = "\n\nA list in this order, not a map." if kind.array_like else ""
-    rows = ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
-    for field in kind.fields:
-        meaning = meanings.get(field.name, "")
-        rows.append(f"| `{field.encode_name}` | {_shown(field.type)} | {_default(field)} | {meaning} |")
-    return f"### {_title(kind)}\n\n{text}{listed}\n\n" + "\n".join(rows)
-
-
-def _title(kind: types.StructType) -> str:
-    return f"{kind.cls.__name__} (`type`: `{kind.tag}`)" if kind.tag else kind.cls.__name__
+    rows = [
+        (f"`{field.encode_name}`", f"{_shown(field.type)} | {_default(field)} | {meanings.get(field.name, '')}")
+        for field in kind.fields
+    ]
+    alike = itertools.groupby(rows, lambda row: row[1])
+    return [f"| {', '.join(name for name, _ in same)} | {rest} |" for rest, same in alike]
 
 
 def _default(field: types.Field) -> str:
@@ -100,8 +107,7 @@ def _shown(kind: types.Type) -> str:
     """A type and its bounds in words."""
     match kind:
         case types.StructType():
-            anchor = re.sub(r"[^\w\- ]", "", _title(kind).lower()).replace(" ", "-")
-            return f"[{kind.cls.__name__}](#{anchor})"
+            return kind.cls.__name__
         case types.LiteralType():
             return ", ".join(f"`{_json(value)}`" for value in kind.values)
         case types.UnionType():

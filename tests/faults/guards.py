@@ -470,13 +470,3 @@ GUARDS = (
         ("tests/engine_core/test_metrics.py::test_outcomes_of_remote_prompts_are_in_prometheus_by_reason",),
     ),
 )
-
-
-def table() -> str:
-    """The guards as Markdown."""
-    rows = ["| guard | promises | switched off in | tests that fail then |", "| --- | --- | --- | --- |"]
-    for guard in GUARDS:
-        tests = "<br>".join(f"`{test}`" for test in dict.fromkeys(test.partition("[")[0] for test in guard.tests))
-        promises = ", ".join(map(str, guard.promises))
-        rows.append(f"| `{guard.key}`: {guard.text} | {promises} | `{guard.target.partition(':')[2]}` | {tests} |")
-    return "\n".join(rows)

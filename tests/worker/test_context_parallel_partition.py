@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,8 +111,8 @@ def test_without_a_threshold_every_request_is_shared_out_as_a_prefill() -> None:
     assert [rank_inputs(made, rank).is_padding.tolist()[:2] for rank in range(2)] == [[False, True], [True, True]]
 
 
-def test_the_example_of_the_documents() -> None:
-    """docs/design.md and the module's docstring: a decode A and a prefill B … G on 2 ranks."""
+def test_the_example_of_the_docstring() -> None:
+    """A decode A and a prefill B … G on 2 ranks."""
     letters = np.array(list("ABCDEFG"))
     made = partition_step([1, 6], [41, 0], ranks=2)
     ranks = [rank_inputs(made, rank) for rank in range(2)]
@@ -134,12 +133,10 @@ def test_the_example_of_the_documents() -> None:
         ("restore_index", made.restore_index),
         ("unpad_mask", made.unpad_mask.astype(int)),
     ]
-    page = (Path(__file__).parents[2] / "docs" / "design.md").read_text(encoding="utf-8")
-    for text in (page, partition_module.__doc__ or ""):
-        for name, values in lines:
-            found = re.search(rf"^ *{name}  +((?:\S ?)+)", text, re.MULTILINE)
-            assert found, name
-            assert found[1].split() == [str(value) for value in values]
+    for name, values in lines:
+        found = re.search(rf"^ *{name}  +((?:\S ?)+)", partition_module.__doc__ or "", re.MULTILINE)
+        assert found, name
+        assert found[1].split() == [str(value) for value in values]
 
 
 BAD_COUNTS: dict[str, Any] = {
