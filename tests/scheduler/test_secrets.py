@@ -442,7 +442,7 @@ def test_an_exception_in_curve_auth_does_not_stop_the_listener(
 )
 def test_a_malformed_zap_request_is_dropped_or_denied(frames: list[bytes], counters: Counters) -> None:
     with listening((OLD,), counters) as (listener, port):
-        sock = listener._socket.context.socket(zmq.DEALER)
+        sock = listener._socket._context.socket(zmq.DEALER)
         sock.setsockopt(zmq.LINGER, 0)
         sock.connect("inproc://zeromq.zap.01")
         sock.send_multipart(frames or [b""])

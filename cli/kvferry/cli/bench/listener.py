@@ -122,7 +122,6 @@ class BenchListener:
         """Free the port and end the owner."""
         self._turn.owner.close()
         self._socket.close()
-        self._socket.context.destroy(linger=0)
 
     def _next_turn(self) -> _Turn:
         """A new owner with new memory, for the next client."""

@@ -50,18 +50,18 @@ class GuardedSocket:
         on_request: Callable[[bytes, bytes], None],
     ) -> None:
         derive_keys(secrets)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._counters = counters
         self._on_request = on_request
         self._quiet_until_s = self._look_again_s = 0.0
-        self._socket = listening_socket(self.context, host, max_bytes, secrets)
+        self._socket = listening_socket(self._context, host, max_bytes, secrets)
         self._connections = Connections(self._socket, counters)
-        self._curve_auth = CurveAuth(self.context, secrets, self._connections) if secrets else None
+        self._curve_auth = CurveAuth(self._context, secrets, self._connections) if secrets else None
         try:
             self._socket.bind(channel_address(host, port))
         except zmq.ZMQError:
             self._connections.close()
-            self.context.destroy(linger=0)
+            self._context.destroy(linger=0)
             raise
         self._served: dict[zmq.Socket[bytes], Callable[[], None]] = {
             self._socket: self._take_one,
@@ -71,20 +71,20 @@ class GuardedSocket:
             self._served[self._curve_auth.socket] = self._curve_auth.answer
         self._poller = zmq.Poller()
         for socket in self._served:
-            self.watch(socket)
+            self._poller.register(socket, zmq.POLLIN)
 
-    def watch(self, socket: zmq.Socket[bytes]) -> None:
-        """Let `poll` return for this socket too."""
-        self._poller.register(socket, zmq.POLLIN)
+    def watch(self, file: int) -> None:
+        """Let `poll` return when this file is readable, too."""
+        self._poller.register(file, zmq.POLLIN)
 
-    def poll(self, timeout_ms: int | None) -> set[zmq.Socket[bytes]]:
-        """Wait until a socket is readable, at most `timeout_ms`; returns those that are."""
+    def poll(self, timeout_ms: int | None) -> set[zmq.Socket[bytes] | int]:
+        """Wait until a socket or a file is readable, at most `timeout_ms`; returns those that are."""
         times_ms = [timeout_ms] if timeout_ms is not None else []
         if self._connections:
             times_ms.append(LOOK_MS)
         return {socket for socket, _ in self._poller.poll(min(times_ms, default=None))}
 
-    def serve(self, ready: set[zmq.Socket[bytes]]) -> None:
+    def serve(self, ready: set[zmq.Socket[bytes] | int]) -> None:
         """Process one message of each of its own sockets among these."""
         for socket, serve in self._served.items():
             if socket in ready:
@@ -115,10 +115,9 @@ class GuardedSocket:
             logger.warning("side channel: dropped %s (similar lines omitted for %g s)", what, _QUIET_S)
 
     def close(self) -> None:
-        """Close its sockets and free the port. The context stays, for sockets of other threads."""
+        """Close its sockets and free the port."""
         self._connections.close()
-        for socket in self._served:
-            socket.close()
+        self._context.destroy(linger=0)
 
     def _take_one(self) -> None:
         frames = self._socket.recv_multipart(copy=False)

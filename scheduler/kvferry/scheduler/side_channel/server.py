@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -38,7 +39,6 @@ from kvferry.scheduler.state.counters import Counters
 
 logger = logging.getLogger(__name__)
 
-_STOP = b"stop"
 _JOIN_S = 5.0
 
 
@@ -83,7 +83,8 @@ class SideChannelListener:
                 f"{host}:{port}",
                 f"an address of this machine with a free port ({refused}); every engine of a host needs its own",
             ) from None
-        self._control, self._controlled = self._pair()
+        self._stop = os.eventfd(0)
+        self._socket.watch(self._stop)
         self._thread = threading.Thread(target=self._serve, name="kvferry-listener", daemon=True)
         self._thread.start()
         secured = f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
@@ -97,27 +98,17 @@ class SideChannelListener:
         """Stop the thread and free the port. Idempotent."""
         if not self._thread.is_alive():
             return
-        self._control.send(_STOP)
+        os.eventfd_write(self._stop, 1)
         self._thread.join(_JOIN_S)
-        self._control.close(linger=0)
-        self._socket.context.destroy(linger=0)
-
-    def _pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        ours: zmq.Socket[bytes] = self._socket.context.socket(zmq.PAIR)
-        theirs: zmq.Socket[bytes] = self._socket.context.socket(zmq.PAIR)
-        ours.bind("inproc://control")
-        theirs.connect("inproc://control")
-        return ours, theirs
+        os.close(self._stop)
 
     def _serve(self) -> None:
-        self._socket.watch(self._controlled)
         period_ms = math.ceil(self._clock.period_s * 1000) if self._clock is not None else None
-        while self._controlled not in (ready := self._socket.poll(period_ms)):
+        while self._stop not in (ready := self._socket.poll(period_ms)):
             self._wind()
             self._socket.guarded(self._tick)
             self._socket.serve(ready)
         self._socket.close()
-        self._controlled.close()
 
     def _wind(self) -> float | None:
         return self._clock.wind(time.monotonic()) if self._clock is not None else None
