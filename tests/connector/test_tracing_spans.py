@@ -1,12 +1,19 @@
-"""Spans from events: their tree, times, outcome and parents."""
+"""Spans from events, made by OpenTelemetry's SDK: their tree, times, outcome and parents."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import pytest
 
-from kvferry.connector.tracing.spans import RootSpan, Span, SpanBuilder, SpanItem, WorkerLoads
+pytest.importorskip("opentelemetry.sdk", reason="the OpenTelemetry SDK is not installed")
+
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvferry.connector.tracing.spans import MOST_OPEN, SpanItem, SpanSink, WorkerLoads
 from kvferry.trace.events import (
     DecodeArrived,
     Finished,
@@ -23,6 +30,7 @@ from kvferry.trace.events import (
 )
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+PARENT_ID = 0xB7AD6B7169203331
 LEASE = LeaseName(boot="0" * 32, epoch="1" * 15)
 ARRIVED = DecodeArrived(
     at_ns=10,
@@ -44,31 +52,50 @@ def reported(worker: int, *loads: LoadEnded) -> WorkerLoads:
     return WorkerLoads(worker, loads)
 
 
-def spans_of(*items: SpanItem, builder: SpanBuilder | None = None) -> list[RootSpan]:
-    builder = builder or SpanBuilder()
-    return [root for item in items for root in builder.take(item)]
+class Made(NamedTuple):
+    """A span, with the name or the id of its parent."""
+
+    name: str
+    parent: str | int | None
+    begun_ns: int | None
+    ended_ns: int | None
 
 
-def outcome_of(items: Sequence[SpanItem]) -> tuple[object, str, int]:
-    (root,) = spans_of(*items)
-    return root.span.attributes["kvferry.outcome"], root.span.failure, root.span.ended_ns
+def spans_of(*items: SpanItem, most_open: int = MOST_OPEN) -> list[ReadableSpan]:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    SpanSink(provider.get_tracer("test"), most_open).take(items, 0)
+    return list(exporter.get_finished_spans())
+
+
+def tree_of(spans: list[ReadableSpan]) -> list[Made]:
+    """The spans in the order of their making."""
+    names: dict[int, str] = {span.context.span_id: span.name for span in spans}
+    parents = [None if span.parent is None else span.parent.span_id for span in spans]
+    return [
+        Made(span.name, parent and names.get(parent, parent), span.start_time, span.end_time)
+        for span, parent in zip(spans, parents, strict=True)
+    ]
+
+
+def attributes_of(span: ReadableSpan) -> Mapping[str, object]:
+    return dict(span.attributes or {})
 
 
 def test_a_lease_has_the_time_of_its_prefill_and_the_time_it_was_held() -> None:
-    (root,) = spans_of(
+    spans = spans_of(
         PrefillArrived(at_ns=1, request="p", tokens=100, traceparent=PARENT),
         PrefillScheduled(at_ns=2, request="p", lease=LEASE),
         ParamsGiven(at_ns=5, request="p", lease=LEASE, tokens=100),
         LeaseOver(at_ns=9, request="p", lease=LEASE, how="done"),
     )
-    attributes: dict[str, str | int] = {
-        **NAMES,
-        "kvferry.request_id": "p",
-        "kvferry.how": "done",
-        "kvferry.tokens": 100,
-    }
-    inside = (Span("kvferry.lease.prefill", 2, 5), Span("kvferry.lease.held", 5, 9))
-    assert root == RootSpan(PARENT, Span("kvferry.lease", 2, 9, attributes, inside))
+    assert tree_of(spans) == [
+        ("kvferry.lease", PARENT_ID, 2, 9),
+        ("kvferry.lease.prefill", "kvferry.lease", 2, 5),
+        ("kvferry.lease.held", "kvferry.lease", 5, 9),
+    ]
+    own = {"kvferry.request_id": "p", "kvferry.how": "done", "kvferry.tokens": 100}
+    assert attributes_of(spans[0]) == {**NAMES, **own}
 
 
 def test_a_lease_that_was_never_held_has_no_parts() -> None:
@@ -76,7 +103,7 @@ def test_a_lease_that_was_never_held_has_no_parts() -> None:
         PrefillScheduled(at_ns=2, request="p", lease=LEASE),
         LeaseOver(at_ns=9, request="p", lease=LEASE, how="abandoned"),
     )
-    assert (root.traceparent, root.span.children, root.span.attributes["kvferry.how"]) == ("", (), "abandoned")
+    assert (root.parent, attributes_of(root)["kvferry.how"]) == (None, "abandoned")
 
 
 def test_a_turns_lease_belongs_to_the_trace_of_the_request_that_was_decoded() -> None:
@@ -85,25 +112,33 @@ def test_a_turns_lease_belongs_to_the_trace_of_the_request_that_was_decoded() ->
         PrefillScheduled(at_ns=12, request="d", lease=LeaseName(boot="2" * 32, epoch="3" * 15)),
         LeaseOver(at_ns=99, request="d", lease=LeaseName(boot="2" * 32, epoch="3" * 15), how="evicted"),
     )
-    assert (root.traceparent, root.span.name) == (PARENT, "kvferry.lease")
+    assert tree_of([root]) == [("kvferry.lease", PARENT_ID, 12, 99)]
 
 
 def test_a_handover_has_its_wait_and_the_stages_of_every_worker() -> None:
-    (root,) = spans_of(
+    spans = spans_of(
         ARRIVED, ORDERED, reported(0, LOAD), reported(1, LOAD), LoadReported(at_ns=50, request="d", good=True)
     )
-    attributes: dict[str, str | int] = {
+    load = [
+        ("kvferry.load", "kvferry.handover", 21, 40),
+        ("kvferry.load.queued", "kvferry.load", 21, 25),
+        ("kvferry.load.reading", "kvferry.load", 25, 40),
+    ]
+    handover = ("kvferry.handover", PARENT_ID, 10, 50)
+    assert tree_of(spans) == [handover, ("kvferry.handover.wait", "kvferry.handover", 10, 20), *load, *load]
+    assert attributes_of(spans[0]) == {
         **NAMES,
         "kvferry.outcome": "loaded",
         "kvferry.producer": "P",
         "kvferry.remote_request_id": "p",
         "kvferry.tokens": 100,
     }
-    stages = (Span("kvferry.load.queued", 21, 25), Span("kvferry.load.reading", 25, 40))
-    moved: dict[str, str | int] = {"kvferry.bytes": 7, "kvferry.descriptors": 2, "kvferry.staged_bytes": 0}
-    loads = [Span("kvferry.load", 21, 40, {"kvferry.worker": worker, **moved}, stages) for worker in (0, 1)]
-    inside = (Span("kvferry.handover.wait", 10, 20), *loads)
-    assert root == RootSpan(PARENT, Span("kvferry.handover", 10, 50, attributes, inside))
+    moved = {"kvferry.bytes": 7, "kvferry.descriptors": 2, "kvferry.staged_bytes": 0}
+    for worker, first in ((0, 2), (1, 5)):
+        made, *stages = spans[first : first + 3]
+        assert attributes_of(made) == {"kvferry.worker": worker, **moved}
+        assert [stage.parent and stage.parent.span_id for stage in stages] == [made.context.span_id] * 2
+    assert {span.status.is_ok for span in spans} == {True}
 
 
 FINISHED = Finished(at_ns=30, request="d")
@@ -121,14 +156,17 @@ OUTCOMES: dict[str, tuple[list[SpanItem], tuple[str, str, int]]] = {
 
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_every_end_of_a_handover_is_reported(name: str) -> None:
-    items, expected = OUTCOMES[name]
-    assert outcome_of(items) == expected
+    items, (outcome, failure, ended_ns) = OUTCOMES[name]
+    root = spans_of(*items)[0]
+    assert (attributes_of(root)["kvferry.outcome"], root.status.description or "") == (outcome, failure)
+    assert (root.status.is_ok, root.end_time) == (not failure, ended_ns)
 
 
 def test_a_load_that_failed_carries_its_reason() -> None:
     failed = LoadEnded(at_ns=40, request="d", producer="P", stages=STAGES, reason="fence")
-    (root,) = spans_of(ARRIVED, ORDERED, reported(0, failed), LoadReported(at_ns=50, request="d", good=False))
-    assert root.span.children[1].failure == "fence"
+    spans = spans_of(ARRIVED, ORDERED, reported(0, failed), LoadReported(at_ns=50, request="d", good=False))
+    (load,) = [span for span in spans if span.name == "kvferry.load"]
+    assert load.status.description == "fence"
 
 
 def test_an_event_without_its_beginning_makes_no_span() -> None:
@@ -137,19 +175,12 @@ def test_an_event_without_its_beginning_makes_no_span() -> None:
 
 
 def test_the_oldest_open_entries_are_dropped_beyond_the_limit() -> None:
-    builder = SpanBuilder(most_open=2)
-    for number in range(5):
-        spans_of(PrefillArrived(at_ns=number, request=f"p{number}", tokens=1, traceparent=PARENT), builder=builder)
-        lease = LeaseName(boot="0" * 32, epoch=f"{number + 1:015x}")
-        spans_of(PrefillScheduled(at_ns=number, request=f"p{number}", lease=lease), builder=builder)
-    ended = [
-        spans_of(
-            LeaseOver(
-                at_ns=9, request=f"p{number}", lease=LeaseName(boot="0" * 32, epoch=f"{number + 1:015x}"), how="done"
-            ),
-            builder=builder,
-        )
-        for number in range(5)
-    ]
-    assert [len(roots) for roots in ended] == [0, 0, 0, 1, 1]
-    assert ended[4][0].traceparent == PARENT
+    leases = {f"p{number}": LeaseName(boot="0" * 32, epoch=f"{number + 1:015x}") for number in range(5)}
+    begun: list[SpanItem] = []
+    for request, lease in leases.items():
+        begun.append(PrefillArrived(at_ns=1, request=request, tokens=1, traceparent=PARENT))
+        begun.append(PrefillScheduled(at_ns=2, request=request, lease=lease))
+    ended = [LeaseOver(at_ns=9, request=request, lease=lease, how="done") for request, lease in leases.items()]
+    spans = spans_of(*begun, *ended, most_open=2)
+    assert [attributes_of(span)["kvferry.request_id"] for span in spans] == ["p3", "p4"]
+    assert [made.parent for made in tree_of(spans)] == [PARENT_ID] * 2

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.tracing.scheduler_events import UNTRACED
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.params import read_params
 from kvferry.trace.events import DecodeArrived, LeaseName, LoadEnded, LoadOrdered, LoadReported, Part, Recomputed
@@ -234,7 +233,6 @@ def test_an_engine_that_traces_nothing_has_no_thread_for_it_and_makes_no_event(
         monkeypatch.setattr(f"kvferry.connector.tracing.scheduler_events.{name}", made)
     monkeypatch.setattr("kvferry.connector.tracing.worker_events.LoadEnded", made)
     producer, consumer = make("kv_producer"), make("kv_consumer")
-    assert producer.engine.connector.scheduler_side.tracing is UNTRACED
     decode(consumer, "d", PROMPT, producer.prefill("p", PROMPT))
     assert consumer.engine.counted("loads") == 1
     assert not {thread.name for thread in threading.enumerate()} & {"kvferry-trace", "kvferry-spans"}

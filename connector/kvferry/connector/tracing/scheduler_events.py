@@ -1,13 +1,10 @@
-"""Events of the scheduler side, for the file in `trace_dir` and for OpenTelemetry.
-
-`SchedulerTracing` receives all events and does nothing with them: it is used when tracing is off.
-"""
+"""Events of the scheduler side, for the file in `trace_dir` and for OpenTelemetry."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvferry.connector.tracing.spans import SpanItem, WorkerLoads
 from kvferry.protocol.errors import InputError
@@ -43,44 +40,7 @@ _LONGEST_TRACEPARENT = 256
 
 
 class SchedulerTracing(Observer):
-    """Does nothing. All methods are called by the step thread; they never raise or wait."""
-
-    def prefill_arrived(self, request: Request) -> None:
-        """A prompt will be decoded elsewhere."""
-
-    def decode_arrived(self, request: Request, source: RemotePrefill, shared_tokens: int) -> None:
-        """A prompt came with usable params."""
-
-    def computed_here(self, request: Request, reason: str) -> None:
-        """A prompt came with params that are not used; the request still has them."""
-
-    def params_given(self, lease: Lease, num_tokens: int) -> None:
-        """A request has ended, and its response carries params."""
-
-    def ordered(self, loads: Sequence[LoadOrder]) -> None:
-        """The workers are ordered to load these."""
-
-    def scheduled(self, output: SchedulerOutput) -> None:
-        """A step is about to begin."""
-
-    def loads_reported(self, loads: Mapping[int, Sequence[LoadEnded]]) -> None:
-        """Ended loads, by worker."""
-
-    def reported(self, request_id: str, *, good: bool) -> None:
-        """Every worker has reported a load."""
-
-    def finished(self, request_id: str) -> None:
-        """A request has ended, with or without a load or a lease."""
-
-    def close(self) -> None:
-        """Write the remaining events. Idempotent."""
-
-
-UNTRACED = SchedulerTracing()
-
-
-class RecordedScheduler(SchedulerTracing):
-    """Records all events.
+    """Records the events of one engine's scheduler. All methods are called by the step thread; none raises or waits.
 
     Args:
         boot: boot id of this engine.
@@ -89,10 +49,7 @@ class RecordedScheduler(SchedulerTracing):
     """
 
     def __init__(
-        self,
-        boot: str,
-        file: Recorder[Event] | None,
-        spans: Recorder[SpanItem] | None,
+        self, boot: str = "", file: Recorder[Event] | None = None, spans: Recorder[SpanItem] | None = None
     ) -> None:
         self._boot = boot
         self._file = file
@@ -100,104 +57,105 @@ class RecordedScheduler(SchedulerTracing):
         self._decoding: set[str] = set()
         self._unscheduled: set[str] = set()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is recorded."""
+        return self._file is not None or self._spans is not None
+
     def prefill_arrived(self, request: Request) -> None:
-        self._record(
-            PrefillArrived(
-                at_ns=time.time_ns(),
-                request=_name(request.request_id),
-                tokens=request.num_prompt_tokens,
-                traceparent=_traceparent(request),
-            )
-        )
+        """A prompt will be decoded elsewhere."""
+        tokens = request.num_prompt_tokens
+        self._record(PrefillArrived, request.request_id, tokens=tokens, traceparent=_traceparent(request))
 
     def decode_arrived(self, request: Request, source: RemotePrefill, shared_tokens: int) -> None:
+        """A prompt came with usable params."""
         self._expect(request.request_id)
         self._record(
-            DecodeArrived(
-                at_ns=time.time_ns(),
-                request=_name(request.request_id),
-                lease=LeaseName(boot=source.kvferry.boot, epoch=source.kvferry.lease_epoch),
-                producer=source.remote_engine_id,
-                remote_request=source.remote_request_id,
-                tokens=shared_tokens,
-                traceparent=_traceparent(request),
-            )
+            DecodeArrived,
+            request.request_id,
+            lease=LeaseName(boot=source.kvferry.boot, epoch=source.kvferry.lease_epoch),
+            producer=source.remote_engine_id,
+            remote_request=source.remote_request_id,
+            tokens=shared_tokens,
+            traceparent=_traceparent(request),
         )
 
     def computed_here(self, request: Request, reason: str) -> None:
-        self._expect(request.request_id)
-        lease = _lease_in(request.kv_transfer_params)
-        self._record(Recomputed(at_ns=time.time_ns(), request=_name(request.request_id), reason=reason, lease=lease))
+        """A prompt came with params that are not used; the request still has them."""
+        if self.is_on:
+            self._expect(request.request_id)
+            lease = _lease_in(request.kv_transfer_params)
+            self._record(Recomputed, request.request_id, reason=reason, lease=lease)
 
     def recomputed(self, prompt: RemotePrompt, reason: str) -> None:
-        lease = _remote_name(prompt.lease)
-        self._record(Recomputed(at_ns=time.time_ns(), request=_name(prompt.request_id), reason=reason, lease=lease))
+        self._record(Recomputed, prompt.request_id, reason=reason, lease=_remote_name(prompt.lease))
 
     def lease_opened(self, lease: Lease) -> None:
-        name = self._own_name(lease)
-        self._record(PrefillScheduled(at_ns=time.time_ns(), request=_name(lease.request_id), lease=name))
+        self._record(PrefillScheduled, lease.request_id, lease=self._own_name(lease))
 
     def params_given(self, lease: Lease, num_tokens: int) -> None:
-        name = self._own_name(lease)
-        self._record(ParamsGiven(at_ns=time.time_ns(), request=_name(lease.request_id), lease=name, tokens=num_tokens))
+        """A request has ended, and its response carries params."""
+        self._record(ParamsGiven, lease.request_id, lease=self._own_name(lease), tokens=num_tokens)
 
     def lease_over(self, lease: Lease, how: str) -> None:
-        name = self._own_name(lease)
-        self._record(LeaseOver(at_ns=time.time_ns(), request=_name(lease.request_id), lease=name, how=how))
+        self._record(LeaseOver, lease.request_id, lease=self._own_name(lease), how=how)
 
     def ordered(self, loads: Sequence[LoadOrder]) -> None:
+        """The workers are ordered to load these."""
         for load in loads:
-            self._record(
-                LoadOrdered(
-                    at_ns=time.time_ns(),
-                    request=_name(load.request_id),
-                    first_token=load.first_token,
-                    stop_token=load.stop_token,
-                )
-            )
+            self._record(LoadOrdered, load.request_id, first_token=load.first_token, stop_token=load.stop_token)
 
     def scheduled(self, output: SchedulerOutput) -> None:
+        """A step is about to begin."""
         if self._unscheduled:
             for request in output.scheduled_new_reqs:
                 if request.req_id in self._unscheduled:
                     self._unscheduled.remove(request.req_id)
-                    self._record(DecodeScheduled(at_ns=time.time_ns(), request=_name(request.req_id)))
+                    self._record(DecodeScheduled, request.req_id)
 
     def loads_reported(self, loads: Mapping[int, Sequence[LoadEnded]]) -> None:
+        """Ended loads, by worker."""
         if self._spans is not None:
             for worker, ended in loads.items():
                 self._spans.record(WorkerLoads(worker, ended))
 
     def reported(self, request_id: str, *, good: bool) -> None:
-        self._record(LoadReported(at_ns=time.time_ns(), request=_name(request_id), good=good))
+        """Every worker has reported a load."""
+        self._record(LoadReported, request_id, good=good)
 
     def finished(self, request_id: str) -> None:
+        """A request has ended, with or without a load or a lease."""
         if request_id in self._decoding:
             self._decoding.remove(request_id)
             self._unscheduled.discard(request_id)
-            self._record(Finished(at_ns=time.time_ns(), request=_name(request_id)))
+            self._record(Finished, request_id)
 
     def close(self) -> None:
+        """Write the remaining events. Idempotent."""
         for recorder in (self._file, self._spans):
             if recorder is not None:
                 recorder.close()
 
     def _expect(self, request_id: str) -> None:
-        self._decoding.add(request_id)
-        self._unscheduled.add(request_id)
+        if self.is_on:
+            self._decoding.add(request_id)
+            self._unscheduled.add(request_id)
 
-    def _record(self, event: Event) -> None:
-        if self._file is not None:
-            self._file.record(event)
-        if self._spans is not None:
-            self._spans.record(event)
+    def _record(self, kind: Callable[..., Event], request_id: str, **fields: Any) -> None:
+        """Record an event of this kind, now. If nothing is recorded, the event is not made."""
+        if not self.is_on:
+            return
+        event = kind(at_ns=time.time_ns(), request=request_id[:_LONGEST_NAME], **fields)
+        for recorder in (self._file, self._spans):
+            if recorder is not None:
+                recorder.record(event)
 
     def _own_name(self, lease: Lease) -> LeaseName:
         return LeaseName(boot=self._boot, epoch=lease.name.epoch)
 
 
-def _name(request_id: str) -> str:
-    return request_id[:_LONGEST_NAME]
+UNTRACED = SchedulerTracing()
+"""Records nothing."""
 
 
 def _remote_name(lease: RemoteLease) -> LeaseName:

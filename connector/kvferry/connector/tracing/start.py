@@ -7,10 +7,12 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
+from opentelemetry import trace
+
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.local_engine import LocalEngine
-from kvferry.connector.tracing.scheduler_events import UNTRACED, RecordedScheduler, SchedulerTracing
-from kvferry.connector.tracing.spans import SpanItem
+from kvferry.connector.tracing.scheduler_events import SchedulerTracing
+from kvferry.connector.tracing.spans import SpanItem, SpanSink
 from kvferry.connector.tracing.worker_events import WorkerTracing
 from kvferry.protocol.geometry import Place
 from kvferry.trace.events import TRACE_VERSION, Event, Part, ProcessStarted
@@ -27,12 +29,8 @@ def scheduler_tracing(vllm_config: VllmConfig, config: FerryConfig, local: Local
     Raises:
         InvalidConfig: `trace_dir` is not writable.
     """
-    opened = _file(vllm_config, config, Part.SCHEDULER, local.boot, "")
-    spans = _spans() if has_opentelemetry_on(vllm_config) else None
-    if opened is None and spans is None:
-        return UNTRACED
-    file: Recorder[Event] | None = None if opened is None else Recorder(opened)
-    return RecordedScheduler(local.boot, file, spans)
+    file = _file(vllm_config, config, Part.SCHEDULER, local.boot, "")
+    return SchedulerTracing(local.boot, file, _spans() if has_opentelemetry_on(vllm_config) else None)
 
 
 def worker_tracing(vllm_config: VllmConfig, config: FerryConfig, place: Place) -> WorkerTracing | None:
@@ -41,8 +39,7 @@ def worker_tracing(vllm_config: VllmConfig, config: FerryConfig, place: Place) -
     Raises:
         InvalidConfig: `trace_dir` is not writable.
     """
-    opened = _file(vllm_config, config, Part.WORKER, "", str(place))
-    file: Recorder[Event] | None = None if opened is None else Recorder(opened)
+    file = _file(vllm_config, config, Part.WORKER, "", str(place))
     keeps = has_opentelemetry_on(vllm_config)
     return WorkerTracing(file, keeps=keeps) if file is not None or keeps else None
 
@@ -53,14 +50,10 @@ def has_opentelemetry_on(vllm_config: VllmConfig) -> bool:
 
 
 def _spans() -> Recorder[SpanItem]:
-    from opentelemetry import trace
-
-    from kvferry.connector.tracing.spans import SpanSink
-
     return Recorder(SpanSink(trace.get_tracer("kvferry")), "kvferry-spans")
 
 
-def _file(vllm_config: VllmConfig, config: FerryConfig, part: Part, boot: str, place: str) -> TraceFile | None:
+def _file(vllm_config: VllmConfig, config: FerryConfig, part: Part, boot: str, place: str) -> Recorder[Event] | None:
     if config.trace_dir is None:
         return None
     transfer = vllm_config.kv_transfer_config
@@ -74,4 +67,4 @@ def _file(vllm_config: VllmConfig, config: FerryConfig, part: Part, boot: str, p
         pid=os.getpid(),
         place=place,
     )
-    return TraceFile(config.trace_dir, transfer.kv_role, started, config.trace_max_bytes)
+    return Recorder(TraceFile(config.trace_dir, transfer.kv_role, started, config.trace_max_bytes))
