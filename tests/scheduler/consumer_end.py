@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvferry.protocol.handshake import Release, Renew
 from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
@@ -17,24 +17,9 @@ from kvferry.scheduler.consumer.remote_lease import LeaseKey, ReleaseLease, Remo
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.state.counters import Counters
 from tests.protocol.samples import BOOT
-from tests.scheduler.network import Network
-from tests.scheduler.producer_end import Producer, ProducerWorker
 
-
-class Surroundings(Protocol):
-    """The part of the fleet that the consuming end uses."""
-
-    draw: random.Random
-    network: Network
-    producer: Producer
-    lease_s: float
-    perfect: bool
-    fenced_before: bool
-    fenced_after: bool
-
-    def routes(self, consumer_worker: int) -> list[ProducerWorker]: ...
-
-    def readers(self, route: ProducerWorker) -> int: ...
+if TYPE_CHECKING:
+    from tests.scheduler.fleet import Fleet
 
 
 @dataclass
@@ -42,7 +27,7 @@ class ConsumerWorker:
     """Reads word, blocks, word from every producer worker of its routes, each at a random time."""
 
     index: int
-    fleet: Surroundings
+    fleet: Fleet
     loads: dict[str, Iterator[bool | None]] = field(default_factory=dict)
     reported: list[tuple[str, bool]] = field(default_factory=list)
 
@@ -95,7 +80,7 @@ class ConsumerWorker:
 class Consumer:
     """Requests that wait for remote blocks, and the heartbeat of those that do."""
 
-    def __init__(self, fleet: Surroundings, workers: int) -> None:
+    def __init__(self, fleet: Fleet, workers: int) -> None:
         self.fleet = fleet
         self.draw = fleet.draw
         self.counters = Counters()
