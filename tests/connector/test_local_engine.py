@@ -75,10 +75,9 @@ def test_the_blocks_of_shared_out_tokens_are_clipped_by_what_they_cover(tokens: 
     """vLLM clips by the local size, so the step in flight's block is still in its list."""
     params_builder = ParamsBuilder(local_engine(), cache(latent()))
     ids = list(range(10, 20))
-    held = params_builder.held(finished(tokens), (ids,), LeaseUse.PROMPT)
-    assert held is not None
-    assert held.blocks == (tuple(ids[:blocks]),)
-    params = params_builder.build(held, LEASE, 30.0)
+    params = params_builder.build(finished(tokens), (ids,), LEASE, 30.0)
+    assert params is not None
+    assert params.remote_block_ids == (tuple(ids[:blocks]),)
     assert (params.kvferry.held_from, params.dcp_size) == ((0,), 2)
 
 
@@ -88,17 +87,18 @@ def test_a_window_of_whole_tokens_beside_shared_out_ones_keeps_its_own_count() -
         CacheGroup(policy="window", block_tokens=16, window_tokens=40),
     )
     params_builder = ParamsBuilder(local_engine(groups=groups, block_spans=(32, 16)), cache(latent(), window()))
-    held = params_builder.held(finished(100), ([1, 2, 3, 4, 5], [0, 0, 0, 8, 9, 10, 11, 12]), LeaseUse.PROMPT)
-    assert held is not None
-    assert held.blocks == ((1, 2, 3, 4), (8, 9, 10, 11))
-    assert params_builder.build(held, LEASE, 30.0).kvferry.held_from == (0, 48)
+    params = params_builder.build(finished(100), ([1, 2, 3, 4, 5], [0, 0, 0, 8, 9, 10, 11, 12]), LEASE, 30.0)
+    assert params is not None
+    assert params.remote_block_ids == ((1, 2, 3, 4), (8, 9, 10, 11))
+    assert params.kvferry.held_from == (0, 48)
 
 
 @pytest.mark.parametrize(("use", "tokens"), [(LeaseUse.PROMPT, 100), (LeaseUse.TURN, 98)])
 def test_an_answer_is_offered_without_what_a_predictor_wrote_from_drafts(use: LeaseUse, tokens: int) -> None:
-    held = ParamsBuilder(local_engine(left_out=2), cache(latent())).held(finished(100), ([1, 2, 3, 4],), use)
-    assert held is not None
-    assert (held.num_tokens, len(held.digests)) == (tokens, 1)
+    builder, lease = ParamsBuilder(local_engine(left_out=2), cache(latent())), replace(LEASE, use=use)
+    params = builder.build(finished(100), ([1, 2, 3, 4],), lease, 30.0)
+    assert params is not None
+    assert (params.remote_num_tokens, len(params.kvferry.digests)) == (tokens, 1)
 
 
 @pytest.mark.parametrize(("span", "blocks"), [(512, (3,)), (20, (3, 5)), (16, (3, 5, 7))])
@@ -113,7 +113,8 @@ def test_scratch_blocks_behind_a_state_are_not_loaded_into(span: int, blocks: tu
 def test_a_request_that_ended_badly_has_nothing_to_offer(status: RequestStatus) -> None:
     request = finished(100)
     request.status = status
-    assert ParamsBuilder(local_engine(), cache(latent())).held(request, ([1, 2, 3, 4],), LeaseUse.TURN) is None
+    params_builder = ParamsBuilder(local_engine(), cache(latent()))
+    assert params_builder.build(request, ([1, 2, 3, 4],), replace(LEASE, use=LeaseUse.TURN), 30.0) is None
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,11 @@ two engines that wait for each other's blocks would wait for ever. `eviction_ord
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.idle import IdleState
-from kvferry.connector.scheduler_side.waiting import Stall, UnfinishedRequests
+from kvferry.connector.scheduler_side.waiting import UnfinishedRequests
 from kvferry.connector.vllm_internals import EngineBlocks
 from kvferry.scheduler.producer.eviction_order import Demand, candidates, evict
 from kvferry.scheduler.producer.lease import Lease
@@ -22,7 +21,6 @@ from kvferry.scheduler.producer.ledger import ProducerLedger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ class LeaseEviction:
         max_leased_fraction: fraction of the engine's blocks that leases alone may keep for longer than a heartbeat.
 
     Attributes:
-        unfinished: this engine's requests.
+        requests: this engine's: each needs blocks, now and after every preemption.
     """
 
     def __init__(
@@ -56,8 +54,7 @@ class LeaseEviction:
         blocks: EngineBlocks,
         max_leased_fraction: float,
     ) -> None:
-        self._requests = UnfinishedRequests(config)
-        self.unfinished: Mapping[str, Request] = self._requests.by_id
+        self.requests = UnfinishedRequests(config)
         self._local = local
         self._leases = leases
         self._idle = idle
@@ -65,23 +62,8 @@ class LeaseEviction:
         self._blocks = blocks
         self._is_disabled = False
         self._missed_since_s: float | None = None
-        self._stall = Stall()
         self._recheck_s = 0.0
         self._first_coming: tuple[str | None, float] = (None, 0.0)
-
-    def arrived(self, request: Request) -> None:
-        """A request has arrived: it will need blocks, now and after every preemption."""
-        self._requests.add(request)
-
-    def admitted(self, request: Request) -> None:
-        """vLLM has allocated blocks for a request, so admission is not stalled. Preempted requests do not count."""
-        if not request.num_preemptions:
-            self._stall.end()
-
-    def finished(self, request_id: str) -> None:
-        """The request has ended and needs no more blocks."""
-        self._requests.remove(request_id)
-        self._stall.end()
 
     @property
     def is_coming(self) -> bool:
@@ -153,23 +135,17 @@ class LeaseEviction:
             slots_short = self._leases.free_slots + len(references.ending) < self._leases.slots / _RESERVED
         is_kept = leased <= cap and not slots_short
         if is_kept and free >= longest + reserve:
-            self._stall.end()
+            self.requests.end_stall()
             return None  # no request can need more; this path has constant cost
         coming = references.num_coming()
         free += coming
-        needs = self._requests.needs(self._blocks)
+        needs = self.requests.needs(self._blocks)
         need = max((need for need in needs if need <= free + leased), default=0)
-        stalled = self._stalled() if needs and not coming and free < longest else 0
-        if stalled:
+        clock_s, heartbeat_s, stalled = self._leases.clock_s, self._leases.clock.heartbeat_s, 0
+        if needs and not coming and free < longest and (stalled := self.requests.stalled_blocks(clock_s, heartbeat_s)):
             need = max(need, min(free + stalled, longest))
         if is_kept and free >= need + reserve:
             return None
-        clock_s, since_s = self._leases.clock_s, self._missed_since_s
-        lasts = bool(stalled) or (since_s is not None and clock_s >= since_s + self._leases.clock.heartbeat_s)
+        since_s = self._missed_since_s
+        lasts = bool(stalled) or (since_s is not None and clock_s >= since_s + heartbeat_s)
         return Demand(free, need, reserve, cap, slots_short, lasts)
-
-    def _stalled(self) -> int:
-        """Blocks that a request is assumed to lack, besides the free ones, after it has waited for a heartbeat."""
-        if not self._stall.is_due(self._leases.clock_s, self._leases.clock.heartbeat_s):
-            return 0
-        return self._stall.take() if self._requests.may_lack_blocks() else 0

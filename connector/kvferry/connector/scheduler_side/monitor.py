@@ -57,7 +57,6 @@ class EngineMonitor:
         self._blocks = blocks
         self._unfinished = unfinished
         self._workers: dict[int, WorkerGauges] = {}
-        self._seen: tuple[int, ...] = ()
         self._reported: dict[str, float] = {}
         self._always = always
         self._next_check_s = 0.0
@@ -65,9 +64,7 @@ class EngineMonitor:
 
     def update(self, gauges: Mapping[int, WorkerGauges]) -> None:
         """Take the latest values of some workers."""
-        if gauges:
-            self._workers.update(gauges)
-            self._seen = ()
+        self._workers.update(gauges)
 
     def take_stats(self) -> FerryStats | None:
         """Counters and samples since the last call, and gauges that have changed."""
@@ -116,27 +113,23 @@ class EngineMonitor:
 
     def _changed_gauges(self) -> dict[str, float]:
         """The gauges that have changed since the last call. Constant cost: the ledgers maintain the counts."""
-        references, loads = self._leases.block_references, self._loads
-        seen = (len(self._leases), references.num_requests, len(references), loads.in_flight, loads.waiting)
-        if seen == self._seen:
-            return {}
-        self._seen = seen
-        now = self._gauges(*seen)
-        changed = {name: value for name, value in now.items() if self._reported.get(name) != value}
+        now = self._gauges()
+        changed = dict(now.items() - self._reported.items())
         self._reported = now
         return changed
 
-    def _gauges(self, leases: int, held: int, blocks: int, in_flight: int, waiting: int) -> dict[str, float]:
+    def _gauges(self) -> dict[str, float]:
+        references, loads = self._leases.block_references, self._loads
         workers = self._workers.values()
         usable = self._blocks.num_blocks - 1  # without the null block
         return {
-            "loads_now": in_flight,
-            "prompts_waiting_now": waiting,
-            "leases_computing_now": leases - held,
-            "leases_held_now": held,
+            "loads_now": loads.in_flight,
+            "prompts_waiting_now": loads.waiting,
+            "leases_computing_now": len(self._leases) - references.num_requests,
+            "leases_held_now": references.num_requests,
             "lease_slots": self._leases.slots,
-            "leased_blocks_now": blocks,
-            "leased_fraction_now": blocks / usable if usable > 0 else 0.0,
+            "leased_blocks_now": len(references),
+            "leased_fraction_now": len(references) / usable if usable > 0 else 0.0,
             "staging_used_bytes": max((worker.staging_used_bytes for worker in workers), default=0),
             "staging_pool_bytes": max((worker.staging_pool_bytes for worker in workers), default=0),
             "peers_now": max((worker.peers for worker in workers), default=0),

@@ -70,8 +70,7 @@ class SchedulerSide:
         self.leases.observer = self.loads.observer = self.tracing
         allowed = AllowedHosts.of(config.allowed_hosts) if config.allowed_hosts is not None else None
         self._intake = RequestIntake(local, self.leases, self.loads, counters, allowed, self.tracing)
-        copies_blocks = uses_host_buffer(vllm_config)
-        self._params_builder = ParamsBuilder(local, kv_cache_config, copies_blocks=copies_blocks)
+        self._params_builder = ParamsBuilder(local, kv_cache_config, copies_blocks=uses_host_buffer(vllm_config))
         drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
         self._idle = IdleState(self.leases, self.loads.quarantine, workers, drain, is_alone=is_alone(vllm_config))
         self._eviction = LeaseEviction(
@@ -81,7 +80,7 @@ class SchedulerSide:
             self.leases,
             self.loads,
             self._blocks,
-            self._eviction.unfinished,
+            self._eviction.requests.by_id,
             counters,
             always=config.debug_check_integrity,
         )
@@ -98,7 +97,7 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """Read the request's params before vLLM does."""
         self._intake.receive(request)
-        self._eviction.arrived(request)
+        self._eviction.requests.add(request)
         self._channel.flush()
 
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
@@ -111,7 +110,7 @@ class SchedulerSide:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has allocated blocks for the request."""
-        self._eviction.admitted(request)
+        self._eviction.requests.admitted(request)
         is_intended = self.leases.state(request.request_id) is LeaseState.INTENDED
         if is_intended and not self.leases.open(request.request_id):
             slots = self.leases.slots
@@ -137,22 +136,23 @@ class SchedulerSide:
             core, as long as they are held. So the lease has a reference of its own on each block.
         """
         self.loads.finished(request.request_id)
-        self._eviction.finished(request.request_id)
+        self._eviction.requests.remove(request.request_id)
         self.tracing.finished(request.request_id)
         self._channel.flush()
         self._intake.allocated(request.request_id)
         lease = self.leases.unfinished(request.request_id)
         if lease is None:
             return False, None
-        held = self._params_builder.held(request, block_ids, lease.use)
+        params = self._params_builder.build(request, block_ids, lease, self.leases.lease_s)
         is_late = self._idle.drain.has_begun and lease.use is LeaseUse.TURN
-        if held is None or is_late:
+        if params is None or is_late:
             self.leases.abandon(request.request_id)
             return False, None
-        self.leases.finish(request.request_id, held.worker_blocks, distinct_blocks(block_ids))
-        self.tracing.params_given(lease, held.num_tokens)
-        logger.debug("req=%s slot=%d holds %d tokens", request.request_id, lease.slot, held.num_tokens)
-        params = self._params_builder.build(held, lease, self.leases.lease_s)
+        worker_blocks = self._params_builder.worker_blocks(params)
+        self.leases.finish(request.request_id, worker_blocks, distinct_blocks(block_ids))
+        num_tokens = params.remote_num_tokens
+        self.tracing.params_given(lease, num_tokens)
+        logger.debug("req=%s slot=%d holds %d tokens", request.request_id, lease.slot, num_tokens)
         return False, params.to_json(is_turn=lease.use is LeaseUse.TURN)
 
     # Hooks of a step.
@@ -242,7 +242,7 @@ class SchedulerSide:
         self.leases.release_all("reset")
         for lease in self.leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING):
             self.leases.abandon(lease.request_id, "reset")
-            if not self._eviction.unfinished[lease.request_id].num_computed_tokens:
+            if not self._eviction.requests.by_id[lease.request_id].num_computed_tokens:
                 self.leases.intend(lease.request_id, lease.use)
         self.loads.decline_offered("reset")
         self._channel.flush()

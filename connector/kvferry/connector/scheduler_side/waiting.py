@@ -24,38 +24,12 @@ _NEEDS_BLOCKS = frozenset(
 _Place = tuple[int, float, str]
 
 
-class Stall:
-    """Time during which requests wait and vLLM admits none, even if enough blocks are counted as free.
-
-    The first heartbeat of a stall counts as a lack of one block, each further one as a lack of twice as many as the one
-    before. So a wrong estimate starves no request, and few leases end for a request that does not wait for blocks.
-    """
-
-    def __init__(self) -> None:
-        self._since_s: float | None = None
-        self._blocks = 1
-
-    def end(self) -> None:
-        """End the stall: a request was admitted, or has ended."""
-        self._since_s, self._blocks = None, 1
-
-    def is_due(self, clock_s: float, heartbeat_s: float) -> bool:
-        """Whether another heartbeat has passed. The first call begins the stall; call it while requests wait."""
-        if self._since_s is None:
-            self._since_s = clock_s
-        if clock_s < self._since_s + heartbeat_s:
-            return False
-        self._since_s = clock_s
-        return True
-
-    def take(self) -> int:
-        """The number of lacking blocks; doubles with each call."""
-        blocks, self._blocks = self._blocks, 2 * self._blocks
-        return blocks
-
-
 class UnfinishedRequests:
     """This engine's requests, in the order in which vLLM admits them.
+
+    While requests wait and vLLM admits none, even if enough blocks are counted as free, admission is *stalled*. The
+    first heartbeat of a stall counts as a lack of one block, each further one as a lack of twice as many as the one
+    before. So a wrong estimate starves no request, and few leases end for a request that does not wait for blocks.
 
     Attributes:
         by_id: all requests, by id.
@@ -68,6 +42,8 @@ class UnfinishedRequests:
         self._lookahead = config.num_lookahead_tokens
         self._places: dict[str, _Place] = {}
         self._order: list[_Place] = []
+        self._stalled_since_s: float | None = None
+        self._stalled_blocks = 1
 
     def add(self, request: Request) -> None:
         """A request has arrived."""
@@ -81,6 +57,12 @@ class UnfinishedRequests:
         """A request has ended; unknown ones are ignored."""
         if self.by_id.pop(request_id, None) is not None:
             del self._order[bisect_left(self._order, self._places.pop(request_id))]
+            self.end_stall()
+
+    def admitted(self, request: Request) -> None:
+        """vLLM has allocated blocks for a request, so admission is not stalled. Preempted requests do not count."""
+        if not request.num_preemptions:
+            self.end_stall()
 
     def needs(self, blocks: EngineBlocks) -> list[int]:
         """Blocks that each of the first waiting requests lacks, in order. It reads at most as many requests as can run,
@@ -97,7 +79,24 @@ class UnfinishedRequests:
         watermark = blocks.watermark if running else 0
         return [self._lacking(blocks, request) + watermark for request in first]
 
-    def may_lack_blocks(self) -> bool:
+    def stalled_blocks(self, clock_s: float, heartbeat_s: float) -> int:
+        """Blocks that waiting requests are assumed to lack besides the free ones: more than 0 once in a heartbeat. The
+        first call begins the stall."""
+        if self._stalled_since_s is None:
+            self._stalled_since_s = clock_s
+        if clock_s < self._stalled_since_s + heartbeat_s:
+            return 0
+        self._stalled_since_s = clock_s
+        if not self._may_lack_blocks():
+            return 0
+        blocks, self._stalled_blocks = self._stalled_blocks, 2 * self._stalled_blocks
+        return blocks
+
+    def end_stall(self) -> None:
+        """Admission is not stalled."""
+        self._stalled_since_s, self._stalled_blocks = None, 1
+
+    def _may_lack_blocks(self) -> bool:
         """Whether a request may be waiting for blocks only: vLLM could run more requests, and no running one is being
         prefilled, which can use up every step. It reads all requests."""
         requests = self.by_id.values()
