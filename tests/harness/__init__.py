@@ -1,6 +1,7 @@
-"""Engines for tests and benchmarks that have no model, or a toy one.
+"""Engines for tests and benchmarks, without a model or with a toy one.
 
-An engine without a model (no vLLM): `cache_engine` puts the parts of kvferry together, `engine` adds caches and blocks
-for one worker, `rig` steps several of them; `process` runs them in child processes. Their fabrics go wrong on demand:
-`fault_fabric`, `gates`.
+Without a model and without vLLM: `cache_engine` puts the parts of kvferry together, and what its workers report is
+joined in `seen`; `engine` adds `caches` and blocks for one worker; `rig` steps several engines; `handover` hands one
+prompt over between engines of any shape. `process` has engines in processes of their own (`child` is the other end,
+`children` any process). Fabrics go wrong on demand: `fault_fabric`, `gates`. With vLLM's scheduler: `core`.
 """
