@@ -36,7 +36,6 @@ PARTS: dict[str, tuple[Message, ...]] = {
         geometry.Format,
     ),
     "notifications": (notifications.Done,),
-    "description JSON": (description_json.EngineJson, description_json.WorkerJson),
 }
 """The messages of each generated part of the page."""
 _LIMITS = {
@@ -110,8 +109,6 @@ def _shown(kind: types.Type) -> str:
             return kind.cls.__name__
         case types.LiteralType():
             return ", ".join(f"`{_json(value)}`" for value in kind.values)
-        case types.UnionType():
-            return " or ".join(map(_shown, kind.types))
         case types.VarTupleType() | types.ListType():
             length = _span(kind.min_length, kind.max_length)
             return f"list{f' ({length})' if length else ''} of {_shown(kind.item_type)}"
@@ -127,10 +124,6 @@ def _shown(kind: types.Type) -> str:
             words = " ".join(f"{word} {_number(bound)}" for word, bound in bounds if bound is not None)
             name = "integer" if isinstance(kind, types.IntType) else "number"
             return f"{name}, {words}" if words else name
-        case types.BoolType():
-            return "true or false"
-        case types.NoneType():
-            return "null"
     raise TypeError(f"a type that the reference cannot show: {kind!r}")
 
 

@@ -85,7 +85,7 @@ def structs(module: object) -> set[type[msgspec.Struct]]:
 def test_the_reference_has_every_message_that_leaves_an_engine() -> None:
     reported = {message for part in protocol_reference.PARTS.values() for message in part}
     tags = {message.__struct_config__.tag for message in reported} - {None}
-    modules = (description_json, geometry, handshake, notifications, params)
+    modules = (geometry, handshake, notifications, params)
     # A struct with the tag of another reads a part of it.
     missing = {one for module in modules for one in structs(module) - reported if one.__struct_config__.tag not in tags}
     assert missing == set()
@@ -104,4 +104,13 @@ def test_bounds_in_the_reference_are_those_of_the_types() -> None:
     assert "| `remote_port` | integer, from 1 to 65,535 | required |" in messages
     assert "| `digests` | list (1 to 65,536) of 32 hex digits | required |" in messages
     assert "| `mac_key` | bytes, 32 bytes | required |" in messages
-    assert "| `boot` | 32 hex digits or null | `null` |" in messages
+
+
+def test_the_reference_says_what_a_description_json_leaves_out_and_adds() -> None:
+    section = (DOCS / "protocol-reference.md").read_text().partition("## Description JSON")[2]
+    for of_json, on_the_wire in (
+        (description_json.EngineJson, handshake.EngineDescription),
+        (description_json.WorkerJson, handshake.WorkerDescription),
+    ):
+        for field in set(of_json.__struct_fields__) ^ set(on_the_wire.__struct_fields__):
+            assert f"`{field}`" in section

@@ -25,9 +25,12 @@ LABEL = re.compile(r"\{(\w+)=\"(\w+)\"\}")
 
 
 def log_lines(text: str) -> list[str]:
-    """The code spans of every **Log** part, and of other parts those with a gap."""
+    """The code spans of every **Log** part and of the column `line` of tables, and of other parts those with a gap."""
     found = []
     for part in re.split(r"\n(?=- \*\*|#|\n)", text):
+        if "| reason | line |" in part:
+            lines = [row.split("|")[2] for row in part.splitlines() if row.startswith("| `")]
+            found += [span for line in lines for span in re.findall(r"`([^`]+)`", line)]
         spans = [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", part)]
         is_log = part.startswith("- **Log:**")
         found += [
@@ -126,6 +129,7 @@ def test_every_line_quoted_on_the_page_is_in_the_source() -> None:
     [
         "- **Log:** `the lease had begun before the read`\n",
         "- **Log:** `req=… peer=… load faild (…): …`\n",
+        "| reason | line | means |\n| --- | --- | --- |\n| `x` | `this engine is no producr` | – |\n",
         "- **Metric:** `vllm:kvferry_lods_total`\n",
         '- **Metric:** `vllm:kvferry_failed_loads_total{reason="fense"}`\n',
         '- **Metric:** `vllm:kvferry_loads_total`, `{reason="fense"}`\n',
