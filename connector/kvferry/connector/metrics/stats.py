@@ -54,7 +54,7 @@ class FerryStats(KVConnectorStats):
     `{"counters": {name: {label: n}}, "samples": {name: [x]}, "gauges": {name: x}}`.
 
     Counters and samples are added up, over workers and over steps. Gauges are reported only by the engine's scheduler,
-    which has the latest values of each worker (`EngineGauges`), so the latest gauge replaces earlier ones.
+    which has the latest values of each worker (`EngineMonitor`), so the latest gauge replaces earlier ones.
     """
 
     @classmethod

@@ -68,8 +68,7 @@ class EngineMonitor:
 
     def take_stats(self) -> FerryStats | None:
         """Counters and samples since the last call, and gauges that have changed."""
-        gauges = {**self._loads.quarantine.gauges(time.monotonic()), **self._changed_gauges()}
-        return FerryStats.of_counts(self.counters.take(), self.counters.take_samples(), gauges)
+        return FerryStats.of_counts(self.counters.take(), self.counters.take_samples(), self._changed_gauges())
 
     def poll(self) -> None:
         """Check integrity if a check is due. An error is counted each time, logged once and never raised: it is a bug
@@ -133,4 +132,5 @@ class EngineMonitor:
             "staging_used_bytes": max((worker.staging_used_bytes for worker in workers), default=0),
             "staging_pool_bytes": max((worker.staging_pool_bytes for worker in workers), default=0),
             "peers_now": max((worker.peers for worker in workers), default=0),
+            **loads.quarantine.gauges(time.monotonic()),
         }

@@ -22,7 +22,6 @@ class QuarantinedBlocks:
         self._pool = pool
         self._alive: dict[int, frozenset[str]] = {}
         self._pinned: dict[str, tuple[tuple[int, ...], float]] = {}  # blocks, and since when; the oldest is first
-        self._reported = True
 
     def __len__(self) -> int:
         """The number of requests whose blocks are pinned."""
@@ -40,10 +39,7 @@ class QuarantinedBlocks:
             self._pool.give_back(self._pinned.pop(request_id)[0])
 
     def gauges(self, now_s: float) -> dict[str, float]:
-        """The gauges of pinned requests and blocks; {} if there are none and that has been reported."""
-        reported, self._reported = self._reported, not self._pinned
-        if reported and not self._pinned:
-            return {}
+        """The gauges of pinned requests and blocks."""
         return {
             "quarantined_requests_now": len(self._pinned),
             "quarantined_blocks_now": sum(len(blocks) for blocks, _ in self._pinned.values()),
@@ -65,4 +61,3 @@ class QuarantinedBlocks:
         blocks = pool.of(request_id)
         pool.keep(blocks)
         self._pinned[request_id] = blocks, now_s
-        self._reported = False
