@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import _custom_ops as ops
-from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
@@ -62,26 +60,3 @@ def test_a_token_is_a_cell_with_the_very_bytes_that_were_written_and_nothing_els
         assert torch.equal(whole[where], row.view(torch.uint8))
         whole[where] = untouched[where].to(torch.uint8)
     assert torch.equal(whole, untouched.to(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_vllms_decoding_reads_the_cells_that_the_description_names(dtype: torch.dtype) -> None:
-    current_platform.import_kernels()
-    tokens, blocks = BLOCK + 3, [4, 2]
-    slots = [blocks[token // BLOCK] * BLOCK + token % BLOCK for token in range(tokens)]
-    view, tensor, rows = written(dtype, slots)
-    query = torch.randn(1, 2, LATENT + ROPE, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-    def attend() -> torch.Tensor:
-        out = torch.zeros(1, 2, LATENT, dtype=dtype)
-        table, lengths = torch.tensor([blocks], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
-        ops.mla_decode_kvcache_cpu(out, query, view.squeeze(1), 0.05, table, lengths)
-        return out
-
-    weights = torch.softmax(query.float() @ rows.float().T * 0.05, dim=-1)
-    before = attend()
-    torch.testing.assert_close(before.float(), weights @ rows[:, :LATENT].float(), atol=2e-2, rtol=2e-2)
-    whole = storage_of(view)
-    where = torch.from_numpy(bytes_of(tensor, 2, 0, 2) - whole.data_ptr())
-    whole[where] = (rows[-1] + 1).view(torch.uint8)
-    assert not torch.equal(attend(), before)

@@ -17,7 +17,6 @@ from kvferry.plan.planner import plan_engine, plan_transfer
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
-from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.memory.caches import KvCaches
 from tests.connector.caches import (
     ALONE,
@@ -27,7 +26,6 @@ from tests.connector.caches import (
     described,
     full,
     group,
-    storage_of,
     views_of,
 )
 from tests.plan.samples import engine, worker
@@ -77,7 +75,7 @@ def test_where_cpu_attention_packs_as_it_likes_a_head_of_a_kernel_block_is_a_cel
 def test_where_cpu_attention_is_known_k_and_v_are_apart_and_a_token_is_a_cell(
     isa: str, dtype: torch.dtype, kernel_tokens: int
 ) -> None:
-    """K is [head_size, tokens] and V is [tokens, head_size]; `test_cpu_cache_bytes` checks that on vLLM's kernel."""
+    """K is [head_size, tokens] and V is [tokens, head_size]; `test_cpu_cache` checks that on vLLM's kernel."""
     config = config_of(group(full(dtype=dtype)))
     views = views_of(config, kernel_block_sizes=[kernel_tokens])
     caches = described(config, views, f"cpu_attn/{isa}")
@@ -96,19 +94,6 @@ def test_where_cpu_attention_is_known_k_and_v_are_apart_and_a_token_is_a_cell(
             start = view[block, head].data_ptr()
             assert bytes_of(k, block, head, token)[n * item] == start + (n * kernel_tokens + token) * item
             assert bytes_of(v, block, head, token)[n * item] == start + ((kernel_tokens + token) * 8 + n) * item
-
-
-@pytest.mark.parametrize("packing", ["cpu_attn/amx", "cpu_attn/neon"])
-@pytest.mark.parametrize("changed", [{}, {"dtype": torch.uint8}, {"head_size": 12, "head_size_v": 4}])
-def test_where_only_heads_are_known_to_be_apart_a_head_of_a_block_is_a_cell(
-    packing: str, changed: dict[str, Any]
-) -> None:
-    config = config_of(group(full(**changed)))
-    views = views_of(config)
-    for tensor in described(config, views, packing).tensors:
-        assert (tensor.kind, tensor.tiles, tensor.element_bytes) == ("kv", 1, 0)
-        assert (tensor.heads, tensor.format.packing) == (Range(0, 2), packing)
-        assert covers_exactly([tensor], views[tensor.layer])
 
 
 @pytest.mark.parametrize("layout", WHOLE_BLOCKS)
@@ -204,41 +189,12 @@ def test_mla_is_one_head_that_everybody_holds_in_any_layout(layout: str, backend
             assert covers_exactly([tensor], views[tensor.layer])
 
 
-def test_groups_that_overlay_the_same_bytes_are_all_described() -> None:
-    """vLLM gives every cache group the same memory: a block belongs to one of them at a time."""
-    window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=50)
-    config = config_of(group(full(), "full.0", "full.1"), group(window, "window.0", "window.1"))
-    views = views_of(config)
-    assert views["full.0"].data_ptr() == views["window.0"].data_ptr()
-    caches = described(config, views)
-    assert [(tensor.layer, tensor.group) for tensor in caches.tensors if tensor.kind == "k"] == [
-        ("full.0", 0),
-        ("full.1", 0),
-        ("window.0", 1),
-        ("window.1", 1),
-    ]
-    assert groups_of(config) == (
-        CacheGroup(policy="full", block_tokens=32),
-        CacheGroup(policy="window", block_tokens=32, window_tokens=50),
-    )
-
-
 def test_a_layer_that_shares_anothers_cache_is_described_once() -> None:
     config = config_of(group(full()))
     views = views_of(config)
     config.kv_cache_groups[0].layer_names.append("layers.2")
     views["layers.2"] = views["layers.1"]
     assert [tensor.layer for tensor in described(config, views).tensors] == ["layers.0"] * 2 + ["layers.1"] * 2
-
-
-def test_one_allocation_is_registered_once_and_every_cell_lies_in_it() -> None:
-    config = config_of(group(full()))
-    views = views_of(config)
-    caches = described(config, views)
-    (region,) = caches.regions()
-    assert (region.address, region.length) == (storage_of(views["layers.0"]).data_ptr(), 2 * 5 * 32 * 64)
-    addresses = np.concatenate([all_bytes_of(tensor) for tensor in caches.tensors])
-    assert (addresses.min(), addresses.max()) == (region.address, region.address + region.length - 1)
 
 
 def test_layers_of_other_pipeline_stages_are_left_out_and_none_at_all_is_refused() -> None:
@@ -250,32 +206,12 @@ def test_layers_of_other_pipeline_stages_are_left_out_and_none_at_all_is_refused
         discover({}, config, {}, Sharding(2, 0, 1))
 
 
-def test_a_group_whose_layers_are_all_on_other_pipeline_stages_keeps_its_place() -> None:
-    window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=9)
-    config = config_of(group(window, "window.0"), group(full(), "full.0"))
-    views = {"full.0": views_of(config)["full.0"]}
-    config.kv_cache_groups[0] = replace(config.kv_cache_groups[0], layer_names=[])
-    assert [group_.policy for group_ in groups_of(config)] == ["window", "full"]
-    assert {(tensor.layer, tensor.group) for tensor in described(config, views).tensors} == {("full.0", 1)}
-
-
 def test_groups_that_are_not_transferred_do_not_count() -> None:
     window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=9)
     config = config_of(group(full(), "kept.0", enable_kv_transfer=False), group(window, "window.0"))
     found = described(config, views_of(config)).tensors
     assert [(tensor.layer, tensor.group) for tensor in found] == [("window.0", 0)] * 2
     assert [group_.policy for group_ in groups_of(config)] == ["window"]
-
-
-def test_layers_of_one_group_may_differ_in_their_heads() -> None:
-    specs = {"wide": full(head_size=16), "narrow": full(head_size=8)}
-    config = config_of(group(UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs), *specs))
-    views = views_of(config)
-    caches = described(config, views)
-    for layer, spec in specs.items():
-        assert [tensor.cell_bytes for tensor in of_layer(caches, layer)] == [spec.head_size * 2] * 2
-        assert covers_exactly(of_layer(caches, layer), views[layer])
-    assert groups_of(config) == (CacheGroup(policy="full", block_tokens=32),)
 
 
 def test_padding_after_a_page_is_stepped_over() -> None:
@@ -314,22 +250,6 @@ def test_layers_that_show_other_head_counts_make_single_heads_uncertain() -> Non
     caches = described(config, views_of(config), "cpu_attn/vec", Sharding(total_heads=2, rank=1, size=2))
     packings = {tensor.layer: (tensor.heads, tensor.format.packing) for tensor in caches.tensors}
     assert packings == {"many": (Range(4, 8), "plain"), "one": (Range(1, 2), "plain/tp2")}
-
-
-@pytest.mark.parametrize(
-    ("total", "sizes"), [(4, (1, 2)), (4, (2, 1)), (2, (4, 1)), (1, (2, 4)), (6, (2, 3)), (6, (3, 2))]
-)
-def test_ranks_of_other_numbers_are_paired_head_by_head(total: int, sizes: tuple[int, int]) -> None:
-    model = Sharding(total_heads=total, rank=0, size=1)
-    consumer, producer = (sharded_engine(tp, "cpu_attn/vec", model, num_kv_heads=max(1, total // tp)) for tp in sizes)
-    needed = [len(one.tensors[0].heads) for one in consumer.workers]
-    read = [
-        sum(len(item.heads) for route in plan.routes for item in route.slices if item.local.kind == "k") / 2
-        for plan in plan_engine(consumer, producer)
-    ]
-    assert read == needed
-    with pytest.raises(PlanRefused):
-        plan_engine(*(sharded_engine(tp, "flash_attn", model, num_kv_heads=max(1, total // tp)) for tp in sizes))
 
 
 @pytest.mark.parametrize("blocks", [(32, 64), (128, 32), (96, 64)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,6 @@ from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
-    FullAttentionSpec,
     HiddenStateCacheSpec,
     HiSparseHotSpec,
     HiSparseResidentSpec,
@@ -94,24 +94,21 @@ def test_static_scales_are_accepted_and_named_in_the_format(mode: KVQuantMode) -
     assert {tensor.format.quantization for tensor in found} == {mode.name.lower()}
 
 
-def test_a_view_of_another_shape_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda view: view.flatten(1, 2), r"is 'shape \[5, 64, 16\]'; expected a view \[blocks, heads"),
+        (lambda view: view[:3], "is '3 kernel blocks'; expected a multiple of 5 blocks"),
+        (lambda view: view[..., ::2], ".*expected contiguous content"),
+    ],
+    ids=["another shape", "kernel blocks that do not make up blocks", "content that is not contiguous"],
+)
+def test_a_view_that_is_not_as_vllm_makes_them_is_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], says: str
+) -> None:
     config = config_of(group(full(), "layers.2"))
-    views = {layer: view.flatten(1, 2) for layer, view in views_of(config).items()}
-    with pytest.raises(InvalidConfig, match=r"layers\.2 is 'shape \[5, 64, 16\]'; expected a view \[blocks, heads"):
-        described(config, views)
-
-
-def test_kernel_blocks_that_do_not_make_up_blocks_are_refused() -> None:
-    config = config_of(group(full(), "layers.2"))
-    views = {layer: view[:3] for layer, view in views_of(config).items()}
-    with pytest.raises(InvalidConfig, match=r"layers\.2 is '3 kernel blocks'; expected a multiple of 5 blocks"):
-        described(config, views)
-
-
-def test_content_that_is_not_contiguous_is_refused() -> None:
-    config = config_of(group(full(), "layers.2"))
-    views = {layer: view[..., ::2] for layer, view in views_of(config).items()}
-    with pytest.raises(InvalidConfig, match=r"layers\.2 .*expected contiguous content"):
+    views = {layer: change(view) for layer, view in views_of(config).items()}
+    with pytest.raises(InvalidConfig, match=rf"layers\.2 {says}"):
         described(config, views)
 
 
@@ -126,12 +123,6 @@ def test_a_group_of_two_policies_is_refused() -> None:
     config = SimpleNamespace(transfer_groups=[group(UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs), "a")])
     with pytest.raises(InvalidConfig, match="one policy for the whole group"):
         groups_of(config)
-
-
-def test_a_window_that_vllm_keeps_as_full_attention_holds_every_token() -> None:
-    """Without the hybrid cache manager a window's layers are given blocks for all tokens."""
-    (reported,) = groups_of(config_of(group(FullAttentionSpec(**ATTENTION, sliding_window=64))))
-    assert (reported.policy, reported.window_tokens) == ("full", 0)
 
 
 def layer_of(backend: Any, **attributes: Any) -> Any:

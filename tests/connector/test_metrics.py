@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import pickle
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,18 +146,6 @@ def test_a_load_costs_the_step_little() -> None:
     assert one < 900, "instructions on the thread that launches forward passes"
 
 
-def test_a_steps_statistics_are_not_changed_when_they_are_aggregated() -> None:
-    reported = [
-        FerryStats.of_results(StepResults(load_records=[record(), record(staged_bytes=40)]), PeerLabels(8))
-        for _ in "ab"
-    ]
-    assert reported[0] is not None
-    assert reported[1] is not None
-    reported[0].aggregate(reported[1])
-    assert reported[1].data["samples"]["load_s"] == [63.0, 63.0]
-    assert counters_of(reported[0])["planned_bytes", ""] == 2 * counters_of(reported[1])["planned_bytes", ""] == 400
-
-
 def test_a_workers_step_counts_its_failures_notifications_bytes_and_times() -> None:
     reported = FerryStats.of_results(EVERYTHING, PeerLabels(8))
     assert reported is not None
@@ -273,108 +259,36 @@ def test_an_engine_that_is_not_known_is_left_out(registry: Registry) -> None:
     assert registry.value("kvferry_loads_total") == 0
 
 
-# The source says what is counted; the tables say what is exported. Read the one and compare it with the other.
+# The source says what is counted, the tables what is exported. `tests.harness.core.scheduler` checks every step too.
+
+SOURCES = "".join(
+    file.read_text()
+    for package in ("scheduler", "worker", "connector")
+    for file in sorted((REPOSITORY / package / "kvferry").rglob("*.py"))
+    if file.name != "tables.py"
+)
+BY_USE = {f"{use.value}_{event}" for use in LeaseUse for event in ("opened", "refused", "released")}
+"""Counters whose name begins with what a lease is for."""
 
 
-def calls(name: str, where: str = "") -> Iterator[ast.Call]:
-    """All calls of a method or function of that name in our own code, or in the files whose path contains `where`."""
-    for root in ("scheduler", "worker", "connector"):
-        for file in sorted((REPOSITORY / root / "kvferry").rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text())) if where in str(file) else ():
-                if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == name:
-                    yield node
-
-
-BY_USE = ("_OPENED", "_REFUSED", "_RELEASED")
-"""Tables of the producer's ledger with such texts, made once."""
-
-
-def texts(node: ast.expr | None) -> set[str]:
-    """The texts that an expression can be, as far as it shows them; names of variables in angle brackets.
-
-    Counters of leases begin with what a lease is for: `f"{use.value}_opened"` is one text for each use.
-    """
-    if isinstance(node, ast.JoinedStr):
-        formatted, rest = node.values
-        assert isinstance(formatted, ast.FormattedValue)
-        assert ast.unparse(formatted.value).split(".")[-2:] == ["use", "value"]
-        return {f"{use.value}{name}" for use in LeaseUse for name in texts(rest)}
-    if isinstance(node, ast.Subscript) and (name := ast.unparse(node.value)) in BY_USE:
-        return {f"{use.value}{name.lower()}" for use in LeaseUse}
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return {node.value}
-    if isinstance(node, ast.IfExp):
-        return texts(node.body) | texts(node.orelse)
-    if isinstance(node, ast.BoolOp):
-        return set().union(*map(texts, node.values))
-    return {f"<{ast.unparse(node)}>"} if node is not None else {""}
-
-
-def argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
-    named = {keyword.arg: keyword.value for keyword in call.keywords}
-    return call.args[position] if len(call.args) > position else named.get(name)
-
-
-def counted() -> dict[str, set[str]]:
-    """By counter the labels that are added to it."""
-    found: dict[str, set[str]] = {}
-    for call in calls("add"):
-        if "counters" in ast.unparse(call.func):
-            for name in texts(argument(call, 0, "metric")):
-                found.setdefault(name, set()).update(texts(argument(call, 1, "label")))
-    return found
-
-
-def test_everything_that_is_counted_is_exported_and_the_other_way_round() -> None:
+def test_every_counter_that_is_added_to_is_exported_with_its_label() -> None:
+    added = re.findall(r'counters\.add\("(\w+)"(?:, "(\w+)")?', SOURCES)
+    assert {name for name, _ in added} <= set(COUNTERS)
+    assert not [(name, label) for name, label in added if label and label not in COUNTERS[name].values]
     step = FerryStats.of_results(EVERYTHING, PeerLabels(8))
     assert step is not None
-    derived = {"expired"}
-    assert set(counted()) | set(step.data["counters"]) | derived == set(COUNTERS)
+    assert set(step.data["counters"]) <= set(COUNTERS)
 
 
-VARIABLE = {
-    "local_recomputes": {"<reason>"},
-    "leases_released": {"<lease.ended_by>", "<how>"},
-    "turns_released": {"<lease.ended_by>", "<how>"},
-    "side_channel_refusals": {"<reason>"},
-}
-"""Labels that are not written where they are counted; the tests below find where they are written."""
+def test_every_reason_to_compute_a_prompt_here_is_exported() -> None:
+    written = re.findall(r'(?:_compute_here\(request|_recompute\(prompt|decline_offered\(reason), "(\w+)"', SOURCES)
+    assert len(written) > 10
+    assert set(written) <= set(RECOMPUTE_REASONS)
 
 
-def test_every_label_that_is_counted_is_exported() -> None:
-    for name, labels in counted().items():
-        unknown = labels - set(COUNTERS[name].values or ("",)) - VARIABLE.get(name, set())
-        assert not unknown, f"{name} is counted under {unknown}"
-
-
-def returned(file: str, function: str) -> set[str]:
-    for node in ast.walk(ast.parse((REPOSITORY / file).read_text())):
-        if isinstance(node, ast.FunctionDef) and node.name == function:
-            found = [texts(x.value) for x in ast.walk(node) if isinstance(x, ast.Return) and x.value is not None]
-            return set().union(*found) - {"<None>"}
-    raise AssertionError(f"{file} has no {function}")
-
-
-def test_every_reason_to_compute_a_prompt_here_has_its_label() -> None:
-    written = set().union(*(texts(argument(call, 1, "reason")) for call in calls("_compute_here")))
-    assert "<refused>" in written, "what the ledger says when it refuses an offer"
-    written |= set().union(*(texts(argument(call, 1, "reason")) for call in calls("_recompute"))) - {"<reason>"}
-    written |= set().union(*(texts(argument(call, 0, "reason")) for call in calls("decline_offered")))
-    written = (written - {"<refused>"}) | returned("scheduler/kvferry/scheduler/consumer/ledger.py", "offer")
-    assert written | counted()["local_recomputes"] - {"<reason>"} == set(RECOMPUTE_REASONS)
-
-
-def test_every_way_in_which_a_lease_ends_has_its_label() -> None:
-    written = set().union(*(texts(argument(call, 1, "how")) for call in calls("end", "producer/ledger.py")))
-    written |= set().union(*(texts(argument(call, 1, "how")) for call in calls("abandon")))
-    for ending, position in (("release_all", 0), ("release_idle_turns", 1)):
-        written |= set().union(*(texts(argument(call, position, "how")) for call in calls(ending)))
-    written |= set().union(*(texts(argument(call, 1, "how")) for call in calls("end", "producer/eviction_order.py")))
-    written |= {"done", "release", "abandoned"} | counted()["leases_released"]
-    assert written - {"", "<how>", "<lease.ended_by>"} == set(RELEASE_WAYS)
-
-
-def test_every_reason_of_a_failed_load_is_given_somewhere() -> None:
-    """A reason that nothing raises would be a label that is always zero."""
-    sources = "".join(file.read_text() for file in (REPOSITORY / "worker" / "kvferry").rglob("*.py"))
-    assert set(re.findall(r"FailureReason\.([A-Z_]+)", sources)) == set(FailureReason.__members__)
+def test_every_exported_counter_and_label_is_counted_somewhere() -> None:
+    """Otherwise it would always be zero."""
+    labels = {*RECOMPUTE_REASONS, *RELEASE_WAYS}
+    assert not [name for name in {*COUNTERS, *labels} - BY_USE if f'"{name}"' not in SOURCES]
+    assert set(COUNTERS) >= BY_USE
+    assert {reason for reason in FailureReason.__members__ if f"FailureReason.{reason}" not in SOURCES} == set()

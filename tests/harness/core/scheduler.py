@@ -12,7 +12,7 @@ One `step` is what the engine's loop does: schedule → run → aborts that came
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -28,6 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.connector.messages import FerryWorkerMetadata
+from kvferry.connector.metrics.tables import COUNTERS, PeerCounterSpec
 from tests.harness.core.configs import BLOCK_TOKENS, kv_cache_config, tokens, vllm_config
 
 __all__ = ["BLOCK_TOKENS", "SAMPLED", "Answer", "Engine", "Scheduled", "tokens"]
@@ -238,3 +239,11 @@ class Engine:
             answer.params = output.kv_transfer_params or answer.params
         if result.scheduler_stats is not None and result.scheduler_stats.kv_connector_stats:
             self.stats.append(result.scheduler_stats.kv_connector_stats)
+            _check_exported(self.stats[-1].get("counters", {}))
+
+
+def _check_exported(counters: Mapping[str, Mapping[str, float]]) -> None:
+    """Check that every counter and label value is one of the metrics' tables."""
+    for name, by_label in counters.items():
+        counter = COUNTERS[name]
+        assert isinstance(counter, PeerCounterSpec) or set(by_label) <= set(counter.values or ("",)), name

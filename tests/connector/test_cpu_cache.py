@@ -1,4 +1,4 @@
-"""Sequences moved by the plan between caches of vLLM's CPU attention, whose results must not change."""
+"""Caches of vLLM's own CPU attention: cells hold the bytes that it wrote, and moved sequences give the same results."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.connector.cpu_cache import (
     KINDS,
     KV_HEADS,
     PLAIN_KINDS,
+    QUERIES_PER_HEAD,
     QUERY_HEADS,
     Cache,
     Kind,
@@ -29,6 +30,39 @@ from tests.plan.samples import engine, worker
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 plain_kinds = pytest.mark.parametrize("kind", PLAIN_KINDS, ids=str)
+
+
+@plain_kinds
+def test_a_token_of_a_head_is_where_the_description_says_with_the_very_bytes_that_were_written(kind: Kind) -> None:
+    for block_tokens in (32, 64, 128):
+        cache = Cache(kind, num_blocks=4, tokens=block_tokens)
+        assert [tensor.kind for tensor in cache.tensors] == ["k", "v"]
+        tokens = block_tokens + 5
+        written = {"k": random(kind, tokens), "v": random(kind, tokens, seed=1)}
+        cache.write(written["k"], written["v"], slots_of([2, 1], tokens, block_tokens))
+        for token in (0, 1, block_tokens - 1, block_tokens, tokens - 1):
+            for head in range(KV_HEADS):
+                for name, source in written.items():
+                    where = cache.where(name, [2, 1][token // block_tokens], head, token % block_tokens)
+                    assert holds(kind, cache.bytes[where], source[token, head])
+
+
+@every_kind
+def test_every_cell_counts_for_the_attention(kind: Kind) -> None:
+    """Otherwise the tests below would also pass with a cell left out."""
+    tokens = 2 * 32
+    cache = Cache(kind, num_blocks=4)
+    cache.write(random(kind, tokens), random(kind, tokens, seed=1), slots_of([3, 1], tokens))
+    query = random(kind, 1, QUERY_HEADS, seed=2)
+    expected = cache.attend(query, [3, 1], tokens)
+    for block in (3, 1):
+        for head in range(KV_HEADS):
+            cells = cache.cells(block, head)
+            kept = cache.bytes[cells].clone()
+            cache.bytes[cells] = 0
+            differs = (cache.attend(query, [3, 1], tokens) != expected).any(dim=2).ravel().tolist()
+            assert [n // QUERIES_PER_HEAD == head for n in range(QUERY_HEADS)] == differs
+            cache.bytes[cells] = kept
 
 
 def engine_of(caches: list[Cache]) -> Any:
