@@ -7,17 +7,6 @@ from typing import Any
 
 from tests.fuzz.source import Source
 
-DEPTH = 10_000
-
-
-def deep(levels: int = DEPTH) -> list[Any]:
-    """Lists in lists."""
-    nested: list[Any] = []
-    for _ in range(levels):
-        nested = [nested]
-    return nested
-
-
 INTEGERS: tuple[int, ...] = (
     *(0, 1, 2, 3, 5, 7, 8, 16, 64, 100, 255, 256, 4095, 4096, 4097, 65535, 65536, 65537),
     *(-1, -2, -(2**31), -(2**63), 2**16, 2**20, 2**24 - 1, 2**24, 2**31 - 1, 2**31, 2**32, 2**40, 2**40 + 1),

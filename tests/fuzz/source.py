@@ -33,7 +33,3 @@ class Source:
     def pick(self, options: Sequence[T]) -> T:
         """One of them."""
         return options[self.number(len(options))]
-
-    def rest(self) -> bytes:
-        """All that is left."""
-        return self.take(len(self._data))

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,11 +21,10 @@ from kvferry.protocol.description_json import (
     engine_of,
 )
 from kvferry.protocol.digests import Prompt, shared_tokens
-from kvferry.protocol.errors import InputError, InvalidDescription, InvalidMessage, InvalidParams
+from kvferry.protocol.errors import InputError, InvalidDescription, InvalidParams
 from kvferry.protocol.handshake import (
     EngineDescription,
     Hello,
-    LeaseName,
     Refused,
     Release,
     Renew,
@@ -34,20 +34,8 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.ids import epoch_from_text, epoch_to_text
-from kvferry.protocol.notifications import MAGIC, Done, decode_notification, encode_notification
-from kvferry.protocol.orders import (
-    LeaseEnd,
-    LeaseHold,
-    LeaseOpen,
-    LoadOrder,
-    OrdersHead,
-    Prewarm,
-    StepOrders,
-    decode_head,
-    decode_orders,
-    encode_head,
-    encode_orders,
-)
+from kvferry.protocol.notifications import MAGIC, decode_notification, encode_notification
+from kvferry.protocol.orders import OrdersHead, decode_head, decode_orders, encode_orders
 from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.protocol.params_mac import check_params_mac, sign_params
 from kvferry.scheduler.consumer.remote_lease import RemoteLease
@@ -57,133 +45,88 @@ from tests.fuzz.lease_target import leases
 from tests.fuzz.mutation import mutate
 from tests.fuzz.plan_targets import connecting, pairing, planning
 from tests.fuzz.source import Source
-from tests.protocol.samples import BOOT, EPOCH, KEY, make_description, make_params, make_worker
+from tests.protocol.samples import (
+    DONE,
+    KEY,
+    REPLIES,
+    REQUESTS,
+    make_description,
+    make_orders,
+    make_params,
+    make_worker,
+)
 
 Target = Callable[[bytes], None]
-Check = Callable[[bytes], None]
 
 MOST_SHOWN = 700
 """Characters of an error: what is logged must not grow with what was sent."""
 
-LEASES = (LeaseName(slot=7, epoch=EPOCH), LeaseName(slot=8, epoch="f" * 15))
-REQUESTS: tuple[Hello | Renew | Release, ...] = (
-    Hello(engine_id="prefill-0", asker="decode-3"),
-    Renew(boot=BOOT, leases=LEASES),
-    Release(boot=BOOT, leases=LEASES[:1]),
-)
-REPLIES: tuple[EngineDescription | Refused, ...] = (
-    make_description(),
-    Refused(field="version", value="2", expected="1"),
-)
-DONE = Done(slot=7, epoch=EPOCH, consumer=BOOT, worker=3, expected=4)
 SIGNED = sign_params(make_params(), KEY)
-ORDERS = StepOrders(
-    boot=BOOT,
-    ends=(LeaseEnd(request_id="r1", slot=3, epoch=EPOCH),),
-    opens=(LeaseOpen(slot=4, epoch=EPOCH),),
-    holds=(LeaseHold(request_id="r2", slot=5, epoch=EPOCH, blocks=((1, 2), ())),),
-    loads=(LoadOrder(request_id="r3", source=SIGNED, local_blocks=((1,), (2,)), first_token=0, stop_token=300),),
-    prewarms=(Prewarm.of(SIGNED),),
-)
 
 
-def check_refusal(refused: InputError) -> None:
-    """It names its field, in a text that may be logged."""
-    assert refused.field
-    check_text(str(refused))
+def check_refusal(refused: InputError | InvalidMetadata) -> None:
+    """It names its field, in a text that may be logged: short, and encodable."""
+    assert isinstance(refused, InvalidMetadata) or refused.field
+    assert len(str(refused)) <= MOST_SHOWN, len(str(refused))
+    str(refused).encode()
 
 
-def check_text(text: str) -> None:
-    """It may be logged: short, and encodable."""
-    assert len(text) <= MOST_SHOWN, len(text)
-    text.encode()
-
-
-def request(data: bytes) -> None:
-    """A frame at the listener."""
-    try:
-        found = decode_request(data)
-    except InvalidMessage as refused:
-        return check_refusal(refused)
-    assert decode_request(encode(found)) == found
+def use_request(found: Hello | Renew | Release) -> None:
+    """As the listener does."""
     for name in () if isinstance(found, Hello) else found.leases:
         assert epoch_to_text(epoch_from_text(name.epoch)) == name.epoch
         assert epoch_from_text(name.epoch)
-    return None
 
 
-def reply(data: bytes) -> None:
-    """A frame from a producer."""
-    try:
-        found = decode_reply(data)
-    except InvalidMessage as refused:
-        return check_refusal(refused)
-    assert decode_reply(encode(found)) == found
+def use_reply(found: EngineDescription | Refused) -> None:
+    """As `kvferry describe` does."""
     if isinstance(found, EngineDescription):
         assert engine_of(engine_json_of(found)).facts == found.facts
-    return None
 
 
-def worker(data: bytes) -> None:
-    """The description that a worker gave to its scheduler."""
+class Format(NamedTuple):
+    """A kind of message: valid ones, how they are written and read, and what is done with one that was read."""
+
+    messages: tuple[Any, ...]
+    write: Callable[[Any], bytes]
+    read: Callable[[bytes], Any]
+    use: Callable[[Any], object] = repr
+    magic: bytes = b""
+
+
+FORMATS: dict[str, Format] = {
+    "request": Format(REQUESTS, encode, decode_request, use_request),
+    "reply": Format(REPLIES, encode, decode_reply, use_reply),
+    "worker": Format((make_worker(),), encode, decode_worker),
+    "notification": Format((DONE,), encode_notification, decode_notification, magic=MAGIC),
+    "orders": Format((make_orders(),), encode_orders, decode_orders),
+    "head": Format((OrdersHead.of(make_orders()),), msgspec.msgpack.encode, decode_head),
+}
+"""In msgpack."""
+OTHER_FORMATS: dict[str, Format] = {
+    "metadata": Format((("prefill-0/tp1", b"body"),), lambda named: wrap_metadata(*named), open_metadata),
+    "description_json": Format(
+        (engine_json_of(make_description()),), encode_engine_json, decode_engine_json, engine_of
+    ),
+}
+
+
+def read_frame(form: Format, data: bytes) -> None:
+    """Any bytes are a message, which survives being written, or are refused."""
     try:
-        found = decode_worker(data)
-    except InvalidMessage as refused:
+        found = form.read(data)
+    except (InputError, InvalidMetadata) as refused:
         return check_refusal(refused)
-    assert decode_worker(encode(found)) == found
+    assert form.read(form.write(found)) == found
+    form.use(found)
     return None
 
 
-def notification(data: bytes) -> None:
-    """A notification over the fabric."""
-    try:
-        found = decode_notification(data)
-    except InvalidMessage as refused:
-        return check_refusal(refused)
-    assert decode_notification(encode_notification(found)) == found
-    assert found.worker < found.expected or found.worker < 4096
-    return None
-
-
-def orders(data: bytes) -> None:
-    """A step's orders."""
-    try:
-        found = decode_orders(data)
-    except InvalidMessage as refused:
-        return check_refusal(refused)
-    assert decode_orders(encode_orders(found)) == found
-    return None
-
-
-def head(data: bytes) -> None:
-    """The head of a step's orders."""
-    try:
-        found = decode_head(data)
-    except InvalidMessage as refused:
-        return check_refusal(refused)
-    assert decode_head(encode_head(StepOrders(boot=found.boot, opens=found.opens))).opens == found.opens
-    return None
-
-
-def metadata(data: bytes) -> None:
-    """An agent's metadata."""
-    try:
-        name, body = open_metadata(data)
-    except InvalidMetadata as refused:
-        return check_text(str(refused))
-    assert open_metadata(wrap_metadata(name, body)) == (name, body)
-    return None
-
-
-def description_json(data: bytes) -> None:
-    """A description file."""
-    try:
-        found = decode_engine_json(data)
-    except InvalidDescription as refused:
-        return check_refusal(refused)
-    assert decode_engine_json(encode_engine_json(found)) == found
-    engine_of(found)
-    return None
+def read_mutated(form: Format, data: bytes) -> None:
+    """A valid message in msgpack with hostile values in it."""
+    source = Source(data)
+    plain = mutate(source, msgspec.to_builtins(source.pick(form.messages), builtin_types=(bytes,)))
+    read_frame(form, form.magic + msgspec.msgpack.encode(plain))
 
 
 def params(data: bytes) -> None:
@@ -232,67 +175,29 @@ def digests(data: bytes) -> None:
     assert shared_tokens(Prompt(tokens=tokens), chain, count) == 0
 
 
-def mutated_request(data: bytes) -> None:
-    """A valid frame at the listener with hostile values in it."""
-    source = Source(data)
-    request(_mutated(source, source.pick(REQUESTS)))
-
-
-def mutated_reply(data: bytes) -> None:
-    """A valid description with hostile values in it."""
-    source = Source(data)
-    reply(_mutated(source, source.pick(REPLIES)))
-
-
-def mutated_worker(data: bytes) -> None:
-    """A valid worker with hostile values in it."""
-    worker(_mutated(Source(data), make_worker()))
-
-
-def mutated_notification(data: bytes) -> None:
-    """A valid notification with hostile values in it."""
-    notification(MAGIC + _mutated(Source(data), DONE))
-
-
-def mutated_orders(data: bytes) -> None:
-    """Valid orders with hostile values in them."""
-    orders(_mutated(Source(data), ORDERS))
-
-
-def mutated_head(data: bytes) -> None:
-    """A valid head of orders with hostile values in it."""
-    head(_mutated(Source(data), OrdersHead.of(ORDERS)))
-
-
 def mutated_params(data: bytes) -> None:
     """Valid params with hostile values in them, as a router may hand them on."""
     source = Source(data)
-    flags = source.number(2)
-    raw = SIGNED.to_json(is_turn=bool(flags))
-    use_params(mutate(source, raw))
+    is_turn = bool(source.number(2))
+    raw = mutate(source, SIGNED.to_json(is_turn=is_turn))
+    before = repr(raw)
+    use_params(raw)
+    assert repr(raw) == before, "the caller's object was changed"
 
 
 def mutated_description_json(data: bytes) -> None:
     """A valid description file with hostile values in it."""
-    source = Source(data)
-    plain = mutate(source, msgspec.to_builtins(engine_json_of(make_description())))
-    description_json(json.dumps(plain).encode("utf-8", "surrogatepass"))
+    plain = mutate(Source(data), msgspec.to_builtins(engine_json_of(make_description())))
+    read_frame(OTHER_FORMATS["description_json"], json.dumps(plain).encode("utf-8", "surrogatepass"))
     try:
         as_type(plain, EngineJson, InvalidDescription)
     except InvalidDescription as refused:
         check_refusal(refused)
 
 
-def _mutated(source: Source, message: Any) -> bytes:
-    plain = mutate(source, msgspec.to_builtins(message, builtin_types=(bytes,)))
-    return msgspec.msgpack.encode(plain)
-
-
+_OTHERS = (params, mutated_params, mutated_description_json, digests, leases, planning, pairing, connecting)
 ALL: dict[str, Target] = {
-    target.__name__: target
-    for target in (
-        *(request, reply, worker, notification, orders, head, metadata, description_json, params, digests),
-        *(mutated_request, mutated_reply, mutated_worker, mutated_notification, mutated_orders),
-        *(mutated_head, mutated_params, mutated_description_json, leases, planning, pairing, connecting),
-    )
+    **{name: functools.partial(read_frame, form) for name, form in (FORMATS | OTHER_FORMATS).items()},
+    **{f"mutated_{name}": functools.partial(read_mutated, form) for name, form in FORMATS.items()},
+    **{target.__name__: target for target in _OTHERS},
 }

@@ -59,6 +59,14 @@ def _with_unknown(valid: bytes, value: bytes) -> bytes:
     return bytes([valid[0] + 1]) + valid[1:] + b"\xa7unknown" + value
 
 
+def deep(levels: int = 100_000) -> list[Any]:
+    """Lists in lists."""
+    nested: list[Any] = []
+    for _ in range(levels):
+        nested = [nested]
+    return nested
+
+
 def wrong_values(valid: bytes, wrong: dict[str, list[object]]) -> Iterator[tuple[str, bytes]]:
     """The valid message with one field changed at a time, by dotted path; `...` removes it."""
     for path, values in wrong.items():

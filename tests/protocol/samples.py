@@ -8,7 +8,20 @@ import msgspec
 
 from kvferry.protocol.digests import CHUNK_TOKENS
 from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
-from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseTable, ModelFacts, WorkerDescription
+from kvferry.protocol.handshake import (
+    CacheGroup,
+    EngineDescription,
+    Hello,
+    LeaseName,
+    LeaseTable,
+    ModelFacts,
+    Refused,
+    Release,
+    Renew,
+    WorkerDescription,
+)
+from kvferry.protocol.notifications import Done
+from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LoadOrder, Prewarm, StepOrders
 from kvferry.protocol.params import RemotePrefill, Ticket
 
 KEY = bytes(range(32))
@@ -107,3 +120,34 @@ def make_description(**changes: Any) -> EngineDescription:
         workers=(make_worker(),),
     )
     return msgspec.structs.replace(description, **changes)
+
+
+def make_orders(request_id: str = "cmpl-1") -> StepOrders:
+    """A step's orders with one of everything."""
+    params = make_params()
+    return StepOrders(
+        boot=BOOT,
+        ends=(LeaseEnd(request_id=request_id, slot=1, epoch=EPOCH),),
+        opens=(LeaseOpen(slot=2, epoch=EPOCH),),
+        holds=(LeaseHold(request_id=request_id, slot=3, epoch=EPOCH, blocks=((1, 2), ())),),
+        loads=(
+            LoadOrder(
+                request_id=request_id, source=params, local_blocks=((5, 6, 7), ()), first_token=0, stop_token=300
+            ),
+        ),
+        prewarms=(Prewarm.of(params),),
+    )
+
+
+DONE = Done(slot=7, epoch=EPOCH, consumer=BOOT, worker=3, expected=4)
+HELLO = Hello(engine_id="prefill-0", asker="decode-3")
+LEASES = (LeaseName(slot=7, epoch=EPOCH), LeaseName(slot=8, epoch="f" * 15))
+REQUESTS: tuple[Hello | Renew | Release, ...] = (
+    HELLO,
+    Renew(boot=BOOT, leases=LEASES),
+    Release(boot=BOOT, leases=LEASES[:1]),
+)
+REPLIES: tuple[EngineDescription | Refused, ...] = (
+    make_description(),
+    Refused(field="version", value="2", expected="1"),
+)

@@ -1,24 +1,26 @@
-"""Which secrets are tried when a connection is made, and what is said when none will do; more in test_secrets."""
+"""How connections are made, lost and given up, and which secrets are tried; more of them in scheduler/test_secrets."""
 
 from __future__ import annotations
 
-import queue
 import socket
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from kvferry.protocol.errors import HandshakeFailed, KvferryError, PeerRefused
+from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import EngineDescription, encode
+from kvferry.protocol.side_channel import client as clients
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import backoff_s
-from kvferry.protocol.side_channel.secrets import VARIABLE, Secrets
+from kvferry.protocol.side_channel.secrets import VARIABLE, Secret
 from tests.protocol.raw_listener import ZMTP, answer_of, answer_unasked, cut, end_after_the_request, send_at_once
 from tests.protocol.samples import make_description
 from tests.protocol.secret_files import NEW, OLD
 
 ANSWER = answer_of(encode(make_description()))
+NEVER_S = 60.0
+Ask = Callable[..., Future[EngineDescription]]
 
 
 @pytest.fixture
@@ -28,73 +30,90 @@ def server() -> Iterator[socket.socket]:
         yield server
 
 
-class Asking:
-    """A handshake under way."""
+@pytest.fixture
+def ask(server: socket.socket) -> Iterator[Ask]:
+    """Begins a handshake with the server, with these secrets."""
+    port = server.getsockname()[1]
 
-    def __init__(self, server: socket.socket, secrets: Secrets) -> None:
-        self._ended: queue.SimpleQueue[EngineDescription | KvferryError] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._ask, args=(server.getsockname()[1], secrets))
-        self._thread.start()
-
-    def _ask(self, port: int, secrets: Secrets) -> None:
+    def fetch(secrets: tuple[Secret, ...]) -> EngineDescription:
         with SideChannelClient(secrets) as client:
-            try:
-                self._ended.put(client.fetch_description("127.0.0.1", port, "prefill-0", "decode-0", 30.0))
-            except KvferryError as error:
-                self._ended.put(error)
+            return client.fetch_description("127.0.0.1", port, "prefill-0", "decode-0", NEVER_S)
 
-    def result(self) -> EngineDescription | KvferryError:
-        self._thread.join()
-        return self._ended.get_nowait()
+    with ThreadPoolExecutor(1) as threads:
+        yield lambda *secrets: threads.submit(fetch, secrets)
 
 
-def test_without_a_secret_a_connection_that_is_cut_twice_is_made_again(server: socket.socket) -> None:
-    asking = Asking(server, ())
+def test_without_a_secret_a_connection_that_is_cut_twice_is_made_again(server: socket.socket, ask: Ask) -> None:
+    asked = ask()
     cut(server, 2)
     end_after_the_request(server, ANSWER)
-    assert asking.result() == make_description()
+    assert asked.result() == make_description()
 
 
-def test_without_a_secret_a_listener_that_cuts_every_connection_is_refused(server: socket.socket) -> None:
-    asking = Asking(server, ())
+def test_without_a_secret_a_listener_that_cuts_every_connection_is_refused(server: socket.socket, ask: Ask) -> None:
+    asked = ask()
     cut(server, 3)
-    error = asking.result()
-    assert isinstance(error, PeerRefused)
-    assert "most likely because it has a secret" in str(error)
-    assert VARIABLE in str(error)
+    with pytest.raises(PeerRefused, match=f"most likely because it has a secret.*{VARIABLE}"):
+        asked.result()
 
 
-def test_a_listener_that_does_not_keep_to_the_protocol_fails_the_handshake_at_once(server: socket.socket) -> None:
-    asking = Asking(server, ())
+def test_a_listener_that_does_not_keep_to_the_protocol_fails_the_handshake_at_once(
+    server: socket.socket, ask: Ask
+) -> None:
+    asked = ask()
     send_at_once(server, ZMTP + ANSWER)
-    error = asking.result()
-    assert isinstance(error, HandshakeFailed)
-    assert str(error).endswith("does not keep to the protocol of ZMQ")
+    with pytest.raises(HandshakeFailed, match=r"does not keep to the protocol of ZMQ$"):
+        asked.result(NEVER_S / 2)
+
+
+def test_a_request_whose_connection_ends_is_sent_again_at_once(server: socket.socket, ask: Ask) -> None:
+    """The listener has restarted."""
+    asked = ask()
+    end_after_the_request(server)
+    end_after_the_request(server, ANSWER)
+    assert asked.result() == make_description()
+
+
+def test_an_answer_is_taken_although_the_connection_ends_with_it(server: socket.socket, ask: Ask) -> None:
+    for _ in range(100):
+        asked = ask()
+        end_after_the_request(server, ANSWER)
+        assert asked.result() == make_description()
+
+
+def test_a_listener_that_ends_every_connection_fails_the_handshake_long_before_its_deadline(
+    server: socket.socket, ask: Ask
+) -> None:
+    asked = ask()
+    for _ in range(clients._MOST_ENDS):
+        end_after_the_request(server)
+    with pytest.raises(HandshakeFailed, match=f":{server.getsockname()[1]} ended 3 connections without an answer$"):
+        asked.result(NEVER_S / 2)
 
 
 def test_nothing_is_sent_over_the_plain_connection_that_finds_out_why_no_secret_was_accepted_and_no_answer_taken(
-    server: socket.socket,
+    server: socket.socket, ask: Ask
 ) -> None:
-    asking = Asking(server, (OLD, NEW))
+    asked = ask(OLD, NEW)
     cut(server, 2)
     assert b"hello" not in answer_unasked(server, ANSWER)
-    error = asking.result()
-    assert isinstance(error, PeerRefused)
-    assert "it has no secret, and there is one here" in str(error)
+    with pytest.raises(PeerRefused, match="it has no secret, and there is one here"):
+        asked.result()
 
 
-def test_a_listener_that_cuts_the_plain_connection_too_has_another_secret(server: socket.socket) -> None:
-    asking = Asking(server, (OLD, NEW))
+def test_a_listener_that_cuts_the_plain_connection_too_has_another_secret(server: socket.socket, ask: Ask) -> None:
+    asked = ask(OLD, NEW)
     cut(server, 3)
-    error = asking.result()
-    assert isinstance(error, PeerRefused)
-    assert f"none of the secrets listed here ({OLD.fingerprint}, {NEW.fingerprint})" in str(error)
+    with pytest.raises(PeerRefused) as refused:
+        asked.result()
+    assert f"none of the secrets listed here ({OLD.fingerprint}, {NEW.fingerprint})" in str(refused.value)
 
 
-def test_a_listener_without_a_secret_is_known_by_the_first_connection_with_one(server: socket.socket) -> None:
-    asking = Asking(server, (OLD, NEW))
+def test_a_listener_without_a_secret_is_known_by_the_first_connection_with_one(server: socket.socket, ask: Ask) -> None:
+    asked = ask(OLD, NEW)
     assert b"hello" not in answer_unasked(server, ANSWER)
-    assert "it has no secret" in str(asking.result())
+    with pytest.raises(PeerRefused, match="it has no secret"):
+        asked.result()
 
 
 def test_delays_double_up_to_a_bound_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from kvferry.protocol.errors import (
     cut,
     shorten,
 )
+from tests.protocol.frames import deep
 
 MAX_SHOWN = 120
 
@@ -40,13 +41,6 @@ class NoLength(list[int]):
         raise RuntimeError("no")
 
 
-def deep(levels: int) -> list[object]:
-    nested: list[object] = []
-    for _ in range(levels):
-        nested = [nested]
-    return nested
-
-
 LONG = "a" * 5_000_000
 HUGE: dict[str, object] = {
     "text": LONG,
@@ -60,8 +54,8 @@ HUGE: dict[str, object] = {
     "digits": 10**4000,
     "more digits than Python prints": 10**100_000,
     "many digits": [10**4000] * 120,
-    "depth": deep(100_000),
-    "depth in dicts": {"a": {"b": deep(100_000)}},
+    "depth": deep(),
+    "depth in dicts": {"a": {"b": deep()}},
     "a repr that raises": Hostile(),
     "a repr that raises, inside": [{"key": Hostile()}],
     "a length that raises": NoLength(),

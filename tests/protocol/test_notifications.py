@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.notifications import MAGIC, MAX_NOTIFICATION_BYTES, Done, decode_notification, encode_notification
+from kvferry.protocol.notifications import MAGIC, Done, decode_notification, encode_notification
 from tests.protocol.frames import decode_plain, encode_plain, hostile_frames, refused, wrong_values
-from tests.protocol.samples import BOOT, EPOCH
+from tests.protocol.samples import BOOT, DONE, EPOCH
 
-DONE = Done(slot=7, epoch=EPOCH, consumer=BOOT, worker=3, expected=4)
 BODY = encode_notification(DONE)[len(MAGIC) :]
 
 
@@ -67,18 +65,3 @@ def test_every_wrong_value_is_refused_by_the_name_of_its_field() -> None:
 
 def test_unknown_fields_are_ignored() -> None:
     assert decode_body(encode_plain({"before": [1], **decode_plain(BODY), "after": {"x": 1}})) == DONE
-
-
-def test_a_notification_is_bounded_in_bytes() -> None:
-    oversized = encode_plain(decode_plain(BODY) | {"padding": b"x" * MAX_NOTIFICATION_BYTES})
-    assert "at most" in str(refused(decode_body, oversized))
-
-
-@given(st.binary(max_size=120), st.integers(0, len(BODY)))
-def test_random_bytes_raise_nothing_but_invalid_message(noise: bytes, at: int) -> None:
-    for frame in (noise, MAGIC + noise, MAGIC + BODY[:at] + noise + BODY[at + len(noise) :]):
-        try:
-            read = decode_notification(frame)
-        except InvalidMessage:
-            continue
-        assert read == decode_notification(encode_notification(read))

@@ -9,12 +9,7 @@ import pytest
 
 from kvferry.protocol.orders import (
     ORDERS_VERSION,
-    LeaseEnd,
-    LeaseHold,
-    LeaseOpen,
-    LoadOrder,
     OrdersHead,
-    Prewarm,
     StepOrders,
     decode_head,
     decode_orders,
@@ -22,26 +17,7 @@ from kvferry.protocol.orders import (
     encode_orders,
 )
 from tests.protocol.frames import decode_plain, encode_plain, hostile_frames, refused
-from tests.protocol.samples import BOOT, EPOCH, make_params
-
-
-def make_orders(request_id: str = "cmpl-1") -> StepOrders:
-    return StepOrders(
-        boot=BOOT,
-        ends=(LeaseEnd(request_id=request_id, slot=1, epoch=EPOCH),),
-        opens=(LeaseOpen(slot=2, epoch=EPOCH),),
-        holds=(LeaseHold(request_id=request_id, slot=3, epoch=EPOCH),),
-        loads=(
-            LoadOrder(
-                request_id=request_id,
-                source=make_params(),
-                local_blocks=((5, 6, 7), ()),
-                first_token=0,
-                stop_token=300,
-            ),
-        ),
-        prewarms=(Prewarm.of(make_params()),),
-    )
+from tests.protocol.samples import BOOT, make_orders
 
 
 def test_orders_round_trip_also_through_pickle() -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -18,7 +19,6 @@ from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode
 from kvferry.protocol.side_channel import client as clients
 from kvferry.protocol.side_channel import host_names
 from kvferry.protocol.side_channel.client import SideChannelClient
-from tests.protocol.raw_listener import answer_of, end_after_the_request
 from tests.protocol.samples import make_description
 from tests.waiting import wait_until
 
@@ -133,56 +133,10 @@ def test_silence_ends_with_the_deadline(client: SideChannelClient) -> None:
 def test_a_listener_that_starts_late_is_waited_for(client: SideChannelClient) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    found: list[EngineDescription] = []
-    asker = threading.Thread(target=lambda: found.append(fetch(client, port, timeout_s=NEVER_S)))
-    asker.start()
-    with answering(encode(make_description()), port=port):
-        asker.join()
-    assert found == [make_description()]
-
-
-def test_a_request_whose_connection_ends_is_sent_again_at_once(client: SideChannelClient) -> None:
-    """The listener has restarted."""
-    found: list[EngineDescription] = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        asker = threading.Thread(target=lambda: found.append(fetch(client, port, timeout_s=NEVER_S)))
-        asker.start()
-        end_after_the_request(server)
-    with answering(encode(make_description()), port=port):
-        asker.join()
-    assert found == [make_description()]
-
-
-def test_an_answer_is_taken_although_the_connection_ends_with_it(client: SideChannelClient) -> None:
-    answer = answer_of(encode(make_description()))
-    for _ in range(100):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            thread = threading.Thread(target=end_after_the_request, args=(server, answer))
-            thread.start()
-            assert fetch(client, server.getsockname()[1]) == make_description()
-            thread.join()
-
-
-def test_a_listener_that_ends_every_connection_fails_the_handshake_long_before_its_deadline(
-    client: SideChannelClient,
-) -> None:
-    errors: list[KvferryError] = []
-
-    def ask() -> None:
-        try:
-            fetch(client, port, timeout_s=NEVER_S)
-        except KvferryError as error:
-            errors.append(error)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        asker = threading.Thread(target=ask)
-        asker.start()
-        for _ in range(clients._MOST_ENDS):
-            end_after_the_request(server)
-        asker.join(NEVER_S / 2)
-    assert [str(error) for error in errors] == [f"127.0.0.1:{port} ended 3 connections without an answer"]
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(fetch, client, port, timeout_s=NEVER_S)
+        with answering(encode(make_description()), port=port):
+            assert asked.result() == make_description()
 
 
 @pytest.mark.parametrize("host", ["", "*", "a b", "\N{SNOWMAN}", "127.0.0.1/24", "tcp://127.0.0.1", "x" * 300])
@@ -212,45 +166,26 @@ def test_a_name_that_is_looked_up_for_ever_delays_no_other_host(
     over = threading.Event()
     monkeypatch.setattr(host_names, "look_up", lambda host: str(over.wait(NEVER_S)))
 
-    def ask_stuck() -> None:
-        with contextlib.suppress(HandshakeFailed):
-            fetch(client, 1, "slow")
-
-    stuck = [threading.Thread(target=ask_stuck) for _ in range(9)]
-    for thread in stuck:
-        thread.start()
-    with answering(encode(make_description())) as (port, _):
-        assert fetch(client, port) == make_description()
-    client.close()
-    for thread in stuck:
-        thread.join()
+    with ThreadPoolExecutor(9) as threads:
+        stuck = [threads.submit(fetch, client, 1, "slow") for _ in range(9)]
+        with answering(encode(make_description())) as (port, _):
+            assert fetch(client, port) == make_description()
+        client.close()
+        assert all(isinstance(each.exception(), HandshakeFailed) for each in stuck)
     over.set()
 
 
 def test_closing_ends_handshakes_under_way_and_refuses_more(client: SideChannelClient) -> None:
-    errors: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            fetch(client, port, timeout_s=NEVER_S)
-        except HandshakeFailed as error:
-            errors.append(error)
-
-    with socket.create_server(("127.0.0.1", 0)) as silent:
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(5) as threads:
         port = silent.getsockname()[1]
-        askers = [threading.Thread(target=ask) for _ in range(5)]
-        for asker in askers:
-            asker.start()
-        for _ in askers:
+        asked = [threads.submit(fetch, client, port, timeout_s=NEVER_S) for _ in range(5)]
+        for _ in asked:
             silent.accept()[0].close()
-        began_s = time.monotonic()
         client.close()
-        for asker in askers:
-            asker.join()
-        assert time.monotonic() - began_s < NEVER_S / 2
-        ask()
-    assert {str(error) for error in errors} == {"this side channel is closed"}
-    assert len(errors) == len(askers) + 1
+        for each in asked:
+            assert str(each.exception(NEVER_S / 2)) == "this side channel is closed"
+        with pytest.raises(HandshakeFailed, match=r"^this side channel is closed$"):
+            fetch(client, port)
 
 
 def test_without_a_free_thread_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:

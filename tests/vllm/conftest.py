@@ -53,14 +53,16 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pair(model: Path, logs: Path) -> Iterator[Pair]:
     """A producer and a consumer, both kvferry, with `recompute`."""
     short = {"kv_lease_duration": 12.0}  # yet longer than a busy machine takes from an answer to the next request
-    prefill = EngineSpec("prefill", str(model), transfer=Transfer("kv_producer", extra_config=short))
+    debug = {"VLLM_LOGGING_LEVEL": "DEBUG"}
+    transfer = Transfer("kv_producer", extra_config=short)
+    prefill = EngineSpec("prefill", str(model), transfer=transfer, extra_env=debug)
     decode = EngineSpec(
         "decode",
         str(model),
         devices=("1",),
         # A machine that is busy with other engines must not decide.
         transfer=Transfer("kv_consumer", extra_config={"handshake_timeout_s": 15}),
-        extra_env={"VLLM_LOGGING_LEVEL": "DEBUG"},
+        extra_env=debug,
     )
     with ExitStack() as running:
         producer, consumer = (running.enter_context(ForkedServer(spec, logs)) for spec in (prefill, decode))

@@ -10,13 +10,8 @@ workers are forked where they would be spawned.
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,51 +20,11 @@ from scripts.accuracy.client import ASK_FOR_PREFILL
 from scripts.accuracy.devices import free_ports
 from scripts.accuracy.metrics import Scrape, parse_metrics
 from tests.forkserver import forkserver
+from tests.vllm.forked_engine_child import Answer, EngineSpec, flip_a_byte, main
+from tests.waiting import wait_until
 
 START_S = 300.0
 ANSWER_S = 180.0
-_CACHE_TOKENS = 4096
-
-_SETTINGS = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """The engine to start.
-
-    Attributes:
-        role: of the connector; empty for an engine without one.
-        block_size: tokens; None for the engine's own choice.
-        cores: of the workers, in their order.
-        engine_args: more of vLLM's `EngineArgs`, or others in place of those chosen here.
-    """
-
-    name: str
-    model: str
-    role: str = ""
-    tp: int = 1
-    pp: int = 1
-    block_size: int | None = 128
-    module: str = "kvferry.connector"
-    cores: str = "0"
-    extra_config: Mapping[str, Any] = field(default_factory=dict)
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Greedy tokens, their log-probabilities, and the params that came with them."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    params: dict[str, Any] | None
 
 
 class EngineFailed(Exception):
@@ -85,7 +40,7 @@ class ForkedEngine:
         context = forkserver()
         self._pipe, theirs = context.Pipe()
         (port,) = free_ports(1)
-        self._process = context.Process(target=_main, args=(spec, port, theirs, str(self.log_path)), name=spec.name)
+        self._process = context.Process(target=main, args=(spec, port, theirs, str(self.log_path)), name=spec.name)
         self._process.start()
         theirs.close()
 
@@ -116,7 +71,7 @@ class ForkedEngine:
     def answer(
         self, prompt: Sequence[int], params: Mapping[str, Any] | None = None, tokens: int = 8, **more: Any
     ) -> Answer:
-        """A greedy answer. `more`: see `_Engine.ask`."""
+        """A greedy answer. `more`: see `Engine.ask` of the child."""
         answer = self._call("ask", list(prompt), tokens, dict(params) if params else None, more)
         assert isinstance(answer, Answer)
         return answer
@@ -135,7 +90,7 @@ class ForkedEngine:
         Args:
             state: which one, of a layer that has several.
         """
-        self._call("on_workers", _flip_a_byte, (layer, block, state))
+        self._call("on_workers", flip_a_byte, (layer, block, state))
 
     def groups(self) -> list[list[str]]:
         """The layers of every cache group that is transferred, in the order of `remote_block_ids`."""
@@ -167,158 +122,17 @@ def start(running: ExitStack, logs: Path, specs: Iterable[EngineSpec]) -> list[F
     return engines
 
 
-def _main(spec: EngineSpec, port: int, pipe: Connection, log_path: str) -> None:
-    with open(log_path, "wb", buffering=0) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    try:
-        engine = _Engine(spec, port)
-    except BaseException:
-        pipe.send((traceback.format_exc(), None))
-        raise
-    pipe.send(("", None))
-    engine.serve(pipe)
-    sys.stdout.flush()
+def hand_over(producer: ForkedEngine, consumer: ForkedEngine, prompt: Sequence[int], **more: Any) -> tuple[Answer, int]:
+    """A prompt prefilled by one and decoded by the other: the answer, and the bytes that were moved for it.
 
-
-class _Engine:
-    """The child's end: steps the engine, and answers between steps."""
-
-    def __init__(self, spec: EngineSpec, port: int) -> None:
-        os.environ.update(_SETTINGS)
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = spec.cores
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
-        import multiprocessing
-
-        import torch
-        import torch._dynamo
-        from vllm.config import KVTransferConfig
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.model_executor.models import registry
-        from vllm.v1.engine.llm_engine import LLMEngine
-        from vllm.v1.executor import multiproc_executor
-
-        torch.set_num_threads(1)
-        # TORCH_COMPILE_DISABLE was read when torch was imported. Compiling the sampler takes half a minute.
-        torch._dynamo.config.disable = spec.pp == 1
-        # vLLM would spawn its workers, each of which would import all of it anew.
-        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
-        # vLLM would look at a model's class in an interpreter of its own, so as not to touch CUDA.
-        registry._run_in_subprocess = lambda look: look()
-        transfer = None
-        if spec.role:
-            transfer = KVTransferConfig(
-                kv_connector="NixlConnector",
-                kv_connector_module_path=spec.module,
-                kv_role=spec.role,
-                kv_load_failure_policy="recompute",
-                # A machine with other things to do must not decide: no test here is about time.
-                kv_connector_extra_config={"kv_lease_duration": 120, "handshake_timeout_s": 60, **spec.extra_config},
-            )
-        pipelined: dict[str, Any] = {"compilation_config": {"mode": 2, "backend": "eager"}}
-        arguments: dict[str, Any] = {
-            "model": spec.model,
-            "dtype": "float32",
-            "max_model_len": 1024,
-            "max_num_seqs": 4,
-            "block_size": spec.block_size,
-            "num_gpu_blocks_override": _CACHE_TOKENS // (spec.block_size or 16),  # a GiB would take a second to fill
-            "tensor_parallel_size": spec.tp,
-            "pipeline_parallel_size": spec.pp,
-            "kv_transfer_config": transfer,
-            "skip_tokenizer_init": True,
-            "enable_prefix_caching": False,
-            "disable_log_stats": False,
-            **({"enforce_eager": True} if spec.pp == 1 else pipelined),
-        }
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | dict(spec.engine_args)))
-        self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
-        from kvferry.connector.scheduler_side import idle
-
-        idle.MAX_IDLE_S = 0.05  # `free_blocks` is to know soon what is free
-        self._asked = 0
-
-    def serve(self, pipe: Connection) -> None:
-        while True:
-            busy = self._scheduler.has_requests()
-            if pipe.poll(0.0 if busy else 0.05):
-                try:
-                    name, *arguments = pipe.recv()
-                except EOFError:
-                    break
-                pipe.send(("", getattr(self, name)(*arguments)))
-            elif busy:
-                self._engine.step()
-        self._engine.engine_core.shutdown()
-
-    def ask(self, prompt: list[int], tokens: int, params: dict[str, Any] | None, more: dict[str, Any]) -> Answer:
-        """One request, alone.
-
-        Args:
-            more: `lora`: the folder of an adapter; `salt`: the request's `cache_salt`; `image`: of PIL.
-        """
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        sampling = SamplingParams(
-            max_tokens=tokens,
-            temperature=0.0,
-            logprobs=0,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"kv_transfer_params": params} if params else None,
-        )
-        self._asked += 1
-        asked: dict[str, Any] = {"prompt_token_ids": prompt}
-        if "salt" in more:
-            asked["cache_salt"] = more["salt"]
-        if "image" in more:
-            asked["multi_modal_data"] = {"image": more["image"]}
-        self._engine.add_request(str(self._asked), asked, sampling, lora_request=_lora(more.get("lora")))
-        while True:
-            for output in self._engine.step():
-                if output.finished:
-                    (said,) = output.outputs
-                    logprobs = [each[token].logprob for token, each in zip(said.token_ids, said.logprobs, strict=True)]
-                    return Answer(list(said.token_ids), logprobs, output.kv_transfer_params)
-
-    def metrics(self) -> str:
-        from prometheus_client import generate_latest
-
-        return str(generate_latest(), "utf-8")
-
-    def on_workers(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
-        return list(self._engine.collective_rpc(function, args=arguments))
-
-    def groups(self) -> list[list[str]]:
-        return [group.layer_names for group in self._scheduler.kv_cache_config.transfer_groups]
-
-    def free_blocks(self) -> int:
-        return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
-
-
-def _caches(worker: Any) -> dict[str, Any]:
-    """By layer its tensor, or those of its states; block by block."""
-    # The executor wraps the CPU worker where it is in the engine's own process.
-    runner = getattr(worker, "worker", worker).model_runner
-    context = runner.compilation_config.static_forward_context
-    return {name: layer.kv_cache for name, layer in context.items() if hasattr(layer, "kv_cache")}
-
-
-def _flip_a_byte(worker: Any, layer: str, block: int, which: int) -> None:
-    import torch
-
-    cache = _caches(worker)[layer]
-    if hasattr(cache, "shape"):
-        cache[block][(0,) * (cache.dim() - 1)].neg_()  # of the first token: what lies behind the last one is not read
-    else:
-        state = cache[which][block]
-        state[torch.unravel_index(state.abs().argmax(), state.shape)] *= -1
-
-
-def _lora(folder: str | None) -> Any:
-    if folder is None:
-        return None
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(lora_name=Path(folder).name, lora_int_id=1, lora_path=folder)
+    NIXL counted as many as the plan says, nothing was computed, and the producer has its blocks back.
+    """
+    free, before = producer.free_blocks(), consumer.metrics()
+    answer = consumer.answer(prompt, producer.prefill(prompt, **more), **more)
+    counted = consumer.metrics() - before
+    reasons = counted.by_label("vllm:kvferry_local_recomputes_total", "reason")
+    assert (reasons, counted.total("vllm:kvferry_loads_total")) == ({}, 1)
+    read = counted.total("vllm:nixl_bytes_transferred_sum")
+    assert read == counted.total("vllm:kvferry_planned_bytes_total")
+    wait_until(lambda: producer.free_blocks() == free, "the producer has its blocks back", timeout_s=60)
+    return answer, int(read)

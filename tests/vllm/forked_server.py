@@ -28,9 +28,10 @@ from typing import Any
 import httpx
 
 from scripts.accuracy.devices import free_ports
-from scripts.accuracy.engines import EngineSpec
+from scripts.accuracy.engines import EngineSpec, Transfer
 from scripts.accuracy.metrics import Scrape, scrape
 from scripts.accuracy.processes import ServerFailed, tail
+from scripts.small_models import default_cache_dir, small_model
 from tests.forkserver import forkserver
 
 _TERM_S = 20.0
@@ -129,6 +130,35 @@ class ForkedServer:
     def _join(self, timeout_s: float) -> None:
         if self._process is not None:
             self._process.join(timeout_s)
+
+
+def small_server(
+    name: str,
+    core: str,
+    transfer: Transfer,
+    logs: Path,
+    *,
+    block_size: int | None = None,
+    blocks: int = 64,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> ForkedServer:
+    """A server of a small Llama that takes tokens only; not started yet.
+
+    Args:
+        block_size, blocks: tokens of a block, and blocks of the cache.
+    """
+    spec = EngineSpec(
+        name,
+        str(small_model("small-llama-4", default_cache_dir())),
+        devices=(core,),
+        block_size=block_size,
+        max_model_len=1024,
+        transfer=transfer,
+        extra_args=("--skip-tokenizer-init", "--num-gpu-blocks-override", str(blocks), *args),
+        extra_env=dict(env or {}),
+    )
+    return ForkedServer(spec, logs)
 
 
 def _serve(arguments: Sequence[str], environment: Mapping[str, str], log_path: str) -> None:

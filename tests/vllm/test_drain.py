@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from scripts.accuracy.engines import EngineSpec, Transfer
-from scripts.small_models import default_cache_dir, small_model
+from scripts.accuracy.engines import Transfer
 from tests.vllm.conftest import START_S
 from tests.vllm.fleet import prefill
-from tests.vllm.forked_server import ForkedServer
+from tests.vllm.forked_server import ForkedServer, small_server
 from tests.vllm.load import Kind, ask, prompt_of
+from tests.waiting import wait_until
 
 DRAIN_S = 200
 ENDS_S = 60.0
@@ -23,24 +22,24 @@ LEASE_S = 3600.0
 
 
 def server(name: str, core: str, role: str, logs: Path, **extra: Any) -> ForkedServer:
-    arguments = ("--skip-tokenizer-init", "--num-gpu-blocks-override", "64", "--shutdown-timeout", str(DRAIN_S))
-    spec = EngineSpec(
-        name,
-        str(small_model("small-llama-4", default_cache_dir())),
-        devices=(core,),
-        max_model_len=1024,
-        transfer=Transfer(role, extra_config=extra),
-        extra_args=arguments,
-    )
-    return ForkedServer(spec, logs)
+    """A server that drains before it ends."""
+    transfer = Transfer(role, extra_config=extra)
+    return small_server(name, core, transfer, logs, args=("--shutdown-timeout", str(DRAIN_S)))
 
 
 def terminate(engine: ForkedServer) -> int:
     """SIGTERM to the API server alone, as a supervisor sends it. Returns its group."""
-    assert engine._process is not None
-    assert engine._process.pid is not None
-    os.kill(engine._process.pid, signal.SIGTERM)
-    return engine._process.pid
+    os.kill(engine.pid, signal.SIGTERM)
+    return engine.pid
+
+
+def has_processes(group: int) -> bool:
+    """Whether a process of the group is alive."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def check_gone(engine: ForkedServer, group: int) -> None:
@@ -48,12 +47,7 @@ def check_gone(engine: ForkedServer, group: int) -> None:
     assert engine._process is not None
     engine._process.join(ENDS_S)
     assert engine._process.exitcode == 0, engine.failure(f"ended with {engine._process.exitcode}")
-    deadline_s = time.monotonic() + 10.0
-    with suppress(ProcessLookupError):
-        while time.monotonic() < deadline_s:
-            os.killpg(group, 0)
-            time.sleep(0.05)
-        raise AssertionError("processes are left")
+    wait_until(lambda: not has_processes(group), "no process is left", timeout_s=10.0)
     assert "force killing" not in engine.log_path.read_text(), engine.failure("was killed")
 
 

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 from scripts.accuracy.engines import Router
 from tests.vllm.pair import TIMEOUT_S, Pair, Server, long_prompt, post, text_of
+from tests.waiting import wait_until
 
 LAYERS, HEADS, HEAD_DIM, FLOAT, BLOCK = 4, 4, 32, 4, 128
 BLOCK_BYTES = LAYERS * HEADS * 2 * HEAD_DIM * FLOAT * BLOCK
-
-
-def wait_until(what: str, true: Callable[[], bool], deadline_s: float = 30.0) -> None:
-    """Wait for something that happens between two steps of an engine."""
-    end_s = time.monotonic() + deadline_s
-    while not true():
-        assert time.monotonic() < end_s, f"not within {deadline_s} s: {what}"
-        time.sleep(0.05)
 
 
 def test_the_decoder_answers_from_the_producers_cache_and_computes_one_token(pair: Pair) -> None:
@@ -42,8 +34,8 @@ def test_the_decoder_answers_from_the_producers_cache_and_computes_one_token(pai
     assert external >= params["remote_num_tokens"] - 1
     assert moved.total("vllm:prompt_tokens_by_source_total", source="local_compute") <= 1
     wait_until(
-        "the producer's blocks are free",
         lambda: (pair.producer.metrics() - before_p).total("vllm:kvferry_leases_released_total", how="done") == 1,
+        "the producer's blocks are free",
     )
 
 
@@ -76,8 +68,8 @@ def test_a_prompt_that_was_aborted_before_it_was_decoded_gives_its_blocks_back(p
     before = pair.producer.metrics()
     pair.prefill(long_prompt("Never decoded"))
     wait_until(
-        "an unused lease runs out",
         lambda: (pair.producer.metrics() - before).total("vllm:kvferry_leases_released_total", how="expired") == 1,
+        "an unused lease runs out",
     )
     assert (pair.producer.metrics() - before).total("vllm:nixl_num_kv_expired_reqs_total") == 1
 
@@ -95,6 +87,9 @@ def test_a_batch_through_the_router_answers_every_prompt_with_its_own_text(pair:
         assert [got[0], got[1]] == want
         # The peer's bug leaves the decoder's prefix cache poisoned for the second prompt: ask for it plainly.
         assert [pair.plain(pair.consumer, prompt) for prompt in prompts] == want
+        for engine, logged in ((pair.producer, "is to be decoded elsewhere"), (pair.consumer, "are held by engine")):
+            routed = rf"req={re.escape(answer.json()['id'])}\S*[ :].*{logged}"
+            assert re.search(routed, engine.log_path.read_text()), "both engines' ids contain the router's"
         several = post(router.base_url, body | {"prompt": prompts[0], "n": 2, "temperature": 0.7, "seed": 5})
         assert several.status_code == 200, several.text
         assert len(several.json()["choices"]) == 2
@@ -103,13 +98,13 @@ def test_a_batch_through_the_router_answers_every_prompt_with_its_own_text(pair:
     # Siblings' leases are bounded, and counted when they end.
     opened = (pair.producer.metrics() - before_p).total("vllm:kvferry_leases_opened_total")
     wait_until(
-        "every lease has ended",
         lambda: (pair.producer.metrics() - before_p).total("vllm:kvferry_leases_released_total") == opened,
+        "every lease has ended",
     )
 
 
 def test_an_idle_worker_burns_nearly_nothing(pair: Pair) -> None:
-    wait_until("nothing runs", lambda: _busy(pair.producer) + _busy(pair.consumer) == 0)
+    wait_until(lambda: _busy(pair.producer) + _busy(pair.consumer) == 0, "nothing runs")
     for engine in (pair.producer, pair.consumer):
         workers = [p for p in psutil.Process(engine.pid).children(recursive=True) if "Worker" in p.name()]
         assert len(workers) == 1

@@ -25,9 +25,7 @@ MOST_CORES = 0.15
 
 def cpu_s(engine: ForkedServer) -> dict[str, float]:
     """Processor time so far of each process of a server."""
-    assert engine._process is not None
-    assert engine._process.pid is not None
-    first = psutil.Process(engine._process.pid)
+    first = psutil.Process(engine.pid)
     seen = {}
     for process in (first, *first.children(recursive=True)):
         times = process.cpu_times()

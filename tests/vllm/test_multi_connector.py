@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts.accuracy.engines import EngineSpec, Transfer
+from scripts.accuracy.engines import Transfer
 from scripts.accuracy.settings import STOCK
-from scripts.small_models import default_cache_dir, small_model
 from tests.vllm.conftest import START_S
 from tests.vllm.fleet import hand_over
-from tests.vllm.forked_server import ForkedServer
+from tests.vllm.forked_server import ForkedServer, small_server
 from tests.vllm.load import Kind, ask, prompt_of
 from tests.waiting import wait_until
 
@@ -28,15 +27,7 @@ def server(name: str, core: str, role: str, logs: Path, disk: Path) -> ForkedSer
         example | {"kv_connector_extra_config": {"shared_storage_path": str(disk)}},
     ]
     transfer = Transfer(role, module=STOCK, connector="MultiConnector", extra_config={"connectors": children})
-    spec = EngineSpec(
-        name,
-        str(small_model("small-llama-4", default_cache_dir())),
-        devices=(core,),
-        max_model_len=1024,
-        transfer=transfer,
-        extra_args=("--skip-tokenizer-init", "--num-gpu-blocks-override", "64"),
-    )
-    return ForkedServer(spec, logs)
+    return small_server(name, core, transfer, logs)
 
 
 def in_use(engine: ForkedServer) -> float:

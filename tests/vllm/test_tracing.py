@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +13,17 @@ import pytest
 
 from kvferry.trace.events import AnyEvent, Part, ProcessStarted
 from scripts.accuracy.client import ASK_FOR_PREFILL
-from scripts.accuracy.engines import EngineSpec, Transfer
-from scripts.small_models import default_cache_dir, small_model
+from scripts.accuracy.engines import Transfer
 from tests.vllm.conftest import START_S
-from tests.vllm.forked_server import ForkedServer
+from tests.vllm.forked_server import ForkedServer, small_server
 from tests.vllm.load import Tokens, body_of, prompt_of
 from tests.vllm.otlp_receiver import Receiver, receiving
 from tests.vllm.pair import post
+from tests.waiting import wait_until
 
 PROMPTS = [prompt_of("traced", index) for index in range(3)]
 TRACES = [f"{index + 1:032x}" for index in range(len(PROMPTS))]
 PARENT = "b7ad6b7169203331"
-_TIMEOUT_S = 60.0
 _DECODER = msgspec.json.Decoder(AnyEvent)
 
 
@@ -39,26 +37,13 @@ class Traced:
 
 
 def server(name: str, core: str, role: str, logs: Path, endpoint: str, folder: Path) -> ForkedServer:
-    spec = EngineSpec(
-        name,
-        str(small_model("small-llama-4", default_cache_dir())),
-        devices=(core,),
-        max_model_len=1024,
-        transfer=Transfer(role, extra_config={"trace_dir": str(folder), "handshake_timeout_s": 15}),
-        extra_args=(
-            "--skip-tokenizer-init",
-            "--num-gpu-blocks-override",
-            "64",
-            "--otlp-traces-endpoint",
-            endpoint,
-        ),
-        extra_env={
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-            "OTEL_BSP_SCHEDULE_DELAY": "200",
-            "NO_PROXY": "127.0.0.1",
-        },
-    )
-    return ForkedServer(spec, logs)
+    env = {
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+        "NO_PROXY": "127.0.0.1",
+    }
+    transfer = Transfer(role, extra_config={"trace_dir": str(folder), "handshake_timeout_s": 15})
+    return small_server(name, core, transfer, logs, args=("--otlp-traces-endpoint", endpoint), env=env)
 
 
 def hand_over(producer: ForkedServer, consumer: ForkedServer, prompt: Tokens, trace: str) -> dict[str, Any]:
@@ -74,14 +59,6 @@ def hand_over(producer: ForkedServer, consumer: ForkedServer, prompt: Tokens, tr
     return params
 
 
-def wait_until(what: str, true: Callable[[], bool]) -> None:
-    """Wait for what other processes send."""
-    end_s = time.monotonic() + _TIMEOUT_S
-    while not true():
-        assert time.monotonic() < end_s, f"not within {_TIMEOUT_S} s: {what}"
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def traced(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
     folder = tmp_path_factory.mktemp("traced") / "traces"
@@ -93,9 +70,12 @@ def traced(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tra
         for engine in (producer, consumer):
             engine.wait_ready(START_S)
         params = [hand_over(producer, consumer, *each) for each in zip(PROMPTS, TRACES, strict=True)]
-        wait_until("every lease is over", lambda: len(receiver.named("kvferry.lease")) == len(PROMPTS))
-        wait_until("every handover has a span", lambda: len(receiver.named("kvferry.handover")) == len(PROMPTS))
-        wait_until("vLLM's own spans", lambda: len(receiver.named("llm_request")) == 2 * len(PROMPTS))
+        spans = {"kvferry.lease": 1, "kvferry.handover": 1, "llm_request": 2}
+        wait_until(
+            lambda: all(len(receiver.named(name)) == each * len(PROMPTS) for name, each in spans.items()),
+            "every handover has its spans and vLLM's",
+            timeout_s=60,
+        )
         running.close()
         yield Traced(folder, receiver, params)
 

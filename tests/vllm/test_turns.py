@@ -12,7 +12,8 @@ from scripts.accuracy.metrics import Scrape
 from scripts.accuracy.model import cache_shape, config_of
 from scripts.accuracy.settings import TINY_MODEL
 from tests.vllm.conftest import model_folder
-from tests.vllm.forked_engine import EngineSpec, ForkedEngine
+from tests.vllm.forked_engine import ForkedEngine
+from tests.vllm.forked_engine_child import EngineSpec
 
 _rng = random.Random(11)
 SAID = [[_rng.randrange(3, 49000) for _ in range(count)] for count in (150, 40, 75)]
