@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -226,19 +225,13 @@ READS = Reads(
 )
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_the_table_distinguishes_wrong_and_right_rows_with_and_without_rich(
-    rich: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
+def test_the_table_distinguishes_wrong_and_right_rows(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = msgspec.structs.replace(READS, wrong=3, first_wrong=17, kind="VRAM", p50_us=655.36)
-    stream = io.StringIO()
     measured = Measured(
         first_contact_ms=1.0, reads=(READS, wrong), notifications=Echoes(reads=5, p50_us=1.0, p99_us=2.0)
     )
-    print_outcome(stream, Outcome(OFFER, OFFER, "rc", measured))
-    rows = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+    print_outcome(Outcome(OFFER, OFFER, "rc", measured))
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "host 64 KiB 4 9 2 32.8 123 right" in rows
     assert "GPU 64 KiB 4 9 0.1 655 123 3 of 786432 WRONG, the first at 17" in rows
     assert "3 of 1572864 bytes are WRONG: do not run engines over this" in rows

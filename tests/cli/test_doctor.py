@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -53,7 +52,7 @@ def test_transports_without_an_agent_are_found_twice_and_give_exit_code_1(monkey
 
 
 def test_without_any_package_it_names_the_missing_ones() -> None:
-    """No site-packages: no msgspec, numpy, zmq, rich, torch, NIXL, vLLM, and no traceback."""
+    """No site-packages: no msgspec, numpy, zmq, torch, NIXL, vLLM, and no traceback."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / package) for package in PACKAGES)
     # The Python that made this environment has none of its packages, and neither have its children.
@@ -66,8 +65,8 @@ def test_without_any_package_it_names_the_missing_ones() -> None:
         found = lines.index(["broken", name, "not installed"])
         assert " ".join(lines[found + 1]).startswith(f"→ pip install '{name}>=")
     assert ["look", "vllm", "not installed"] in lines
-    assert "ok        UCX settings " in ran.stdout
-    assert "not done  loopback transfer " in ran.stdout
+    assert "ok         UCX settings  " in ran.stdout
+    assert "not done   loopback transfer  " in ran.stdout
     assert "Traceback" not in ran.stdout
 
 
@@ -90,17 +89,18 @@ def test_only_broken_findings_decide_the_exit_status(
     }
 
 
-def test_the_table_has_a_mark_and_a_remedy_for_every_check() -> None:
-    out = io.StringIO()
-    print_findings(out, FINDINGS)
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+def test_the_table_has_a_mark_and_a_remedy_for_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    print_findings((*FINDINGS, look("e", "far", "-x " * 60)))
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[2:6]] == [
         ["ok", "a", "well"],
         ["look", "b", "slow"],
         ["→", "hurry"],
         ["not", "done", "d", "no", "kernel"],
     ]
-    assert lines[-1] == "1 ok, 1 look, 1 not done"
+    assert max(map(len, lines)) <= 132
+    assert " ".join(" ".join(lines[7:9]).split()) == "→" + " -x" * 60
+    assert lines[-1] == "1 ok, 2 look, 1 not done"
 
 
 def test_a_check_that_fails_costs_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,11 +36,6 @@ def test_planning_loads_neither_torch_nor_nixl_nor_sockets(form: tuple[str, ...]
     assert heavy_modules("plan", DENSE, f"{DENSE},tp=2", *form, heavy=(*HEAVY, "zmq")) == "0"
 
 
-def test_json_does_not_load_rich() -> None:
-    assert heavy_modules("plan", DENSE, f"{DENSE},tp=2", "--json", heavy=("rich",)) == "0"
-    assert heavy_modules("plan", DENSE, f"{DENSE},tp=2", heavy=("rich",)) == "0 rich"
-
-
 @pytest.mark.parametrize(
     ("arguments", "codes"),
     [

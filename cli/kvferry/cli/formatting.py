@@ -1,51 +1,23 @@
-"""Formats of numbers, the same in tables and pictures, and tables for terminals.
-
-Only tables need rich, which the extra `cli` installs; `print_table` does without. This module needs no other package.
-"""
+"""Formats of numbers, the same in tables and pictures, and tables for terminals."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TextIO
-
-from kvferry.cli.arguments import InvalidArgument
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from kvferry.protocol.geometry import Range
 
 
 WIDTH = 132
+"""Of tables, if the output is no terminal."""
+_LEAST = 20
+_GAP = "   "
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-
-
-def new_table(columns: Iterable[str]) -> Table:
-    """A table with these columns; `>` in front aligns to the right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in columns:
-        right = column.startswith(">")
-        table.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
-    return table
-
-
-def console(stream: TextIO) -> Console:
-    """A console that writes to a stream.
-
-    Raises:
-        InvalidArgument: rich is not installed; the text says what to do.
-    """
-    try:
-        from rich.console import Console
-    except ImportError:
-        raise InvalidArgument("output", "a table", "rich (pip install 'kvferry[cli]'), or --json") from None
-    width = None if stream.isatty() else WIDTH
-    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 
 def safe(content: str) -> str:
@@ -53,43 +25,45 @@ def safe(content: str) -> str:
     return _CONTROL.sub("\ufffd", content)
 
 
-def print_table(
-    stream: TextIO, columns: Sequence[str], rows: Iterable[Sequence[str]], styles: Mapping[str, str] | None = None
-) -> None:
-    """Print `safe` cells as a table if rich is installed, else as plain columns.
+def print_line(content: str = "") -> None:
+    """Print one `safe` line."""
+    print(safe(content))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print `safe` cells in columns; the last column is folded at the width of the terminal.
 
     Args:
-        columns: as for `new_table`.
-        styles: rich's style of cells that have this text.
+        columns: their names; `>` in front aligns to the right.
+        rows: a cell per column; a row without cells is an empty line.
     """
-    cells = [[safe(cell) for cell in row] for row in rows]
-    try:
-        out = console(stream)
-    except InvalidArgument:
-        _print_columns(stream, columns, cells)
-        return
-    from rich.text import Text
-
-    table = new_table(columns)
-    for row in cells:
-        table.add_row(*(Text(cell, style=(styles or {}).get(cell, "")) for cell in row))
-    out.print(table)
-
-
-def _print_columns(stream: TextIO, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
     heads = [column.removeprefix(">") for column in columns]
-    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    for row in (heads, *cells):
+    cells = [[safe(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(heads, *filter(None, cells), strict=True)]
+    width = shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
+    last = max(_LEAST, width - sum(widths[:-1]) - len(_GAP) * (len(widths) - 1))
+    widths[-1] = min(widths[-1], last)
+
+    def print_row(row: Sequence[str]) -> None:
         padded = (
             cell.rjust(width) if column.startswith(">") else cell.ljust(width)
             for cell, width, column in zip(row, widths, columns, strict=True)
         )
-        print("  ".join(padded).rstrip(), file=stream)
+        print(_GAP.join(padded).rstrip())
+
+    print_row(heads)
+    print("─" * (sum(widths) + len(_GAP) * (len(widths) - 1)))
+    for row in cells:
+        if not row:
+            print()
+            continue
+        *before, content = row
+        for line in textwrap.wrap(content, last, break_on_hyphens=False) or [""]:
+            print_row([*before, line])
+            before = [""] * len(before)
 
 
 _DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB")
-
-
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 

@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 from kvferry.protocol.errors import KvferryError
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        code: int = options.run(options)
+        code = _run(options)
         sys.stdout.flush()
     except KvferryError as wrong:
         print(f"kvferry {options.command}: {wrong}", file=sys.stderr)
@@ -43,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Plans, checks, measures and traces transfers of KV caches between engines.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_Version, help="print the version")
+    parser.add_argument("--version", action="version", version=f"kvferry {_version()}", help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_describe(commands)
@@ -72,7 +73,6 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument("--svg", metavar="FILE", help="also draw the plan")
     plan.add_argument("--copies", metavar="REQUEST", help="print every copy for the blocks in this JSON file")
     plan.add_argument("--out", metavar="FILE", help="where --copies goes (default: standard output, and no table)")
-    plan.set_defaults(run=_run_plan)
 
 
 def _add_describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -85,7 +85,6 @@ def _add_describe(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     describe.add_argument("address", metavar="HOST:PORT", help="the producer's side channel, [host]:port for IPv6")
     describe.add_argument("--json", action="store_true", help="print the description JSON that `kvferry plan` reads")
     describe.add_argument("--timeout", metavar="S", default="5", help="seconds to wait (default: %(default)s)")
-    describe.set_defaults(run=_run_describe)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -107,7 +106,6 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default="30",
         help="seconds for the start of the loopback transfer, and for any read of it (default: %(default)s)",
     )
-    doctor.set_defaults(run=_run_doctor)
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -129,7 +127,6 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench.add_argument("--seconds", metavar="S", default="0.5", help="for each row of the table (default: %(default)s)")
     bench.add_argument("--timeout", metavar="S", default="10", help="for a read, or an answer (default: %(default)s)")
     bench.add_argument("--json", action="store_true", help="print what was measured as JSON")
-    bench.set_defaults(run=_run_bench)
 
 
 def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -144,51 +141,25 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     trace.add_argument("--request", metavar="ID", help="only handovers with an id (of any kind) that contains this")
     trace.add_argument("--slowest", metavar="N", default="20", help="handovers that are shown (default: %(default)s)")
     trace.add_argument("--json", action="store_true", help="print what was found as JSON")
-    trace.set_defaults(run=_run_trace)
 
 
-def _run_plan(options: argparse.Namespace) -> int:
-    from kvferry.cli.plan.command import run_plan
-
-    return run_plan(options)
-
-
-def _run_describe(options: argparse.Namespace) -> int:
-    from kvferry.cli.plan.describe import run_describe
-
-    return run_describe(options)
-
-
-def _run_doctor(options: argparse.Namespace) -> int:
-    from kvferry.cli.doctor.command import run_doctor
-
-    return run_doctor(options)
+def _run(options: argparse.Namespace) -> int:
+    """Run the command; only its own modules are imported."""
+    if options.command == "plan":
+        from kvferry.cli.plan.command import run_plan as run
+    elif options.command == "describe":
+        from kvferry.cli.plan.describe import run_describe as run
+    elif options.command == "doctor":
+        from kvferry.cli.doctor.command import run_doctor as run
+    elif options.command == "bench":
+        from kvferry.cli.bench.command import run_bench as run
+    else:
+        from kvferry.cli.trace.command import run_trace as run
+    return run(options)
 
 
-def _run_bench(options: argparse.Namespace) -> int:
-    from kvferry.cli.bench.command import run_bench
-
-    return run_bench(options)
-
-
-def _run_trace(options: argparse.Namespace) -> int:
-    from kvferry.cli.trace.command import run_trace
-
-    return run_trace(options)
-
-
-class _Version(argparse.Action):
-    """Prints the version, which is looked up only then, since that is slow."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:  # noqa: A002
-        super().__init__(option_strings, dest, nargs=0, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            found = version("kvferry")
-        except PackageNotFoundError:
-            found = "(not installed)"
-        print(f"kvferry {found}")
-        parser.exit(GOOD)
+def _version() -> str:
+    try:
+        return version("kvferry")
+    except PackageNotFoundError:
+        return "(not installed)"

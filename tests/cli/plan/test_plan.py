@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import msgspec
@@ -43,7 +42,7 @@ def test_the_log_lines_are_those_that_the_workers_would_write() -> None:
 
 def test_the_staging_pool_has_the_default_size_of_a_worker() -> None:
     pool = pytest.importorskip("kvferry.worker.staging.pool").StagingPool
-    worker = pytest.importorskip("kvferry.worker.worker")
+    worker = pytest.importorskip("kvferry.worker.worker_memory")
     assert worker._STAGING_BYTES == {"cuda": POOL_BYTES_VRAM}
     assert worker._STAGING_BYTES_OF_OTHERS == POOL_BYTES_DRAM
     for size in (POOL_BYTES_VRAM, POOL_BYTES_DRAM, 1 << 20, 3_333_333):
@@ -174,14 +173,6 @@ def test_a_description_json_that_contradicts_itself_is_bad_input(tmp_path: Path)
         ran = run("plan", *arguments)
         assert (ran.code, ran.out) == (2, "")
         assert "a place of its own for every worker" in ran.err
-
-
-def test_without_rich_a_table_is_refused_by_name_and_json_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    ran = run("plan", EIGHT, FOUR)
-    assert (ran.code, ran.out) == (2, "")
-    assert "pip install 'kvferry[cli]'" in ran.err
-    assert run("plan", EIGHT, FOUR, "--json").code == 0
 
 
 def test_the_json_has_exactly_the_fields_of_the_documentation() -> None:

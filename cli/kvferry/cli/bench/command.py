@@ -61,7 +61,7 @@ def _connect(options: argparse.Namespace, task: Task) -> int:
     if options.json:
         print(json.dumps(as_json(outcome), indent=2, ensure_ascii=False))
     else:
-        print_outcome(sys.stdout, outcome)
+        print_outcome(outcome)
     return 1 if outcome.measured.wrong else 0
 
 

@@ -1,13 +1,12 @@
-"""The output of `kvferry bench --connect`: a table, plain lines if rich is missing, or JSON."""
+"""The output of `kvferry bench --connect`: a table, or JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TextIO
 
 import msgspec
 
-from kvferry.cli.formatting import binary_bytes, counted, print_table
+from kvferry.cli.formatting import binary_bytes, counted, print_line, print_table
 from kvferry.cli.transfer.measure import Outcome
 from kvferry.cli.transfer.messages import Offer
 
@@ -31,11 +30,12 @@ def as_json(outcome: Outcome) -> dict[str, object]:
     }
 
 
-def print_outcome(stream: TextIO, outcome: Outcome) -> None:
-    """Print a table if rich is installed, else plain lines."""
-    print_table(stream, _COLUMNS, _rows(outcome))
+def print_outcome(outcome: Outcome) -> None:
+    """Print a table, and what applies to all of it."""
+    print_table(_COLUMNS, _rows(outcome))
+    print()
     for line in _lines(outcome):
-        print(line, file=stream)
+        print_line(line)
 
 
 def _ends(outcome: Outcome) -> tuple[tuple[str, Offer], ...]:
@@ -63,7 +63,7 @@ def _us(time_us: float) -> str:
 def _lines(outcome: Outcome) -> Iterator[str]:
     measured = outcome.measured
     echoes = measured.notifications
-    yield f"\nlistener {outcome.theirs.host}, over {outcome.lanes or 'transports that UCX does not name'}"
+    yield f"listener {outcome.theirs.host}, over {outcome.lanes or 'transports that UCX does not name'}"
     yield f"first contact {measured.first_contact_ms:.1f} ms"
     there_and_back = f"p50 {echoes.p50_us:.0f} µs, p99 {echoes.p99_us:.0f} µs"
     yield f"a notification there and back: {there_and_back} ({counted(echoes.reads, 'round trip')})"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TextIO
 
 from kvferry.cli.arguments import number_option, whole_option
 from kvferry.cli.doctor.channel import check_address, check_secret, check_telemetry
@@ -27,7 +25,6 @@ from kvferry.cli.doctor.versions import check_versions
 from kvferry.cli.formatting import print_table
 
 SCHEMA = 1
-_COLOURS = {"ok": "green", "look": "yellow", "broken": "bold red", "not done": "dim"}
 
 
 def _check_loopback(machine: Machine) -> Iterable[Finding]:
@@ -64,7 +61,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(as_json(findings), indent=2, ensure_ascii=False))
     else:
-        print_findings(sys.stdout, findings)
+        print_findings(findings)
     return 0 if healthy else 1
 
 
@@ -88,13 +85,13 @@ def as_json(findings: Sequence[Finding]) -> dict[str, object]:
     }
 
 
-def print_findings(stream: TextIO, findings: Sequence[Finding]) -> None:
+def print_findings(findings: Sequence[Finding]) -> None:
     """Print the findings, each with its remedy in the row below, and the number of each mark."""
     rows: list[tuple[str, str, str]] = []
     for one in findings:
         rows.append((one.mark.value, one.check, one.found))
         if one.do:
             rows.append(("", "", f"→ {one.do}"))
-    print_table(stream, ("", "check", "found, and what to do"), rows, _COLOURS)
+    print_table(("", "check", "found, and what to do"), rows)
     counts = Counter(one.mark for one in findings)
-    print("\n" + ", ".join(f"{counts[mark]} {mark.value}" for mark in Mark if counts[mark]), file=stream)
+    print("\n" + ", ".join(f"{counts[mark]} {mark.value}" for mark in Mark if counts[mark]))

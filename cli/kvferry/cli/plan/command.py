@@ -10,7 +10,6 @@ from dataclasses import replace
 import msgspec
 
 from kvferry.cli.arguments import InvalidArgument, number_option, whole_option, write_file
-from kvferry.cli.formatting import console
 from kvferry.cli.plan.copies import copy_lines, read_request
 from kvferry.cli.plan.engine import side_of
 from kvferry.cli.plan.picture import draw
@@ -49,7 +48,7 @@ def run_plan(options: argparse.Namespace) -> int:
             _print_json(refusal)
         else:
             sides = (("producer", side_of(producer)), ("consumer", side_of(consumer)))
-            print_refusal(console(sys.stdout), refusal, sides)
+            print_refusal(refusal, sides)
         return REFUSED
     summary = summarise(consumer, producer, plans, costs, tokens=tokens, link_gb_s=link_gb_s)
     if options.svg:
@@ -60,7 +59,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(summary)
     elif not options.copies or options.out:
-        print_plan(console(sys.stdout), summary)
+        print_plan(summary)
     return GOOD
 
 

@@ -6,6 +6,8 @@ import argparse
 import sys
 
 from kvferry.cli.arguments import number_option, read_address
+from kvferry.cli.plan.engine import side_of
+from kvferry.cli.plan.tables import print_engine
 from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import encode_engine_json, engine_json_of
 from kvferry.protocol.errors import PeerRefused
@@ -24,11 +26,7 @@ def run_describe(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(encode_engine_json(engine_json).decode())
         return 0
-    from kvferry.cli.formatting import console
-    from kvferry.cli.plan.engine import side_of
-    from kvferry.cli.plan.tables import print_engine
-
-    print_engine(console(sys.stdout), engine_json, side_of(engine))
+    print_engine(engine_json, side_of(engine))
     return 0
 
 

@@ -1,67 +1,54 @@
-"""Tables of `plan` and `describe`; needs rich, which the extra `cli` installs.
-
-If the output is no terminal, lines are 132 characters wide and have no colours.
-"""
+"""Tables of `plan` and `describe`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
 
-from kvferry.cli.formatting import binary_bytes, counted, decimal_bytes, new_table, span, spans
+from kvferry.cli.formatting import binary_bytes, counted, decimal_bytes, print_line, print_table, span, spans
 from kvferry.cli.plan.engine import Side, format_engine, format_group, format_tokens
 from kvferry.cli.plan.summary import Flow, PlanSummary, Read, Reader, Refusal
 from kvferry.protocol.description_json import EngineJson
 
-if TYPE_CHECKING:
-    from rich.console import Console
 
-
-def print_plan(out: Console, summary: PlanSummary) -> None:
+def print_plan(summary: PlanSummary) -> None:
     """Print a workable pair."""
-    _print_sides(out, (("producer", summary.producer), ("consumer", summary.consumer)))
+    _print_sides((("producer", summary.producer), ("consumer", summary.consumer)))
     reasons: dict[str, int] = {}
     several = len(summary.producer.groups) > 1
     columns = ["consumer", "reads from", *(["group"] if several else []), "layers", "heads", ">bytes", ">runs"]
-    table = new_table([*columns, ">descriptors", "placed"])
-    for reader in summary.workers:
-        for row in _reader_rows(reader, reasons, several):
-            table.add_row(*row)
-        table.add_section()
-    out.print(table)
+    rows = [row for reader in summary.workers for row in _reader_rows(reader, reasons, several)]
+    print_table([*columns, ">descriptors", "placed"], rows[:-1])
     for reason, number in reasons.items():
-        out.print(f"({number}) {reason}")
-    out.print()
-    _print_time(out, summary)
-    out.print("\nin the log of each consumer worker:")
+        print_line(f"({number}) {reason}")
+    print_line()
+    _print_time(summary)
+    print_line()
+    print_line("in the log of each consumer worker:")
     for reader in summary.workers:
-        out.print(reader.log, soft_wrap=True)
+        print_line(reader.log)
 
 
-def print_refusal(out: Console, refusal: Refusal, sides: Sequence[tuple[str, Side]]) -> None:
+def print_refusal(refusal: Refusal, sides: Sequence[tuple[str, Side]]) -> None:
     """Print an unworkable pair: all reasons, each with the change that helps."""
-    _print_sides(out, sides)
-    out.print("this pair cannot work:")
+    _print_sides(sides)
+    print_line("this pair cannot work:")
     for number, reason in enumerate(refusal.reasons, 1):
-        out.print(
-            f"{number:>4}. {reason.field}: producer {reason.producer}, consumer {reason.consumer}", soft_wrap=True
-        )
-        out.print(f"      {reason.change}", soft_wrap=True)
+        print_line(f"{number:>4}. {reason.field}: producer {reason.producer}, consumer {reason.consumer}")
+        print_line(f"      {reason.change}")
 
 
-def print_engine(out: Console, engine_json: EngineJson, side: Side) -> None:
+def print_engine(engine_json: EngineJson, side: Side) -> None:
     """Print one engine: its model, groups and workers."""
     facts = engine_json.facts
-    out.print(f"engine {engine_json.engine_id}: {format_engine(side)}")
+    print_line(f"engine {engine_json.engine_id}: {format_engine(side)}")
     named = (("model", facts.model), ("fingerprint", facts.fingerprint), ("dtype", facts.dtype))
     more = (("cache", facts.cache_dtype), ("quantisation", facts.quantization), ("speculative", facts.speculative))
     for name, value in (*named, *more):
-        out.print(f"  {name:<13} {value}")
+        print_line(f"  {name:<13} {value}")
     for index, group in enumerate(engine_json.groups):
-        out.print(f"  {f'group {index}':<13} {format_group(group)}")
-    table = new_table(["worker", "memory", ">device", "layers", "heads", "tokens", ">tensors", ">cache"])
-    for worker, shard in zip(engine_json.workers, side.workers, strict=True):
-        table.add_row(
+        print_line(f"  {f'group {index}':<13} {format_group(group)}")
+    rows = (
+        (
             str(shard.place),
             worker.memory,
             str(worker.device),
@@ -71,33 +58,35 @@ def print_engine(out: Console, engine_json: EngineJson, side: Side) -> None:
             str(len(worker.tensors)),
             binary_bytes(shard.cache_bytes),
         )
-    out.print(table)
+        for worker, shard in zip(engine_json.workers, side.workers, strict=True)
+    )
+    print_table(("worker", "memory", ">device", "layers", "heads", "tokens", ">tensors", ">cache"), rows)
 
 
-def _print_sides(out: Console, sides: Iterable[tuple[str, Side]]) -> None:
+def _print_sides(sides: Iterable[tuple[str, Side]]) -> None:
     for role, side in sides:
         name = "" if side.engine_id == role else f" {side.engine_id}:"
-        out.print(f"{role}{name} {format_engine(side)}")
-    out.print()
+        print_line(f"{role}{name} {format_engine(side)}")
+    print_line()
 
 
-def _print_time(out: Console, summary: PlanSummary) -> None:
+def _print_time(summary: PlanSummary) -> None:
     link = f"{decimal_bytes(summary.link_bytes)} over the links, " if summary.link_bytes != summary.bytes else ""
-    out.print(
+    print_line(
         f"a prompt of {counted(summary.tokens, 'token')}: {decimal_bytes(summary.bytes)}, {link}"
         f"{summary.bytes_per_token:g} B/token, {counted(summary.descriptors, 'descriptor')}"
     )
-    out.print(
+    print_line(
         f"predicted: {summary.predicted_ms:.3f} ms over {summary.link_gb_s:g} GB/s a worker; "
         f"{summary.slowest.side} {summary.slowest.place} is the slowest"
     )
 
 
-def _reader_rows(reader: Reader, reasons: dict[str, int], several: bool) -> Iterable[list[str]]:
-    """The rows of one consumer worker; its name and each producer's are in one row only."""
+def _reader_rows(reader: Reader, reasons: dict[str, int], several: bool) -> Iterator[list[str]]:
+    """The rows of one consumer worker, then an empty one; its name and each producer's are in one row only."""
     name = str(reader.place)
     if not reader.flows:
-        yield [name, "none"]
+        yield [name, "none", *[""] * (7 if several else 6)]
     for flow in reader.flows:
         producer = str(flow.producer)
         if not flow.reads:
@@ -106,6 +95,7 @@ def _reader_rows(reader: Reader, reasons: dict[str, int], several: bool) -> Iter
             yield [name, producer, *_read_cells(flow, read, reasons, several)]
             name = producer = ""
         name = ""
+    yield []
 
 
 def _read_cells(flow: Flow, read: Read, reasons: dict[str, int], several: bool) -> list[str]:

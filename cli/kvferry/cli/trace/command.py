@@ -46,7 +46,7 @@ def _run(options: argparse.Namespace, slowest: int) -> None:
         json.dump(as_json(reported, slowest), sys.stdout, indent=2)
         print()
         return
-    print_listing(sys.stdout, reported, slowest)
+    print_listing(reported, slowest)
     if options.out is not None:
         of = len(reported.timelines)
         cut = f" (the {HANDOVERS_OF_A_TRACE} slowest of {of} handovers are in the trace)"

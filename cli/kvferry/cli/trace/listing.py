@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TextIO
-
-from kvferry.cli.formatting import print_table, safe
+from kvferry.cli.formatting import print_line, print_table
 from kvferry.cli.trace.report import (
     Report,
     format_engines,
@@ -18,18 +16,19 @@ from kvferry.cli.trace.theme import label_of
 from kvferry.trace.timeline import Timeline
 
 
-def print_listing(stream: TextIO, report: Report, slowest: int) -> None:
-    """Print tables if rich is installed, else plain columns."""
-    print(safe(report.headline), end="\n\n", file=stream)
-    print_table(stream, ("phase", ">times", ">p50", ">p99", ">longest", "what it is"), report.phase_rows())
-    print("\nthe slowest handovers:\n", file=stream)
+def print_listing(report: Report, slowest: int) -> None:
+    """Print the tables, and the notes below them."""
+    print_line(report.headline)
+    print()
+    print_table(("phase", ">times", ">p50", ">p99", ">longest", "what it is"), report.phase_rows())
+    print("\nthe slowest handovers:\n")
     print_table(
-        stream,
         ("request", "engines", ">tokens", ">handover", "longest phase", "result"),
         (_row(one) for one in report.timelines[:slowest]),
     )
     for note in report.notes:
-        print(f"\n{safe(note)}", file=stream)
+        print()
+        print_line(note)
 
 
 def _row(one: Timeline) -> tuple[str, ...]:
