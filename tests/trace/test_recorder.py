@@ -50,21 +50,12 @@ def test_everything_arrives_in_its_order_and_the_writer_ends() -> None:
 def test_what_is_recorded_is_written_without_a_close() -> None:
     sink = Kept()
     recorder = Recorder(sink)
-    for number in range(3):  # the second and the third wake a writer that sleeps again
+    for number in range(3):
         sink.entered.clear()
         recorder.record(number)
         assert sink.entered.wait(20.0)
     recorder.close()
     assert sink.items == [0, 1, 2]
-
-
-def test_nothing_runs_before_the_first_item() -> None:
-    before = set(threading.enumerate())
-    sink = Kept()
-    recorder = Recorder(sink, "kvferry-never")
-    assert set(threading.enumerate()) == before
-    recorder.close()
-    assert sink.closed_by == [threading.current_thread().name]
 
 
 def test_what_a_slow_sink_leaves_behind_is_dropped_and_counted_and_reported() -> None:
@@ -101,23 +92,6 @@ def test_a_sink_that_fails_loses_its_batch_and_is_named_once(caplog: pytest.LogC
     assert sink.lost == [2]
     assert [record.getMessage() for record in caplog.records if "No space left" in record.getMessage()] != []
     assert len(caplog.records) == 1
-
-
-def test_a_system_without_a_free_thread_stops_the_recording_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    sink = Kept()
-    recorder = Recorder(sink)
-    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(threading.Thread, "start", refuse)
-        recorder.record(1)
-        recorder.record(2)
-    recorder.close()
-    assert (recorder.num_lost, sink.items, len(sink.closed_by)) == (2, [], 1)
-    assert ["can't start new thread" in message for message in caplog.messages] == [True]
 
 
 def test_an_end_does_not_wait_for_a_sink_that_hangs(

@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 Taken = TypeVar("Taken", contravariant=True)
 
 GATHER_S = 0.2
-"""Delay from the first item of a batch to its writing: a killed process loses at most the items of that time."""
+"""Time between writes: a killed process loses at most the items of that time."""
 CLOSE_S = 5.0
 """Most time that the end of a process waits for the writer."""
 MOST_WAITING = 1 << 16
@@ -27,7 +27,7 @@ _BATCH = 256
 
 
 class Sink(Protocol[Taken]):
-    """The destination of a recorder's items. Called by the writer thread, or by the closing one if there is none."""
+    """The destination of a recorder's items. Called by the writer thread."""
 
     def take(self, items: Sequence[Taken], lost: int) -> None:
         """Write the items, in order. May raise any exception: the items are lost then.
@@ -41,7 +41,7 @@ class Sink(Protocol[Taken]):
 
 
 class Recorder(Generic[Item]):
-    """One queue and one writer thread, which starts with the first item.
+    """One queue and one writer thread.
 
     Args:
         name: name of the thread.
@@ -50,17 +50,14 @@ class Recorder(Generic[Item]):
 
     def __init__(self, sink: Sink[Item], name: str = "kvferry-trace", *, most_waiting: int = MOST_WAITING) -> None:
         self._sink = sink
-        self._name = name
         self._most_waiting = most_waiting
         self._waiting: deque[Item] = deque()
         self._num_refused = 0
         self._num_failed = 0
         self._reported_lost = 0
-        self._is_awake = False
-        self._is_open = True
-        self._wake = threading.Event()
         self._ending = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     @property
     def num_lost(self) -> int:
@@ -69,54 +66,21 @@ class Recorder(Generic[Item]):
 
     def record(self, item: Item) -> None:
         """Queue an item to be written soon. Called by one thread; never raises, never waits."""
-        if len(self._waiting) >= self._most_waiting:
+        if len(self._waiting) < self._most_waiting:
+            self._waiting.append(item)
+        else:
             self._num_refused += 1
-            return
-        self._waiting.append(item)
-        if not self._is_awake:
-            self._wake_up()
 
     def close(self) -> None:
         """Write the waiting items, for at most `CLOSE_S`. Idempotent."""
-        if not self._is_open:
-            return
-        self._is_open = False
         self._most_waiting = 0
-        thread = self._thread
-        if thread is None:
-            self._sink.close()
-            return
         self._ending.set()
-        self._wake.set()
-        thread.join(CLOSE_S)
-        if thread.is_alive():
-            logger.warning("%s: what was recorded last is not written after %g s", self._name, CLOSE_S)
-
-    def _wake_up(self) -> None:
-        self._is_awake = True
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as refused:
-                self._give_up(refused)
-                return
-            self._thread = thread
-        self._wake.set()
-
-    def _give_up(self, refused: RuntimeError) -> None:
-        """The writer thread could not be started: record nothing from now on."""
-        self._most_waiting = 0
-        self._num_refused += len(self._waiting)
-        self._waiting.clear()
-        logger.warning("%s: nothing is recorded: %s", self._name, refused)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("%s: what was recorded last is not written after %g s", self._thread.name, CLOSE_S)
 
     def _run(self) -> None:
-        while not self._ending.is_set():
-            self._wake.wait()
-            self._ending.wait(GATHER_S)
-            self._wake.clear()
-            self._is_awake = False  # before the queue is emptied, so that a later item wakes this thread again
+        while not self._ending.wait(GATHER_S):
             self._write_all()
         self._write_all()
         self._sink.close()
@@ -129,7 +93,7 @@ class Recorder(Generic[Item]):
                 self._sink.take(batch, lost - self._reported_lost)
             except Exception as error:  # noqa: BLE001 - the next batch is written all the same
                 if not self._num_failed:
-                    logger.warning("%s: cannot be written, now and maybe later: %r", self._name, error)
+                    logger.warning("%s: cannot be written, now and maybe later: %r", self._thread.name, error)
                 self._num_failed += len(batch)
             else:
                 self._reported_lost = lost
