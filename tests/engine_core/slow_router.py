@@ -75,5 +75,5 @@ class Slow:
 
 
 def ended(step: Scheduled) -> set[str]:
-    orders = step.metadata.orders()
+    orders = step.orders
     return set() if orders is None else {end.request_id for end in orders.ends}

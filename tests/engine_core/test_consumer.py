@@ -27,7 +27,7 @@ def producer() -> Iterator[Eavesdropper]:
 
 def loads(step: Scheduled) -> dict[str, tuple[int, int]]:
     """The loads ordered in this step: first and last token, by request."""
-    orders = step.metadata.orders()
+    orders = step.orders
     return {} if orders is None else {x.request_id: (x.first_token, x.stop_token) for x in orders.loads}
 
 
@@ -37,7 +37,7 @@ def test_a_remote_prompt_is_loaded_whole_and_one_token_of_it_is_computed(make_en
     step = engine.step()
     assert loads(step) == {"d": (0, 40)}
     assert step.metadata.is_idle
-    assert step.metadata.orders().loads[0].local_blocks == (tuple(engine.block_ids("d")),)
+    assert step.orders.loads[0].local_blocks == (tuple(engine.block_ids("d")),)
     assert loads(engine.step()) == {}
     engine.step(loaded={"d"})
     step = engine.step()
@@ -74,7 +74,7 @@ def test_only_what_the_local_cache_lacks_is_loaded(make_engine: Any) -> None:
     engine.add("d", PROMPT, offer(PROMPT))
     step = engine.step()
     assert loads(step) == {"d": (32, 40)}
-    assert len(step.metadata.orders().loads[0].local_blocks[0]) == 3
+    assert len(step.orders.loads[0].local_blocks[0]) == 3
     engine.step(loaded={"d"})
     engine.run()
     assert engine.is_whole

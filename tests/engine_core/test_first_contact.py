@@ -73,7 +73,7 @@ def test_only_hosts_that_are_allowed_are_named_to_the_workers(allowed: list[str]
     engine = Engine("FerryConnector", module="kvferry.connector", role="kv_consumer", extra={"allowed_hosts": allowed})
     try:
         engine.add("d", PROMPT, offer(PROMPT))
-        orders = engine.step().metadata.orders()
+        orders = engine.step().orders
         assert len(orders.prewarms if orders is not None else ()) == handshakes
     finally:
         engine.close()

@@ -28,7 +28,7 @@ def test_the_connector_itself_asks_for_steps_until_a_hold_is_announced(make_engi
     engine.step()
     assert engine.answers["p"].params is not None
     assert engine.connector.has_pending_push_work()
-    assert engine.step().metadata.holds
+    assert engine.step().orders.holds
     assert not engine.connector.has_pending_push_work()
 
 
@@ -45,10 +45,10 @@ def test_a_lease_that_ran_out_while_idle_ends_with_the_next_request(
     time.sleep(0.6)
     assert engine.used_blocks == 3, "no step, no end"
     assert engine.scheduler.has_requests(), "a call after a while gets a step"
-    assert not engine.step().metadata.holds, "in the first one the workers report what they received meanwhile"
+    assert engine.step().orders is None, "in the first one the workers report what they received meanwhile"
     assert engine.scheduler.has_requests()
     step = engine.schedule()
-    assert [end.request_id for end in step.metadata.orders().ends] == ["p"]
+    assert [end.request_id for end in step.orders.ends] == ["p"]
     engine.finish(step)
     assert engine.scheduler.has_requests(), "its workers have not acknowledged"
     engine.step(over={"p"})
@@ -71,7 +71,7 @@ def test_a_lease_that_was_read_while_idle_and_then_ran_out_is_done_and_has_not_e
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     step = engine.step(over={"p"})
-    assert step.metadata.orders() is None
+    assert step.orders is None
     assert engine.is_whole
     assert side.counters.total("leases_released", "done") == 1
     assert side.counters.total("leases_released", "expired") == 0
@@ -108,7 +108,7 @@ def test_a_release_that_came_while_idle_frees_the_blocks_in_the_next_step(
     engine.add("new", tokens(40, seed=3), max_tokens=1)
     step = engine.schedule()
     assert step.computed == {}
-    engine.finish(step, over={end.request_id for end in step.metadata.orders().ends})
+    engine.finish(step, over={end.request_id for end in step.orders.ends})
     assert engine.step().computed == {"new": 40}
 
 

@@ -26,7 +26,7 @@ def offered(engine: Engine, request_id: str) -> RemotePrefill:
 
 def ended(step: Scheduled) -> set[str]:
     """Requests whose lease the workers are ordered to end in this step."""
-    orders = step.metadata.orders()
+    orders = step.orders
     return set() if orders is None else {end.request_id for end in orders.ends}
 
 
@@ -99,10 +99,10 @@ def test_a_prefill_in_chunks_offers_every_chunk(make_engine: Any) -> None:
 def test_the_slot_is_opened_with_the_first_step_and_held_with_the_one_after_the_last(make_engine: Any) -> None:
     engine = make_engine()
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
-    first, second, third = engine.step().metadata.orders(), engine.step().metadata.orders(), engine.step().metadata
+    first, second, third = engine.step().orders, engine.step().orders, engine.step().orders
     assert [len(first.opens), len(first.holds)] == [1, 0]
     assert [hold.request_id for hold in second.holds] == ["p"]
-    assert third.orders() is None
+    assert third is None
 
 
 def test_the_blocks_come_back_when_the_workers_report_that_all_was_read(make_engine: Any) -> None:

@@ -17,7 +17,7 @@ TURNS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
 
 
 def ended(step: Scheduled) -> set[str]:
-    orders = step.metadata.orders()
+    orders = step.orders
     return set() if orders is None else {end.request_id for end in orders.ends}
 
 

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import WorkerDescription, decode_worker, encode
-from kvferry.protocol.orders import LeaseHold, StepOrders, decode_orders, encode_head, encode_orders
+from kvferry.protocol.orders import StepOrders, encode_head, encode_orders
 from kvferry.trace.events import LoadEnded
 from kvferry.worker.loads.results import WorkerGauges
 
@@ -39,16 +39,6 @@ class FerryMetadata(KVConnectorMetadata):
     def of(cls, orders: StepOrders) -> FerryMetadata:
         """Encode the orders, once for all workers."""
         return cls(encode_head(orders), encode_orders(orders))
-
-    def orders(self) -> StepOrders | None:
-        """The decoded orders; None if there are none."""
-        return decode_orders(self.frame) if self.frame else None
-
-    @property
-    def holds(self) -> tuple[LeaseHold, ...]:
-        """Requests whose blocks are held from this step on."""
-        orders = self.orders()
-        return orders.holds if orders is not None else ()
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.connector.messages import FerryWorkerMetadata
 from kvferry.connector.metrics.tables import COUNTERS, PeerCounterSpec
+from kvferry.protocol.orders import decode_orders
 from tests.harness.core.configs import BLOCK_TOKENS, kv_cache_config, tokens, vllm_config
 
 __all__ = ["BLOCK_TOKENS", "SAMPLED", "Answer", "Engine", "Scheduled", "tokens"]
@@ -47,6 +48,11 @@ class Scheduled:
     @property
     def metadata(self) -> Any:
         return self.output.kv_connector_metadata
+
+    @property
+    def orders(self) -> Any:
+        """The orders to kvferry's workers; None if there are none."""
+        return decode_orders(self.metadata.frame) if self.metadata.frame else None
 
     @property
     def computed(self) -> dict[str, int]:
