@@ -44,22 +44,16 @@ def facts(config: FerryConfig = FerryConfig(), **changed: Any) -> Any:  # noqa: 
 
 def test_the_facts_of_a_plain_engine() -> None:
     reported = facts()
+    assert reported == facts()
     assert Path(reported.model).is_dir()
     assert reported.fingerprint.startswith("config:"), "the test's model has no weights"
     assert (reported.dtype, reported.cache_dtype, reported.quantization) == ("float32", "float32", "none")
     assert (reported.max_model_tokens, reported.speculative) == (512, "none")
 
 
-def test_two_engines_of_one_configuration_have_equal_facts() -> None:
-    assert facts() == facts()
-
-
-def test_a_separate_cache_dtype_is_reported_instead_of_the_models() -> None:
-    assert facts(cache_config__cache_dtype="fp8_e4m3").cache_dtype == "fp8_e4m3"
-
-
-def test_quantised_weights_are_reported() -> None:
-    assert facts(model_config__quantization="awq").quantization == "awq"
+def test_a_separate_cache_dtype_and_quantised_weights_are_reported() -> None:
+    reported = facts(cache_config__cache_dtype="fp8_e4m3", model_config__quantization="awq")
+    assert (reported.dtype, reported.cache_dtype, reported.quantization) == ("float32", "fp8_e4m3", "awq")
 
 
 def test_a_draft_method_is_reported() -> None:

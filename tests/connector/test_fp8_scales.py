@@ -75,18 +75,6 @@ def test_scales_are_described_by_head_or_as_their_largest_as_the_backend_uses_th
     assert [k.scales, v.scales] == [pytest.approx(scales) for scales in expected]
 
 
-def test_scales_of_heads_that_are_equal_leave_no_doubt() -> None:
-    """In this layer all places have the same number, so the one that the backend uses does not matter."""
-    layers = {"layers.0": float8_layer(Float8(torch.float8_e4m3fn), [0.5, 0.5], [0.25, 0.25])}
-    layers["layers.1"] = float8_layer(Float8(torch.float8_e4m3fn), [0.5, 0.3], [0.25, 0.25])
-    cache = Written(layers["layers.0"], spec_of("fp8"))
-    found = block_layouts_of(layers, cache.views, cache.config, cache.dtype)
-    assert [(one.pattern, one.scales["k"]) for one in found.values()] == [
-        ("rows", (0.5, 0.5)),
-        ("rows", pytest.approx((0.5, 0.3))),
-    ]
-
-
 def test_the_description_yields_the_values_that_were_written() -> None:
     """value = stored · scale, from the description alone."""
     cache = float8_cache(Float8(torch.float8_e4m3fn), [0.5, 0.3], [1.0, 4.0])
@@ -114,13 +102,19 @@ def test_a_backend_that_stores_by_other_scales_than_the_layers_is_opaque(use: st
     assert (tensor.format.dtype, tensor.scales) == ("uint8", ())
 
 
-def test_scales_of_another_layer_do_not_change_the_result_for_its_kind() -> None:
-    layers = {"layers.0": float8_layer(Float8(torch.float8_e4m3fn), 0.5, 1.0)}
-    layers["layers.1"] = float8_layer(Float8(torch.float8_e4m3fn), 0.25, 2.0)
+@pytest.mark.parametrize(
+    "scales",
+    [(([0.5, 0.5], [0.25, 0.25]), ([0.5, 0.3], [0.25, 0.25])), (([0.5], [1.0]), ([0.25], [2.0]))],
+    ids=["of heads, equal in one layer", "of a layer"],
+)
+def test_layers_of_one_kind_have_their_own_scales(scales: Any) -> None:
+    """Where all heads have the same scale, the place that the backend takes it from does not matter."""
+    layers = {f"layers.{at}": float8_layer(Float8(torch.float8_e4m3fn), *one) for at, one in enumerate(scales)}
     cache = Written(layers["layers.0"], spec_of("fp8"))
     found = block_layouts_of(layers, cache.views, cache.config, cache.dtype)
     assert [one.pattern for one in found.values()] == ["rows", "rows"]
-    assert [one.scales for one in found.values()] == [{"k": (0.5,), "v": (1.0,)}, {"k": (0.25,), "v": (2.0,)}]
+    for one, (k, v) in zip(found.values(), scales, strict=True):
+        assert one.scales == {"k": pytest.approx(tuple(k)), "v": pytest.approx(tuple(v))}
 
 
 def test_a_layer_without_scales_is_opaque() -> None:
