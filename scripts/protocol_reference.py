@@ -77,13 +77,17 @@ def _table(messages: tuple[Message, ...]) -> str:
 
 
 def _fields(kind: types.StructType, attributes: str) -> list[str]:
-    """One row a field, or one for neighbours that share type, default and meaning."""
+    """One row a field, or one for neighbours that share type, default and meaning, or for all of one type and default."""
     names_and_meanings = _ATTRIBUTE.split(attributes)[1:]
     meanings = {
         name: " ".join(meaning.split()).removesuffix(".")
         for names, meaning in zip(names_and_meanings[::2], names_and_meanings[1::2], strict=True)
         for name in names.split(", ")
     }
+    kinds = {f"{_shown(field.type)} | {_default(field)}" for field in kind.fields}
+    if len(kinds) == 1:
+        names = ", ".join(f"`{field.encode_name}`" for field in kind.fields)
+        return [f"| {names} | {kinds.pop()} | {'; '.join(meanings[field.name] for field in kind.fields)} |"]
     rows = [
         (f"`{field.encode_name}`", f"{_shown(field.type)} | {_default(field)} | {meanings.get(field.name, '')}")
         for field in kind.fields
