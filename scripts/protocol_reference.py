@@ -77,7 +77,7 @@ def _table(messages: tuple[Message, ...]) -> str:
 
 
 def _fields(kind: types.StructType, attributes: str) -> list[str]:
-    """One row a field, or one for neighbours that share type, default and meaning, or for all of one type and default."""
+    """One row a field, or one for neighbours that are alike but for the name, or for all of one type and default."""
     names_and_meanings = _ATTRIBUTE.split(attributes)[1:]
     meanings = {
         name: " ".join(meaning.split()).removesuffix(".")
