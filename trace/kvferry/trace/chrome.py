@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -41,12 +40,12 @@ _NOT_THE_CONSUMERS = frozenset({Phase.ROUTER.value, Phase.ORDER.value})
 """Phases left out of the consumer's handover: the router's, and the order, which is part of the scheduler's load."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Bar:
     """One slice with its inner slices.
 
     Attributes:
-        arrows: per arrow `s` for its start or `f` for its end, its number and its time in ns.
+        where: its engine and lane, once they are numbered.
     """
 
     name: str
@@ -54,45 +53,45 @@ class _Bar:
     ended_ns: int
     args: _Json
     inside: tuple[Span, ...]
-    arrows: tuple[tuple[str, int, int], ...] = ()
+    where: _Json = field(default_factory=dict)
 
 
 _Tracks = defaultdict[str, defaultdict[str, list[_Bar]]]
 """All bars, by engine and by thread."""
+_Arrows = list[tuple[_Bar, int, _Bar]]
+"""From a bar at a time in ns to the begin of another one."""
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> Iterator[str]:
     """The JSON document in pieces."""
     tracks: _Tracks = defaultdict(lambda: defaultdict(list))
-    numbers = count(1)
+    arrows: _Arrows = []
     for one in timelines:
-        _add(tracks, one, numbers)
+        _add(tracks, arrows, one)
     yield '{"displayTimeUnit":"ms","traceEvents":[\n'
     separator = ""
-    for event in _events(tracks):
+    for event in _events(tracks, arrows):
         yield separator + _encode(event).decode()
         separator = ",\n"
     yield "\n]}\n"
 
 
-def _add(tracks: _Tracks, one: Timeline, numbers: Iterator[int]) -> None:
+def _add(tracks: _Tracks, arrows: _Arrows, one: Timeline) -> None:
     handover, args = one.handover, _args(one)
-    arrow = next(numbers) if handover.prefill and handover.decode else 0
+    prefill = None
     if handover.prefill is not None:
         spans = (*one.before, *((one.held,) if one.held else ()))
-        bar = _bar(f"prefill {handover.producer_request}", spans, one.zero_ns, args)
-        leaving = (("s", arrow, min(max(one.zero_ns, bar.begun_ns), bar.ended_ns)),) if arrow else ()
-        tracks[handover.producer]["prefills"].append(replace(bar, arrows=leaving))
+        prefill = _bar(f"prefill {handover.producer_request}", spans, one.zero_ns, args)
+        tracks[handover.producer]["prefills"].append(prefill)
     if handover.decode is None:
         return
-    load = _loading(one)
-    orders = [next(numbers) for _ in one.workers] if load else []
     own = (span for span in (*one.to_load, *one.from_load) if span.phase not in _NOT_THE_CONSUMERS)
-    bar = _bar(f"handover {handover.consumer_request}", (*own, *load), one.zero_ns, args)
-    begins = [span.begun_ns for span in bar.inside if span.phase == Phase.LOAD.value]
-    arrows = ((("f", arrow, bar.begun_ns),) if arrow else ()) + tuple(("s", number, begins[0]) for number in orders)
-    tracks[handover.consumer]["handovers"].append(replace(bar, arrows=arrows))
-    for index, worker in enumerate(one.workers):
+    decode = _bar(f"handover {handover.consumer_request}", (*own, *_loading(one)), one.zero_ns, args)
+    tracks[handover.consumer]["handovers"].append(decode)
+    if prefill is not None:
+        arrows.append((prefill, min(max(one.zero_ns, prefill.begun_ns), prefill.ended_ns), decode))
+    ordered = next((span.begun_ns for span in decode.inside if span.phase == Phase.LOAD.value), None)
+    for worker in one.workers:
         reported, process = worker.load.ended, worker.load.process
         details = {
             "bytes": reported.bytes,
@@ -101,10 +100,10 @@ def _add(tracks: _Tracks, one: Timeline, numbers: Iterator[int]) -> None:
             "relayout_ms": reported.relayout_ns / 1e6,
             "reason": reported.reason,
         }
-        bar = _bar(f"load {handover.consumer_request}", worker.spans, one.zero_ns, args | details)
-        coming = (("f", orders[index], bar.begun_ns),) if orders else ()
-        thread = f"worker {process.place or f'pid {process.pid}'}"
-        tracks[process.engine_id][thread].append(replace(bar, arrows=coming))
+        load = _bar(f"load {handover.consumer_request}", worker.spans, one.zero_ns, args | details)
+        tracks[process.engine_id][f"worker {process.place or f'pid {process.pid}'}"].append(load)
+        if ordered is not None:
+            arrows.append((decode, ordered, load))
 
 
 def _loading(one: Timeline) -> tuple[Span, ...]:
@@ -141,29 +140,29 @@ def _args(one: Timeline) -> _Json:
     return {name: value for name, value in known.items() if value}
 
 
-def _events(tracks: _Tracks) -> Iterator[_Json]:
+def _events(tracks: _Tracks, arrows: _Arrows) -> Iterator[_Json]:
     bars = [bar for engine in tracks.values() for thread in engine.values() for bar in thread]
     zero_ns = min((bar.begun_ns for bar in bars), default=0)
     for pid, (engine_id, threads) in enumerate(sorted(tracks.items()), 1):
         yield _meta("process_name", pid, 0, engine_id)
-        tids = count(1)
+        first = 1
         for name, thread in sorted(threads.items()):
             chosen = lanes([(bar.begun_ns, bar.ended_ns) for bar in thread])
-            numbers = [next(tids) for _ in range(max(chosen) + 1)]
-            for lane, tid in enumerate(numbers):
-                yield _meta("thread_name", pid, tid, name if len(numbers) == 1 else f"{name} {lane + 1}")
+            used = max(chosen) + 1
+            for lane in range(used):
+                yield _meta("thread_name", pid, first + lane, name if used == 1 else f"{name} {lane + 1}")
             for bar, lane in zip(thread, chosen, strict=True):
-                yield from _slices(bar, pid, numbers[lane], zero_ns)
-
-
-def _slices(bar: _Bar, pid: int, tid: int, zero_ns: int) -> Iterator[_Json]:
-    where = {"cat": "kvferry", "pid": pid, "tid": tid}
-    yield {"ph": "X", "name": bar.name, **_when(bar.begun_ns, bar.ended_ns, zero_ns), **where, "args": bar.args}
-    for span in bar.inside:
-        yield {"ph": "X", "name": span.phase, **_when(span.begun_ns, span.ended_ns, zero_ns), **where}
-    for kind, number, at_ns in bar.arrows:
-        bound = {"bp": "e"} if kind == "f" else {}
-        yield {"ph": kind, "name": "handed over", "id": number, "ts": (at_ns - zero_ns) / 1000, **bound, **where}
+                bar.where = {"cat": "kvferry", "pid": pid, "tid": first + lane}
+                when = _when(bar.begun_ns, bar.ended_ns, zero_ns)
+                yield {"ph": "X", "name": bar.name, **when, **bar.where, "args": bar.args}
+                for span in bar.inside:
+                    when = _when(span.begun_ns, span.ended_ns, zero_ns)
+                    yield {"ph": "X", "name": span.phase, **when, **bar.where}
+            first += used
+    for number, (start, at_ns, end) in enumerate(arrows, 1):
+        arrow = {"name": "handed over", "id": number}
+        yield {"ph": "s", **arrow, "ts": (at_ns - zero_ns) / 1000, **start.where}
+        yield {"ph": "f", **arrow, "ts": (end.begun_ns - zero_ns) / 1000, "bp": "e", **end.where}
 
 
 def _when(begun_ns: int, ended_ns: int, zero_ns: int) -> _Json:
