@@ -12,17 +12,20 @@ import difflib
 import math
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from kvferry.protocol.errors import InputError
 
 
-def read_address(text: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[host]:port`. Raises `InvalidArgument`."""
-    found = re.fullmatch(r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<name>[^\s:/\[\]]+)):(?P<port>[0-9]{1,5})", text)
-    if not found or not 1 <= int(found["port"]) <= 65535:
+def read_address(text: str, default_port: int = 0) -> tuple[str, int]:
+    """Host and port of `host:port` or `[host]:port`; the port may be left out if there is a default.
+
+    Raises `InvalidArgument`.
+    """
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%a-z]+)\]|([^\s:/\[\]]+))(?::([0-9]{1,5}))?", text)
+    port = int(found[3] or default_port) if found else 0
+    if not found or not 1 <= port <= 65535:
         raise InvalidArgument("HOST:PORT", text, "host:port, or [address]:port for IPv6, with a port from 1 to 65535")
-    return found["six"] or found["name"], int(found["port"])
+    return found[1] or found[2], port
 
 
 class InvalidArgument(InputError):
@@ -70,9 +73,19 @@ def number_option(name: str, text: str, low: float, high: float) -> float:
     return value
 
 
-def write_file(name: str, path: str, content: bytes) -> None:
+def read_file(refused: type[InputError], name: str, path: str, most: int) -> bytes:
+    """The content of the file that an argument names, at most `most` bytes and one more. Raises `refused`."""
+    try:
+        with open(path, "rb") as stream:
+            return stream.read(most + 1)
+    except (OSError, ValueError) as error:
+        raise refused(name, path, f"a file that can be read ({error})") from None
+
+
+def write_file(name: str, path: str, pieces: Iterable[str]) -> None:
     """Write the file that an option names. Raises `InvalidArgument`."""
     try:
-        Path(path).write_bytes(content)
+        with open(path, "w", encoding="utf-8", errors="replace", newline="\n") as stream:
+            stream.writelines(pieces)
     except (OSError, ValueError) as refused:
         raise InvalidArgument(name, path, f"a file that can be written ({refused})") from None

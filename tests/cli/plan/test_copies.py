@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.cli.arguments import InvalidRequest
-from kvferry.cli.plan.copies import blocks_of, copy_lines, decode_request
+from kvferry.cli.plan.copies import copy_lines, read_request
 from kvferry.cli.plan.sides import read_pair
 from kvferry.plan.planner import plan_engine
 from kvferry.protocol.geometry import PagedTensor, Place
@@ -170,7 +170,7 @@ PLAIN = st.fixed_dictionaries(
 @settings(max_examples=200)
 def test_no_request_raises_anything_but_its_own_error(text: bytes) -> None:
     try:
-        blocks = blocks_of(decode_request(text), CONSUMER, PRODUCER)
+        blocks = read_request(text, CONSUMER, PRODUCER)
         lines = list(copy_lines(PLANS, CONSUMER, PRODUCER, blocks))
     except InvalidRequest:
         return

@@ -35,7 +35,7 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def _listen(options: argparse.Namespace, task: Task) -> int:
-    host, port = _address(options.listen)
+    host, port = read_address(options.listen, PORT)
     listener = BenchListener(
         host, port, task, secrets_from_environment(), report=lambda line: print(line, file=sys.stderr, flush=True)
     )
@@ -50,7 +50,7 @@ def _listen(options: argparse.Namespace, task: Task) -> int:
 
 
 def _connect(options: argparse.Namespace, task: Task) -> int:
-    host, port = _address(options.connect)
+    host, port = read_address(options.connect, PORT)
     session = Session(host, port, task.timeout_s, secrets_from_environment())
     try:
         outcome = run_client(session, task, _show)
@@ -92,9 +92,3 @@ def _size(name: str, text: str) -> int:
     if not MIN_BYTES <= size <= MAX_BYTES or size % MIN_BYTES:
         raise InvalidArgument(name, text, "a multiple of 4K from 4K to 1G, as 64M")
     return size
-
-
-def _address(text: str) -> tuple[str, int]:
-    """`HOST`, `HOST:PORT` or `[HOST]:PORT`. Raises `InvalidArgument`."""
-    has_port = re.fullmatch(r"\[[^\]]*\]:.*|[^:\[\]]*:[^:]*", text)
-    return read_address(text if has_port else f"{text}:{PORT}")

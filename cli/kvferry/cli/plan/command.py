@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 
 import msgspec
 
-from kvferry.cli.arguments import InvalidArgument, number_option, whole_option, write_file
-from kvferry.cli.plan.copies import copy_lines, read_request
+from kvferry.cli.arguments import InvalidArgument, InvalidRequest, number_option, read_file, whole_option, write_file
+from kvferry.cli.plan.copies import MAX_REQUEST_BYTES, copy_lines, read_request
 from kvferry.cli.plan.engine import side_of
 from kvferry.cli.plan.picture import draw
 from kvferry.cli.plan.prediction import MAX_TOKENS
@@ -52,10 +51,15 @@ def run_plan(options: argparse.Namespace) -> int:
         return REFUSED
     summary = summarise(consumer, producer, plans, costs, tokens=tokens, link_gb_s=link_gb_s)
     if options.svg:
-        write_file("--svg", options.svg, draw(summary).encode())
+        write_file("--svg", options.svg, [draw(summary)])
     if options.copies:
-        request = read_request(options.copies, consumer, producer)
-        _write_copies(options.out, copy_lines(plans, consumer, producer, request))
+        text = read_file(InvalidRequest, "file", options.copies, MAX_REQUEST_BYTES)
+        request = read_request(text, consumer, producer)
+        lines = copy_lines(plans, consumer, producer, request)
+        if options.out:
+            write_file("--out", options.out, lines)
+        else:
+            sys.stdout.writelines(lines)
     if options.json:
         _print_json(summary)
     elif not options.copies or options.out:
@@ -86,14 +90,3 @@ def _stdin() -> bytes:
 
 def _print_json(answer: PlanSummary | Refusal) -> None:
     print(msgspec.json.format(msgspec.json.encode(answer), indent=1).decode())
-
-
-def _write_copies(path: str | None, lines: Iterable[str]) -> None:
-    if not path:
-        sys.stdout.writelines(lines)
-        return
-    try:
-        with open(path, "w", encoding="ascii") as stream:
-            stream.writelines(lines)
-    except (OSError, ValueError) as refused:
-        raise InvalidArgument("--out", path, f"a file that can be written ({refused})") from None

@@ -44,22 +44,26 @@ class CopyRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token: Count | None = None
 
 
-def read_request(path: str, consumer: EngineDescription, producer: EngineDescription) -> RequestBlocks:
-    """Read the file of `--copies`.
+def read_request(text: bytes, consumer: EngineDescription, producer: EngineDescription) -> RequestBlocks:
+    """The request's blocks for pairing, from the content of the file of `--copies`.
 
     Raises:
         InvalidRequest: with the field, its value and the expected one.
     """
+    if len(text) > MAX_REQUEST_BYTES:
+        raise InvalidRequest("file", f"{len(text)} bytes", f"at most {MAX_REQUEST_BYTES} bytes")
     try:
-        with open(path, "rb") as stream:
-            text = stream.read(MAX_REQUEST_BYTES + 1)
-    except (OSError, ValueError) as refused:
-        raise InvalidRequest("file", path, f"a file that can be read ({refused})") from None
-    return blocks_of(decode_request(text), consumer, producer)
+        plain = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
+        raise InvalidRequest("file", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
+    names = CopyRequest.__struct_encode_fields__
+    for key in plain if isinstance(plain, dict) else ():
+        if key not in names:
+            raise InvalidRequest(cut(key), "unknown", one_of(key, names))
+    return _blocks_of(as_type(plain, CopyRequest, InvalidRequest), consumer, producer)
 
 
-def blocks_of(request: CopyRequest, consumer: EngineDescription, producer: EngineDescription) -> RequestBlocks:
-    """The request's blocks for pairing. Raises `InvalidRequest`."""
+def _blocks_of(request: CopyRequest, consumer: EngineDescription, producer: EngineDescription) -> RequestBlocks:
     for field, engine in (("remote_block_ids", producer), ("local_block_ids", consumer)):
         lists = getattr(request, field)
         if len(lists) != len(engine.groups):
@@ -76,21 +80,6 @@ def blocks_of(request: CopyRequest, consumer: EngineDescription, producer: Engin
         stop_token=stop,
         num_tokens=request.num_tokens,
     )
-
-
-def decode_request(text: bytes) -> CopyRequest:
-    """The request in a JSON text. Raises `InvalidRequest`."""
-    if len(text) > MAX_REQUEST_BYTES:
-        raise InvalidRequest("file", f"{len(text)} bytes", f"at most {MAX_REQUEST_BYTES} bytes")
-    try:
-        plain = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
-        raise InvalidRequest("file", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
-    names = CopyRequest.__struct_encode_fields__
-    for key in plain if isinstance(plain, dict) else ():
-        if key not in names:
-            raise InvalidRequest(cut(key), "unknown", one_of(key, names))
-    return as_type(plain, CopyRequest, InvalidRequest)
 
 
 def copy_lines(

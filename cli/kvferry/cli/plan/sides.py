@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvferry.cli.arguments import InvalidArgument
+from kvferry.cli.arguments import InvalidArgument, read_file
 from kvferry.cli.plan.short_engine import UNKNOWN_MODEL, engine_of_form
 from kvferry.cli.plan.short_form import read_short_form
 from kvferry.plan.refusals import check_description
@@ -50,18 +50,10 @@ def read_side(role: str, argument: str, read_stdin: Callable[[], bytes]) -> Engi
     if argument == STDIN:
         return decode_engine_json(read_stdin())
     if os.path.exists(argument):
-        return decode_engine_json(_read(role, argument))
+        return decode_engine_json(read_file(InvalidArgument, role.upper(), argument, MAX_DESCRIPTION_JSON_BYTES))
     if "=" in argument:
         return engine_of_form(read_short_form(argument), role)
     raise InvalidArgument(role.upper(), argument, "a description JSON, - for standard input, or layers=…,heads=…,dim=…")
-
-
-def _read(role: str, path: str) -> bytes:
-    try:
-        with open(path, "rb") as stream:
-            return stream.read(MAX_DESCRIPTION_JSON_BYTES + 1)
-    except OSError as refused:
-        raise InvalidArgument(role.upper(), path, f"a file that can be read ({refused.strerror})") from None
 
 
 def _reported(facts: ModelFacts, other: ModelFacts) -> ModelFacts:
