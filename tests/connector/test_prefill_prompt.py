@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.engine.prompt import leave_out, prompt_of, tokens_left_out
 from kvferry.connector.scheduler_side.intake import RequestIntake
+from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
@@ -132,7 +133,8 @@ def intake_of(*groups: CacheGroup, **changed: Any) -> tuple[RequestIntake, Consu
         offers_turns=False,
         **changed,
     )
-    return RequestIntake(local, ProducerLedger(4, 30.0, counters), loads, counters), loads, counters
+    intake = RequestIntake(local, ProducerLedger(4, 30.0, counters), loads, counters, None, SchedulerTracing())
+    return intake, loads, counters
 
 
 def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing_that_cannot_be_used() -> None:

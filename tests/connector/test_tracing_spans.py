@@ -98,8 +98,10 @@ def test_a_lease_has_the_time_of_its_prefill_and_the_time_it_was_held() -> None:
     assert attributes_of(spans[0]) == {**NAMES, **own}
 
 
-def test_a_lease_that_was_never_held_has_no_parts() -> None:
+@pytest.mark.parametrize("traceparent", ["", "00-nonsense"])
+def test_a_lease_that_was_never_held_has_no_parts_and_without_a_trace_begins_one(traceparent: str) -> None:
     (root,) = spans_of(
+        PrefillArrived(at_ns=1, request="p", tokens=100, traceparent=traceparent),
         PrefillScheduled(at_ns=2, request="p", lease=LEASE),
         LeaseOver(at_ns=9, request="p", lease=LEASE, how="abandoned"),
     )

@@ -79,17 +79,8 @@ def test_both_engines_spans_are_children_of_the_requests_span(
     assert {(load.attributes or {})["kvferry.worker"] for load in loads} == set(range(workers))
     for child in (wait, *loads):
         assert child.parent == handover.context
-    load_ids = {load.context.span_id for load in loads}
     for stage in Stage:
-        stages = spans[f"kvferry.load.{stage.value}"]
-        assert {span.parent.span_id for span in stages if span.parent is not None} == load_ids
-        assert len(stages) == workers
-    assert handover.start_time is not None
-    assert handover.end_time is not None
-    for load in loads:
-        assert load.start_time is not None
-        assert load.end_time is not None
-        assert handover.start_time <= load.start_time <= load.end_time <= handover.end_time
+        assert len(spans[f"kvferry.load.{stage.value}"]) == workers
 
 
 @pytest.mark.usefixtures("tracing_on")
@@ -99,12 +90,6 @@ def test_without_a_trace_of_the_requests_each_engine_begins_one(make: Any, expor
     (lease,), (handover,) = spans["kvferry.lease"], spans["kvferry.handover"]
     assert (lease.parent, handover.parent) == (None, None)
     assert lease.context.trace_id != handover.context.trace_id
-
-
-@pytest.mark.usefixtures("tracing_on")
-def test_a_trace_parent_that_is_none_does_no_harm(make: Any, exported: InMemorySpanExporter) -> None:
-    hand_over(make, {"traceparent": "00-nonsense"})
-    assert by_name(exported)["kvferry.handover"][0].parent is None
 
 
 def test_an_engine_without_an_endpoint_makes_no_spans(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvferry.connector.allowed_hosts import AllowedHosts
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.engine.prompt import has_tokens, leave_out, prompt_of
-from kvferry.connector.tracing.scheduler_events import UNTRACED, SchedulerTracing
+from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.plan.tokens import held_from, reaches_back
 from kvferry.protocol.digests import shared_tokens
 from kvferry.protocol.errors import ForeignParams, InvalidParams
@@ -40,8 +40,8 @@ class RequestIntake:
         leases: ProducerLedger,
         loads: ConsumerLedger,
         counters: Counters,
-        allowed: AllowedHosts | None = None,
-        tracing: SchedulerTracing = UNTRACED,
+        allowed: AllowedHosts | None,
+        tracing: SchedulerTracing,
     ) -> None:
         self._own_leases: dict[str, LeaseName] = {}
         self._local = local

@@ -154,10 +154,6 @@ class SchedulerTracing(Observer):
         return LeaseName(boot=self._boot, epoch=lease.name.epoch)
 
 
-UNTRACED = SchedulerTracing()
-"""Records nothing."""
-
-
 def _remote_name(lease: RemoteLease) -> LeaseName:
     return LeaseName(boot=lease.boot, epoch=lease.name.epoch)
 
