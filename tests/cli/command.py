@@ -38,3 +38,11 @@ def run(*arguments: str, stdin: bytes = b"") -> Ran:
         except SystemExit as ended:
             code = int(ended.code or 0)
     return Ran(code, out.getvalue(), err.getvalue())
+
+
+def refused(*arguments: str, stdin: bytes = b"") -> str:
+    """Run `kvferry` with arguments that it refuses: nothing but one line on standard error, which is returned."""
+    ran = run(*arguments, stdin=stdin)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert ran.err.startswith(f"kvferry {arguments[0]}: ")
+    return ran.err

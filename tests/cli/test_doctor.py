@@ -119,12 +119,3 @@ def test_a_check_that_fails_costs_itself_only(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(CHECKS, "clock", stop)
     with pytest.raises(KeyboardInterrupt):
         list(examine(Machine()))
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("--data-parallel-size", "0"), ("--data-parallel-size", "two"), ("--timeout", "soon")]
-)
-def test_options_are_checked(option: str, value: str) -> None:
-    ran = run("doctor", option, value)
-    assert (ran.code, ran.out) == (2, "")
-    assert f"{option} is '{value}'" in ran.err

@@ -17,7 +17,7 @@ from kvferry.cli.plan.sides import read_pair
 from kvferry.plan.planner import plan_engine
 from kvferry.protocol.geometry import PagedTensor, Place
 from kvferry.protocol.handshake import EngineDescription
-from tests.cli.command import run
+from tests.cli.command import refused, run
 
 MODEL = "layers=2,heads=4,dim=4,blocks=8"
 REQUEST: dict[str, Any] = {"remote_block_ids": [[5, 3, 6]], "local_block_ids": [[2, 7]], "num_tokens": 40}
@@ -110,9 +110,7 @@ def test_copies_can_be_written_to_a_file_beside_the_table_or_the_json(tmp_path: 
 
 
 def test_json_and_copies_cannot_share_one_output(tmp_path: Path) -> None:
-    ran = run("plan", *PAIR, "--copies", written(tmp_path), "--json")
-    assert (ran.code, ran.out) == (2, "")
-    assert "--out FILE with it" in ran.err
+    assert "--out FILE with it" in refused("plan", *PAIR, "--copies", written(tmp_path), "--json")
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
@@ -140,17 +138,13 @@ WRONG: list[tuple[dict[str, object], str]] = [
 def test_a_request_that_is_wrong_is_one_line_on_standard_error(
     tmp_path: Path, changes: dict[str, object], said: str
 ) -> None:
-    ran = run("plan", *PAIR, "--copies", written(tmp_path, **changes))
-    assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith("kvferry plan: request: ")
-    assert said in ran.err
-    assert ran.err.count("\n") == 1
+    line = refused("plan", *PAIR, "--copies", written(tmp_path, **changes))
+    assert line.startswith("kvferry plan: request: ")
+    assert said in line
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    ran = run("plan", *PAIR, "--copies", str(tmp_path / "none.json"))
-    assert (ran.code, ran.out) == (2, "")
-    assert "none.json" in ran.err
+    assert "none.json" in refused("plan", *PAIR, "--copies", str(tmp_path / "none.json"))
 
 
 IDS = st.lists(st.lists(st.integers(-1, 9), max_size=4), max_size=2)

@@ -20,6 +20,8 @@ from kvferry.protocol.description_json import EngineJson, WorkerJson, decode_eng
 from kvferry.protocol.geometry import PagedTensor, Place, Range
 from kvferry.protocol.handshake import CacheGroup
 from tests.cli.plan.forms import short_forms
+from tests.geometry import cells as geometry
+from tests.geometry.cells import Ints
 
 
 def engine(text: str) -> EngineJson:
@@ -31,16 +33,11 @@ def tensor(worker: WorkerJson, kind: str, layer: str = "model.layers.0.self_attn
     return found
 
 
-def byte_addresses(one: PagedTensor) -> np.ndarray:
-    """Addresses of all bytes by the formula of `kvferry.protocol.geometry`: int64, [blocks, heads, tiles, bytes]."""
-    block, head, tile, byte = np.ix_(
-        np.arange(one.blocks), np.arange(len(one.heads)), np.arange(one.tiles), np.arange(one.cell_bytes)
-    )
-    inside = byte
-    if one.element_bytes:
-        inside = byte // one.element_bytes * one.element_stride + byte % one.element_bytes
-    cells = one.base + block * one.block_stride + head * one.head_stride + tile * one.tile_stride
-    return np.asarray(cells + inside)
+def byte_addresses(one: PagedTensor) -> Ints:
+    """Addresses of all bytes: int64, [blocks, heads, tiles, bytes]."""
+    block, tile = (axis.ravel() for axis in np.indices((one.blocks, one.tiles)))
+    found = geometry.byte_addresses(one, geometry.Cells(block, tile, tokens=tile[:, None]))
+    return found.reshape(one.blocks, one.tiles, len(one.heads), one.cell_bytes).transpose(0, 2, 1, 3)
 
 
 @given(short_forms())

@@ -1,0 +1,61 @@
+"""Options and arguments that a command refuses: one line that names the argument, its value and what was expected."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.cli.arguments import InvalidArgument, read_address
+from tests.cli.command import refused
+from tests.cli.plan.forms import DENSE
+
+PLAN = ("plan", DENSE, DENSE)
+DESCRIBE = ("describe", "127.0.0.1:1", "--timeout")
+BAD: list[tuple[tuple[str, ...], str]] = [
+    (("plan", "nothing.json", DENSE), "PRODUCER is 'nothing.json'; expected a description JSON"),
+    (("plan", DENSE, "nothing"), "CONSUMER is 'nothing'; expected a description JSON"),
+    (("plan", "-", "-"), "CONSUMER is '-'; expected another source"),
+    (("plan", "-", DENSE), "description is b''; expected JSON"),
+    (("plan", "/", DENSE), "PRODUCER is '/'; expected a file that can be read"),
+    (("plan", DENSE, "layers=2,head=3"), "key is 'head'; expected did you mean heads?"),
+    ((*PLAN, "--tokens", "0"), "--tokens is '0'; expected a whole number from 1"),
+    ((*PLAN, "--tokens", "many"), "--tokens is 'many'"),
+    ((*PLAN, "--link", "nan"), "--link is 'nan'; expected a number from"),
+    ((*PLAN, "--link", "0"), "--link is '0'"),
+    ((*PLAN, "--direct-min-bytes", "0"), "--direct-min-bytes is '0'"),
+    ((*PLAN, "--staging-pool-bytes=-1"), "--staging-pool-bytes is '-1'"),
+    ((*PLAN, "--out", "x"), "--out is 'x'; expected --copies with it"),
+    ((*PLAN, "--svg", "/nowhere/x.svg"), "--svg is '/nowhere/x.svg'; expected a file that can be written"),
+    *(((*DESCRIBE, t), f"--timeout is '{t}'; expected a number from 0.1 to 600") for t in ("0", "nan", "soon", "601")),
+    (("bench",), "bench is 'neither'"),
+    (("bench", "--listen", "--connect", "a"), "bench is 'both'"),
+    (("bench", "--connect", "a:0"), "HOST:PORT"),
+    (("bench", "--connect", "a", "--max-size", "5K"), "--max-size"),
+    (("bench", "--connect", "a", "--max-size", "2G"), "--max-size"),
+    (("bench", "--connect", "a", "--device", "gpu"), "--device"),
+    (("bench", "--connect", "a", "--seconds", "0"), "--seconds"),
+    (("bench", "--connect", "a", "--timeout", "nan"), "--timeout"),
+    (("doctor", "--data-parallel-size", "0"), "--data-parallel-size is '0'"),
+    (("doctor", "--data-parallel-size", "two"), "--data-parallel-size is 'two'"),
+    (("doctor", "--timeout", "soon"), "--timeout is 'soon'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD, ids=range(len(BAD)))
+def test_an_argument_that_is_refused_is_named_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    assert said in refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("a-b.c:5600", ("a-b.c", 5600)), ("[::1]:1", ("::1", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535))],
+)
+def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) -> None:
+    assert read_address(text) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "a:", ":1", "a:0", "a:65536", "::1:5", "tcp://a:1", "a b:1", "a:²", "a:-1", "[a"]
+)
+def test_an_invalid_address_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="HOST:PORT"):
+        read_address(text)
