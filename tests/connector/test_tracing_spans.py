@@ -28,6 +28,7 @@ from kvferry.trace.events import (
     Recomputed,
     StageSpan,
 )
+from kvferry.trace.phases import Phase
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 PARENT_ID = 0xB7AD6B7169203331
@@ -42,7 +43,10 @@ ARRIVED = DecodeArrived(
     traceparent=PARENT,
 )
 ORDERED = LoadOrdered(at_ns=20, request="d", first_token=0, stop_token=100)
-STAGES = (StageSpan(stage="queued", begun_ns=21, ended_ns=25), StageSpan(stage="reading", begun_ns=25, ended_ns=40))
+STAGES = (
+    StageSpan(stage=Phase.QUEUED, begun_ns=21, ended_ns=25),
+    StageSpan(stage=Phase.READING, begun_ns=25, ended_ns=40),
+)
 LOAD = LoadEnded(at_ns=40, request="d", producer="P", stages=STAGES, bytes=7, descriptors=2)
 NAMES: dict[str, str | int] = {"kvferry.request_id": "d", "kvferry.lease": f"{LEASE.boot}/{LEASE.epoch}"}
 

@@ -28,6 +28,7 @@ from kvferry.trace.events import (
     Recomputed,
     StageSpan,
 )
+from kvferry.trace.phases import Phase
 
 MS = 1_000_000
 BEGIN_NS = 1_790_000_000_000_000_000
@@ -234,6 +235,6 @@ def _load(
 def _following(stages: Sequence[tuple[str, int]], begun_ns: int) -> tuple[StageSpan, ...]:
     spans = []
     for stage, lasted in stages:
-        spans.append(StageSpan(stage=stage, begun_ns=begun_ns, ended_ns=begun_ns + lasted))
+        spans.append(StageSpan(stage=Phase[stage.upper()], begun_ns=begun_ns, ended_ns=begun_ns + lasted))
         begun_ns += lasted
     return tuple(spans)

@@ -81,12 +81,17 @@ def test_a_last_line_without_an_end_counts(tmp_path: Path) -> None:
         (b'{"event":' * 100_000, ""),
         (b'{"event":"unheard_of","at_ns":1}', "no event that this command knows"),
         (b'{"event":"finished","at_ns":-1,"request":"r"}', "no event that this command knows"),
+        (
+            b'{"event":"load_ended","at_ns":1,"request":"r","producer":"p",'
+            b'"stages":[{"stage":"</rect>","begun_ns":1,"ended_ns":2}]}',
+            "no event that this command knows",
+        ),
         (b'{"event":"finished","at_ns":1e400,"request":"r"}', ""),
         (b'{"event":"finished","at_ns":1,"request":"' + b"r" * 5000 + b'"}', "no event that this command knows"),
         (b'{"event":"finished","at_ns":1,"request":"\\ud800"}', ""),
         (b"x" * (3 * MAX_LINE_BYTES), f"longer than {MAX_LINE_BYTES} B"),
     ],
-    ids=["bytes", "deep", "unknown", "negative", "huge", "long id", "surrogate", "long line"],
+    ids=["bytes", "deep", "unknown", "negative", "unknown stage", "huge", "long id", "surrogate", "long line"],
 )
 def test_a_hostile_line_is_named_and_all_others_are_read(tmp_path: Path, line: bytes, problem: str) -> None:
     lines = one_handover().processes()[0].lines().splitlines()

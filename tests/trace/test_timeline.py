@@ -194,7 +194,7 @@ def test_the_slowest_handover_is_first_and_what_never_ended_is_last(tmp_path: Pa
     names = [one.handover.producer_request for one in merged.timelines]
     assert names == ["r50", "r20", "r5", "long", "short"]
     assert outcomes(merged.timelines) == {"loaded": 3, "not fetched: expired": 2}
-    announced = {one.phase: one for one in durations(merged.timelines)}
+    announced = {str(one.phase): one for one in durations(merged.timelines)}
     assert (announced["router"].count, announced["router"].p50_ns, announced["router"].max_ns) == (3, 20 * MS, 50 * MS)
     assert list(announced)[:4] == ["prefill_queue", "prefill", "handover", "router"]
 

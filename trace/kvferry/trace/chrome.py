@@ -36,7 +36,7 @@ def lanes(intervals: Sequence[tuple[int, int]]) -> list[int]:
 
 _Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
-_NOT_THE_CONSUMERS = frozenset({Phase.ROUTER.value, Phase.ORDER.value})
+_NOT_THE_CONSUMERS = frozenset({Phase.ROUTER, Phase.ORDER})
 """Phases left out of the consumer's handover: the router's, and the order, which is part of the scheduler's load."""
 
 
@@ -90,7 +90,7 @@ def _add(tracks: _Tracks, arrows: _Arrows, one: Timeline) -> None:
     tracks[handover.consumer]["handovers"].append(decode)
     if prefill is not None:
         arrows.append((prefill, min(max(one.zero_ns, prefill.begun_ns), prefill.ended_ns), decode))
-    ordered = next((span.begun_ns for span in decode.inside if span.phase == Phase.LOAD.value), None)
+    ordered = next((span.begun_ns for span in decode.inside if span.phase == Phase.LOAD), None)
     for worker in one.workers:
         reported, process = worker.load.ended, worker.load.process
         details = {
@@ -108,10 +108,10 @@ def _add(tracks: _Tracks, arrows: _Arrows, one: Timeline) -> None:
 
 def _loading(one: Timeline) -> tuple[Span, ...]:
     """The load of all workers: from the scheduler's order to the end of the last worker's load."""
-    ordered = next((span.begun_ns for span in one.to_load if span.phase == Phase.ORDER.value), None)
+    ordered = next((span.begun_ns for span in one.to_load if span.phase == Phase.ORDER), None)
     if ordered is None or one.last is None:
         return ()
-    return (Span(Phase.LOAD.value, ordered, max(ordered, one.last.ended_ns)),)
+    return (Span(Phase.LOAD, ordered, max(ordered, one.last.ended_ns)),)
 
 
 def _bar(name: str, spans: Iterable[Span], otherwise_ns: int, args: _Json) -> _Bar:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.ids import Address, Count, Hex128, HexEpoch, Text
+from kvferry.trace.phases import Phase
 
 TRACE_VERSION = 1
 
@@ -164,7 +165,7 @@ class Finished(RequestEvent, frozen=True, kw_only=True, tag="finished"):
 class StageSpan(msgspec.Struct, frozen=True, kw_only=True):
     """A stage of a load."""
 
-    stage: Text
+    stage: Phase
     begun_ns: Nanoseconds
     ended_ns: Nanoseconds
 

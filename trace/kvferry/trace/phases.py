@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 
 
-class Phase(enum.Enum):
-    """A phase of a handover; those of a load have the names of the stages in `LoadEnded`.
+class Phase(str, enum.Enum):
+    """A phase of a handover, also the stages of a worker's load; `HANDOVER` is the whole, after the prefill.
 
     Attributes:
         value: its name in JSON.
@@ -19,12 +19,16 @@ class Phase(enum.Enum):
     meaning: str
 
     def __new__(cls, value: str, label: str, meaning: str) -> Phase:
-        member = object.__new__(cls)
+        member = str.__new__(cls, value)
         member._value_, member.label, member.meaning = value, label, meaning
         return member
 
+    def __str__(self) -> str:
+        return str(self.value)
+
     PREFILL_QUEUE = "prefill_queue", "prefill queue", "the producer has no room or no step for it yet"
     PREFILL = "prefill", "prefill", "the producer computes the prompt"
+    HANDOVER = "handover", "handover", "from the prompt's end until it is loaded, or computed here"
     ROUTER = "router", "router", "from the producer's answer to the consumer, by the router"
     DECODE_QUEUE = "decode_queue", "decode queue", "the consumer has no blocks or no step for it yet"
     ORDER = "order", "order", "the order to load goes to the workers"

@@ -12,20 +12,16 @@ from kvferry.trace.phases import Phase
 from kvferry.trace.reading import Recording
 from kvferry.trace.timeline import Timeline, timeline
 
-HANDOVER = "handover"
-_FIRST = (Phase.PREFILL_QUEUE.value, Phase.PREFILL.value, HANDOVER)
-
 
 @dataclass(frozen=True, slots=True)
 class Durations:
     """Durations of one phase.
 
     Attributes:
-        phase: the value of a `Phase`, or `handover` for the whole.
         count: times recorded; a load's stages count once for every worker.
     """
 
-    phase: str
+    phase: Phase
     count: int
     p50_ns: int
     p99_ns: int
@@ -34,13 +30,13 @@ class Durations:
 
 def durations(timelines: Iterable[Timeline]) -> tuple[Durations, ...]:
     """Durations of every recorded phase, in the order of a handover."""
-    found: dict[str, list[int]] = {name: [] for name in (*_FIRST, *(phase.value for phase in Phase))}
+    found: dict[Phase, list[int]] = {phase: [] for phase in Phase}
     for one in timelines:
         if one.lasted_ns is not None:
-            found[HANDOVER].append(one.lasted_ns)
+            found[Phase.HANDOVER].append(one.lasted_ns)
         stages = (span for worker in one.workers for span in worker.spans)
         for span in (*one.before, *one.to_load, *stages, *one.from_load, *((one.held,) if one.held else ())):
-            found.setdefault(span.phase, []).append(span.lasted_ns)
+            found[span.phase].append(span.lasted_ns)
     return tuple(_of(phase, sorted(lasted)) for phase, lasted in found.items() if lasted)
 
 
@@ -49,7 +45,7 @@ def outcomes(timelines: Iterable[Timeline]) -> dict[str, int]:
     return dict(Counter(one.outcome for one in timelines).most_common())
 
 
-def _of(phase: str, lasted: Sequence[int]) -> Durations:
+def _of(phase: Phase, lasted: Sequence[int]) -> Durations:
     return Durations(phase, len(lasted), _rank(lasted, 50), _rank(lasted, 99), lasted[-1])
 
 

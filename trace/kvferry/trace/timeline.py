@@ -30,13 +30,9 @@ _FETCHED = frozenset({"done", "release"})
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval in nanoseconds on the common clock.
+    """An interval in nanoseconds on the common clock."""
 
-    Attributes:
-        phase: the value of a `Phase`, or a stage of a newer worker that `Phase` lacks.
-    """
-
-    phase: str
+    phase: Phase
     begun_ns: int
     ended_ns: int
 
@@ -126,7 +122,7 @@ class Timeline:
         return self.bytes / seconds / 1e9 if seconds else None
 
 
-_READS = (Phase.POSTING.value, Phase.READING.value)
+_READS = (Phase.POSTING, Phase.READING)
 
 
 def timeline(handover: Handover, clocks: Clocks) -> Timeline:
@@ -177,7 +173,7 @@ def _time(half: Half | None, kind: type[RequestEvent], clocks: Clocks) -> int | 
 def _spans(*phases: tuple[Phase, int | None, int | None]) -> tuple[Span, ...]:
     """Spans of the phases with both ends known; an end before the begin is moved to it."""
     return tuple(
-        Span(phase.value, begun, max(begun, ended))
+        Span(phase, begun, max(begun, ended))
         for phase, begun, ended in phases
         if begun is not None and ended is not None
     )
@@ -191,7 +187,7 @@ def _workers(loads: Iterable[Load], clocks: Clocks) -> tuple[WorkerSpans, ...]:
             Span(stage.stage, stage.begun_ns + shift_ns, max(stage.begun_ns, stage.ended_ns) + shift_ns)
             for stage in load.ended.stages
         )
-        whole = Span(Phase.LOAD.value, load.begun_ns + shift_ns, load.ended_ns + shift_ns)
+        whole = Span(Phase.LOAD, load.begun_ns + shift_ns, load.ended_ns + shift_ns)
         found.append(WorkerSpans(load, spans or (whole,)))
     return tuple(found)
 

@@ -12,7 +12,6 @@ from kvferry.cli.trace.report import (
     format_time,
     name_of,
 )
-from kvferry.cli.trace.theme import label_of
 from kvferry.trace.timeline import Timeline
 
 
@@ -38,6 +37,6 @@ def _row(one: Timeline) -> tuple[str, ...]:
         format_engines(one),
         str(one.handover.tokens or "–"),
         format_lasted(one),
-        f"{label_of(longest.phase)} {format_time(longest.lasted_ns)}" if longest else "–",
+        f"{longest.phase.label} {format_time(longest.lasted_ns)}" if longest else "–",
         "; ".join(filter(None, (format_result(one), format_missing(one)))),
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from kvferry.cli.formatting import decimal_bytes
 from kvferry.cli.svg import element, plain, text
 from kvferry.cli.trace.report import Report, format_time
-from kvferry.cli.trace.theme import label_of, style
+from kvferry.cli.trace.theme import style
 from kvferry.cli.trace.waterfall import (
     RIGHT,
     WIDTH,
@@ -60,7 +60,7 @@ def _details(one: Timeline) -> str:
         ("traceparent", handover.traceparent),
     )
     phases = (
-        (label_of(span.phase), format_time(span.lasted_ns), f"{(span.begun_ns - one.zero_ns) / 1e6:.3f} ms")
+        (span.phase.label, format_time(span.lasted_ns), f"{(span.begun_ns - one.zero_ns) / 1e6:.3f} ms")
         for span in one.spans
     )
     workers = (

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.cli.formatting import counted, decimal_bytes
-from kvferry.cli.trace.theme import label_of, meaning_of
 from kvferry.trace.reading import Recording
 from kvferry.trace.summary import Durations, Merged, durations, named, outcomes
 from kvferry.trace.timeline import Timeline
@@ -46,7 +45,7 @@ class Report:
         """The table of phases: name, times, p50, p99, longest, meaning."""
         for one in self.durations:
             lasted = map(format_time, (one.p50_ns, one.p99_ns, one.max_ns))
-            yield label_of(one.phase), str(one.count), *lasted, meaning_of(one.phase)
+            yield one.phase.label, str(one.count), *lasted, one.phase.meaning
 
 
 def report(recording: Recording, merged: Merged, request: str | None) -> Report:

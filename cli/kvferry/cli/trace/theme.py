@@ -1,9 +1,8 @@
-"""The theme of timelines: names, meanings and colours of phases. Waiting is pale or warm, work is saturated."""
+"""The colours of timelines. Waiting is pale or warm, work is saturated."""
 
 from __future__ import annotations
 
 from kvferry.trace.phases import Phase
-from kvferry.trace.summary import HANDOVER
 
 _COLOURS = {
     Phase.PREFILL_QUEUE: "#bccbe4",
@@ -25,33 +24,14 @@ _COLOURS = {
 _DARK = {Phase.PREFILL, Phase.ROUTER, Phase.LOAD, Phase.FENCE, Phase.READING, Phase.HELD}
 """Phases whose colour needs light text."""
 
-_PHASES = {phase.value: phase for phase in Phase}
-
-
-def label_of(phase: str) -> str:
-    """The phase's name for people; as it is for phases of later versions."""
-    return _PHASES[phase].label if phase in _PHASES else phase
-
-
-def meaning_of(phase: str) -> str:
-    """A short description of the phase; empty for phases of later versions."""
-    if phase == HANDOVER:
-        return "from the prompt's end until it is loaded, or computed here"
-    return _PHASES[phase].meaning if phase in _PHASES else ""
-
-
-def class_of(phase: str) -> str:
-    """The phase's CSS class."""
-    return f"p-{phase}" if phase in _PHASES else "p-other"
-
 
 def style() -> str:
     """The CSS of every picture; it follows the system's light or dark mode."""
     colours = [
-        f".p-{phase.value}{{fill:{colour}}}.on-{phase.value}{{fill:{'#ffffff' if phase in _DARK else '#111827'}}}"
+        f".p-{phase}{{fill:{colour}}}.on-{phase}{{fill:{'#ffffff' if phase in _DARK else '#111827'}}}"
         for phase, colour in _COLOURS.items()
     ]
-    return "".join((_STYLE, ".p-other{fill:#9ca3af}.on-other{fill:#111827}", *colours))
+    return "".join((_STYLE, *colours))
 
 
 _STYLE = """

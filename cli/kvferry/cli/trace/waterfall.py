@@ -21,7 +21,7 @@ from kvferry.cli.trace.report import (
     name_of,
     ticks,
 )
-from kvferry.cli.trace.theme import class_of, label_of, meaning_of, style
+from kvferry.cli.trace.theme import style
 from kvferry.trace.phases import Phase
 from kvferry.trace.timeline import Span, Timeline, WorkerSpans
 
@@ -104,13 +104,12 @@ def legend(timelines: Sequence[Timeline], top: float) -> tuple[list[str], float]
     seen = {span.phase for one in timelines for span in one.spans}
     seen |= {span.phase for one in timelines for worker in one.workers for span in worker.spans}
     parts, x = [], 16.0
-    for phase in (phase.value for phase in Phase if phase.value in seen):
-        width = 36 + 6.3 * len(label_of(phase))
+    for phase in filter(seen.__contains__, Phase):
+        width = 36 + 6.3 * len(phase.label)
         if x + width > WIDTH - 16:
             x, top = 16.0, top + 18
-        hint, kind = meaning_of(phase), class_of(phase)
-        parts.append(element("rect", x=x, y=top, width=12, height=12, rx=2, class_=kind, hint=hint))
-        parts.append(text(label_of(phase), x + 17, top + 10, 11.5, class_="muted"))
+        parts.append(element("rect", x=x, y=top, width=12, height=12, rx=2, class_=f"p-{phase}", hint=phase.meaning))
+        parts.append(text(phase.label, x + 17, top + 10, 11.5, class_="muted"))
         x += width
     return parts, top + 18
 
@@ -164,17 +163,16 @@ def segments(
     """Phases with tooltips, and with names where there is space; `whose` begins the tooltips."""
     for span in spans:
         begun, ended = scale.x(span.begun_ns - zero_ns), scale.x(span.ended_ns - zero_ns)
-        label, lasted, meaning = label_of(span.phase), format_time(span.lasted_ns), meaning_of(span.phase)
+        phase, lasted = span.phase, format_time(span.lasted_ns)
         width = max(ended - begun, 0.75 if span.lasted_ns else 0)
         if not width:
             continue
-        hint = f"{whose}{label}: {lasted}{f' – {meaning}' if meaning else ''}"
-        yield element("rect", x=begun, y=y, width=width, height=height, class_=class_of(span.phase), hint=hint)
-        name = next((name for name in (f"{label} {lasted}", label) if len(name) * _LETTER + 6 <= width), "")
+        hint = f"{whose}{phase.label}: {lasted} – {phase.meaning}"
+        yield element("rect", x=begun, y=y, width=width, height=height, class_=f"p-{phase}", hint=hint)
+        name = next((name for name in (f"{phase.label} {lasted}", phase.label) if len(name) * _LETTER + 6 <= width), "")
         if name and height >= BAR:
-            kind = class_of(span.phase).replace("p-", "on-", 1)
             at = ((begun + ended) / 2, y + height / 2 + 3.7)
-            yield text(name, *at, 10.5, text_anchor="middle", class_=kind, pointer_events="none")
+            yield text(name, *at, 10.5, text_anchor="middle", class_=f"on-{phase}", pointer_events="none")
 
 
 def _held(span: Span, zero_ns: int, scale: Scale, y: float) -> Iterator[str]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from kvferry.trace.events import Event, LoadEnded, StageSpan
+from kvferry.trace.phases import Phase
 from kvferry.trace.recorder import Recorder
 from kvferry.worker.loads.record import LoadRecord
 
@@ -58,7 +59,7 @@ def load_event(load: LoadRecord, offset_ns: int) -> LoadEnded:
     stages: list[StageSpan] = []
     for stage, ended_s in load.ended_s.items():
         ended_ns = int(ended_s * _NS) + offset_ns
-        stages.append(StageSpan(stage=stage.value, begun_ns=begun_ns, ended_ns=ended_ns))
+        stages.append(StageSpan(stage=Phase[stage.name], begun_ns=begun_ns, ended_ns=ended_ns))
         begun_ns = ended_ns
     return LoadEnded(
         at_ns=begun_ns,
