@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Sequence
@@ -58,38 +59,34 @@ class FerryWorker:
         make_fabric: MakeFabric,
     ) -> None:
         self._index = index
-        self._fabric = make_fabric(f"{engine_id}/{place}/{uuid.uuid4().hex[:12]}")
-        self._memory = WorkerMemory.of(caches, groups, settings)
-        self._memory.register(self._fabric)
-        exported, staging = self._memory.exported, self._memory.staging
-        self.description = WorkerDescription(
-            place=place,
-            agent=self._fabric.agent_name,
-            agent_metadata=self._fabric.metadata(),
-            memory=exported.kind.value,
-            device=exported.device_index,
-            lease_table=self._memory.table.address,
-            tensors=exported.tensors,
-        )
-        engine = EngineDescription(
-            engine_id=engine_id,
-            boot="0" * 32,  # boot and key do not matter to the planner
-            mac_key=bytes(MAC_KEY_BYTES),
-            facts=facts,
-            topology=topology,
-            groups=groups,
-            workers=(self._as_consumer(),),
-        )
-        costs = Costs(
-            direct_min_bytes=settings.direct_min_bytes,
-            staged_run_bytes=staging.longest_run if staging is not None else 0,
-            reaches_caches=not settings.host_buffer,
-        )
-        self._first_contact = FirstContact(engine, costs, settings)
-        self._clock = DeviceClock(caches.device)
-        self._thread = TransferThread(
-            self._fabric, self._memory, groups, index, self._first_contact.handshake, settings
-        )
+        with contextlib.ExitStack() as undo:
+            self._memory = WorkerMemory.of(caches, groups, settings)
+            undo.callback(self._memory.unpin)
+            self._fabric = make_fabric(f"{engine_id}/{place}/{uuid.uuid4().hex[:12]}")
+            undo.callback(self._fabric.close)
+            self._memory.register(self._fabric)
+            self.description = self._describe(place)
+            engine = EngineDescription(
+                engine_id=engine_id,
+                boot="0" * 32,  # boot and key do not matter to the planner
+                mac_key=bytes(MAC_KEY_BYTES),
+                facts=facts,
+                topology=topology,
+                groups=groups,
+                workers=(self._as_consumer(),),
+            )
+            staging = self._memory.staging
+            costs = Costs(
+                direct_min_bytes=settings.direct_min_bytes,
+                staged_run_bytes=staging.longest_run if staging is not None else 0,
+                reaches_caches=not settings.host_buffer,
+            )
+            self._first_contact = FirstContact(engine, costs, settings)
+            undo.callback(self._first_contact.close)
+            self._clock = DeviceClock(caches.device)
+            handshake = self._first_contact.handshake
+            self._thread = TransferThread(self._fabric, self._memory, groups, index, handshake, settings)
+            undo.pop_all()
         self._watchdog = LoadWatchdog(settings.load_timeout_s)
 
     def add_siblings(self, workers: Sequence[WorkerDescription]) -> None:
@@ -159,6 +156,19 @@ class FerryWorker:
             return
         self._fabric.close()
         self._memory.unpin()
+
+    def _describe(self, place: Place) -> WorkerDescription:
+        """This worker's description as a producer."""
+        exported = self._memory.exported
+        return WorkerDescription(
+            place=place,
+            agent=self._fabric.agent_name,
+            agent_metadata=self._fabric.metadata(),
+            memory=exported.kind.value,
+            device=exported.device_index,
+            lease_table=self._memory.table.address,
+            tensors=exported.tensors,
+        )
 
     def _as_consumer(self) -> WorkerDescription:
         """This worker's description as a consumer: with the addresses of the caches themselves, not of the copy."""

@@ -85,7 +85,11 @@ class SchedulerSide:
             always=config.debug_check_integrity,
         )
         facts = facts_of(vllm_config, config)
-        self._channel = SideChannel(local, facts, config, self.leases, self.loads, counters, self._idle.poll)
+        try:
+            self._channel = SideChannel(local, facts, config, self.leases, self.loads, counters, self._idle.poll)
+        except BaseException:
+            self.tracing.close()
+            raise
 
     @property
     def counters(self) -> Counters:

@@ -69,13 +69,18 @@ class SideChannel:
         self._found: collections.deque[Prewarm] = collections.deque()
         self._loop = EngineLoop()
         self._is_searching = False
-        self.renewer = LeaseRenewer(counters, secrets) if local.reads else None
+        self.listener = self._listen(secrets, tick) if local.is_read_from else None
+        try:
+            self.renewer = LeaseRenewer(counters, secrets) if local.reads else None
+        except BaseException:
+            if self.listener is not None:
+                self.listener.close()
+            raise
         self._prewarmer: PeerPrewarmer | None = None
         if self.renewer is not None and config.prewarm_peers:
             peers, timeout_s = map(address_of, config.prewarm_peers), config.handshake_timeout_s
             client = self.renewer.client
             self._prewarmer = PeerPrewarmer(client, peers, local.engine_id, self._on_producer, timeout_s)
-        self.listener = self._listen(secrets, tick) if local.is_read_from else None
 
     def publish(self, handshakes: Iterable[object]) -> None:
         """Take the workers' descriptions, and answer handshakes from now on.

@@ -64,30 +64,19 @@ class WorkerSide:
         self._tracing: WorkerTracing | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Describe and register the caches, and exchange descriptions with the engine's other workers (collective).
+        """Describe and register the caches, and exchange descriptions with the engine's other workers (collective). If
+        it fails, nothing stays open.
 
         Raises:
             InvalidConfig: a cache cannot be described.
             SiblingFailed: another worker of this engine has failed.
             FabricError: NIXL cannot be used, or refuses the memory.
         """
-        started_s = time.monotonic()
-        groups = engine_groups()
         try:
-            self._worker = self._make_worker(kv_caches)
-        except Exception as error:
-            gather_workers(error, groups)  # raises `error` after the other workers have received it
+            self._register(kv_caches)
+        except BaseException:
+            self.close()
             raise
-        siblings = gather_workers(self._worker.description, groups)
-        self._worker.add_siblings(siblings)
-        place = self._worker.description.place
-        self._handshake = FerryHandshake.of(place, siblings)
-        logger.info(
-            "worker %s registered %d paged tensors in %.2f s",
-            place,
-            len(self._worker.description.tensors),
-            time.monotonic() - started_s,
-        )
 
     def describe(self) -> FerryHandshake | None:
         """The descriptions of this worker and its replicas, for peers; None before the caches exist."""
@@ -144,6 +133,25 @@ class WorkerSide:
             self._worker.close()
         if self._tracing is not None:
             self._tracing.close()
+
+    def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        started_s = time.monotonic()
+        groups = engine_groups()
+        try:
+            self._worker = self._make_worker(kv_caches)
+        except Exception as error:
+            gather_workers(error, groups)  # raises `error` after the other workers have received it
+            raise
+        siblings = gather_workers(self._worker.description, groups)
+        self._worker.add_siblings(siblings)
+        place = self._worker.description.place
+        self._handshake = FerryHandshake.of(place, siblings)
+        logger.info(
+            "worker %s registered %d paged tensors in %.2f s",
+            place,
+            len(self._worker.description.tensors),
+            time.monotonic() - started_s,
+        )
 
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> FerryWorker:
         vllm_config, config = self._vllm_config, self._config
