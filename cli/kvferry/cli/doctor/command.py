@@ -7,6 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 
 from kvferry.cli.arguments import number_option, whole_option
 from kvferry.cli.doctor.channel import check_address, check_secret, check_telemetry
@@ -79,9 +80,7 @@ def as_json(findings: Sequence[Finding]) -> dict[str, object]:
     return {
         "kvferry_doctor": SCHEMA,
         "broken": any(finding.mark is Mark.BROKEN for finding in findings),
-        "findings": [
-            {"check": one.check, "mark": one.mark.value, "found": one.found, "do": one.do} for one in findings
-        ],
+        "findings": [{**asdict(one), "mark": one.mark.value} for one in findings],
     }
 
 

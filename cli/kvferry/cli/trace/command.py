@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from kvferry.cli.arguments import InvalidArgument, whole_option
-from kvferry.cli.trace.as_json import as_json
-from kvferry.cli.trace.listing import print_listing
+from kvferry.cli.trace.output import as_json, print_listing
 from kvferry.cli.trace.page import page
 from kvferry.cli.trace.report import Report, report
 from kvferry.cli.trace.waterfall import draw
