@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.cli.plan.engine import Shard, Side
 from kvferry.cli.plan.summary import Flow, PlanSummary, Reader
+from kvferry.protocol.geometry import Range
 
 TOP = 116.0
 CARD_WIDTH, FLOW_WIDTH, EDGE = 262.0, 500.0, 40.0
@@ -112,26 +113,28 @@ def _bands(left: tuple[Card, ...], right: tuple[Card, ...], readers: tuple[Reade
 
 def own_patch(index: int, side: Side) -> Patch:
     """The shard of one worker."""
-    shard, heads, layers = side.workers[index], max(1, side.heads), max(1, side.layers)
-    place = (shard.heads.start / heads, shard.layers.start / layers)
-    return Patch(index, *place, len(shard.heads) / heads, len(shard.layers) / layers)
+    shard = side.workers[index]
+    return _patch(index, shard.heads, shard.layers, side)
 
 
 def patches(reader: Reader, side: Side) -> tuple[Patch, ...]:
     """The producer worker of each part of a consumer worker's shard. A part that several share by token is split."""
-    filled: dict[tuple[int, int, int, int], list[int]] = {}
+    filled: dict[tuple[Range, Range], dict[int, None]] = {}
     for flow in reader.flows:
         attention = [read for read in flow.reads if read.policy != "state"]
         for read in attention or [read for read in flow.reads if "ssm" in read.kinds]:
             for heads in read.heads:
-                part = (heads.start, heads.stop, read.layer_range.start, read.layer_range.stop)
-                found = filled.setdefault(part, [])
-                if flow.producer_worker not in found:
-                    found.append(flow.producer_worker)
-    made = []
-    for (first, last, top, bottom), producers in filled.items():
-        slot = (last - first) / side.heads / len(producers)
-        for position, producer in enumerate(producers):
-            x = first / side.heads + position * slot
-            made.append(Patch(producer, x, top / side.layers, slot, (bottom - top) / side.layers))
-    return tuple(made)
+                filled.setdefault((heads, read.layer_range), {})[flow.producer_worker] = None
+    return tuple(
+        _patch(producer, heads, layers, side, position, len(producers))
+        for (heads, layers), producers in filled.items()
+        for position, producer in enumerate(producers)
+    )
+
+
+def _patch(producer: int, heads: Range, layers: Range, side: Side, position: int = 0, of: int = 1) -> Patch:
+    """The slot at `position` of the `of` equal ones that the heads are split into."""
+    all_heads, all_layers = max(1, side.heads), max(1, side.layers)
+    width = len(heads) / all_heads / of
+    x = heads.start / all_heads + position * width
+    return Patch(producer, x, layers.start / all_layers, width, len(layers) / all_layers)
