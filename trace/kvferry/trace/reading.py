@@ -53,8 +53,6 @@ class InvalidTrace(InputError):
 
 
 SUFFIX = ".jsonl"
-MAX_LINE_BYTES = 1 << 20
-"""No event is longer: a longer line is from another program."""
 
 _decode = msgspec.json.Decoder(AnyEvent).decode
 
@@ -157,17 +155,9 @@ def _read_file(path: str, report: DamageReport) -> Iterator[Process]:
 
 
 def _lines(path: str, report: DamageReport) -> Iterator[tuple[int, bytes]]:
-    number = 0
     try:
         with open(path, "rb") as file:
-            while line := file.readline(MAX_LINE_BYTES):
-                number += 1
-                if len(line) < MAX_LINE_BYTES or line.endswith(b"\n"):
-                    yield number, line
-                    continue
-                report.add(path, f"longer than {MAX_LINE_BYTES} B", number)
-                while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
-                    pass
+            yield from enumerate(file, 1)
     except OSError as refused:
         report.add(path, _why(refused))
 
