@@ -20,9 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import tomllib
-
-from scripts.bootstrap_prometheus import PrometheusError, fetch, missing
 from scripts.console import Progress
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,17 +43,7 @@ class BootstrapError(Exception):
 
 def digest(*parts: bytes) -> str:
     """A short hash of everything that an installed set depends on."""
-    total = hashlib.sha256()
-    for part in parts:
-        total.update(len(part).to_bytes(8, "little") + part)
-    return total.hexdigest()[:16]
-
-
-def project_facts(pyproject: bytes) -> bytes:
-    """The part of pyproject.toml that an editable installation depends on: not the tools' settings."""
-    table = tomllib.loads(pyproject.decode())
-    facts = [table.get("project"), table.get("build-system"), table.get("tool", {}).get("hatch")]
-    return json.dumps(facts, sort_keys=True).encode()
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 class Environment:
@@ -183,18 +170,6 @@ def install_dev(environment: Environment) -> None:
     environment.install(REQUIREMENTS / "dev.lock", *LOCKED)
 
 
-def add_prometheus(environment: Environment) -> None:
-    """For tests/deploy/dashboard, which otherwise skip most of what they test. Tried again until it is here."""
-    programs = environment.python.parent
-    if names := missing(programs):
-        environment.say(f"fetch {' and '.join(names)} (20 MB)")
-        try:
-            fetch(programs)
-        except PrometheusError as error:
-            environment.say(f"  NOT TO BE HAD: {error}")
-            environment.say("  tests of the dashboard and the alerts that need a real Prometheus will skip")
-
-
 def install_kvferry(environment: Environment) -> None:
     """This checkout, editable: new files are visible at once."""
     environment.say("install kvferry itself, editable")
@@ -223,10 +198,7 @@ def make(environment: Environment, wanted: Sequence[str]) -> None:
     for name in wanted:
         files, install = INSTALLERS[name]
         environment.once(name, digest(*((REQUIREMENTS / file).read_bytes() for file in files)), install)
-    if "dev" in wanted:
-        add_prometheus(environment)
-    facts = project_facts((ROOT / "pyproject.toml").read_bytes())
-    environment.once("editable", digest(facts, bytes(ROOT)), install_kvferry)
+    environment.once("editable", digest((ROOT / "pyproject.toml").read_bytes(), bytes(ROOT)), install_kvferry)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -26,8 +26,8 @@ HEAD = """\
 Written by `just full`. Each row is one run of `scripts/run_accuracy_test.sh` with the variables named, on the machine
 and the commit of its date.
 
-| configuration | variables | result | prompts · tokens | bytes moved | handover | date | commit | machine |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| configuration | variables | result | prompts · tokens | bytes moved | date | commit | machine |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
 # Three workers on two cores wait for each other: with long timeouts a row fails for what it is about.
 _PATIENT = {"KV_CONNECTOR_EXTRA_CONFIG": '{"kv_lease_duration": 120, "handshake_timeout_s": 60}'}
@@ -60,17 +60,17 @@ CONFIGURATIONS: dict[str, Mapping[str, str]] = {
 
 
 def run(name: str) -> tuple[str, ...]:
-    """Run one configuration; the cells of its row from the result to the handover."""
+    """Run one configuration; the cells of its row from the result to the bytes."""
     print(f"\n== {name}", flush=True)
     if name == FOUR_CORES and (os.cpu_count() or 1) < 4:
-        return "not run: needs 4 cores", "–", "–", "–"
+        return "not run: needs 4 cores", "–", "–"
     logs = ROOT / "logs" / "full" / re.sub(r"\W+", "-", name)
     environment = {**os.environ, **CONFIGURATIONS[name], "LOG_DIR": str(logs)}
     status = subprocess.run(["scripts/run_accuracy_test.sh"], cwd=ROOT, env=environment, check=False).returncode
     written = sorted(logs.glob("*/report.json"))
     report = json.loads(written[-1].read_text())[0] if written and status in (0, 1) else {}
     found = {**report.get("figures", {}), **{check["name"]: check["detail"] for check in report.get("checks", ())}}
-    names = ("prompts · tokens compared", "bytes moved, prompt by prompt", "handover: prefill answered → first token")
+    names = ("prompts · tokens compared", "bytes moved")
     result = "ok" if status == 0 else f"FAILED (exit status {status})"
     return result, *(found.get(name, "–") for name in names)
 

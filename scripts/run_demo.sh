@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
 # Something to look at: two engines behind vllm-router, Prometheus, some load with one slow request, the dashboard's values and
 # that request's timeline. Runs until Ctrl-C, or ends by itself with --once. Makes .venv on the first run.
+# Engines are chosen by the variables of scripts/run_accuracy_test.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+[[ $# == 0 || $* == --once ]] || { sed -n '2,4s/^# //p' scripts/run_demo.sh; exit 2; }
 python="$(scripts/find_python.sh)"
 export KVFERRY_COMMAND="scripts/run_demo.sh"
 
-device="$("$python" -m scripts.demo --check "$@")" || exit $?
-case "$device" in
-    cpu | cuda) ;;
-    *) printf '%s\n' "$device"; exit 0 ;; # --help
-esac
+device="$("$python" -m scripts.accuracy --check)"
 "$python" -m scripts.bootstrap "$device" dev
+scripts/fetch_prometheus.sh .venv/bin
 exec .venv/bin/python -m scripts.demo "$@"

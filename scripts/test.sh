@@ -7,6 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="$(scripts/find_python.sh)"
 export KVFERRY_COMMAND="scripts/test.sh"
 "$python" -m scripts.bootstrap cpu dev
+scripts/fetch_prometheus.sh .venv/bin
 export PATH="$PWD/.venv/bin:$PATH"
 
 step() {

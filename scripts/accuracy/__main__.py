@@ -58,7 +58,6 @@ def _run(settings: Settings) -> int:
     from scripts.accuracy.processes import ServerFailed
     from scripts.accuracy.report import save, show, verdict
     from scripts.accuracy.run import Run
-    from scripts.accuracy.scores import Gsm8kFailed
 
     raise_when_stopped()
     progress = Progress()
@@ -71,7 +70,7 @@ def _run(settings: Settings) -> int:
             with ExitStack() as stack:
                 run = Run(settings, name, log_dir / Path(name).name, stack)
                 reports.append(asyncio.run(run.go()))
-        except (ServerFailed, ConversionFailed, Gsm8kFailed) as error:
+        except (ServerFailed, ConversionFailed) as error:
             print(f"\n{error}\nFAILED; logs: {shown(log_dir)}", file=sys.stderr)
             return 3
         save(reports, log_dir / "report.json")

@@ -131,15 +131,13 @@ class Client:
 
         return list(await asyncio.gather(*(one(case) for case in cases)))
 
-    async def hand_over(self, prefill_url: str, decode_url: str, case: Case) -> tuple[Answer, float]:
-        """Do what a router does, and time it.
-
-        Returns:
-            The decoder's answer, and the seconds from the prefill's answer to the decoder's first token.
-        """
-        params = await self.prefill(prefill_url, case)
-        answer = await self.ask(decode_url, replace(case, stream=True), kv_transfer_params=params)
-        return answer, answer.first_token_s if answer.first_token_s is not None else float("nan")
+    async def hand_over_all(self, prefill_url: str, decode_url: str, cases: Sequence[Case]) -> list[Answer]:
+        """The decoder's answers to prompts that another engine has prefilled, one by one: a router's work."""
+        answers = []
+        for case in cases:
+            params = await self.prefill(prefill_url, case)
+            answers.append(await self.ask(decode_url, case, kv_transfer_params=params))
+        return answers
 
     async def prefill(self, prefill_url: str, case: Case, **more: Any) -> Mapping[str, Any] | None:
         """Have a prompt prefilled; the params that name its cache."""

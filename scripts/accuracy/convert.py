@@ -1,19 +1,18 @@
 """Makes the models that need no hub, each once, in a process of its own:
 
-python -m scripts.accuracy.convert GGUF MAKER FOLDER [MAKER FOLDER …]
+python -m scripts.accuracy.convert GGUF NAME FOLDER [NAME FOLDER …]
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from scripts.accuracy.settings import TINY_MODELS
 from scripts.small_models import whole
 
 _NOT_KEPT = {"architectures", "model_type", "_name_or_path", "quantization_config", "transformers_version"}
@@ -61,13 +60,9 @@ def _save(model: Any, gguf: Path, target: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-MAKERS: dict[str, Callable[[Path, Path], None]] = {
-    "smollm2": smollm2,
-    "tiny-llama": partial(tiny_llama, kv_heads=4),
-    "tiny-llama-2-kv-heads": partial(tiny_llama, kv_heads=2),
-    "tiny-llama-1-kv-head": partial(tiny_llama, kv_heads=1),
-}
-
 if __name__ == "__main__":
-    for maker, folder in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
-        MAKERS[maker](Path(sys.argv[1]), Path(folder))
+    for name, folder in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
+        if name in TINY_MODELS:
+            tiny_llama(Path(sys.argv[1]), Path(folder), TINY_MODELS[name])
+        else:
+            smollm2(Path(sys.argv[1]), Path(folder))

@@ -8,7 +8,6 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 
 # Below the range from which kernels commonly take ports for outgoing connections: an engine needs a minute to start,
 # and a port of that range could be gone by then.
@@ -28,17 +27,9 @@ def _listed_gpus() -> int:
     try:
         done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        driver = Path("/proc/driver/nvidia/gpus")
-        return len(list(driver.iterdir())) if driver.is_dir() else 0
-    return parse_gpu_list(done.stdout) if done.returncode == 0 else 0
-
-
-def parse_gpu_list(output: str) -> int:
-    """Count the GPUs that `nvidia-smi --list-gpus` names; the lines of MIG devices, indented, are not counted.
-
-    Example: `"GPU 0: H100 (UUID: GPU-…)\\n  MIG 1g.10gb Device 0: (UUID: MIG-…)\\n"` is 1.
-    """
-    return sum(line.startswith("GPU ") for line in output.splitlines())
+        return 0
+    # The lines of MIG devices are indented.
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
 def hand_out_gpus(needs: Sequence[int], environment: Mapping[str, str]) -> list[tuple[str, ...]]:

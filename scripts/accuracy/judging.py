@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from scripts.accuracy import checks
-from scripts.accuracy.checks import Check, Comparison, Formula
+from scripts.accuracy.checks import Check, Comparison, Formula, Seen
 from scripts.accuracy.client import Answer
-from scripts.accuracy.metrics import Scrape
 from scripts.accuracy.model import CacheShape
-from scripts.accuracy.phases import Asked
 from scripts.accuracy.prompts import Case, CaseSet
-from scripts.accuracy.report import milliseconds, quantiles
 from scripts.accuracy.scores import Score
 from scripts.accuracy.settings import Settings
 
@@ -25,18 +22,14 @@ class Expected:
     Attributes:
         itself: one at a time against many at once; None where answers must be equal.
         arithmetic: its score; arithmetic_itself: its score when asked again, None where answers must be equal.
-        block: tokens in a block; prefill_block: of the prefill engines.
-        staged: whether decoders read anything into a staging pool.
+        gsm8k: its score, or why there is none.
     """
 
     answers: dict[str, Answer] = field(default_factory=dict)
     itself: Comparison | None = None
-    gsm8k: float = 0.0
     arithmetic: Score = field(default_factory=lambda: Score((), ()))
     arithmetic_itself: Score | None = None
-    block: int = 0
-    prefill_block: int = 0
-    staged: bool = False
+    gsm8k: float | str = ""
 
     def of(self, cases: Sequence[Case]) -> list[Answer]:
         """Its answers to these cases."""
@@ -45,84 +38,74 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class ThroughTheRouter:
-    """All that came back through the router, and what was expected.
+    """All that came back through the router.
 
     Attributes:
+        answers: to the cases of the sequence and to those of the crowd.
         again: answers to prompts whose first stream was closed after `came` tokens.
+        seen: by the decoders' counters, by the case's name; of the crowd together.
+        computed: requests and prompt tokens that the decoders computed.
     """
 
-    expected: Expected
-    settings: Settings
-    formula: Formula | None
-    cases: CaseSet
-    one_by_one: Asked
-    crowd: Asked
+    answers: Sequence[Answer]
     again: Sequence[Answer]
     came: Sequence[int]
-
-    @property
-    def compared(self) -> Comparison:
-        """Every answer against the single engine's."""
-        asked = [*self.cases.sequence, *self.cases.crowd, *self.cases.aborted]
-        found = [*self.one_by_one.answers, *self.crowd.answers, *self.again]
-        return checks.compare(asked, self.expected.of(asked), found)
-
-    def judge_answers(self) -> list[Check]:
-        """Tokens and log-probabilities, also after streams that were closed half way."""
-        aborted = checks.compare(self.cases.aborted, self.expected.of(self.cases.aborted), self.again)
-        detail = f"{len(self.came)} streams closed after {', '.join(map(str, self.came))} tokens, then asked again: "
-        if self.expected.itself is None:
-            right, detail = not aborted.differences, f"{detail}{len(aborted.differences)} differ"
-        else:
-            right, detail = all(not answer.error for answer in self.again), f"{detail}all answered"
-        return [*checks.judge_tokens(self.compared, self.expected.itself), Check("right after aborts", right, detail)]
-
-    def judge_counters(self) -> list[Check]:
-        """Bytes, prefix hits, and prompt tokens computed on the decoder."""
-        one_by_one, crowd, ferry = self.one_by_one, self.crowd, self.settings.ferry
-        found = [
-            checks.judge_bytes(one_by_one.seen, self.formula, ferry),
-            checks.judge_crowd_bytes(crowd.answers, crowd.seen["all at once"], self.formula, ferry),
-        ]
-        if self.settings.decode_instances == self.settings.decode_dp == 1:
-            found.append(checks.judge_hits(self.cases.sequence, one_by_one.seen, self.expected.block))
-        requests, tokens = (sum(both) for both in zip(one_by_one.computed, crowd.computed, strict=True))
-        return [*found, checks.judge_computed(len(one_by_one.cases) + len(crowd.cases), requests, tokens)]
-
-    def figures(self, counters: Scrape) -> dict[str, str]:
-        """Figures that are shown and not judged."""
-        block, prefill_block = self.expected.block, self.expected.prefill_block
-        lengths = [one.prompt_tokens for one in self.one_by_one.seen.values()]
-        blocks = f"{block}" if prefill_block in (0, block) else f"{prefill_block} → {block}"
-        compared = self.compared
-        found = {
-            "prompts · tokens compared": f"{compared.prompts} · {compared.tokens}",
-            "prompt lengths": f"{min(lengths)} … {max(lengths)} tokens, blocks of {blocks}",
-            "formula": str(self.formula or "none for this model"),
-        }
-        streamed = [case for case in self.cases.sequence if case.stream]
-        ours = {case.name: answer for case, answer in zip(self.one_by_one.cases, self.one_by_one.answers, strict=True)}
-        sides = {"router": [ours[case.name] for case in streamed], "one engine": self.expected.of(streamed)}
-        for side, answers in sides.items():
-            times = [answer.first_token_s for answer in answers if answer.first_token_s is not None]
-            found[f"time to first token, {side}"] = f"{quantiles(times)} ({len(times)} streams)"
-        if self.settings.ferry:
-            name = "vllm:kvferry_handover_seconds"
-            estimates = milliseconds({f"p{share:.0f}": counters.quantile(name, share / 100) for share in (50, 99)})
-            loads = f"{counters.total(f'{name}_count'):.0f} prompts; estimated from a histogram"
-            found["handover inside the decoder"] = f"{estimates} from arrival to loaded ({loads})"
-        return found
+    seen: Mapping[str, Seen]
+    computed: tuple[int, int]
 
 
-def formula_of(expected: Expected, settings: Settings, shape: CacheShape | None) -> Formula | None:
-    """The formula for the bytes of the model's cache, where there is one."""
+def judge_router(
+    expected: Expected,
+    found: ThroughTheRouter,
+    cases: CaseSet,
+    settings: Settings,
+    formula: Formula | None,
+    blocks: tuple[int, int],
+) -> tuple[list[Check], dict[str, str]]:
+    """The checks, and the figures that are shown and not judged.
+
+    Args:
+        blocks: tokens in a block of the prefill engines and of the decode engines.
+    """
+    asked = [*cases.sequence, *cases.crowd]
+    every = [*asked, *cases.aborted]
+    compared = checks.compare(every, expected.of(every), [*found.answers, *found.again])
+    judged = [
+        *checks.judge_tokens(compared, expected.itself),
+        _judge_aborts(expected, found, cases),
+        checks.judge_bytes(found.seen, formula, settings.ferry),
+    ]
+    if settings.decode_instances == settings.decode_dp == 1:
+        judged.append(checks.judge_hits(cases.sequence, found.seen, blocks[1]))
+    judged.append(checks.judge_computed(len(asked), *found.computed))
+    lengths = [tokens for one in found.seen.values() for tokens in one.prompts]
+    of_blocks = f"{blocks[0]} → {blocks[1]}" if blocks[0] != blocks[1] else f"{blocks[1]}"
+    return judged, {
+        "prompts · tokens compared": f"{compared.prompts} · {compared.tokens}",
+        "prompt lengths": f"{min(lengths)} … {max(lengths)} tokens, blocks of {of_blocks}",
+        "formula": str(formula or "none for this model"),
+    }
+
+
+def _judge_aborts(expected: Expected, found: ThroughTheRouter, cases: CaseSet) -> Check:
+    """The same prompts are answered rightly after streams that were closed half way."""
+    detail = f"{len(found.came)} streams closed after {', '.join(map(str, found.came))} tokens, then asked again: "
+    if expected.itself is None:
+        differences = checks.compare(cases.aborted, expected.of(cases.aborted), found.again).differences
+        right, detail = not differences, f"{detail}{len(differences)} differ"
+    else:
+        failed = sum(bool(answer.error) for answer in found.again)
+        right, detail = not failed, f"{detail}{failed} failed"
+    return Check("right after aborts", right, detail)
+
+
+def formula_of(shape: CacheShape | None, dtype: str, blocks: tuple[int, int], staged: bool) -> Formula | None:
+    """The formula for the bytes of the model's cache, where there is one.
+
+    Args:
+        blocks: tokens in a block of the prefill engines and of the decode engines.
+        staged: whether decoders read anything into a staging pool.
+    """
     if shape is None:
         return None
-    unit = math.gcd(expected.block, expected.prefill_block or expected.block)
-    more = None
-    if expected.staged:
-        # Every decode worker may read whole blocks of its producers.
-        most = replace(shape, kv_heads=max(shape.kv_heads, settings.prefill_tp) * settings.decode_tp)
-        block = max(unit, expected.prefill_block)
-        more = Formula(block, most.token_bytes(settings.dtype), most.formula(settings.dtype))
-    return Formula(unit, shape.token_bytes(settings.dtype), shape.formula(settings.dtype), more)
+    return Formula(math.gcd(*blocks), shape.token_bytes(dtype), shape.formula(dtype), staged)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,21 +25,14 @@ class Scrape:
         wanted = set(labels.items())
         return sum(value for (sample, pairs), value in self.samples.items() if sample == name and wanted <= set(pairs))
 
-    def has(self, name: str) -> bool:
-        """Whether there is such a sample at all."""
-        return any(sample == name for sample, _ in self.samples)
-
     def by_label(self, name: str, label: str) -> dict[str, float]:
         """Totals by the values of one label, without zeroes."""
-        return {value: total for value, total in self._by_label(name, label).items() if total}
-
-    def _by_label(self, name: str, label: str) -> dict[str, float]:
         found: dict[str, float] = {}
         for (sample, pairs), value in self.samples.items():
             if sample == name:
                 key = dict(pairs).get(label, "")
                 found[key] = found.get(key, 0.0) + value
-        return found
+        return {value: total for value, total in found.items() if total}
 
     def label(self, name: str, label: str) -> str | None:
         """The value of one label of the first sample of that name."""
@@ -49,21 +41,6 @@ class Scrape:
     def __sub__(self, earlier: Scrape) -> Scrape:
         """The increase since an earlier scrape."""
         return Scrape({key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()})
-
-    def quantile(self, name: str, share: float) -> float | None:
-        """Estimate of a quantile from a histogram's buckets, linear within a bucket; None when it is empty.
-
-        Example: buckets ≤ 1: 2 samples, ≤ 2: 4 samples; the quantile 0.75 is 1.5.
-        """
-        counts = {float(edge): count for edge, count in self._by_label(f"{name}_bucket", "le").items()}
-        rank = share * max(counts.values(), default=0.0)
-        low, below = 0.0, 0.0
-        for edge in sorted(counts):
-            if counts[edge] >= rank:
-                inside = counts[edge] - below
-                return low if math.isinf(edge) else low + (edge - low) * ((rank - below) / inside if inside else 1.0)
-            low, below = edge, counts[edge]
-        return None
 
 
 def parse_metrics(text: str) -> Scrape:
@@ -101,13 +78,10 @@ class IterationLog:
         self._path = path
         self._offset = path.stat().st_size if path.exists() else 0
 
-    def take(self) -> tuple[int, int]:
-        """Requests whose prompt was computed since the last call, and their tokens, summed over steps: a prompt that is
-        computed in one step counts once. An incomplete line waits for the next call."""
+    def computed(self) -> tuple[int, int]:
+        """Requests whose prompt was computed since this was made, and their tokens, summed over steps: a prompt that is
+        computed in one step counts once."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        steps = [(int(requests), int(tokens)) for requests, tokens in _STEP.findall(whole)]
+            steps = [(int(requests), int(tokens)) for requests, tokens in _STEP.findall(file.read())]
         return sum(requests for requests, _ in steps), sum(tokens for _, tokens in steps)

@@ -14,7 +14,7 @@ from typing import Any
 
 from scripts.accuracy.settings import DEFAULT_MODEL, ROOT, TINY_MODEL, TINY_MODELS, BadSetting
 
-_MAKERS = {DEFAULT_MODEL: "smollm2", **{name: name for name in TINY_MODELS}}
+_MADE = (DEFAULT_MODEL, *TINY_MODELS)
 _FORMAT = 1
 """Counts changes of how they are made: another number, another folder."""
 
@@ -30,16 +30,16 @@ def prepare(name: str, cache_dir: Path, say: Callable[[str], None]) -> str:
         BadSetting: the package of the default model is not installed.
         ConversionFailed: it could not be converted.
     """
-    if name not in _MAKERS:
+    if name not in _MADE:
         return name
     gguf = _packaged_gguf(name)
-    folders = {each: cache_dir / "models" / f"{each}-{gguf.stat().st_size}-{_FORMAT}" for each in _MAKERS}
+    folders = {each: cache_dir / "models" / f"{each}-{gguf.stat().st_size}-{_FORMAT}" for each in _MADE}
     # The tiny models together: most of the time is transformers' start.
     wanted = [each for each in (TINY_MODELS if name in TINY_MODELS else [name]) if not _is_made(folders[each])]
     if not _is_made(folders[name]):
         say(f"make {', '.join(wanted)} once, from {gguf.name}, in {folders[name].parent}")
         # In a process of its own: torch and two copies of the weights are gone when it ends.
-        parts = [part for each in wanted for part in (_MAKERS[each], str(folders[each]))]
+        parts = [part for each in wanted for part in (each, str(folders[each]))]
         command = [sys.executable, "-m", "scripts.accuracy.convert", str(gguf), *parts]
         quiet = {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         done = subprocess.run(command, cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True, check=False)
@@ -95,7 +95,7 @@ def check_sizes(name: str, config: Mapping[str, Any], sizes: Mapping[str, int]) 
     heads = config.get("num_attention_heads")
     for variable, size in sizes.items():
         if heads and heads % size:
-            more = f"; MODEL_NAMES={TINY_MODEL} has sizes 1, 2, 4 and 8" if name in _MAKERS else ""
+            more = f"; MODEL_NAMES={TINY_MODEL} has sizes 1, 2, 4 and 8" if name in _MADE else ""
             raise BadSetting.of(variable, str(size), f"a divisor of {heads}, the attention heads of {name}{more}")
 
 

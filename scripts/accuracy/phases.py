@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import httpx
@@ -18,7 +17,6 @@ from scripts.accuracy.metrics import IterationLog, Scrape, together
 from scripts.accuracy.prompts import Case, CaseSet, running_text
 
 _SETTLE_S = 10.0
-Say = Callable[[str], None]
 T = TypeVar("T")
 
 
@@ -31,53 +29,43 @@ async def _until(look: Callable[[], Awaitable[T]], enough: Callable[[T], bool], 
 
 
 class Decoders:
-    """The decode engines' counters, all together."""
+    """The decode engines' counters, all together.
+
+    `seen`: by the name under which `counted` was asked.
+    """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
         self._logs = [IterationLog(engine.log_path) for engine in engines]
+        self.seen: dict[str, Seen] = {}
 
     async def scrape(self) -> Scrape:
         """Counters now."""
         return together(await asyncio.gather(*(asyncio.to_thread(engine.metrics) for engine in self._engines)))
 
-    async def settled(self, before: Scrape, answers: Sequence[Answer]) -> Scrape:
-        """Counters as soon as they know of all good answers since `before`: they come a moment after the answers."""
+    async def counted(self, name: str, asking: Awaitable[list[Answer]]) -> list[Answer]:
+        """Ask, and note what the counters say of it. They know of an answer a moment after it has come."""
+        before = await self.scrape()
+        answers = await asking
         good = sum(not answer.error for answer in answers)
-        return await _until(self.scrape, lambda now: (now - before).total("vllm:request_success_total") >= good)
+        after = await _until(self.scrape, lambda now: (now - before).total("vllm:request_success_total") >= good)
+        difference = after - before
+        self.seen[name] = Seen(
+            prompts=tuple(answer.prompt_tokens for answer in answers),
+            local_tokens=round(difference.total("vllm:prompt_tokens_by_source_total", source="local_cache_hit")),
+            nixl_bytes=round(difference.total("vllm:nixl_bytes_transferred_sum")),
+            planned_bytes=round(difference.total("vllm:kvferry_planned_bytes_total")),
+        )
+        return answers
 
     async def computed(self, at_least: int) -> tuple[int, int]:
-        """Requests and tokens computed since the last call by the logs, once they have so many requests."""
-        found: list[tuple[int, int]] = []
+        """Requests and prompt tokens computed so far by the logs, once they have so many requests."""
 
         async def so_far() -> tuple[int, int]:
-            found.extend(log.take() for log in self._logs)
+            found = [log.computed() for log in self._logs]
             return sum(requests for requests, _ in found), sum(tokens for _, tokens in found)
 
         return await _until(so_far, lambda now: now[0] >= at_least)
-
-
-@dataclass(slots=True)
-class Asked:
-    """Cases, their answers, and what the decoders' counters said of each (of all together where asked at once).
-
-    `computed`: requests and prompt tokens that the decoders computed.
-    """
-
-    cases: tuple[Case, ...] = ()
-    answers: list[Answer] = field(default_factory=list)
-    seen: dict[str, Seen] = field(default_factory=dict)
-    computed: tuple[int, int] = (0, 0)
-
-
-def seen_in(difference: Scrape, prompt_tokens: int) -> Seen:
-    """The counters that matter."""
-    return Seen(
-        prompt_tokens=prompt_tokens,
-        local_tokens=round(difference.total("vllm:prompt_tokens_by_source_total", source="local_cache_hit")),
-        nixl_bytes=round(difference.total("vllm:nixl_bytes_transferred_sum")),
-        planned_bytes=round(difference.total("vllm:kvferry_planned_bytes_total")),
-    )
 
 
 def anything_staged(decoders: Sequence[Engine]) -> bool:
@@ -105,48 +93,6 @@ async def warm_up(client: Client, urls: Sequence[str], cases: CaseSet) -> None:
     await asyncio.gather(*(client.ask(url, cases.warm[index % 2]) for index, url in enumerate(urls)))
 
 
-async def ask_plainly(client: Client, url: str, cases: Sequence[Case], say: Say, what: str) -> list[Answer]:
-    """One after another, with progress."""
-    answers = []
-    for index, case in enumerate(cases):
-        answers.append(await client.ask(url, case))
-        if index % 20 == 19:
-            say(f"{what}: {index + 1} of {len(cases)} prompts")
-    return answers
-
-
-async def ask_counted(
-    client: Client, url: str, cases: Sequence[Case], decoders: Decoders, say: Say, what: str
-) -> Asked:
-    """One after another, with the decoders' counters read after each."""
-    asked = Asked(tuple(cases))
-    await decoders.computed(0)
-    before = await decoders.scrape()
-    for index, case in enumerate(cases):
-        answer = await client.ask(url, case)
-        after = await decoders.settled(before, [answer])
-        asked.answers.append(answer)
-        asked.seen[case.name] = seen_in(after - before, answer.prompt_tokens)
-        before = after
-        if index % 20 == 19:
-            say(f"{what}: {index + 1} of {len(cases)} prompts")
-    asked.computed = await decoders.computed(len(cases))
-    return asked
-
-
-async def ask_at_once(client: Client, url: str, cases: Sequence[Case], at_once: int, decoders: Decoders) -> Asked:
-    """Many at once; the counters are read before and after all of them."""
-    asked = Asked(tuple(cases))
-    await decoders.computed(0)
-    before = await decoders.scrape()
-    asked.answers = await client.ask_all(url, cases, at_once)
-    after = await decoders.settled(before, asked.answers)
-    prompt_tokens = sum(answer.prompt_tokens for answer in asked.answers)
-    asked.seen = {"all at once": seen_in(after - before, prompt_tokens)}
-    asked.computed = await decoders.computed(len(cases))
-    return asked
-
-
 async def leave_and_return(client: Client, url: str, cases: Sequence[Case]) -> tuple[list[Answer], list[int]]:
     """Break off every stream at another point, all at once, then ask the same again, whole.
 
@@ -166,18 +112,6 @@ async def ask_arithmetic(client: Client, url: str, at_once: int) -> scores.Score
     """All arithmetic questions, so many at once, scored."""
     asked = scores.questions()
     return scores.score(asked, await client.ask_all(url, scores.cases(asked), at_once))
-
-
-async def hand_over_all(
-    client: Client, prefill: str, decode: str, cases: Sequence[Case]
-) -> tuple[list[Answer], list[float]]:
-    """Prefill at one engine, decode at another, without a router.
-
-    Returns:
-        The answers, and of the good ones the seconds from the prefill's answer to the decoder's first token.
-    """
-    pairs = [await client.hand_over(prefill, decode, case) for case in cases]
-    return [answer for answer, _ in pairs], [seconds for answer, seconds in pairs if not answer.error]
 
 
 async def leases_over(engines: Sequence[Engine], timeout_s: float) -> tuple[int, Mapping[str, float]]:

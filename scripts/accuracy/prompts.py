@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _WHO = "The engineer|My grandmother|A young sailor|The old clockmaker|Our teacher|A quiet baker|The mayor|Her brother"
 _DID = "built|carried|repaired|forgot|painted|discovered|sold|borrowed|described|measured"
@@ -45,15 +45,14 @@ class CaseSet:
         crowd: many at once.
         aborted: cut off half way, then asked again.
         poisoned: answered from an overwritten cache.
-        timed: for the time of the handover; not compared.
+        warm: asked first and not compared.
     """
 
     sequence: tuple[Case, ...]
     crowd: tuple[Case, ...]
     aborted: tuple[Case, ...]
     poisoned: tuple[Case, ...]
-    timed: tuple[Case, ...]
-    warm: tuple[Case, ...] = field(default=())
+    warm: tuple[Case, ...]
 
     @property
     def compared(self) -> tuple[Case, ...]:
@@ -130,7 +129,6 @@ def make_cases(tokens: Sequence[int], block: int, longest: int, crowd: int) -> C
         ),
         aborted=tuple(Case(f"abort {number}", cutter.cut(middle + number), stream=True) for number in range(4)),
         poisoned=tuple(Case(f"poison {number}", cutter.cut(middle + number)) for number in range(4)),
-        timed=tuple(Case(f"timed {number}", cutter.cut(middle), max_tokens=2, stream=True) for number in range(12)),
         warm=warm,
     )
 

@@ -1,10 +1,9 @@
-"""The table at the end, the same as JSON, and how times are shown in it."""
+"""The table at the end, and the same as JSON."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -60,22 +59,3 @@ def save(reports: Sequence[Report], path: Path) -> None:
 def verdict(reports: Sequence[Report]) -> int:
     """Exit status: 0 when every model passed."""
     return 0 if reports and all(report.passed for report in reports) else 1
-
-
-def quantiles(times_s: Iterable[float]) -> str:
-    """p50 and p99 of times in seconds."""
-    times = list(times_s)
-    return milliseconds({"p50": percentile(times, 0.5), "p99": percentile(times, 0.99)})
-
-
-def milliseconds(values: Mapping[str, float | None]) -> str:
-    """`p50 12.3 ms, p99 20.1 ms`."""
-    return ", ".join(
-        f"{name} {value * 1e3:,.1f} ms" if value is not None else f"{name} unknown" for name, value in values.items()
-    )
-
-
-def percentile(values: Iterable[float], share: float) -> float | None:
-    """The nearest-rank percentile, None when there are no values. Example: of 1 … 20, 0.99 is 20 and 0.5 is 10."""
-    ordered = sorted(value for value in values if not math.isnan(value))
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import httpx
 
-from scripts.accuracy import checks, judging, phases, scores
+from scripts.accuracy import checks, phases, scores
 from scripts.accuracy.checks import Check
 from scripts.accuracy.client import Answer, Client, NoAnswer
 from scripts.accuracy.engines import Engine, EngineSpec, Router
 from scripts.accuracy.fleet import plan_fleet
-from scripts.accuracy.judging import Expected
+from scripts.accuracy.judging import Expected, ThroughTheRouter, formula_of, judge_router
 from scripts.accuracy.model import CacheShape, cache_shape, check_sizes, config_of, prepare
 from scripts.accuracy.processes import Server, ServerFailed, tail
 from scripts.accuracy.prompts import Case, CaseSet, make_cases
-from scripts.accuracy.report import Report, quantiles
+from scripts.accuracy.report import Report
 from scripts.accuracy.settings import TINY_MODELS, Settings
 from scripts.console import Progress
 
@@ -40,7 +40,6 @@ class Run:
         sizes = {"PREFILLER_TP_SIZE": settings.prefill_tp, "DECODER_TP_SIZE": settings.decode_tp}
         check_sizes(name, config_of(self._model), sizes)
         self._fleet = plan_fleet(settings, self._model, os.environ)
-        self._why_no_gsm8k = scores.why_no_gsm8k(settings)
         workers = sum(len(spec.devices) for spec in (*self._fleet.prefill, *self._fleet.decode))
         cores = len(os.sched_getaffinity(0))
         if settings.device == "cpu" and workers > cores:
@@ -68,12 +67,11 @@ class Run:
         self._await([baseline, *prefill])
         timeout_s = self._settings.request_timeout_s
         async with Client(self._fleet.baseline.served_name, timeout_s) as client:
-            block = _block_of(baseline)
+            blocks = _block_of(prefill[0]), _block_of(baseline)
             longest = min(1500, self._settings.max_model_len - 500)
             tokens = phases.tokenize(baseline, _SENTENCES)
-            cases = make_cases(tokens, block, longest, self._settings.concurrency)
+            cases = make_cases(tokens, blocks[1], longest, self._settings.concurrency)
             expected = await self._baseline(client, baseline, cases)
-            expected.block, expected.prefill_block = block, _block_of(prefill[0])
             self._stop(baseline)
             decode = [self._start(spec) for spec in self._fleet.decode]
             self._await(decode)
@@ -85,27 +83,35 @@ class Run:
             await phases.warm_up(client, [*urls[0], *urls[1]], cases)
             for case in cases.warm:
                 await client.ask(router.base_url, case)
-            await self._through_the_router(client, router.base_url, prefill, decode, cases, expected)
-            await self._directly(client, prefill, decode[0], cases, expected)
+            decoders = phases.Decoders(decode)
+            warm = await decoders.scrape()
+            found = await self._through_the_router(client, router.base_url, decoders, cases)
+            formula = formula_of(self._shape(), self._settings.dtype, blocks, phases.anything_staged(decode))
+            judged, self.report.figures = judge_router(expected, found, cases, self._settings, formula, blocks)
+            self.report.checks += judged
+            await self._scores(client, router.base_url, expected)
+            if self._settings.ferry:
+                self.report.checks.append(checks.judge_recomputes(await decoders.scrape() - warm))
+                self.report.checks.append(checks.judge_leases(*await phases.leases_over(prefill, _LEASE_WAIT_S)))
+            await self._poisoned(client, prefill, decode[0], cases, expected)
 
     # Phases.
 
     async def _baseline(self, client: Client, engine: Engine, cases: CaseSet) -> Expected:
         url, compared = engine.base_url, cases.compared
         await phases.warm_up(client, [url], cases)
-        answers = await phases.ask_plainly(client, url, compared, self._say, "single engine")
+        self._say(f"single engine, {len(compared)} prompts one by one")
+        answers = await client.ask_all(url, compared, 1)
         expected = Expected({case.name: answer for case, answer in zip(compared, answers, strict=True)})
         failed = [f"{name}: {answer.error}" for name, answer in expected.answers.items() if answer.error]
         if failed:
             raise engine.failure(f"could not answer {len(failed)} prompts itself ({failed[0]})")
+        expected.arithmetic = await self._arithmetic(client, url, engine.name)
         if not self._settings.exact:
             self._say(f"single engine, {self._settings.concurrency} at once, against itself")
             expected.itself = await self._against_itself(client, url, compared, answers)
-        expected.arithmetic = await self._arithmetic(client, url, engine.name)
-        if not self._settings.exact:
             expected.arithmetic_itself = await self._arithmetic(client, url, f"{engine.name}, again")
-        if not self._why_no_gsm8k:
-            expected.gsm8k = self._gsm8k(url, "baseline")
+        expected.gsm8k = self._gsm8k(url, "baseline")
         return expected
 
     async def _against_itself(
@@ -118,47 +124,24 @@ class Run:
         return checks.ever_different([checks.compare(compared, answers, again) for again in (there, back)])
 
     async def _through_the_router(
-        self,
-        client: Client,
-        url: str,
-        prefill: Sequence[Engine],
-        decode: Sequence[Engine],
-        cases: CaseSet,
-        expected: Expected,
-    ) -> None:
-        settings, found = self._settings, self.report.checks
-        decoders = phases.Decoders(decode)
-        warm = await decoders.scrape()
-        one_by_one = await phases.ask_counted(client, url, cases.sequence, decoders, self._say, "through the router")
-        self._say(f"through the router, {settings.concurrency} at once")
-        crowd = await phases.ask_at_once(client, url, cases.crowd, settings.concurrency, decoders)
+        self, client: Client, url: str, decoders: phases.Decoders, cases: CaseSet
+    ) -> ThroughTheRouter:
+        self._say(f"through the router, {len(cases.sequence)} prompts one by one")
+        answers = []
+        for case in cases.sequence:
+            answers += await decoders.counted(case.name, client.ask_all(url, [case], 1))
+        at_once = self._settings.concurrency
+        self._say(f"through the router, {len(cases.crowd)} prompts, {at_once} at once")
+        answers += await decoders.counted("all at once", client.ask_all(url, cases.crowd, at_once))
+        computed = await decoders.computed(len(answers))
         self._say("through the router, clients that leave half way")
         again, came = await phases.leave_and_return(client, url, cases.aborted)
         self._check_alive()
+        return ThroughTheRouter(answers, again, came, decoders.seen, computed)
 
-        expected.staged = phases.anything_staged(decode)
-        formula = judging.formula_of(expected, settings, self._shape())
-        seen = judging.ThroughTheRouter(expected, settings, formula, cases, one_by_one, crowd, again, came)
-        found += [*seen.judge_answers(), *seen.judge_counters()]
-        score = await self._arithmetic(client, url, "router")
-        known, itself = expected.arithmetic, expected.arithmetic_itself
-        found.append(checks.judge_arithmetic(known, score, itself, random_weights=self._name in TINY_MODELS))
-        found.append(self._judge_gsm8k(url, expected))
-        counters = await decoders.scrape() - warm
-        self.report.figures |= seen.figures(counters)
-        if settings.ferry:
-            found.append(checks.judge_recomputes(counters))
-            still_open, ways = await phases.leases_over(prefill, _LEASE_WAIT_S)
-            reported = ", ".join(f"{how} {round(count)}" for how, count in sorted(ways.items()))
-            found.append(Check("leases are over", still_open == 0, f"{still_open} open; {reported}"))
-
-    async def _directly(
+    async def _poisoned(
         self, client: Client, prefill: Sequence[Engine], decode: Engine, cases: CaseSet, expected: Expected
     ) -> None:
-        self._say("handovers, timed by direct calls")
-        _, times = await phases.hand_over_all(client, prefill[0].base_url, decode.base_url, cases.timed)
-        figure = f"{quantiles(times)} ({len(times)} direct calls of {len(cases.timed[0].prompt)} tokens)"
-        self.report.figures["handover: prefill answered → first token"] = figure
         if not self._settings.ferry:
             self.report.checks.append(Check(checks.POISON, None, "for kvferry only"))
             return
@@ -169,10 +152,10 @@ class Run:
         self._await([poisoner])
         await phases.warm_up(client, [poisoner.base_url], cases)
         decoders = phases.Decoders([decode])
-        before = await decoders.scrape()
-        answers, _ = await phases.hand_over_all(client, poisoner.base_url, decode.base_url, cases.poisoned)
-        moved = phases.seen_in(await decoders.settled(before, answers) - before, 0).nixl_bytes
+        asking = client.hand_over_all(poisoner.base_url, decode.base_url, cases.poisoned)
+        answers = await decoders.counted("poisoned", asking)
         self._check_alive()
+        moved = decoders.seen["poisoned"].nixl_bytes
         self.report.checks.append(checks.judge_poison(expected.of(cases.poisoned), answers, moved))
 
     def _shape(self) -> CacheShape | None:
@@ -183,17 +166,20 @@ class Run:
 
     # Scores: arithmetic always, gsm8k where it can be asked.
 
+    async def _scores(self, client: Client, url: str, expected: Expected) -> None:
+        score = await self._arithmetic(client, url, "router")
+        known, itself = expected.arithmetic, expected.arithmetic_itself
+        random_weights = self._name in TINY_MODELS
+        self.report.checks += [
+            checks.judge_arithmetic(known, score, itself, random_weights=random_weights),
+            checks.judge_gsm8k(expected.gsm8k, self._gsm8k(url, "router"), demanded=self._settings.gsm8k == "on"),
+        ]
+
     async def _arithmetic(self, client: Client, url: str, name: str) -> scores.Score:
         self._say(f"arithmetic, {scores.QUESTIONS} questions, {name}")
         return await phases.ask_arithmetic(client, url, self._settings.concurrency)
 
-    def _judge_gsm8k(self, url: str, expected: Expected) -> Check:
-        if self._why_no_gsm8k:
-            return Check(checks.GSM8K, False if self._settings.gsm8k == "on" else None, self._why_no_gsm8k)
-        return checks.judge_gsm8k(expected.gsm8k, self._gsm8k(url, "router"))
-
-    def _gsm8k(self, url: str, name: str) -> float:
-        self._say(f"gsm8k, {self._settings.gsm8k_limit} questions, {name}")
+    def _gsm8k(self, url: str, name: str) -> float | str:
         served = self._fleet.baseline.served_name
         return scores.gsm8k(url, served, self._model, self._settings, self._log_dir, name)
 

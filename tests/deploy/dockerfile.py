@@ -54,24 +54,20 @@ def read_dockerfile(text: str) -> tuple[dict[str, str], list[Stage]]:
 
 
 class Context:
-    """The build context of `docker build`: all files that .dockerignore does not exclude."""
+    """The context of `docker build`: .dockerignore lists what is in it (`!name`) and what of it is not (`**/name`)."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         lines = (root / ".dockerignore").read_text().splitlines()
-        self._patterns = [line for line in lines if line and not line.startswith("#")]
+        self._listed = {line[1:] for line in lines if line.startswith("!")}
+        self._left_out = [line[3:] for line in lines if line.startswith("**/")]
+        others = [line for line in lines if line and not line.startswith(("#", "!", "**/"))]
+        assert others == ["*"], "only these two kinds of lines are understood here"
 
     def has(self, path: Path) -> bool:
-        """Whether a file, named from the root, is in it: the last pattern that fits it or a folder of it decides."""
-        names = [path.as_posix(), *(parent.as_posix() for parent in path.parents if parent.name)]
-        kept = True
-        for pattern in self._patterns:
-            glob = pattern.removeprefix("!")
-            fits = any(fnmatchcase(name, glob) or fnmatchcase(f"/{name}", f"/{glob}") for name in names)
-            deep = glob.startswith("**/") and any(fnmatchcase(part, glob[3:]) for part in path.parts)
-            if fits or deep:
-                kept = pattern.startswith("!")
-        return kept
+        """Whether a file, named from the root, is in it."""
+        left_out = any(fnmatchcase(part, pattern) for part in path.parts for pattern in self._left_out)
+        return path.parts[0] in self._listed and not left_out
 
     def copy(self, paths: list[str], to: Path) -> None:
         """`COPY`: contents of folders, or files, into a folder.

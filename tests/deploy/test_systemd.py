@@ -37,13 +37,6 @@ def test_systemd_understands_the_units(placed: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_check_above_sees_a_misspelt_setting(placed: Path, tmp_path: Path) -> None:
-    shutil.copytree(placed, tmp_path, dirs_exist_ok=True)
-    bad = tmp_path / UNITS[0].name
-    bad.write_text(bad.read_text().replace("KillMode=", "KilMode="))
-    assert "KilMode" in verify(tmp_path).stderr
-
-
 @a_unit
 def test_a_unit_restarts_what_ended_by_itself_and_not_as_root(path: Path) -> None:
     written = unit(path)

@@ -1,4 +1,4 @@
-"""The site as it was built, read back: ids, links, images and what a reader sees of the structure."""
+"""The site as it was built, read back: links, images and what a reader sees of the structure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class Page:
         shape: how many of each element its text has, without the theme's own.
     """
 
-    ids: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     shape: Counter[str] = field(default_factory=Counter)
@@ -41,8 +40,6 @@ class _Reader(HTMLParser):
         given = {name: value or "" for name, value in attrs}
         if tag == "article":
             self._in_article = True
-        if "id" in given:
-            self.page.ids.add(given["id"])
         if tag == "a" and "href" in given:
             self.page.links.append(given["href"])
         loads = tag in ("script", "img", "source", "iframe") or (tag == "link" and given.get("rel") != "canonical")

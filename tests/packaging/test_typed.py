@@ -83,16 +83,3 @@ def test_a_program_that_uses_every_package_is_checked_strictly_and_is_right(chec
         assert f"from kvferry.{package}." in PROGRAM, package
     done = checked.by_mypy(PROGRAM)
     assert done.stdout == "Success: no issues found in 1 source file\n", done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "said"),
-    [
-        ('read_recording(["traces"])', "read_recording(5)", "incompatible type"),
-        ("len(plan.routes)", "len(plan.paths)", 'has no attribute "paths"'),
-    ],
-)
-def test_what_is_wrong_in_it_is_seen(checked: Checked, right: str, wrong: str, said: str) -> None:
-    done = checked.by_mypy(PROGRAM.replace(right, wrong))
-    assert done.returncode == 1
-    assert said in done.stdout

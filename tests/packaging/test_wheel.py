@@ -128,9 +128,3 @@ def test_the_installed_command_tells_its_version_and_plans(installed: Installed)
     plan = json.loads(installed.python(script, "plan", f"{DENSE},tp=2", DENSE, "--json"))
     assert plan["workable"] is True
     installed.python(script, "plan", "layers=4,heads=6,dim=64", DENSE, expected=2)
-
-
-def test_without_the_wheel_nothing_is_found(tmp_path: Path) -> None:
-    """So that what the tests above find is the wheel's."""
-    (tmp_path / "empty").mkdir()
-    Installed(tmp_path / "empty").python("-c", "import kvferry.protocol", expected=1)

@@ -62,11 +62,6 @@ class FakeEnvironment(Environment):
         return ""
 
 
-@pytest.fixture(autouse=True)
-def nothing_else_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "missing", lambda folder: [])
-
-
 def test_the_sets_are_installed_once_each_and_kvferry_last(tmp_path: Path) -> None:
     environment = FakeEnvironment(tmp_path, "2.13.0+cpu")
     bootstrap.make(environment, ["cpu"])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 import socket
+from pathlib import Path
 
 import pytest
 
 from scripts.accuracy import devices, fleet
-from scripts.accuracy.devices import count_gpus, free_ports, hand_out_cores, hand_out_gpus, parse_gpu_list
+from scripts.accuracy.devices import count_gpus, free_ports, hand_out_cores, hand_out_gpus
 from scripts.accuracy.fleet import plan_fleet
 from scripts.accuracy.settings import read_settings
 
@@ -92,10 +93,17 @@ def test_the_poisoner_is_the_prefill_engine_with_another_module() -> None:
     assert "PYTHONPATH" in poisoner.environment(1)
 
 
-def test_nvidia_smi_lists_gpus_with_their_partitions_which_are_not_counted() -> None:
-    listed = "GPU 0: A (UUID: GPU-1)\n  MIG 1g.10gb     Device  0: (UUID: MIG-2)\nGPU 1: A (UUID: GPU-3)\n"
-    assert parse_gpu_list(listed) == 2
-    assert parse_gpu_list("") == 0
+def test_nvidia_smi_lists_gpus_with_their_partitions_which_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: A'\necho '  MIG 1g.10gb     Device  0:'\necho 'GPU 1: A'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert count_gpus({}) == 2
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert count_gpus({}) == 0
 
 
 @pytest.mark.parametrize(

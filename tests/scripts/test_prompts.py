@@ -49,7 +49,7 @@ def test_hits_are_foreseen_as_a_prefix_cache_finds_them(block: int) -> None:
 
 def test_what_is_asked_at_once_shares_nothing() -> None:
     every = cases()
-    apart = [*every.crowd, *every.aborted, *every.poisoned, *every.timed]
+    apart = [*every.crowd, *every.aborted, *every.poisoned]
     beginnings = [case.prompt[:1] for case in apart]
     assert len(set(beginnings)) == len(apart)
 

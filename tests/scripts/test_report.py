@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from scripts.accuracy.checks import Check
-from scripts.accuracy.report import Report, milliseconds, percentile, save, show, verdict
+from scripts.accuracy.report import Report, save, show, verdict
 
 
 def shown(report: Report) -> str:
@@ -57,13 +57,3 @@ def test_programs_read_the_same(tmp_path: Path) -> None:
             "passed": False,
         }
     ]
-
-
-def test_times_are_shown_in_milliseconds() -> None:
-    assert milliseconds({"p50": 0.0123, "p99": None}) == "p50 12.3 ms, p99 unknown"
-
-
-def test_percentiles_are_those_of_nearest_rank() -> None:
-    values = [float(value) for value in range(1, 21)]
-    assert (percentile(values, 0.5), percentile(values, 0.99)) == (10.0, 20.0)
-    assert percentile([float("nan")], 0.5) is None

@@ -44,6 +44,9 @@ class Tree:
         for name, text in tests.items():
             (folder / "tests" / f"{name}.py").write_text(text)
         (folder / "scripts" / "bootstrap.py").touch()
+        fetch = folder / "scripts" / "fetch_prometheus.sh"
+        fetch.write_text("#!/bin/sh\n")
+        fetch.chmod(0o755)
         programs.mkdir(parents=True)
         self.program("python", f'exec {sys.executable} "$@"')
         for name in CHECKS:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from scripts.accuracy.settings import ROOT
+from scripts.demo.__main__ import SLOW, SLOW_S
 from scripts.demo.dashboard import program
-from scripts.demo.show import SLOW, SLOW_S
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_every_process_of_both_engines_has_recorded(demo: tuple[str, Path]) -> N
 
 def test_the_dashboard_has_data(demo: tuple[str, Path]) -> None:
     if program() is None:
-        pytest.skip("NOT TESTED: prometheus is not installed, and bootstrap could not fetch it")
+        pytest.skip("NOT TESTED: prometheus is not installed, and scripts/fetch_prometheus.sh could not fetch it")
     said, _ = demo
     found = re.search(r"(\d+) of (\d+) panels have data", said)
     assert found is not None

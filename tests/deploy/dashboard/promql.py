@@ -1,20 +1,20 @@
-"""Metrics and labels in PromQL queries, parsed and compared with those of kvferry and vLLM; programs of Prometheus."""
+"""Metrics and labels in PromQL queries, compared with those of kvferry and vLLM; programs of Prometheus."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import promql_parser
 import pytest
 import vllm
 
 from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS
 from scripts.demo.dashboard import program
 
+_METRIC = re.compile(r"\b(vllm:\w+)(?:\{([^}]*)\})?")
+_MATCHER = re.compile(r'(\w+)\s*[=!]~?\s*"([^"]*)"')
 _LOGGERS = Path(vllm.__file__).parent / "v1" / "metrics" / "loggers.py"
 OF_VLLM = {"vllm:kv_cache_usage_perc": "gauge", "vllm:request_success_total": "counter"}
 """vLLM's own metrics that queries use."""
@@ -49,72 +49,41 @@ def vllm_says(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A metric in a query.
-
-    Attributes:
-        within: what it is in, from the outside: names of functions, aggregations and operators.
-        by: labels that the innermost aggregation keeps.
-        matchers: label → (operator, value).
-    """
+    """A metric in a query. `matchers`: label → value."""
 
     name: str
-    within: tuple[str, ...]
-    by: tuple[str, ...]
-    matchers: Mapping[str, tuple[str, str]]
+    matchers: Mapping[str, str]
 
 
 def asked(query: str) -> list[Asked]:
-    """All metrics of a query. Raises ValueError for what is not PromQL."""
-    return list(_walk(promql_parser.parse(query), (), ()))
+    """All metrics of a query."""
+    return [Asked(name, dict(_MATCHER.findall(matchers))) for name, matchers in _METRIC.findall(query)]
 
 
-def _walk(node: Any, within: tuple[str, ...], by: tuple[str, ...]) -> Iterator[Asked]:
-    if isinstance(node, promql_parser.VectorSelector):
-        matchers = {match.name: (str(match.op), match.value) for match in node.matchers.matchers}
-        yield Asked(str(node.name), within, by, matchers)
-    elif isinstance(node, promql_parser.MatrixSelector):
-        yield from _walk(node.vector_selector, within, by)
-    elif isinstance(node, promql_parser.Call):
-        for argument in node.args:
-            yield from _walk(argument, (*within, node.func.name), by)
-    elif isinstance(node, promql_parser.AggregateExpr):
-        kept = tuple(node.modifier.labels) if node.modifier is not None else ()
-        yield from _walk(node.expr, (*within, str(node.op)), kept)
-    elif isinstance(node, promql_parser.BinaryExpr):
-        for side in (node.lhs, node.rhs):
-            yield from _walk(side, (*within, str(node.op)), by)
-    elif isinstance(node, (promql_parser.ParenExpr, promql_parser.UnaryExpr)):
-        yield from _walk(node.expr, within, by)
-    else:
-        assert isinstance(node, promql_parser.NumberLiteral), f"a kind of expression that is not foreseen: {node}"
+def kept(query: str) -> list[set[str]]:
+    """The labels that each aggregation of a query keeps."""
+    return [set(re.findall(r"\w+", labels)) for labels in re.findall(r"\bby \(([^)]*)\)", query)]
 
 
-def complaints(one: Asked) -> list[str]:
-    """Errors in a query's use of a metric."""
-    sample = samples().get(one.name)
-    if sample is None:
-        return [f"there is no {one.name}"]
+def complaints(query: str) -> list[str]:
+    """Metrics, labels and values that are not there. Whether the query is right, Prometheus says."""
     wrong = []
-    grows = any(function in ("rate", "increase") for function in one.within)
-    if sample.kind == "gauge":
-        if grows:
-            wrong.append(f"{one.name} is a gauge, which has no rate")
-    elif not grows and not re.search(r"_(opened|released)_total$", one.name):
-        wrong.append(f"{one.name} only grows: ask for its rate or increase")
-    if sample.kind == "bucket" and "le" not in one.by:
-        wrong.append(f"{one.name} is asked for without le")
-    if "histogram_quantile" in one.within and sample.kind != "bucket":
-        wrong.append(f"{one.name} has no quantiles")
-    for label, values in sample.labels.items():
-        _, value = one.matchers.get(label, ("", ""))
-        wrong += [f"{one.name} has no {label}={part}" for part in value.split("|") if part and part not in values]
-    known = {*sample.labels, "job", "instance", "engine"}
-    return wrong + [f"{one.name} has no label {label}" for label in {*one.matchers} - known]
+    for one in asked(query):
+        sample = samples().get(one.name)
+        if sample is None:
+            wrong.append(f"there is no {one.name}")
+            continue
+        for label, values in sample.labels.items():
+            named = one.matchers.get(label, "").split("|")
+            wrong += [f"{one.name} has no {label}={part}" for part in named if part and part not in values]
+        known = {*sample.labels, "job", "instance", "engine"}
+        wrong += [f"{one.name} has no label {label}" for label in {*one.matchers} - known]
+    return wrong
 
 
 def tool(name: str) -> str:
-    """The path of a program of Prometheus, installed or beside Python (scripts/bootstrap_prometheus.py), or a skip."""
+    """The path of a program of Prometheus, installed or beside Python (scripts/fetch_prometheus.sh), or a skip."""
     found = program(name)
     if found is None:
-        pytest.skip(f"NOT TESTED: {name} is not installed, and bootstrap could not fetch it; queries were only parsed")
+        pytest.skip(f"NOT TESTED: {name} is not here (scripts/fetch_prometheus.sh); queries were only parsed")
     return found

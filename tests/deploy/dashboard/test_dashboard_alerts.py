@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.deploy.dashboard.promql import asked, complaints, samples, tool
+from tests.deploy.dashboard.promql import asked, complaints, kept, samples, tool
+from tests.docs.site import anchors_on_a_git_host
 
 pytestmark = pytest.mark.slow
 
@@ -126,10 +126,9 @@ FINE: dict[str, dict[str, str]] = {
 
 def test_every_alert_asks_for_metrics_that_exist_as_what_they_are() -> None:
     for rule in RULES:
-        found = asked(rule["expr"])
-        assert found
-        assert [wrong for one in found for wrong in complaints(one)] == [], rule["alert"]
-        assert all({"job", "instance"} <= set(one.by) for one in found), f"{rule['alert']}: which engine?"
+        assert asked(rule["expr"])
+        assert complaints(rule["expr"]) == [], rule["alert"]
+        assert all({"job", "instance"} <= labels for labels in kept(rule["expr"])), f"{rule['alert']}: which engine?"
 
 
 def test_every_alert_says_how_bad_it_is_what_it_means_and_where_to_read_on() -> None:
@@ -138,7 +137,7 @@ def test_every_alert_says_how_bad_it_is_what_it_means_and_where_to_read_on() -> 
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
         assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
         page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        assert anchor in anchors(REPOSITORY / page), rule["alert"]
+        assert anchor in anchors_on_a_git_host((REPOSITORY / page).read_text()), rule["alert"]
 
 
 def test_every_reason_of_a_failed_load_raises_an_alert() -> None:
@@ -147,16 +146,10 @@ def test_every_reason_of_a_failed_load_raises_an_alert() -> None:
         for rule in RULES
         for one in asked(rule["expr"])
         if one.name in ("vllm:kvferry_failed_loads_total", "vllm:kvferry_lost_orders_total")
-        for part in one.matchers.get("reason", ("", "orders"))[1].split("|")
+        for part in one.matchers.get("reason", "orders").split("|")
     }
     # `params` is left to KvferryLoadsFail, which counts every reason
     assert set(samples()["vllm:kvferry_failed_loads_total"].labels["reason"]) - alerted == {"params"}
-
-
-def anchors(page: Path) -> set[str]:
-    """GitHub's names of a page's headings."""
-    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @lru_cache(1)
@@ -203,14 +196,6 @@ def judged(cases: list[dict[str, Any]], folder: Path) -> subprocess.CompletedPro
     return subprocess.run([tool("promtool"), "test", "rules", str(file)], capture_output=True, text=True, check=False)
 
 
-def test_promtool_takes_the_rules() -> None:
-    checked = subprocess.run(
-        [tool("promtool"), "check", "rules", str(FILE)], capture_output=True, text=True, check=False
-    )
-    assert checked.returncode == 0, checked.stderr
-    assert f"{len(RULES)} rules found" in checked.stdout
-
-
 def test_there_is_a_sick_engine_for_every_alert() -> None:
     assert set(SICK) == set(NAMES)
 
@@ -223,9 +208,3 @@ def test_every_alert_fires_for_what_it_is_for_and_alone(tmp_path: Path) -> None:
 def test_nothing_fires_for_what_passes_by_itself(tmp_path: Path) -> None:
     reported = judged([case("healthy", {}, []), *(case(name, changed, []) for name, changed in FINE.items())], tmp_path)
     assert reported.returncode == 0, reported.stdout + reported.stderr
-
-
-@pytest.mark.parametrize("fires", [[], ["KvferryLostOrders"]])
-def test_an_alert_that_does_not_fire_as_said_is_noticed(tmp_path: Path, fires: list[str]) -> None:
-    reported = judged([case("wrong", SICK["KvferryIntegrityErrors"], fires)], tmp_path)
-    assert reported.returncode != 0
