@@ -8,7 +8,6 @@ InputError (`kvferry.protocol.errors`)
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable
@@ -44,15 +43,6 @@ class InvalidRequest(InputError):
     """A request for `--copies` that cannot be used."""
 
     what = "request"
-
-
-def one_of(found: str, accepted: Iterable[str]) -> str:
-    """`did you mean …? one of …`; the guess only if a name is close."""
-    names = list(accepted)
-    near = difflib.get_close_matches(found.lower(), [name.lower() for name in names], n=1)
-    begun = [name for name in names if len(found) > 2 and name.lower().startswith(found.lower())]
-    guess = begun[0] if begun else next((name for name in names if near and name.lower() == near[0]), None)
-    return f"{f'did you mean {guess}? ' if guess else ''}one of {', '.join(names)}"
 
 
 def whole_option(name: str, text: str, low: int, high: int) -> int:

@@ -7,7 +7,6 @@ it is ignored with a warning, because the stock connector ignores it too.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -29,7 +28,7 @@ from kvferry.connector.config_values import (
     yes_or_no,
 )
 from kvferry.plan.cost import DIRECT_MIN_BYTES
-from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.errors import InvalidConfig, one_of
 from kvferry.protocol.params import SHORTEST_LEASE_S
 from kvferry.trace.recorder_file import DEFAULT_BYTES, SMALLEST_BYTES
 from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
@@ -200,11 +199,10 @@ def read_config(extra: Mapping[str, Any], kv_connector: str | None = "FerryConne
         elif key in WITHOUT_MEANING:
             logger.warning("%s=%r means nothing to kvferry: %s", key, value, WITHOUT_MEANING[key])
         else:
-            near = difflib.get_close_matches(str(key), known_keys(), n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            accepted = one_of(str(key), known_keys())
             if not is_stock:
-                raise InvalidConfig(str(key), value, f"{hint}one of {', '.join(known_keys())}")
-            logger.warning("%s is not a key of kvferry and is ignored; %sone of %s", key, hint, ", ".join(known_keys()))
+                raise InvalidConfig(str(key), value, accepted)
+            logger.warning("%s is not a key of kvferry and is ignored; %s", key, accepted)
     return FerryConfig(**values)
 
 

@@ -7,7 +7,6 @@ the wire an unknown field is an error, because in an edited file it is most like
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.convert import as_type
-from kvferry.protocol.errors import InvalidDescription, cut
+from kvferry.protocol.errors import InvalidDescription, cut, one_of
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseTable, ModelFacts, WorkerDescription
 from kvferry.protocol.ids import MAX_WORKERS, Hex128, Positive, Text
@@ -131,9 +130,7 @@ def decode_engine_json(text: bytes) -> EngineJson:
         )
     engine_json = as_type(plain, EngineJson, InvalidDescription)
     for path, names in _unknown(plain, engine_json, ""):
-        near = difflib.get_close_matches(path.rpartition(".")[2], names, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise InvalidDescription(cut(path) or repr(path), "unknown", f"{hint}one of {', '.join(names)}")
+        raise InvalidDescription(cut(path) or repr(path), "unknown", one_of(path.rpartition(".")[2], names))
     return engine_json
 
 

@@ -24,7 +24,9 @@ handler counts it, logs it once and goes on without a transfer (only `InvalidCon
 
 from __future__ import annotations
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 _MAX_SHOWN = 120
@@ -115,6 +117,13 @@ def shorten(value: object) -> str:
     except Exception:  # noqa: BLE001 - a hostile __repr__ must not get further than this line
         text = f"<{type(value).__name__}>"
     return cut(text)
+
+
+def one_of(found: str, accepted: Iterable[str]) -> str:
+    """`did you mean …? one of …`, for errors; the guess only if a name is close."""
+    names = {name.lower(): name for name in accepted}
+    near = difflib.get_close_matches(found.lower(), names, n=1)
+    return f"{f'did you mean {names[near[0]]}? ' if near else ''}one of {', '.join(names.values())}"
 
 
 def cut(text: str) -> str:

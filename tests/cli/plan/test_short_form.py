@@ -100,7 +100,6 @@ WRONG = {
     "layers": "pair is 'layers'",
     f"{ATTENTION},": "pair is ''",
     f"{ATTENTION},layer=3": "key is 'layer'; expected did you mean layers? one of layers, heads,",
-    f"{ATTENTION},lay=3": "did you mean layers?",
     f"{ATTENTION},colour=3": "key is 'colour'; expected one of layers,",
     f"{ATTENTION},tp=2,tp=2": "tp is '2'; expected each key once",
     "heads=8,dim=128": "layers is 'missing'",

@@ -9,11 +9,12 @@ import signal
 import sys
 from typing import get_args
 
-from kvferry.cli.arguments import InvalidArgument, number_option, one_of, read_address
+from kvferry.cli.arguments import InvalidArgument, number_option, read_address
 from kvferry.cli.bench.client import Session, run_client
 from kvferry.cli.bench.listener import BenchListener
 from kvferry.cli.bench.report import as_json, print_outcome
 from kvferry.cli.transfer.messages import MAX_BYTES, MIN_BYTES, Device, Progress, Task
+from kvferry.protocol.errors import one_of
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 
 PORT = 5700

@@ -10,13 +10,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvferry.cli.arguments import InvalidRequest, one_of
+from kvferry.cli.arguments import InvalidRequest
 from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_request
 from kvferry.plan.copies import route_copies
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.convert import as_type
-from kvferry.protocol.errors import InvalidParams, cut
+from kvferry.protocol.errors import InvalidParams, cut, one_of
 from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.ids import BlockId, Count, Positive

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from kvferry.cli.arguments import InvalidShortForm, one_of
+from kvferry.cli.arguments import InvalidShortForm
 from kvferry.cli.plan.short_values import (
     DTYPE_BYTES,
     LAYOUTS,
@@ -28,6 +28,7 @@ from kvferry.cli.plan.short_values import (
     whole,
     window_of,
 )
+from kvferry.protocol.errors import one_of
 
 MAX_LENGTH = 4096
 

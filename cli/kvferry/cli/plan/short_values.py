@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvferry.cli.arguments import InvalidShortForm, one_of
+from kvferry.cli.arguments import InvalidShortForm
+from kvferry.protocol.errors import one_of
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3": 1, "float8_e5m2": 1}
 LAYOUTS = {
