@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.protocol.side_channel import host_names
 from kvferry.protocol.side_channel.host_names import MAX_LOOKUPS, HostNames, address_of, look_up
+from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,32 @@ def test_no_more_threads_than_allowed_look_names_up(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(host_names, "look_up", look_up)
     asyncio.run(run())
+
+
+def test_a_name_that_was_found_before_is_looked_up_however_many_names_a_client_has_made_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = threading.Event()
+
+    def look_up(host: str) -> str | None:
+        return "10.0.0.9" if host == "producer" else str(answer.wait(30))
+
+    async def run() -> None:
+        names = HostNames()
+        assert await names.address("producer") == "10.0.0.9"
+        waiting = asyncio.ensure_future(find(names, [f"slow-{number}" for number in range(MAX_LOOKUPS)]))
+        await asyncio.sleep(0)
+        assert await find(names, ["made-up", "producer"]) == [None, "10.0.0.9"]
+        answer.set()
+        await waiting
+
+    monkeypatch.setattr(host_names, "look_up", look_up)
+    asyncio.run(run())
+
+
+def test_as_many_unknown_names_are_looked_up_as_handshakes_with_unverified_hosts_are_under_way() -> None:
+    """A look-up outlasts its handshake: resolvers give up after 10 s by default, handshakes after 5."""
+    assert 2 * (FOR_LOADS.unverified_at_once + AHEAD.unverified_at_once) <= MAX_LOOKUPS
 
 
 def test_an_answer_after_the_end_of_the_loop_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,14 @@ import ipaddress
 import socket
 import threading
 
-MAX_LOOKUPS = 32
-"""Most names looked up at once; further look-ups fail at once."""
+MAX_LOOKUPS = 128
+"""Most unknown names looked up at once; further look-ups of such names fail at once: clients can make names up. More
+than a worker's handshakes with unverified hosts, which end before a slow look-up does."""
+
+MAX_KNOWN_LOOKUPS = 32
+"""The same for names that were found before, which unknown ones do not hold up."""
+
+_MOST_REMEMBERED = 4096
 
 
 def address_of(host: str) -> str | None:
@@ -39,6 +45,7 @@ class HostNames:
 
     def __init__(self) -> None:
         self._asking: dict[str, asyncio.Future[str | None]] = {}
+        self._known: dict[str, None] = {}  # names that were found, the latest one last
 
     async def address(self, host: str) -> str | None:
         """The address of a host, None if there is none. Calls for the same name during a look-up share its result."""
@@ -46,7 +53,9 @@ class HostNames:
         if known is not None:
             return known
         if host not in self._asking:
-            if len(self._asking) >= MAX_LOOKUPS:
+            is_known = host in self._known
+            alike = sum((name in self._known) == is_known for name in self._asking)
+            if alike >= (MAX_KNOWN_LOOKUPS if is_known else MAX_LOOKUPS):
                 return None
             try:
                 self._ask(host)
@@ -68,8 +77,16 @@ class HostNames:
 
         def end(address: str | None) -> None:
             del self._asking[host]
+            self._remember(host, is_found=address is not None)
             if not answered.done():
                 answered.set_result(address)
 
         threading.Thread(target=ask, name="kvferry-host-name", daemon=True).start()
         self._asking[host] = answered
+
+    def _remember(self, host: str, *, is_found: bool) -> None:
+        self._known.pop(host, None)
+        if is_found:
+            self._known[host] = None
+            if len(self._known) > _MOST_REMEMBERED:
+                del self._known[next(iter(self._known))]
