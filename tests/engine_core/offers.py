@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
-import zmq
-
 from kvferry.protocol.digests import Prompt, digest_chain
-from kvferry.protocol.handshake import Release, Renew, decode_request
+from kvferry.protocol.handshake import Release
 from kvferry.protocol.ids import epoch_to_text, new_boot_id, new_epoch
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import new_mac_key, sign_params
+from kvferry.scheduler.state.counters import Counters
 from tests.harness.core.scheduler import BLOCK_TOKENS
+from tests.scheduler.channel import HOST, RecordingListener, free_port
 
 
 def offer(prompt: Sequence[int], *, port: int = 9, slot: int = 0, lease_s: float = 30.0, **flat: Any) -> dict[str, Any]:
@@ -42,47 +41,18 @@ def offer(prompt: Sequence[int], *, port: int = 9, slot: int = 0, lease_s: float
 
 
 class Eavesdropper:
-    """A side channel that answers nothing and records its messages."""
+    """A side channel without an engine that records the released slots."""
 
     def __init__(self) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.RCVTIMEO, 50)
-        self._stopping = False
-        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self._changed = threading.Condition()
-        self._received: list[Renew | Release] = []
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
+        self.port = free_port()
+        self._listener = RecordingListener(HOST, self.port, Counters())
+        self._released: list[int] = []
+        self.close = self._listener.close
 
-    def released(self, count: int = 1, timeout_s: float = 30.0) -> list[int]:
-        """The released slots, in order; waits until there are `count` of them."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._slots(Release)) >= count, timeout_s)
-            return self._slots(Release)
-
-    def renewed(self, timeout_s: float = 30.0) -> bool:
-        """Whether any lease was renewed."""
-        with self._changed:
-            return self._changed.wait_for(lambda: bool(self._slots(Renew)), timeout_s)
-
-    def close(self) -> None:
-        self._stopping = True
-        self._thread.join(5.0)
-        self._context.destroy(linger=0)
-
-    def _slots(self, kind: type[Renew] | type[Release]) -> list[int]:
-        return [name.slot for message in self._received if isinstance(message, kind) for name in message.leases]
-
-    def _listen(self) -> None:
-        while not self._stopping:
-            try:
-                _, _, body = self._socket.recv_multipart()
-            except zmq.Again:
-                continue
-            message = decode_request(body)
-            if isinstance(message, (Renew, Release)):
-                with self._changed:
-                    self._received.append(message)
-                    self._changed.notify_all()
-        self._socket.close()
+    def released(self) -> list[int]:
+        """The slots, in order; waits until there is one. Raises `queue.Empty` after 30 s without a message."""
+        while not self._released or not self._listener.inbox.empty():
+            message = self._listener.inbox.get(timeout=30.0)
+            if isinstance(message, Release):
+                self._released += [name.slot for name in message.leases]
+        return self._released

@@ -12,7 +12,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.producer.lease import LeaseState
 from tests.harness.cache_engine import free_port
 from tests.harness.core.node import side_channel
-from tests.harness.core.scheduler import Engine, Scheduled, tokens
+from tests.harness.core.scheduler import Engine, tokens
 
 LEASE_S = 60.0
 HEARTBEAT_S = LEASE_S / 6
@@ -55,7 +55,7 @@ class Slow:
             for name in self.held.intersection(renew):
                 self.side.leases.renew(self.lease(name))
             step = self.engine.schedule()
-            self.engine.finish(step, over=ended(step))
+            self.engine.finish(step, over=step.ended)
 
     def lease(self, name: str) -> LeaseName:
         ticket = self.engine.answers[name].params["kvferry"]  # type: ignore[index]
@@ -72,8 +72,3 @@ class Slow:
     @property
     def held(self) -> set[str]:
         return {lease.request_id for lease in self.side.leases.leases(*ENDED)}
-
-
-def ended(step: Scheduled) -> set[str]:
-    orders = step.orders
-    return set() if orders is None else {end.request_id for end in orders.ends}

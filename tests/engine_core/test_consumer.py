@@ -113,12 +113,6 @@ def test_a_request_that_ends_before_it_was_scheduled_gives_its_lease_back(
     assert engine.is_whole
 
 
-def test_a_lease_is_renewed_while_its_request_waits(make_engine: Any, producer: Eavesdropper) -> None:
-    engine = make_engine("kv_consumer")
-    engine.add("d", PROMPT, offer(PROMPT, port=producer.port, lease_s=0.3))
-    assert producer.renewed()
-
-
 def test_params_with_a_tiny_lease_do_not_make_this_engine_flood_anybody(
     make_engine: Any, producer: Eavesdropper
 ) -> None:
@@ -129,30 +123,6 @@ def test_params_with_a_tiny_lease_do_not_make_this_engine_flood_anybody(
     time.sleep(0.3)
     engine.step()
     assert engine.counted("heartbeats") <= 30
-
-
-def test_a_request_aborted_while_loading_keeps_its_blocks_and_its_lease_until_the_workers_report(
-    make_engine: Any, producer: Eavesdropper
-) -> None:
-    engine = make_engine("kv_consumer")
-    engine.add("d", PROMPT, offer(PROMPT, port=producer.port))
-    engine.step()
-    engine.abort("d")
-    engine.step()
-    assert engine.used_blocks == 3
-    assert producer.released(timeout_s=0.2) == []
-    engine.step(loaded={"d"})
-    assert engine.is_whole
-
-
-def test_a_request_aborted_after_its_load_is_over(make_engine: Any) -> None:
-    engine = make_engine("kv_consumer")
-    engine.add("d", PROMPT, offer(PROMPT))
-    engine.step()
-    engine.step(loaded={"d"})
-    engine.abort("d")
-    engine.step()
-    assert engine.is_whole
 
 
 def test_a_failed_load_is_computed_here_counted_and_never_tried_again(make_engine: Any, producer: Eavesdropper) -> None:
@@ -178,39 +148,6 @@ def test_a_failed_load_under_fail_ends_the_request_and_nothing_else(make_engine:
     assert engine.run()["other"].finish_reason == "length"
     assert producer.released() == [7]
     assert engine.counted("local_recomputes", "load_failed") == 0
-    assert engine.is_whole
-
-
-def test_a_preempted_request_is_computed_here_and_not_loaded_a_second_time(make_engine: Any) -> None:
-    engine = make_engine("kv_consumer", num_blocks=8)
-    engine.add("old", tokens(47, seed=2), max_tokens=40)
-    engine.add("d", tokens(33, seed=3), offer(tokens(33, seed=3)), max_tokens=40)
-    ordered = [loads(engine.step())]
-    ordered.append(loads(engine.step(loaded={"d"})))
-    seen = set()
-    for _ in range(128):
-        if not engine.scheduler.get_num_unfinished_requests():
-            break
-        ordered.append(loads(engine.step()))
-        seen |= {engine.status(name) for name in engine.scheduler.requests}
-    assert "PREEMPTED" in seen
-    assert [order for order in ordered if order] == [{"d": (0, 33)}]
-    assert {len(answer.tokens) for answer in engine.answers.values()} == {40}
-    assert engine.is_whole
-
-
-def test_a_prompt_without_free_blocks_waits_for_them_and_is_then_loaded(make_engine: Any) -> None:
-    engine = make_engine("kv_consumer", num_blocks=5)
-    engine.add("first", tokens(50, seed=2), max_tokens=2)
-    engine.add("d", PROMPT, offer(PROMPT))
-    assert loads(engine.step()) == {}
-    for _ in range(4):
-        step = engine.step()
-        if loads(step):
-            break
-    assert loads(step) == {"d": (0, 40)}
-    engine.step(loaded={"d"})
-    engine.run()
     assert engine.is_whole
 
 
@@ -279,19 +216,3 @@ def test_a_prompt_of_embeddings_is_computed_here(make_engine: Any) -> None:
     step = engine.step()
     assert (loads(step), step.computed) == ({}, {"e": 40})
     assert engine.counted("local_recomputes", "prompt_embeds") == 1
-
-
-def test_a_load_may_be_ordered_while_the_step_before_is_still_in_flight(make_engine: Any) -> None:
-    engine = make_engine("kv_consumer", overlap=True)
-    engine.add("other", tokens(20, seed=9), max_tokens=6)
-    first = engine.schedule()
-    engine.add("d", PROMPT, offer(PROMPT))
-    second = engine.schedule()
-    assert (loads(first), loads(second)) == ({}, {"d": (0, 40)})
-    engine.finish(first)
-    third = engine.schedule()
-    engine.finish(second)
-    engine.finish(third, loaded={"d"})
-    engine.run()
-    assert {answer.finish_reason for answer in engine.answers.values()} == {"length"}
-    assert engine.is_whole

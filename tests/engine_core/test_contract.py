@@ -186,3 +186,24 @@ def test_a_session_of_streamed_input_announces_only_its_first_chunk(make: Any) -
         "new s params=None",
         "match s local=0",
     ]
+
+
+def test_an_overlapping_scheduler_is_a_step_ahead_and_defers_the_frees(make: Any) -> None:
+    engine = make(role="kv_consumer", overlap=True)
+    engine.add("a", PROMPT, max_tokens=8)
+    first = engine.schedule()
+    second = engine.schedule()
+    assert second.computed == {"a": 1}
+    engine.abort("a")
+    engine.finish(first)
+    assert engine.free_blocks < engine.blocks_at_start
+    engine.finish(second)
+    assert engine.is_whole
+
+
+@pytest.mark.parametrize("report", ["loaded", "sent"])
+def test_a_report_for_an_unknown_request_would_stop_the_engine(make: Any, report: str) -> None:
+    engine = make()
+    engine.add("a", PROMPT)
+    with pytest.raises(AssertionError):
+        engine.step(**{report: {"unknown"}})

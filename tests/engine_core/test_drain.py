@@ -16,20 +16,17 @@ from typing import Any
 import pytest
 
 from kvferry.connector.scheduler_side.idle import Drain
-from kvferry.protocol.handshake import EngineDescription
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state.counters import Counters
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import Engine, tokens
 from tests.harness.core.toy_model import expected_tokens
-from tests.harness.handshake import fetch_description
 
 PROMPT = tokens(100)
 LONG_S = 600.0
 """A lease time longer than every test."""
 DRAINS: dict[str, Any] = {"shutdown_timeout": 60, "extra": {"kv_lease_duration": LONG_S}}
-TURNS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1, "kv_lease_duration": LONG_S}
 
 
 def terminate(node: Node | Engine) -> None:
@@ -50,11 +47,7 @@ def test_while_an_engine_drains_its_lease_is_read_and_it_ends_as_soon_as_none_is
     for _ in range(20):
         producer.step()
     assert not may_end(producer), "a consumer may still come"
-    consumer.engine.add("d", PROMPT, params, max_tokens=4)
-    while consumer.engine.answers["d"].finish_reason is None:
-        producer.step()
-        consumer.step()
-    assert consumer.engine.answers["d"].tokens == expected_tokens(PROMPT, 4)
+    consumer.decode("d", PROMPT, params, producer)
     assert consumer.engine.counted("loads") == 1
     assert consumer.engine.counted("local_recomputes") == 0
     producer.until(lambda: may_end(producer))
@@ -69,11 +62,7 @@ def test_a_prompt_that_is_prefilled_while_the_engine_drains_is_still_handed_over
     params = producer.answer("p").params
     assert params is not None
     producer.step()
-    consumer.engine.add("d", tokens(300), params, max_tokens=4)
-    while consumer.engine.answers["d"].finish_reason is None:
-        producer.step()
-        consumer.step()
-    assert consumer.engine.answers["d"].tokens == expected_tokens(tokens(300), 4)
+    consumer.decode("d", tokens(300), params, producer)
     assert consumer.engine.counted("local_recomputes") == 0
     producer.until(lambda: may_end(producer))
 
@@ -86,19 +75,8 @@ def test_an_unread_lease_keeps_a_draining_engine_no_longer_than_it_lives(make: A
     assert producer.engine.counted("leases_released", "expired") == 1
 
 
-def test_handshakes_are_answered_while_an_engine_drains(make: Any) -> None:
-    producer = make("kv_producer", **DRAINS)
-    producer.prefill("p", PROMPT)
-    terminate(producer)
-    producer.step()
-    engine_id = producer.engine.config.kv_transfer_config.engine_id
-    answer = fetch_description("127.0.0.1", producer.port, engine_id, "asker", 10.0)
-    assert isinstance(answer, EngineDescription)
-    assert answer.engine_id == engine_id
-
-
-def test_offers_of_turns_do_not_keep_a_draining_engine_and_none_is_made(make: Any) -> None:
-    prefiller, decoder = make("kv_both", extra=TURNS), make("kv_both", extra=TURNS, shutdown_timeout=60)
+def test_offers_of_turns_do_not_keep_a_draining_engine_and_none_is_made(make_both: Any) -> None:
+    prefiller, decoder = make_both(extra=DRAINS["extra"]), make_both(**DRAINS)
     other = tokens(60, seed=3)
     first, second = prefiller.prefill("p1", PROMPT), prefiller.prefill("p2", other)
     decoder.engine.add("d1", PROMPT, first, max_tokens=4)
@@ -119,20 +97,8 @@ def test_without_a_time_to_drain_leases_end_through_the_fence_and_the_engine_is_
     terminate(producer)
     producer.until(lambda: may_end(producer))
     producer.model.poison()
-    consumer.engine.add("d", PROMPT, params, max_tokens=4)
-    while consumer.engine.answers["d"].finish_reason is None:
-        consumer.step()
-    assert consumer.engine.answers["d"].tokens == expected_tokens(PROMPT, 4)
+    consumer.decode("d", PROMPT, params)
     assert consumer.engine.counted("failed_loads", "fence") == 1
-
-
-def test_a_producer_that_is_gone_leaves_a_consumer_that_computes(make: Any) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer", extra={"handshake_timeout_s": 1.0})
-    params = producer.prefill("p", PROMPT)
-    producer.close()
-    consumer.engine.add("d", PROMPT, params, max_tokens=4)
-    assert consumer.answer("d").tokens == expected_tokens(PROMPT, 4)
-    assert consumer.engine.counted("local_recomputes", "load_failed") == 1
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["offered", "loading"])
@@ -150,17 +116,6 @@ def test_a_consumer_that_ends_gives_back_what_it_has_not_read(begun: bool) -> No
     engine.close()
     assert producer.released() == [5], "and once"
     producer.close()
-
-
-def test_a_consumer_that_ends_is_not_kept_by_a_producer_that_takes_nothing() -> None:
-    engine = Engine("FerryConnector", module="kvferry.connector", role="kv_consumer")
-    engine.add("d", PROMPT, offer(PROMPT, port=9))
-    started_s = time.monotonic()
-    engine.close()
-    assert time.monotonic() - started_s < 10.0
-    assert not [
-        thread for thread in threading.enumerate() if thread.name == "kvferry-side-channel" and thread.is_alive()
-    ]
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from kvferry.worker.loads.load import Load
 from kvferry.worker.worker import FerryWorker
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import BLOCK_TOKENS, tokens
-from tests.harness.core.toy_model import expected_tokens
 from tests.waiting import wait_until
 
 LOADS = 4
@@ -119,8 +118,7 @@ def _hold_reading(producer: Node, consumer: Node) -> _Held:
 
 def _load(producer: Node, consumer: Node) -> None:
     prompt = tokens(TOKENS)
-    consumer.engine.add("whole", prompt, producer.prefill("whole-p", prompt), max_tokens=COUNT)
-    assert consumer.answer("whole").tokens == expected_tokens(prompt, COUNT)
+    consumer.decode("whole", prompt, producer.prefill("whole-p", prompt))
     producer.until(lambda: producer.engine.is_whole)
 
 

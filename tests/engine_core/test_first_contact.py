@@ -109,8 +109,7 @@ def test_a_configured_producer_is_prewarmed_before_any_request_and_after_it_rest
     assert not consumer.must_step, "it is idle"
     asked = times_described(producer)
     params = producer.prefill("p", PROMPT)
-    consumer.engine.add("d", PROMPT, params, max_tokens=COUNT)
-    assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
+    consumer.decode("d", PROMPT, params)
     assert consumer.engine.counted("loads") == 1
     assert consumer.engine.counted("failed_loads") == 0
     assert times_described(producer) == asked == tp + 1, "nothing was left for the request"
@@ -118,8 +117,7 @@ def test_a_configured_producer_is_prewarmed_before_any_request_and_after_it_rest
     producer.close()
     again = make("kv_producer", port=producer.port)
     finds(consumer, again)
-    consumer.engine.add("e", PROMPT, again.prefill("q", PROMPT), max_tokens=COUNT)
-    assert consumer.answer("e").tokens == expected_tokens(PROMPT, COUNT)
+    consumer.decode("e", PROMPT, again.prefill("q", PROMPT))
     assert consumer.engine.counted("failed_loads") == 0
     assert times_described(again) == tp + 1
 
@@ -147,6 +145,5 @@ def test_without_the_key_no_producer_is_prewarmed(make: Any) -> None:
 def test_an_engine_whose_configured_producers_are_absent_starts_idles_and_ends(make: Any) -> None:
     consumer = make("kv_consumer", extra={"prewarm_peers": [f"127.0.0.1:{free_port()}", "nowhere.invalid:1"]})
     assert not consumer.must_step
-    consumer.engine.add("d", PROMPT, None, max_tokens=COUNT)
-    assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
+    consumer.decode("d", PROMPT, None)
     wait_until(lambda: not consumer.go_on(), "it is idle")

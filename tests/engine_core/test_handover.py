@@ -22,17 +22,6 @@ COUNT = 5
 """Tokens that the consumer decodes."""
 
 
-def decode(node: Node, name: str, prompt: list[int], params: Any) -> int:
-    """Decode on `node` and check every token. Returns the number of prompt tokens that were computed there."""
-    node.engine.add(name, prompt, params, max_tokens=COUNT)
-    computed = 0
-    while node.engine.answers[name].finish_reason is None:
-        step = node.step()
-        computed += step.computed.get(name, 0)
-    assert node.engine.answers[name].tokens == expected_tokens(prompt, COUNT, node.window)
-    return computed - (COUNT - 1)
-
-
 SHAPES: dict[str, dict[str, Any]] = {
     "first runner": {"runner": FirstRunner},
     "second runner": {"runner": SecondRunner},
@@ -50,7 +39,7 @@ def test_prompts_of_any_length_are_decoded_from_the_other_cache(make: Any, confi
     for seed, length in enumerate((1, 2, 15, 16, 17, 31, 32, 33, 100, 255, 256, 257, 400), 10):
         prompt = tokens(length, seed=seed)
         params = producer.prefill(f"p{length}", prompt)
-        assert decode(consumer, f"d{length}", prompt, params) == 1
+        assert consumer.decode(f"d{length}", prompt, params) == 1
         producer.until(lambda: producer.engine.is_whole)
         assert consumer.engine.is_whole
         blocks += -(-length // BLOCK_TOKENS)
@@ -68,23 +57,12 @@ def test_a_model_with_a_sliding_window_is_handed_over_in_both_of_its_groups(make
     producer, consumer = make("kv_producer", **shape), make("kv_consumer", **shape)
     for length in (1, 16, 17, 40, 47, 48, 50, 64, 100, 128, 130, 300):
         prompt = tokens(length, seed=length)
-        decode(consumer, f"d{length}", prompt, producer.prefill(f"p{length}", prompt))
+        consumer.decode(f"d{length}", prompt, producer.prefill(f"p{length}", prompt))
         longer = [*prompt, *tokens(30, seed=7)]
-        decode(consumer, f"longer{length}", longer, producer.prefill(f"pl{length}", longer))
+        consumer.decode(f"longer{length}", longer, producer.prefill(f"pl{length}", longer))
         producer.until(lambda: producer.engine.is_whole)
         assert consumer.engine.is_whole
     assert consumer.engine.counted("loads") == 24
-
-
-@pytest.mark.parametrize("length", [WINDOW - 1 + 16, WINDOW - 1 + 32, WINDOW - 1 + 160])
-def test_a_window_that_ends_with_a_block_is_answered_right(make: Any, length: int) -> None:
-    """vLLM computes the last prompt token once more, and its window reaches one token further back than the blocks
-    that are kept for the token after it."""
-    shape = {"window": WINDOW, "num_blocks": 80}
-    producer, consumer = make("kv_producer", **shape), make("kv_consumer", **shape)
-    prompt = tokens(length)
-    decode(consumer, "d", prompt, producer.prefill("p", prompt))
-    assert consumer.engine.counted("local_recomputes", "window_edge") == 1
 
 
 def test_the_order_of_vllm_0_33_with_a_drafter_hands_over_as_well(make: Any) -> None:
@@ -92,7 +70,7 @@ def test_the_order_of_vllm_0_33_with_a_drafter_hands_over_as_well(make: Any) -> 
     for node in (producer, consumer):
         node.method = "step_0_33"
     prompt = tokens(100)
-    assert decode(consumer, "d", prompt, producer.prefill("p", prompt)) == 1
+    assert consumer.decode("d", prompt, producer.prefill("p", prompt)) == 1
     producer.until(lambda: producer.engine.is_whole)
     assert consumer.engine.is_whole
 
@@ -106,67 +84,15 @@ def test_only_a_transfer_explains_the_tokens(make: Any) -> None:
     assert consumer.answer("d").tokens != expected_tokens(prompt, COUNT)
 
 
-def test_a_second_turn_loads_what_the_first_one_left_out(make: Any) -> None:
-    producer, consumer = make("kv_producer", num_blocks=64), make("kv_consumer", num_blocks=64)
-    first, second = tokens(100), [*tokens(100), *tokens(60, seed=4)]
-    assert decode(consumer, "d1", first, producer.prefill("p1", first)) == 1
-    before = consumer.engine.counted("planned_bytes")
-    assert decode(consumer, "d2", second, producer.prefill("p2", second)) == 1
-    loaded = consumer.engine.counted("planned_bytes") - before
-    assert loaded == (10 - 6) * producer.engine.block_bytes, "six blocks of the ten were in the local cache"
-
-
-def test_eight_prompts_at_once_with_a_shared_prefix(make: Any) -> None:
-    producer, consumer = make("kv_producer", num_blocks=128), make("kv_consumer", num_blocks=128)
-    prompts = {f"d{index}": [*tokens(64), *tokens(10 + 9 * index, seed=index + 2)] for index in range(8)}
-    for name, prompt in prompts.items():
-        consumer.engine.add(name, prompt, producer.prefill(name, prompt), max_tokens=COUNT)
-    for name, prompt in prompts.items():
-        assert consumer.answer(name).tokens == expected_tokens(prompt, COUNT)
-    producer.until(lambda: producer.engine.is_whole)
-    assert consumer.engine.is_whole
-    assert consumer.engine.counted("loads") == 8
-
-
-def test_siblings_and_a_batch_of_prompts_under_one_params_object_all_answer_right(make: Any) -> None:
-    producer, consumer = make("kv_producer", num_blocks=64), make("kv_consumer", num_blocks=64)
-    prompts = {"0_n": tokens(40), "1_n": tokens(40), "other": tokens(40, seed=6)}
-    params = producer.prefill("p", prompts["0_n"])
-    for name, prompt in prompts.items():
-        consumer.engine.add(name, prompt, params, max_tokens=COUNT)
-    for name, prompt in prompts.items():
-        assert consumer.answer(name).tokens == expected_tokens(prompt, COUNT)
-    producer.until(lambda: producer.engine.is_whole)
-    assert consumer.engine.is_whole
-
-
-def test_an_abort_while_loading_leaves_both_engines_whole(make: Any) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer")
-    consumer.engine.add("d", tokens(400), producer.prefill("p", tokens(400)), max_tokens=COUNT)
-    consumer.step()
-    consumer.engine.abort("d")
-    consumer.until(lambda: consumer.engine.is_whole)
-    producer.until(lambda: producer.engine.is_whole)
-
-
-def test_an_engine_of_both_roles_hands_over_in_both_directions(make: Any) -> None:
-    here, there = make("kv_both"), make("kv_both")
-    prompt, other = tokens(70), tokens(70, seed=3)
-    assert decode(there, "d1", prompt, here.prefill("p1", prompt)) == 1
-    assert decode(here, "d2", other, there.prefill("p2", other)) == 1
-    for node in (here, there):
-        node.until(lambda node=node: node.engine.is_whole)
-
-
 def test_a_producer_that_comes_back_under_its_name_is_used_again(make: Any) -> None:
     old, consumer = make("kv_producer"), make("kv_consumer")
     prompt = tokens(40)
-    assert decode(consumer, "d1", prompt, old.prefill("p1", prompt)) == 1
+    assert consumer.decode("d1", prompt, old.prefill("p1", prompt)) == 1
     port, engine_id = old.port, old.engine.config.kv_transfer_config.engine_id
     old.close()
     new = make("kv_producer", port=port, engine_id=engine_id)
     prompt = tokens(60, seed=3)
-    assert decode(consumer, "d2", prompt, new.prefill("p2", prompt)) == 1
+    assert consumer.decode("d2", prompt, new.prefill("p2", prompt)) == 1
     new.until(lambda: new.engine.is_whole)
     assert consumer.engine.is_whole
 
@@ -174,21 +100,11 @@ def test_a_producer_that_comes_back_under_its_name_is_used_again(make: Any) -> N
 def test_a_producer_that_was_shut_down_is_never_read_again(make: Any) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prompt, other = tokens(40), tokens(50, seed=2)
-    assert decode(consumer, "d1", prompt, producer.prefill("p1", prompt)) == 1
+    assert consumer.decode("d1", prompt, producer.prefill("p1", prompt)) == 1
     params = producer.prefill("p2", other)
     producer.close()
     producer.model.poison()
-    assert decode(consumer, "d2", other, params) == 50
-
-
-def test_a_producer_that_is_gone_costs_its_prompts_a_local_prefill(make: Any) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer", extra={"handshake_timeout_s": 0.3})
-    prompt = tokens(40)
-    params = producer.prefill("p", prompt)
-    producer.close()
-    assert decode(consumer, "d", prompt, params) == 40
-    assert consumer.engine.counted("local_recomputes", "load_failed") == 1
-    assert consumer.engine.is_whole
+    assert consumer.decode("d2", other, params) == 50
 
 
 def test_a_lease_that_expired_is_never_decoded_from(make: Any) -> None:
@@ -197,7 +113,7 @@ def test_a_lease_that_expired_is_never_decoded_from(make: Any) -> None:
     params = producer.prefill("p", prompt)
     producer.until(lambda: producer.engine.is_whole)
     producer.model.poison()
-    assert decode(consumer, "d", prompt, params) == 40
+    assert consumer.decode("d", prompt, params) == 40
     assert consumer.engine.counted("failed_loads", "fence") == 1
     assert consumer.engine.is_whole
 
@@ -206,28 +122,16 @@ def test_params_that_were_used_before_are_computed_here_without_asking_their_pro
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prompt = tokens(40)
     params = producer.prefill("p", prompt)
-    assert decode(consumer, "d1", prompt, params) == 1
+    assert consumer.decode("d1", prompt, params) == 1
     producer.until(lambda: producer.engine.is_whole)
     producer.model.poison()
     consumer.engine.scheduler.reset_prefix_cache()
-    assert decode(consumer, "d2", prompt, params) == 40
+    assert consumer.decode("d2", prompt, params) == 40
     producer.close()
     consumer.engine.scheduler.reset_prefix_cache()
-    assert decode(consumer, "d3", prompt, params) == 40
+    assert consumer.decode("d3", prompt, params) == 40
     assert consumer.engine.counted("local_recomputes", "lease_over") == 2
     assert (consumer.engine.counted("loads"), consumer.engine.counted("failed_loads")) == (1, 0)
-
-
-def test_params_of_an_aborted_request_are_over_for_its_client_too(make: Any) -> None:
-    producer, consumer = make("kv_producer"), make("kv_consumer")
-    prompt = tokens(40)
-    params = producer.prefill("p", prompt)
-    consumer.engine.add("d1", prompt, params, max_tokens=COUNT)
-    consumer.engine.abort("d1")
-    producer.until(lambda: producer.engine.is_whole)
-    assert decode(consumer, "d2", prompt, params) == 40
-    assert consumer.engine.counted("local_recomputes", "lease_over") == 1
-    assert consumer.engine.counted("loads") == 0
 
 
 def test_a_read_that_overlaps_the_end_of_its_lease_is_not_used(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,8 +169,7 @@ def test_another_number_of_ranks_decodes_from_the_other_cache(make: Any, theirs:
     producer, consumer = make("kv_producer", tp=theirs), make("kv_consumer", tp=ours)
     for number, length in enumerate((5, 16, 17, 70)):
         prompt, name = tokens(length, seed=number), f"request-{number}"
-        consumer.engine.add(name, prompt, producer.prefill(name, prompt), max_tokens=COUNT)
-        assert consumer.answer(name).tokens == expected_tokens(prompt, COUNT)
+        consumer.decode(name, prompt, producer.prefill(name, prompt))
     assert consumer.engine.counted("failed_loads", "plan") == 0
     assert consumer.engine.counted("local_recomputes") == 0
     producer.until(lambda: producer.engine.is_whole)

@@ -9,9 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from vllm.v1.outputs import KVConnectorOutput
 
-from kvferry.connector.messages import FerryWorkerMetadata
 from tests.harness.core.node import Node
 from tests.harness.core.runners import SecondRunner
 from tests.harness.core.scheduler import tokens
@@ -54,11 +52,6 @@ def prefill(node: Node, name: str, prompt: list[int]) -> dict[str, Any]:
     return params
 
 
-def decode(node: Node, name: str, prompt: list[int], params: Any, count: int = 4) -> None:
-    node.engine.add(name, prompt, params, max_tokens=count)
-    assert node.answer(name).tokens == expected_tokens(prompt, count, node.window)
-
-
 def reported(node: Node) -> bool:
     """Whether every worker's transfer thread has something for the next step."""
     return all(worker.worker_side._worker._thread.results._results.sent for worker in node.workers)
@@ -81,7 +74,7 @@ def test_a_held_prompt_is_read_from_an_engine_that_takes_no_step_meanwhile(make:
     assert not producer.engine.scheduler.requests, "vLLM knows the request no more"
     before = producer.engine.used_blocks
     assert before > 0
-    decode(consumer, "d", PROMPT, params)
+    consumer.decode("d", PROMPT, params)
     assert consumer.engine.counted("loads") == 1
     assert consumer.engine.counted("failed_loads") == 0
     assert not producer.must_step, "no request needs the blocks"
@@ -99,7 +92,7 @@ def test_a_prompt_that_finds_the_pool_full_of_leases_that_were_read_is_computed_
     params = {name: prefill(producer, name, prompt) for name, prompt in prompts.items()}
     assert producer.engine.free_blocks == 0
     for name, prompt in prompts.items():
-        decode(consumer, f"d-{name}", prompt, params[name])
+        consumer.decode(f"d-{name}", prompt, params[name])
     wait_until_reported(producer)
     deadline_s = time.monotonic() + 20.0
     side = producer.workers[0].worker_side._worker
@@ -115,7 +108,7 @@ def test_a_prompt_that_finds_the_pool_full_of_leases_that_were_read_is_computed_
 def test_a_prompt_that_finds_every_slot_taken_by_a_lease_that_was_read_gets_one_in_the_second_step(make: Any) -> None:
     producer = make("kv_producer", extra={"kv_lease_duration": 600.0, "lease_slots": 1})
     consumer = make("kv_consumer")
-    decode(consumer, "d", PROMPT, prefill(producer, "p", PROMPT))
+    consumer.decode("d", PROMPT, prefill(producer, "p", PROMPT))
     wait_until_reported(producer)
     producer.engine.add("new", tokens(100, seed=3), REMOTE_DECODE, max_tokens=1)
     assert producer.step().computed == {}
@@ -129,24 +122,14 @@ def test_no_lease_is_evicted_before_the_engine_knows_which_are_over_anyway(make:
     producer, consumer = make("kv_producer", num_blocks=15, **LONG), make("kv_consumer")
     prompts = {name: tokens(100, seed=ord(name)) for name in "ab"}
     params = {name: prefill(producer, name, prompt) for name, prompt in prompts.items()}
-    decode(consumer, "d-b", prompts["b"], params["b"])
+    consumer.decode("d-b", prompts["b"], params["b"])
     wait_until_reported(producer)
     producer.engine.connector.scheduler_side.leases.clock._awake_s += 300.0  # `a` is deserted: ten heartbeats are over
     producer.engine.add("new", tokens(100, seed=3), max_tokens=1)
     work(producer)
     assert producer.engine.counted("leases_released", "evicted") == 0
     assert producer.engine.answers["new"].tokens == expected_tokens(tokens(100, seed=3), 1)
-    decode(consumer, "d-a", prompts["a"], params["a"])
-    assert consumer.engine.counted("failed_loads") == 0
-
-
-def test_held_blocks_are_not_reused_while_other_requests_come_and_go(make: Any) -> None:
-    producer, consumer = make("kv_producer", num_blocks=24, **LONG), make("kv_consumer")
-    params = prefill(producer, "p", PROMPT)
-    for index in range(12):
-        producer.engine.add(f"o{index}", tokens(120, seed=20 + index), max_tokens=20)
-    work(producer, most=500)
-    decode(consumer, "d", PROMPT, params)
+    consumer.decode("d-a", prompts["a"], params["a"])
     assert consumer.engine.counted("failed_loads") == 0
 
 
@@ -156,37 +139,11 @@ def test_two_leases_of_one_prompt_share_their_blocks_and_the_last_of_them_gives_
     second = prefill(producer, "p2", PROMPT)
     shared = set(first["remote_block_ids"][0]) & set(second["remote_block_ids"][0])
     assert len(shared) == 6, "the second was a hit on blocks that are held"
-    decode(consumer, "d1", PROMPT, first)
+    consumer.decode("d1", PROMPT, first)
     producer.until(lambda: producer.engine.counted("leases_released", "done") == 1)
     assert producer.engine.used_blocks == 7, "the six, and the second one's own tail"
     consumer.engine.scheduler.reset_prefix_cache()
-    decode(consumer, "d2", PROMPT, second)
-    producer.until(lambda: producer.engine.is_whole)
-
-
-def test_two_ranks_free_nothing_until_the_later_one_has_reported(make: Any) -> None:
-    producer = make("kv_producer", tp=2, **LONG)
-    prefill(producer, "p", PROMPT)
-    before = producer.engine.used_blocks
-    connector = producer.engine.connector
-
-    def report(worker: int, *names: str) -> None:
-        report = FerryWorkerMetadata(over={worker: frozenset(names)})
-        connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
-
-    for _ in range(3):
-        report(1, "p")
-    report(7, "p")
-    report(0, "unknown")
-    assert producer.engine.used_blocks == before
-    report(0, "p")
-    assert producer.engine.is_whole
-    report(0, "p")
-    report(1, "p")
-    assert producer.engine.is_whole
-    prefill(producer, "q", PROMPT)
-    assert producer.engine.used_blocks == before
-    connector.scheduler_side.leases.release_all("release")
+    consumer.decode("d2", PROMPT, second)
     producer.until(lambda: producer.engine.is_whole)
 
 
@@ -195,7 +152,7 @@ def test_a_request_of_an_id_whose_lease_is_held_may_be_aborted_before_it_begins(
     params = prefill(producer, "p", PROMPT)
     producer.engine.add("p", tokens(50, seed=2), REMOTE_DECODE, max_tokens=1)
     producer.engine.abort("p")
-    decode(consumer, "d", PROMPT, params)
+    consumer.decode("d", PROMPT, params)
     assert consumer.engine.counted("failed_loads") == 0, "the lease is as it was"
 
 
@@ -212,7 +169,7 @@ def test_a_call_to_an_engine_that_was_idle_for_long_gets_one_step(make: Any, mon
     """A call to pause it, or to empty its prefix cache: what was read meanwhile is free after that."""
     producer, consumer = make("kv_producer", **LONG), make("kv_consumer")
     params = prefill(producer, "p", PROMPT)
-    decode(consumer, "d", PROMPT, params)
+    consumer.decode("d", PROMPT, params)
     wait_until_reported(producer)
     monkeypatch.setattr("kvferry.connector.scheduler_side.idle.MAX_IDLE_S", 0.5)
     time.sleep(0.6)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.handshake import Release, Renew
-from kvferry.scheduler.producer.lease import LeaseState
+from kvferry.protocol.handshake import Release
 from tests.engine_core.test_producer import lease_of, offered, say
 from tests.harness.core.scheduler import tokens
 
@@ -48,7 +47,7 @@ def test_a_lease_that_ran_out_while_idle_ends_with_the_next_request(
     assert engine.step().orders is None, "in the first one the workers report what they received meanwhile"
     assert engine.scheduler.has_requests()
     step = engine.schedule()
-    assert [end.request_id for end in step.orders.ends] == ["p"]
+    assert step.ended == {"p"}
     engine.finish(step)
     assert engine.scheduler.has_requests(), "its workers have not acknowledged"
     engine.step(over={"p"})
@@ -77,23 +76,6 @@ def test_a_lease_that_was_read_while_idle_and_then_ran_out_is_done_and_has_not_e
     assert side.counters.total("leases_released", "expired") == 0
 
 
-def test_renewals_that_came_while_idle_keep_the_lease(make_engine: Any) -> None:
-    engine = make_engine(lease_s=0.6)
-    engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
-    engine.step()
-    engine.step()
-    params = offered(engine, "p")
-    began_s = time.monotonic()
-    while time.monotonic() < began_s + 1.2:
-        side = engine.connector.scheduler_side
-        renewal = Renew(boot=params.kvferry.boot, leases=(lease_of(params),))
-        side._channel.listener.inbox.put(renewal, side.leases.clock.awake_s)
-        time.sleep(0.05)
-    assert side._channel.listener.inbox.qsize() == 1
-    engine.step()
-    assert side.leases.state("p") is LeaseState.HELD
-
-
 def test_a_release_that_came_while_idle_frees_the_blocks_in_the_next_step(
     make_engine: Any,
 ) -> None:
@@ -108,7 +90,7 @@ def test_a_release_that_came_while_idle_frees_the_blocks_in_the_next_step(
     engine.add("new", tokens(40, seed=3), max_tokens=1)
     step = engine.schedule()
     assert step.computed == {}
-    engine.finish(step, over={end.request_id for end in step.orders.ends})
+    engine.finish(step, over=step.ended)
     assert engine.step().computed == {"new": 40}
 
 

@@ -12,7 +12,6 @@ import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from tests.engine_core.offers import offer
-from tests.engine_core.test_handover import decode
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import BLOCK_TOKENS, Engine, tokens
 
@@ -94,7 +93,7 @@ def test_both_engines_publish_the_same_blocks_of_the_same_groups(make: Any, wind
     shape = {"window": window, "num_blocks": 80}
     producer, consumer = make("kv_producer", **shape), make("kv_consumer", **shape)
     theirs, ours = Events(producer.engine), Events(consumer.engine)
-    decode(consumer, "d", PROMPT, producer.prefill("p", PROMPT))
+    consumer.decode("d", PROMPT, producer.prefill("p", PROMPT))
     assert len(theirs.stored()) == len(set(theirs.stored())) == FULL_BLOCKS
     assert ours.stored() == theirs.stored()
     if window:

@@ -9,7 +9,6 @@ import pytest
 from kvferry.scheduler.producer.block_references import BlockReferences
 from tests.engine_core.slow_router import HEARTBEAT_S, LEASE_S, PROMPT_TOKENS, REMOTE_DECODE
 from tests.harness.core.scheduler import tokens
-from tests.harness.core.toy_model import expected_tokens
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5], ids=["for need", "for the cap"])
@@ -42,27 +41,6 @@ def test_without_want_and_below_the_cap_a_lease_lives_as_long_as_it_was_promised
     assert slow.held == {"p0", "p1"}
 
 
-def test_claimed_leases_are_evicted_last_and_only_after_a_lasting_want(make_slow: Any) -> None:
-    slow = make_slow(max_leased_fraction=1.0)
-    slow.prefill(*(f"p{index}" for index in range(8)))
-    slow.step(5)
-    assert slow.answered() == 8
-    for _ in range(round(2 * HEARTBEAT_S)):
-        slow.step()
-        for name in ("p0", "p1"):
-            slow.side.leases.renew(slow.lease(name))
-    slow.prefill("small")
-    slow.step(3)
-    assert {"p0", "p1"} <= slow.held
-    assert "p2" not in slow.held
-    slow.prefill("long", length=480)
-    slow.step(3)
-    assert slow.held & {"p0", "p1"} == {"p0", "p1"}, "what runs must end first; or a consumer may still come"
-    slow.step(round(3 * HEARTBEAT_S))
-    assert slow.engine.answers["long"].finish_reason is not None
-    assert slow.engine.counted("leases_released", "expired") == 0
-
-
 def test_a_lease_that_a_running_request_shares_all_blocks_with_is_not_ended_in_vain(make_slow: Any) -> None:
     slow = make_slow(max_leased_fraction=1.0)
     shared = tokens(PROMPT_TOKENS, seed=5)
@@ -86,11 +64,7 @@ def test_a_consumer_of_an_evicted_lease_computes_the_prompt_and_answers_right(ma
     params["p2"] = producer.answer("p2").params
     producer.until(lambda: producer.engine.counted("leases_released", "evicted") >= 1)
     for name, prompt in prompts.items():
-        consumer.engine.add(f"d-{name}", prompt, params[name], max_tokens=4)
-        while consumer.engine.answers[f"d-{name}"].finish_reason is None:
-            producer.step()
-            consumer.step()
-        assert consumer.engine.answers[f"d-{name}"].tokens == expected_tokens(prompt, 4)
+        consumer.decode(f"d-{name}", prompt, params[name], producer)
     assert consumer.engine.counted("local_recomputes", "load_failed") >= 1
     producer.until(lambda: producer.engine.is_whole)
 

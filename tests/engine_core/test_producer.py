@@ -11,7 +11,7 @@ import zmq
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew, encode
 from kvferry.protocol.params import RemotePrefill, read_params
-from tests.harness.core.scheduler import BLOCK_TOKENS, SAMPLED, Engine, Scheduled, tokens
+from tests.harness.core.scheduler import BLOCK_TOKENS, SAMPLED, Engine, tokens
 
 PROMPT = tokens(40)
 REMOTE_DECODE = {"do_remote_decode": True}
@@ -24,17 +24,11 @@ def offered(engine: Engine, request_id: str) -> RemotePrefill:
     return params
 
 
-def ended(step: Scheduled) -> set[str]:
-    """Requests whose lease the workers are ordered to end in this step."""
-    orders = step.orders
-    return set() if orders is None else {end.request_id for end in orders.ends}
-
-
 def step_as_workers_do(engine: Engine) -> set[str]:
     """One step whose workers report each lease that they are ordered to end as sent."""
     step = engine.schedule()
-    engine.finish(step, over=ended(step))
-    return ended(step)
+    engine.finish(step, over=step.ended)
+    return step.ended
 
 
 def say(engine: Engine, message: Renew | Release) -> None:
@@ -105,57 +99,6 @@ def test_the_slot_is_opened_with_the_first_step_and_held_with_the_one_after_the_
     assert third is None
 
 
-def test_the_blocks_come_back_when_the_workers_report_that_all_was_read(make_engine: Any) -> None:
-    engine = make_engine()
-    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
-    engine.step()
-    engine.step()
-    engine.step(over={"p"})
-    assert engine.is_whole
-    engine.step()
-    assert engine.counted("leases_released", "done") == 1
-
-
-@pytest.mark.parametrize("when", ["waiting", "computing"])
-def test_an_aborted_prefill_holds_nothing(make_engine: Any, when: str) -> None:
-    engine = make_engine()
-    engine.add("p", tokens(200), REMOTE_DECODE, max_tokens=1)
-    if when == "computing":
-        engine.step()
-    engine.abort("p")
-    step = engine.step()
-    assert ended(step) == ({"p"} if when == "computing" else set())
-    assert engine.is_whole
-    assert len(engine.connector.scheduler_side.leases) == 0
-
-
-def test_a_held_lease_that_is_not_renewed_expires(make_engine: Any) -> None:
-    engine = make_engine(lease_s=0.3)
-    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
-    engine.step()
-    started = time.monotonic()
-    while not step_as_workers_do(engine):
-        assert time.monotonic() - started < 5.0
-        time.sleep(0.01)
-    assert time.monotonic() - started >= 0.3
-    assert engine.is_whole
-    engine.step()
-    assert engine.counted("leases_released", "expired") == 1
-
-
-def test_a_lease_that_is_renewed_outlives_its_time(make_engine: Any) -> None:
-    engine = make_engine(lease_s=0.3)
-    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
-    engine.step()
-    params = offered(engine, "p")
-    until = time.monotonic() + 0.8
-    while time.monotonic() < until:
-        say(engine, Renew(boot=params.kvferry.boot, leases=(lease_of(params),)))
-        assert step_as_workers_do(engine) == set()
-        time.sleep(0.02)
-    assert not engine.is_whole
-
-
 def test_a_lease_that_was_given_back_ends_with_the_next_step(make_engine: Any) -> None:
     engine = make_engine()
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
@@ -167,29 +110,6 @@ def test_a_lease_that_was_given_back_ends_with_the_next_step(make_engine: Any) -
     assert engine.is_whole
 
 
-def test_a_lease_that_was_given_back_before_the_workers_knew_of_it_ends_all_the_same(make_engine: Any) -> None:
-    engine = make_engine()
-    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
-    engine.step()
-    params = offered(engine, "p")
-    say(engine, Release(boot=params.kvferry.boot, leases=(lease_of(params),)))
-    assert [step_as_workers_do(engine), step_as_workers_do(engine)] == [set(), {"p"}]
-    assert engine.is_whole
-
-
-def test_no_lease_is_ended_by_guessing(make_engine: Any) -> None:
-    engine = make_engine()
-    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
-    engine.step()
-    params = offered(engine, "p")
-    guess = LeaseName(slot=params.kvferry.lease_slot, epoch="0" * 14 + "1")
-    say(engine, Release(boot=params.kvferry.boot, leases=(guess,)))
-    say(engine, Release(boot="f" * 32, leases=(lease_of(params),)))
-    assert [step_as_workers_do(engine) for _ in range(3)] == [set()] * 3
-    assert engine.counted("releases_unknown") == 2
-    assert not engine.is_whole
-
-
 def test_a_prefill_without_a_free_slot_is_served_and_offers_nothing(make_engine: Any) -> None:
     engine = make_engine(extra={"lease_slots": 1})
     engine.add("first", PROMPT, REMOTE_DECODE, max_tokens=1)
@@ -199,33 +119,6 @@ def test_a_prefill_without_a_free_slot_is_served_and_offers_nothing(make_engine:
     assert (answers["second"].params, answers["second"].finish_reason) == (None, "length")
     assert engine.used_blocks == 3
     assert engine.counted("leases_refused") == 1
-
-
-def test_siblings_of_one_prefill_have_a_lease_each(make_engine: Any) -> None:
-    engine = make_engine()
-    for index in range(3):
-        engine.add(f"{index}_parent", PROMPT, REMOTE_DECODE, max_tokens=1)
-    answers = engine.run()
-    slots = {answers[name].params["kvferry"]["lease_slot"] for name in answers}
-    assert len(slots) == 3
-    engine.step()
-    engine.step(over=set(answers))
-    assert engine.is_whole
-
-
-def test_a_preempted_prefill_offers_the_blocks_that_it_has_in_the_end(make_engine: Any) -> None:
-    engine = make_engine(num_blocks=7)
-    engine.add("old", tokens(47, seed=2), max_tokens=30)
-    engine.add("p", tokens(47, seed=3), REMOTE_DECODE, max_tokens=30)
-    preempted = False
-    while engine.answers["p"].finish_reason is None:
-        before = engine.block_ids("p")
-        engine.step()
-        preempted |= "p" in engine.scheduler.requests and engine.status("p") == "PREEMPTED"
-    params = offered(engine, "p")
-    assert preempted
-    assert params.remote_num_tokens == 76
-    assert list(params.remote_block_ids[0]) == before[: -(-76 // BLOCK_TOKENS)]
 
 
 def test_a_session_of_streamed_input_and_a_prompt_of_another_role_are_served_without_a_lease(make_engine: Any) -> None:
@@ -262,13 +155,3 @@ def test_a_producer_that_stops_while_a_step_is_in_flight_offers_what_was_compute
     params = offered(engine, "p")
     assert (params.remote_num_tokens, len(params.remote_block_ids[0])) == (3 * BLOCK_TOKENS, 3)
     engine.finish(second)
-
-
-def test_a_reset_of_the_caches_ends_every_lease(make_engine: Any) -> None:
-    engine = make_engine()
-    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
-    engine.step()
-    engine.step()
-    assert engine.scheduler.reset_connector_cache()
-    assert step_as_workers_do(engine) == {"p"}
-    assert engine.is_whole

@@ -15,7 +15,6 @@ from tests.harness.core.toy_model import expected_tokens
 
 PROMPT = tokens(100)
 REMOTE_DECODE = {"do_remote_decode": True}
-BOTH = {"role": "kv_both", "extra": {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}}
 
 
 def reset(node: Node, *, running: bool = False) -> bool:
@@ -32,21 +31,13 @@ def reset_until_done(node: Node) -> None:
     raise AssertionError("it is never successful")
 
 
-def decode(node: Node, name: str, prompt: list[int], params: Any, *others: Node) -> None:
-    node.engine.add(name, prompt, params, max_tokens=4)
-    while node.engine.answers[name].finish_reason is None:
-        for one in (node, *others):
-            one.step()
-    assert node.engine.answers[name].tokens == expected_tokens(prompt, 4)
-
-
 def test_a_held_lease_ends_with_a_reset_and_what_it_held_is_not_read(make: Any) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     params = producer.prefill("p", PROMPT)
     assert not reset(producer), "vLLM cannot reset while blocks are held"
     reset_until_done(producer)
     producer.model.poison()
-    decode(consumer, "d", PROMPT, params, producer)
+    consumer.decode("d", PROMPT, params, producer)
     assert consumer.engine.counted("failed_loads", "fence") == 1
     producer.step()
     assert producer.engine.counted("leases_released", "reset") == 1
@@ -82,7 +73,7 @@ def test_a_prompt_that_is_computed_anew_after_a_reset_is_offered_under_another_e
     assert int(params["kvferry"]["lease_epoch"], 16) != first
     for _ in range(3):
         producer.step()
-    decode(consumer, "d", long, params, producer)
+    consumer.decode("d", long, params, producer)
     assert consumer.engine.counted("loads") == 1
     assert consumer.engine.counted("failed_loads") == 0
     producer.until(lambda: producer.engine.is_whole)
@@ -94,7 +85,7 @@ def test_a_prompt_that_has_not_begun_keeps_its_right_to_a_lease(make: Any) -> No
     assert reset(producer)
     params = producer.answer("p").params
     producer.step()
-    decode(consumer, "d", PROMPT, params, producer)
+    consumer.decode("d", PROMPT, params, producer)
     assert consumer.engine.counted("failed_loads") == 0
     assert consumer.engine.counted("loads") == 1
 
@@ -131,9 +122,9 @@ def test_a_reset_does_not_succeed_while_blocks_are_loaded_and_what_was_loaded_be
     producer.until(lambda: producer.engine.is_whole)
 
 
-def test_offers_of_turns_end_with_a_reset_and_an_answer_that_was_begun_before_is_not_offered(make: Any) -> None:
-    prefiller, decoder = make(**BOTH), make(**BOTH)
-    decode(decoder, "d1", PROMPT, prefiller.prefill("p1", PROMPT), prefiller)
+def test_offers_of_turns_end_with_a_reset_and_an_answer_that_was_begun_before_is_not_offered(make_both: Any) -> None:
+    prefiller, decoder = make_both(num_blocks=32), make_both(num_blocks=32)
+    decoder.decode("d1", PROMPT, prefiller.prefill("p1", PROMPT), prefiller)
     offer = decoder.engine.answers["d1"].params
     assert offer is not None
     other = tokens(60, seed=3)

@@ -9,16 +9,11 @@ from typing import Any
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.messages import FerryWorkerMetadata
+from tests.engine_core.conversation import TURNS
 from tests.engine_core.offers import offer
-from tests.harness.core.scheduler import Engine, Scheduled, tokens
+from tests.harness.core.scheduler import Engine, tokens
 
 PROMPT = tokens(40)
-TURNS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
-
-
-def ended(step: Scheduled) -> set[str]:
-    orders = step.orders
-    return set() if orders is None else {end.request_id for end in orders.ends}
 
 
 def say_over(engine: Engine, request_id: str) -> None:
@@ -74,6 +69,6 @@ def test_an_offer_that_was_made_just_before_the_engine_is_to_end_does_not_keep_i
     decoder.connector.scheduler_side._idle.drain.is_requested = True
     for _ in range(4):
         step = decoder.schedule()
-        decoder.finish(step, over=ended(step))
+        decoder.finish(step, over=step.ended)
     assert not decoder.scheduler.has_requests()
     assert decoder.counted("turns_released", "shutdown") == 1

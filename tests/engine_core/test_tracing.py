@@ -6,15 +6,23 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.params import read_params
-from kvferry.trace.events import DecodeArrived, LeaseName, LoadEnded, LoadOrdered, LoadReported, Part, Recomputed
-from kvferry.trace.reading import read_recording
-from kvferry.trace.summary import merge
+from kvferry.trace.events import (
+    AnyEvent,
+    DecodeArrived,
+    LeaseName,
+    LoadEnded,
+    LoadOrdered,
+    LoadReported,
+    Part,
+    ProcessStarted,
+    Recomputed,
+)
 from kvferry.worker.loads.record import Stage
-from tests.engine_core.recorded_events import events_about, events_of
 from tests.harness.core.scheduler import tokens
 
 pytestmark = pytest.mark.slow
@@ -22,6 +30,32 @@ pytestmark = pytest.mark.slow
 PROMPT = tokens(100)
 COUNT = 3
 LOADED = ["DecodeArrived tokens=100", "LoadOrdered first_token=0 stop_token=100", "LoadReported good=True"]
+
+
+_DECODER = msgspec.json.Decoder(AnyEvent)
+
+
+def events_of(folder: Path, node: Any, part: Part = Part.SCHEDULER) -> list[Any]:
+    """The events of a node that is closed, in the order of its files; all places of its workers together."""
+    engine_id = node.engine.config.kv_transfer_config.engine_id
+    found: list[Any] = []
+    for path in sorted(folder.iterdir()):
+        started, *events = (_DECODER.decode(line) for line in path.read_bytes().splitlines())
+        assert isinstance(started, ProcessStarted)
+        if (started.engine_id, started.part) == (engine_id, part):
+            found += events
+    return found
+
+
+def events_about(events: list[Any], request: str) -> list[str]:
+    """A request's events in short: `LoadReported good=True`, without times and leases."""
+    return [_short(event) for event in events if event.request == request]
+
+
+def _short(event: Any) -> str:
+    shown = ("tokens", "how", "reason", "first_token", "stop_token", "good")
+    reported = [f" {name}={getattr(event, name)}" for name in shown if getattr(event, name, "") != ""]
+    return type(event).__name__ + "".join(reported)
 
 
 @pytest.fixture
@@ -86,19 +120,6 @@ def test_a_handover_is_recorded_by_both_schedulers_and_by_every_worker_of_the_co
         assert load.bytes == 7 * producer.engine.block_bytes
         assert load.descriptors > 0
     assert events_of(folder, producer, Part.WORKER) == []
-
-
-def test_the_files_of_both_engines_make_one_whole_timeline(make: Any, folder: Path, extra: dict[str, Any]) -> None:
-    producer, consumer = make("kv_producer", extra=extra, tp=2), make("kv_consumer", extra=extra, tp=2)
-    decode(consumer, "d", PROMPT, producer.prefill("p", PROMPT))
-    producer.until(lambda: producer.engine.is_whole)
-    producer.close()
-    consumer.close()
-    recording = read_recording([folder])
-    (timeline,) = merge(recording).timelines
-    assert (recording.damage, timeline.missing, timeline.outcome) == ((), (), "loaded")
-    assert (timeline.handover.producer_request, timeline.handover.consumer_request) == ("p", "d")
-    assert len(timeline.workers) == 2
 
 
 def test_a_prompt_that_came_again_says_why_it_is_computed_and_of_which_lease(

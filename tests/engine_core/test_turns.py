@@ -68,14 +68,6 @@ def test_only_the_answer_is_computed_by_the_decoder_alone(begin: Any) -> None:
     assert prefiller.engine.answers["p"].tokens == expected_tokens(talk.text, 1)
 
 
-def test_only_a_read_of_the_decoder_explains_the_second_turn(begin: Any) -> None:
-    prefiller, decoder, talk = begin()
-    decoder.model.poison()
-    talk.text += MORE
-    prefiller.engine.add("p", talk.text, talk.offer, max_tokens=1)
-    assert prefiller.answer("p").tokens != expected_tokens(talk.text, 1)
-
-
 def test_a_window_that_went_with_the_answer_is_read_back(begin: Any) -> None:
     prefiller, _, talk = begin(window=48)
     talk.say(MORE)
@@ -102,25 +94,6 @@ def test_a_turn_of_another_conversation_is_computed_and_leaves_the_offer_to_its_
     prefiller.until(lambda: prefiller.engine.is_whole)
     decoder.until(lambda: decoder.engine.is_whole)
     assert decoder.engine.counted("turns_released", "expired") == 2
-
-
-def test_a_stale_offer_is_refused_by_the_fence_and_computed(begin: Any) -> None:
-    prefiller, decoder, talk = begin(decoder={"extra": {"decoder_kv_blocks_ttl": 0.1}})
-    decoder.until(lambda: decoder.engine.is_whole)
-    decoder.model.poison()
-    decoder.engine.scheduler.reset_prefix_cache()
-    talk.say(MORE)
-    assert prefiller.engine.counted("failed_loads", "fence") == 1
-    assert prefiller.engine.counted("local_recomputes", "load_failed") == 1
-
-
-def test_a_restarted_decoder_offers_nothing_from_before_its_restart(begin: Any, make_both: Any) -> None:
-    prefiller, decoder, talk = begin(prefiller={"extra": {"handshake_timeout_s": 1.0}})
-    port, engine_id = decoder.port, decoder.engine.config.kv_transfer_config.engine_id
-    decoder.close()
-    talk.decoder = make_both(port=port, engine_id=engine_id)
-    talk.say(MORE)
-    assert prefiller.engine.counted("local_recomputes", "load_failed") == 1
 
 
 def test_an_answer_that_was_aborted_is_not_offered(begin: Any) -> None:
@@ -167,41 +140,6 @@ def test_what_a_prefiller_does_not_read_is_computed_and_given_back(
     assert prefiller.engine.counted("loads") == 0
     decoder.until(lambda: decoder.engine.counted("turns_released", "release") == 1)
     assert decoder.engine.counted("turns_offered") == 2
-
-
-def test_a_reader_that_waits_keeps_the_offer_alive_beyond_its_time(begin: Any) -> None:
-    prefiller, decoder, talk = begin(
-        prefiller={"num_blocks": 16}, decoder={"extra": {"decoder_kv_blocks_ttl": 0.5, "kv_lease_duration": 0.6}}
-    )
-    prefiller.until(lambda: prefiller.engine.is_whole)
-    prefiller.engine.add("long", tokens(150, seed=6), max_tokens=60)
-    prefiller.step()
-    prefiller.engine.add("p2", [*talk.text, *MORE], talk.offer, max_tokens=1)
-    until_s = time.monotonic() + 1.5
-    while time.monotonic() < until_s:
-        decoder.step()
-        time.sleep(0.02)
-    assert prefiller.answer("p2").tokens == expected_tokens([*talk.text, *MORE], 1)
-    assert prefiller.engine.counted("turn_loads") == 1
-    assert prefiller.engine.counted("local_recomputes") == 0
-
-
-def test_siblings_and_replays_of_a_turn_are_prefilled_all_the_same(begin: Any) -> None:
-    prefiller, _, talk = begin()
-    text = [*talk.text, *MORE]
-    for name in ("0_n", "1_n"):
-        prefiller.engine.add(name, text, talk.offer, max_tokens=1)
-    for name in ("0_n", "1_n"):
-        answer = prefiller.answer(name)
-        assert answer.tokens == expected_tokens(text, 1)
-        assert answer.params is not None
-    assert prefiller.engine.counted("turn_loads") == 1
-    assert prefiller.engine.counted("local_recomputes", "lease_in_use") == 1
-    prefiller.engine.add("replay", text, talk.offer, max_tokens=1)
-    answer = prefiller.answer("replay")
-    assert (answer.tokens, answer.params is not None) == (expected_tokens(text, 1), True)
-    assert prefiller.engine.counted("turn_loads") == 1
-    assert prefiller.engine.counted("local_recomputes", "lease_over") == 1
 
 
 def test_siblings_of_an_answer_make_one_offer_since_they_have_one_response(begin: Any) -> None:
@@ -258,25 +196,3 @@ def test_without_the_option_no_answer_is_offered(begin: Any) -> None:
     _, decoder, talk = begin(decoder={"extra": {"bidirectional_kv_xfer": False}})
     assert talk.offer is None
     assert decoder.engine.is_whole
-
-
-@pytest.mark.parametrize("count", [1, 12, 13])
-def test_an_answer_never_offers_a_token_of_a_step_in_flight(begin: Any, count: int) -> None:
-    _, _, talk = begin(overlap=True, first=False)
-    talk.say(FIRST, count)
-    assert talk.offer is not None
-    held = 100 + count - 1
-    assert talk.offer["remote_num_tokens"] == held
-    assert len(talk.offer["remote_block_ids"][0]) == -(-held // BLOCK_TOKENS)
-
-
-def test_an_answer_that_stops_while_a_step_is_in_flight_offers_what_was_computed_before(begin: Any) -> None:
-    _, decoder, talk = begin(overlap=True, first=False)
-    talk.text = FIRST
-    stop = expected_tokens(FIRST, 13)[-1]
-    decoder.engine.add("d", FIRST, talk.prefill("p"), max_tokens=40, stop_token_ids=[stop])
-    answer = decoder.answer("d")
-    assert len(answer.tokens) == 13
-    assert answer.params is not None
-    assert answer.params["remote_num_tokens"] == 112
-    assert len(answer.params["remote_block_ids"][0]) == 7, "the step in flight has begun an eighth"

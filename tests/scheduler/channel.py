@@ -1,7 +1,8 @@
-"""A client of the side channel that can send any bytes, and free ports."""
+"""Both ends of the side channel: a listener that keeps whole messages, and a client that can send any bytes."""
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
@@ -11,10 +12,44 @@ from contextlib import contextmanager
 import zmq
 
 from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode_reply, encode
+from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.scheduler.side_channel.inbox import LeaseInbox, LeaseMessage
+from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.counters import Counters
-from tests.scheduler.recording_listener import RecordingListener
 
 HOST = "127.0.0.1"
+
+
+class MessageInbox(LeaseInbox):
+    """First in, first out; nothing is merged or dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._messages: queue.SimpleQueue[LeaseMessage] = queue.SimpleQueue()
+
+    def put(self, message: LeaseMessage, received_s: float | None = None) -> bool:
+        self._messages.put(message)
+        return True
+
+    def get(self, timeout: float = 0.0) -> LeaseMessage:
+        """The oldest. Raises `queue.Empty` after `timeout` seconds."""
+        return self._messages.get(timeout=timeout) if timeout else self._messages.get_nowait()
+
+    def qsize(self) -> int:
+        return self._messages.qsize()
+
+    def empty(self) -> bool:
+        return self._messages.empty()
+
+
+class RecordingListener(SideChannelListener):
+    """Its inbox gives whole messages."""
+
+    inbox: MessageInbox
+
+    def __init__(self, host: str, port: int, counters: Counters, secrets: Secrets = ()) -> None:
+        super().__init__(host, port, counters, secrets)
+        self.inbox = MessageInbox()
 
 
 def free_port(host: str = HOST) -> int:
@@ -26,10 +61,14 @@ def free_port(host: str = HOST) -> int:
 
 
 @contextmanager
-def listening(counters: Counters | None = None) -> Iterator[tuple[RecordingListener, int]]:
-    """A listener on a free port, closed at the end."""
+def listening(
+    counters: Counters | None = None, secrets: Secrets = (), *, description: EngineDescription | None = None
+) -> Iterator[tuple[RecordingListener, int]]:
+    """A listener on a free port, closed at the end; it is starting where there is no description."""
     port = free_port()
-    listener = RecordingListener(HOST, port, counters or Counters())
+    listener = RecordingListener(HOST, port, counters or Counters(), secrets)
+    if description is not None:
+        listener.publish(description)
     try:
         yield listener, port
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -11,10 +12,12 @@ from unittest import mock
 import pytest
 import zmq
 
-from kvferry.protocol.handshake import EngineDescription, Hello, encode
+from kvferry.protocol.handshake import EngineDescription, Hello, LeaseName, encode
+from kvferry.scheduler.consumer.remote_lease import ReleaseLease, RemoteLease
 from kvferry.scheduler.side_channel.connections import MAX_CONNECTIONS, Connections
+from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Counters
-from tests.protocol.samples import make_description
+from tests.protocol.samples import BOOT, EPOCH, make_description
 from tests.scheduler.channel import HOST, ask, client, listening
 from tests.waiting import wait_until
 
@@ -108,3 +111,32 @@ def test_a_reused_file_number_of_a_local_connection_is_never_closed_for_its_byte
 def test_a_listener_takes_no_more_than_half_of_the_files_of_its_process(files: int, most: int) -> None:
     with mock.patch.object(resource, "getrlimit", return_value=(files, 1 << 20)), listening() as (listener, _):
         assert listener._socket._connections.most == most
+
+
+def connections(port: int) -> list[socket.socket]:
+    """Copies of this process's own connections with this port at either end."""
+    found = []
+    for file in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            copy = socket.socket(fileno=os.dup(int(file)))
+            if copy.family is socket.AF_INET and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.append(copy)
+            else:
+                copy.close()
+    there = [each for each in found if port in (each.getsockname()[1], each.getpeername()[1])]
+    for each in found:
+        if each not in there:
+            each.close()
+    return there
+
+
+def test_the_kernel_keeps_watch_over_idle_connections_at_both_ends(renewer: LeaseRenewer) -> None:
+    with listening() as (listener, port):
+        renewer.submit([ReleaseLease(RemoteLease(HOST, port, BOOT, LeaseName(slot=1, epoch=EPOCH), 3600.0))])
+        listener.inbox.get(timeout=30.0)
+        both = connections(port)
+        for end in both:
+            with end:
+                assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+        assert len(both) == 2

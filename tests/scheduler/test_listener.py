@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -15,22 +13,18 @@ import zmq
 
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.handshake import (
-    MAX_REQUEST_BYTES,
     EngineDescription,
     Hello,
     LeaseName,
     Refused,
     Release,
     Renew,
-    decode_reply,
     encode,
 )
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.counters import Counters
-from tests.protocol.frames import hostile_frames
 from tests.protocol.samples import BOOT, EPOCH, make_description, make_worker
-from tests.scheduler.channel import HOST, ask, client, cpu_share, free_port, listening, threads_named
-from tests.scheduler.recording_listener import RecordingListener
+from tests.scheduler.channel import HOST, RecordingListener, ask, client, cpu_share, free_port, listening, threads_named
 from tests.waiting import wait_until
 
 LEASES = (LeaseName(slot=1, epoch=EPOCH),)
@@ -104,62 +98,6 @@ def test_renewals_and_releases_reach_the_inbox_in_order_and_get_no_answer(
         assert [listener.inbox.get(timeout=10) for _ in messages] == messages
         sock.send_multipart([b"", HELLO])
         assert sock.recv_multipart() == [b"", encode(make_description())], "something else was answered before"
-
-
-def test_no_hostile_frame_stops_it_and_each_is_counted_and_refused(
-    served: tuple[RecordingListener, int], counters: Counters
-) -> None:
-    listener, port = served
-    frames = [frame for valid in (HELLO, encode(Renew(boot=BOOT, leases=LEASES))) for _, frame in hostile_frames(valid)]
-    noise = random.Random(7)
-    frames += [noise.randbytes(noise.randrange(200)) for _ in range(200)]
-    frames = [frame for frame in frames if len(frame) <= MAX_REQUEST_BYTES]
-    with client(port) as sock:
-        for frame in frames:
-            sock.send_multipart([b"", frame])
-            _, answer = sock.recv_multipart()
-            assert isinstance(decode_reply(answer), Refused)
-    assert counters.total("bad_frames") == len(frames) > 300
-    assert listener.inbox.empty()
-    assert isinstance(ask(port), EngineDescription)
-
-
-def test_no_hostile_envelope_stops_it_and_each_is_counted(
-    served: tuple[RecordingListener, int], counters: Counters
-) -> None:
-    envelopes = [[b""], [b"x"], [b"", b"", HELLO], [b"x", HELLO], [HELLO], [b"", HELLO, b""], [b""] * 100, [b"", b""]]
-    with client(served[1]) as sock:
-        for envelope in envelopes:
-            sock.send_multipart(envelope)
-        wait_until(lambda: counters.total("bad_frames") == len(envelopes), "every envelope is counted")
-    assert isinstance(ask(served[1]), EngineDescription)
-
-
-def test_bytes_that_are_not_zmq_and_connections_that_break_do_not_stop_it(
-    served: tuple[RecordingListener, int],
-) -> None:
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL" + bytes(48)
-    for payload in (
-        b"",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\xff" * 1000,
-        greeting,
-        greeting + b"\x00\xff" * 100,
-        bytes(5000),
-    ):
-        with socket.create_connection((HOST, served[1])) as raw:
-            raw.sendall(payload)
-    assert isinstance(ask(served[1]), EngineDescription)
-
-
-def test_a_message_that_is_too_large_ends_only_its_senders_connection(
-    served: tuple[RecordingListener, int], counters: Counters
-) -> None:
-    with client(served[1]) as sock:
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.send_multipart([b"", bytes(MAX_REQUEST_BYTES + 1)])
-        assert isinstance(ask(served[1]), EngineDescription)
-    assert counters.total("bad_frames") == 0
 
 
 def test_an_unexpected_exception_is_counted_and_the_next_asker_is_answered(

@@ -22,8 +22,7 @@ from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
 from kvferry.scheduler.state.counters import Counters
 from tests.protocol.samples import make_description
 from tests.protocol.secret_files import NEW, OLD, OTHER
-from tests.scheduler.channel import HOST, cpu_share, free_port, threads_named
-from tests.scheduler.recording_listener import RecordingListener
+from tests.scheduler.channel import HOST, RecordingListener, cpu_share, free_port, threads_named
 from tests.waiting import wait_until
 
 TIMEOUT_S = 5.0

@@ -12,11 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import EMPTY, Epoch, SlotState, slot_word
-from kvferry.scheduler.producer.lease import LeaseUse
+from kvferry.protocol.notifications import Done
+from kvferry.scheduler.producer.lease import LeaseOrders, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.state.counters import Counters
-from tests.scheduler.tables import WorkerTable
+from kvferry.worker.leases import LeaseTable
+from tests.fakes.device_mark import FakeMark
+from tests.protocol.samples import BOOT
 
 SLOTS = 3
 LEASE_S = 6.0
@@ -47,7 +50,9 @@ class ProducerHistories(RuleBasedStateMachine):
         self.requests = 0
         self.counters = Counters()
         self.ledger = ProducerLedger(SLOTS, LEASE_S, self.counters, draw_epoch=self.draw_epoch, turn_s=TURN_S)
-        self.worker = WorkerTable(SLOTS)
+        self.table = LeaseTable(SLOTS)
+        self.held: dict[str, LeaseName] = {}
+        self.reported: list[str] = []
         self.model: dict[str, Modelled] = {}
         self.must_end: set[int] = set()
         self.now_s = 1000.0
@@ -192,8 +197,26 @@ class ProducerHistories(RuleBasedStateMachine):
                 lease.phase, lease.deadline_s = "held", self.clock_s + FIRST_S[lease.use]
                 if lease.doomed:
                     self.doom(lease)
-        self.worker.carry_out(orders)
+        self.carry_out(orders)
         self.words_are_those_of_the_model()
+
+    def carry_out(self, orders: LeaseOrders) -> None:
+        """As a worker, in the order that `kvferry.protocol.orders` prescribes."""
+        for end in orders.ends:
+            self.report_once(self.table.end(end))
+        for opened in orders.opens:
+            assert self.table.words[opened.slot] == EMPTY, "a slot was reused without being cleared"
+            self.table.open(opened)
+        for hold in orders.holds:
+            self.held[hold.request_id] = LeaseName(slot=hold.slot, epoch=hold.epoch)
+            self.report_once(self.table.hold(hold, FakeMark(over=True)))
+        self.table.advance()
+        assert self.table.errors() == []
+
+    def report_once(self, request_id: str | None) -> None:
+        if request_id is not None:
+            del self.held[request_id]
+            self.reported.append(request_id)
 
     @rule()
     def a_lease_passes(self) -> None:
@@ -207,19 +230,20 @@ class ProducerHistories(RuleBasedStateMachine):
         for name, lease in self.model.items():
             doomed_now = lease.phase == "ending" and lease.epoch in self.must_end
             state = SlotState.READY if doomed_now else states.get(lease.phase)
-            if state is not None and name not in self.worker.reported:
+            if state is not None and name not in self.reported:
                 expected[lease.slot] = slot_word(Epoch(lease.epoch), state)
-        assert self.worker.words == expected
+        assert self.table.words.tolist() == expected
 
-    @precondition(lambda self: self.worker.held)
+    @precondition(lambda self: self.held)
     @rule(data=st.data())
     def all_consumers_are_done(self, data: st.DataObject) -> None:
-        self.worker.done(data.draw(st.sampled_from(sorted(self.worker.held))))
+        name = self.held[data.draw(st.sampled_from(sorted(self.held)))]
+        self.report_once(self.table.done(Done(slot=name.slot, epoch=name.epoch, consumer=BOOT, worker=0, expected=1)))
 
-    @precondition(lambda self: self.worker.reported)
+    @precondition(lambda self: self.reported)
     @rule()
     def report(self) -> None:
-        request_id = self.worker.reported.pop(0)
+        request_id = self.reported.pop(0)
         self.ledger.sent(request_id)
         del self.model[request_id]
         self.reports[request_id] = self.reports.get(request_id, 0) + 1
@@ -247,10 +271,10 @@ class ProducerHistories(RuleBasedStateMachine):
         turns = any(lease.use is LeaseUse.TURN for lease in self.model.values())
         for _ in range(round((TURN_S if turns else LEASE_S) / HEARTBEAT_S) + 2):
             self.step(HEARTBEAT_S)
-        while self.worker.reported:
+        while self.reported:
             self.report()
         assert len(self.ledger) == 0
-        assert self.worker.words == [EMPTY] * SLOTS
+        assert self.table.words.tolist() == [EMPTY] * SLOTS
         assert set(self.reports.values()) <= {1}
         ways = ("done", "release", "expired", "reset")
         for use in LeaseUse:

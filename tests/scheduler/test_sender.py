@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import zmq
 
 from kvferry.protocol.handshake import Renew
 from kvferry.scheduler.consumer.remote_lease import LeaseCommand, ReleaseLease, RenewLease
@@ -12,8 +13,7 @@ from kvferry.scheduler.side_channel import sender
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Counters
 from tests.protocol.samples import BOOT
-from tests.scheduler.channel import HOST, free_port, listening
-from tests.scheduler.recording_listener import RecordingListener
+from tests.scheduler.channel import HOST, RecordingListener, free_port, listening
 from tests.scheduler.test_renewer import LONG_S, _release, lease
 from tests.waiting import wait_until
 
@@ -52,18 +52,6 @@ def test_a_producer_that_does_not_listen_in_time_is_counted_and_tried_again_with
         assert listener.inbox.get(timeout=10) == Renew(boot=BOOT, leases=(lease(port, 2).name,))
     finally:
         listener.close()
-
-
-def test_a_connection_that_has_ended_is_made_again(renewer: LeaseRenewer, counters: Counters) -> None:
-    port = free_port()
-    renewer.submit([RenewLease(lease(port))])
-    for _ in range(3):
-        listener = RecordingListener(HOST, port, Counters())
-        try:
-            assert isinstance(listener.inbox.get(timeout=10), Renew)
-        finally:
-            listener.close()
-    assert counters.total("side_channel_errors") == 0
 
 
 def test_a_producer_takes_two_files_as_docs_operations_says(renewer: LeaseRenewer) -> None:
@@ -116,3 +104,20 @@ def test_an_idle_socket_is_closed(counters: Counters, monkeypatch: pytest.Monkey
             assert listener.inbox.get(timeout=10) == _release(port, 2)
         finally:
             renewer.close()
+
+
+def test_a_producer_that_answers_renewals_at_length_loses_the_connection_and_fills_no_memory(
+    renewer: LeaseRenewer,
+) -> None:
+    """Such answers are never read: they would stay in memory for ever."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    producer = context.socket(zmq.ROUTER)
+    producer.setsockopt(zmq.RCVTIMEO, 30_000)
+    ended = producer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    try:
+        renewer.submit([ReleaseLease(lease(producer.bind_to_random_port(f"tcp://{HOST}")))])
+        asker, *_ = producer.recv_multipart()
+        producer.send_multipart([asker, b"", bytes(1 << 20)])
+        assert ended.poll(30_000)
+    finally:
+        context.destroy(linger=0)

@@ -30,7 +30,7 @@ from tests.harness.cache_engine import free_port, wait_until_idle
 from tests.harness.core.configs import BLOCK_TOKENS, WINDOW_LAYER, kv_cache_config, layer_of
 from tests.harness.core.runners import FirstRunner, SecondRunner, no_forward
 from tests.harness.core.scheduler import Answer, Engine, Scheduled
-from tests.harness.core.toy_model import ToyModel
+from tests.harness.core.toy_model import ToyModel, expected_tokens
 from tests.waiting import deadline_s
 
 _IMPL: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
@@ -190,6 +190,26 @@ class Node:
         for _ in range(1 + self._depth):
             self.step()
         return params
+
+    def decode(
+        self, request_id: str, prompt: Sequence[int], params: Any, *others: Node, count: int = 5, **request: Any
+    ) -> int:
+        """Decode so many tokens and check each; `others` step as well.
+
+        Returns:
+            The number of prompt tokens that were computed here.
+        """
+        computed = 0
+        end_s = deadline_s(_TIMEOUT_S)
+        self.engine.add(request_id, prompt, params, max_tokens=count, **request)
+        while self.engine.answers[request_id].finish_reason is None:
+            assert time.monotonic() < end_s, f"not answered after {_TIMEOUT_S:g} s"
+            computed += self.step().computed.get(request_id, 0)
+            for other in others:
+                other.step()
+            time.sleep(0.001)
+        assert self.engine.answers[request_id].tokens == expected_tokens(list(prompt), count, self.window)
+        return computed - (count - 1)
 
     def close(self, *, idle: bool = True) -> None:
         """End the engine, with an integrity check.

@@ -59,6 +59,12 @@ class Scheduled:
         """Tokens that the model computes in this step, by request."""
         return dict(self.output.num_scheduled_tokens)
 
+    @property
+    def ended(self) -> set[str]:
+        """Requests whose lease the workers are ordered to end in this step."""
+        orders = self.orders
+        return set() if orders is None else {end.request_id for end in orders.ends}
+
 
 @dataclass
 class Answer:
