@@ -1,4 +1,4 @@
-"""The authentication of the listener: whatever comes instead of a good handshake, and however it fails, it serves on."""
+"""The listener's authentication: whatever comes in place of a good handshake, others are served."""
 
 from __future__ import annotations
 

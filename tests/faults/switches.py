@@ -1,0 +1,181 @@
+"""What takes the place of a guard's function when it is switched off; see `tests.faults.guards`.
+
+This module imports nothing of the product before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Function = Callable[..., Any]
+
+
+class _Reached:
+    """A device that is said to have finished."""
+
+    def reached(self) -> bool:
+        return True
+
+
+class _AnyBoot(str):
+    """Equal to every boot."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, _: object) -> bool:
+        return True
+
+    def __ne__(self, _: object) -> bool:
+        return False
+
+
+def nothing(_: Function) -> Function:
+    return lambda *_args, **_options: None
+
+
+def always(value: object) -> Callable[[Function], Function]:
+    return lambda _: lambda *_args, **_options: value
+
+
+def only_one_reading(before: bool) -> Callable[[Function], Function]:
+    def off(check: Function) -> Function:
+        def one(load: Any, peer: Any, *, wait_until_ready: bool) -> Any:
+            return check(load, peer, wait_until_ready=wait_until_ready) if wait_until_ready is before else iter(())
+
+        return one
+
+    return off
+
+
+def computing_will_do(check: Function) -> Function:
+    def lenient(load: Any, peer: Any, *, wait_until_ready: bool) -> Any:
+        from kvferry.protocol.ids import epoch_from_text
+        from kvferry.worker.loads.load import LoadFailed
+
+        try:
+            yield from check(load, peer, wait_until_ready=wait_until_ready)
+        except LoadFailed:
+            epoch = epoch_from_text(load.order.source.kvferry.lease_epoch)
+            if any(int(load.context.slot_reads.words[entry]) >> 4 != epoch for entry in load.entries):
+                raise
+
+    return lenient
+
+
+def slot_stays(clear: Function) -> Function:
+    def forgetful(table: Any, slot: int) -> None:
+        word = table.words[slot]
+        clear(table, slot)
+        table.words[slot] = word
+
+    return forgetful
+
+
+def ready_at_once(advance: Function) -> Function:
+    def hasty(table: Any) -> Any:
+        for lease in table._pending.values():
+            lease.mark = _Reached()
+        return advance(table)
+
+    return hasty
+
+
+def load_at_once(steps: Function) -> Function:
+    def hasty(load: Any) -> Any:
+        load.mark = _Reached()
+        return steps(load)
+
+    return hasty
+
+
+def always_safe(settle: Function) -> Function:
+    def careless(load: Any) -> bool:
+        settle(load)
+        return True
+
+    return careless
+
+
+def pin_nothing(_: Function) -> Function:
+    def careless(quarantined: Any, _pool: Any, request_id: str, _now_s: float) -> None:
+        quarantined._pinned[request_id] = (), 0.0
+
+    return careless
+
+
+def count_messages(done: Function) -> Function:
+    def gullible(table: Any, message: Any) -> Any:
+        import msgspec
+
+        lease = table._find(message.slot, message.epoch)
+        notifications = lease.notifications.get(message.consumer) if lease is not None else None
+        received = notifications.workers.bit_count() if notifications is not None else 0
+        return done(table, msgspec.structs.replace(message, worker=received))
+
+    return gullible
+
+
+def any_epoch(_: Function) -> Function:
+    return lambda table, slot, _epoch: table._leases.get(slot)
+
+
+def skip_the_boot_check(_: Function) -> Function:
+    def receive_messages(listener: Any, leases: Any, _boot: str, _counters: Any) -> None:
+        from kvferry.protocol.handshake import Release
+
+        for received in listener.inbox.take():
+            (leases.release if received.kind is Release else leases.renew)(received.name)
+
+    return receive_messages
+
+
+def accept_any_boot(handshake: Function) -> Function:
+    return lambda contact, key: handshake(contact, key._replace(boot=_AnyBoot(key.boot)))
+
+
+def never_late(advance: Function) -> Function:
+    def never_late(runner: Any, load: Any, steps: Any) -> Any:
+        import time
+
+        load.record.ordered_s = time.monotonic()
+        return advance(runner, load, steps)
+
+    return never_late
+
+
+def renew_nothing(_: Function) -> Function:
+    def renew(ledger: Any, name: Any, _received_s: float | None = None) -> bool:
+        from kvferry.scheduler.producer.lease import LeaseState
+
+        lease = ledger._by_name.get(name)
+        return lease is not None and lease.state is not LeaseState.ENDING
+
+    return renew
+
+
+def count_sleep(_: Function) -> Function:
+    def wind(clock: Any, now_s: float) -> float:
+        before_s = now_s if clock._last_s is None else clock._last_s
+        clock._awake_s += max(0.0, now_s - before_s)
+        clock._last_s = now_s
+        return float(clock._awake_s)
+
+    return wind
+
+
+def whatever_comes(_: Function) -> Function:
+    return lambda _prompt, _chain, num_tokens: num_tokens
+
+
+def unguarded(_: Function) -> Function:
+    return lambda _listener, serve: serve()
+
+
+def count_no_recomputes(add: Function) -> Function:
+    def silent(counters: Any, metric: str, *args: Any, **options: Any) -> None:
+        if metric != "local_recomputes":
+            add(counters, metric, *args, **options)
+
+    return silent
