@@ -11,7 +11,7 @@ from tests.engine_core.offers import offer
 from tests.engine_core.test_engine_loop import make_core
 from tests.harness.cache_engine import free_port
 from tests.harness.core.node import Node
-from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
 from tests.waiting import wait_until
 
@@ -69,14 +69,13 @@ def test_a_producer_that_cannot_be_prewarmed_costs_its_request_what_it_always_co
 
 
 @pytest.mark.parametrize(("allowed", "handshakes"), [(["127.0.0.1"], 1), (["10.0.0.0/8"], 0)])
-def test_only_hosts_that_are_allowed_are_named_to_the_workers(allowed: list[str], handshakes: int) -> None:
-    engine = Engine("FerryConnector", module="kvferry.connector", role="kv_consumer", extra={"allowed_hosts": allowed})
-    try:
-        engine.add("d", PROMPT, offer(PROMPT))
-        orders = engine.step().orders
-        assert len(orders.prewarms if orders is not None else ()) == handshakes
-    finally:
-        engine.close()
+def test_only_hosts_that_are_allowed_are_named_to_the_workers(
+    make_engine: Any, allowed: list[str], handshakes: int
+) -> None:
+    engine = make_engine("kv_consumer", extra={"allowed_hosts": allowed})
+    engine.add("d", PROMPT, offer(PROMPT))
+    orders = engine.step().orders
+    assert len(orders.prewarms if orders is not None else ()) == handshakes
 
 
 def times_described(producer: Node) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,11 +19,8 @@ OTHER_ADAPTER = LoRARequest("german", 1, "/nowhere")
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Node, Node]]:
-    producer, consumer = Node("kv_producer"), Node("kv_consumer")
-    yield producer, consumer
-    producer.close()
-    consumer.close()
+def pair(make: Any) -> tuple[Node, Node]:
+    return make("kv_producer"), make("kv_consumer")
 
 
 @pytest.mark.parametrize(

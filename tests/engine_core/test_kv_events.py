@@ -42,11 +42,8 @@ class Events:
 
 
 @pytest.fixture
-def consumer() -> Any:
-    engine = Engine("NixlConnector", module="kvferry.connector", role="kv_consumer")
-    yield engine
-    engine.connector.scheduler_side.check_integrity()
-    engine.close()
+def consumer(make_engine: Any) -> Any:
+    return make_engine("kv_consumer")
 
 
 def test_nothing_is_published_before_the_load_is_good_and_then_all_of_it_once(consumer: Engine) -> None:

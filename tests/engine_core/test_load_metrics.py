@@ -121,20 +121,17 @@ def test_a_load_is_in_flight_until_it_has_ended(make: Callable[..., Node]) -> No
     assert gauges(consumer.engine, "prompts_waiting_now")[-1] == 0
 
 
-def test_a_prompt_that_waits_for_a_place_is_reported_as_waiting() -> None:
-    engine = Engine("FerryConnector", module="kvferry.connector", role="kv_consumer", max_num_seqs=1)
-    try:
-        engine.add("long", tokens(20, seed=7), max_tokens=400)
-        engine.step()
-        engine.add("d", PROMPT, offer(PROMPT), max_tokens=2)
-        engine.step()
-        assert gauges(engine, "prompts_waiting_now")[-1] == 1
-        assert not samples(engine, "order_wait_s")
-        engine.abort("d", "long")
-        engine.step()
-        assert gauges(engine, "prompts_waiting_now")[-1] == 0
-    finally:
-        engine.close()
+def test_a_prompt_that_waits_for_a_place_is_reported_as_waiting(make_engine: Any) -> None:
+    engine = make_engine("kv_consumer", max_num_seqs=1)
+    engine.add("long", tokens(20, seed=7), max_tokens=400)
+    engine.step()
+    engine.add("d", PROMPT, offer(PROMPT), max_tokens=2)
+    engine.step()
+    assert gauges(engine, "prompts_waiting_now")[-1] == 1
+    assert not samples(engine, "order_wait_s")
+    engine.abort("d", "long")
+    engine.step()
+    assert gauges(engine, "prompts_waiting_now")[-1] == 0
 
 
 def test_a_lease_is_reported_while_computing_while_held_and_with_its_seconds_left(
@@ -155,15 +152,12 @@ def test_a_lease_is_reported_while_computing_while_held_and_with_its_seconds_lef
     assert 20 < left <= 30, "it was read at once"
 
 
-def test_a_lease_that_computes_for_several_steps_is_reported_meanwhile() -> None:
-    engine = Engine("FerryConnector", module="kvferry.connector", role="kv_producer", max_step_tokens=16)
-    try:
-        engine.add("p", PROMPT, {"do_remote_decode": True}, max_tokens=1)
-        engine.step()
-        assert gauges(engine, "leases_computing_now") == [1]
-        assert gauges(engine, "leases_held_now") == [0]
-    finally:
-        engine.close()
+def test_a_lease_that_computes_for_several_steps_is_reported_meanwhile(make_engine: Any) -> None:
+    engine = make_engine("kv_producer", max_step_tokens=16)
+    engine.add("p", PROMPT, {"do_remote_decode": True}, max_tokens=1)
+    engine.step()
+    assert gauges(engine, "leases_computing_now") == [1]
+    assert gauges(engine, "leases_held_now") == [0]
 
 
 def test_staging_in_use_is_reported_while_a_read_cannot_end(make: Callable[..., Node]) -> None:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.harness.core.scheduler import Engine, tokens
+from tests.harness.core.scheduler import tokens
 
 
 @pytest.fixture
-def producer() -> Iterator[Any]:
-    engine = Engine(
-        "FerryConnector", module="kvferry.connector", role="kv_producer", extra={"debug_check_integrity": True}
-    )
-    yield engine
-    engine.close()
+def producer(make_engine: Any) -> Any:
+    return make_engine(extra={"debug_check_integrity": True})
 
 
 def held(producer: Any, name: str) -> bool:

@@ -53,14 +53,22 @@ def lease_of(params: RemotePrefill) -> LeaseName:
     return LeaseName(slot=params.kvferry.lease_slot, epoch=params.kvferry.lease_epoch)
 
 
-def test_the_answer_of_a_prefill_offers_exactly_its_prompt(make_engine: Any) -> None:
-    engine = make_engine()
-    request = engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
-    engine.step()
-    params = offered(engine, "p")
-    assert (params.remote_num_tokens, len(params.remote_block_ids[0])) == (40, 3)
-    assert request.num_tokens == 41
-    assert engine.used_blocks == 3
+@pytest.mark.parametrize("overlap", [False, True], ids=["one step", "overlapping steps"])
+@pytest.mark.parametrize(("length", "max_tokens"), [(40, 1), (40, 2), (40, 7), (40, 10), (300, 1)])
+def test_an_answer_offers_all_tokens_but_the_one_that_was_sampled_last(
+    make_engine: Any, length: int, max_tokens: int, overlap: bool
+) -> None:
+    """300 tokens are computed in three chunks; a token of a step in flight is never offered."""
+    engine = make_engine(overlap=overlap)
+    engine.add("p", tokens(length), REMOTE_DECODE, max_tokens=max_tokens)
+    steps = [engine.schedule()]
+    while engine.answers["p"].finish_reason is None:
+        steps += [engine.schedule()] if overlap else []
+        engine.finish(steps.pop(0))
+        steps += [] if steps else [engine.schedule()]
+    params, held = offered(engine, "p"), length + max_tokens - 1
+    assert (params.remote_num_tokens, len(params.kvferry.digests)) == (held, -(-held // 256))
+    assert len(params.remote_block_ids[0]) == -(-held // BLOCK_TOKENS)
 
 
 def test_all_of_the_answer_survives_a_router_that_turns_numbers_into_floats(make_engine: Any) -> None:
@@ -71,25 +79,6 @@ def test_all_of_the_answer_survives_a_router_that_turns_numbers_into_floats(make
     assert read_params(json.loads(text, parse_int=float)) == read_params(json.loads(text))
 
 
-def test_a_prefill_that_decodes_a_little_offers_all_but_its_last_token(make_engine: Any) -> None:
-    engine = make_engine()
-    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=10)
-    engine.run()
-    params = offered(engine, "p")
-    assert params.remote_num_tokens == 49
-    assert len(params.remote_block_ids[0]) == 4
-
-
-def test_a_prefill_in_chunks_offers_every_chunk(make_engine: Any) -> None:
-    engine = make_engine()
-    engine.add("p", tokens(300), REMOTE_DECODE, max_tokens=1)
-    steps = [engine.step() for _ in range(3)]
-    assert [step.computed["p"] for step in steps] == [128, 128, 44]
-    params = offered(engine, "p")
-    assert (params.remote_num_tokens, len(params.kvferry.digests)) == (300, 2)
-    assert len(params.remote_block_ids[0]) == 19
-
-
 def test_the_slot_is_opened_with_the_first_step_and_held_with_the_one_after_the_last(make_engine: Any) -> None:
     engine = make_engine()
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
@@ -97,17 +86,6 @@ def test_the_slot_is_opened_with_the_first_step_and_held_with_the_one_after_the_
     assert [len(first.opens), len(first.holds)] == [1, 0]
     assert [hold.request_id for hold in second.holds] == ["p"]
     assert third is None
-
-
-def test_a_lease_that_was_given_back_ends_with_the_next_step(make_engine: Any) -> None:
-    engine = make_engine()
-    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
-    engine.step()
-    engine.step()
-    params = offered(engine, "p")
-    say(engine, Release(boot=params.kvferry.boot, leases=(lease_of(params),)))
-    assert step_as_workers_do(engine) == {"p"}
-    assert engine.is_whole
 
 
 def test_a_prefill_without_a_free_slot_is_served_and_offers_nothing(make_engine: Any) -> None:
@@ -130,20 +108,6 @@ def test_a_session_of_streamed_input_and_a_prompt_of_another_role_are_served_wit
     consumer.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     assert consumer.run()["p"].params is None
     assert consumer.is_whole
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2, 7, 10])
-def test_an_overlapping_producer_never_offers_a_token_of_a_step_in_flight(make_engine: Any, max_tokens: int) -> None:
-    engine = make_engine(overlap=True)
-    engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=max_tokens)
-    step = engine.schedule()
-    while engine.answers["p"].finish_reason is None:
-        ahead = engine.schedule()
-        engine.finish(step)
-        step = ahead
-    params = offered(engine, "p")
-    assert params.remote_num_tokens == 40 + max_tokens - 1
-    assert len(params.remote_block_ids[0]) == -(-params.remote_num_tokens // BLOCK_TOKENS)
 
 
 def test_a_producer_that_stops_while_a_step_is_in_flight_offers_what_was_computed_before(make_engine: Any) -> None:

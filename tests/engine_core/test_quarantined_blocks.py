@@ -64,18 +64,6 @@ def test_one_of_two_workers_fails_first_and_the_blocks_are_pinned_until_both_are
     assert engine.is_whole
 
 
-def test_an_aborted_request_whose_load_fails_in_flight_leaves_its_blocks_pinned(make_engine: Any) -> None:
-    engine = make_engine("kv_consumer")
-    engine.add("d", PROMPT, offer(PROMPT))
-    engine.step()
-    engine.abort("d")
-    engine.step(worker=report("d", w0={"d"}))
-    assert not engine.scheduler.requests
-    assert engine.used_blocks == 3
-    engine.step(worker=report(w0=set()))
-    assert engine.is_whole
-
-
 def test_the_gauges_say_how_much_is_out_of_use_and_that_nothing_is_any_more(make_engine: Any) -> None:
     engine = make_engine("kv_consumer", policy="fail")
     quarantined = engine.connector.scheduler_side.loads.quarantine
@@ -90,14 +78,6 @@ def test_the_gauges_say_how_much_is_out_of_use_and_that_nothing_is_any_more(make
     engine.step()
     for name, values in (("quarantined_requests_now", [0, 1, 0]), ("quarantined_blocks_now", [0, 3, 0])):
         assert [stats["gauges"][name] for stats in engine.stats if name in stats["gauges"]] == values, "each once"
-
-
-def test_a_failed_load_with_nothing_in_flight_pins_nothing(make_engine: Any) -> None:
-    engine = make_engine("kv_consumer", policy="fail")
-    engine.add("d", PROMPT, offer(PROMPT))
-    engine.step()
-    engine.step(worker=report("d"))
-    assert engine.is_whole
 
 
 def test_blocks_of_the_local_cache_that_the_request_shared_serve_others_meanwhile(make_engine: Any) -> None:

@@ -13,18 +13,12 @@ import pytest
 
 from kvferry.protocol.errors import InvalidSecretFile
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret
-from tests.harness.core.node import Node, stop_parallel_state
+from tests.harness.core.node import Node
 from tests.harness.core.scheduler import Engine, tokens
 from tests.protocol.secret_files import NEW, OLD, OTHER, listing, write
 
 PROMPT = tokens(40)
 COUNT = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_groups() -> Iterator[None]:
-    yield
-    stop_parallel_state()
 
 
 @contextmanager

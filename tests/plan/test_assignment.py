@@ -168,11 +168,6 @@ def test_producers_without_a_reader_are_notified_by_the_consumers_with_the_fewes
     assert assignment.released == ((1, 3, 6), (2, 5, 7))
 
 
-def test_expected_counts_every_consumer_that_names_a_producer() -> None:
-    assignment = pair(sharded("D", tp=4), sharded(tp=2))
-    assert [assignment.expected(worker) for worker in range(2)] == [2, 2]
-
-
 def test_heads_that_touch_are_one_source() -> None:
     """Where another worker's borders cut a range, the parts that come from one worker are joined again."""
     consumers = [worker([tensor(heads=Range(0, 4))]), worker([tensor(heads=Range(2, 4))], Place(tp=1))]

@@ -8,10 +8,10 @@ from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_engine, plan_transfer
 from kvferry.plan.transfer_plan import Placing
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.geometry import Interleave, PagedTensor, Place, Range
+from kvferry.protocol.geometry import PagedTensor, Place, Range
 from kvferry.protocol.handshake import CacheGroup
 from tests.plan.engines import sharded
-from tests.plan.samples import FACTS, engine, other, tensor, worker
+from tests.plan.samples import FACTS, engine, other, tensor
 
 OURS = engine(engine_id="D")
 
@@ -45,13 +45,6 @@ def test_sizes_that_do_not_divide_read_parts_of_two_workers() -> None:
     assert (first.local_heads, second.local_heads) == (Range(0, 1), Range(1, 2))
 
 
-def test_strides_bases_and_block_counts_may_differ() -> None:
-    nhd = tensor(base=1 << 40, blocks=100, block_stride=640, head_stride=8, tile_stride=16)
-    (route,) = plan_transfer(OURS, 0, engine(nhd), Costs(staged_run_bytes=0)).routes
-    (item,) = route.slices
-    assert (item.run_bytes, item.unit_runs, item.placing) == (8, 8, Placing.DIRECT)
-
-
 def test_scheduler_blocks_may_differ_where_kernel_blocks_are_equal() -> None:
     producer = engine(groups=(CacheGroup(policy="full", block_tokens=16),))
     assert plan_transfer(OURS, 0, producer).routes[0].slices[0].tokens.unit_tokens == 4
@@ -64,15 +57,6 @@ def test_every_group_has_its_own_units_and_readers() -> None:
     assert groups == [[0, 1], [1], [0, 1], [1]]
     units = {(item.tokens.group, item.tokens.unit_tokens) for route in plan.routes for item in route.slices}
     assert units == {(0, 4), (1, 0)}
-
-
-def test_a_consumer_worker_without_heads_needs_nothing() -> None:
-    empty = worker([tensor(heads=Range(2, 2))], Place(tp=1))
-    first, second = plan_engine(engine(workers=[worker(), empty]), engine(workers=[worker(), empty]))
-    assert [route.worker for route in first.routes] == [0]
-    assert [(route.worker, route.slices) for route in second.routes] == [(1, ())]
-    (_, nothing) = plan_engine(engine(workers=[worker(), empty]), engine())
-    assert nothing.routes == ()
 
 
 def test_token_maps_of_a_group_are_one_value() -> None:
@@ -112,21 +96,3 @@ def test_a_description_that_contradicts_itself_is_an_invalid_message() -> None:
 def test_the_models_name_and_its_longest_prompt_may_differ() -> None:
     """Weights are compared, not names: a copy in another directory is the same model."""
     assert plan_transfer(OURS, 0, engine(facts=other(FACTS, model="elsewhere", max_model_tokens=9))).routes
-
-
-def test_one_ranks_interleave_has_no_meaning() -> None:
-    plan = plan_transfer(OURS, 0, engine(tensor(interleave=Interleave(run_tokens=3))))
-    assert plan.routes[0].slices[0].tokens.unit_tokens == 4
-
-
-def test_cache_blocks_behind_each_other_in_one_group_may_have_their_own_strides() -> None:
-    """K and V packed here, apart there: what is merged is what both sides have side by side."""
-    k = tensor(kind="k", heads=Range(0, 1), tile_stride=16, head_stride=64)
-    v = other(k, kind="v", base=k.base + 8)
-    k_there = tensor(kind="k", heads=Range(0, 1), block_stride=32)
-    v_there = other(k_there, kind="v", base=1 << 30)
-    (route,) = plan_transfer(engine(k, v), 0, engine(k, v)).routes
-    assert [(bundle.run_bytes, bundle.unit_runs) for bundle in route.bundles] == [(64, 1)]
-    assert [item.unit_runs for item in route.slices] == [0.5, 0.5]
-    (route,) = plan_transfer(engine(k, v), 0, engine(k_there, v_there)).routes
-    assert [(bundle.run_bytes, bundle.unit_runs) for bundle in route.bundles] == [(8, 8)]
