@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.handshake import Release
-from tests.engine_core.test_producer import lease_of, offered, say
+from kvferry.protocol.handshake import LeaseName, Release, encode
+from tests.engine_core.test_producer import offered
 from tests.harness.core.scheduler import tokens
+from tests.scheduler.channel import client
+from tests.waiting import wait_until
 
 REMOTE_DECODE = {"do_remote_decode": True}
 
@@ -83,9 +85,12 @@ def test_a_release_that_came_while_idle_frees_the_blocks_in_the_next_step(
     engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
     engine.step()
     engine.step()
-    params = offered(engine, "p")
+    ticket, channel = offered(engine, "p").kvferry, engine.connector.scheduler_side._channel
     assert engine.free_blocks == 0
-    say(engine, Release(boot=params.kvferry.boot, leases=(lease_of(params),)))
+    name = LeaseName(slot=ticket.lease_slot, epoch=ticket.lease_epoch)
+    with client(channel.local.port) as sock:
+        sock.send_multipart([b"", encode(Release(boot=ticket.boot, leases=(name,)))])
+        wait_until(lambda: not channel.listener.inbox.empty(), "the release has arrived")
     assert not engine.scheduler.has_requests()
     engine.add("new", tokens(40, seed=3), max_tokens=1)
     step = engine.schedule()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
-import zmq
 
-from kvferry.protocol.handshake import LeaseName, Release, Renew, encode
 from kvferry.protocol.params import RemotePrefill, read_params
 from tests.harness.core.scheduler import BLOCK_TOKENS, SAMPLED, Engine, tokens
 
@@ -22,35 +19,6 @@ def offered(engine: Engine, request_id: str) -> RemotePrefill:
     params = read_params(json.loads(json.dumps(engine.answers[request_id].params)))
     assert isinstance(params, RemotePrefill)
     return params
-
-
-def step_as_workers_do(engine: Engine) -> set[str]:
-    """One step whose workers report each lease that they are ordered to end as sent."""
-    step = engine.schedule()
-    engine.finish(step, over=step.ended)
-    return step.ended
-
-
-def say(engine: Engine, message: Renew | Release) -> None:
-    """Send a message on the engine's side channel and wait until it has arrived, or was counted as unknown."""
-    side = engine.connector.scheduler_side
-
-    def arrived() -> int:
-        unknown = (side.counters.total(name) for name in ("renewals_unknown", "releases_unknown"))
-        return int(side._channel.listener.inbox.qsize() + sum(unknown))
-
-    before = arrived()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.connect(f"tcp://127.0.0.1:{side._channel.local.port}")
-        socket.send_multipart([b"", encode(message)])
-        deadline = time.monotonic() + 5.0
-        while arrived() == before and time.monotonic() < deadline:
-            time.sleep(0.001)
-    assert arrived() > before
-
-
-def lease_of(params: RemotePrefill) -> LeaseName:
-    return LeaseName(slot=params.kvferry.lease_slot, epoch=params.kvferry.lease_epoch)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one step", "overlapping steps"])

@@ -190,7 +190,7 @@ class Attack:
         self._running = self._prefill()
         gate.hold = lambda: None
         opened.set()
-        self._until(lambda: all(self._is_over(load) for load in loads), self.consumer)
+        self._until(lambda: all(self.consumer.seen.is_over(load.request_id) for load in loads), self.consumer)
         self._until(lambda: not self.consumer.seen.alive, self.consumer)
         for offer, load in zip(offers, loads, strict=True):
             self.counts.add(self.consumer, load, offer.seed)
@@ -205,10 +205,6 @@ class Attack:
         sent = self.producer.seen.sent
         self._until(lambda: all(offer.request_id in sent for offer in offers), self.producer)
         assert self.producer.counters.total("leases_released", "expired") == expired + len(offers)
-
-    def _is_over(self, load: OrderedLoad) -> bool:
-        seen = self.consumer.seen
-        return load.request_id in seen.failed or load.request_id in seen.loaded
 
     @staticmethod
     def _until(happened: Callable[[], bool], engine: Engine) -> None:

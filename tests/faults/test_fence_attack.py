@@ -143,7 +143,7 @@ def race(source: Source, consumer: Engine, draw: random.Random) -> Counts:
                 load = consumer.load(params)
                 loads[load.request_id] = load, seed
         consumer.collect()
-        for name in [x for x in loads if (x in seen.failed or x in seen.loaded) and x not in seen.alive]:
+        for name in [x for x in loads if seen.is_over(x) and x not in seen.alive]:
             load, seed = loads.pop(name)
             counts.add(consumer, load, seed)
             consumer.free(load)

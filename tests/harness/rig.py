@@ -102,7 +102,7 @@ class Rig:
         self.step_until(lambda: not any(len(engine.leases) for engine in self.engines), "no lease is left", BOUND_S)
         for engine in self.engines:
             until_adds_up(engine)
-            assert _is_alive(engine), f"the transfer thread of {engine.name} has ended"
+            assert engine.worker._thread._thread.is_alive(), f"the transfer thread of {engine.name} has ended"
 
     def retire(self, engine: Engine) -> None:
         """Close an engine and free its port."""
@@ -160,8 +160,3 @@ def until_adds_up(engine: Engine) -> None:
     assert slot_reads.free() == len(slot_reads.words)
     assert staging is None or not staging.pool.waves()
     assert not engine.fabric.transfers()
-
-
-def _is_alive(engine: Engine) -> bool:
-    thread = engine.worker._thread
-    return thread is None or thread._thread.is_alive()
