@@ -7,10 +7,22 @@ import os
 import msgspec
 
 from kvferry.cli.transfer.child import Pipe, play
-from kvferry.cli.transfer.messages import Connect, Offer, OfferedMemory, ReadsFailed
+from kvferry.cli.transfer.messages import Connect, Offer, OfferedMemory, Reads, ReadsFailed
 
 MEMORY = OfferedMemory(kind="DRAM", address=4096, length=4096, seed=1)
 OFFER = Offer(host="p0", agent_metadata=b"m", memories=(MEMORY,), no_cuda="")
+READS = Reads(
+    kind="DRAM",
+    num_bytes=65536,
+    descriptors=4,
+    reads=9,
+    p50_us=32.768,
+    p99_us=123.4,
+    checked=786432,
+    wrong=0,
+    first_wrong=-1,
+)
+"""Of a reader of this memory, for tests of reports."""
 
 
 def own(pipe: Pipe) -> None:

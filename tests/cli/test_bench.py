@@ -20,12 +20,12 @@ from kvferry.cli.bench.client import run_client
 from kvferry.cli.bench.report import print_outcome
 from kvferry.cli.transfer.measure import Outcome
 from kvferry.cli.transfer.memory import content, count_wrong
-from kvferry.cli.transfer.messages import Echoes, Measured, Reads, ReadsFailed, Task
+from kvferry.cli.transfer.messages import Echoes, Measured, ReadsFailed, Task
 from kvferry.cli.transfer.reader import RUN_BYTES, cases_of
 from tests.cli.bench_listener import TASK, bench_listening
 from tests.cli.command import refused, run
 from tests.cli.lying_owner import CHANGED
-from tests.cli.tame_owner import OFFER
+from tests.cli.tame_owner import OFFER, READS
 from tests.scheduler.channel import HOST, free_port
 
 pytestmark = pytest.mark.slow
@@ -114,7 +114,7 @@ import sys
 from multiprocessing.connection import Connection
 from kvferry.cli.transfer.child import Pipe
 from kvferry.cli.transfer.messages import Progress
-from tests.cli.tame_owner import OFFER
+from tests.cli.tame_owner import OFFER, READS
 pipe = Pipe(Connection(int(sys.argv[-1])))
 """
 
@@ -190,19 +190,6 @@ def test_sizes_are_powers_of_four_and_cases_of_several_runs_are_scattered_too() 
         (64 << 10, 16 << 10),
     ]
     assert cases_of(64 << 20)[-1] == (64 << 20, 16 << 10)
-
-
-READS = Reads(
-    kind="DRAM",
-    num_bytes=65536,
-    descriptors=4,
-    reads=9,
-    p50_us=32.768,
-    p99_us=123.4,
-    checked=786432,
-    wrong=0,
-    first_wrong=-1,
-)
 
 
 def test_the_table_distinguishes_wrong_and_right_rows(capsys: pytest.CaptureFixture[str]) -> None:

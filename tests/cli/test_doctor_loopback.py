@@ -15,8 +15,8 @@ from kvferry.cli.doctor.devices import Device, Machine
 from kvferry.cli.doctor.findings import Finding, Mark
 from kvferry.cli.doctor.loopback import check_loopback, judge_log, judge_outcome
 from kvferry.cli.transfer.measure import Outcome
-from kvferry.cli.transfer.messages import Echoes, Measured, Reads
-from tests.cli.tame_owner import OFFER
+from kvferry.cli.transfer.messages import Echoes, Measured
+from tests.cli.tame_owner import OFFER, READS
 
 pytestmark = pytest.mark.slow
 
@@ -26,23 +26,13 @@ LOG = """\
 [1795314891.8] [host:12157:0]          parser.c:2578 UCX  WARN  (set UCX_WARN_UNUSED_ENV_VARS=n to suppress this warning)
 [1795314891.8] [host:12157:0]          parser.c:2587 UCX  INFO  UCX_* env variables: UCX_LOG_LEVEL=info
 """  # noqa: E501 - as UCX writes them
-READS = Reads(
-    kind="DRAM",
-    num_bytes=16 << 20,
-    descriptors=1,
-    reads=5,
-    p50_us=1600.0,
-    p99_us=2000.0,
-    checked=1 << 27,
-    wrong=0,
-    first_wrong=-1,
-)
-SMALL = msgspec.structs.replace(READS, num_bytes=4096, p50_us=5.0)
-SCATTERED = msgspec.structs.replace(READS, descriptors=1024, p50_us=1e6)
+LARGE = msgspec.structs.replace(READS, num_bytes=16 << 20, descriptors=1, p50_us=1600.0)
+SMALL = msgspec.structs.replace(LARGE, num_bytes=4096, p50_us=5.0)
+SCATTERED = msgspec.structs.replace(LARGE, descriptors=1024, p50_us=1e6)
 
 
 def outcome(lanes: str = "am(tcp/lo cma)", **changes: Any) -> Outcome:
-    largest = msgspec.structs.replace(READS, **changes)
+    largest = msgspec.structs.replace(LARGE, **changes)
     echoes = Echoes(reads=5, p50_us=1.0, p99_us=2.0)
     measured = Measured(first_contact_ms=5.0, reads=(SMALL, largest, SCATTERED), notifications=echoes)
     return Outcome(OFFER, OFFER, lanes, measured)

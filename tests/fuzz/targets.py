@@ -41,7 +41,6 @@ from kvferry.protocol.params_mac import check_params_mac, sign_params
 from kvferry.scheduler.consumer.remote_lease import RemoteLease
 from kvferry.worker.fabric.errors import InvalidMetadata
 from kvferry.worker.fabric.metadata import open_metadata, wrap_metadata
-from tests.fuzz.lease_target import leases
 from tests.fuzz.mutation import mutate
 from tests.fuzz.plan_targets import connecting, pairing, planning
 from tests.fuzz.source import Source
@@ -195,7 +194,7 @@ def mutated_description_json(data: bytes) -> None:
         check_refusal(refused)
 
 
-_OTHERS = (params, mutated_params, mutated_description_json, digests, leases, planning, pairing, connecting)
+_OTHERS = (params, mutated_params, mutated_description_json, digests, planning, pairing, connecting)
 ALL: dict[str, Target] = {
     **{name: functools.partial(read_frame, form) for name, form in (FORMATS | OTHER_FORMATS).items()},
     **{f"mutated_{name}": functools.partial(read_mutated, form) for name, form in FORMATS.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,11 +29,20 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.ids import MAX_WORKERS
-from kvferry.protocol.notifications import Done, decode_notification, encode_notification
+from kvferry.protocol.notifications import (
+    MAGIC,
+    MAX_NOTIFICATION_BYTES,
+    Done,
+    decode_notification,
+    encode_notification,
+)
+from kvferry.protocol.orders import LeaseOpen
 from kvferry.protocol.params import MAX_BLOCKS, MAX_DIGESTS, MAX_GROUPS, MAX_KEYS, read_params
+from kvferry.worker.leases import MAX_CONSUMERS, LeaseTable
 from tests.plan.samples import engine, other, tensor, worker
 from tests.protocol.samples import (
     BOOT,
+    DONE,
     EPOCH,
     make_description,
     make_params,
@@ -147,6 +157,34 @@ def test_a_frame_may_have_as_many_bytes_as_its_limit_and_no_more(
         else:
             with pytest.raises(InvalidMessage, match="at most"):
                 decode(frame)
+
+
+def test_a_notification_may_have_as_many_bytes_as_its_limit_and_no_more() -> None:
+    body = encode_notification(DONE)[len(MAGIC) :]
+    room = MAX_NOTIFICATION_BYTES - len(body) - len(b"\xa5later\xda\x00\x00")
+    frames = [
+        MAGIC + bytes([body[0] + 1]) + body[1:] + b"\xa5later\xda" + size.to_bytes(2, "big") + b"x" * size
+        for size in (room, room + 1)
+    ]
+    assert decode_notification(frames[0]) == DONE
+    with pytest.raises(InvalidMessage, match="at most"):
+        decode_notification(frames[1])
+
+
+def test_a_lease_takes_the_notifications_of_eight_consumers_whatever_their_numbers_and_no_more() -> None:
+    table = LeaseTable(1)
+    table.open(LeaseOpen(slot=0, epoch=EPOCH))
+    notifications = [
+        Done(slot=0, epoch=EPOCH, consumer=f"{index:032x}", worker=MAX_WORKERS - 1, expected=2)
+        for index in range(MAX_CONSUMERS + 1)
+    ]
+    for done in notifications[:-1]:
+        assert table.done(done) is None
+    with pytest.raises(InvalidMessage):
+        table.done(notifications[-1])
+    kept = table._leases[0].notifications.values()
+    assert len(kept) == MAX_CONSUMERS
+    assert all(sys.getsizeof(sent.workers) <= MAX_WORKERS // 8 + 64 for sent in kept), "more than a bit a worker"
 
 
 def test_a_description_file_may_have_as_many_bytes_as_its_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,9 +132,3 @@ NOT_DESCRIPTIONS = [
 def test_what_is_no_description_json_at_all_is_refused(text: bytes) -> None:
     with pytest.raises(InvalidDescription):
         decode_engine_json(text)
-
-
-def test_a_file_that_is_too_long_is_not_even_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.protocol.description_json.MAX_DESCRIPTION_JSON_BYTES", len(TEXT) - 1)
-    with pytest.raises(InvalidDescription, match=f"at most {len(TEXT) - 1} bytes"):
-        decode_engine_json(TEXT)

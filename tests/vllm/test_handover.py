@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
-import psutil
-
 from scripts.accuracy.engines import Router
-from tests.vllm.pair import TIMEOUT_S, Pair, Server, long_prompt, post, text_of
+from tests.vllm.pair import TIMEOUT_S, Pair, long_prompt, post, text_of
 from tests.waiting import wait_until
 
 LAYERS, HEADS, HEAD_DIM, FLOAT, BLOCK = 4, 4, 32, 4, 128
@@ -101,21 +98,3 @@ def test_a_batch_through_the_router_answers_every_prompt_with_its_own_text(pair:
         lambda: (pair.producer.metrics() - before_p).total("vllm:kvferry_leases_released_total") == opened,
         "every lease has ended",
     )
-
-
-def test_an_idle_worker_burns_nearly_nothing(pair: Pair) -> None:
-    wait_until(lambda: _busy(pair.producer) + _busy(pair.consumer) == 0, "nothing runs")
-    for engine in (pair.producer, pair.consumer):
-        workers = [p for p in psutil.Process(engine.pid).children(recursive=True) if "Worker" in p.name()]
-        assert len(workers) == 1
-        shares = []
-        for _ in range(3):  # the best of three: other processes of this machine must not decide
-            before, start_s = sum(workers[0].cpu_times()[:2]), time.monotonic()
-            time.sleep(2.0)  # not to wait for anything: idleness has no event
-            shares.append((sum(workers[0].cpu_times()[:2]) - before) / (time.monotonic() - start_s))
-        assert min(shares) < 0.03, f"{engine.spec.name}: {shares}"
-
-
-def _busy(engine: Server) -> float:
-    scrape = engine.metrics()
-    return scrape.total("vllm:num_requests_running") + scrape.total("vllm:num_requests_waiting")

@@ -21,6 +21,7 @@ MEASURED_S = 31.0
 """Two steps that an engine takes by itself are among them."""
 MOST_CORES = 0.15
 """Of the API server, the engine core and the worker together."""
+MOST_CORES_OF_A_WORKER = 0.03
 
 
 def cpu_s(engine: ForkedServer) -> dict[str, float]:
@@ -44,6 +45,8 @@ def test_an_engine_that_holds_a_lease_takes_little_of_a_core_and_soon_knows_that
         cores = {name: (after[name] - before[name]) / wall_s for name in before}
         print({name: round(share, 3) for name, share in cores.items()}, "load", os.getloadavg())
         assert sum(cores.values()) < MOST_CORES
+        (of_worker,) = [share for name, share in cores.items() if "Worker" in name]
+        assert of_worker < MOST_CORES_OF_A_WORKER
         assert engine.metrics().total("vllm:kv_cache_usage_perc") > 0, "held blocks are in use"
         assert engine.metrics().total("vllm:num_requests_running") == 0
         ours = params["kvferry"]
