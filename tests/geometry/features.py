@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from kvferry.plan.transfer_plan import Placing, TransferPlan
 from kvferry.protocol.geometry import PagedTensor
+from tests.geometry.cells import NULL_BLOCK
 from tests.geometry.drawn import Drawn
-from tests.geometry.requests import NULL_BLOCK
 
 FEATURES = (
     "tp sizes divide",

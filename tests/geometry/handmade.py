@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from kvferry.protocol.geometry import Topology
 from tests.geometry.caches import Blocks, Side
+from tests.geometry.cells import NULL_BLOCK
 from tests.geometry.models import Group, Kind, Model
 from tests.geometry.orders import Order
 from tests.geometry.pairs import Pair
-from tests.geometry.requests import NULL_BLOCK, Request, span_of
+from tests.geometry.requests import Request, span_of
 from tests.geometry.shards import Shards
 
 LAYOUTS: Mapping[str, tuple[str, Mapping[str, str]]] = {

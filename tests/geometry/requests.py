@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from tests.geometry.cells import NULL_BLOCK
 from tests.geometry.models import Model
 from tests.geometry.shards import Shards
 
-NULL_BLOCK = 0
 MAX_TOKENS = 72
 
 _EITHER = st.booleans()
