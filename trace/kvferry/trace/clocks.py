@@ -26,7 +26,7 @@ from kvferry.trace.events import (
     ProcessStarted,
     RequestEvent,
 )
-from kvferry.trace.handover import Half, Handover
+from kvferry.trace.handover import Handover
 
 READ_BY_ALL = "done"
 """`LeaseOver.how` of a lease for which every worker of the consumer has sent `done`."""
@@ -125,12 +125,12 @@ def shifts(bounds: Bounds) -> dict[Clock, int] | None:
 
 def causes(handover: Handover) -> Iterator[tuple[Moment, Moment]]:
     """Pairs of moments of which the first must precede the second."""
-    given, over = _moment(handover.prefill, ParamsGiven), _moment(handover.prefill, LeaseOver)
-    arrived, ordered, reported = (_moment(handover.decode, kind) for kind in (DecodeArrived, LoadOrdered, LoadReported))
-    ended = handover.prefill.get(LeaseOver) if handover.prefill else None
+    kinds = (ParamsGiven, LeaseOver, DecodeArrived, LoadOrdered, LoadReported)
+    given, over, arrived, ordered, reported = (moment(handover, kind) for kind in kinds)
+    ended = handover.get(LeaseOver)
     if ended is None or ended.how != READ_BY_ALL:
         over = None
-    report = handover.decode.get(LoadReported) if handover.decode else None
+    report = handover.get(LoadReported)
     if report is None or not report.good:  # some loads were given up, and end later
         reported = None
     pairs = [(given, arrived), (ordered, over)]
@@ -141,6 +141,10 @@ def causes(handover: Handover) -> Iterator[tuple[Moment, Moment]]:
     yield from ((before, after) for before, after in pairs if before and after)
 
 
-def _moment(half: Half | None, kind: type[RequestEvent]) -> Moment | None:
-    event = half.get(kind) if half else None
-    return Moment(clock_of(half.process), event.at_ns) if half and event else None
+def moment(handover: Handover, kind: type[RequestEvent]) -> Moment | None:
+    """When the event of a type was recorded; None if it was not."""
+    for half in (handover.prefill, handover.decode):
+        event = half.get(kind) if half else None
+        if half and event:
+            return Moment(clock_of(half.process), event.at_ns)
+    return None

@@ -75,24 +75,25 @@ class Handover:
     decode: Half | None = None
     loads: tuple[Load, ...] = ()
 
-    @property
-    def arrived(self) -> DecodeArrived | None:
-        """The arrival in the consumer."""
-        return self.decode.get(DecodeArrived) if self.decode else None
+    def get(self, kind: type[EventT]) -> EventT | None:
+        """The event of a type, which only one half can have; None if it was not recorded."""
+        return next(filter(None, (half.get(kind) for half in (self.prefill, self.decode) if half)), None)
 
     @property
     def producer_request(self) -> str:
         """The request's id in the producer."""
         if self.prefill:
             return self.prefill.request
-        return self.arrived.remote_request if self.arrived else ""
+        arrived = self.get(DecodeArrived)
+        return arrived.remote_request if arrived else ""
 
     @property
     def producer(self) -> str:
         """The producer's engine id."""
         if self.prefill:
             return self.prefill.process.engine_id
-        return self.arrived.producer if self.arrived else ""
+        arrived = self.get(DecodeArrived)
+        return arrived.producer if arrived else ""
 
     @property
     def consumer_request(self) -> str:
@@ -107,11 +108,11 @@ class Handover:
     @property
     def traceparent(self) -> str:
         """The W3C trace parent of the request."""
-        known = (self.arrived, self.prefill.get(PrefillArrived) if self.prefill else None)
+        known = (self.get(DecodeArrived), self.get(PrefillArrived))
         return next((one.traceparent for one in known if one and one.traceparent), "")
 
     @property
     def tokens(self) -> int:
         """Tokens of the prompt, 0 where unknown."""
-        known = (self.prefill.get(ParamsGiven), self.prefill.get(PrefillArrived)) if self.prefill else ()
-        return next((one.tokens for one in (*known, self.arrived) if one), 0)
+        known = (self.get(ParamsGiven), self.get(PrefillArrived), self.get(DecodeArrived))
+        return next((one.tokens for one in known if one), 0)

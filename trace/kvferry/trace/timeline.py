@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.trace.clocks import Clocks
+from kvferry.trace.clocks import Clocks, moment
 from kvferry.trace.events import (
     DecodeArrived,
     DecodeScheduled,
@@ -20,7 +20,7 @@ from kvferry.trace.events import (
     Recomputed,
     RequestEvent,
 )
-from kvferry.trace.handover import Half, Handover, Load
+from kvferry.trace.handover import Handover, Load
 from kvferry.trace.phases import Phase
 
 LOADED, NOTHING_TO_LOAD = "loaded", "nothing to load"
@@ -127,10 +127,14 @@ _READS = (Phase.POSTING, Phase.READING)
 
 def timeline(handover: Handover, clocks: Clocks) -> Timeline:
     """The timeline of a handover, its times shifted to the common clock."""
-    prefill_events = (PrefillArrived, PrefillScheduled, ParamsGiven, LeaseOver)
-    decode_events = (DecodeArrived, LoadOrdered, LoadReported, Recomputed, DecodeScheduled)
-    queued, scheduled, given, over = (_time(handover.prefill, kind, clocks) for kind in prefill_events)
-    arrived, ordered, reported, recomputed, stepped = (_time(handover.decode, kind, clocks) for kind in decode_events)
+
+    def at(kind: type[RequestEvent]) -> int | None:
+        found = moment(handover, kind)
+        return found.at_ns + clocks.shift_ns.get(found.clock, 0) if found else None
+
+    queued, scheduled, given, over = at(PrefillArrived), at(PrefillScheduled), at(ParamsGiven), at(LeaseOver)
+    arrived, ordered, reported = at(DecodeArrived), at(LoadOrdered), at(LoadReported)
+    recomputed, stepped = at(Recomputed), at(DecodeScheduled)
     workers = _workers(handover.loads, clocks)
     if arrived is None and ordered is None:
         arrived = recomputed  # unusable params are found at the arrival
@@ -139,7 +143,7 @@ def timeline(handover: Handover, clocks: Clocks) -> Timeline:
     if ended is None and ordered is None:
         ended, stepped = stepped, None  # the consumer has all blocks already
     known = (given, arrived, ordered, recomputed, workers[0].spans[0].begun_ns if workers else None, reported)
-    zero = next((at for at in (*known, queued, scheduled, over) if at is not None), 0)
+    zero = next((one for one in (*known, queued, scheduled, over) if one is not None), 0)
     read_until = last.ended_ns if last else None
     held_from = given if given is not None else read_until
     return Timeline(
@@ -163,11 +167,6 @@ def timeline(handover: Handover, clocks: Clocks) -> Timeline:
 
 def _last_of(workers: Iterable[WorkerSpans]) -> WorkerSpans | None:
     return max(workers, key=lambda one: one.ended_ns, default=None)
-
-
-def _time(half: Half | None, kind: type[RequestEvent], clocks: Clocks) -> int | None:
-    event = half.get(kind) if half else None
-    return event.at_ns + clocks.shift(half.process) if half and event else None
 
 
 def _spans(*phases: tuple[Phase, int | None, int | None]) -> tuple[Span, ...]:
@@ -197,20 +196,19 @@ def _by_number(process: ProcessStarted) -> tuple[object, ...]:
 
 
 def _outcome(handover: Handover) -> str:
-    decode, prefill = handover.decode, handover.prefill
     failed = sorted({load.ended.reason for load in handover.loads if load.ended.reason})
     why = f" ({', '.join(failed)})" if failed else ""
-    if decode is not None:
-        if recomputed := decode.get(Recomputed):
+    if handover.decode is not None:
+        if recomputed := handover.get(Recomputed):
             return f"recomputed: {recomputed.reason}{'' if failed == [recomputed.reason] else why}"
-        if reported := decode.get(LoadReported):
+        if reported := handover.get(LoadReported):
             return LOADED if reported.good else f"load failed{why}"
-        if decode.get(DecodeScheduled) and not decode.get(LoadOrdered):
+        if handover.get(DecodeScheduled) and not handover.get(LoadOrdered):
             return NOTHING_TO_LOAD
-        return f"ended before it was loaded{why}" if decode.get(Finished) else f"under way{why}"
-    if prefill is None or not prefill.get(ParamsGiven):
+        return f"ended before it was loaded{why}" if handover.get(Finished) else f"under way{why}"
+    if not handover.get(ParamsGiven):
         return "not prefilled"
-    over = prefill.get(LeaseOver)
+    over = handover.get(LeaseOver)
     if over is None:
         return "not fetched so far"
     return f"{'fetched' if over.how in _FETCHED else 'not fetched'}: {over.how}"
@@ -218,12 +216,12 @@ def _outcome(handover: Handover) -> str:
 
 def _missing(handover: Handover) -> tuple[str, ...]:
     prefill, decode = handover.prefill, handover.decode
-    over = prefill.get(LeaseOver) if prefill else None
-    begun = decode and any(decode.get(kind) for kind in (DecodeArrived, LoadOrdered, Recomputed))
+    over = handover.get(LeaseOver)
+    begun = any(handover.get(kind) for kind in (DecodeArrived, LoadOrdered, Recomputed))
     halves = (
         ("producer", prefill is None),
         ("consumer", decode is None and over is not None and over.how in _FETCHED),
         ("consumer's scheduler", decode is not None and not begun),
-        ("consumer's workers", decode is not None and bool(decode.get(LoadReported)) and not handover.loads),
+        ("consumer's workers", decode is not None and bool(handover.get(LoadReported)) and not handover.loads),
     )
     return tuple(name for name, is_missing in halves if is_missing)
