@@ -47,7 +47,7 @@ def hand_out_cores(needs: Sequence[int], cores: Sequence[int] | None = None) -> 
     return [tuple(islice(names, need)) for need in needs]
 
 
-def free_ports(count: int, host: str = "127.0.0.1", rng: random.Random | None = None) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Different ports on which no process listens now.
 
     Another process may still take one before it is used: then the engine says so in its log and the run ends.
@@ -55,17 +55,17 @@ def free_ports(count: int, host: str = "127.0.0.1", rng: random.Random | None = 
     Raises:
         OSError: hardly any port is free.
     """
-    candidates = (rng or random.Random()).sample(range(_LOWEST, _HIGHEST), min(count + 2000, _HIGHEST - _LOWEST))
-    found = list(islice((port for port in candidates if _is_free(host, port)), count))
+    candidates = random.Random().sample(range(_LOWEST, _HIGHEST), min(count + 2000, _HIGHEST - _LOWEST))
+    found = list(islice(filter(_is_free, candidates), count))
     if len(found) < count:
         raise OSError(f"only {len(found)} free ports were found from {_LOWEST} to {_HIGHEST}; {count} are needed")
     return found
 
 
-def _is_free(host: str, port: int) -> bool:
+def _is_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as attempt:
         try:
-            attempt.bind((host, port))
+            attempt.bind(("127.0.0.1", port))
         except OSError:
             return False
     return True

@@ -256,4 +256,4 @@ def wait_until_idle(worker: FerryWorker) -> None:
 
 def free_port() -> int:
     """A port without a listener, which the kernel gives to no outgoing connection meanwhile."""
-    return free_ports(1, HOST)[0]
+    return free_ports(1)[0]

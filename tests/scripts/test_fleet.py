@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import socket
 from pathlib import Path
 
@@ -121,10 +120,12 @@ def test_devices_are_consecutive_and_cores_are_shared_only_when_there_are_too_fe
     assert hand_out_cores([1, 2], [0, 1]) == [("0",), ("1", "0")]
 
 
-def test_ports_differ_and_are_free() -> None:
-    ports = free_ports(50, rng=random.Random(11))
+def test_ports_differ_and_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = free_ports(50)
     assert len(set(ports)) == 50
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", ports[0]))
-        taken.listen()
-        assert ports[0] not in free_ports(3, rng=random.Random(11))
+        monkeypatch.setattr(devices, "_LOWEST", ports[0])
+        monkeypatch.setattr(devices, "_HIGHEST", ports[0] + 1)
+        with pytest.raises(OSError, match="0 free ports"):
+            free_ports(1)
