@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import zmq
 
 from kvferry.protocol.handshake import Renew
+from kvferry.protocol.side_channel.connection import Connection
+from kvferry.protocol.side_channel.secrets import Secret
 from kvferry.scheduler.consumer.remote_lease import LeaseCommand, ReleaseLease, RenewLease
 from kvferry.scheduler.side_channel import sender
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
+from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.counters import Counters
 from tests.protocol.samples import BOOT
 from tests.scheduler.channel import HOST, RecordingListener, free_port, listening
@@ -90,6 +94,35 @@ def test_the_peer_that_was_unused_for_longest_is_closed_first(
         assert [port for _, port, _ in renewer._sender._peers] == [2001, 2003]
     finally:
         renewer.close()
+
+
+def test_a_producer_with_another_secret_is_left_alone_for_a_while_and_messages_for_it_are_counted(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    open_connection = Connection.open
+
+    async def counted(context: Any, address: str, port: int, *others: Any) -> Connection:
+        tried.append(port)
+        return await open_connection(context, address, port, *others)
+
+    monkeypatch.setattr(Connection, "open", counted)
+    monkeypatch.setattr(sender, "REFUSED_S", 60.0)
+    renewer = LeaseRenewer(counters)
+    with listening() as (listener, port):
+        refusing = free_port()
+        other = SideChannelListener(HOST, refusing, Counters(), (Secret(bytes(range(32))),))
+        try:
+            renewer.submit([ReleaseLease(lease(refusing))])
+            wait_until(lambda: counters.total("side_channel_errors") == 1, "it is refused")
+            renewer.submit(ReleaseLease(lease(refusing, slot)) for slot in range(2, 12))
+            renewer.submit([ReleaseLease(lease(port))])
+            assert listener.inbox.get(timeout=10) == _release(port, 1)
+            assert tried == [refusing, port]
+            assert counters.total("side_channel_errors") == 11
+        finally:
+            renewer.close()
+            other.close()
 
 
 def test_an_idle_socket_is_closed(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:

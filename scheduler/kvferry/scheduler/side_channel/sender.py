@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.errors import KvferryError, PeerRefused
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, within
 from kvferry.scheduler.state.counters import Counters
@@ -26,6 +26,9 @@ QUEUED_MESSAGES = 64
 
 CONNECT_S = 10.0
 IDLE_S = 60.0
+REFUSED_S = 2.0
+"""Time without a new attempt after the secrets did not match; messages for that engine are dropped meanwhile."""
+
 _MOST_ANSWER_BYTES = 4096
 """Answers are neither expected nor read: those that a peer sends all the same must not fill the memory."""
 _LINGER_MS = 500
@@ -38,8 +41,13 @@ differ."""
 
 @dataclass(slots=True)
 class _Peer:
+    """Attributes:
+    is_refused: whether the secrets did not match; its task ends after `REFUSED_S`.
+    """
+
     queue: asyncio.Queue[bytes]
     task: asyncio.Task[None]
+    is_refused: bool = False
 
 
 class PeerSender:
@@ -63,6 +71,9 @@ class PeerSender:
         """Have it sent once the peer is connected. A message that cannot be sent is counted and dropped."""
         peer = self._peers.get(endpoint) or self._add(endpoint)
         self._peers.move_to_end(endpoint)
+        if peer.is_refused:
+            self._counters.add("side_channel_errors")
+            return
         try:
             peer.queue.put_nowait(frame)
         except asyncio.QueueFull:
@@ -70,7 +81,7 @@ class PeerSender:
 
     async def sent(self) -> None:
         """Wait until all messages are sent."""
-        await asyncio.gather(*(peer.queue.join() for peer in self._peers.values()))
+        await asyncio.gather(*(peer.queue.join() for peer in self._peers.values() if not peer.is_refused))
 
     def _add(self, endpoint: Endpoint) -> _Peer:
         if len(self._peers) >= MAX_PEERS:
@@ -83,14 +94,23 @@ class PeerSender:
     async def _serve(self, endpoint: Endpoint, queue: asyncio.Queue[bytes]) -> None:
         try:
             await self._send_until_idle(endpoint, queue)
+        except PeerRefused as refused:
+            self._failed(endpoint, str(refused))
+            if self._is_current(endpoint, queue):
+                self._peers[endpoint].is_refused = True
+                await asyncio.sleep(REFUSED_S)
         except KvferryError as failed:
             self._failed(endpoint, str(failed))
         except Exception:
             self._failed(endpoint, "an internal error")
             logger.exception("messages for %s:%d could not be sent", *endpoint[:2])
         finally:
-            if endpoint in self._peers and self._peers[endpoint].queue is queue:
+            if self._is_current(endpoint, queue):
                 del self._peers[endpoint]
+
+    def _is_current(self, endpoint: Endpoint, queue: asyncio.Queue[bytes]) -> bool:
+        """Whether this is the endpoint's queue: it may have been dropped meanwhile, and added again."""
+        return endpoint in self._peers and self._peers[endpoint].queue is queue
 
     async def _send_until_idle(self, endpoint: Endpoint, queue: asyncio.Queue[bytes]) -> None:
         connection: Connection | None = None
