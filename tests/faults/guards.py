@@ -195,7 +195,7 @@ GUARDS = (
         "kvferry.worker.peers.registry:PeerRegistry._retire_former_lives",
         switches.nothing,
         (
-            "tests/worker/test_peer_registry.py::test_a_former_life_is_kept_while_reads_from_it_are_under_way",
+            "tests/worker/peers/test_peer_registry.py::test_a_former_life_is_kept_while_reads_from_it_are_under_way",
             f"{_ENGINES}/test_peers.py::"
             "test_an_engine_that_restarted_is_connected_anew_and_its_former_life_is_forgotten[nixl]",
         ),

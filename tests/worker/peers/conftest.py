@@ -1,0 +1,18 @@
+"""A peer registry for each test, without jitter in its back-off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.worker.peers.scene import Scene
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setattr("kvferry.protocol.side_channel.connection.random.uniform", lambda *_: 1.0)
+    made = Scene()
+    yield made
+    made.registry.close()
+    made.fabric.close()

@@ -1,0 +1,207 @@
+"""The peer registry by itself: back-off, first reads, and which peers are kept."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvferry.plan.transfer_plan import TransferPlan
+from kvferry.protocol.handshake import EngineDescription
+from kvferry.protocol.orders import FailureReason
+from kvferry.worker.peers.handshakes import FOR_LOADS
+from kvferry.worker.peers.peer import Peer, PeerKey
+from kvferry.worker.peers.registry import Unavailable
+from kvferry.worker.peers.retry import Backoff
+from tests.worker.peers.scene import ENTRIES, KEY, TTL_S, Scene
+
+
+def test_a_peer_is_ready_after_a_real_read_and_gives_its_entries_back(scene: Scene) -> None:
+    peer = scene.connect(0.0)
+    assert isinstance(peer, Peer)
+    assert scene.fabric.calls["post_read"] == len(peer.routes) == 1
+    assert scene.slot_reads.free() == ENTRIES
+    assert scene.fabric.transfers() == 0
+    assert not scene.registry.busy()
+
+
+def test_the_backoff_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 1.0)
+    monkeypatch.setattr("kvferry.worker.peers.retry.LONGEST_S", 5.0)
+    scene.answer = scene.refuse
+    now_s = 100.0
+    for failures, backoff_s in enumerate((1.0, 2.0, 4.0, 5.0, 5.0), 1):
+        found = scene.connect(now_s)
+        assert found == Unavailable(FailureReason.HANDSHAKE, "no answer")
+        assert len(scene.asked) == failures
+        assert scene.registry.get(KEY, now_s + backoff_s - 0.01) == found
+        assert len(scene.asked) == failures, "it was asked again before the back-off was over"
+        now_s += backoff_s
+    scene.answer = scene.known
+    peer = scene.connect(now_s)
+    assert isinstance(peer, Peer)
+    scene.registry.lost(peer, "the test wanted it", now_s)
+    assert isinstance(scene.registry.get(KEY, now_s + 0.99), Unavailable)
+    assert scene.registry.get(KEY, now_s + 1.0) is None, "after a success the back-off starts anew"
+
+
+def test_failures_are_remembered_of_a_bounded_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.worker.peers.retry._MOST", 10)
+    backoff, why = Backoff(), Unavailable(FailureReason.HANDSHAKE, "no answer")
+    keys = [KEY._replace(port=number) for number in range(30)]
+    for key in keys:
+        backoff.failed(key, why, 100.0)
+    assert len(backoff) == 10
+    assert backoff.why_not(keys[-1], 100.0) == why
+    assert backoff.why_not(keys[0], 100.0) is None
+
+
+def test_a_restart_is_not_held_up_by_the_backoff_of_the_former_life(scene: Scene) -> None:
+    scene.answer = scene.refuse
+    for now_s in (0.0, 10.0, 20.0, 40.0):
+        assert isinstance(scene.connect(now_s), Unavailable)
+    scene.answer = scene.known
+    assert isinstance(scene.registry.get(KEY, 41.0), Unavailable), "it is left alone"
+    reborn = KEY._replace(boot="1" * 32)
+    scene.add(reborn)
+    assert isinstance(scene.connect(41.0, reborn), Peer)
+
+
+def test_a_lost_peer_that_was_reconnected_is_not_lost_again(scene: Scene) -> None:
+    """Otherwise a load that notices the loss late would drop the new connection."""
+    former = scene.connect(0.0)
+    assert isinstance(former, Peer)
+    scene.registry.lost(former, "the test wanted it", 0.0)
+    assert scene.nothing_is_left()
+    present = scene.connect(100.0)
+    assert isinstance(present, Peer)
+    scene.registry.lost(former, "said late", 100.0)
+    assert scene.registry.get(KEY, 100.0) is present
+
+
+def test_a_first_read_that_does_not_end_gives_nothing_back_before_it_has(scene: Scene) -> None:
+    scene.network.freeze("producer")
+    assert scene.connect(0.0) is None
+    assert scene.registry.busy()
+    scene.registry.step(1.1, ())
+    found = scene.registry.get(KEY, 1.1)
+    assert isinstance(found, Unavailable)
+    assert found.reason is FailureReason.HANDSHAKE
+    assert scene.registry.closing()
+    assert not scene.registry.busy()
+    assert scene.slot_reads.free() == ENTRIES - 1
+    scene.network.thaw("producer")
+    scene.registry.step(2.0, ())
+    assert scene.nothing_is_left()
+    assert not scene.registry.closing()
+    assert isinstance(scene.connect(100.0), Peer)
+
+
+def test_without_a_free_entry_a_peer_is_tried_again_later(scene: Scene) -> None:
+    taken = scene.slot_reads.try_take(ENTRIES)
+    assert taken is not None
+    assert isinstance(scene.connect(0.0), Unavailable)
+    assert not scene.fabric.peers
+    scene.slot_reads.give_back(taken)
+    assert isinstance(scene.connect(100.0), Peer)
+
+
+def test_engines_that_do_not_answer_cannot_pile_up_without_bound(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = scene.connect(0.0)
+    monkeypatch.setattr("kvferry.worker.peers.handshakes.FOR_LOADS", replace(FOR_LOADS, asked=20))
+    let_go = threading.Event()
+
+    def never(key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
+        assert let_go.wait(60)
+        return scene.refuse(key)
+
+    scene.answer = never
+    answers = [scene.registry.get(KEY._replace(host=f"10.0.1.{n}"), 0.0) for n in range(25)]
+    assert answers[:20] == [None] * 20
+    assert all(isinstance(answer, Unavailable) for answer in answers[20:])
+    assert scene.registry.get(KEY, 0.0) is peer, "a peer that is known is none of those"
+    let_go.set()
+    scene.settle(0.0)
+    assert len(scene.asked) == 21
+
+
+def test_a_peer_that_is_not_read_from_for_its_time_is_forgotten_and_connected_again(scene: Scene) -> None:
+    assert isinstance(scene.connect(100.0), Peer)
+    assert isinstance(scene.registry.get(KEY, 150.0), Peer)
+    assert scene.registry.next_s() == 150.0 + TTL_S
+    scene.registry.step(150.0 + TTL_S - 0.01, ())
+    assert scene.fabric.peers == {"producer"}
+    scene.registry.step(150.0 + TTL_S, ())
+    assert scene.nothing_is_left()
+    assert scene.registry.next_s() is None
+    assert isinstance(scene.connect(150.0 + TTL_S), Peer), "it has no back-off"
+
+
+def test_a_peer_that_is_read_from_for_longer_than_its_time_is_kept(scene: Scene) -> None:
+    scene.connect(0.0)
+    scene.registry.step(10 * TTL_S, {KEY})
+    assert scene.fabric.peers == {"producer"}
+    scene.registry.step(11 * TTL_S - 1.0, ())
+    assert scene.fabric.peers == {"producer"}, "its time begins when it is not read from any more"
+    scene.registry.step(11 * TTL_S, ())
+    assert scene.nothing_is_left()
+
+
+def test_a_time_of_nothing_is_for_ever(scene: Scene) -> None:
+    scene.registry._ttl_s = 0.0
+    scene.connect(0.0)
+    assert scene.registry.next_s() is None
+    scene.registry.step(1e9, ())
+    assert scene.fabric.peers == {"producer"}
+
+
+def test_of_too_many_peers_the_one_that_was_unused_longest_is_forgotten_and_none_in_use(scene: Scene) -> None:
+    first, second, third, fourth, fifth = scene.add_fleet(5)
+    for now_s, key in enumerate((first, second, third)):
+        assert isinstance(scene.connect(float(now_s), key), Peer)
+    assert isinstance(scene.registry.get(first, 10.0), Peer)
+    assert isinstance(scene.connect(11.0, fourth), Peer)
+    assert scene.fabric.peers == {"P0", "P2", "P3"}
+    scene.registry.step(12.0, {third, first, fourth})
+    scene.connect(14.0, fifth, {third, first, fourth, fifth})
+    assert scene.fabric.peers == {"P0", "P2", "P3", "P4"}
+    for key in (first, third, fourth, fifth):
+        assert isinstance(scene.registry.get(key, 14.0), Peer), "one that is read from is not connected anew"
+    scene.registry.step(15.0, ())
+    assert len(scene.fabric.peers) == 3
+
+
+FORMER_LIVES: dict[str, tuple[dict[str, Any], str]] = {
+    "a new boot": ({"boot": "1" * 32}, "successor"),
+    "at another host": ({"boot": "1" * 32, "host": "10.9.9.9"}, "successor"),
+    "at another port": ({"boot": "1" * 32, "port": 7777}, "successor"),
+    "another engine at the address": ({"boot": "1" * 32, "engine_id": "another"}, "successor"),
+    "the same boot and agent, at another host": ({"host": "10.9.9.9"}, "producer"),
+}
+
+
+@pytest.mark.parametrize(("changed", "agent"), FORMER_LIVES.values(), ids=FORMER_LIVES)
+def test_a_former_life_is_forgotten_at_once_and_no_other_engine_with_it(
+    scene: Scene, changed: dict[str, Any], agent: str
+) -> None:
+    (other,) = scene.add_fleet(1)
+    scene.connect(0.0, other)
+    assert isinstance(scene.connect(0.0), Peer)
+    successor = KEY._replace(**changed)
+    scene.add(successor, agent)
+    assert isinstance(scene.connect(0.0, successor), Peer)
+    assert scene.fabric.peers == {agent, "P0"}
+    assert isinstance(scene.registry.get(other, 0.0), Peer)
+    assert scene.registry.get(KEY, 0.0) is None, "it would have to be connected anew"
+
+
+def test_a_former_life_is_kept_while_reads_from_it_are_under_way(scene: Scene) -> None:
+    assert isinstance(scene.connect(0.0), Peer)
+    successor = KEY._replace(boot="1" * 32)
+    scene.add(successor, "successor")
+    assert isinstance(scene.connect(0.0, successor, in_use={KEY}), Peer)
+    assert scene.fabric.peers == {"producer", "successor"}
+    scene.registry.step(0.0, {successor})
+    assert scene.fabric.peers == {"successor"}
