@@ -1,6 +1,6 @@
 """`MemoryFabric`: the port to the fabric inside one process, without NIXL; memory is really copied.
 
-It passes `tests/worker/test_fabric_conformance.py` like the real one, and `MemoryNetwork` breaks it on demand:
+It passes `tests/worker/fabric/test_conformance.py` like the real one, and `MemoryNetwork` breaks it on demand:
 
     network = MemoryNetwork()
     producer, consumer = MemoryFabric("p", network), MemoryFabric("c", network)

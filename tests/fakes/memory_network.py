@@ -64,7 +64,7 @@ class MemoryNetwork:
 
     Attributes:
         polls_to_complete: reads posted from now on land piece by piece over this many polls; 0 completes at once.
-        released: reads that were released in flight and have not landed; see `land_released`.
+        released: reads that were released in flight.
         deaf: names to which notifications are lost, with how many more.
         stutter: names to which notifications are delivered twice, with how many more.
     """
@@ -119,18 +119,6 @@ class MemoryNetwork:
         if copy.polls_left == 0 and not owner.frozen:
             copy.advance()
         return copy
-
-    def land_released(self) -> int:
-        """Let reads that were released in flight land after all, frozen and dead owners' excepted; returns how many.
-
-        This is what really happens: releasing a transfer does not stop it.
-        """
-        landing = [copy for copy in self.released if copy.owner.alive and not copy.owner.frozen]
-        self.released = [copy for copy in self.released if copy not in landing]
-        for copy in landing:
-            copy.polls_left = 0
-            copy.advance()
-        return len(landing)
 
     def deliver(self, sender: str, receiver: Agent, message: bytes) -> None:
         """Put a message into the receiver's inbox; not at all for `deaf` and dead ones, twice for `stutter`."""

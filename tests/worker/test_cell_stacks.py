@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -55,19 +54,6 @@ def test_every_cell_of_every_tensor_is_in_one_stack(offsets: list[int], groups: 
     assert sum(len(stack.cells) for stack in stacks) == len(tensors)
 
 
-def test_k_and_v_of_all_layers_of_one_allocation_are_one_stack() -> None:
-    storage = torch.zeros(6 * SPAN, dtype=torch.uint8)
-    tensors = [tensor_at(storage.data_ptr() + number * SPAN, number) for number in range(6)]
-    (stack,) = stack_cells(tensors, (storage,))
-    assert stack.cells.shape == (6, BLOCKS, HEADS, TILES, 1, CELL)
-
-
-def test_an_uneven_distance_begins_another_stack() -> None:
-    storage = torch.zeros(7 * SPAN, dtype=torch.uint8)
-    tensors = [tensor_at(storage.data_ptr() + place * SPAN, place) for place in (0, 1, 2, 4, 6)]
-    assert [len(stack.cells) for stack in stack_cells(tensors, (storage,))] == [3, 2]
-
-
 def test_tensors_that_are_the_same_bytes_are_there_once_and_can_be_written() -> None:
     storage = torch.ones(2 * SPAN, dtype=torch.uint8)
     stacks = stack_cells(
@@ -79,13 +65,15 @@ def test_tensors_that_are_the_same_bytes_are_there_once_and_can_be_written() -> 
     assert int(storage.sum()) == 2 * SPAN * (BLOCKS - 1) // BLOCKS
 
 
+@pytest.mark.parametrize(
+    ("places", "sizes"), [((0, 1, 2, 3, 4, 5), [6]), ((0, 1, 2, 4, 6), [3, 2])], ids=["even distances", "an uneven one"]
+)
+def test_tensors_at_equal_distances_of_one_allocation_are_one_stack(places: tuple[int, ...], sizes: list[int]) -> None:
+    storage = torch.zeros(7 * SPAN, dtype=torch.uint8)
+    stacks = stack_cells([tensor_at(storage.data_ptr() + place * SPAN, place) for place in places], (storage,))
+    assert [stack.cells.shape for stack in stacks] == [(size, BLOCKS, HEADS, TILES, 1, CELL) for size in sizes]
+
+
 def test_tensors_of_other_allocations_are_not_stacked() -> None:
     caches = ToyCaches(CacheShape(layers=3), poison=0)
     assert len(stack_cells(caches.kv.tensors, caches.kv.storages)) == 3
-
-
-def test_a_tensor_outside_all_allocations_is_refused_by_name() -> None:
-    storage = torch.zeros(SPAN, dtype=torch.uint8)
-    astray = msgspec.structs.replace(tensor_at(storage.data_ptr(), 7), base=storage.data_ptr() + 10**6)
-    with pytest.raises(ValueError, match=r"layers\.7/k"):
-        stack_cells([astray], (storage,))

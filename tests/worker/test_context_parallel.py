@@ -100,20 +100,6 @@ def test_padding_is_gathered_and_written_nowhere(gloo: RankPool) -> None:
     assert (result.padded[5:] == POISON).all()
 
 
-def test_a_decode_is_computed_by_all_ranks_and_written_once(gloo: RankPool) -> None:
-    step, rows = Batch(4, 2, (2,), (30,)), Rows(torch.uint8, (4,), 7)
-    for answer in gloo.run(4, run_steps, [step], rows, [[5, 6]]):
-        assert answer[0].positions == [30, 31]
-        assert answer[0].slots[0].tolist() == [5, 6, -1, -1, -1, -1, -1, -1]
-
-
-def test_a_prompt_as_short_as_a_decode_is_computed_once(gloo: RankPool) -> None:
-    step, rows = Batch(4, 8, (8,), (0,)), Rows(torch.uint8, (4,), 7)
-    answers = gloo.run(4, run_steps, [step], rows, [list(range(8))])
-    assert [answer[0].positions for answer in answers] == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    check(gloo, [step], rows, 7)
-
-
 def test_one_rank_alone_is_the_identity(gloo: RankPool) -> None:
     check(gloo, [Batch(1, 1, (1, 5, 0, 8), (3, 0, 0, 16))], Rows(torch.float32, (3,), 7), 7)
 

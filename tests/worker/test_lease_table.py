@@ -222,16 +222,6 @@ def test_clear_ends_every_lease_and_reports_none() -> None:
     assert table.end(LeaseEnd(request_id="r", slot=1, epoch=epoch)) is None
 
 
-def test_workers_of_two_consumers_do_not_add_up_to_one() -> None:
-    table = LeaseTable(1)
-    epoch = epoch_to_text(Epoch(7))
-    table.open(LeaseOpen(slot=0, epoch=epoch))
-    table.hold(hold(0, epoch), FakeMark())
-    assert table.done(done(0, epoch, CONSUMERS[0], 0, expected=2)) is None
-    assert table.done(done(0, epoch, CONSUMERS[1], 0, expected=2)) is None
-    assert table.done(done(0, epoch, CONSUMERS[0], 1, expected=2)) == "r"
-
-
 class Mirror:
     """A copy of the caches in host memory, without the bytes."""
 

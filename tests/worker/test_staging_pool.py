@@ -1,4 +1,4 @@
-"""The staging pool against a model that keeps an owner per cell, and a test for each rule of its docstring."""
+"""The staging pool against a model that keeps an owner per cell, and what follows for large and small loads."""
 
 from __future__ import annotations
 
@@ -218,15 +218,6 @@ def test_a_small_load_is_served_after_the_large_one_that_came_before_it_and_not_
     taken(pool, "large", 8)
 
 
-def test_a_load_never_gets_a_third_wave() -> None:
-    pool = pool_of(64)
-    first, _ = taken(pool, "load", 1), taken(pool, "load", 1)
-    assert take(pool, "load", 1) is None
-    assert pool.waiting == ()
-    pool.give_back(first)
-    taken(pool, "load", 1)
-
-
 def test_a_peer_at_its_half_blocks_no_peer_but_itself() -> None:
     pool = pool_of(64)
     held = [taken(pool, f"load{n}", 8, peer="greedy") for n in range(4)]
@@ -236,44 +227,6 @@ def test_a_peer_at_its_half_blocks_no_peer_but_itself() -> None:
     pool.give_back(held[0])
     assert take(pool, "sixth", 1, peer="greedy") is None, "the fifth came before"
     taken(pool, "fifth", 8, peer="greedy")
-
-
-def test_within_a_peers_half_small_loads_do_not_pass_a_large_one_for_ever() -> None:
-    pool = pool_of(64)
-    waves = [taken(pool, f"load{n}", 7, peer="greedy") for n in range(4)]
-    assert take(pool, "large", 8, peer="greedy") is None
-    assert take(pool, "small", 2, peer="greedy") is None, "four cells are left to the peer, and the large one was first"
-    pool.give_back(waves[0])
-    taken(pool, "large", 8, peer="greedy")
-    taken(pool, "small", 2, peer="greedy")
-
-
-def test_a_wave_is_cut_to_what_its_peers_quarantine_leaves_of_the_half() -> None:
-    pool = pool_of(64)
-    for number in range(4):
-        pool.quarantine(taken(pool, f"load{number}", 7, peer="ill"))
-    cut = take(pool, "next", 8, peer="ill", at_least=3)
-    assert cut is not None
-    assert cut.num_bytes == 4 * CELL
-
-
-def test_quarantined_waves_count_against_their_peer_until_they_come_back() -> None:
-    pool = pool_of(64)
-    waves = [taken(pool, f"load{n}", 8, peer="dead") for n in range(4)]
-    for wave in waves:
-        pool.quarantine(wave)
-    assert (pool.quarantined_bytes, pool.held_by("dead")) == (32 * CELL, 32 * CELL)
-    assert take(pool, "again", 1, peer="dead") is None
-    pool.give_back(waves[0])
-    assert pool.quarantined_bytes == 24 * CELL
-    taken(pool, "again", 1, peer="dead")
-
-
-def test_a_load_whose_waves_are_quarantined_may_take_others() -> None:
-    pool = pool_of(64)
-    for _ in range(2):
-        pool.quarantine(taken(pool, "load", 2))
-    taken(pool, "load", 2)
 
 
 def test_a_wave_is_cut_where_quarantined_waves_leave_no_more_and_not_where_the_pool_is_only_busy() -> None:
@@ -286,35 +239,6 @@ def test_a_wave_is_cut_where_quarantined_waves_leave_no_more_and_not_where_the_p
     cut = take(pool, "next", 8, at_least=1)
     assert cut is not None
     assert (cut.start, cut.num_bytes) == (4 * CELL, 4 * CELL), "all that fits between two quarantined waves"
-
-
-def test_a_load_that_only_the_end_of_a_quarantine_can_serve_blocks_no_other() -> None:
-    pool = pool_of(64)
-    waves = [taken(pool, f"load{n}", 4) for n in range(16)]
-    for wave in waves[::2]:
-        pool.quarantine(wave)
-    assert take(pool, "needs eight", 8) is None
-    pool.give_back(waves[1])
-    taken(pool, "small", 4)
-    pool.give_back(waves[0])
-    assert take(pool, "late", 4) is None, "now eight can come free, and it was first"
-    pool.give_back(waves[3])
-    assert take(pool, "late", 4) is None
-    small = next(wave for wave in pool.waves() if wave.load == "small")
-    pool.give_back(small)
-    taken(pool, "needs eight", 8)
-    taken(pool, "late", 4)
-
-
-def test_a_load_that_withdraws_blocks_no_other() -> None:
-    pool = pool_of(8)
-    waves = [taken(pool, f"load{n}", 1) for n in range(8)]
-    assert take(pool, "first", 1) is None
-    assert take(pool, "second", 1) is None
-    pool.give_back(waves[0])
-    assert take(pool, "second", 1) is None
-    pool.withdraw("first")
-    taken(pool, "second", 1)
 
 
 def test_sizes_are_rounded_up_to_the_alignment_and_cut_at_an_eighth() -> None:

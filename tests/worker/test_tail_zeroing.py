@@ -22,6 +22,7 @@ from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.loads.tail_zeroing import Gap, TailZeroing, gaps
 from kvferry.worker.memory.caches import KvCaches
 from tests.fakes.cuda import FakeCuda
+from tests.fakes.device_mark import FakeMark
 from tests.harness.caches import CacheShape, ToyCaches
 
 CPU = torch.device("cpu")
@@ -93,7 +94,7 @@ def test_where_no_table_is_free_asking_the_mark_starts_the_zeroing() -> None:
         relayout: Any = tail_zeroing._relayout
         cuda.calls = []
         for slot in relayout._slots:
-            slot.mark = Unreached()
+            slot.mark = FakeMark()
         units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [3], 2)
         mark = tail_zeroing.zero(units, (shape.group,), request)
         assert mark is not None
@@ -132,13 +133,6 @@ def test_the_room_for_tables_is_that_of_the_largest_and_no_less() -> None:
         relayout: Any = tail_zeroing._relayout
         assert relayout.try_start(largest) is not None
     assert not any(caches.cells(layer)[1, :, 3:].any() for layer in range(shape.layers))
-
-
-class Unreached:
-    """A wave that does not end."""
-
-    def reached(self) -> bool:
-        return False
 
 
 def check_the_tail(shape: CacheShape, draw: st.DataObject, device: torch.device) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.results import StepResults
+from tests.fakes.device_mark import FakeClock
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import POISON, Engine, OrderedLoad
@@ -129,17 +130,6 @@ def test_a_stall_shorter_than_the_deadline_fails_nothing(rig: Rig) -> None:
     consumer.check_bytes(load, seed=6)
 
 
-class Never:
-    """A device that does not finish."""
-
-    def reached(self) -> bool:
-        return False
-
-
-def _fails_in_time(rig: Rig, consumer: Engine, load: OrderedLoad) -> None:
-    assert rig.until_over(consumer, load, timeout_s=60.0) is FailureReason.DEADLINE
-
-
 def test_a_load_that_waits_for_entries_misses_its_deadline(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
@@ -148,7 +138,7 @@ def test_a_load_that_waits_for_entries_misses_its_deadline(rig: Rig) -> None:
     assert entries is not None
     consumer.set_timeouts(load_s=TIMEOUT_S)
     load = consumer.load(producer.prefill(tokens=10).params)
-    _fails_in_time(rig, consumer, load)
+    assert rig.until_over(consumer, load, timeout_s=60.0) is FailureReason.DEADLINE
     assert not consumer.seen.alive
     slot_reads.give_back(entries)
     consumer.set_timeouts()
@@ -167,7 +157,7 @@ def test_a_load_that_waits_for_the_staging_pool_misses_its_deadline_and_its_plac
     assert all(wave is not None for wave in waves)
     consumer.set_timeouts(load_s=TIMEOUT_S)
     load = consumer.load(producer.prefill(tokens=10).params)
-    _fails_in_time(rig, consumer, load)
+    assert rig.until_over(consumer, load, timeout_s=60.0) is FailureReason.DEADLINE
     assert not consumer.seen.alive
     assert not pool.waiting
     for wave in waves:
@@ -183,10 +173,10 @@ def test_a_load_that_waits_for_the_device_misses_its_deadline_before_anything_is
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     reads = consumer.fabric.calls["post_read"]
-    monkeypatch.setattr(consumer.worker._clock, "mark", Never)
+    monkeypatch.setattr(consumer.worker, "_clock", FakeClock())
     consumer.set_timeouts(load_s=TIMEOUT_S)
     load = consumer.load(producer.prefill(tokens=10).params)
-    _fails_in_time(rig, consumer, load)
+    assert rig.until_over(consumer, load, timeout_s=60.0) is FailureReason.DEADLINE
     assert consumer.fabric.calls["post_read"] == reads
     assert not consumer.seen.alive
 
@@ -206,7 +196,7 @@ def test_a_load_whose_slot_is_not_answered_after_the_data_misses_its_deadline_an
     monkeypatch.setattr(consumer.worker._thread.runner._context.tail_zeroing, "zero", freeze_and_zero)
     consumer.set_timeouts(load_s=TIMEOUT_S)
     load = consumer.load(producer.prefill(tokens=10).params)
-    _fails_in_time(rig, consumer, load)
+    assert rig.until_over(consumer, load, timeout_s=60.0) is FailureReason.DEADLINE
     assert consumer.seen.alive == {load.request_id}
     assert consumer.fabric.transfers() == 1
     rig.network.thaw(producer.fabric.agent_name)

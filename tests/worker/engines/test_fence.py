@@ -11,6 +11,7 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.peers.peer import Peer
+from tests.fakes.device_mark import FakeMark
 from tests.harness.engine import Engine, Offer
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
@@ -80,27 +81,17 @@ def test_without_the_second_fence_check_it_would_be_reported_good(
     assert not has_bytes
 
 
-class Finished:
-    """A device that has finished when the test sets the event."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-
-    def reached(self) -> bool:
-        return self.event.is_set()
-
-
 def test_blocks_that_are_still_being_zeroed_when_the_fence_fails_are_named_until_that_is_over(
     any_rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU zeroing is launched, not done: it could otherwise reach the blocks' next owner."""
-    zeroed = Finished()
+    zeroed = FakeMark()
     monkeypatch.setattr(TailZeroing, "zero", lambda *_: zeroed)
     _, consumer, _, reason, _ = lease_ends_during_the_read(any_rig)
     (request_id,) = consumer.seen.failed
     assert reason is FailureReason.FENCE
     assert consumer.seen.alive == {request_id}
-    zeroed.event.set()
+    zeroed.over = True
     any_rig.step_until(lambda: not consumer.seen.alive, "nothing is written any more")
 
 
@@ -110,14 +101,14 @@ def test_blocks_whose_zeroing_broke_off_are_named_until_what_was_launched_is_ove
     def broken(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    zeroed = Finished()
+    zeroed = FakeMark()
     monkeypatch.setattr(TailZeroing, "zero", broken)
     monkeypatch.setattr(TailZeroing, "mark", lambda _: zeroed)
     producer, consumer = rig.pair()
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.TRANSFER
     assert consumer.seen.alive == {load.request_id}
-    zeroed.event.set()
+    zeroed.over = True
     rig.step_until(lambda: not consumer.seen.alive, "nothing is written any more")
 
 

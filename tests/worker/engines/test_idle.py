@@ -75,16 +75,6 @@ def test_orders_without_content_do_not_even_wake_the_thread(rig: Rig) -> None:
     assert engine.worker._thread._thread.ident is None
 
 
-def test_a_worker_that_holds_a_lease_polls_notifications_seldom(rig: Rig) -> None:
-    producer, _ = rig.pair()
-    producer.prefill(tokens=5)
-    wait_until(lambda: producer.fabric.calls["take_notifications"] > 3, "it looks")
-    looks, began_s = producer.fabric.calls["take_notifications"], time.monotonic()
-    wait_until(lambda: time.monotonic() > began_s + WINDOW_S, "the window is over")
-    often = (producer.fabric.calls["take_notifications"] - looks) / (time.monotonic() - began_s)
-    assert 5 < often < 1000
-
-
 def test_a_frozen_peer_that_was_given_up_is_polled_seldom(rig: Rig) -> None:
     producer, consumer = rig.pair(settings=replace(SETTINGS, handshake_timeout_s=0.1))
     rig.network.freeze(producer.fabric.agent_name)

@@ -119,20 +119,6 @@ def test_a_lost_notification_costs_the_rest_of_the_lease_and_no_more(rig: Rig) -
     rig.transfer(producer, consumer)
 
 
-def test_a_notification_that_comes_before_the_hold_is_remembered(rig: Rig) -> None:
-    producer, _ = rig.pair()
-    other = producer.prefill(tokens=3)  # a held lease, so that notifications are looked for
-    request_id = producer.start_prefill(tokens=10, seed=1)
-    lease = producer.leases._by_request[request_id]
-    early = Done(slot=lease.slot, epoch=lease.name.epoch, consumer="a" * 32, worker=0, expected=1)
-    _send(rig, producer, encode_notification(early), _done(other))
-    rig.step_until(lambda: producer.seen.sent == [other.request_id], "both were taken")
-    assert int(producer.worker._memory.table.words[lease.slot]) != EMPTY, "a request is not over before it is held"
-    offer = producer.finish_prefill(request_id)
-    rig.step_until(lambda: offer.request_id in producer.seen.sent, "the hold completes it")
-    assert producer.word(offer) == EMPTY
-
-
 def test_a_notification_that_is_here_when_its_lease_is_ended_counts(rig: Rig) -> None:
     """Otherwise a lease that was read well and ended at the same moment would look as if its reader came too late."""
     producer, consumer = rig.pair()

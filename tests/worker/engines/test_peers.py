@@ -92,6 +92,7 @@ def test_params_that_name_the_engine_itself_are_refused_without_a_connection(rig
     load = consumer.load(producer.changed(offer, remote_engine_id="C", remote_port=consumer.port))
     assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
     assert consumer.counters.total("handshakes_served") == 0
+    assert consumer.fabric.calls["add_peer"] == 0
 
 
 def test_an_engine_that_restarted_is_connected_anew_and_its_former_life_is_forgotten(any_rig: Rig) -> None:

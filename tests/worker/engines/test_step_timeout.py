@@ -36,13 +36,6 @@ def test_a_step_with_a_timeout_reports_a_load_that_ends_meanwhile(rig: Rig) -> N
     assert [results.loaded for results in taken] == [{load.request_id}]
 
 
-def test_a_step_without_a_timeout_does_not_wait(rig: Rig) -> None:
-    consumer, load, may_go_on = _stalled_load(rig)
-    assert not consumer.worker.take_results().loaded
-    may_go_on.set()
-    rig.until_over(consumer, load)
-
-
 def test_a_step_does_not_wait_when_no_load_is_under_way(rig: Rig) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)

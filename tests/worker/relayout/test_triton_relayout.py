@@ -15,6 +15,7 @@ import torch
 
 from kvferry.worker.relayout.shape import Shape
 from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, WaveTable
+from tests.fakes.device_mark import FakeClock
 
 pytestmark = pytest.mark.slow
 
@@ -68,33 +69,12 @@ def test_no_multiplication_is_fused_with_an_addition_and_divisions_are_rounded(a
     assert "div.full.f32" not in text
 
 
-class Mark:
-    """A point in the device's work that the test reaches."""
-
-    def __init__(self) -> None:
-        self.is_reached = False
-
-    def reached(self) -> bool:
-        return self.is_reached
-
-
-class Clock:
-    """Remembers its marks."""
-
-    def __init__(self) -> None:
-        self.marks: list[Mark] = []
-
-    def mark(self) -> Mark:
-        self.marks.append(Mark())
-        return self.marks[-1]
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """The device's clock, with kernels that are not run."""
     from kvferry.worker.relayout import triton_relayout
 
-    made = Clock()
+    made = FakeClock()
     monkeypatch.setattr(triton_relayout, "DeviceClock", lambda device: made)
     monkeypatch.setattr(triton_relayout, "launch_relayout", lambda **arguments: None)
     return made
@@ -105,23 +85,23 @@ def wave(memory: torch.Tensor, units: int = 1) -> WaveTable:
     return WaveTable.of([Shape(axes=(), run=16)], [(address, address + 32, 0, 0, units, 0)], [(0, 0, 0, 0)] * units)
 
 
-def test_a_table_is_not_written_again_before_its_wave_is_in_place(clock: Clock) -> None:
+def test_a_table_is_not_written_again_before_its_wave_is_in_place(clock: FakeClock) -> None:
     from kvferry.worker.relayout.triton_relayout import TritonRelayout
 
     memory = torch.zeros(64, dtype=torch.uint8)
     relayout = TritonRelayout([memory], [memory], tables=2)
     for mark in clock.marks:  # those of the warm-up
-        mark.is_reached = True
+        mark.over = True
     started = [relayout.try_start(wave(memory)) for _ in range(3)]
     assert [mark is not None for mark in started] == [True, True, False]
     assert relayout.launches == 2
-    clock.marks[-1].is_reached = True
+    clock.marks[-1].over = True
     assert relayout.try_start(wave(memory)) is not None
     assert relayout.try_start(wave(memory)) is None
 
 
 def test_pieces_are_compiled_once_for_all_their_waves_and_forgotten_with_them(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvferry.worker.relayout.device_table import DevicePieces
     from kvferry.worker.relayout.triton_relayout import TritonRelayout
@@ -148,7 +128,7 @@ def test_pieces_are_compiled_once_for_all_their_waves_and_forgotten_with_them(
     assert made[0]() is None
 
 
-def test_a_wave_whose_table_is_too_large_is_refused_by_its_size(clock: Clock) -> None:
+def test_a_wave_whose_table_is_too_large_is_refused_by_its_size(clock: FakeClock) -> None:
     from kvferry.worker.relayout.triton_relayout import TritonRelayout
 
     memory = torch.zeros(64, dtype=torch.uint8)

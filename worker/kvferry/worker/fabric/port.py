@@ -1,7 +1,7 @@
 """The port to the RDMA fabric: the operations that a worker needs, without their implementation.
 
 `NixlFabric` (`kvferry.worker.fabric.nixl`) is the real one; `tests/fakes/memory_fabric.py` is a fake that copies
-memory inside one process. One conformance suite, `tests/worker/test_fabric_conformance.py`, runs against both.
+memory inside one process. One conformance suite, `tests/worker/fabric/test_conformance.py`, runs against both.
 
 Order of use: `register` → `metadata` (sent to the peer) → `add_peer` (with what the peer sent) → `prepare_local`,
 `prepare_remote` → `post_read` → `poll` until DONE → `release` … `remove_peer`, `close`. A fabric belongs to one

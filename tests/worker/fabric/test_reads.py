@@ -14,7 +14,7 @@ from kvferry.worker.fabric.port import Transfer, TransferState
 from kvferry.worker.fabric.reads import LET_GO_S, Reader, Reads
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.fault_fabric import FaultFabric
-from tests.worker.fabric_harness import indices, random_bytes, region, row, rows
+from tests.worker.fabric.harness import indices, random_bytes, region, row, rows
 
 GRACE_S = 30.0
 SIZE = 256

@@ -7,13 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.worker.fabric_harness import (
-    Harness,
-    MemoryHarness,
-    NixlHarness,
-    NixlTcpHarness,
-)
-from tests.worker.fabric_scenes import Pair
+from tests.worker.fabric.harness import Harness, MemoryHarness, NixlHarness, NixlTcpHarness
+from tests.worker.fabric.scenes import Pair
 
 
 @pytest.fixture(params=[MemoryHarness, NixlHarness, NixlTcpHarness], ids=["memory", "nixl", "nixl-tcp"])

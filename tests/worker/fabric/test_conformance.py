@@ -1,26 +1,17 @@
 """Reads and refusals of every `Fabric`, tested against the fake and against NIXL.
 
-Outcomes are the bytes on both sides and the errors raised. Peers and notifications: `test_fabric_conformance_peers.py`.
+Outcomes are the bytes on both sides and the errors raised. Peers and notifications: `test_conformance_peers.py`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from kvferry.worker.fabric.errors import DescriptorOutOfRange, FabricError, FabricUnavailable, InvalidRequest
 from kvferry.worker.fabric.port import DescriptorRows, Indices, MemoryKind, Region, TransferState
-from tests.worker.fabric_harness import (
-    Harness,
-    finish,
-    indices,
-    random_bytes,
-    region,
-    row,
-    rows,
-)
-from tests.worker.fabric_scenes import GUARD, Pair
+from tests.worker.fabric.harness import Harness, finish, indices, random_bytes, region, row, rows
+from tests.worker.fabric.scenes import GUARD, Pair
 
 # -- reads -------------------------------------------------------------------------------------------------------
 
@@ -72,18 +63,6 @@ def test_ascending_neighbours_land_byte_exact_when_the_fabric_merges_them(pair: 
     assert (pair.target[128 + 32000 :] == GUARD).all()
 
 
-def test_descriptors_are_numbered_row_by_row(pair: Pair) -> None:
-    """The example in `DescriptorRows`, with bases: descriptor 2 is [128, 144), descriptor 3 is [8000, 8008)."""
-    remote = pair.consumer.prepare_remote(
-        pair.peer, rows(row(pair.source, 0, 16, 64, 3), row(pair.source, 8000, 8, 8, 2))
-    )
-    assert remote.count == 5
-    local = pair.consumer.prepare_local(rows(row(pair.target, 0, 16, 16, 1), row(pair.target, 100, 8, 8, 1)))
-    pair.read(local, indices(0, 1), remote, indices(2, 3))
-    assert np.array_equal(pair.target[:16], pair.source[128:144])
-    assert np.array_equal(pair.target[100:108], pair.source[8000:8008])
-
-
 def test_one_registered_region_can_be_read_into_another_of_the_same_agent_pair(pair: Pair) -> None:
     more_source, more_target = random_bytes(8, 4096), np.zeros(4096, dtype=np.uint8)
     pair.producer.register([region(more_source)])
@@ -97,21 +76,6 @@ def test_one_registered_region_can_be_read_into_another_of_the_same_agent_pair(p
     pair.read(local, indices(0, 1), remote, indices(0, 1))
     assert np.array_equal(pair.target[:64], more_source[:64])
     assert np.array_equal(more_target[:64], pair.source[:64])
-
-
-def test_memory_of_torch_tensors_can_be_registered_and_read(harness: Harness) -> None:
-    source = torch.arange(4096, dtype=torch.int32)
-    target = torch.zeros(4096, dtype=torch.int32)
-    producer, consumer = harness.fabric("producer"), harness.fabric("consumer")
-    for fabric, tensor in ((producer, source), (consumer, target)):
-        fabric.register([Region(tensor.data_ptr(), tensor.nbytes, MemoryKind.DRAM)])
-    peer = consumer.add_peer(producer.metadata())
-    local = consumer.prepare_local(rows((target.data_ptr(), 1024, 0, 1024, 16)))
-    remote = consumer.prepare_remote(peer, rows((source.data_ptr(), 1024, 0, 1024, 16)))
-    finish(consumer, consumer.post_read(local, indices(3, 5), remote, indices(4, 6)))
-    assert torch.equal(target[3 * 256 : 4 * 256], source[4 * 256 : 5 * 256])
-    assert torch.equal(target[5 * 256 : 6 * 256], source[6 * 256 : 7 * 256])
-    assert int(target[: 3 * 256].abs().sum()) == 0
 
 
 def test_read_only_index_arrays_are_accepted(pair: Pair) -> None:

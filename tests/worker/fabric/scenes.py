@@ -7,15 +7,7 @@ import pytest
 
 from kvferry.worker.fabric.errors import PeerLost
 from kvferry.worker.fabric.port import Indices, LocalDescriptors, RemoteDescriptors, Transfer
-from tests.worker.fabric_harness import (
-    Harness,
-    Memory,
-    finish,
-    random_bytes,
-    region,
-    row,
-    rows,
-)
+from tests.worker.fabric.harness import Harness, Memory, finish, random_bytes, region, row, rows
 
 GUARD = 0xA5
 LOST_WITHIN_S = 10.0

@@ -1,0 +1,222 @@
+"""Features of the real fabric only: polling in place of a progress thread, foreign agents, reconnections, telemetry."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.worker.fabric.agent import AgentConfig, load_bindings
+from kvferry.worker.fabric.errors import DescriptorOutOfRange, FabricUnavailable, InvalidMetadata, PeerLost
+from kvferry.worker.fabric.metadata import open_metadata, wrap_metadata
+from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.port import MemoryKind, PeerAgent, Region, TransferState
+from tests.worker.fabric.harness import NixlHarness, arrivals, finish, indices, random_bytes, region, row, rows, until
+from tests.worker.fabric.scenes import Pair
+from tests.worker.fabric.test_nixl_agent import answer_of
+
+pytestmark = pytest.mark.slow
+
+
+class ConfiguredHarness(NixlHarness):
+    """Agents with a configuration of their own."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        super().__init__()
+        self._config = config
+
+    def _make(self, name: str) -> NixlFabric:
+        return NixlFabric(name, self._config)
+
+
+@contextlib.contextmanager
+def pair_with(config: AgentConfig, size: int = 1 << 16) -> Iterator[Pair]:
+    with contextlib.closing(ConfiguredHarness(config)) as harness:
+        yield Pair(harness, size)
+
+
+@pytest.fixture
+def nixl() -> Iterator[Pair]:
+    """A producer and a consumer that know each other."""
+    with pair_with(AgentConfig()) as pair:
+        yield pair
+
+
+def test_without_a_progress_thread_reads_and_notifications_arrive_while_both_sides_are_polled() -> None:
+    with pair_with(AgentConfig(progress_thread=False), 4096) as quiet:
+        producer, consumer = quiet.producer, quiet.consumer
+        consumer.notify(quiet.peer, b"hello")
+        assert arrivals(producer, 1, sender=consumer) == [("consumer", b"hello")]
+        whole = {"length": 4096, "stride": 4096, "count": 1}
+        transfer = consumer.post_read(quiet.local(**whole), indices(0), quiet.remote(**whole), indices(0))
+
+        def done() -> bool:
+            assert producer.take_notifications() == []
+            return consumer.poll(transfer) is TransferState.DONE
+
+        until(done, "the read is done")
+        assert np.array_equal(quiet.source, quiet.target)
+
+
+def test_a_refused_region_leaves_none_of_its_batch_registered(nixl: Pair) -> None:
+    """UCX refuses host memory that is called VRAM, with and without a GPU."""
+    memory = random_bytes(3, 4096)
+    with pytest.raises(FabricUnavailable, match="2 regions were refused"):
+        nixl.producer.register([region(memory), Region(memory.ctypes.data, 4096, MemoryKind.VRAM)])
+    with pytest.raises(DescriptorOutOfRange):
+        nixl.producer.prepare_local(rows(row(memory, 0, 64, 64, 1)))
+
+
+def foreign_agent(name: str | bytes, peer: NixlFabric) -> Any:
+    """An agent that is not kvferry's, and knows the peer."""
+    bindings = load_bindings()
+    config = bindings.nixlAgentConfig()
+    config.useProgThread, config.pthrDelay = True, 20_000
+    agent = bindings.nixlAgent(name, config)
+    agent.createBackend("UCX", {})
+    agent.loadRemoteMD(open_metadata(peer.metadata())[1])
+    return agent
+
+
+def test_a_sender_whose_name_is_not_text_does_not_stop_notifications(
+    nixl: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = nixl.producer
+    assert isinstance(producer, NixlFabric)
+    foreign = foreign_agent(b"\xff\xfe", producer)
+    for lost in (1, 2):
+        foreign.genNotif("producer", b"gibberish")
+
+        def noticed(lost: int = lost) -> bool:
+            assert producer.take_notifications() == []
+            return producer._undecodable == lost
+
+        until(noticed, "the foreign notification was noticed")
+    nixl.consumer.notify(nixl.peer, b"done")
+    assert arrivals(producer, 1) == [("consumer", b"done")]
+    assert len([record for record in caplog.records if "lost notifications" in record.getMessage()]) == 1
+
+
+def test_a_foreign_agent_with_a_proper_name_is_reported_as_the_sender(nixl: Pair) -> None:
+    assert isinstance(nixl.producer, NixlFabric)
+    foreign = foreign_agent("other", nixl.producer)
+    foreign.genNotif("producer", b"\x00\xff" * 3)
+    assert arrivals(nixl.producer, 1) == [("other", b"\x00\xff" * 3)]
+
+
+def test_a_peer_that_nixl_forgot_by_itself_is_lost(nixl: Pair) -> None:
+    """NIXL drops a peer when one of its transfers notices the death; the others then get NOT_FOUND."""
+    consumer = nixl.consumer
+    assert isinstance(consumer, NixlFabric)
+
+    def post(_: PeerAgent) -> None:
+        consumer.post_read(nixl.local(), indices(0), remote, indices(0))
+
+    def notify(peer: PeerAgent) -> None:
+        consumer.notify(peer, b"hello")
+
+    for attempt in (post, notify):
+        remote = nixl.remote()
+        consumer._agent.invalidateRemoteMD("producer")
+        for said in ("NOT_FOUND", "known to be dead"):
+            with pytest.raises(PeerLost, match=said):
+                attempt(nixl.peer)
+        consumer.remove_peer(nixl.peer)
+        nixl.peer = consumer.add_peer(nixl.producer.metadata())
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "reason"),
+    [
+        ("other", lambda body: body, "differ in name"),
+        ("producer", lambda body: b"nonsense", "NIXL refused it"),
+        ("producer", lambda body: body[: body.index(b"MemSection")], "NIXL refused it"),
+    ],
+    ids=["another name inside", "nonsense inside", "no regions inside"],
+)
+def test_an_envelope_around_something_else_is_refused_and_leaves_no_trace(
+    name: str, spoil: Callable[[bytes], bytes], reason: str
+) -> None:
+    """The checksum is right here. NIXL keeps half of what it refused, which could make a successor fail."""
+    with contextlib.closing(NixlHarness()) as harness:
+        producer, consumer = harness.fabric("producer"), harness.fabric("consumer")
+        with pytest.raises(InvalidMetadata, match=reason):
+            consumer.add_peer(wrap_metadata(name, spoil(open_metadata(producer.metadata())[1])))
+        successor = harness.fabric("producer")
+        consumer.notify(consumer.add_peer(successor.metadata()), b"hello")
+        assert arrivals(successor, 1) == [("consumer", b"hello")]
+
+
+CONNECT_AGAIN = """
+import json, os, numpy
+from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region, TransferState
+from kvferry.worker.fabric.nixl import NixlFabric
+
+memory = numpy.zeros(64, dtype=numpy.uint8)
+producer, consumer = NixlFabric("producer"), NixlFabric("consumer")
+for fabric in (producer, consumer):
+    fabric.register([Region(memory.ctypes.data, memory.nbytes, MemoryKind.DRAM)])
+one = DescriptorRows.of(MemoryKind.DRAM, [(memory.ctypes.data, 64, 0, 64, 1)])
+index = numpy.zeros(1, dtype=numpy.int32)
+
+def connect():
+    peer = consumer.add_peer(producer.metadata())
+    local, remote = consumer.prepare_local(one), consumer.prepare_remote(peer, one)
+    read = consumer.post_read(local, index, remote, index)
+    while consumer.poll(read) is TransferState.IN_FLIGHT:
+        pass
+    for handle in (read, local, remote):
+        consumer.release(handle)
+    consumer.remove_peer(peer)
+
+def kept():
+    files = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    sockets = sum(os.path.islink(file) and os.readlink(file).startswith("socket") for file in files)
+    return sockets, sum(line.split()[1].endswith("s") for line in open("/proc/self/maps"))
+
+for _ in range(4):
+    connect()
+before = kept()
+for _ in range(16):
+    connect()
+print(json.dumps([before, kept()]))
+"""
+
+
+@pytest.mark.parametrize("in_shared_memory", ["y", "n"])
+def test_a_living_peer_that_is_added_again_and_again_adds_neither_connections_nor_segments(
+    in_shared_memory: str,
+) -> None:
+    before, after = answer_of(CONNECT_AGAIN, UCX_MM_ERROR_HANDLING=in_shared_memory)
+    assert all(now - then < 8 for then, now in zip(before, after, strict=True)), (before, after)
+
+
+def test_telemetry_counts_bytes_and_merged_descriptors_and_times_the_transfer() -> None:
+    ascending = np.arange(4096, dtype=np.int32)
+    with pair_with(AgentConfig(), 16 << 20) as large:
+        pages = {"length": 4096, "stride": 4096, "count": 4096}
+        local, remote = large.local(**pages), large.remote(**pages)
+        seen = {}
+        for name, order in (("merged", ascending), ("scattered", ascending[::-1].copy())):
+            transfer = large.consumer.post_read(local, order, remote, order)
+            finish(large.consumer, transfer)
+            reported = large.consumer.telemetry(transfer)
+            assert reported is not None
+            seen[name] = reported
+            assert reported.bytes == 16 << 20
+            # 16 MiB take more than a tenth of a millisecond on any machine, and this took less than a minute.
+            assert 100 < reported.transfer_us < 60e6
+            assert 0 < reported.post_us <= reported.transfer_us
+    assert seen["scattered"].descriptors == 4096
+    assert seen["merged"].descriptors < 4096
+
+
+def test_without_capture_there_is_no_telemetry() -> None:
+    with pair_with(AgentConfig(capture_telemetry=False)) as pair:
+        transfer = pair.consumer.post_read(pair.local(), indices(0), pair.remote(), indices(0))
+        finish(pair.consumer, transfer)
+        assert np.array_equal(pair.source[:64], pair.target[:64])
+        assert pair.consumer.telemetry(transfer) is None
