@@ -108,10 +108,7 @@ GUARDS = (
         (1,),
         "kvferry.worker.loads.load:check_params_mac",
         switches.nothing,
-        (
-            f"{_ENGINES}/test_bad_orders.py::test_params_that_a_client_has_changed_fail_by_their_mac",
-            f"{_ENGINES}/test_bad_orders.py::test_tickets_that_a_client_has_changed_fail_by_their_mac",
-        ),
+        (f"{_ENGINES}/test_bad_orders.py::test_params_that_a_client_has_changed_fail_by_their_mac",),
     ),
     Guard(
         "epochs",

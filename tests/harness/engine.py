@@ -14,6 +14,7 @@ from kvferry.protocol.handshake import LeaseName, ModelFacts
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_mac import sign_params
 from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.staging.pool import StagingPool
 from kvferry.worker.worker import MakeFabric
 from tests.harness.cache_engine import FACTS, LEASE_S, SETTINGS, CacheEngine
 from tests.harness.caches import CPU, Bytes, CacheShape, ToyCaches
@@ -126,6 +127,18 @@ class Engine(CacheEngine):
     def word(self, offer: Offer) -> int:
         """The word in the offer's slot."""
         return int(self.worker._memory.table.words[offer.slot])
+
+    @property
+    def pool(self) -> StagingPool:
+        """The worker's staging pool; it must have one."""
+        staging = self.worker._memory.staging
+        assert staging is not None
+        return staging.pool
+
+    def all_entries_are_free(self) -> bool:
+        """Whether no read of a slot is in flight."""
+        slot_reads = self.worker._memory.slot_reads
+        return slot_reads.free() == len(slot_reads.words)
 
     def end(self, offer: Offer) -> None:
         """End the lease, on the worker too."""

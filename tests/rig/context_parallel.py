@@ -17,7 +17,7 @@ from tests.geometry.requests import Request
 from tests.rig.context_parallel_rank import Step, Written, compute_steps, token_rows
 from tests.rig.engine import RigEngine
 from tests.rig.memory import Numbers
-from tests.worker.context_parallel_ranks import RankPool
+from tests.worker.context_parallel.ranks import RankPool
 
 Read = dict[int, set[tuple[tuple[str, str], int]]]
 """The heads that are read of each producer worker, by tensor name."""

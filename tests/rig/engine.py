@@ -13,7 +13,7 @@ from tests.geometry.pairs import FACTS, cache_groups
 from tests.geometry.requests import Request
 from tests.harness import handover
 from tests.harness.cache_engine import CacheEngine
-from tests.rig.memory import Numbers, Snapshot, WorkerMemory
+from tests.rig.memory import Bytes, Numbers, WorkerMemory
 
 SETTINGS = WorkerSettings(
     lease_slots=8, handshake_timeout_s=60.0, load_timeout_s=120.0, max_loads=8, staging_pool_bytes=1 << 16
@@ -59,5 +59,5 @@ class RigEngine(CacheEngine):
         for memory in self.memories:
             memory.fill(self.description.groups, request, numbers)
 
-    def snapshots(self) -> list[Snapshot]:
+    def snapshots(self) -> list[Bytes]:
         return [memory.snapshot() for memory in self.memories]

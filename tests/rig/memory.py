@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -28,13 +26,6 @@ def noise(names: Ints) -> Bytes:
     return np.asarray((word >> np.uint64(56)).astype(np.uint8))
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A worker's memory at one moment, guards included."""
-
-    content: Bytes
-
-
 class WorkerMemory:
     """Real memory for the caches of one worker, full of noise.
 
@@ -54,13 +45,14 @@ class WorkerMemory:
         self._floats = [x for x in self.kv.tensors if floats and has_floats(x.format)]
         self._parts = [storage.numpy() for storage in sorted(storages, key=lambda storage: storage.data_ptr())]
 
-    def snapshot(self) -> Snapshot:
-        return Snapshot(np.concatenate([np.empty(0, np.uint8), *self._parts]))
+    def snapshot(self) -> Bytes:
+        """The memory as it is now, guards included."""
+        return np.concatenate([np.empty(0, np.uint8), *self._parts])
 
     def fill(self, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers) -> None:
         """Write the values of the request's tokens, as a prefill would; everything else stays noise."""
         names = produced(self.kv.tensors, groups, self._memory, request, numbers)
-        content = np.where(names >= 0, self._values(names, numbers), self.snapshot().content)
+        content = np.where(names >= 0, self._values(names, numbers), self.snapshot())
         at = 0
         for part in self._parts:
             part[:] = content[at : at + len(part)]
@@ -76,21 +68,19 @@ class WorkerMemory:
             found[own] = stored_bytes(tensor, names[own], patterns)
         return found
 
-    def check_loaded(
-        self, before: Snapshot, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers
-    ) -> None:
+    def check_loaded(self, before: Bytes, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers) -> None:
         """Check every byte: the request's have arrived, its loaded blocks hold nothing else, and no other has changed.
 
         Raises:
             AssertionError: naming the wrong byte.
         """
         target = wanted(self.kv.tensors, groups, self._memory, request, numbers)
-        now, right = self.snapshot().content, self._values(target.names, numbers)
+        now, right = self.snapshot(), self._values(target.names, numbers)
         _expect(target.required & (now != right), target, "is wrong", numbers)
         _expect(target.tail & (now != 0), target, "is behind the request and not zero", numbers)
         neither = target.optional & (now != right) & (now != 0)
         _expect(neither & target.loaded, target, "is before the window, and neither right nor zero", numbers)
-        changed = now != before.content
+        changed = now != before
         free = (target.optional & ~neither) | (target.late & (now == 0))
         others = ~(target.required | target.tail | free)
         _expect(others & changed, target, "is not the request's and has changed", numbers)

@@ -20,7 +20,7 @@ from tests.rig.context_parallel import ContextParallelEngine, Read, read_by
 from tests.rig.context_parallel_rank import compute_steps
 from tests.rig.engine import RigEngine
 from tests.rig.handover import hand_over, rig_of
-from tests.worker.context_parallel_ranks import RankPool, rank_pool
+from tests.worker.context_parallel.ranks import RankPool, rank_pool
 
 TOKENS = 45
 

@@ -6,15 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvferry.protocol.orders import FailureReason
-from tests.geometry.effects import number_names
 from tests.geometry.handmade import attention, hybrid, latent, pair, side
 from tests.geometry.models import Model
 from tests.geometry.pairs import Pair
-from tests.harness.handover import load
 from tests.rig.engine import SETTINGS
 from tests.rig.handover import hand_over, rig_of
-from tests.waiting import step_until
 
 POOLS = {"direct": 0, "staged": 1 << 16}
 
@@ -146,26 +142,3 @@ def test_one_request_after_the_other_between_the_same_engines() -> None:
     with rig_of(made) as (producer, consumer):
         hand_over(made, producer, consumer, "first")
         hand_over(replace(made, request=shorter), producer, consumer, "second")
-
-
-def test_tokens_that_are_here_already_are_neither_read_nor_touched() -> None:
-    model = attention(heads=6)
-    made = pair(model, side(model, tp=2), side(model, tp=3), tokens=61, first=32, stop=50)
-    with rig_of(made, replace(SETTINGS, staging_pool_bytes=0)) as (producer, consumer):
-        assert hand_over(made, producer, consumer).num_bytes == 32 * 6 * 2 * 32
-
-
-def test_a_pair_that_cannot_work_is_refused_and_its_blocks_are_free_at_once() -> None:
-    """Cells of 4 tokens cannot be divided between ranks that take 2 tokens in turn."""
-    model = latent()
-    model = replace(model, groups=(replace(model.groups[0], tile_tokens=4),))
-    made = pair(model, side(model), side(model, tp=2, dcp=2, run=2), tokens=45)
-    with rig_of(made) as (producer, consumer):
-        before = consumer.snapshots()
-        numbers = number_names(consumer.description)
-        load(consumer, "request", made.request, producer.prefill("request", made.request, numbers))
-        step_until(lambda: "request" in consumer.seen.failed, "the load is refused", producer, consumer)
-        assert consumer.seen.failed["request"] is FailureReason.PLAN
-        step_until(lambda: "request" in producer.seen.sent, "the blocks are free", producer, consumer)
-        for old, now in zip(before, consumer.snapshots(), strict=True):
-            assert (old.content == now.content).all()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from tests.fakes.cuda import FakeCuda
 from tests.harness.rig import Rig, rig_of
 
 
@@ -21,3 +23,12 @@ def rig() -> Iterator[Rig]:
     """On the fake fabric, for faults that only a fake has on demand."""
     with rig_of("memory") as rig:
         yield rig
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """The second GPU of a host, on which the relayout's kernel runs in numpy."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    made = FakeCuda(torch.device("cuda", 1))
+    made.install(monkeypatch)
+    return made

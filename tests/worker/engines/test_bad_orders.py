@@ -32,68 +32,70 @@ def _fails(rig: Rig, producer: Engine, consumer: Engine, params: RemotePrefill) 
     return reason
 
 
-Change = Callable[[Engine, Offer], RemotePrefill]
-SIGNED_BUT_WRONG: dict[str, Change] = {
-    "a block beyond the cache": lambda p, o: p.changed(o, remote_block_ids=((*o.blocks[:-1], SHAPE_BLOCKS),)),
-    "the largest block id": lambda p, o: p.changed(o, remote_block_ids=((*o.blocks[:-1], 2**31 - 1),)),
-    "the null block": lambda p, o: p.changed(o, remote_block_ids=((*o.blocks[:-1], 0),)),
-    "too few blocks": lambda p, o: p.changed(o, remote_block_ids=(o.blocks[:1],)),
-    "too many blocks": lambda p, o: p.changed(o, remote_block_ids=((*o.blocks, 1),)),
-    "no blocks": lambda p, o: p.changed(o, remote_block_ids=((),)),
-    "two groups": lambda p, o: p.changed(o, remote_block_ids=(o.blocks, o.blocks)),
-    "a slot beyond the table": lambda p, o: p.changed(o, ticket={"lease_slot": SETTINGS.lease_slots}),
-    "the largest slot": lambda p, o: p.changed(o, ticket={"lease_slot": 2**24 - 1}),
+WRONG_BLOCKS: dict[str, Callable[[tuple[int, ...]], tuple[tuple[int, ...], ...]]] = {
+    "a block beyond the cache": lambda blocks: ((*blocks[:-1], SHAPE_BLOCKS),),
+    "the largest block id": lambda blocks: ((*blocks[:-1], 2**31 - 1),),
+    "the null block": lambda blocks: ((*blocks[:-1], 0),),
+    "too few blocks": lambda blocks: (blocks[:1],),
+    "too many blocks": lambda blocks: ((*blocks, 1),),
+    "no blocks": lambda _: ((),),
+    "two groups": lambda blocks: (blocks, blocks),
 }
 
 
-@pytest.mark.parametrize("change", SIGNED_BUT_WRONG.values(), ids=SIGNED_BUT_WRONG)
-def test_signed_params_that_do_not_fit_the_engines_fail_as_params(rig: Rig, change: Change) -> None:
+@pytest.mark.parametrize("wrong", WRONG_BLOCKS.values(), ids=WRONG_BLOCKS)
+def test_signed_params_with_wrong_blocks_fail_as_params(
+    rig: Rig, wrong: Callable[[tuple[int, ...]], tuple[tuple[int, ...], ...]]
+) -> None:
     producer, consumer = rig.pair()
-    params = change(producer, producer.prefill(TOKENS))
+    offer = producer.prefill(TOKENS)
+    params = producer.changed(offer, remote_block_ids=wrong(offer.blocks))
     assert _fails(rig, producer, consumer, params) is FailureReason.PARAMS
 
 
-def test_another_epoch_is_no_lease(rig: Rig) -> None:
-    producer, consumer = rig.pair()
-    params = producer.changed(producer.prefill(TOKENS), ticket={"lease_epoch": "0" * 14 + "1"})
-    assert _fails(rig, producer, consumer, params) is FailureReason.FENCE
-
-
-def test_the_slot_of_another_lease_with_the_own_epoch_is_no_lease(rig: Rig) -> None:
-    producer, consumer = rig.pair()
-    victim, own = producer.prefill(TOKENS, seed=1), producer.prefill(TOKENS, seed=2)
-    params = producer.changed(own, ticket={"lease_slot": victim.slot})
-    assert _fails(rig, producer, consumer, params) is FailureReason.FENCE
-
-
-CHANGED: dict[str, dict[str, Any]] = {
-    "another request's blocks": {"remote_block_ids": ((1, 2, 3),)},
-    "more tokens": {"remote_num_tokens": TOKENS + 1},
-    "another request": {"remote_request_id": "another-request"},
-    "another size": {"tp_size": 2},
+WRONG_LEASES: dict[str, tuple[Callable[[Offer], dict[str, Any]], FailureReason]] = {
+    "a slot beyond the table": (lambda _: {"lease_slot": SETTINGS.lease_slots}, FailureReason.PARAMS),
+    "the largest slot": (lambda _: {"lease_slot": 2**24 - 1}, FailureReason.PARAMS),
+    "the slot of another lease": (lambda other: {"lease_slot": other.slot}, FailureReason.FENCE),
+    "another epoch": (lambda _: {"lease_epoch": "0" * 14 + "1"}, FailureReason.FENCE),
 }
 
 
-@pytest.mark.parametrize("fields", CHANGED.values(), ids=CHANGED)
-def test_params_that_a_client_has_changed_fail_by_their_mac(rig: Rig, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("wrong", "reason"), WRONG_LEASES.values(), ids=WRONG_LEASES)
+def test_signed_params_that_name_no_lease_of_their_own_fail(
+    rig: Rig, wrong: Callable[[Offer], dict[str, Any]], reason: FailureReason
+) -> None:
     producer, consumer = rig.pair()
-    params = msgspec.structs.replace(producer.prefill(TOKENS).params, **fields)
-    assert _fails(rig, producer, consumer, params) is FailureReason.MAC
+    other, own = producer.prefill(TOKENS, seed=1), producer.prefill(TOKENS, seed=2)
+    assert _fails(rig, producer, consumer, producer.changed(own, ticket=wrong(other))) is reason
 
 
-@pytest.mark.parametrize("field", ["lease_slot", "lease_s", "mac"])
-def test_tickets_that_a_client_has_changed_fail_by_their_mac(rig: Rig, field: str) -> None:
+def _with(**fields: Any) -> Callable[[RemotePrefill], RemotePrefill]:
+    return lambda params: msgspec.structs.replace(params, **fields)
+
+
+def _with_ticket(**fields: Any) -> Callable[[RemotePrefill], RemotePrefill]:
+    return lambda params: _with(kvferry=msgspec.structs.replace(params.kvferry, **fields))(params)
+
+
+CHANGED: dict[str, Callable[[RemotePrefill], RemotePrefill]] = {
+    "another request's blocks": _with(remote_block_ids=((1, 2, 3),)),
+    "more tokens": _with(remote_num_tokens=TOKENS + 1),
+    "another request": _with(remote_request_id="another-request"),
+    "another size": _with(tp_size=2),
+    "another slot": _with_ticket(lease_slot=7),
+    "a longer lease": _with_ticket(lease_s=10_000.0),
+    "another MAC": _with_ticket(mac="f" * 64),
+    "a MAC under a key that the client chose": lambda params: sign_params(params, b"x" * 32),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_params_that_a_client_has_changed_fail_by_their_mac(
+    rig: Rig, change: Callable[[RemotePrefill], RemotePrefill]
+) -> None:
     producer, consumer = rig.pair()
-    offer = producer.prefill(TOKENS)
-    values = {"lease_slot": offer.slot + 1, "lease_s": 10_000.0, "mac": "f" * 64}
-    ticket = msgspec.structs.replace(offer.params.kvferry, **{field: values[field]})
-    params = msgspec.structs.replace(offer.params, kvferry=ticket)
-    assert _fails(rig, producer, consumer, params) is FailureReason.MAC
-
-
-def test_a_mac_under_a_key_that_the_client_chose_is_refused(rig: Rig) -> None:
-    producer, consumer = rig.pair()
-    params = sign_params(producer.prefill(TOKENS).params, b"x" * 32)
+    params = change(producer.prefill(TOKENS).params)
     assert _fails(rig, producer, consumer, params) is FailureReason.MAC
 
 

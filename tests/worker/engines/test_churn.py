@@ -71,9 +71,8 @@ def test_producers_that_come_and_go_leave_nothing_with_their_consumer() -> None:
         assert handles.peers <= MAX_PEERS
         assert handles.prepared == 1 + handles.peers * _lists_of_a_peer(consumer)
         assert (handles.transfers, handles.leaving) == (0, 0)
-        assert consumer.worker._memory.slot_reads.free() == len(consumer.worker._memory.slot_reads.words)
-        assert consumer.worker._memory.staging is not None
-        assert consumer.worker._memory.staging.pool.free_bytes == consumer.worker._memory.staging.pool.capacity
+        assert consumer.all_entries_are_free()
+        assert consumer.pool.free_bytes == consumer.pool.capacity
         assert consumer.seen.counts["integrity_errors"] == 0
         gc.collect()
         assert before is not None

@@ -61,7 +61,7 @@ def test_a_stuck_load_is_reported_at_once_and_its_blocks_are_named_until_its_rea
     consumer.set_timeouts()
     assert (consumer.caches.cells(0)[list(load.blocks)] != POISON).any(), "it did write, as late as this"
     assert consumer.fabric.transfers() == 0
-    assert consumer.worker._memory.slot_reads.free() == len(consumer.worker._memory.slot_reads.words)
+    assert consumer.all_entries_are_free()
     assert load.request_id not in consumer.seen.loaded
     rig.transfer(producer, consumer)
 
@@ -89,7 +89,7 @@ def test_a_load_of_a_producer_that_never_finishes_misses_its_deadline_and_leaves
     assert TIMEOUT_S - 0.01 < time.monotonic() - began_s < SETTINGS.load_timeout_s
     assert consumer.seen.failed == {load.request_id: FailureReason.DEADLINE}
     rig.step_until(lambda: not consumer.seen.alive, "its slot read has ended", only=consumer)
-    assert consumer.worker._memory.slot_reads.free() == len(consumer.worker._memory.slot_reads.words)
+    assert consumer.all_entries_are_free()
 
 
 def test_a_load_that_never_gets_its_turn_misses_its_deadline(rig: Rig) -> None:
@@ -150,9 +150,7 @@ def test_a_load_that_waits_for_the_staging_pool_misses_its_deadline_and_its_plac
     producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=staged)
     consumer = rig.engine("C", shape=CacheShape(axes="bth"), settings=staged)
     rig.transfer(producer, consumer)
-    staging = consumer.worker._memory.staging
-    assert staging is not None
-    pool = staging.pool
+    pool = consumer.pool
     waves = [pool.try_take(f"other-{n}", f"peer-{n // 4}", pool.largest_wave) for n in range(8)]
     assert all(wave is not None for wave in waves)
     consumer.set_timeouts(load_s=TIMEOUT_S)

@@ -6,31 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from kvferry.protocol.orders import FailureReason
 from tests.fakes.cuda import DEFAULT_STREAM, FakeCuda
 from tests.harness.engine import SHAPE
 from tests.harness.rig import Rig
 
-pytest.importorskip("triton", reason="Triton is not installed")
-
-SECOND_GPU = torch.device("cuda", 1)
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    made = FakeCuda(SECOND_GPU)
-    made.install(monkeypatch)
-    return made
-
 
 def test_a_load_is_zeroed_by_one_launch_on_a_stream_of_its_own_that_was_used_at_registration(
     cuda: FakeCuda, rig: Rig
 ) -> None:
     with cuda.memory():
-        producer = rig.engine("P", device=SECOND_GPU)
-        consumer = rig.engine("C", device=SECOND_GPU)
+        producer = rig.engine("P", device=cuda.device)
+        consumer = rig.engine("C", device=cuda.device)
     warmed_up = {call.stream for call in cuda.calls if call.name == "launch"}
     begun = len(cuda.calls)
     rig.transfer(producer, consumer, tokens=10)
@@ -44,8 +32,8 @@ def test_after_a_launch_that_raised_the_blocks_wait_for_the_stream_that_it_was_o
     cuda: FakeCuda, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cuda.memory():
-        producer = rig.engine("P", device=SECOND_GPU)
-        consumer = rig.engine("C", device=SECOND_GPU)
+        producer = rig.engine("P", device=cuda.device)
+        consumer = rig.engine("C", device=cuda.device)
     rig.transfer(producer, consumer, tokens=10)
     begun = len(cuda.calls)
 
@@ -67,8 +55,8 @@ def test_after_a_launch_that_raised_the_blocks_wait_for_the_stream_that_it_was_o
 
 def test_every_thread_that_uses_the_device_has_set_it(cuda: FakeCuda, rig: Rig) -> None:
     with cuda.memory():
-        producer = rig.engine("P", device=SECOND_GPU)
-        consumer = rig.engine("C", device=SECOND_GPU, shape=replace(SHAPE, axes="bth"))
+        producer = rig.engine("P", device=cuda.device)
+        consumer = rig.engine("C", device=cuda.device, shape=replace(SHAPE, axes="bth"))
     rig.transfer(producer, consumer, tokens=10)
     assert consumer.seen.totals[-1].staged_bytes, "the load went through the pool"
     threads = {call.thread for call in cuda.calls}

@@ -1,4 +1,4 @@
-"""Prewarming a producer that a waiting request names: the first contact ends before the load, and is no load."""
+"""First contacts: prewarmed for a request that waits, prepared at the start, and timed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
 from kvferry.worker.peers.peer import PeerKey, connect
+from kvferry.worker.peers.plan_cache import PlanCache
 from kvferry.worker.settings import WorkerSettings
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig
@@ -75,3 +76,18 @@ def test_the_time_of_a_first_contact_includes_all_of_its_parts(
     all_ms, planned_ms, prepared_ms = map(float, re.findall(r"(?:in|planned|prepared) ([\d.]+)", said))
     assert prepared_ms >= 50.0
     assert all_ms >= planned_ms + prepared_ms - 0.2, "each is rounded"
+
+
+def test_an_engine_starts_and_loads_although_its_own_plan_fails(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a bug")
+
+    producer, consumer = rig.engine("P"), rig.engine("C")
+    monkeypatch.setattr("kvferry.worker.fabric.errors.internal_errors._quiet_until_s", 0.0)
+    with monkeypatch.context() as failing:
+        failing.setattr(PlanCache, "plan", fail)
+        consumer.worker.add_siblings(consumer.description.workers)
+    assert "a first contact could not be prepared" in caplog.text
+    rig.transfer(producer, consumer, tokens=23, seed=3)

@@ -56,7 +56,7 @@ def test_a_load_is_over_while_the_read_behind_its_message_is_in_flight(rig: Rig)
     consumer.worker.check_integrity()
     rig.network.thaw(producer.fabric.agent_name)
     wait_until_idle(consumer.worker)
-    assert consumer.worker._memory.slot_reads.free() == len(consumer.worker._memory.slot_reads.words)
+    assert consumer.all_entries_are_free()
 
 
 @pytest.mark.parametrize("error", [PeerLost("test", "gone"), TransferFailed("test", "of the test")])

@@ -17,9 +17,6 @@ from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig
 
-pytest.importorskip("triton", reason="Triton is not installed")
-
-GPU = torch.device("cuda", 1)
 POOL_BYTES = 65 << 12
 ON_HOST = replace(SETTINGS, host_buffer=True, staging_pool_bytes=POOL_BYTES)
 
@@ -32,25 +29,18 @@ def mirror_bytes(engine: Engine) -> list[int]:
     return [pages(part.nbytes) for part in engine.caches.memory]
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    made = FakeCuda(GPU)
-    made.install(monkeypatch)
-    return made
-
-
 def test_a_producer_pins_its_caches_copy_and_its_pool_in_whole_pages_and_no_more(cuda: FakeCuda, rig: Rig) -> None:
     with cuda.memory():
-        producer = rig.engine("P", device=GPU, settings=ON_HOST)
+        producer = rig.engine("P", device=cuda.device, settings=ON_HOST)
     assert sorted(cuda.registered.values()) == sorted([*mirror_bytes(producer), POOL_BYTES])
     assert not any(address % mmap.PAGESIZE for address in cuda.registered)
 
 
 def test_a_consumer_pins_its_pool_and_keeps_and_registers_no_copy_of_its_caches(cuda: FakeCuda, rig: Rig) -> None:
     with cuda.memory():
-        producer = rig.engine("P", device=GPU, settings=ON_HOST)
+        producer = rig.engine("P", device=cuda.device, settings=ON_HOST)
         before = set(cuda.registered)
-        consumer = rig.engine("C", device=GPU, settings=replace(ON_HOST, is_read_from=False))
+        consumer = rig.engine("C", device=cuda.device, settings=replace(ON_HOST, is_read_from=False))
     assert [length for address, length in cuda.registered.items() if address not in before] == [POOL_BYTES]
     fabric = consumer.fabric.inner
     assert isinstance(fabric, MemoryFabric)
@@ -64,7 +54,7 @@ def test_memory_is_unpinned_once_and_after_the_transfer_thread_and_the_fabric_ha
     cuda: FakeCuda, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cuda.memory():
-        producer, consumer = rig.pair(device=GPU, settings=ON_HOST)
+        producer, consumer = rig.pair(device=cuda.device, settings=ON_HOST)
     rig.transfer(producer, consumer)
     close, pinned_at_close = producer.fabric.close, []
 
@@ -87,7 +77,7 @@ def test_memory_is_unpinned_once_and_after_the_transfer_thread_and_the_fabric_ha
 def test_memory_that_cannot_be_pinned_stops_the_start_with_its_size(cuda: FakeCuda, rig: Rig) -> None:
     cuda.host_error = 2
     with cuda.memory(), pytest.raises(InvalidConfig, match=r"room for \d+ bytes .* error 2") as refused:
-        rig.engine("P", device=GPU, settings=ON_HOST)
+        rig.engine("P", device=cuda.device, settings=ON_HOST)
     assert refused.value.field == "kv_buffer_device"
 
 

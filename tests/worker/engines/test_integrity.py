@@ -29,11 +29,9 @@ def _free_an_entry_twice(engine: Engine) -> Callable[[], object]:
 
 
 def _steal_a_wave(engine: Engine) -> Callable[[], object]:
-    staging = engine.worker._memory.staging
-    assert staging is not None
-    pool, wave = staging.pool, staging.pool.try_take("no load", "peer", 256)
+    wave = engine.pool.try_take("no load", "peer", 256)
     assert wave is not None
-    return lambda: pool.give_back(wave)
+    return lambda: engine.pool.give_back(wave)
 
 
 def _prepare_a_list(engine: Engine) -> Callable[[], object]:

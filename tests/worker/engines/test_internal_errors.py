@@ -36,7 +36,7 @@ def recovers(rig: Rig, producer: Engine, consumer: Engine) -> None:
     rig.step_until(lambda: len(producer.leases) == 0, "the producer's blocks are free")
     wait_until(lambda: not consumer.worker._thread.registry.closing(), "the failed peer is closed")
     rig.step_until(lambda: _works(rig, producer, consumer), "a later load is good")
-    assert consumer.worker._memory.slot_reads.free() == len(consumer.worker._memory.slot_reads.words)
+    assert consumer.all_entries_are_free()
 
 
 def _works(rig: Rig, producer: Engine, consumer: Engine) -> bool:

@@ -41,11 +41,9 @@ def staged_pair(rig: Rig, here: CacheShape, there: CacheShape, settings: WorkerS
 
 
 def assert_the_pool_is_whole(consumer: Engine) -> None:
-    staging = consumer.worker._memory.staging
-    assert staging is not None
-    staging.pool.check_integrity()
-    assert staging.pool.free_bytes == staging.pool.capacity
-    assert not staging.pool.waiting
+    consumer.pool.check_integrity()
+    assert consumer.pool.free_bytes == consumer.pool.capacity
+    assert not consumer.pool.waiting
 
 
 @pytest.mark.parametrize(("producer_shape", "consumer_shape"), PAIRS.values(), ids=PAIRS)
@@ -163,10 +161,8 @@ def test_a_wave_that_may_still_be_written_stays_in_quarantine_until_its_read_has
     consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
     load = consumer.load(offer.params)
     assert rig.until_over(consumer, load) is FailureReason.DEADLINE
-    staging = consumer.worker._memory.staging
-    assert staging is not None
     assert consumer.seen.alive == {load.request_id}
-    assert 0 < staging.pool.quarantined_bytes <= staging.pool.capacity - staging.pool.free_bytes
+    assert 0 < consumer.pool.quarantined_bytes <= consumer.pool.capacity - consumer.pool.free_bytes
     consumer.fabric.on_data_read = lambda: None
     consumer.set_timeouts()
     rig.network.thaw(producer.fabric.agent_name)

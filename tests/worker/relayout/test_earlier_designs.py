@@ -61,26 +61,33 @@ def received_in(
     return found.destination.view(np.uint16).reshape(sizes)
 
 
-def check(cache: Values, blocks: list[int], expected: Values) -> None:
-    assert (cache[blocks] == expected).all()
+def in_order(values: Values, order: str, block_tokens: int) -> Values:
+    blocks = in_blocks(values, block_tokens)
+    return blocks.swapaxes(1, 2) if order == "HND" else blocks
+
+
+@pytest.mark.parametrize(
+    ("remote", "local", "blocks"),
+    [
+        (("HND", 12), ("HND", 4), [5, 1, 7, 0, 2, 3]),  # kv_postprocess_blksize_on_receive
+        (("HND", 4), ("HND", 12), [6, 2]),
+        (("HND", 4), ("NHD", 4), [4, 0, 6, 1, 2, 7]),  # kv_postprocess_layout_on_receive
+        (("NHD", 4), ("HND", 4), [0, 1, 2, 3, 4, 5]),
+        (("HND", 12), ("NHD", 4), [3, 0, 7, 2, 1, 5]),  # kv_postprocess_blksize_and_layout_on_receive
+        (("NHD", 12), ("HND", 4), [3, 0, 7, 2, 1, 5]),
+        (("HND", 4), ("NHD", 12), [4, 1]),
+        (("NHD", 4), ("HND", 12), [4, 1]),
+    ],
+)
+def test_another_block_size_and_another_order_on_receive(
+    run: Runner, remote: tuple[str, int], local: tuple[str, int], blocks: list[int]
+) -> None:
+    """A remote block of 12 tokens is 3 local blocks of 4, and the other way round."""
+    values = received(24)
+    cache = received_in(run, in_order(values, *remote), remote, local, blocks)
+    assert (cache[blocks] == in_order(values, *local)).all()
     others = [block for block in range(len(cache)) if block not in blocks]
     assert (cache[others] == POISON).all(), "no other block is touched"
-
-
-def test_kv_postprocess_blksize_on_receive(run: Runner) -> None:
-    """A remote block of 3·4 tokens is 3 local blocks of 4, heads outermost on both sides."""
-    values = received(24)
-    remote = in_blocks(values, 12).swapaxes(1, 2)
-    cache = received_in(run, remote, ("HND", 12), ("HND", 4), [5, 1, 7, 0, 2, 3])
-    check(cache, [5, 1, 7, 0, 2, 3], in_blocks(values, 4).swapaxes(1, 2))
-
-
-def test_kv_postprocess_blksize_on_receive_into_larger_blocks(run: Runner) -> None:
-    """3 remote blocks of 4 tokens are a local block of 12."""
-    values = received(24)
-    remote = in_blocks(values, 4).swapaxes(1, 2)
-    cache = received_in(run, remote, ("HND", 4), ("HND", 12), [6, 2])
-    check(cache, [6, 2], in_blocks(values, 12).swapaxes(1, 2))
 
 
 def test_kv_postprocess_blksize_on_receive_of_a_block_that_is_not_full(run: Runner) -> None:
@@ -89,26 +96,3 @@ def test_kv_postprocess_blksize_on_receive_of_a_block_that_is_not_full(run: Runn
     cache = received_in(run, in_blocks(values, 4).swapaxes(1, 2), ("HND", 4), ("HND", 12), [6])
     assert (cache[6][:, :8] == values.swapaxes(0, 1)).all()
     assert (cache[6][:, 8:] == POISON).all()
-
-
-def test_kv_postprocess_layout_on_receive(run: Runner) -> None:
-    """Heads outermost becomes tokens outermost: `[block, head, token, dim]` permuted to `[block, token, head, dim]`."""
-    values = received(12)
-    cache = received_in(run, in_blocks(values, 4).swapaxes(1, 2), ("HND", 4), ("NHD", 4), [4, 0, 6])
-    check(cache, [4, 0, 6], in_blocks(values, 4))
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours", "blocks"), [(12, 4, [3, 0, 7, 2, 1, 5]), (4, 12, [4, 1]), (4, 4, [*range(6)])]
-)
-@pytest.mark.parametrize("orders", [("HND", "NHD"), ("NHD", "HND")])
-def test_kv_postprocess_blksize_and_layout_on_receive(
-    run: Runner, theirs: int, ours: int, blocks: list[int], orders: tuple[str, str]
-) -> None:
-    """Another block size and another order at once."""
-    values = received(24)
-    remote, expected = in_blocks(values, theirs), in_blocks(values, ours)
-    remote = remote.swapaxes(1, 2) if orders[0] == "HND" else remote
-    expected = expected.swapaxes(1, 2) if orders[1] == "HND" else expected
-    cache = received_in(run, remote, (orders[0], theirs), (orders[1], ours), blocks)
-    check(cache, blocks, expected)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from kvferry.protocol.errors import KvferryError
 from kvferry.worker.context_parallel.manager import PCPManager
-from tests.worker.context_parallel_model import Batch
+from tests.worker.context_parallel.model import Batch
 
 POISON = 0xEE
 """The byte that a rank computes for padding."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _TIMEOUT_S = 60.0
 
 RankFunction = Callable[..., Any]
