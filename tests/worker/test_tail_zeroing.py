@@ -20,7 +20,7 @@ from kvferry.plan.tokens import TokenMap, TokenSide
 from kvferry.protocol.geometry import Interleave
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.loads.tail_zeroing import Gap, TailZeroing, gaps
-from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.memory.caches import DeviceMark, KvCaches
 from tests.fakes.cuda import FakeCuda
 from tests.fakes.device_mark import FakeMark
 from tests.harness.caches import CacheShape, ToyCaches
@@ -31,18 +31,18 @@ WARM_UP_BYTES = 1536
 """Size of the table with which the kernel is compiled."""
 
 
-def same_blocks(group: CacheGroup, kernel_tokens: int, blocks: int, index: int = 0) -> TokenMap:
-    """Token maps with equal sides: units are whole blocks."""
-    side = TokenSide(kernel_tokens, blocks, Interleave())
-    return TokenMap(index, kernel_tokens, side, side)
-
-
 def loaded(
-    group: CacheGroup, tokens: TokenMap, blocks: list[int], stop: int, *, first: int = 0
+    group: CacheGroup, tokens: TokenMap, blocks: list[int], stop: int
 ) -> tuple[dict[TokenMap, UnitPairs], RequestBlocks]:
-    ids: list[list[int]] = [[]] * tokens.group + [blocks]
-    request = RequestBlocks(local=ids, remote=ids, first_token=first, stop_token=stop, num_tokens=stop)
+    request = RequestBlocks(local=[blocks], remote=[blocks], first_token=0, stop_token=stop, num_tokens=stop)
     return {tokens: pair_units(tokens, group, group, request)}, request
+
+
+def zero(tail_zeroing: TailZeroing, shape: CacheShape, blocks: list[int], stop: int) -> DeviceMark | None:
+    """Zero what these blocks hold after the last token; both sides have the same blocks."""
+    side = TokenSide(shape.block_tokens, shape.blocks, Interleave())
+    units, request = loaded(shape.group, TokenMap(0, shape.block_tokens, side, side), blocks, stop)
+    return tail_zeroing.zero(units, (shape.group,), request)
 
 
 @st.composite
@@ -95,8 +95,7 @@ def test_where_no_table_is_free_asking_the_mark_starts_the_zeroing() -> None:
         cuda.calls = []
         for slot in relayout._slots:
             slot.mark = FakeMark()
-        units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [3], 2)
-        mark = tail_zeroing.zero(units, (shape.group,), request)
+        mark = zero(tail_zeroing, shape, [3], 2)
         assert mark is not None
         assert not mark.reached()
         assert all((memory == 0xA5).all() for memory in caches.memory)
@@ -116,9 +115,8 @@ def test_the_table_of_a_launch_that_raised_is_not_used_before_the_device_has_don
         relayout: Any = tail_zeroing._relayout
         before = relayout._slots[0].mark
         monkeypatch.setattr("kvferry.worker.relayout.triton_relayout.launch_relayout", Mock(side_effect=RuntimeError))
-        units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [3], 2)
         with pytest.raises(RuntimeError):
-            tail_zeroing.zero(units, (shape.group,), request)
+            zero(tail_zeroing, shape, [3], 2)
         assert relayout._slots[0].mark is not before
 
 
@@ -127,8 +125,7 @@ def test_the_room_for_tables_is_that_of_the_largest_and_no_less() -> None:
     with fake_gpu():
         caches = ToyCaches(shape, 0xA5, GPU)
         tail_zeroing = TailZeroing(caches.kv)
-        units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [1], 3)
-        assert tail_zeroing.zero(units, (shape.group,), request) is not None
+        assert zero(tail_zeroing, shape, [1], 3) is not None
         largest = tail_zeroing._table(tail_zeroing._cells([Gap(0, 0, 0, 4), Gap(0, 1, 0, 4)]))
         relayout: Any = tail_zeroing._relayout
         assert relayout.try_start(largest) is not None
@@ -146,8 +143,7 @@ def check_the_tail(shape: CacheShape, draw: st.DataObject, device: torch.device)
         for head in range(shape.heads):
             for tile in range(used, shape.tiles):
                 caches.cells(layer, expected)[last, head, tile] = 0
-    units, request = loaded(shape.group, same_blocks(shape.group, shape.block_tokens, shape.blocks), blocks, stop)
-    mark = TailZeroing(caches.kv).zero(units, (shape.group,), request)
+    mark = zero(TailZeroing(caches.kv), shape, blocks, stop)
     for found, wanted in zip(caches.memory, expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
     assert (mark is None) == (used == shape.tiles)
@@ -158,8 +154,7 @@ def test_a_cell_that_is_a_whole_block_is_left_alone() -> None:
     shape = CacheShape(block_tokens=4, tile_tokens=4, cell_bytes=64)
     caches = ToyCaches(shape, poison=0xA5)
     before = caches.snapshot()
-    units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [1, 2], 5)
-    assert TailZeroing(caches.kv).zero(units, (shape.group,), request) is None
+    assert zero(TailZeroing(caches.kv), shape, [1, 2], 5) is None
     for found, wanted in zip(caches.memory, before, strict=True):
         np.testing.assert_array_equal(found, wanted)
 
@@ -169,8 +164,7 @@ def test_groups_that_were_not_loaded_keep_their_bytes() -> None:
     caches = ToyCaches(shape, poison=0xA5)
     first, second = caches.kv.tensors
     kv = KvCaches(caches.kv.storages, (first, msgspec.structs.replace(second, group=1)), CPU)
-    units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [3], 2)
-    assert TailZeroing(kv).zero(units, (shape.group, shape.group), request) is not None
+    assert zero(TailZeroing(kv), shape, [3], 2) is not None
     assert not caches.cells(0)[3, :, 2:].any()
     assert (caches.memory[1] == 0xA5).all()
 
@@ -220,9 +214,8 @@ class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_on_a_host_nothing_is_zeroed_by_torchs_own_threads() -> None:
     shape = CacheShape(layers=2)
     caches = ToyCaches(shape, poison=0xA5)
-    units, request = loaded(shape.group, same_blocks(shape.group, 4, shape.blocks), [3], 2)
     tail_zeroing = TailZeroing(caches.kv)
     with Dispatched() as dispatched:
-        assert tail_zeroing.zero(units, (shape.group,), request) is not None
+        assert zero(tail_zeroing, shape, [3], 2) is not None
     assert not caches.cells(1)[3, :, 2:].any()
     assert not [name for name in dispatched.names if "detach" not in name and "alias" not in name]

@@ -25,20 +25,13 @@ def check(run: Runner, case: Case, reproduce: str) -> Outcome:
     return outcome
 
 
+@pytest.mark.parametrize("converts", [False, True], ids=["copies", "conversions and scales"])
 @pytest.mark.parametrize("first", range(0, 40, 10))
-def test_random_waves_put_every_byte_in_its_place_and_touch_no_other(run: Runner, first: int) -> None:
+def test_random_waves_put_every_byte_in_its_place_and_touch_no_other(run: Runner, first: int, converts: bool) -> None:
     for seed in range(first, first + 10):
-        case = random_case(seed)
-        outcome = check(run, case, f"random_case({seed})")
+        case = random_case(seed, converts=converts)
+        outcome = check(run, case, f"random_case({seed}, converts={converts})")
         assert outcome.launches == (case.table.num_bytes[0] > 0), "one launch for the whole wave"
-
-
-@pytest.mark.parametrize("first", range(0, 40, 10))
-def test_random_waves_with_conversions_and_scales(run: Runner, first: int) -> None:
-    for seed in range(first, first + 10):
-        case = random_case(seed, converts=True)
-        outcome = check(run, case, f"random_case({seed}, converts=True)")
-        assert outcome.launches == (case.table.num_bytes[0] > 0), "one launch, whatever is converted in it"
 
 
 def codes_of(kind: ElementType) -> np.ndarray:
