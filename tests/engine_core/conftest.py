@@ -113,6 +113,14 @@ def make_engine() -> Iterator[Any]:
 
 
 @pytest.fixture
+def eavesdropper() -> Iterator[Any]:
+    """A side channel without an engine that records the released slots."""
+    made = importlib.import_module("tests.engine_core.offers").Eavesdropper()
+    yield made
+    made.close()
+
+
+@pytest.fixture
 def make_slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes producers with slow routers: `make_slow(**keys)`. Their integrity is checked in every step."""
     slow_type = importlib.import_module("tests.engine_core.slow_router").Slow

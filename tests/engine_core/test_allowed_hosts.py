@@ -106,17 +106,15 @@ def test_without_a_list_the_same_params_lead_to_a_connection(make: Any, other_pe
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "p0.prefill.example"])
-def test_a_listed_host_is_connected_to(make: Any, asked_names: list[str], host: str) -> None:
-    producer = Eavesdropper()
-    try:
-        engine = make([*ALLOWED, "127.0.0.1"])
-        engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=3, remote_host=host))
-        engine.abort("d")
-        assert producer.released() == [3]
-        assert engine.counted("local_recomputes") == 0
-        assert asked_names == ([] if host == "127.0.0.1" else [host])
-    finally:
-        producer.close()
+def test_a_listed_host_is_connected_to(
+    make: Any, eavesdropper: Eavesdropper, asked_names: list[str], host: str
+) -> None:
+    engine = make([*ALLOWED, "127.0.0.1"])
+    engine.add("d", PROMPT, offer(PROMPT, port=eavesdropper.port, slot=3, remote_host=host))
+    engine.abort("d")
+    assert eavesdropper.released() == [3]
+    assert engine.counted("local_recomputes") == 0
+    assert asked_names == ([] if host == "127.0.0.1" else [host])
 
 
 def test_the_line_in_the_log_names_the_host_and_the_key(

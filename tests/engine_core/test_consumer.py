@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +15,6 @@ from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import BLOCK_TOKENS, Scheduled, tokens
 
 PROMPT = tokens(40)
-
-
-@pytest.fixture
-def producer() -> Iterator[Eavesdropper]:
-    listening = Eavesdropper()
-    yield listening
-    listening.close()
 
 
 def loads(step: Scheduled) -> dict[str, tuple[int, int]]:
@@ -80,15 +72,17 @@ def test_only_what_the_local_cache_lacks_is_loaded(make_engine: Any) -> None:
     assert engine.is_whole
 
 
-def test_a_prompt_that_is_all_in_the_local_cache_gives_its_lease_back(make_engine: Any, producer: Eavesdropper) -> None:
+def test_a_prompt_that_is_all_in_the_local_cache_gives_its_lease_back(
+    make_engine: Any, eavesdropper: Eavesdropper
+) -> None:
     engine = make_engine("kv_consumer")
     short = tokens(2 * BLOCK_TOKENS)
     engine.add("before", tokens(3 * BLOCK_TOKENS), max_tokens=1)
     engine.run()
-    engine.add("d", tokens(3 * BLOCK_TOKENS), offer(short, port=producer.port, slot=5))
+    engine.add("d", tokens(3 * BLOCK_TOKENS), offer(short, port=eavesdropper.port, slot=5))
     step = engine.step()
     assert (loads(step), step.computed) == ({}, {"d": BLOCK_TOKENS})
-    assert producer.released() == [5]
+    assert eavesdropper.released() == [5]
     engine.run()
     assert engine.is_whole
 
@@ -103,21 +97,21 @@ UNSCHEDULED: dict[str, tuple[list[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("prompt", "request_"), UNSCHEDULED.values(), ids=UNSCHEDULED)
 def test_a_request_that_ends_before_it_was_scheduled_gives_its_lease_back(
-    make_engine: Any, producer: Eavesdropper, prompt: list[int], request_: dict[str, Any]
+    make_engine: Any, eavesdropper: Eavesdropper, prompt: list[int], request_: dict[str, Any]
 ) -> None:
     engine = make_engine("kv_consumer")
-    engine.add("d", prompt, offer(PROMPT, port=producer.port, slot=3), **request_)
+    engine.add("d", prompt, offer(PROMPT, port=eavesdropper.port, slot=3), **request_)
     engine.abort("d")
-    assert producer.released() == [3]
+    assert eavesdropper.released() == [3]
     assert loads(engine.step()) == {}
     assert engine.is_whole
 
 
 def test_params_with_a_tiny_lease_do_not_make_this_engine_flood_anybody(
-    make_engine: Any, producer: Eavesdropper
+    make_engine: Any, eavesdropper: Eavesdropper
 ) -> None:
     engine = make_engine("kv_consumer")
-    params = offer(PROMPT, port=producer.port)
+    params = offer(PROMPT, port=eavesdropper.port)
     params["kvferry"]["lease_s"] = 1e-9
     engine.add("d", PROMPT, params)
     time.sleep(0.3)
@@ -125,28 +119,32 @@ def test_params_with_a_tiny_lease_do_not_make_this_engine_flood_anybody(
     assert engine.counted("heartbeats") <= 30
 
 
-def test_a_failed_load_is_computed_here_counted_and_never_tried_again(make_engine: Any, producer: Eavesdropper) -> None:
+def test_a_failed_load_is_computed_here_counted_and_never_tried_again(
+    make_engine: Any, eavesdropper: Eavesdropper
+) -> None:
     engine = make_engine("kv_consumer", policy="recompute")
-    engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=6))
+    engine.add("d", PROMPT, offer(PROMPT, port=eavesdropper.port, slot=6))
     engine.step()
     engine.step(failed={"d"})
     step = engine.step()
     assert (loads(step), step.computed) == ({}, {"d": 40})
     assert engine.run()["d"].finish_reason == "length"
-    assert producer.released() == [6]
+    assert eavesdropper.released() == [6]
     assert engine.counted("local_recomputes", "load_failed") == 1
     assert engine.is_whole
 
 
-def test_a_failed_load_under_fail_ends_the_request_and_nothing_else(make_engine: Any, producer: Eavesdropper) -> None:
+def test_a_failed_load_under_fail_ends_the_request_and_nothing_else(
+    make_engine: Any, eavesdropper: Eavesdropper
+) -> None:
     engine = make_engine("kv_consumer", policy="fail")
     engine.add("other", tokens(20, seed=9), max_tokens=8)
-    engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=7))
+    engine.add("d", PROMPT, offer(PROMPT, port=eavesdropper.port, slot=7))
     engine.step()
     engine.step(failed={"d"})
     assert engine.answers["d"].finish_reason == "error"
     assert engine.run()["other"].finish_reason == "length"
-    assert producer.released() == [7]
+    assert eavesdropper.released() == [7]
     assert engine.counted("local_recomputes", "load_failed") == 0
     assert engine.is_whole
 
@@ -196,13 +194,13 @@ def test_a_turn_that_was_tokenised_anew_takes_what_it_certainly_shares(make_engi
 
 
 def test_prompt_logprobs_need_the_whole_prompt_and_give_the_lease_back(
-    make_engine: Any, producer: Eavesdropper
+    make_engine: Any, eavesdropper: Eavesdropper
 ) -> None:
     engine = make_engine("kv_consumer")
-    engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=8), prompt_logprobs=1, max_tokens=1)
+    engine.add("d", PROMPT, offer(PROMPT, port=eavesdropper.port, slot=8), prompt_logprobs=1, max_tokens=1)
     step = engine.step()
     assert (loads(step), step.computed) == ({}, {"d": 40})
-    assert producer.released() == [8]
+    assert eavesdropper.released() == [8]
     assert engine.counted("local_recomputes", "not_wanted") == 1
     assert engine.is_whole
 

@@ -102,20 +102,18 @@ def test_without_a_time_to_drain_leases_end_through_the_fence_and_the_engine_is_
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["offered", "loading"])
-def test_a_consumer_that_ends_gives_back_what_it_has_not_read(begun: bool) -> None:
-    producer = Eavesdropper()
+def test_a_consumer_that_ends_gives_back_what_it_has_not_read(begun: bool, eavesdropper: Eavesdropper) -> None:
     engine = Engine("FerryConnector", module="kvferry.connector", role="kv_consumer")
-    engine.add("d", PROMPT, offer(PROMPT, port=producer.port, slot=5))
+    engine.add("d", PROMPT, offer(PROMPT, port=eavesdropper.port, slot=5))
     if begun:
         engine.step()
         assert engine.status("d") == "WAITING_FOR_REMOTE_KVS"
     started_s = time.monotonic()
     engine.close()
-    assert producer.released() == [5]
+    assert eavesdropper.released() == [5]
     assert time.monotonic() - started_s < 10.0
     engine.close()
-    assert producer.released() == [5], "and once"
-    producer.close()
+    assert eavesdropper.released() == [5], "and once"
 
 
 @pytest.fixture

@@ -3,14 +3,12 @@ show what is in the cache."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.worker.loads.load import Load
 from tests.harness.core.node import Node
 from tests.harness.core.runners import FirstRunner, SecondRunner
 from tests.harness.core.scheduler import BLOCK_TOKENS, tokens
@@ -132,29 +130,6 @@ def test_params_that_were_used_before_are_computed_here_without_asking_their_pro
     assert consumer.decode("d3", prompt, params) == 40
     assert consumer.engine.counted("local_recomputes", "lease_over") == 2
     assert (consumer.engine.counted("loads"), consumer.engine.counted("failed_loads")) == (1, 0)
-
-
-def test_a_read_that_overlaps_the_end_of_its_lease_is_not_used(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    producer, consumer = make("kv_producer", extra={"kv_lease_duration": 0.1}), make("kv_consumer")
-    checked, freed = threading.Event(), threading.Event()
-    post = Load._post_reads
-
-    def post_late(load: Load, *args: Any) -> Any:
-        checked.set()
-        assert freed.wait(10.0)
-        return post(load, *args)
-
-    monkeypatch.setattr(Load, "_post_reads", post_late)
-    prompt = tokens(40)
-    consumer.engine.add("d", prompt, producer.prefill("p", prompt), max_tokens=COUNT)
-    consumer.step()
-    assert checked.wait(10.0), "the slot was READY before the read"
-    consumer.engine.connector.scheduler_side._channel.renewer.close()
-    producer.until(lambda: producer.engine.is_whole)
-    producer.model.poison()
-    freed.set()
-    assert consumer.answer("d").tokens == expected_tokens(prompt, COUNT)
-    assert consumer.engine.counted("failed_loads", "fence") == 1
 
 
 def test_a_worker_that_does_not_find_itself_among_its_engines_workers_stops_the_start() -> None:

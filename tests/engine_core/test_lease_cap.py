@@ -55,20 +55,6 @@ def test_a_lease_that_a_running_request_shares_all_blocks_with_is_not_ended_in_v
     assert slow.engine.status("runs") == "RUNNING"
 
 
-def test_a_consumer_of_an_evicted_lease_computes_the_prompt_and_answers_right(make: Any) -> None:
-    producer = make("kv_producer", num_blocks=17, extra={"kv_lease_duration": 3.0})
-    consumer = make("kv_consumer")
-    prompts = {f"p{index}": tokens(100, seed=20 + index) for index in range(3)}
-    params = {name: producer.prefill(name, prompt) for name, prompt in list(prompts.items())[:2]}
-    producer.engine.add("p2", prompts["p2"], REMOTE_DECODE, max_tokens=1)
-    params["p2"] = producer.answer("p2").params
-    producer.until(lambda: producer.engine.counted("leases_released", "evicted") >= 1)
-    for name, prompt in prompts.items():
-        consumer.decode(f"d-{name}", prompt, params[name], producer)
-    assert consumer.engine.counted("local_recomputes", "load_failed") >= 1
-    producer.until(lambda: producer.engine.is_whole)
-
-
 @pytest.mark.parametrize(("fraction", "counts"), [(1.0, 0), (0.5, 1)], ids=["for need", "for the cap"])
 def test_blocks_are_counted_one_by_one_only_beyond_the_cap_and_not_in_every_step(
     make_slow: Any, monkeypatch: pytest.MonkeyPatch, fraction: float, counts: int

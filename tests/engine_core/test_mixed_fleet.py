@@ -60,12 +60,3 @@ def test_the_handshake_of_a_stock_consumer_is_refused_at_once_without_harm(make:
     consumer.decode("d", PROMPT, producer.prefill("p", PROMPT))
     producer.until(lambda: producer.engine.is_whole)
     assert producer.engine.counted("bad_frames") == 1
-
-
-def test_a_stock_engine_does_not_mind_the_key_that_it_does_not_know(stock: Any, make: Any) -> None:
-    producer, consumer = make("kv_producer"), stock("kv_consumer")
-    params = producer.prefill("p", PROMPT)
-    consumer.add("d", PROMPT, params)
-    consumer.abort("d")
-    assert set(consumer.step().metadata.reqs_to_recv) == {"d"}, "it would tell the producer, as it tells its own kind"
-    assert consumer.is_whole

@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from kvferry.protocol.errors import InvalidSecretFile
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret
-from tests.harness.core.node import Node
 from tests.harness.core.scheduler import Engine, tokens
 from tests.protocol.secret_files import NEW, OLD, OTHER, listing, write
 
@@ -32,34 +32,27 @@ def secret_file(folder: Path, *secrets: Secret) -> Iterator[None]:
         yield
 
 
-def node(role: str, folder: Path, *secrets: Secret) -> Node:
-    with secret_file(folder, *secrets):
-        return Node(role, num_blocks=64, extra={"handshake_timeout_s": 10})
-
-
 @pytest.mark.parametrize(
     ("theirs", "ours", "is_loaded"),
     [([OLD, NEW], [NEW, OLD], True), ([OLD], [], False), ([], [OLD], False), ([OLD, NEW], [NEW, OTHER], False)],
     ids=["rotation", "missing", "superfluous", "another"],
 )
 def test_a_prompt_is_read_if_the_secrets_go_together_and_computed_if_they_do_not(
-    tmp_path: Path, theirs: list[Secret], ours: list[Secret], is_loaded: bool
+    make: Any, tmp_path: Path, theirs: list[Secret], ours: list[Secret], is_loaded: bool
 ) -> None:
-    producer, consumer = node("kv_producer", tmp_path, *theirs), node("kv_consumer", tmp_path, *ours)
-    try:
-        params = producer.prefill("p", PROMPT)
-        consumer.decode("d", PROMPT, params)
-        assert consumer.engine.counted("local_recomputes", "load_failed") == (not is_loaded)
-        assert consumer.engine.counted("failed_loads", "refused") == (not is_loaded)
-        assert bool(consumer.engine.counted("planned_bytes")) == is_loaded
-        if is_loaded:
-            producer.until(lambda: producer.engine.is_whole)
-            assert producer.engine.counted("leases_released", "done") == 1
-        else:
-            producer.until(lambda: producer.engine.counted("side_channel_refusals") >= 1)
-    finally:
-        consumer.close()
-        producer.close()
+    with secret_file(tmp_path, *theirs):
+        producer = make("kv_producer")
+    with secret_file(tmp_path, *ours):
+        consumer = make("kv_consumer", extra={"handshake_timeout_s": 10})
+    consumer.decode("d", PROMPT, producer.prefill("p", PROMPT))
+    assert consumer.engine.counted("local_recomputes", "load_failed") == (not is_loaded)
+    assert consumer.engine.counted("failed_loads", "refused") == (not is_loaded)
+    assert bool(consumer.engine.counted("planned_bytes")) == is_loaded
+    if is_loaded:
+        producer.until(lambda: producer.engine.is_whole)
+        assert producer.engine.counted("leases_released", "done") == 1
+    else:
+        producer.until(lambda: producer.engine.counted("side_channel_refusals") >= 1)
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])

@@ -105,16 +105,6 @@ def test_renewals_and_releases_of_unknown_leases_are_counted_and_change_nothing(
     assert clocked.is_held
 
 
-def test_when_all_slots_are_leased_the_next_request_is_served_without_one() -> None:
-    counters = Counters()
-    ledger = ProducerLedger(2, LEASE_S, counters)
-    assert [ledger.open(name) for name in "abc"] == [True, True, False]
-    assert ledger.finish("c") is None
-    assert counters.total("leases_refused") == 1
-    ledger.abandon("a")
-    assert ledger.open("c")
-
-
 def test_a_claim_of_a_turn_lasts_for_a_lease_after_the_last_renewal() -> None:
     clocked = Clocked(LeaseUse.TURN, 480.0)
     lease = clocked.finish()

@@ -131,28 +131,6 @@ def test_an_asker_that_never_takes_its_answers_costs_little_memory(counters: Cou
         assert 0 < answers < 60
 
 
-def test_an_idle_engine_keeps_the_latest_message_about_each_lease(counters: Counters) -> None:
-    port, count = free_port(), 3000
-    listener = SideChannelListener(HOST, port, counters)
-    try:
-        with client(port) as sock:
-            for number in range(count):
-                sock.send_multipart([b"", encode(Renew(boot=BOOT, leases=(_name(number % 3),)))])
-            sock.send_multipart([b"", encode(Release(boot=BOOT, leases=(_name(1),)))])
-            sock.send_multipart([b"", encode(Renew(boot=BOOT, leases=(_name(9),)))])
-            wait_until(lambda: listener.inbox.qsize() == 5, "all have arrived")
-        assert counters.total("dropped_messages") == 0
-        received = [(one.kind, one.name.slot) for one in listener.inbox.take()]
-        assert received == [(Renew, 0), (Renew, 1), (Renew, 2), (Release, 1), (Renew, 9)]
-        assert listener.inbox.empty()
-    finally:
-        listener.close()
-
-
-def _name(slot: int) -> LeaseName:
-    return LeaseName(slot=slot, epoch=EPOCH)
-
-
 def test_a_flood_of_bad_frames_writes_few_lines(
     served: tuple[RecordingListener, int], counters: Counters, caplog: pytest.LogCaptureFixture
 ) -> None:
