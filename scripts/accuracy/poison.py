@@ -11,6 +11,7 @@ import torch
 
 from kvferry.connector import FerryConnector
 from kvferry.connector.messages import FerryMetadata
+from kvferry.protocol.orders import decode_orders
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -26,7 +27,8 @@ class NixlConnector(FerryConnector):
         self._caches = tuple(kv_caches.values())
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        if isinstance(connector_metadata, FerryMetadata) and connector_metadata.holds:
+        orders = isinstance(connector_metadata, FerryMetadata) and connector_metadata.frame
+        if orders and decode_orders(orders).holds:
             for index, cache in enumerate(self._caches):
                 # Numbers of a usual size: the model goes on and says something else.
                 generator = torch.Generator().manual_seed(index)
