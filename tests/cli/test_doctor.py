@@ -52,7 +52,7 @@ def test_transports_without_an_agent_are_found_twice_and_give_exit_code_1(monkey
 
 
 def test_without_any_package_it_names_the_missing_ones() -> None:
-    """No site-packages: no msgspec, numpy, zmq, torch, NIXL, vLLM, and no traceback."""
+    """No site-packages: no msgspec, numpy, zmq, rich, torch, NIXL, vLLM, and no traceback."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / package) for package in PACKAGES)
     # The Python that made this environment has none of its packages, and neither have its children.
@@ -65,8 +65,8 @@ def test_without_any_package_it_names_the_missing_ones() -> None:
         found = lines.index(["broken", name, "not installed"])
         assert " ".join(lines[found + 1]).startswith(f"→ pip install '{name}>=")
     assert ["look", "vllm", "not installed"] in lines
-    assert "ok         UCX settings  " in ran.stdout
-    assert "not done   loopback transfer  " in ran.stdout
+    assert "ok  UCX settings  " in ran.stdout
+    assert "not done  loopback transfer  " in ran.stdout
     assert "Traceback" not in ran.stdout
 
 

@@ -90,11 +90,15 @@ def test_the_source_distribution_builds_the_same_wheel(distributions: Distributi
     assert members(again) == members(distributions.wheel)
 
 
-def test_the_extra_brings_what_it_is_named_for(installed: Installed) -> None:
+def test_the_extras_bring_what_they_are_named_for(installed: Installed) -> None:
     requires = metadata(installed).requires or []
-    (vllm,) = [one.partition(";")[0] for one in requires if "extra == 'vllm'" in one]
+    extras = {
+        name: [one.partition(";")[0] for one in requires if f"extra == '{name}'" in one] for name in ("cli", "vllm")
+    }
+    assert extras["cli"] == ["rich>=13"]
+    (vllm,) = extras["vllm"]
     assert set(vllm.removeprefix("vllm").split(",")) == {">=0.32", "<0.33"}
-    assert not [one for one in requires if "extra" not in one and one.startswith("vllm")]
+    assert not [one for one in requires if "extra" not in one and one.startswith(("vllm", "rich"))]
 
 
 def test_vllm_finds_the_plugin_and_a_shell_the_command(installed: Installed) -> None:

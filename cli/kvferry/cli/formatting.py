@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,8 +13,6 @@ if TYPE_CHECKING:
 
 WIDTH = 132
 """Of tables, if the output is no terminal."""
-_LEAST = 20
-_GAP = "   "
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -30,37 +26,31 @@ def print_line(content: str = "") -> None:
     print(safe(content))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print `safe` cells in columns; the last column is folded at the width of the terminal.
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], styles: Mapping[str, str] | None = None) -> None:
+    """Print `safe` cells as a table. Without rich (the extra `cli`) they are printed line by line, not aligned.
 
     Args:
         columns: their names; `>` in front aligns to the right.
         rows: a cell per column; a row without cells is an empty line.
+        styles: rich's styles of cells that have this text.
     """
-    heads = [column.removeprefix(">") for column in columns]
     cells = [[safe(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(heads, *filter(None, cells), strict=True)]
-    width = shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
-    last = max(_LEAST, width - sum(widths[:-1]) - len(_GAP) * (len(widths) - 1))
-    widths[-1] = min(widths[-1], last)
-
-    def print_row(row: Sequence[str]) -> None:
-        padded = (
-            cell.rjust(width) if column.startswith(">") else cell.ljust(width)
-            for cell, width, column in zip(row, widths, columns, strict=True)
-        )
-        print(_GAP.join(padded).rstrip())
-
-    print_row(heads)
-    print("─" * (sum(widths) + len(_GAP) * (len(widths) - 1)))
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        for row in ([column.removeprefix(">") for column in columns], *cells):
+            print("  ".join(row).rstrip())
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
     for row in cells:
-        if not row:
-            print()
-            continue
-        *before, content = row
-        for line in textwrap.wrap(content, last, break_on_hyphens=False) or [""]:
-            print_row([*before, line])
-            before = [""] * len(before)
+        table.add_row(*(Text(cell, style=(styles or {}).get(cell, "")) for cell in row))
+    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(table)
 
 
 _DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB")

@@ -26,6 +26,7 @@ from kvferry.cli.doctor.versions import check_versions
 from kvferry.cli.formatting import print_table
 
 SCHEMA = 1
+_COLOURS = {"ok": "green", "look": "yellow", "broken": "bold red", "not done": "dim"}
 
 
 def _check_loopback(machine: Machine) -> Iterable[Finding]:
@@ -91,6 +92,6 @@ def print_findings(findings: Sequence[Finding]) -> None:
         rows.append((one.mark.value, one.check, one.found))
         if one.do:
             rows.append(("", "", f"→ {one.do}"))
-    print_table(("", "check", "found, and what to do"), rows)
+    print_table(("", "check", "found, and what to do"), rows, _COLOURS)
     counts = Counter(one.mark for one in findings)
     print("\n" + ", ".join(f"{counts[mark]} {mark.value}" for mark in Mark if counts[mark]))
