@@ -74,13 +74,6 @@ def test_a_request_whose_connection_ends_is_sent_again_at_once(server: socket.so
     assert asked.result() == make_description()
 
 
-def test_an_answer_is_taken_although_the_connection_ends_with_it(server: socket.socket, ask: Ask) -> None:
-    for _ in range(100):
-        asked = ask()
-        end_after_the_request(server, ANSWER)
-        assert asked.result() == make_description()
-
-
 def test_a_listener_that_ends_every_connection_fails_the_handshake_long_before_its_deadline(
     server: socket.socket, ask: Ask
 ) -> None:

@@ -19,6 +19,7 @@ from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode
 from kvferry.protocol.side_channel import client as clients
 from kvferry.protocol.side_channel import host_names
 from kvferry.protocol.side_channel.client import SideChannelClient
+from tests.protocol.raw_listener import answer_of, end_after_the_request
 from tests.protocol.samples import make_description
 from tests.waiting import wait_until
 
@@ -137,6 +138,14 @@ def test_a_listener_that_starts_late_is_waited_for(client: SideChannelClient) ->
         asked = threads.submit(fetch, client, port, timeout_s=NEVER_S)
         with answering(encode(make_description()), port=port):
             assert asked.result() == make_description()
+
+
+def test_an_answer_is_taken_although_the_connection_ends_with_it(client: SideChannelClient) -> None:
+    answer = answer_of(encode(make_description()))
+    for _ in range(100):
+        with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+            threads.submit(end_after_the_request, server, answer)
+            assert fetch(client, server.getsockname()[1]) == make_description()
 
 
 @pytest.mark.parametrize("host", ["", "*", "a b", "\N{SNOWMAN}", "127.0.0.1/24", "tcp://127.0.0.1", "x" * 300])
