@@ -95,5 +95,5 @@ def test_params_mixed_of_two_producers_give_right_answers(
     params = [node.prefill(f"{name}/{i}", prompt) for i, node in enumerate(producers)]
     consumer.decode(f"{name}/mixed", prompt, mixed(params[1], params[0], *keys))
     for node in producers:
-        node.engine.connector.scheduler_side.leases.release_all("test")
+        node.engine.connector.scheduler_side.leases.release_all("reset")
     both_whole(producers, consumer)

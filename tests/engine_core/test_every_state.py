@@ -119,7 +119,7 @@ def loaded(scene: Scene) -> None:
 
 def failed(scene: Scene) -> None:
     scene.offer()
-    scene.producer.engine.connector.scheduler_side.leases.release_all("test")
+    scene.producer.engine.connector.scheduler_side.leases.release_all("reset")
     scene.producer.until(lambda: scene.producer.engine.is_whole)
     scene.until(scene.is_decoding)
 
@@ -170,7 +170,7 @@ def held(scene: Scene) -> None:
 
 def ending(scene: Scene) -> None:
     held(scene)
-    scene.producer.engine.connector.scheduler_side.leases.release_all("test")
+    scene.producer.engine.connector.scheduler_side.leases.release_all("reset")
 
 
 LEASES: dict[LeaseState, tuple[Callable[[Scene], None], bool]] = {

@@ -121,7 +121,7 @@ def params(producer: Node, request: pytest.FixtureRequest) -> Iterator[tuple[dic
     """Good params of `PROMPT` and of `OTHER`, each with its own lease, which is released afterwards."""
     names = [f"{request.node.name}/{index}" for index in range(2)]
     yield producer.prefill(names[0], PROMPT), producer.prefill(names[1], OTHER)
-    producer.engine.connector.scheduler_side.leases.release_all("test")
+    producer.engine.connector.scheduler_side.leases.release_all("reset")
     producer.until(lambda: producer.engine.is_whole)
 
 

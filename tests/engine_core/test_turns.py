@@ -51,7 +51,7 @@ def test_a_second_turn_moves_only_what_the_first_did_not_in_either_direction(
     assert decoder.engine.counted("turns_released", "done") == 2
     assert prefiller.engine.counted("turn_loads") == 2
     prefiller.until(lambda: prefiller.engine.is_whole)
-    decoder.engine.connector.scheduler_side.leases.release_all("test")
+    decoder.engine.connector.scheduler_side.leases.release_all("reset")
     decoder.until(lambda: decoder.engine.is_whole)
 
 

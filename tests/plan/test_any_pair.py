@@ -39,7 +39,7 @@ COSTS = st.sampled_from(
 CHUNKS = st.sampled_from((EVERYTHING, 1, 3, 10))
 """Chunks of one wave."""
 LEAST_ACCEPTED = 0.7
-LEAST_OF_EACH_FEATURE = 0.05
+LEAST_OF_EACH_FEATURE = 0.02
 
 
 def plans_of(case: Drawn, costs: Costs = PUBLISHED) -> tuple[TransferPlan, ...] | None:

@@ -176,3 +176,12 @@ def test_a_part_without_conversion_has_none() -> None:
     """Equal formats are copied as bytes."""
     (bundle,) = route_of(BFLOAT16, BFLOAT16).bundles
     assert not bundle.conversions
+
+
+def test_the_stride_of_elements_that_are_contiguous_means_nothing() -> None:
+    """A description may have one, however large: nothing may be read that far away."""
+    hostile = cache("float16", element_stride=1 << 47)
+    assert not hostile.element_bytes
+    (source,) = route_of(BFLOAT16, hostile).sources
+    assert source.placements == route_of(BFLOAT16, FLOAT16).sources[0].placements
+    assert all(axis.remote_stride < source.bundle.run_bytes for one in source.placements for axis in one.axes)

@@ -131,7 +131,10 @@ def _elements(local: PagedTensor, remote: PagedTensor) -> tuple[list[Axis], int]
 
 def _items(local: PagedTensor, remote: PagedTensor, items: tuple[int, int]) -> tuple[list[Axis], int]:
     """The axis of the elements of a converted cell, and a run of one element."""
-    strides = [tensor.element_stride or item for tensor, item in zip((local, remote), items, strict=True)]
+    strides = [
+        tensor.element_stride if tensor.element_bytes else item
+        for tensor, item in zip((local, remote), items, strict=True)
+    ]
     return [Axis(local.cell_bytes // items[0], strides[0], strides[1])], 1
 
 

@@ -10,6 +10,7 @@ import pytest
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import EngineDescription
+from kvferry.protocol.side_channel.host_names import MAX_LOOKUPS
 from kvferry.worker.peers.handshakes import AHEAD, FOR_LOADS, Handshakes
 from kvferry.worker.peers.peer import PeerKey
 from tests.waiting import wait_until
@@ -207,3 +208,8 @@ def test_a_load_takes_over_a_contact_that_waits_or_is_under_way(scene: Scene) ->
     scene.handshakes.ask_ahead(_key("dark-more"))
     scene.is_asked("dark-more")
     assert len(scene.handshakes) == AHEAD.unverified_at_once + 1, "the place of the one that was taken over is free"
+
+
+def test_as_many_unknown_names_are_looked_up_as_handshakes_with_unverified_hosts_are_under_way() -> None:
+    """A look-up outlasts its handshake: resolvers give up after 10 s by default, handshakes after 5."""
+    assert 2 * (FOR_LOADS.unverified_at_once + AHEAD.unverified_at_once) <= MAX_LOOKUPS
