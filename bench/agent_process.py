@@ -44,7 +44,7 @@ _ONE = np.zeros(1, dtype=np.int32)
 
 @dataclass(frozen=True)
 class Peer:
-    """What another agent needs to read from one."""
+    """All that another agent needs to read from one."""
 
     metadata: bytes
     address: int

@@ -1,4 +1,4 @@
-"""What one more peer costs: one producer and up to 64 consumers' agents that connect to it at once.
+"""The cost of one more peer: one producer and up to 64 consumers' agents that connect to it at once.
 
     python -m bench.scale            # writes results/scale.json; 3 minutes on an idle machine
     python -m bench.scale --quick    # up to 16 agents; under a minute

@@ -1,4 +1,4 @@
-"""What the scheduler of an idle engine does with messages and leases when there is a step again."""
+"""An idle engine's first step: messages and leases that came before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine does if this vLLM differs from the one that kvferry was tested with."""
+"""An engine whose vLLM differs from the one that kvferry was tested with."""
 
 from __future__ import annotations
 

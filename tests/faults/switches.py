@@ -1,4 +1,4 @@
-"""What takes the place of a guard's function when it is switched off; see `tests.faults.guards`.
+"""The replacements of guards' functions that are switched off; see `tests.faults.guards`.
 
 This module imports nothing of the product before that.
 """

@@ -1,4 +1,4 @@
-"""What `kvferry plan` counts and predicts, against a request that is paired and expanded."""
+"""The counts and predictions of `kvferry plan`, against a request that is paired and expanded."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MAX_IDLE_CORES = 0.03
 
 
 def output_of(program: str, **environ: str) -> str:
-    """What a program prints; it does not inherit UCX settings of this process."""
+    """The output of a program, which does not inherit UCX settings of this process."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -12,7 +12,7 @@ A, B, C = (PeerAgent(name) for name in "abc")
 
 
 class Scene:
-    """What NIXL is given, and what it is to forget."""
+    """The handles that NIXL is given, and those that it is to forget."""
 
     def __init__(self, most_parted: int = 8) -> None:
         self.calls: list[str] = []

@@ -1,4 +1,4 @@
-"""What the scheduler side reports of itself: its metrics, and whether its counts agree with each other and with vLLM's.
+"""The scheduler side's reports on itself: its metrics, and whether its counts agree with each other and with vLLM's.
 
 Only the scheduler reports an engine's gauges, of which an engine has one: a front end may get only some of an engine's
 steps, and keeps the latest value.
