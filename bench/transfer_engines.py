@@ -22,8 +22,8 @@ from kvferry.protocol.orders import LeaseHold, LeaseOpen, StepOrders, encode_hea
 from kvferry.protocol.params_mac import new_mac_key
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.counters import Counters
+from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker
 

@@ -17,7 +17,7 @@ from kvferry.connector.layout.block_layout import BY_HEAD, OPAQUE, BlockLayout
 from kvferry.connector.layout.discovery import discover
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.geometry import PagedTensor
-from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.caches import KvCaches
 from tests.harness.core.configs import vllm_config
 
 PATTERNS = {"cpu_attn/vec": "columns", "cpu_attn/vec16": "columns", "cpu_mla": "latent", "gpu_rows": "rows"}

@@ -25,7 +25,7 @@ from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.layout.discovery import discover, groups_of
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.geometry import Place, Topology
-from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.caches import KvCaches
 from tests.connector.caches import configs_for, layout_of_packing, storage_of, views_of
 from tests.connector.recorded import HEADS, Recorded, Specs
 from tests.connector.state_models import read, write

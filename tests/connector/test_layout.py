@@ -17,7 +17,7 @@ from kvferry.plan.planner import plan_engine, plan_transfer
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
-from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.caches import KvCaches
 from tests.connector.caches import (
     ALONE,
     all_bytes_of,

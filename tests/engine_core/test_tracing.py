@@ -22,7 +22,7 @@ from kvferry.trace.events import (
     ProcessStarted,
     Recomputed,
 )
-from kvferry.worker.loads.record import Stage
+from kvferry.worker.loads.results import Stage
 from tests.harness.core.scheduler import tokens
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvferry.connector.tracing import start as tracing_start
-from kvferry.worker.loads.record import Stage
+from kvferry.worker.loads.results import Stage
 from tests.harness.core.scheduler import tokens
 
 pytestmark = pytest.mark.slow

@@ -40,8 +40,8 @@ from kvferry.protocol.orders import OrdersHead, decode_head, decode_orders, enco
 from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.protocol.params_mac import check_params_mac, sign_params
 from kvferry.scheduler.consumer.remote_lease import RemoteLease
+from kvferry.worker.fabric.agent import open_metadata, wrap_metadata
 from kvferry.worker.fabric.errors import InvalidMetadata
-from kvferry.worker.fabric.metadata import open_metadata, wrap_metadata
 from tests.fuzz.mutation import mutate
 from tests.fuzz.plan_targets import connecting, pairing, planning
 from tests.fuzz.source import Source

@@ -26,9 +26,9 @@ from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.counters import Counters
 from kvferry.scheduler.step import next_orders, receive_messages
+from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.loads.results import StepResults
-from kvferry.worker.memory.caches import KvCaches
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker, MakeFabric
 from scripts.accuracy.devices import free_ports

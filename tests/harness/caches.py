@@ -15,7 +15,7 @@ import torch
 
 from kvferry.protocol.geometry import Format, PagedTensor, Range
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.caches import KvCaches
 
 Bytes = npt.NDArray[np.uint8]
 

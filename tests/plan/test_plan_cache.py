@@ -15,8 +15,8 @@ from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.worker.peers import plan_cache
-from kvferry.worker.peers.plan_cache import PlanCache
+from kvferry.worker.peers import first_contact
+from kvferry.worker.peers.first_contact import PlanCache
 from tests.geometry.drawn import Drawn, drawn
 from tests.geometry.handmade import attention, pair, side
 
@@ -72,7 +72,7 @@ def pair_of_engines() -> tuple[EngineDescription, EngineDescription]:
 @pytest.fixture
 def planned() -> Iterator[mock.Mock]:
     """Counts the plans that are made."""
-    with mock.patch.object(plan_cache, "plan_transfer", wraps=plan_transfer) as counted:
+    with mock.patch.object(first_contact, "plan_transfer", wraps=plan_transfer) as counted:
         yield counted
 
 
@@ -109,7 +109,7 @@ def test_what_is_kept_is_bounded(
 ) -> None:
     consumer, producer = pair_of_engines
     cache = PlanCache(consumer, 0)
-    monkeypatch.setattr(plan_cache, "MOST_SHAPES", 2)
+    monkeypatch.setattr(first_contact, "MOST_SHAPES", 2)
     shapes = [moved(producer, [64 * number] * 2, only_last=True) for number in range(3)]
     for shape in shapes:
         cache.plan(shape)
@@ -118,6 +118,6 @@ def test_what_is_kept_is_bounded(
     assert planned.call_count == 3
     cache.plan(shapes[0])
     assert planned.call_count == 4, "the one that was used longest ago was forgotten"
-    monkeypatch.setattr(plan_cache, "MOST_TENSORS", 1)
+    monkeypatch.setattr(first_contact, "MOST_TENSORS", 1)
     cache.plan(shapes[0])
     assert planned.call_count == 5, "a large engine is planned each time"

@@ -12,7 +12,7 @@ import torch
 
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.geometry import PagedTensor
-from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.caches import KvCaches
 from tests.geometry.requests import Request
 from tests.rig.context_parallel_rank import Step, Written, compute_steps, token_rows
 from tests.rig.engine import RigEngine

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.caches import KvCaches
 from tests.geometry.caches import Caches
 from tests.geometry.cells import UNNAMED, Ints, Memory, number_of, spell
 from tests.geometry.effects import Wanted, produced, wanted

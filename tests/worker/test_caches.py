@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvferry.worker.caches import DeviceClock, KvCaches
 from kvferry.worker.fabric.port import MemoryKind, Region
-from kvferry.worker.memory.caches import DeviceClock, KvCaches
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,7 @@ import pytest
 
 from kvferry.worker.loads import runner as load_runner
 from kvferry.worker.loads.load import Load, LoadContext, Steps
-from kvferry.worker.loads.record import LoadRecord
-from kvferry.worker.loads.results import ResultBox
+from kvferry.worker.loads.results import LoadRecord, ResultBox
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.peers.peer import PeerKey
 

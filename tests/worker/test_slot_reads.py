@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region, TransferState
-from kvferry.worker.memory.slot_reads import SlotReads
+from kvferry.worker.fabric.reads import SlotReads
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 
 

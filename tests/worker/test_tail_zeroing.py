@@ -19,8 +19,8 @@ from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_units
 from kvferry.plan.tokens import TokenMap, TokenSide
 from kvferry.protocol.geometry import Interleave
 from kvferry.protocol.handshake import CacheGroup
+from kvferry.worker.caches import DeviceMark, KvCaches
 from kvferry.worker.loads.tail_zeroing import Gap, TailZeroing, gaps
-from kvferry.worker.memory.caches import DeviceMark, KvCaches
 from tests.fakes.cuda import FakeCuda
 from tests.fakes.device_mark import FakeMark
 from tests.harness.caches import CacheShape, ToyCaches

@@ -11,8 +11,8 @@ import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
+from kvferry.worker.peers.first_contact import PlanCache
 from kvferry.worker.peers.peer import PeerKey, connect
-from kvferry.worker.peers.plan_cache import PlanCache
 from kvferry.worker.settings import WorkerSettings
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig
@@ -68,7 +68,7 @@ def test_the_time_of_a_first_contact_includes_all_of_its_parts(
         time.sleep(0.05)
         return connect(*args)
 
-    monkeypatch.setattr("kvferry.worker.peers.first_reads.connect", slowly)
+    monkeypatch.setattr("kvferry.worker.peers.peer.connect", slowly)
     producer, consumer = rig.pair()
     with caplog.at_level(logging.INFO, logger="kvferry"):
         rig.transfer(producer, consumer)

@@ -11,7 +11,7 @@ import torch
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.ids import SlotState
 from kvferry.protocol.params import Blocks
-from kvferry.worker.memory.caches import DeviceClock, DeviceMark
+from kvferry.worker.caches import DeviceClock, DeviceMark
 from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
 from kvferry.worker.relayout.shape import Axis, Shape
 from kvferry.worker.relayout.wave_table import WaveTable

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.worker.memory.host_memory import HostMemory
+from kvferry.worker.caches import HostMemory
 from tests.fakes.cuda import FakeCuda
 from tests.fakes.memory_fabric import MemoryFabric
 from tests.harness.cache_engine import SETTINGS

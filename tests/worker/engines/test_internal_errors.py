@@ -25,8 +25,8 @@ ALWAYS = 10**9
 
 @pytest.fixture(autouse=True)
 def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 0.01)
-    monkeypatch.setattr("kvferry.worker.peers.retry.LONGEST_S", 0.02)
+    monkeypatch.setattr("kvferry.worker.peers.handshakes.FIRST_S", 0.01)
+    monkeypatch.setattr("kvferry.worker.peers.handshakes.LONGEST_S", 0.02)
 
 
 def recovers(rig: Rig, producer: Engine, consumer: Engine) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.record import LoadRecord, Stage
+from kvferry.worker.loads.results import LoadRecord, Stage
 from kvferry.worker.peers.peer import PeerKey
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape

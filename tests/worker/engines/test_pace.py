@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.worker import transfer_thread
 from kvferry.worker.fabric.port import PeerAgent
-from kvferry.worker.loads.record import LoadRecord
+from kvferry.worker.loads.results import LoadRecord
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig
 from tests.waiting import wait_until

@@ -27,7 +27,7 @@ SHORT_TIMEOUT = replace(SETTINGS, handshake_timeout_s=0.2)
 
 
 def short_backoff(monkeypatch: pytest.MonkeyPatch, first_s: float) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", first_s)
+    monkeypatch.setattr("kvferry.worker.peers.handshakes.FIRST_S", first_s)
 
 
 def test_a_dead_port_fails_the_load_within_the_handshake_timeout(rig: Rig) -> None:

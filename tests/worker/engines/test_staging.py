@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.relayout.memory import Bounds
+from kvferry.worker.relayout.port import Bounds
 from kvferry.worker.relayout.wave_table import Pieces
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging import staged_reads

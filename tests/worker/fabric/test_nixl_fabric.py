@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.worker.fabric.agent import AgentConfig, load_bindings
+from kvferry.worker.fabric.agent import AgentConfig, load_bindings, open_metadata, wrap_metadata
 from kvferry.worker.fabric.errors import DescriptorOutOfRange, FabricUnavailable, InvalidMetadata, PeerLost
-from kvferry.worker.fabric.metadata import open_metadata, wrap_metadata
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import MemoryKind, PeerAgent, Region, TransferState
 from tests.worker.fabric.harness import NixlHarness, arrivals, finish, indices, random_bytes, region, row, rows, until

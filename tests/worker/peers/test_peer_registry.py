@@ -11,10 +11,9 @@ import pytest
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.peers.handshakes import FOR_LOADS
+from kvferry.worker.peers.handshakes import FOR_LOADS, Backoff
 from kvferry.worker.peers.peer import Peer, PeerKey
 from kvferry.worker.peers.registry import Unavailable
-from kvferry.worker.peers.retry import Backoff
 from tests.worker.peers.scene import ENTRIES, KEY, TTL_S, Scene
 
 
@@ -28,8 +27,8 @@ def test_a_peer_is_ready_after_a_real_read_and_gives_its_entries_back(scene: Sce
 
 
 def test_the_backoff_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.retry.FIRST_S", 1.0)
-    monkeypatch.setattr("kvferry.worker.peers.retry.LONGEST_S", 5.0)
+    monkeypatch.setattr("kvferry.worker.peers.handshakes.FIRST_S", 1.0)
+    monkeypatch.setattr("kvferry.worker.peers.handshakes.LONGEST_S", 5.0)
     scene.answer = scene.refuse
     now_s = 100.0
     for failures, backoff_s in enumerate((1.0, 2.0, 4.0, 5.0, 5.0), 1):
@@ -48,7 +47,7 @@ def test_the_backoff_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.M
 
 
 def test_failures_are_remembered_of_a_bounded_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.retry._MOST", 10)
+    monkeypatch.setattr("kvferry.worker.peers.handshakes._MOST_FAILURES", 10)
     backoff, why = Backoff(), Unavailable(FailureReason.HANDSHAKE, "no answer")
     keys = [KEY._replace(port=number) for number in range(30)]
     for key in keys:

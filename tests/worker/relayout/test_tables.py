@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.worker.relayout.device_table import MAX_CHUNKS, DevicePieces, DeviceTable, divisor
-from kvferry.worker.relayout.memory import Bounds, Memory
+from kvferry.worker.relayout.port import Bounds, Memory
 from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, WaveTable
 from tests.worker.relayout.cases import random_case

@@ -23,10 +23,10 @@ from kvferry.protocol.ids import EMPTY, SLOT_BYTES, Epoch, SlotState, epoch_from
 from kvferry.protocol.notifications import Done, decode_notification
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
+from kvferry.worker.caches import DeviceMark
 from kvferry.worker.fabric.errors import RateLimit, internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.loads.results import ResultBox
-from kvferry.worker.memory.caches import DeviceMark
 from kvferry.worker.staging.host_buffer import HostMirror
 
 logger = logging.getLogger(__name__)

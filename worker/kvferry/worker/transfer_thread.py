@@ -24,6 +24,7 @@ import torch
 from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.orders import FailureReason, OrdersHead, decode_orders
+from kvferry.worker.caches import DeviceMark, use_device
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.fabric.reads import Reader
@@ -33,9 +34,7 @@ from kvferry.worker.loads.load import LoadContext
 from kvferry.worker.loads.results import GaugeReporter, ResultBox
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.tail_zeroing import TailZeroing
-from kvferry.worker.memory.caches import DeviceMark, use_device
-from kvferry.worker.peers.first_reads import FirstReads
-from kvferry.worker.peers.peer import Handshake, PeerKey
+from kvferry.worker.peers.peer import FirstReads, Handshake, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker_memory import WorkerMemory

@@ -15,10 +15,10 @@ from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts, WorkerDescription
 from kvferry.protocol.orders import decode_head
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
+from kvferry.worker.caches import DeviceClock, KvCaches
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.loads.results import LoadWatchdog, StepResults
-from kvferry.worker.memory.caches import DeviceClock, KvCaches
 from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.transfer_thread import TransferThread

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.handshake import CacheGroup
+from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
+from kvferry.worker.fabric.reads import SlotReads
 from kvferry.worker.leases import LeaseTable
-from kvferry.worker.memory.caches import KvCaches
-from kvferry.worker.memory.slot_reads import SlotReads
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.host_buffer import HostMirror

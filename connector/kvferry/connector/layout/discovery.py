@@ -18,7 +18,7 @@ from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Interleave, PagedTensor
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.worker.memory.caches import KvCaches
+from kvferry.worker.caches import KvCaches
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvferry.trace.events import Event, LoadEnded, StageSpan
 from kvferry.trace.phases import Phase
 from kvferry.trace.recorder import Recorder
-from kvferry.worker.loads.record import LoadRecord
+from kvferry.worker.loads.results import LoadRecord
 
 _LONGEST_NAME = 4096
 _NS = 1_000_000_000

@@ -9,7 +9,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvferry.worker.fabric.agent import AgentConfig, NixlErrors, apply_ucx_defaults, load_bindings, make_agent
+from kvferry.worker.fabric.agent import (
+    AgentConfig,
+    NixlErrors,
+    apply_ucx_defaults,
+    check_agent_name,
+    load_bindings,
+    make_agent,
+    open_metadata,
+    wrap_metadata,
+)
 from kvferry.worker.fabric.errors import (
     DescriptorOutOfRange,
     FabricClosed,
@@ -20,14 +29,7 @@ from kvferry.worker.fabric.errors import (
     PeerLost,
     TransferFailed,
 )
-from kvferry.worker.fabric.metadata import check_agent_name, open_metadata, wrap_metadata
-from kvferry.worker.fabric.nixl_handles import (
-    NixlLocal,
-    NixlPeers,
-    NixlRemote,
-    NixlTransfer,
-    check_index_pairs,
-)
+from kvferry.worker.fabric.nixl_handles import NixlLocal, NixlPeers, NixlRemote, NixlTransfer, check_index_pairs
 from kvferry.worker.fabric.port import (
     MAX_NOTIFICATION_BYTES,
     DescriptorRows,

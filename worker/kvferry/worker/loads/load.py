@@ -24,13 +24,12 @@ from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.notifications import Done, encode_notification
 from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.protocol.params_mac import check_params_mac
+from kvferry.worker.caches import DeviceMark, KvCaches
 from kvferry.worker.fabric.errors import FabricError, internal_errors
 from kvferry.worker.fabric.port import Transfer, TransferState
-from kvferry.worker.fabric.reads import Reader, Reads
-from kvferry.worker.loads.record import LoadRecord, Stage
+from kvferry.worker.fabric.reads import Reader, Reads, SlotReads
+from kvferry.worker.loads.results import LoadRecord, Stage
 from kvferry.worker.loads.tail_zeroing import TailZeroing
-from kvferry.worker.memory.caches import DeviceMark, KvCaches
-from kvferry.worker.memory.slot_reads import SlotReads
 from kvferry.worker.peers.peer import Peer, PeerRoute
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
 from kvferry.worker.staging.buffer import Staging

@@ -11,11 +11,10 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvferry.protocol.orders import FailureReason, LoadOrder
+from kvferry.worker.caches import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.loads.load import Load, LoadContext, LoadFailed, Steps
-from kvferry.worker.loads.record import LoadRecord, Stage
-from kvferry.worker.loads.results import ResultBox
-from kvferry.worker.memory.caches import DeviceMark
+from kvferry.worker.loads.results import LoadRecord, ResultBox, Stage
 from kvferry.worker.peers.peer import PeerKey
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from kvferry.plan.blocks import RequestBlocks, UnitPairs
 from kvferry.plan.tokens import TokenMap, TokenSide, slots_before
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.worker.memory.caches import DeviceClock, DeviceMark, KvCaches, synchronize
+from kvferry.worker.caches import DeviceClock, DeviceMark, KvCaches, synchronize
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.shape import Axis, Shape
 from kvferry.worker.relayout.wave_table import WaveTable

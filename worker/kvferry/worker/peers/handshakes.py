@@ -1,4 +1,4 @@
-"""Handshakes waiting and under way: the producers that are asked for their description, and the limits on threads.
+"""Handshakes waiting and under way, the limits on their threads, backoff from peers that failed, and static peers.
 
 Clients choose the hosts that params name, so a host may be one that never answers and keeps a thread until the
 handshake's timeout. Limits for *unverified* hosts, which have never answered or did not the last time, bound the cost
@@ -13,7 +13,8 @@ to other hosts:
 These limits are for peers that a load waits for. Peers to be prewarmed have limits of their own, so that they take no
 place from a load; a load that needs one of them takes over its handshake, waiting or under way.
 
-Each thread makes one handshake and ends.
+Each thread makes one handshake and ends. Static peers are those that the configuration names: they are connected before
+a load needs them, and again when lost.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed, InputError, PeerRefused
 from kvferry.protocol.handshake import EngineDescription
+from kvferry.protocol.orders import FailureReason
+from kvferry.protocol.side_channel.connection import backoff_s
 from kvferry.worker.peers.peer import Handshake, PeerKey
 
 
 @dataclass(frozen=True, slots=True)
 class HandshakeLimits:
-    """Limits on the number of handshakes. An *unverified* host has never answered, or did not the last time.
+    """Limits on the number of handshakes; see the module.
 
     Attributes:
         at_once, unverified_at_once: under way, with all hosts and with all unverified ones.
@@ -131,7 +134,9 @@ class Handshakes:
         for key in (*awaited, *others[:1]):
             found = self._found.pop(key)
             del self._asked[key]
-            self._remember(key.host, answered=_is_answer(found))
+            # A refusal is an answer too.
+            is_answer = not isinstance(found, Exception) or isinstance(found, (PeerRefused, PlanRefused, InputError))
+            self._remember(key.host, answered=is_answer)
             self._begin()
             yield key, found
 
@@ -195,6 +200,100 @@ class Handshakes:
                 del self._answered[next(iter(self._answered))]
 
 
-def _is_answer(found: Found) -> bool:
-    """Whether the host answered, a refusal included."""
-    return not isinstance(found, Exception) or isinstance(found, (PeerRefused, PlanRefused, InputError))
+FIRST_S = 0.5
+LONGEST_S = 30.0
+_MOST_FAILURES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Why a peer cannot be read from at present."""
+
+    reason: FailureReason
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    why: Unavailable
+    failures: int
+    until_s: float
+
+
+class Backoff:
+    """Pauses that double with every failure, with jitter so that a fleet does not retry in step; a success ends them.
+
+    They are for one boot of a peer: one that has restarted is connected at once.
+    """
+
+    def __init__(self) -> None:
+        self._failures: dict[PeerKey, _Failure] = {}  # the latest one last
+
+    def __len__(self) -> int:
+        """Number of peers with a remembered failure."""
+        return len(self._failures)
+
+    def why_not(self, key: PeerKey, now_s: float) -> Unavailable | None:
+        """Why not to connect to a peer now; None when it may be tried."""
+        failure = self._failures.get(key)
+        return failure.why if failure is not None and now_s < failure.until_s else None
+
+    def failed(self, key: PeerKey, why: Unavailable, now_s: float) -> float:
+        """Record that a peer's first contact failed.
+
+        Returns:
+            The backoff in seconds.
+        """
+        former = self._failures.pop(key, None)
+        failures = former.failures + 1 if former is not None else 1
+        delay_s = backoff_s(failures, FIRST_S, LONGEST_S)
+        self._failures[key] = _Failure(why, failures, now_s + delay_s)
+        if len(self._failures) > _MOST_FAILURES:
+            del self._failures[next(iter(self._failures))]
+        return delay_s
+
+    def answers(self, key: PeerKey) -> None:
+        """End the pause of a peer that has just answered elsewhere, if its last failure was a missing answer."""
+        failure = self._failures.get(key)
+        if failure is not None and failure.why.reason in (FailureReason.HANDSHAKE, FailureReason.TRANSFER):
+            del self._failures[key]
+
+    def succeeded(self, key: PeerKey) -> None:
+        """Forget the failures of a peer whose first contact succeeded."""
+        self._failures.pop(key, None)
+
+
+CHECK_S = 0.5
+"""Interval of the checks for static peers to connect, while some are not connected."""
+
+
+class StaticPeers:
+    """The static peers: one key for each address. Backoff is separate, in `Backoff`."""
+
+    def __init__(self) -> None:
+        self._keys: dict[tuple[str, int], PeerKey] = {}
+        self._check_s = 0.0
+
+    def __contains__(self, key: PeerKey) -> bool:
+        return self._keys.get((key.host, key.port)) == key
+
+    def add(self, key: PeerKey) -> None:
+        """Add a peer, in place of the former one at its address."""
+        self._keys[key.host, key.port] = key
+        self._check_s = 0.0
+
+    def drop(self, key: PeerKey) -> None:
+        """Remove a peer, because connecting to it is of no use."""
+        if key in self:
+            del self._keys[key.host, key.port]
+
+    def next_s(self, known: Container[PeerKey]) -> float | None:
+        """When the next check is due; None while all of them are in `known`."""
+        return self._check_s if any(key not in known for key in self._keys.values()) else None
+
+    def seek(self, now_s: float) -> tuple[PeerKey, ...]:
+        """All static peers when a check is due, otherwise none."""
+        if not self._keys or now_s < self._check_s:
+            return ()
+        self._check_s = now_s + CHECK_S
+        return tuple(self._keys.values())

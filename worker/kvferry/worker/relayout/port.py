@@ -1,11 +1,20 @@
-"""The port of the relayout. Every implementation passes `tests/worker/relayout/test_conformance.py`."""
+"""The port of the relayout, and the memory that one may touch: whole allocations, by address.
+
+Every implementation passes `tests/worker/relayout/test_conformance.py`.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
-from kvferry.worker.memory.caches import DeviceMark
-from kvferry.worker.relayout.wave_table import WaveTable
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.worker.caches import DeviceMark
+from kvferry.worker.relayout.wave_table import DESTINATION, SHAPE, SOURCE, InvalidTable, Pieces, Span, WaveTable
 
 
 class Relayout(Protocol):
@@ -34,3 +43,92 @@ class Relayout(Protocol):
     def mark(self) -> DeviceMark:
         """A mark that is reached when every wave begun so far is done, also one whose start raised."""
         ...
+
+
+_Made = TypeVar("_Made")
+_FAR = 1 << 62
+"""Larger than any offset: the bounds of a shape that no piece has."""
+
+
+class Memory:
+    """Allocations by address.
+
+    Args:
+        tensors: any tensors; the whole storage of each counts, once.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+        self._bytes = [
+            torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            for _, tensor in sorted(storages.items())
+        ]
+        self._starts = np.array([whole.data_ptr() for whole in self._bytes] or [0], dtype=np.int64)
+        self._stops = self._starts + np.array([whole.numel() for whole in self._bytes] or [0], dtype=np.int64)
+
+    def allocations_of(self, address: NDArray[np.int64]) -> NDArray[np.int64]:
+        """For each address the index of its allocation, or of a neighbour where it lies in none."""
+        return np.asarray(np.maximum(np.searchsorted(self._starts, address, side="right") - 1, 0))
+
+    def around(self, address: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each address the range `[first, stop)` of its allocation, as offsets from the address."""
+        index = self.allocations_of(address)
+        return self._starts[index] - address, self._stops[index] - address
+
+    def bytes_of(self, allocation: int) -> torch.Tensor:
+        """An allocation as uint8 `[bytes]`."""
+        return self._bytes[allocation]
+
+    def start_of(self, allocation: int) -> int:
+        """Address of an allocation's first byte."""
+        return int(self._starts[allocation])
+
+
+class Bounds:
+    """Per shape, the offsets from every piece's address at which units may begin: its allocation, less a unit."""
+
+    def __init__(self, pieces: Pieces, sources: Memory, destinations: Memory) -> None:
+        self._sides: list[list[Span]] = []
+        for side, memory in ((SOURCE, sources), (DESTINATION, destinations)):
+            first, stop = memory.around(pieces.rows[:, side])
+            self._sides.append([])
+            for number, shape in enumerate(pieces.shapes):
+                own = pieces.rows[:, SHAPE] == number
+                last = stop[own] - shape.extents[side]
+                self._sides[-1].append((int(first[own].max(initial=-_FAR)), int(last.min(initial=_FAR))))
+
+    def check(self, table: WaveTable) -> None:
+        """Refuse a wave that leaves the memory.
+
+        Raises:
+            InvalidTable: a unit of a shape reaches out of the allocation of one of its pieces.
+        """
+        if not len(table.shifts):
+            return  # no pieces
+        nearest, farthest = int(table.shifts.min()), int(table.shifts.max())
+        for number, (reach, *bounds) in enumerate(zip(table.reaches(), *self._sides, strict=True)):
+            if reach is None:
+                continue
+            (low, high), destination = reach
+            stride = table.pieces.shapes[number].source_unit_stride[0]
+            reached = ((low + nearest * stride, high + farthest * stride), destination)
+            for name, (low, high), (least, most) in zip(("source", "destination"), reached, bounds, strict=True):
+                if low < least or high > most:
+                    raise InvalidTable(
+                        f"{name} of shape {number} at offsets {low} … {high} lies in none of the allocations; "
+                        f"expected {least} … {most}"
+                    )
+
+
+class OncePerPieces(Generic[_Made]):
+    """Caches a value computed from pieces for as long as they live; the value must not refer to them."""
+
+    def __init__(self, make: Callable[[Pieces], _Made]) -> None:
+        self._make = make
+        self._made: WeakKeyDictionary[Pieces, _Made] = WeakKeyDictionary()
+
+    def __call__(self, pieces: Pieces) -> _Made:
+        made = self._made.get(pieces)
+        if made is None:
+            made = self._made[pieces] = self._make(pieces)
+        return made

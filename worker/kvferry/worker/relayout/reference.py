@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.worker.memory.caches import DeviceClock, DeviceMark
-from kvferry.worker.relayout.memory import Bounds, Memory, OncePerPieces
+from kvferry.worker.caches import DeviceClock, DeviceMark
+from kvferry.worker.relayout.port import Bounds, Memory, OncePerPieces
 from kvferry.worker.relayout.shape import Conversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import DESTINATION, SCALE, SHAPE, SOURCE, WaveTable
 

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from kvferry.plan.staged_layout import Placement
 from kvferry.plan.waves import SourceTable, SourceUnits, Window
+from kvferry.worker.caches import HostMemory, KvCaches
 from kvferry.worker.fabric.port import DescriptorRows, Fabric, LocalDescriptors, Region, RemoteDescriptors
-from kvferry.worker.memory.caches import KvCaches
-from kvferry.worker.memory.host_memory import HostMemory
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.reference import ReferenceRelayout
 from kvferry.worker.relayout.shape import Axis, Conversion, Shape, element_type

@@ -19,8 +19,7 @@ from kvferry.plan.blocks import NULL_BLOCK
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.params import Blocks
-from kvferry.worker.memory.caches import DeviceMark, KvCaches
-from kvferry.worker.memory.host_memory import HostMemory
+from kvferry.worker.caches import DeviceMark, HostMemory, KvCaches
 from kvferry.worker.relayout.shape import Axis, Shape
 from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 from kvferry.worker.staging.buffer import relayout_for

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.plan.waves import SourceUnits, Window, next_window, window_reads
+from kvferry.worker.caches import DeviceMark
 from kvferry.worker.fabric.port import Transfer, TransferState
 from kvferry.worker.fabric.reads import Reader, Reads
-from kvferry.worker.memory.caches import DeviceMark
 from kvferry.worker.relayout.wave_table import WaveTable
 from kvferry.worker.staging.buffer import PreparedSource, Staging, chunks_of
 from kvferry.worker.staging.pool import WAVES_PER_LOAD, Wave
 
 if TYPE_CHECKING:
-    from kvferry.worker.loads.record import LoadRecord
+    from kvferry.worker.loads.results import LoadRecord
 
 _MAX_UNITS = 32768
 """Units of one wave: its table has a row for each."""
