@@ -40,15 +40,36 @@ def answer_of(body: bytes) -> bytes:
     return b"\x01\x00\x02" + struct.pack(">Q", len(body)) + body
 
 
-def end_after_the_request(server: socket.socket, answer: bytes = b"") -> None:
-    """Accept a connection, and end it at once after the request, or after its answer."""
+def end_after_the_request(server: socket.socket, answer: bytes = b"", request: bytes = b"hello") -> None:
+    """Accept a connection, and end it at once after a request with these bytes, or after its answer."""
     connection, _ = server.accept()
     with connection:
         connection.sendall(ZMTP)
-        received = b""
-        while b"hello" not in received:
-            received += connection.recv(4096)
+        _receive(connection, request)
         connection.sendall(answer)
+
+
+def answer_without_end(server: socket.socket, most_bytes: int) -> int:
+    """Accept a connection and answer its request with empty frames of one message until the other end closes it.
+
+    Returns how many bytes that were, at most about `most_bytes`.
+    """
+    connection, _ = server.accept()
+    sent = 0
+    with connection, contextlib.suppress(ConnectionError):
+        connection.sendall(ZMTP)
+        _receive(connection, b"hello")
+        while sent < most_bytes:
+            connection.sendall(b"\x01\x00" * 4096)
+            sent += 8192
+    return sent
+
+
+def _receive(connection: socket.socket, request: bytes) -> None:
+    """Read as far as these bytes."""
+    received = b""
+    while request not in received:
+        received += connection.recv(4096)
 
 
 def answer_unasked(server: socket.socket, answer: bytes) -> bytes:

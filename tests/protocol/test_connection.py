@@ -11,10 +11,19 @@ import pytest
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import EngineDescription, encode
 from kvferry.protocol.side_channel import client as clients
+from kvferry.protocol.side_channel import connection as connections
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import backoff_s
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret
-from tests.protocol.raw_listener import ZMTP, answer_of, answer_unasked, cut, end_after_the_request, send_at_once
+from tests.protocol.raw_listener import (
+    ZMTP,
+    answer_of,
+    answer_unasked,
+    answer_without_end,
+    cut,
+    end_after_the_request,
+    send_at_once,
+)
 from tests.protocol.samples import make_description
 from tests.protocol.secret_files import NEW, OLD
 
@@ -64,6 +73,20 @@ def test_a_listener_that_does_not_keep_to_the_protocol_fails_the_handshake_at_on
     send_at_once(server, ZMTP + ANSWER)
     with pytest.raises(HandshakeFailed, match=r"does not keep to the protocol of ZMQ$"):
         asked.result(NEVER_S / 2)
+
+
+def test_a_listener_that_answers_without_end_is_cut_off(
+    server: socket.socket, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZMQ keeps all frames of a message until the last arrives."""
+    monkeypatch.setattr(connections, "_SPARE_BYTES", 1 << 16)
+    monkeypatch.setattr(connections, "_LOOK_S", 0.02)
+    monkeypatch.setattr(clients, "MAX_REPLY_BYTES", 1 << 16)
+    asked = ask()
+    endless = 1 << 30
+    assert [answer_without_end(server, endless) < endless for _ in range(3)] == [True] * 3
+    with pytest.raises(HandshakeFailed, match="ended 3 connections without an answer"):
+        asked.result()
 
 
 def test_a_request_whose_connection_ends_is_sent_again_at_once(server: socket.socket, ask: Ask) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import zmq
@@ -151,6 +154,25 @@ def test_a_taken_port_is_a_configuration_error_that_says_what_to_change(
     assert str(served[1]) in str(refused.value)
     assert "free port" in str(refused.value)
     assert len(threads_named(THREAD)) == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "failed", "raised"),
+    [
+        ("guarded_socket.listening_socket", zmq.ZMQError(errno.EMFILE), InvalidConfig),
+        ("guarded_socket.Connections", zmq.ZMQError(errno.EMFILE), InvalidConfig),
+        ("server.threading.Thread.start", RuntimeError("no thread"), RuntimeError),
+    ],
+)
+def test_a_start_that_fails_closes_what_it_opened(
+    part: str, failed: Exception, raised: type[Exception], counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with listening():  # what ZMQ opens once a process
+        before = os.listdir("/proc/self/fd")
+        monkeypatch.setattr(f"kvferry.scheduler.side_channel.{part}", mock.Mock(side_effect=failed))
+        with pytest.raises(raised):
+            RecordingListener(HOST, free_port(), counters)
+        assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no such host", "", "256.0.0.1"])

@@ -12,6 +12,7 @@ import pytest
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.consumer.remote_lease import ForgetLease, ReleaseLease, RemoteLease, RenewLease
+from kvferry.scheduler.side_channel import heartbeat
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
 from kvferry.scheduler.state.counters import Counters
@@ -102,6 +103,19 @@ def test_a_lease_that_is_given_back_is_released_at_once(renewer: LeaseRenewer, c
         renewer.submit([RenewLease(lease(port, lease_s=LONG_S)), ReleaseLease(lease(port, lease_s=LONG_S))])
         assert listener.inbox.get(timeout=10) == _release(port, 1)
         assert counters.total("leases_given_back") == 1
+
+
+def test_after_a_bug_that_keeps_a_renewal_from_being_sent_the_thread_sleeps_and_still_releases(
+    renewer: LeaseRenewer, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "_interval_s", lambda lease: 1 / 0)
+    monkeypatch.setattr(heartbeat, "_AFTER_BUG_S", 3600.0)
+    with listening() as (listener, port):
+        renewer.submit([RenewLease(lease(port), at_once=True)])
+        wait_until(lambda: counters.total("side_channel_errors") == 1, "the renewal has failed")
+        renewer.submit([ReleaseLease(lease(port, 2))])
+        assert listener.inbox.get(timeout=10) == _release(port, 2)
+        assert counters.total("side_channel_errors") == 2, "one each turn, and the release is the only other turn"
 
 
 def test_leases_that_are_dropped_before_their_first_renewal_do_not_wake_the_thread(

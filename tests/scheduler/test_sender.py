@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kvferry.scheduler.side_channel import sender
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state.counters import Counters
+from tests.protocol.raw_listener import end_after_the_request
 from tests.protocol.samples import BOOT
 from tests.scheduler.channel import HOST, RecordingListener, free_port, listening
 from tests.scheduler.test_renewer import LONG_S, _release, lease
@@ -58,14 +60,28 @@ def test_a_producer_that_does_not_listen_in_time_is_counted_and_tried_again_with
         listener.close()
 
 
-def test_a_producer_takes_two_files_as_docs_operations_says(renewer: LeaseRenewer) -> None:
+def test_a_producer_takes_four_files_as_docs_operations_says(renewer: LeaseRenewer) -> None:
     producers, of_the_listener = 20, 1
     with listening() as (listener, port):
         before = len(os.listdir("/proc/self/fd"))
         boots = [f"{number:032x}" for number in range(producers)]
         renewer.submit(RenewLease(lease(port, lease_s=LONG_S, boot=boot), at_once=True) for boot in boots)
         assert {listener.inbox.get(timeout=10).boot for _ in boots} == set(boots)
-        assert len(os.listdir("/proc/self/fd")) - before <= producers * (2 + of_the_listener) + 2
+        assert len(os.listdir("/proc/self/fd")) - before <= producers * (4 + of_the_listener) + 2
+
+
+def test_a_connection_that_the_producer_has_ended_is_made_again_for_the_next_message_only(
+    renewer: LeaseRenewer,
+) -> None:
+    """ZMQ by itself would connect again to a host that was cut off for an endless answer."""
+    port = free_port()
+    with socket.create_server((HOST, port)) as server:
+        server.settimeout(30)
+        before = len(os.listdir("/proc/self/fd"))
+        for slot in range(1, 3):
+            renewer.submit([ReleaseLease(lease(port, slot))])
+            end_after_the_request(server, b"", f"{slot + 1:015x}".encode())
+            wait_until(lambda: len(os.listdir("/proc/self/fd")) == before, "its files are closed")
 
 
 def test_no_more_sockets_are_open_than_allowed_however_many_hosts_a_client_names(

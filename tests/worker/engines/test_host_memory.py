@@ -81,6 +81,18 @@ def test_memory_that_cannot_be_pinned_stops_the_start_with_its_size(cuda: FakeCu
     assert refused.value.field == "kv_buffer_device"
 
 
+def test_a_start_that_cannot_pin_all_of_its_memory_unpins_the_rest(
+    cuda: FakeCuda, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool is pinned first, then the copy of the caches, part by part."""
+    register = cuda.cudaHostRegister
+    monkeypatch.setattr(cuda, "cudaHostRegister", lambda *of: 2 if len(cuda.registered) == 2 else register(*of))
+    with cuda.memory(), pytest.raises(InvalidConfig, match="error 2"):
+        rig.engine("P", device=cuda.device, settings=ON_HOST)
+    assert cuda.names().count("cudaHostUnregister") == 2
+    assert not cuda.registered
+
+
 def test_memory_that_the_system_does_not_have_is_refused_by_its_size() -> None:
     with pytest.raises(InvalidConfig, match=rf"room for {1 << 60} bytes"):
         HostMemory(1 << 60, torch.device("cpu"))

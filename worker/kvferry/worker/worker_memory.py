@@ -53,7 +53,11 @@ class WorkerMemory:
         """
         slot_reads = SlotReads(_ENTRIES_PER_LOAD * settings.max_loads + _MORE_ENTRIES)
         staging = _staging(caches, settings)
-        mirror = HostMirror(caches, groups) if settings.host_buffer and settings.is_read_from else None
+        try:
+            mirror = HostMirror(caches, groups) if settings.host_buffer and settings.is_read_from else None
+        except InvalidConfig:
+            _unpin(staging)
+            raise
         table = LeaseTable(settings.lease_slots, mirror)
         regions = [Region(table.address.address, table.num_bytes, MemoryKind.DRAM), slot_reads.region()]
         if mirror is not None:
@@ -82,8 +86,12 @@ class WorkerMemory:
         """Undo the pinning, once nothing reads or writes the memory any more. Idempotent."""
         for memory in self.mirror.memory if self.mirror is not None else ():
             memory.unpin()
-        if self.staging is not None and self.staging.memory is not None:
-            self.staging.memory.unpin()
+        _unpin(self.staging)
+
+
+def _unpin(staging: Staging | None) -> None:
+    if staging is not None and staging.memory is not None:
+        staging.memory.unpin()
 
 
 def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:

@@ -14,10 +14,18 @@ import zmq.asyncio
 from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import channel_address
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
-from kvferry.protocol.side_channel.sockets import ConnectionEvent, asking_socket, connection_event, watch
+from kvferry.protocol.side_channel.sockets import ConnectionEvent, asking_socket, connection_event, unpack_event, watch
+from kvferry.protocol.side_channel.tcp import bytes_received, ends_of, shut_down
 
 _TRIES_IN_PLAIN = 3
 """A restarting listener cuts a connection once; one that has a secret cuts it every time."""
+
+_SPARE_BYTES = 8 << 20
+"""Bytes that a connection may bring beyond its longest answer: 6 MiB in TCP's buffer, and what is in ZMQ's queue. An
+empty frame takes 2 bytes on the wire and 64 in ZMQ's memory, so a handshake can cost 2.3 GiB at worst."""
+
+_LOOK_S = 0.5
+"""Interval of the check for an endless message."""
 
 T = TypeVar("T")
 
@@ -25,12 +33,27 @@ T = TypeVar("T")
 class Connection:
     """Made by `open`, which returns once both ends have proved that they have the same secret, or both have none.
 
-    Nothing is sent before that. One that has ended is of no more use, unless `keep_reconnecting` was called.
+    Nothing is sent before that. One that has ended is of no more use. An endless message ends it.
+
+    Args:
+        file: its TCP connection's.
+        max_answer_bytes: of a message that it brings.
     """
 
-    def __init__(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
+    def __init__(
+        self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, file: int, max_answer_bytes: int
+    ) -> None:
         self._socket, self._monitor = socket, monitor
+        self._file, self._ends = file, ends_of(file)
+        self._most = max_answer_bytes + _SPARE_BYTES
+        self._before = 0  # bytes received up to the end of the last message
         self._ended = asyncio.ensure_future(_watch_end(monitor))
+        self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._end_endless)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other end has closed it, or sent an endless message."""
+        return self._ended.done()
 
     @classmethod
     async def open(
@@ -84,17 +107,16 @@ class Connection:
             monitor = watch(socket)
             undo.callback(_close_monitor, socket, monitor)
             socket.connect(channel_address(address, port))
+            _, file = unpack_event(await monitor.recv_multipart())  # `EVENT_CONNECTED` comes first
             event = connection_event(await monitor.recv_multipart())
             if event is not ConnectionEvent.THROUGH:
                 return event
             undo.pop_all()
-            return cls(socket, monitor)
+            return cls(socket, monitor, file, max_answer_bytes)
 
-    def keep_reconnecting(self) -> None:
-        """Leave it to ZMQ to connect again, with the same secret, when it ends: for a connection that only sends. It
-        then takes two files and not four."""
-        self._ended.cancel()
-        _close_monitor(self._socket, self._monitor)
+    def close_at_end(self) -> None:
+        """Close it as soon as it has ended, for a connection that only sends: ZMQ would connect again."""
+        self._ended.add_done_callback(lambda _: self.close())
 
     async def send(self, frame: bytes) -> None:
         """Send one message; never waits. Raises `HandshakeFailed` if too many wait in its queue."""
@@ -114,6 +136,7 @@ class Connection:
         try:
             await asyncio.wait((received, self._ended), return_when=asyncio.FIRST_COMPLETED)
             if received.done():  # ZMQ reports a message before the end that came with it
+                self._before = bytes_received(self._file)
                 return _body(received.result())
         finally:
             received.cancel()
@@ -122,9 +145,16 @@ class Connection:
     def close(self, linger_ms: int = 0) -> None:
         """Close it; messages in its queue have `linger_ms` to be sent. Idempotent."""
         self._ended.cancel()
+        self._look.cancel()
         if not self._socket.closed:
             _close_monitor(self._socket, self._monitor)
             self._socket.close(linger=linger_ms)
+
+    def _end_endless(self) -> None:
+        if bytes_received(self._file) - self._before > self._most:
+            shut_down(self._file, self._ends)  # the monitor reports the end
+            return
+        self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._end_endless)
 
 
 async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T]) -> T:

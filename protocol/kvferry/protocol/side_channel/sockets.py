@@ -39,7 +39,8 @@ _HANDSHAKE_MS = 10_000
 """Deadline of a connection's ZMTP handshake."""
 _MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 _CONNECTION_EVENTS = (
-    zmq.EVENT_DISCONNECTED
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -166,7 +167,8 @@ def watch(socket: S, events: int = _CONNECTION_EVENTS) -> S:
     """A monitor, opened before `connect` or `bind`. Close it after `disable_monitor`.
 
     Args:
-        events: of ZMQ; by default those that `connection_event` knows.
+        events: of ZMQ; by default `EVENT_CONNECTED`, whose value is the connection's file, and those that
+            `connection_event` knows.
     """
     address = f"inproc://monitor-{uuid.uuid4().hex}"
     socket.monitor(address, events)

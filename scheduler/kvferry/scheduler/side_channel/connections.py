@@ -1,30 +1,24 @@
 """The connections of a listening socket: refused ones are counted, endless messages and too many connections ended.
 
-ZMQ bounds the bytes of a frame and the number of queued messages, but not the frames of one message: it keeps all of
-them until the last arrives. So the bytes that a connection has sent since its last whole message are read from the
-system (`TCP_INFO`), and a connection that has sent too many is closed. When there are too many connections, the one
-that has been silent for longest is closed: an engine connects again when needed, and the process needs its files.
+A connection that has sent too many bytes since its last whole message is closed (`tcp.py`). When there are too many
+connections, the one that has been silent for longest is closed: an engine connects again when needed, and the process
+needs its files.
 
 ZMQ reports connections on a monitor, by file number. It closes a refused one so soon that its peer's address may be
-missing in the log, and the number of any may be in use by another by now.
+missing in the log.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import resource
-import socket as sockets
-import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import zmq
 
 from kvferry.protocol.side_channel.sockets import unpack_event, watch
+from kvferry.protocol.side_channel.tcp import Ends, bytes_received, ends_of, shut_down
 from kvferry.scheduler.state.counters import Counters
 
 logger = logging.getLogger(__name__)
@@ -63,7 +57,6 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-_RECEIVED_AT, _INFO_BYTES = 128, 136  # `tcpi_bytes_received` in Linux's `struct tcp_info`
 
 
 @dataclass(slots=True)
@@ -74,7 +67,7 @@ class _Connection:
     """
 
     before: int
-    ends: tuple[Any, Any] | None
+    ends: Ends | None
 
     @property
     def peer(self) -> str:
@@ -122,24 +115,24 @@ class Connections:
     def accepted(self, file: int) -> None:
         """Add a new connection, in place of the one that was silent for longest if there are too many."""
         self._known.pop(file, None)
-        self._known[file] = _Connection(0, _ends_of(file))
+        self._known[file] = _Connection(0, ends_of(file))
         if len(self._known) > self.most:
             silent = next(iter(self._known))
             connection = self._known.pop(silent)
-            _end(silent, connection)
+            shut_down(silent, connection.ends)
             self.refused("too_many", connection.peer)
 
     def delivered(self, file: int) -> None:
         """A whole message of it was received: reset its byte count."""
         connection = self._known.pop(file, None)
         if connection is not None:
-            connection.before = _received(file)
+            connection.before = bytes_received(file)
             self._known[file] = connection
 
     def end_endless(self) -> int:
         """Close the connections that have sent too many bytes of one message. Returns how many."""
-        endless = [x for x, one in self._known.items() if _received(x) - one.before > MAX_UNFINISHED_BYTES]
-        return sum(_end(file, self._known.pop(file)) for file in endless)
+        endless = [x for x, one in self._known.items() if bytes_received(x) - one.before > MAX_UNFINISHED_BYTES]
+        return sum(shut_down(file, self._known.pop(file).ends) for file in endless)
 
     def refused(self, reason: str, peer: str) -> None:
         """Count a refusal and log it, with a rate limit: any host that reaches the port could fill the disk."""
@@ -160,40 +153,3 @@ class Connections:
             self.monitor.recv_multipart()
         self._listener.disable_monitor()
         self.monitor.close()
-
-
-def _end(file: int, connection: _Connection) -> bool:
-    """Close a connection if its file still has its addresses. Returns whether it was closed."""
-    with contextlib.suppress(OSError), _copy(file) as copy:
-        if (copy.getsockname(), copy.getpeername()) == connection.ends:
-            copy.shutdown(sockets.SHUT_RDWR)
-            return True
-    return False
-
-
-def _ends_of(file: int) -> tuple[Any, Any] | None:
-    """Both addresses of a connection; None when it is gone."""
-    with contextlib.suppress(OSError), _copy(file) as copy:
-        return copy.getsockname(), copy.getpeername()
-    return None
-
-
-def _received(file: int) -> int:
-    """Bytes received on a connection; 0 if unknown."""
-    with contextlib.suppress(OSError), _copy(file) as copy:
-        reported = copy.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _INFO_BYTES)
-        return int.from_bytes(reported[_RECEIVED_AT:], sys.byteorder)
-    return 0
-
-
-@contextlib.contextmanager
-def _copy(file: int) -> Iterator[sockets.socket]:
-    """A socket on a copy of ZMQ's file."""
-    copy = os.dup(file)
-    try:
-        connection = sockets.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-    with connection:
-        yield connection

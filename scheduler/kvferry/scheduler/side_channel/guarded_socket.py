@@ -54,15 +54,14 @@ class GuardedSocket:
         self._counters = counters
         self._on_request = on_request
         self._quiet_until_s = self._look_again_s = 0.0
-        self._socket = listening_socket(self._context, host, max_bytes, secrets)
-        self._connections = Connections(self._socket, counters)
-        self._curve_auth = CurveAuth(self._context, secrets, self._connections) if secrets else None
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
+            self._socket = listening_socket(self._context, host, max_bytes, secrets)
+            self._connections = Connections(self._socket, counters)
+            undo.callback(self._connections.close)
+            self._curve_auth = CurveAuth(self._context, secrets, self._connections) if secrets else None
             self._socket.bind(channel_address(host, port))
-        except zmq.ZMQError:
-            self._connections.close()
-            self._context.destroy(linger=0)
-            raise
+            undo.pop_all()
         self._served: dict[zmq.Socket[bytes], Callable[[], None]] = {
             self._socket: self._take_one,
             self._connections.monitor: self._connections.on_event,

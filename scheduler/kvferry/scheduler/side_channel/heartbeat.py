@@ -40,6 +40,8 @@ _SHORTEST_PACE_S = 1.0
 """A shorter lease is renewed as if it had this lifetime: clients choose `lease_s` of unsigned params."""
 _JOINS_AT = 0.75
 """Fraction of its interval after which a lease joins a renewal that is sent for another lease of its producer."""
+_AFTER_BUG_S = 1.0
+"""Sleep after a turn that could not renew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +131,8 @@ class LeaseRenewer:
             return
         self._is_woken = False
         self._take_all()
+        self._sleeps_until_s = time.monotonic() + _AFTER_BUG_S
         self._survive(lambda: self._renew_due(time.monotonic()))
-        self._sleeps_until_s = min(self._due.values(), default=math.inf)
         if self._timer is not None:
             self._timer.cancel()
         loop = asyncio.get_running_loop()
@@ -193,3 +195,4 @@ class LeaseRenewer:
                 renewal = Renew(boot=endpoint[2], leases=tuple(names[start : start + MAX_RENEWALS]))
                 self._sender.send(endpoint, encode(renewal))
             self._counters.add("heartbeats", amount=len(names))
+        self._sleeps_until_s = min(self._due.values(), default=math.inf)

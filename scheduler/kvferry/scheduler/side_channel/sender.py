@@ -122,10 +122,10 @@ class PeerSender:
                     if queue.empty():  # one may have been put since the time was over
                         return
                     continue
-                if connection is None:
+                if connection is None or connection.has_ended:
                     host, port, _ = endpoint
                     connection = await within(CONNECT_S, self._client.connect(host, port, _MOST_ANSWER_BYTES))
-                    connection.keep_reconnecting()
+                    connection.close_at_end()
                 await connection.send(frame)
                 queue.task_done()
         finally:

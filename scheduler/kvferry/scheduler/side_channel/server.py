@@ -57,6 +57,7 @@ class SideChannelListener:
 
     Raises:
         InvalidConfig: the address cannot be bound, or ZMQ has no CURVE; the text names the setting to change.
+        RuntimeError: the system gives no more threads.
     """
 
     def __init__(
@@ -86,7 +87,12 @@ class SideChannelListener:
         self._stop = os.eventfd(0)
         self._socket.watch(self._stop)
         self._thread = threading.Thread(target=self._serve, name="kvferry-listener", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._socket.close()
+            os.close(self._stop)
+            raise
         secured = f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
         logger.info("side channel listens on %s %s", channel_address(host, port), secured)
 

@@ -7,6 +7,7 @@ is as large as the caches, and only a producer has one.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -46,11 +47,14 @@ class HostMirror:
     def __init__(self, caches: KvCaches, groups: Sequence[CacheGroup]) -> None:
         self._groups = groups
         memory, moved = [], {}
-        for tensor in caches.storages:
-            whole = tensor.untyped_storage()
-            if whole.data_ptr() not in moved:
-                memory.append(HostMemory(whole.nbytes(), caches.device))
-                moved[whole.data_ptr()] = (whole.nbytes(), memory[-1].tensor.data_ptr() - whole.data_ptr())
+        with contextlib.ExitStack() as undo:
+            for tensor in caches.storages:
+                whole = tensor.untyped_storage()
+                if whole.data_ptr() not in moved:
+                    memory.append(HostMemory(whole.nbytes(), caches.device))
+                    undo.callback(memory[-1].unpin)
+                    moved[whole.data_ptr()] = (whole.nbytes(), memory[-1].tensor.data_ptr() - whole.data_ptr())
+            undo.pop_all()
         self.memory = tuple(memory)
         storages = [one.tensor for one in memory]
         self._pairs = [(tensor, _moved(tensor, moved)) for tensor in caches.tensors]
