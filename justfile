@@ -25,10 +25,18 @@ quick *arguments:
 accuracy:
     scripts/run_accuracy_test.sh
 
-# all tests, then the main job in every configuration; writes docs/full-matrix.md; words choose: just full bfloat16
-full *words:
+# all tests, then the main job with other types, blocks, numbers of engines and ranks
+full:
     scripts/test.sh
-    .venv/bin/python -m scripts.full_matrix {{ words }}
+    scripts/run_accuracy_test.sh
+    DTYPE=bfloat16 scripts/run_accuracy_test.sh
+    PREFILL_BLOCK_SIZE=32 DECODE_BLOCK_SIZE=64 scripts/run_accuracy_test.sh
+    NUM_PREFILL_INSTANCES=2 NUM_DECODE_INSTANCES=2 scripts/run_accuracy_test.sh
+    MODEL_NAMES=tiny-llama DECODER_TP_SIZE=2 {{ patient }} scripts/run_accuracy_test.sh
+    MODEL_NAMES=tiny-llama PREFILLER_PP_SIZE=2 {{ patient }} scripts/run_accuracy_test.sh
+
+# three workers on two cores wait for each other
+patient := "KV_CONNECTOR_EXTRA_CONFIG='{\"kv_lease_duration\": 120, \"handshake_timeout_s\": 60}'"
 
 # one fuzz target of tests/fuzz/targets.py under atheris: just fuzz planning -max_total_time=300
 fuzz target *options:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Puts prometheus and promtool, out of Debian's or Ubuntu's package, into the folder that is named: for the demonstration
-# and the tests of the dashboard and the alerts, which do without where this fails. Needs no root and installs nothing.
+# Puts prometheus and promtool, out of Debian's or Ubuntu's package, into the folder that is named: for the tests of the
+# dashboard and the alerts, which do without where this fails. Needs no root and installs nothing.
 set -euo pipefail
 
 into="$(realpath "$1")"
@@ -18,4 +18,4 @@ echo "fetch prometheus and promtool (20 MB)"
 {
     apt update && apt download prometheus &&
         dpkg-deb --extract prometheus_*.deb tree && mv tree/usr/bin/prometheus tree/usr/bin/promtool "$into"
-} </dev/null || echo "  NOT TO BE HAD: the dashboard is not shown, and tests that need a real Prometheus will skip"
+} </dev/null || echo "  NOT TO BE HAD: tests that need a real Prometheus will skip"

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from scripts import compatibility, protocol_reference
+from scripts import protocol_reference
 from tests.trace.example import write_example
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -33,7 +33,7 @@ def pages() -> dict[Path, str]:
         "operations.md": {"metrics": metrics(part("operations.md", "metrics"))},
         "protocol-reference.md": protocol_reference.reference(),
         "cli.md": {"keys": short_form_keys()},
-        "compatibility.md": {"pairs": compatibility.with_answers(part("compatibility.md", "pairs"))},
+        "compatibility.md": {"pairs": pairs(part("compatibility.md", "pairs"))},
         "timelines.md": {},
     }
     found: dict[Path, str] = {}
@@ -92,6 +92,51 @@ def short_form_keys() -> str:
         default = f"`{defaults()[name]}`" if name in defaults() else ""
         rows.append(f"| `{name}` | {key.form} | {default} | {key.meaning} |")
     return "\n".join(rows)
+
+
+def pairs(rows: str) -> str:
+    """The tables of models and pairs with the planner's answer in the last column of every pair.
+
+    The rest is written on the page: a model's short form, as `kvferry plan` takes it, and what either side adds to it.
+    """
+    models: dict[str, str] = {}
+    found = []
+    for line in rows.splitlines():
+        cells = [cell.strip("` ") for cell in line[2:-2].split(" | ")]
+        if len(cells) == 2 and "=" in cells[1]:
+            models[cells[0]] = cells[1]
+        elif cells[1:2] and cells[1] in models:
+            producer, consumer = (_joined(models[cells[1]], more) for more in cells[2:4])
+            line = f"{line.rpartition(' | ')[0]} | {_answer(producer, consumer)} |"
+        found.append(line)
+    return "\n".join(found)
+
+
+def _joined(model: str, more: str) -> str:
+    """A model's short form with keys added or replaced."""
+    keys = dict(item.split("=", 1) for form in (model, more) if form for item in form.split(","))
+    return ",".join(f"{key}={value}" for key, value in keys.items())
+
+
+def _answer(producer: str, consumer: str) -> str:
+    """The planner's answer for two short forms."""
+    from kvferry.cli.formatting import counted
+    from kvferry.cli.plan.sides import read_pair
+    from kvferry.plan.planner import plan_engine
+    from kvferry.plan.refusals import PlanRefused
+
+    there, here = read_pair(producer, consumer, bytes)
+    try:
+        routes = [route for plan in plan_engine(here, there) for route in plan.routes]
+    except PlanRefused as refused:
+        first, *others = refused.reasons
+        return f"**refused**: {first}{f' (and {len(others)} more)' if others else ''}"
+    reads = [route for route in routes if route.slices]
+    placings = sorted({item.placing.value for route in reads for item in route.slices})
+    lengths = sorted({bundle.run_bytes for route in reads for bundle in route.bundles})
+    runs = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]}…{lengths[-1]}"
+    releases = f", {counted(len(routes) - len(reads), 'release')}" if len(routes) > len(reads) else ""
+    return f"**{' and '.join(placings)}**: {counted(len(reads), 'route')}{releases}, runs of {runs} B"
 
 
 def part(page: str, name: str) -> str:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Something to look at: two engines behind vllm-router, Prometheus, some load with one slow request, the dashboard's values and
-# that request's timeline. Runs until Ctrl-C, or ends by itself with --once. Makes .venv on the first run.
+# Something to look at: two engines behind vllm-router, some load with one slow request, and that request's timeline.
+# Runs until Ctrl-C, or ends by itself with --once. Makes .venv on the first run.
 # Engines are chosen by the variables of scripts/run_accuracy_test.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,6 +10,5 @@ python="$(scripts/find_python.sh)"
 export KVFERRY_COMMAND="scripts/run_demo.sh"
 
 device="$("$python" -m scripts.accuracy --check)"
-"$python" -m scripts.bootstrap "$device" dev
-scripts/fetch_prometheus.sh .venv/bin
+"$python" -m scripts.bootstrap "$device"
 exec .venv/bin/python -m scripts.demo "$@"

@@ -1,21 +1,15 @@
 """Small models of every kind that engines serve, with random weights that are always the same.
 
-python -m scripts.small_models --list
-python -m scripts.small_models --all
-python -m scripts.small_models small-mla small-windowed --cache-dir ~/.cache/kvferry
-
 A few megabytes each, written in seconds into the cache directory when they are not there; no weights are kept in the
 repository. They have no tokenizer: prompts are token ids below `VOCABULARY`.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -258,23 +252,3 @@ def _make(made_of: SmallModel, folder: Path) -> None:
         torch.manual_seed(0)
         model = model_class(of_family(**made_of.settings)).to(torch.float32)
     model.save_pretrained(folder)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Write models, or list them."""
-    every = {**{name: model.doc for name, model in SMALL_MODELS.items()}, **EXTRAS}
-    parser = argparse.ArgumentParser(prog="python -m scripts.small_models", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[[], *every], metavar="NAME", help="models to write")
-    parser.add_argument("--all", action="store_true", help="write all of them")
-    parser.add_argument("--list", action="store_true", help="names and what they are")
-    parser.add_argument("--cache-dir", type=Path, default=default_cache_dir(), help="[%(default)s]")
-    chosen = parser.parse_args(arguments)
-    if chosen.list:
-        print("\n".join(f"{name:24} {doc}" for name, doc in every.items()))
-    for name in every if chosen.all else chosen.names:
-        print(small_model(name, chosen.cache_dir))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

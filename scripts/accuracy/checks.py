@@ -12,9 +12,8 @@ from scripts.accuracy.prompts import Case
 from scripts.accuracy.scores import Score
 
 LOGPROB_TOLERANCE = 1e-3
-GSM8K_TOLERANCE = 0.03
+SCORE_TOLERANCE = 0.03
 BYTES = "bytes moved"
-GSM8K = "gsm8k, router against one engine"
 POISON = "poisoned cache changes the tokens"
 
 
@@ -192,17 +191,6 @@ def judge_leases(still_open: int, ways: Mapping[str, float]) -> Check:
     return Check("leases are over", still_open == 0, f"{still_open} open; {reported}")
 
 
-def judge_gsm8k(expected: float | str, found: float | str, *, demanded: bool) -> Check:
-    """Scores may differ by `GSM8K_TOLERANCE`. Either side may be the reason why there is no score: that fails
-    where a score is demanded, or where only the router has none."""
-    if isinstance(expected, str):
-        return Check(GSM8K, False if demanded else None, expected)
-    if isinstance(found, str):
-        return Check(GSM8K, False, found)
-    detail = f"{found:.3f} against {expected:.3f}, allowed difference {GSM8K_TOLERANCE}"
-    return Check(GSM8K, abs(found - expected) <= GSM8K_TOLERANCE, detail)
-
-
 def judge_arithmetic(expected: Score, found: Score, itself: Score | None, *, random_weights: bool = False) -> Check:
     """Every answer is equal in float32; elsewhere the scores differ no more than one engine's answers do by themselves.
 
@@ -210,7 +198,7 @@ def judge_arithmetic(expected: Score, found: Score, itself: Score | None, *, ran
 
     Args:
         itself: the single engine asked again in another order; None where equality is demanded. The scores may then
-            differ by as many questions as it answered otherwise, and by `GSM8K_TOLERANCE` of them, rounded up.
+            differ by as many questions as it answered otherwise, and by `SCORE_TOLERANCE` of them, rounded up.
         random_weights: the model knows nothing, so a score of 0 does not fail.
     """
     asked, changed = len(found.wanted), expected.changed(found)
@@ -218,7 +206,7 @@ def judge_arithmetic(expected: Score, found: Score, itself: Score | None, *, ran
     if itself is None:
         equal = not changed
     else:
-        allowed = max(expected.changed(itself), math.ceil(GSM8K_TOLERANCE * asked))
+        allowed = max(expected.changed(itself), math.ceil(SCORE_TOLERANCE * asked))
         equal = abs(found.right - expected.right) <= allowed
         detail += f", scores may by {allowed}"
     errors = (*expected.errors, *found.errors)

@@ -22,14 +22,12 @@ class Expected:
     Attributes:
         itself: one at a time against many at once; None where answers must be equal.
         arithmetic: its score; arithmetic_itself: its score when asked again, None where answers must be equal.
-        gsm8k: its score, or why there is none.
     """
 
     answers: dict[str, Answer] = field(default_factory=dict)
     itself: Comparison | None = None
     arithmetic: Score = field(default_factory=lambda: Score((), ()))
     arithmetic_itself: Score | None = None
-    gsm8k: float | str = ""
 
     def of(self, cases: Sequence[Case]) -> list[Answer]:
         """Its answers to these cases."""

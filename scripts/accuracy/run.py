@@ -89,7 +89,10 @@ class Run:
             formula = formula_of(self._shape(), self._settings.dtype, blocks, phases.anything_staged(decode))
             judged, self.report.figures = judge_router(expected, found, cases, self._settings, formula, blocks)
             self.report.checks += judged
-            await self._scores(client, router.base_url, expected)
+            score, itself = await self._arithmetic(client, router.base_url, "router"), expected.arithmetic_itself
+            random_weights = self._name in TINY_MODELS
+            judged_score = checks.judge_arithmetic(expected.arithmetic, score, itself, random_weights=random_weights)
+            self.report.checks.append(judged_score)
             if self._settings.ferry:
                 self.report.checks.append(checks.judge_recomputes(await decoders.scrape() - warm))
                 self.report.checks.append(checks.judge_leases(*await phases.leases_over(prefill, _LEASE_WAIT_S)))
@@ -111,7 +114,6 @@ class Run:
             self._say(f"single engine, {self._settings.concurrency} at once, against itself")
             expected.itself = await self._against_itself(client, url, compared, answers)
             expected.arithmetic_itself = await self._arithmetic(client, url, f"{engine.name}, again")
-        expected.gsm8k = self._gsm8k(url, "baseline")
         return expected
 
     async def _against_itself(
@@ -164,24 +166,9 @@ class Run:
             return None
         return cache_shape(config_of(self._model), self._settings.decode_tp)
 
-    # Scores: arithmetic always, gsm8k where it can be asked.
-
-    async def _scores(self, client: Client, url: str, expected: Expected) -> None:
-        score = await self._arithmetic(client, url, "router")
-        known, itself = expected.arithmetic, expected.arithmetic_itself
-        random_weights = self._name in TINY_MODELS
-        self.report.checks += [
-            checks.judge_arithmetic(known, score, itself, random_weights=random_weights),
-            checks.judge_gsm8k(expected.gsm8k, self._gsm8k(url, "router"), demanded=self._settings.gsm8k == "on"),
-        ]
-
     async def _arithmetic(self, client: Client, url: str, name: str) -> scores.Score:
         self._say(f"arithmetic, {scores.QUESTIONS} questions, {name}")
         return await phases.ask_arithmetic(client, url, self._settings.concurrency)
-
-    def _gsm8k(self, url: str, name: str) -> float | str:
-        served = self._fleet.baseline.served_name
-        return scores.gsm8k(url, served, self._model, self._settings, self._log_dir, name)
 
     # Servers.
 

@@ -1,24 +1,18 @@
-"""Scores of a server: arithmetic questions, which need no hub, and gsm8k where `lm-eval` and its questions are at hand.
+"""Scores of a server: arithmetic questions, which need no hub.
 
-Arithmetic questions come from a seed. The prompt has worked examples in gsm8k's form, ending in `#### 7`. The final
-number is taken as by the strict match of lm-eval's gsm8k task: after the first `#### `.
+They come from a seed. The prompt has worked examples in the form of gsm8k, ending in `#### 7`, and the final number is
+taken as by the strict match of lm-eval's gsm8k task: after the first `#### `.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from scripts.accuracy.client import Answer
 from scripts.accuracy.prompts import Case
-from scripts.accuracy.settings import Settings
 
 QUESTIONS = 32
 _EXAMPLES = 6
@@ -98,25 +92,3 @@ def score(asked: Sequence[Question], answers: Sequence[Answer]) -> Score:
         wanted=tuple(question.result for question in asked),
         errors=tuple(answer.error for answer in answers if answer.error),
     )
-
-
-def gsm8k(base_url: str, served_name: str, model: str, settings: Settings, log_dir: Path, name: str) -> float | str:
-    """The share of right answers by strict match, at the run's concurrency; or why there is none: switched off, lm-eval
-    is not installed, or it failed, for example without a hub that has the questions."""
-    if settings.gsm8k == "off":
-        return "GSM8K=off"
-    if importlib.util.find_spec("lm_eval") is None:
-        return "lm-eval is not installed (.venv/bin/pip install 'lm-eval[api]')"
-    folder, log_path = log_dir / f"gsm8k-{name}", log_dir / f"gsm8k-{name}.log"
-    arguments = (
-        f"model={served_name},base_url={base_url}/v1/completions,num_concurrent={settings.concurrency},"
-        f"tokenizer={model},tokenized_requests=False,max_retries=1"
-    )
-    command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--tasks", "gsm8k"]
-    command += ["--model_args", arguments, "--limit", str(settings.gsm8k_limit), "--output_path", str(folder)]
-    with log_path.open("wb") as log:
-        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
-    results = sorted(folder.rglob("results*.json"))
-    if done.returncode or not results:
-        return f"lm-eval failed with exit status {done.returncode}: {log_path}"
-    return float(json.loads(results[-1].read_text())["results"]["gsm8k"]["exact_match,strict-match"])

@@ -191,8 +191,6 @@ class Settings:
     request_timeout_s: float = _ours(
         "REQUEST_TIMEOUT_S", "120", "seconds that a request may take", _number(float, 5, 3600)
     )
-    gsm8k: str = _ours("GSM8K", "auto", "auto: when lm-eval and its data are at hand", _one_of("auto", "on", "off"))
-    gsm8k_limit: int = _ours("GSM8K_LIMIT", "200", "questions of gsm8k", _number(int, 10, 1319))
     log_dir: Path = _ours("LOG_DIR", "logs", "where each run makes its folder of logs", _path)  # noqa: RUF009
     cache_dir: Path = _ours(  # noqa: RUF009
         "KVFERRY_CACHE_DIR", "~/.cache/kvferry", "where the converted default model is kept", _path

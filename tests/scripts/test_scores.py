@@ -1,13 +1,9 @@
-"""Scores: arithmetic questions, how the final number is taken, gsm8k by a stand-in for lm-eval, what fails."""
+"""Scores: arithmetic questions, how the final number is taken, what fails."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import re
-from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,16 +14,6 @@ from scripts.accuracy.scores import Question, Score
 from scripts.accuracy.settings import Settings, read_settings
 
 SEVEN, FIFTY = Question("What is 3 + 4?", "3 + 4 = 7", 7), Question("What is 20 + 30?", "20 + 30 = 50", 50)
-LM_EVAL = """
-import json, pathlib, sys
-arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-assert arguments["--tasks"] == "gsm8k" and arguments["--limit"] == "200"
-assert "base_url=http://d/v1/completions" in arguments["--model_args"]
-folder = pathlib.Path(arguments["--output_path"]) / "model"
-folder.mkdir(parents=True)
-scores = {"exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.5}
-(folder / "results_1.json").write_text(json.dumps({"results": {"gsm8k": scores}}))
-"""
 
 
 def scored(*texts: str) -> Score:
@@ -126,7 +112,7 @@ def test_a_failed_request_fails_the_check_and_its_error_is_shown() -> None:
 def test_without_exactness_the_score_may_differ_by_as_many_answers_as_one_engine_changes_itself(
     router: int, itself: int, passed: int
 ) -> None:
-    """One question of 32, as gsm8k's 0.03 would allow, where the engine answers itself alike."""
+    """One question of 32, as 0.03 would allow, where the engine answers itself alike."""
     one, ours, again = (Score((1,) * right + (0,) * (32 - right), (1,) * 32) for right in (20, router, itself))
     assert checks.judge_arithmetic(one, ours, again).passed is bool(passed)
 
@@ -134,46 +120,3 @@ def test_without_exactness_the_score_may_differ_by_as_many_answers_as_one_engine
 @pytest.fixture
 def settings() -> Settings:
     return read_settings({}, gpus=0)
-
-
-@pytest.mark.parametrize("program", [LM_EVAL, "raise SystemExit(4)"], ids=["works", "fails"])
-def test_the_score_of_gsm8k_is_that_of_the_strict_match_and_a_failure_names_its_log(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
-) -> None:
-    package = tmp_path / "lm_eval"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "__main__.py").write_text(program)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path)
-    score = scores.gsm8k("http://d", "model", "m", settings, tmp_path, "router")
-    if program == LM_EVAL:
-        assert score == 0.25
-    else:
-        assert re.fullmatch(r"lm-eval failed with exit status 4: .*gsm8k-router\.log", str(score))
-
-
-def test_without_lm_eval_the_reason_is_given(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-
-    def why(settings: Settings) -> str:
-        return str(scores.gsm8k("http://d", "model", "m", settings, Path(), "router"))
-
-    assert "lm-eval is not installed" in why(settings)
-    assert why(replace(settings, gsm8k="off")) == "GSM8K=off"
-
-
-def test_scores_of_gsm8k_may_differ_by_three_points() -> None:
-    assert checks.judge_gsm8k(0.40, 0.42, demanded=False).passed
-    assert checks.judge_gsm8k(0.40, 0.36, demanded=False).passed is False
-
-
-@pytest.mark.parametrize(
-    ("expected", "demanded", "passed"),
-    [("not installed", False, None), ("not installed", True, False), (0.4, False, False)],
-)
-def test_without_a_score_gsm8k_fails_where_it_is_demanded_or_where_only_the_router_has_none(
-    expected: float | str, demanded: bool, passed: bool | None
-) -> None:
-    check = checks.judge_gsm8k(expected, "not installed", demanded=demanded)
-    assert (check.passed, check.detail) == (passed, "not installed")

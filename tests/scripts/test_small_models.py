@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.small_models import ADAPTER, MULTIMODAL, SMALL_MODELS, main, small_model, whole
+from scripts.small_models import small_model, whole
 
 pytest.importorskip("transformers")
 
@@ -58,12 +58,3 @@ def test_a_model_that_could_not_be_made_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no space"):
         fail()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_lists_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*SMALL_MODELS, MULTIMODAL, ADAPTER]
-    assert main([NAME, ADAPTER, "--cache-dir", str(tmp_path)]) == 0
-    assert all(Path(folder).is_dir() for folder in capsys.readouterr().out.split())
-    with pytest.raises(SystemExit):
-        main(["no-such-model"])

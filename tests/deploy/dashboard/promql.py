@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +14,9 @@ import pytest
 import vllm
 
 from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS
-from scripts.demo.dashboard import program
+from scripts.accuracy.settings import ROOT
 
+DASHBOARD = ROOT / "deploy" / "grafana" / "kvferry.json"
 _METRIC = re.compile(r"\b(vllm:\w+)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r'(\w+)\s*[=!]~?\s*"([^"]*)"')
 _LOGGERS = Path(vllm.__file__).parent / "v1" / "metrics" / "loggers.py"
@@ -83,7 +87,16 @@ def complaints(query: str) -> list[str]:
 
 def tool(name: str) -> str:
     """The path of a program of Prometheus, installed or beside Python (scripts/fetch_prometheus.sh), or a skip."""
-    found = program(name)
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
         pytest.skip(f"NOT TESTED: {name} is not here (scripts/fetch_prometheus.sh); queries were only parsed")
     return found
+
+
+def panel_queries() -> list[tuple[str, str, str]]:
+    """The title, PromQL and legend of every query of the dashboard, in its order."""
+    return [
+        (panel["title"], target["expr"], target["legendFormat"])
+        for panel in json.loads(DASHBOARD.read_text())["panels"]
+        for target in panel.get("targets", ())
+    ]

@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 
-from scripts.demo.dashboard import DASHBOARD, read_panels
-from tests.deploy.dashboard.promql import OF_VLLM, asked, complaints, kept, samples, vllm_says
+from tests.deploy.dashboard.promql import (
+    DASHBOARD,
+    OF_VLLM,
+    asked,
+    complaints,
+    kept,
+    panel_queries,
+    samples,
+    vllm_says,
+)
 
-QUERIES = [(panel.title, query, legend) for panel in read_panels() for query, legend in panel.queries]
+QUERIES = panel_queries()
 
 
 def test_every_query_asks_for_metrics_and_labels_that_exist() -> None:

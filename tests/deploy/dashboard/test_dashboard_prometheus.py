@@ -6,13 +6,17 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from scripts.demo.dashboard import DASHBOARD, Prometheus, chosen, read_panels
+from scripts.accuracy.devices import free_ports
+from scripts.accuracy.processes import Server
+from scripts.accuracy.settings import ROOT
 from tests.deploy.dashboard.loaded_engine import loaded_engine
-from tests.deploy.dashboard.promql import OF_VLLM, tool
+from tests.deploy.dashboard.promql import DASHBOARD, OF_VLLM, panel_queries, tool
 from tests.deploy.dashboard.test_dashboard_alerts import NAMES
 from tests.waiting import wait_until
 
@@ -20,25 +24,55 @@ CHOICES = {"$__rate_interval": "5s", "$__range": "30s", "$job": ".*", "$instance
 """Grafana's value for "All"."""
 
 
+class Prometheus(Server):
+    """Scrapes one engine as the job `decoders`, with the alerts."""
+
+    def __init__(self, command: str, engine_port: int, folder: Path) -> None:
+        (port,) = free_ports(1)
+        target = {"job_name": "decoders", "static_configs": [{"targets": [f"127.0.0.1:{engine_port}"]}]}
+        settings = {
+            "global": {"scrape_interval": "250ms", "evaluation_interval": "1s"},
+            "rule_files": [str(ROOT / "deploy" / "prometheus" / "alerts.yml")],
+            "scrape_configs": [target],
+        }
+        config = folder / "prometheus.json"  # which is YAML
+        config.write_text(json.dumps(settings))
+        arguments = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}", "--log.level=warn"]
+        arguments.append(f"--web.listen-address=127.0.0.1:{port}")
+        url = f"http://127.0.0.1:{port}"
+        super().__init__("Prometheus", [command, *arguments], url, folder / "prometheus.log", {})
+
+    def get(self, path: str, **arguments: str) -> Any:
+        """The data of an answer of the API."""
+        answer = httpx.get(f"{self.base_url}/api/v1/{path}", params=arguments, trust_env=False)
+        answer.raise_for_status()
+        return answer.json()["data"]
+
+
+def chosen(query: str) -> str:
+    """A query with Grafana's variables filled in."""
+    for variable, value in CHOICES.items():
+        query = query.replace(variable, value)
+    return query
+
+
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     command = tool("prometheus")
-    with loaded_engine() as port:
-        engines = {"decoders": f"http://127.0.0.1:{port}"}
-        with Prometheus(command, engines, tmp_path_factory.mktemp("prometheus"), "250ms") as server:
-            server.wait_ready(30, "/-/ready")
-            grown = "min(rate(vllm:kvferry_loads_total[5s]))"
-            wait_until(lambda: any(value > 0 for value in values(server, grown)), "some scrapes", 60)
-            yield server
+    with loaded_engine() as port, Prometheus(command, port, tmp_path_factory.mktemp("prometheus")) as server:
+        server.wait_ready(30, "/-/ready")
+        grown = "min(rate(vllm:kvferry_loads_total[5s]))"
+        wait_until(lambda: any(value > 0 for value in values(server, grown)), "some scrapes", 60)
+        yield server
 
 
 def values(prometheus: Prometheus, query: str) -> list[float]:
-    return [value for _, value in prometheus.ask(query)]
+    found = [float(one["value"][1]) for one in prometheus.get("query", query=query)["result"]]
+    return [value for value in found if not math.isnan(value)]
 
 
 def test_every_panel_has_data_under_load(prometheus: Prometheus) -> None:
-    queries = {query: panel.title for panel in read_panels() for query, _ in panel.queries}
-    waiting = {chosen(query, CHOICES): title for query, title in queries.items()}
+    waiting = {chosen(query): title for title, query, _ in panel_queries()}
 
     def all_have_data() -> bool:
         for expr in list(waiting):
@@ -70,7 +104,7 @@ def test_every_variable_has_something_to_choose_from(prometheus: Prometheus) -> 
     for definition in asked:
         parts = re.fullmatch(r"label_values\((.*), (\w+)\)", definition)
         assert parts is not None
-        found[parts[2]] = prometheus.get(f"label/{parts[2]}/values", **{"match[]": chosen(parts[1], CHOICES)})
+        found[parts[2]] = prometheus.get(f"label/{parts[2]}/values", **{"match[]": chosen(parts[1])})
     assert found["job"] == ["decoders"]
     assert len(found["instance"]) == 1
     assert found["engine"] == ["0", "1"]
