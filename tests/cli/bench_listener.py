@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from kvferry.cli.bench.client import Session
 from kvferry.cli.bench.listener import BenchListener
-from kvferry.cli.bench.messages import Reply, Request
-from kvferry.cli.transfer.messages import Offer, Task
+from kvferry.cli.transfer.messages import Offer, Reply, Request, Task
 from kvferry.protocol.side_channel.secrets import Secrets
 from tests.scheduler.channel import HOST, free_port
 

@@ -18,10 +18,10 @@ import pytest
 
 from kvferry.cli.bench.client import run_client
 from kvferry.cli.bench.report import print_outcome
-from kvferry.cli.transfer.measure import Outcome
+from kvferry.cli.transfer.child import Outcome
 from kvferry.cli.transfer.memory import content, count_wrong
-from kvferry.cli.transfer.messages import Echoes, Measured, ReadsFailed, Task
-from kvferry.cli.transfer.reader import RUN_BYTES, cases_of
+from kvferry.cli.transfer.messages import Measured, ReadsFailed, Task
+from kvferry.cli.transfer.process import RUN_BYTES, cases_of
 from tests.cli.bench_listener import TASK, bench_listening
 from tests.cli.command import refused, run
 from tests.cli.lying_owner import CHANGED
@@ -64,7 +64,6 @@ def test_two_processes_read_every_size_and_every_byte_is_right() -> None:
             assert reads["checked"] == (reads["reads"] + 3) * reads["num_bytes"]
             assert 0 < reads["p50_us"] <= reads["p99_us"]
             assert reads["gb_s"] == pytest.approx(reads["num_bytes"] / reads["p50_us"] / 1e3)
-        assert found["notifications"]["reads"] >= 5
         assert found["first_contact_ms"] > 0
         assert found["transports"]
         listening.send_signal(signal.SIGINT)
@@ -142,7 +141,7 @@ while True:
 
 
 def test_a_reader_that_hangs_is_ended_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.cli.transfer.measure._GRACE_S", 0.1)
+    monkeypatch.setattr("kvferry.cli.transfer.child._GRACE_S", 0.1)
     task = Task(device="cpu", max_bytes=64 << 10, seconds=0.1, timeout_s=0.1)
     with bench_listening(once=True) as served, pytest.raises(ReadsFailed, match="NIXL hangs"):
         run_client(served.session(), task, lambda _: None, ("-c", HANGS))
@@ -194,9 +193,7 @@ def test_sizes_are_powers_of_four_and_cases_of_several_runs_are_scattered_too() 
 
 def test_the_table_distinguishes_wrong_and_right_rows(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = msgspec.structs.replace(READS, wrong=3, first_wrong=17, kind="VRAM", p50_us=655.36)
-    measured = Measured(
-        first_contact_ms=1.0, reads=(READS, wrong), notifications=Echoes(reads=5, p50_us=1.0, p99_us=2.0)
-    )
+    measured = Measured(first_contact_ms=1.0, reads=(READS, wrong))
     print_outcome(Outcome(OFFER, OFFER, "rc", measured))
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "host 64 KiB 4 9 2 32.8 123 right" in rows

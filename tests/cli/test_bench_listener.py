@@ -12,17 +12,18 @@ import pytest
 import zmq
 
 from kvferry.cli.bench import listener as listener_module
-from kvferry.cli.bench.messages import (
+from kvferry.cli.transfer.messages import (
     MAX_FRAME_BYTES,
     Alive,
     Join,
     Leave,
     Noted,
+    Offer,
+    ReadsFailed,
     Reply,
     decode_reply,
-    encode,
+    encode_frame,
 )
-from kvferry.cli.transfer.messages import Offer, ReadsFailed
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import Hello, Refused
 from kvferry.protocol.handshake import encode as encode_channel
@@ -86,7 +87,7 @@ def test_an_invalid_frame_is_refused_by_its_field_and_ends_nothing(served: Serve
 def test_too_many_or_too_long_frames_and_bytes_that_are_not_zmq_end_nothing(served: Served) -> None:
     with client(served.port) as dealer:
         dealer.send_multipart([b"", b"x", b"y"])
-        dealer.send_multipart([b"not empty", encode(Alive(session=SESSION))])
+        dealer.send_multipart([b"not empty", encode_frame(Alive(session=SESSION))])
         dealer.send_multipart([b""] * 1000)
         dealer.send_multipart([b"", b"x" * (MAX_FRAME_BYTES + 1)])
     with socket.create_connection((HOST, served.port)) as plain:
@@ -188,4 +189,4 @@ def test_a_missing_listener_is_reported_in_one_line_with_a_hint() -> None:
 
 def test_an_answer_of_another_version_is_invalid() -> None:
     with pytest.raises(InvalidMessage, match="version is 9; expected 1"):
-        decode_reply(encode(Refused(version=9, field="x", value="y", expected="z")))
+        decode_reply(encode_frame(Refused(version=9, field="x", value="y", expected="z")))

@@ -14,8 +14,8 @@ import pytest
 from kvferry.cli.doctor.devices import Device, Machine
 from kvferry.cli.doctor.findings import Finding, Mark
 from kvferry.cli.doctor.loopback import check_loopback, judge_log, judge_outcome
-from kvferry.cli.transfer.measure import Outcome
-from kvferry.cli.transfer.messages import Echoes, Measured
+from kvferry.cli.transfer.child import Outcome
+from kvferry.cli.transfer.messages import Measured
 from tests.cli.tame_owner import OFFER, READS
 
 pytestmark = pytest.mark.slow
@@ -33,8 +33,7 @@ SCATTERED = msgspec.structs.replace(LARGE, descriptors=1024, p50_us=1e6)
 
 def outcome(lanes: str = "am(tcp/lo cma)", **changes: Any) -> Outcome:
     largest = msgspec.structs.replace(LARGE, **changes)
-    echoes = Echoes(reads=5, p50_us=1.0, p99_us=2.0)
-    measured = Measured(first_contact_ms=5.0, reads=(SMALL, largest, SCATTERED), notifications=echoes)
+    measured = Measured(first_contact_ms=5.0, reads=(SMALL, largest, SCATTERED))
     return Outcome(OFFER, OFFER, lanes, measured)
 
 
@@ -127,7 +126,7 @@ def test_a_missed_deadline_is_broken_only_during_a_read_on_an_idle_machine(
     code: str, load: float, mark: Mark, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load * (os.cpu_count() or 1), 0.0, 0.0))
-    monkeypatch.setattr("kvferry.cli.transfer.measure._GRACE_S", 0.1)
+    monkeypatch.setattr("kvferry.cli.transfer.child._GRACE_S", 0.1)
     assert loopback_dram(code, 3.0).mark is mark
 
 

@@ -8,10 +8,20 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from kvferry.cli.bench.messages import Alive, Join, Leave, Reply, Request, decode_reply, encode
-from kvferry.cli.transfer.child import COMMAND, Child
-from kvferry.cli.transfer.measure import Outcome, measure
-from kvferry.cli.transfer.messages import Offer, Progress, ReadsFailed, Task
+from kvferry.cli.transfer.child import COMMAND, Child, Outcome, measure
+from kvferry.cli.transfer.messages import (
+    Alive,
+    Join,
+    Leave,
+    Offer,
+    Progress,
+    ReadsFailed,
+    Reply,
+    Request,
+    Task,
+    decode_reply,
+    encode_frame,
+)
 from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, KvferryError
 from kvferry.protocol.handshake import Refused
 from kvferry.protocol.side_channel.client import SideChannelClient
@@ -39,7 +49,7 @@ class Session:
         """Send one request and return the reply."""
         try:
             with SideChannelClient(self._secrets) as client:
-                return decode_reply(client.exchange(self._host, self._port, encode(request), timeout_s))
+                return decode_reply(client.exchange(self._host, self._port, encode_frame(request), timeout_s))
         except (HandshakeFailed, InvalidMessage) as failed:
             raise ReadsFailed(f"{failed}; does `kvferry bench --listen` run there?") from None
 

@@ -13,10 +13,22 @@ from dataclasses import dataclass, field
 import zmq
 
 from kvferry.cli.arguments import InvalidArgument
-from kvferry.cli.bench.messages import MAX_FRAME_BYTES, Alive, Join, Leave, Noted, Reply, decode_request, encode
-from kvferry.cli.transfer.child import COMMAND, Child
-from kvferry.cli.transfer.measure import START_S
-from kvferry.cli.transfer.messages import VERSION, Connect, Offer, ReadsFailed, Task
+from kvferry.cli.transfer.child import COMMAND, START_S, Child
+from kvferry.cli.transfer.messages import (
+    MAX_FRAME_BYTES,
+    VERSION,
+    Alive,
+    Connect,
+    Join,
+    Leave,
+    Noted,
+    Offer,
+    ReadsFailed,
+    Reply,
+    Task,
+    decode_request,
+    encode_frame,
+)
 from kvferry.protocol.errors import InvalidMessage, cut
 from kvferry.protocol.handshake import Refused, channel_address
 from kvferry.protocol.side_channel.secrets import Secrets
@@ -150,10 +162,10 @@ class BenchListener:
         except InvalidMessage as invalid:
             self._socket.bad_frame(str(invalid))
             refused = Refused(field=cut(invalid.field), value=invalid.shown_value, expected=invalid.expected)
-            self._socket.send(asker, encode(refused))
+            self._socket.send(asker, encode_frame(refused))
             return
         reply = self._join(request) if isinstance(request, Join) else self._note(request)
-        self._socket.send(asker, encode(reply))
+        self._socket.send(asker, encode_frame(reply))
 
     def _join(self, join: Join) -> Reply:
         turn = self._turn

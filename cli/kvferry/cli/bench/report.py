@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvferry.cli.formatting import binary_bytes, counted, print_line, print_table
-from kvferry.cli.transfer.measure import Outcome
+from kvferry.cli.formatting import binary_bytes, print_line, print_table
+from kvferry.cli.transfer.child import Outcome
 from kvferry.cli.transfer.messages import Offer
 
 SCHEMA = 1
@@ -26,7 +26,6 @@ def as_json(outcome: Outcome) -> dict[str, object]:
         "no_cuda": {side: end.no_cuda for side, end in _ends(outcome) if end.no_cuda},
         "first_contact_ms": measured.first_contact_ms,
         "reads": [{**msgspec.to_builtins(reads), "gb_s": reads.gb_s} for reads in measured.reads],
-        "notifications": msgspec.to_builtins(measured.notifications),
     }
 
 
@@ -62,11 +61,8 @@ def _us(time_us: float) -> str:
 
 def _lines(outcome: Outcome) -> Iterator[str]:
     measured = outcome.measured
-    echoes = measured.notifications
     yield f"listener {outcome.theirs.host}, over {outcome.lanes or 'transports that UCX does not name'}"
     yield f"first contact {measured.first_contact_ms:.1f} ms"
-    there_and_back = f"p50 {echoes.p50_us:.0f} µs, p99 {echoes.p99_us:.0f} µs"
-    yield f"a notification there and back: {there_and_back} ({counted(echoes.reads, 'round trip')})"
     for side, end in _ends(outcome):
         if end.no_cuda:
             yield f"no GPU memory {'here' if side == 'here' else 'at the listener'}: {end.no_cuda}"

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, not_done, ok
-from kvferry.cli.transfer.child import COMMAND, Child
-from kvferry.cli.transfer.measure import Outcome, measure
+from kvferry.cli.transfer.child import COMMAND, Child, Outcome, measure
 from kvferry.cli.transfer.messages import Connect, Device, Offer, ReadsFailed, Task
 
 BUSY = 2.0

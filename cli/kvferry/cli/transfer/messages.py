@@ -1,10 +1,18 @@
-"""Messages between a command and its child processes, and the types that `kvferry bench` also sends between machines.
+"""Messages between a command and its child processes, and those of `kvferry bench` between machines; all msgpack.
 
     command          each child        command          owner        command          reader
     Task          →                    Connect       →               Offer         →
                   ←  Offer                                                         ←  Progress … Measured
 
-`Failed` may come from a child at any time.
+`Failed` may come from a child at any time. Between machines, one frame each way over the side channel's sockets:
+
+    client                          listener
+    Join{session, metadata}      →
+                                 ←  Offer | Refused
+    Alive{session}               →                   every few seconds, or the session ends
+                                 ←  Noted | Refused
+    Leave{session, wrong}        →
+                                 ←  Noted | Refused
 """
 
 from __future__ import annotations
@@ -14,13 +22,16 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.ids import Address, Positive, Text
+from kvferry.protocol.convert import decode
+from kvferry.protocol.errors import InvalidMessage, KvferryError
+from kvferry.protocol.handshake import Refused
+from kvferry.protocol.ids import Address, Count, Hex128, Positive, Text
 
 VERSION = 1
 """Of the messages between machines."""
 MIN_BYTES = 4 << 10
 MAX_BYTES = 1 << 30
+MAX_FRAME_BYTES = 160 << 10
 
 Metadata = Annotated[bytes, Meta(min_length=1, max_length=128 << 10)]
 Length = Annotated[int, Meta(ge=MIN_BYTES, le=MAX_BYTES)]
@@ -104,20 +115,11 @@ class Reads(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_bytes / self.p50_us / 1e3
 
 
-class Echoes(msgspec.Struct, frozen=True, kw_only=True):
-    """Round trips of notifications."""
-
-    reads: int
-    p50_us: float
-    p99_us: float
-
-
 class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     """From a reader: all results. `first_contact_ms`: from the start until the end of the first, smallest read."""
 
     first_contact_ms: float
     reads: tuple[Reads, ...]
-    notifications: Echoes
 
     @property
     def wrong(self) -> int:
@@ -133,3 +135,55 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 Message = Task | Offer | Connect | Progress | Measured | Failed
+
+
+class Join(msgspec.Struct, frozen=True, kw_only=True, tag="bench join"):
+    """A client wants to read. `session` is a random id of this client; the metadata is its NIXL agent's."""
+
+    version: Positive = VERSION
+    session: Hex128
+    host: Text
+    agent_metadata: Metadata
+
+
+class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="bench alive"):
+    """The session goes on."""
+
+    session: Hex128
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="bench leave"):
+    """The session is over. `wrong`: number of wrong bytes. `complete`: all cases were measured."""
+
+    session: Hex128
+    wrong: Count
+    complete: bool
+
+
+class Noted(msgspec.Struct, frozen=True, kw_only=True, tag="bench noted"):
+    """Acknowledges `Alive` and `Leave`."""
+
+
+Request = Join | Alive | Leave
+Reply = Offer | Noted | Refused
+
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def encode_frame(message: Request | Reply) -> bytes:
+    """One frame."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_request(frame: bytes) -> Request:
+    """A frame that a listener received. Raises `InvalidMessage`."""
+    return decode(frame, _requests, MAX_FRAME_BYTES, InvalidMessage)
+
+
+def decode_reply(frame: bytes) -> Reply:
+    """A reply of a listener. Raises `InvalidMessage`."""
+    reply = decode(frame, _replies, MAX_FRAME_BYTES, InvalidMessage)
+    if isinstance(reply, (Offer, Refused)) and reply.version != VERSION:
+        raise InvalidMessage("version", reply.version, str(VERSION))
+    return reply
