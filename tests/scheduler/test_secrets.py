@@ -26,7 +26,7 @@ from kvferry.protocol.handshake import (
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 from kvferry.protocol.side_channel.sockets import KeyPair, asker_keys, listener_keys
 from kvferry.scheduler.consumer.remote_lease import ReleaseLease, RemoteLease, RenewLease
-from kvferry.scheduler.side_channel import connections as refusals
+from kvferry.scheduler.side_channel.connections import REASONS
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state.counters import Counters
 from tests.harness.handshake import fetch_description
@@ -66,7 +66,7 @@ def go_together(theirs: Secrets, ours: Secrets) -> bool:
 
 
 def refused(counters: Counters) -> int:
-    return sum(counters.total("side_channel_refusals", reason) for reason in refusals.REASONS)
+    return sum(counters.total("side_channel_refusals", reason) for reason in REASONS)
 
 
 def release_lease(port: int) -> ReleaseLease:
@@ -126,8 +126,8 @@ def test_the_listener_names_the_address_that_it_refused(
     counters: Counters, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection may be gone before its address is asked for: then the next one is named."""
-    monkeypatch.setattr(refusals, "QUIET_S", 0.0)
-    with caplog.at_level(logging.WARNING), protected((OLD,), counters) as (_, port):
+    with caplog.at_level(logging.WARNING), protected((OLD,), counters) as (listener, port):
+        monkeypatch.setattr(listener._socket._connections._logs["other_secret"], "_interval_s", 0.0)
 
         def named() -> bool:
             handshake(port, (NEW,))

@@ -23,8 +23,9 @@ from kvferry.protocol.ids import EMPTY, SLOT_BYTES, Epoch, SlotState, epoch_from
 from kvferry.protocol.notifications import Done, decode_notification
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
+from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.worker.caches import DeviceMark
-from kvferry.worker.fabric.errors import RateLimit, internal_errors
+from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.staging.host_buffer import HostMirror
@@ -231,14 +232,14 @@ class LeaseTable:
 class Notifications:
     """Passes consumers' notifications from the fabric to the lease table. Used on the transfer thread.
 
-    Any agent can send them, so invalid ones are counted, and logged at most once a second.
+    Any agent can send them, so the log of invalid ones is limited.
     """
 
     def __init__(self, fabric: Fabric, table: LeaseTable, results: ResultBox) -> None:
         self._fabric = fabric
         self._table = table
         self._results = results
-        self._limit = RateLimit()
+        self._invalid = RateLimitedLog(logger)
 
     def take(self) -> bool:
         """Take the notifications that have arrived. Returns whether there were any.
@@ -259,7 +260,7 @@ class Notifications:
             done = decode_notification(frame)
             finished = self._table.done(done)
         except InvalidMessage as invalid:
-            self._show(sender, invalid)
+            self._invalid.warning("ignored a notification of %s: %s", sender, invalid)
             with self._results as results:
                 results.counts["bad_notifications"] += 1
             return
@@ -272,8 +273,3 @@ class Notifications:
         if finished is not None:
             with self._results as results:
                 results.sent.add(finished)
-
-    def _show(self, sender: str, invalid: InvalidMessage) -> None:
-        suppressed = self._limit.allow()
-        if suppressed is not None:
-            logger.warning("ignored a notification of %s (and %d more before it): %s", sender, suppressed, invalid)

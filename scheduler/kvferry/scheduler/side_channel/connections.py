@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import logging
 import resource
-import time
 from dataclasses import dataclass
 
 import zmq
 
+from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.sockets import unpack_event, watch
 from kvferry.protocol.side_channel.tcp import Ends, bytes_received, ends_of, shut_down
 from kvferry.scheduler.state.counters import Counters
@@ -34,8 +34,8 @@ MAX_CONNECTIONS = 8192
 """More than the workers of 1,000 engines of 8 that ask at the same time; half of the process's file limit if that is
 less."""
 
-QUIET_S = 1.0
-UNFINISHED_QUIET_S = 60.0
+_LINE_S = 1.0
+_UNFINISHED_LINE_S = 60.0
 """Plain TCP probes look the same, so they are logged less often."""
 
 _TEXTS = {
@@ -92,7 +92,10 @@ class Connections:
         self._counters = counters
         self._known: dict[int, _Connection] = {}  # the latest to send is last
         self._reason: str | None = None
-        self._quiet_until_s: dict[str, float] = {}
+        self._logs = {
+            reason: RateLimitedLog(logger, _UNFINISHED_LINE_S if reason == "unfinished" else _LINE_S)
+            for reason in _TEXTS
+        }
         self.monitor = watch(listener, _EVENTS)
 
     def __len__(self) -> int:
@@ -135,17 +138,10 @@ class Connections:
         return sum(shut_down(file, self._known.pop(file).ends) for file in endless)
 
     def refused(self, reason: str, peer: str) -> None:
-        """Count a refusal and log it, with a rate limit: any host that reaches the port could fill the disk."""
+        """Count a refusal and log it."""
         self._counters.add("side_channel_refusals", reason)
-        now_s = time.monotonic()
-        if now_s < self._quiet_until_s.get(reason, 0.0):
-            return
-        quiet_s = UNFINISHED_QUIET_S if reason == "unfinished" else QUIET_S
-        self._quiet_until_s[reason] = now_s + quiet_s
         who = peer or "an unknown address"
-        logger.warning(
-            "side channel: refused %s (%s), similar lines omitted for %g s: %s", who, reason, quiet_s, _TEXTS[reason]
-        )
+        self._logs[reason].warning("side channel: refused %s (%s): %s", who, reason, _TEXTS[reason])
 
     def close(self) -> None:
         """Stop the monitor. Its queue is emptied first: ZMQ's I/O thread may be blocked on it."""

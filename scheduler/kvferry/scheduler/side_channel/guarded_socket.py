@@ -14,6 +14,7 @@ from collections.abc import Callable
 import zmq
 
 from kvferry.protocol.handshake import channel_address
+from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys, listening_socket
 from kvferry.scheduler.side_channel.connections import LOOK_MS, Connections
@@ -21,8 +22,6 @@ from kvferry.scheduler.side_channel.curve_auth import CurveAuth
 from kvferry.scheduler.state.counters import Counters
 
 logger = logging.getLogger(__name__)
-
-_QUIET_S = 1.0
 
 
 class GuardedSocket:
@@ -53,7 +52,8 @@ class GuardedSocket:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._counters = counters
         self._on_request = on_request
-        self._quiet_until_s = self._look_again_s = 0.0
+        self._bad_frames = RateLimitedLog(logger)
+        self._look_again_s = 0.0
         with contextlib.ExitStack() as undo:
             undo.callback(self._context.destroy, linger=0)
             self._socket = listening_socket(self._context, host, max_bytes, secrets)
@@ -106,12 +106,9 @@ class GuardedSocket:
             logger.debug("side channel: an answer could not be sent: %s", refused)
 
     def bad_frame(self, what: str) -> None:
-        """Count it, and log it at most once a second: any host that reaches the port could fill the disk."""
+        """Count it and log it."""
         self._counters.add("bad_frames")
-        now_s = time.monotonic()
-        if now_s >= self._quiet_until_s:
-            self._quiet_until_s = now_s + _QUIET_S
-            logger.warning("side channel: dropped %s (similar lines omitted for %g s)", what, _QUIET_S)
+        self._bad_frames.warning("side channel: dropped %s", what)
 
     def close(self) -> None:
         """Close its sockets and free the port."""

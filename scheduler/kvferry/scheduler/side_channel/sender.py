@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvferry.protocol.errors import KvferryError, PeerRefused
+from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, within
 from kvferry.scheduler.state.counters import Counters
@@ -32,7 +32,6 @@ REFUSED_S = 2.0
 _MOST_ANSWER_BYTES = 4096
 """Answers are neither expected nor read: those that a peer sends all the same must not fill the memory."""
 _LINGER_MS = 500
-_QUIET_S = 1.0
 
 Endpoint = tuple[str, int, str]
 """Host, port and boot: a restarted engine is a new endpoint, whose name is looked up again and whose secret may
@@ -61,7 +60,7 @@ class PeerSender:
         self._client = client
         self._counters = counters
         self._peers: OrderedDict[Endpoint, _Peer] = OrderedDict()  # the one used last is last
-        self._quiet_until_s = 0.0
+        self._failures = RateLimitedLog(logger)  # clients choose the addresses
 
     def __len__(self) -> int:
         """Peers that are connected or connecting."""
@@ -133,11 +132,5 @@ class PeerSender:
                 connection.close(_LINGER_MS)
 
     def _failed(self, endpoint: Endpoint, why: str) -> None:
-        """Count it, and log it at most once a second: clients choose the addresses."""
         self._counters.add("side_channel_errors")
-        now_s = time.monotonic()
-        if now_s >= self._quiet_until_s:
-            self._quiet_until_s = now_s + _QUIET_S
-            logger.warning(
-                "side channel of %s:%d (similar lines omitted for %g s): %s", endpoint[0], endpoint[1], _QUIET_S, why
-            )
+        self._failures.warning("side channel of %s:%d: %s", endpoint[0], endpoint[1], why)

@@ -16,13 +16,11 @@ continues with its other work.
 from __future__ import annotations
 
 import logging
-import time
 
 from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
-
-_QUIET_S = 1.0
 
 
 class FabricError(KvferryError):
@@ -73,26 +71,8 @@ class TransferFailed(FabricError):
     """
 
 
-class RateLimit:
-    """Allows one line of the log a second; those in between are counted."""
-
-    def __init__(self) -> None:
-        self._quiet_until_s = 0.0
-        self._suppressed = 0
-
-    def allow(self) -> int | None:
-        """Number of lines suppressed since the last one, where a line may be logged now; None where it may not."""
-        now_s = time.monotonic()
-        if now_s < self._quiet_until_s:
-            self._suppressed += 1
-            return None
-        suppressed, self._suppressed = self._suppressed, 0
-        self._quiet_until_s = now_s + _QUIET_S
-        return suppressed
-
-
-class InternalErrors(RateLimit):
-    """Logs internal errors with their traceback, at most once a second."""
+class InternalErrors(RateLimitedLog):
+    """Logs internal errors with their traceback. One for the process: a broken library makes all parts fail at once."""
 
     def log(self, what: str) -> None:
         """Log the exception that is being handled.
@@ -100,10 +80,7 @@ class InternalErrors(RateLimit):
         Args:
             what: the work that the error interrupted, and what continues.
         """
-        suppressed = self.allow()
-        if suppressed is not None:
-            logger.exception("internal error (%d more since the last one logged): %s", suppressed, what)
+        self.exception("internal error: %s", what)
 
 
-internal_errors = InternalErrors()
-"""One for the process: a broken library makes all parts fail at once."""
+internal_errors = InternalErrors(logger)

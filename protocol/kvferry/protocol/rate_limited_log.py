@@ -1,0 +1,39 @@
+"""Log lines that other hosts, or a library that fails in all parts at once, could repeat until the disk is full."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+
+class RateLimitedLog:
+    """Logs at most one line an interval, which ends with the number of lines omitted before it, if any.
+
+    Args:
+        interval_s: from one line to the next.
+    """
+
+    def __init__(self, logger: logging.Logger, interval_s: float = 1.0) -> None:
+        self._logger = logger
+        self._interval_s = interval_s
+        self._quiet_until_s = 0.0
+        self._omitted = 0
+
+    def warning(self, text: str, *values: object) -> None:
+        """As a logger's."""
+        self._log(logging.WARNING, text, values, with_traceback=False)
+
+    def exception(self, text: str, *values: object) -> None:
+        """As a logger's: with the traceback of the exception that is being handled."""
+        self._log(logging.ERROR, text, values, with_traceback=True)
+
+    def _log(self, level: int, text: str, values: tuple[object, ...], *, with_traceback: bool) -> None:
+        now_s = time.monotonic()
+        if now_s < self._quiet_until_s:
+            self._omitted += 1
+            return
+        self._quiet_until_s = now_s + self._interval_s
+        if self._omitted:
+            text, values = f"{text} (%d similar lines omitted)", (*values, self._omitted)
+            self._omitted = 0
+        self._logger.log(level, text, *values, exc_info=with_traceback, stacklevel=3)
