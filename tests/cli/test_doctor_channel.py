@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.cli.doctor import channel
 from kvferry.cli.doctor.channel import HOST_VARIABLE, PORT_VARIABLE, check_address, check_secret, check_telemetry
-from kvferry.cli.doctor.devices import Device, Machine
+from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Mark
 from kvferry.protocol.side_channel.secrets import VARIABLE
 from tests.protocol.secret_files import NEW, OLD, listing, write
@@ -128,7 +128,7 @@ def test_a_telemetry_port_that_several_workers_share_leaves_all_but_one_without(
     environ: dict[str, str], gpus: int, mark: Mark, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel, "try_port", lambda address, port: "")
-    (finding,) = check_telemetry(Machine(environ, gpus=(Device("GPU"),) * gpus))
+    (finding,) = check_telemetry(Machine(environ, gpus=("GPU",) * gpus))
     assert (finding.mark, said in finding.found) == (mark, True), finding
 
 

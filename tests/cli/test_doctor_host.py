@@ -1,4 +1,4 @@
-"""Limits, processors, huge pages, clock: findings from invented limits and files."""
+"""Limits, processors, huge pages: findings from invented limits and files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.cli.doctor import host
-from kvferry.cli.doctor.devices import Device, Machine
+from kvferry.cli.doctor.devices import Machine, Port
 from kvferry.cli.doctor.findings import Finding, Mark
 
 MIB = 1 << 20
 NO_LIMIT = resource.RLIM_INFINITY
-GPUS = (Device("GPU"),) * 8
+GPUS = ("GPU",) * 8
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -48,7 +48,7 @@ def test_locked_memory_matters_where_an_rdma_device_locks_it(
     """CAP_IPC_LOCK is bit 14; a80425fb is Docker's default, without it."""
     limit(monkeypatch, locked)
     root = write(tmp_path, **{"proc/self/status": f"Name: x\nCapEff:\t{capabilities}\n"})
-    (finding,) = host.check_locked_memory(Machine(ports=(Device("mlx5_0:1"),) * ports, root=root))
+    (finding,) = host.check_locked_memory(Machine(ports=(Port("mlx5_0:1"),) * ports, root=root))
     assert finding.mark is mark
 
 
@@ -174,12 +174,3 @@ def test_huge_pages_matter_for_caches_in_host_memory_where_torch_asks_for_them(
         write(tmp_path, **{"sys/kernel/mm/transparent_hugepage/enabled": f"{setting}\n"})
     (finding,) = host.check_huge_pages(Machine(environ, gpus=GPUS[:gpus], root=tmp_path))
     assert (finding.mark, finding.do.startswith(do)) == (mark, True), finding
-
-
-@pytest.mark.parametrize(("source", "mark"), [("tsc", Mark.OK), ("hpet", Mark.LOOK), (None, Mark.OK)])
-def test_the_clock_must_be_fast_to_read(source: str | None, mark: Mark, tmp_path: Path) -> None:
-    if source is not None:
-        write(tmp_path, **{"sys/devices/system/clocksource/clocksource0/current_clocksource": f"{source}\n"})
-    (finding,) = host.check_clock(Machine(root=tmp_path))
-    assert finding.mark is mark
-    assert ("only durations are sent" in finding.found) is (mark is Mark.OK)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.cli.doctor.devices import Device, Machine
+from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, Mark
 from kvferry.cli.doctor.loopback import check_loopback, judge_log, judge_outcome
 from kvferry.cli.transfer.child import Outcome
@@ -154,7 +154,7 @@ def test_the_processes_keep_the_settings_of_ucx_and_not_those_of_the_engines_tel
 
 
 def test_gpu_memory_is_tried_where_there_is_a_gpu_and_must_work_there() -> None:
-    machine = Machine(dict(os.environ), gpus=(Device("GPU 0"),))
+    machine = Machine(dict(os.environ), gpus=("GPU",))
     findings = by_check(list(check_loopback(machine, process("pipe.send(Failed(reason='no CUDA'))"))))
     assert findings["loopback VRAM"].mark is Mark.BROKEN
     assert "no CUDA" in findings["loopback VRAM"].found

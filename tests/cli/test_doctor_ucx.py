@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.cli.doctor.devices import Device, Machine
+from kvferry.cli.doctor.devices import Machine, Port
 from kvferry.cli.doctor.findings import Finding, Mark
 from kvferry.cli.doctor.ucx import check_ucx, seconds
 
 PLAIN = Machine(interfaces=("eth0", "lo"))
-GPUS = dataclasses.replace(PLAIN, gpus=(Device("GPU 0"),))
-UP = (Device("mlx5_0:1", state="ACTIVE"), Device("mlx5_1:1", state="ACTIVE"))
+GPUS = dataclasses.replace(PLAIN, gpus=("GPU",))
+UP = (Port("mlx5_0:1", state="ACTIVE"), Port("mlx5_1:1", state="ACTIVE"))
 NICS = Machine(ports=UP, interfaces=("eth0",))
-ONE_DOWN = dataclasses.replace(NICS, ports=(*UP, Device("mlx5_2:1", state="DOWN")))
+ONE_DOWN = dataclasses.replace(NICS, ports=(*UP, Port("mlx5_2:1", state="DOWN")))
 ONLY_SHARED = {"UCX_TLS": "^tcp", "UCX_MM_ERROR_HANDLING": "y"}
 BOUNDED = {"UCX_RCACHE_MAX_UNRELEASED": "1024"}
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.cli.doctor import versions
-from kvferry.cli.doctor.devices import Device, Machine
+from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, Mark
 from kvferry.cli.doctor.versions import NEEDED, check_versions, fits
 
@@ -37,7 +37,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Judged:
         packages = {name: version for name, version in named.items() if version is not None}
         monkeypatch.setattr(versions, "installed_packages", lambda: packages)
         monkeypatch.setattr(versions, "sys", SimpleNamespace(version_info=python))
-        return {finding.check: finding for finding in check_versions(Machine(gpus=(Device("GPU"),) * gpus))}
+        return {finding.check: finding for finding in check_versions(Machine(gpus=("GPU",) * gpus))}
 
     return judge
 

@@ -14,7 +14,6 @@ from kvferry.cli.doctor.channel import check_address, check_secret, check_teleme
 from kvferry.cli.doctor.devices import Machine, check_devices, this_machine
 from kvferry.cli.doctor.findings import Finding, Mark, not_done
 from kvferry.cli.doctor.host import (
-    check_clock,
     check_files,
     check_huge_pages,
     check_locked_memory,
@@ -44,7 +43,6 @@ CHECKS: dict[str, Callable[[Machine], Iterable[Finding]]] = {
     "shared memory": check_shared_memory,
     "processors": check_processors,
     "huge pages": check_huge_pages,
-    "clock": check_clock,
     "side channel": check_address,
     "secret": check_secret,
     "NIXL telemetry": check_telemetry,

@@ -1,42 +1,24 @@
-"""The machine: GPUs, NICs, and their distances on PCIe.
-
-Distances have the names of `nvidia-smi topo -m`: PIX (under one switch), PXB (several switches), PHB (one host bridge),
-NODE (one NUMA node), SYS (between NUMA nodes). GPUs and NICs are found in sysfs, names of GPUs with `nvidia-smi` if it
-is installed.
-"""
+"""The machine: its GPUs and NICs, found in sysfs; GPUs have the names of `nvidia-smi` if it is installed."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 
 from kvferry.cli.doctor.findings import Finding, look, ok
 
-DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""From the nearest to the farthest."""
 _NVIDIA = "0x10de"
 _DISPLAY = re.compile(r"0x030[02]00")
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """A GPU, or one port of an RDMA device.
-
-    Attributes:
-        name: of a port `mlx5_0:1`; of a GPU its PCI address if there is no `nvidia-smi`.
-        path: from the host bridge to the device, e.g. `("pci0000:16", "0000:16:01.0", …, "0000:1a:00.0")`.
-        numa_node: -1 if unknown.
-        state, rate: of a port: `ACTIVE`, `DOWN`, …; `400 Gb/sec`.
-    """
+class Port:
+    """One port of an RDMA device: `mlx5_0:1`; its state (`ACTIVE`, `DOWN`, …) and rate (`400 Gb/sec`)."""
 
     name: str
-    path: tuple[str, ...] = ()
-    numa_node: int = -1
     state: str = ""
     rate: str = ""
 
@@ -49,7 +31,8 @@ class Machine:
         environ: of the engines that will run here.
         ranks: data-parallel ranks of an engine on this machine.
         timeout_s: for the start of the loopback transfer, and for one read of it.
-        gpus, ports, interfaces: those that are visible here (or in this container).
+        gpus, ports, interfaces: those that are visible here (or in this container); without `nvidia-smi` a GPU has its
+            PCI address as name.
         peer_memory: whether the module `nvidia_peermem` is loaded.
         root: where `sys`, `proc` and `dev` are.
     """
@@ -57,14 +40,14 @@ class Machine:
     environ: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 1
     timeout_s: float = 30.0
-    gpus: tuple[Device, ...] = ()
-    ports: tuple[Device, ...] = ()
+    gpus: tuple[str, ...] = ()
+    ports: tuple[Port, ...] = ()
     interfaces: tuple[str, ...] = ()
     peer_memory: bool = False
     root: Path = Path("/")
 
     @property
-    def active_ports(self) -> tuple[Device, ...]:
+    def active_ports(self) -> tuple[Port, ...]:
         """The ports that are up."""
         return tuple(port for port in self.ports if port.state == "ACTIVE")
 
@@ -76,15 +59,13 @@ class Machine:
 def this_machine(environ: Mapping[str, str], ranks: int, timeout_s: float, root: Path = Path("/")) -> Machine:
     """Find the devices; what cannot be read is missing."""
     names = _names_of_gpus()
-    gpus = list(_gpus(root, names))
-    found = {gpu.path[-1] for gpu in gpus}
     # A sandbox may hide their PCI bus.
-    gpus += [Device(name) for address, name in names.items() if address not in found]
+    gpus = {address: address for address in _gpus(root)} | names
     return Machine(
         environ=environ,
         ranks=ranks,
         timeout_s=timeout_s,
-        gpus=tuple(gpus),
+        gpus=tuple(gpus.values()),
         ports=tuple(_ports(root)),
         interfaces=tuple(one.name for one in _inside(root / "sys/class/net")),
         peer_memory=(root / "sys/module/nvidia_peermem").exists(),
@@ -92,20 +73,9 @@ def this_machine(environ: Mapping[str, str], ranks: int, timeout_s: float, root:
     )
 
 
-def distance(one: Device, other: Device) -> str:
-    """The distance of two devices, one of `DISTANCES`."""
-    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one.path, other.path, strict=False))))
-    if shared >= 2:
-        # Below a switch's upstream port a device has its downstream port and itself.
-        return "PIX" if max(len(one.path), len(other.path)) - shared <= 2 else "PXB"
-    if shared == 1:
-        return "PHB"
-    return "NODE" if one.numa_node == other.numa_node >= 0 else "SYS"
-
-
 def check_devices(machine: Machine) -> Iterator[Finding]:
-    """GPUs, NICs, and for each GPU the NICs that are nearest to it."""
-    yield ok("GPUs", ", ".join(gpu.name for gpu in machine.gpus) or "none found")
+    """GPUs and NICs."""
+    yield ok("GPUs", ", ".join(machine.gpus) or "none found")
     active = machine.active_ports
     if not machine.ports:
         found = f"none found in /sys/class/infiniband; network interfaces: {', '.join(machine.interfaces) or 'none'}"
@@ -120,38 +90,20 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
     if machine.gpus and active and not machine.peer_memory:
         do = "modprobe nvidia_peermem; not needed where driver and kernel do DMA-BUF (open driver, kernel from 5.12)"
         yield look("GPUDirect RDMA", "the module nvidia_peermem is not loaded", do)
-    if active:
-        yield from (_nearest(gpu, active) for gpu in machine.gpus)
 
 
-def _nearest(gpu: Device, active: tuple[Device, ...]) -> Finding:
-    word = min((distance(gpu, port) for port in active), key=DISTANCES.index)
-    names = ", ".join(port.name for port in active if distance(gpu, port) == word)
-    if word == "SYS":
-        do = "compare nvidia-smi topo -m; in a virtual machine or container the NUMA nodes may be hidden"
-        return look(f"NIC of {gpu.name}", f"the nearest, {names}, is on another NUMA node (SYS)", do)
-    return ok(f"NIC of {gpu.name}", f"{names} ({word})")
-
-
-def _gpus(root: Path, names: Mapping[str, str]) -> Iterator[Device]:
+def _gpus(root: Path) -> Iterator[str]:
+    """PCI addresses."""
     for folder in _inside(root / "sys/bus/pci/devices"):
         if _text(folder / "vendor") == _NVIDIA and _DISPLAY.fullmatch(_text(folder / "class")):
-            yield Device(names.get(folder.name, folder.name), *_place(folder))
+            yield folder.name
 
 
-def _ports(root: Path) -> Iterator[Device]:
+def _ports(root: Path) -> Iterator[Port]:
     for device in _inside(root / "sys/class/infiniband"):
         for port in _inside(device / "ports"):
             state = _text(port / "state").partition(":")[2].strip()
-            yield Device(f"{device.name}:{port.name}", *_place(device / "device"), state, _text(port / "rate"))
-
-
-def _place(folder: Path) -> tuple[tuple[str, ...], int]:
-    """Path and NUMA node."""
-    parts = Path(os.path.realpath(folder)).parts
-    bridges = [index for index, part in enumerate(parts) if re.fullmatch(r"pci[0-9a-f]+:[0-9a-f]{2}", part)]
-    node = _text(folder / "numa_node")
-    return parts[bridges[0] :] if bridges else parts, int(node) if re.fullmatch(r"-?[0-9]+", node) else -1
+            yield Port(f"{device.name}:{port.name}", state, _text(port / "rate"))
 
 
 def _names_of_gpus() -> dict[str, str]:

@@ -1,11 +1,10 @@
-"""Checks of the kernel's settings: limits, shared memory, processors, huge pages, clock."""
+"""Checks of the kernel's settings: limits, shared memory, processors, huge pages."""
 
 from __future__ import annotations
 
 import math
 import os
 import resource
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +24,6 @@ SHM_NEEDED = 96 << 20
 """Docker's default is 64 MiB, in which the queues of a vLLM engine with several workers do not fit."""
 THP_VARIABLE = "THP_MEM_ALLOC_ENABLE"
 _CAP_IPC_LOCK = 14
-_SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
 
 
 def check_locked_memory(machine: Machine) -> Iterator[Finding]:
@@ -134,18 +132,6 @@ def check_huge_pages(machine: Machine) -> Iterator[Finding]:
         yield look(check, f"{found}, and {THP_VARIABLE} is not set: caches in host memory are in small pages", do)
     else:
         yield ok(check, f"{found}, {THP_VARIABLE}=1")
-
-
-def check_clock(machine: Machine) -> Iterator[Finding]:
-    """Only the monotonic clock matters: processes exchange durations, never clock readings."""
-    source = machine.text("sys/devices/system/clocksource/clocksource0/current_clocksource")
-    resolution_ns = time.get_clock_info("monotonic").resolution * 1e9
-    found = f"monotonic, {resolution_ns:.0f} ns{f', source {source}' if source else ''}"
-    if source in _SLOW_CLOCKS:
-        do = "boot with clocksource=tsc, or kvm-clock in a virtual machine"
-        yield look("clock", f"{found}: slow to read, and it is read in every step", do)
-    else:
-        yield ok("clock", f"{found}; wall clocks may differ between hosts, since only durations are sent")
 
 
 def _has(machine: Machine, capability: int) -> bool:
