@@ -20,9 +20,9 @@ from bench.agent_process import HOST, AgentProcess, usage
 from bench.figures import Cell, Chart, Results, Series, Table, publish
 from bench.provenance import begin
 from kvferry.protocol.handshake import LeaseName
-from kvferry.scheduler.consumer.remote_lease import RemoteLease, RenewLease
+from kvferry.scheduler.consumer.remote_prompt import RemoteLease, RenewLease
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 
 _MEMORY = 1 << 16
 _LEASE_S = 30.0

@@ -21,7 +21,7 @@ from kvferry.protocol.ids import SlotState, epoch_to_text, new_boot_id, new_epoc
 from kvferry.protocol.orders import LeaseHold, LeaseOpen, StepOrders, encode_head, encode_orders
 from kvferry.protocol.params_mac import new_mac_key
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.settings import WorkerSettings

@@ -22,7 +22,7 @@ from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 
 FULL, STATE = CacheGroup(policy="full", block_tokens=16), CacheGroup(policy="state", block_tokens=512)
 

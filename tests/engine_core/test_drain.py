@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.connector.scheduler_side.idle import Drain
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import Engine, tokens

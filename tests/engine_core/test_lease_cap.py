@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.scheduler.producer.block_references import BlockReferences
+from kvferry.scheduler.block_references import BlockReferences
 from tests.engine_core.slow_router import HEARTBEAT_S, LEASE_S, PROMPT_TOKENS, REMOTE_DECODE
 from tests.harness.core.scheduler import tokens
 

@@ -144,7 +144,7 @@ GUARDS = (
         "pinned",
         "blocks that are named so are kept out of the pool",
         (2,),
-        "kvferry.scheduler.consumer.quarantine:QuarantinedBlocks._pin",
+        "kvferry.scheduler.block_references:QuarantinedBlocks._pin",
         switches.pin_nothing,
         (
             "tests/engine_core/test_quarantined_blocks.py::test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead",
@@ -166,7 +166,7 @@ GUARDS = (
         "expiry",
         "a lease without renewals ends",
         (3,),
-        "kvferry.scheduler.state.clock:AwakeClock.wind",
+        "kvferry.scheduler.state:AwakeClock.wind",
         switches.always(0.0),
         (
             "tests/scheduler/test_lease_clock.py::"
@@ -237,7 +237,7 @@ GUARDS = (
         "awake",
         "a lease's clock stands while its producer does",
         (5,),
-        "kvferry.scheduler.state.clock:AwakeClock.wind",
+        "kvferry.scheduler.state:AwakeClock.wind",
         switches.count_sleep,
         ("tests/scheduler/test_lease_clock.py::test_a_pause_of_the_producer_does_not_expire_leases",),
     ),
@@ -282,7 +282,7 @@ GUARDS = (
         "recomputes",
         "a prompt that is computed locally instead is counted",
         (8,),
-        "kvferry.scheduler.state.counters:Counters.add",
+        "kvferry.scheduler.state:Counters.add",
         switches.count_no_recomputes,
         ("tests/engine_core/test_metrics.py::test_outcomes_of_remote_prompts_are_in_prometheus_by_reason",),
     ),

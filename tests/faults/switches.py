@@ -122,10 +122,10 @@ def any_epoch(_: Function) -> Function:
 
 
 def skip_the_boot_check(_: Function) -> Function:
-    def receive_messages(listener: Any, leases: Any, _boot: str, _counters: Any) -> None:
+    def receive_messages(inbox: Any, leases: Any, _boot: str, _counters: Any) -> None:
         from kvferry.protocol.handshake import Release
 
-        for received in listener.inbox.take():
+        for received in inbox.take():
             (leases.release if received.kind is Release else leases.renew)(received.name)
 
     return receive_messages

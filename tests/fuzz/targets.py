@@ -39,7 +39,7 @@ from kvferry.protocol.notifications import MAGIC, decode_notification, encode_no
 from kvferry.protocol.orders import OrdersHead, decode_head, decode_orders, encode_orders
 from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.protocol.params_mac import check_params_mac, sign_params
-from kvferry.scheduler.consumer.remote_lease import RemoteLease
+from kvferry.scheduler.consumer.remote_prompt import RemoteLease
 from kvferry.worker.fabric.agent import open_metadata, wrap_metadata
 from kvferry.worker.fabric.errors import InvalidMetadata
 from tests.fuzz.mutation import mutate

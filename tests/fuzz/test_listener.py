@@ -23,9 +23,9 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.scheduler.side_channel.connections import MAX_UNFINISHED_BYTES
-from kvferry.scheduler.side_channel.inbox import MAX_WAITING_LEASES
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
+from kvferry.scheduler.step import MAX_WAITING_LEASES
 from tests.fuzz.test_targets import hostile_bytes
 from tests.protocol.samples import BOOT, EPOCH, make_description
 from tests.scheduler.channel import HOST, ask, client, free_port, listening

@@ -20,11 +20,11 @@ from kvferry.protocol.orders import StepOrders, encode_head, encode_orders
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import new_mac_key, sign_params
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_lease import MAX_ENDED_LEASES
+from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import next_orders, receive_messages
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import Fabric
@@ -176,7 +176,7 @@ class CacheEngine:
 
     def step(self) -> None:
         """One step of the engine: pass the scheduler's orders to the workers and their results back."""
-        receive_messages(self.listener, self.leases, self.boot, self.counters)
+        receive_messages(self.listener.inbox, self.leases, self.boot, self.counters)
         self.order(next_orders(self.leases, self.loads, self.boot, time.monotonic()))
         self.collect()
         self.renewer.submit(self.loads.take_commands())

@@ -20,7 +20,7 @@ import torch
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill, read_params
-from kvferry.scheduler.consumer.remote_lease import RemoteLease
+from kvferry.scheduler.consumer.remote_prompt import RemoteLease
 from kvferry.scheduler.side_channel import sender
 from kvferry.worker.fabric.agent import load_bindings
 from kvferry.worker.fabric.nixl import NixlFabric

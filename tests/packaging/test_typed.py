@@ -20,7 +20,7 @@ from kvferry.connector.config import FerryConfig, read_config
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from kvferry.trace.reading import Recording, read_recording
 from kvferry.worker.fabric.port import Fabric
 

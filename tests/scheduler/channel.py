@@ -13,9 +13,9 @@ import zmq
 
 from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode_reply, encode
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.scheduler.side_channel.inbox import LeaseInbox, LeaseMessage
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
+from kvferry.scheduler.step import LeaseInbox, LeaseMessage
 
 HOST = "127.0.0.1"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from tests.scheduler import channel
 
 

@@ -13,9 +13,8 @@ from kvferry.protocol.notifications import Done, encode_notification
 from kvferry.protocol.orders import LoadOrder
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_lease import LeaseKey, ReleaseLease, RemoteLease, RenewLease
-from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.consumer.remote_prompt import LeaseKey, ReleaseLease, RemoteLease, RenewLease
+from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 from tests.protocol.samples import BOOT
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
+from kvferry.scheduler.state import HEARTBEATS_PER_LEASE
 from tests.scheduler.consumer_end import Consumer
 from tests.scheduler.producer_end import Producer, ProducerWorker
 

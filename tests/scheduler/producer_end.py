@@ -14,7 +14,7 @@ from kvferry.protocol.notifications import decode_notification
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.producer.lease import LeaseOrders, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from kvferry.worker.leases import LeaseTable
 from tests.fakes.device_mark import FakeMark
 from tests.protocol.samples import make_ticket, params_of_length

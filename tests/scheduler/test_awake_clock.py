@@ -9,8 +9,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.producer.lease import Lease, LeaseState
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.clock import AwakeClock
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import AwakeClock, Counters
 from tests.scheduler.channel import HOST, free_port
 from tests.waiting import wait_until
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_lease import (
+from kvferry.scheduler.consumer.remote_prompt import (
     ForgetLease,
     LeaseCommand,
     LeaseKey,
@@ -21,7 +21,7 @@ from kvferry.scheduler.consumer.remote_lease import (
     RemoteLease,
     RenewLease,
 )
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from tests.protocol.samples import make_ticket, params_of_length
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 
 
 def test_take_returns_each_count_once_and_the_total_remains() -> None:

@@ -18,7 +18,7 @@ from kvferry.protocol.handshake import (
 from kvferry.protocol.side_channel.secrets import Secret, Secrets
 from kvferry.protocol.side_channel.sockets import protect_asker
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from tests.harness.handshake import fetch_description
 from tests.protocol.secret_files import NEW, OLD
 from tests.scheduler.channel import HOST, RecordingListener, client, free_port, threads_named

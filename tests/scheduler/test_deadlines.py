@@ -7,7 +7,7 @@ from hypothesis import given
 
 from kvferry.scheduler.producer.lease import SPARE_DEADLINES, Deadlines, Lease, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 
 SLOTS = 64
 WEEK_S = 604800.0

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.scheduler.producer.block_references import BlockReferences
+from kvferry.scheduler.block_references import BlockReferences
 from kvferry.scheduler.producer.eviction_order import Demand, Rank, candidates, evict, rank_of
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 
 BLOCKS = 12
 

@@ -8,8 +8,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.producer.eviction_order import release_idle_turns
 from kvferry.scheduler.producer.lease import Lease, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 
 LEASE_S = 30.0
 HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
-from kvferry.scheduler.side_channel import inbox as lease_inbox
-from kvferry.scheduler.side_channel.inbox import LeaseInbox, ReceivedLease
+from kvferry.scheduler import step as lease_inbox
+from kvferry.scheduler.step import LeaseInbox, ReceivedLease
 from tests.protocol.samples import BOOT, EPOCH
 
 A, B, C = (LeaseName(slot=slot, epoch=EPOCH) for slot in range(3))

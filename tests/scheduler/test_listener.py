@@ -25,7 +25,7 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from tests.protocol.samples import BOOT, EPOCH, make_description, make_worker
 from tests.scheduler.channel import HOST, RecordingListener, ask, client, cpu_share, free_port, listening, threads_named
 from tests.waiting import wait_until
@@ -213,7 +213,7 @@ def test_closing_joins_at_once_frees_the_port_and_may_be_repeated(counters: Coun
 def test_a_process_that_never_closes_it_still_ends() -> None:
     script = (
         "from kvferry.scheduler.side_channel.server import SideChannelListener\n"
-        "from kvferry.scheduler.state.counters import Counters\n"
+        "from kvferry.scheduler.state import Counters\n"
         f"kept = SideChannelListener('{HOST}', {free_port()}, Counters())\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)

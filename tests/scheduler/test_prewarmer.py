@@ -19,7 +19,7 @@ from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import watch
 from kvferry.scheduler.side_channel import prewarmer
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from tests.protocol.samples import make_description
 from tests.protocol.secret_files import NEW, OLD, OTHER
 from tests.scheduler.channel import HOST, RecordingListener, cpu_share, free_port, threads_named

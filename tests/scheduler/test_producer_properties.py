@@ -15,8 +15,7 @@ from kvferry.protocol.ids import EMPTY, Epoch, SlotState, slot_word
 from kvferry.protocol.notifications import Done
 from kvferry.scheduler.producer.lease import LeaseOrders, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 from kvferry.worker.leases import LeaseTable
 from tests.fakes.device_mark import FakeMark
 from tests.protocol.samples import BOOT

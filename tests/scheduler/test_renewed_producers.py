@@ -12,9 +12,9 @@ import pytest
 from kvferry.protocol.handshake import Renew
 from kvferry.protocol.side_channel import host_names
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.scheduler.consumer.remote_lease import ReleaseLease, RemoteLease, RenewLease
+from kvferry.scheduler.consumer.remote_prompt import ReleaseLease, RemoteLease, RenewLease
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from tests.protocol.samples import BOOT
 from tests.protocol.secret_files import NEW, OLD, OTHER
 from tests.scheduler.channel import HOST, RecordingListener, free_port, listening

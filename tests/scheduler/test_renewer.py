@@ -11,11 +11,10 @@ import pytest
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.scheduler.consumer.remote_lease import ForgetLease, ReleaseLease, RemoteLease, RenewLease
+from kvferry.scheduler.consumer.remote_prompt import ForgetLease, ReleaseLease, RemoteLease, RenewLease
 from kvferry.scheduler.side_channel import heartbeat
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
-from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 from tests.protocol.samples import BOOT
 from tests.protocol.secret_files import NEW, OLD
 from tests.scheduler.channel import HOST, RecordingListener, cpu_share, free_port, listening, threads_named

@@ -11,8 +11,7 @@ from kvferry.protocol.orders import StepOrders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 from kvferry.scheduler.step import next_orders, receive_messages
 from tests.protocol.samples import BOOT, make_params
 from tests.scheduler.channel import free_port
@@ -32,7 +31,7 @@ class Scheduler:
 
     def step(self, passed_s: float = 0.0) -> StepOrders:
         self.now_s += passed_s
-        receive_messages(self.listener, self.leases, BOOT, self.counters)
+        receive_messages(self.listener.inbox, self.leases, BOOT, self.counters)
         return next_orders(self.leases, self.loads, BOOT, self.now_s)
 
     def hold(self) -> LeaseName:

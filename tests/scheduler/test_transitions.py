@@ -15,8 +15,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LOAD_TRANSITIONS, LoadEvent, LoadState
 from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, LeaseEvent, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Counters
-from kvferry.scheduler.state.transitions import TransitionTable
+from kvferry.scheduler.state import Counters, TransitionTable
 from tests.protocol.samples import make_params
 
 LEASE_TABLE = {

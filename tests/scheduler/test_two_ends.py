@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.protocol.ids import EMPTY
 from kvferry.scheduler.producer.lease import LeaseUse
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from tests.scheduler.fleet import Fleet
 from tests.scheduler.producer_end import FREE
 

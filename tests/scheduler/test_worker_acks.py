@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 
 
 def held(workers: int, names: str = "a") -> ProducerLedger:

@@ -2,12 +2,72 @@
 
 from __future__ import annotations
 
-from kvferry.protocol.handshake import Release, Renew
+import threading
+from typing import NamedTuple
+
+from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.orders import StepOrders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
+
+LeaseMessage = Renew | Release
+
+MAX_WAITING_LEASES = 1 << 16
+"""Most waiting entries, of a few hundred bytes each; one message may name 4,096 leases."""
+
+
+class ReceivedLease(NamedTuple):
+    """One lease of one message.
+
+    Attributes:
+        boot: the boot that the message was addressed to.
+        received_s: time of arrival on the engine's `AwakeClock`; None without a clock.
+    """
+
+    kind: type[LeaseMessage]
+    boot: str
+    name: LeaseName
+    received_s: float | None
+
+
+class LeaseInbox:
+    """Renewals and releases that wait for the next step. Filled by the listener's thread, emptied by the engine's.
+
+    An idle engine takes no steps for minutes, while consumers renew with every heartbeat. So one entry is kept for each
+    lease and kind: a renewal replaces the one before it. The time of its arrival is kept, since it counts from there.
+    """
+
+    def __init__(self) -> None:
+        self._received: dict[tuple[type[LeaseMessage], str, LeaseName], float | None] = {}
+        self._lock = threading.Lock()
+
+    def put(self, message: LeaseMessage, received_s: float | None = None) -> bool:
+        """Add all leases of a message. False if too many wait already; then none is added."""
+        kind = type(message)
+        with self._lock:
+            new = sum((kind, message.boot, name) not in self._received for name in set(message.leases))
+            if len(self._received) + new > MAX_WAITING_LEASES:
+                return False
+            for name in message.leases:
+                self._received.pop((kind, message.boot, name), None)  # the latest is last
+                self._received[kind, message.boot, name] = received_s
+        return True
+
+    def take(self) -> list[ReceivedLease]:
+        """Remove and return all entries, in the order of their latest arrival."""
+        if not self._received:
+            return []
+        with self._lock:
+            received, self._received = self._received, {}
+        return [ReceivedLease(*key, received_s) for key, received_s in received.items()]
+
+    def qsize(self) -> int:
+        """The number of waiting entries; a lease that was renewed and released counts twice."""
+        return len(self._received)
+
+    def empty(self) -> bool:
+        return not self._received
 
 
 def next_orders(
@@ -33,13 +93,13 @@ def next_orders(
     )
 
 
-def receive_messages(listener: SideChannelListener, leases: ProducerLedger, boot: str, counters: Counters) -> None:
+def receive_messages(inbox: LeaseInbox, leases: ProducerLedger, boot: str, counters: Counters) -> None:
     """Apply the renewals and releases that have arrived over the side channel.
 
     Those addressed to another `boot` than this engine's are counted (`renewals_unknown`, `releases_unknown`) and
     dropped.
     """
-    for received in listener.inbox.take():
+    for received in inbox.take():
         if received.boot != boot:
             counters.add("renewals_unknown" if received.kind is Renew else "releases_unknown")
         elif received.kind is Release:

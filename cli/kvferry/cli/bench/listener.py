@@ -33,7 +33,7 @@ from kvferry.protocol.errors import InvalidMessage, cut
 from kvferry.protocol.handshake import Refused, channel_address
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.side_channel.guarded_socket import GuardedSocket
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 
 SILENT_S = 20.0
 """A client that is silent for so long is gone; it sends a message every 2 s."""

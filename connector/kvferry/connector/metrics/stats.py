@@ -15,7 +15,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvferry.connector.metrics.tables import OTHER_PEERS
-from kvferry.scheduler.state.counters import CounterKey
+from kvferry.scheduler.state import CounterKey
 from kvferry.worker.loads.results import LoadRecord, Stage, StepResults
 from kvferry.worker.peers.peer import PeerKey
 

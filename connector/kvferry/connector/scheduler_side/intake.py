@@ -16,10 +16,10 @@ from kvferry.protocol.errors import ForeignParams, InvalidParams
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_lease import RemoteLease
+from kvferry.scheduler.consumer.remote_prompt import RemoteLease
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

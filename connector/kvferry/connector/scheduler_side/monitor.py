@@ -17,7 +17,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LoadState
 from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from kvferry.worker.loads.results import WorkerGauges
 
 logger = logging.getLogger(__name__)

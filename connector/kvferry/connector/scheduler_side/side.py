@@ -24,7 +24,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, LoadState
 from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import next_orders
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
 from kvferry.scheduler.side_channel.server import SideChannelListener
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import receive_messages
 
 logger = logging.getLogger(__name__)
@@ -115,10 +115,10 @@ class SideChannel:
     def receive(self) -> None:
         """Apply the renewals and releases that have arrived, and prewarm the producers that have answered."""
         if self.listener is not None:
-            receive_messages(self.listener, self._leases, self.local.boot, self._counters)
+            receive_messages(self.listener.inbox, self._leases, self.local.boot, self._counters)
         if self.poll():
             for _ in range(len(self._found)):
-                self._loads.prewarms.add_static(self._found.popleft(), time.monotonic())
+                self._loads.prewarms.expect(self._found.popleft(), time.monotonic())
 
     def flush(self) -> None:
         """Pass the consumer ledger's commands to the thread that sends them."""

@@ -10,10 +10,9 @@ from kvferry.connector.tracing.spans import SpanItem, WorkerLoads
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.orders import LoadOrder
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
-from kvferry.scheduler.consumer.remote_lease import RemoteLease
-from kvferry.scheduler.consumer.remote_prompt import RemotePrompt
+from kvferry.scheduler.consumer.remote_prompt import RemoteLease, RemotePrompt
 from kvferry.scheduler.producer.lease import Lease
-from kvferry.scheduler.state.transitions import Observer
+from kvferry.scheduler.state import Observer
 from kvferry.trace.events import (
     DecodeArrived,
     DecodeScheduled,

@@ -5,31 +5,72 @@ No I/O, no clock. Commands for the side channel are returned in order: `RenewLea
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+
+import msgspec
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.orders import LoadOrder, Prewarm
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.consumer.prewarm_queue import PrewarmQueue
-from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
-from kvferry.scheduler.consumer.remote_lease import (
+from kvferry.scheduler.block_references import BlockPool, QuarantinedBlocks
+from kvferry.scheduler.consumer.remote_prompt import (
+    CLAIMING,
+    IN_FLIGHT,
+    LOAD_TRANSITIONS,
     MAX_ENDED_LEASES,
     EndedLeases,
     ForgetLease,
     LeaseCommand,
     LeaseKey,
+    LoadEvent,
+    LoadState,
     ReleaseLease,
     RemoteLease,
+    RemotePrompt,
     RenewLease,
 )
-from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, LOAD_TRANSITIONS, LoadEvent, LoadState, RemotePrompt
-from kvferry.scheduler.state.block_pool import BlockPool
-from kvferry.scheduler.state.counters import Counters
-from kvferry.scheduler.state.transitions import Observer
+from kvferry.scheduler.state import Counters, Observer
 
-_CLAIMING = (LoadState.OFFERED, *IN_FLIGHT)
-"""States in which a request has a claim on its lease."""
+AGAIN_S = 10.0
+"""Interval between prewarms of a producer. For a known one they cost a worker one table lookup."""
+MAX_NAMED = 4096
+"""Most producers remembered; the least recently named is dropped. Clients choose what params name."""
+MAX_WAITING = 64
+"""Most prewarms in the orders of one step, static peers apart. Loads from other producers begin with a handshake."""
+
+
+class PrewarmQueue:
+    """Producers that the workers prewarm before the first load from them is ordered.
+
+    The handshake (a description, a plan, a first read) then proceeds while the request waits. A worker that drops a
+    producer does not report it here: so the next request that names it queues it again after `AGAIN_S`, or after a load
+    from it has failed.
+    """
+
+    def __init__(self) -> None:
+        self._named_s: dict[Prewarm, float] = {}  # the one named last is last
+        self._waiting: list[Prewarm] = []
+
+    def expect(self, producer: Prewarm, now_s: float) -> None:
+        """A request will read from this producer, or a static peer has answered. `now_s` is of any monotonic clock."""
+        named = msgspec.structs.replace(producer, is_static=False)
+        is_known = now_s < self._named_s.get(named, -AGAIN_S) + AGAIN_S
+        if not producer.is_static and (is_known or len(self._waiting) >= MAX_WAITING):
+            return
+        self._waiting.append(producer)
+        self.forget(named)
+        self._named_s[named] = now_s
+        if len(self._named_s) > MAX_NAMED:
+            del self._named_s[next(iter(self._named_s))]
+
+    def forget(self, producer: Prewarm) -> None:
+        """The workers may have lost it: the next request names it again."""
+        self._named_s.pop(producer, None)
+
+    def take(self) -> tuple[Prewarm, ...]:
+        """The producers to prewarm since the last call."""
+        waiting, self._waiting = self._waiting, []
+        return tuple(waiting)
 
 
 class ConsumerLedger:
@@ -100,11 +141,8 @@ class ConsumerLedger:
         """A request has arrived with usable params.
 
         A lease serves one request: a second one (a sibling of `n > 1`, another prompt of the same batch) is computed
-        here, and must not touch the lease of the first. So is a replay of params whose lease this engine has read,
-        failed to read or released.
-
-        Returns:
-            None when the request takes the lease; otherwise why it is computed here.
+        here, and must not touch the lease of the first. So is a replay of params whose lease has ended (`EndedLeases`).
+        Returns None when the request takes the lease; otherwise why it is computed here.
         """
         if request_id in self._by_request:
             raise LocalProtocolError(f"req={request_id}: offered twice")
@@ -125,7 +163,7 @@ class ConsumerLedger:
         """The request of these params was never created: release the lease, unless a request has or had it."""
         lease = RemoteLease.of(source)
         if lease.key not in self._claims and lease.key not in self._ended:
-            self._release(lease)
+            self._end_claim(ReleaseLease(lease))
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int:
         """The number of tokens beyond the local prefix hit to load; 0 when nothing is to be loaded."""
@@ -133,7 +171,7 @@ class ConsumerLedger:
         if prompt is None or prompt.state is not LoadState.OFFERED:
             return 0
         prompt.local_tokens = local_tokens
-        return 0 if self._is_too_short(prompt) else max(0, prompt.shared_tokens - local_tokens)
+        return 0 if prompt.is_too_short(self._recompute_threshold) else max(0, prompt.shared_tokens - local_tokens)
 
     def allocated(self, request_id: str, count: int, local_blocks: Sequence[Sequence[int]]) -> None:
         """vLLM has allocated blocks; `count` tokens after the local hit are to be loaded into them.
@@ -145,18 +183,15 @@ class ConsumerLedger:
             LocalProtocolError: more tokens than were matched.
         """
         prompt = self._by_request.get(request_id)
+        if prompt is None and count:
+            raise LocalProtocolError(f"req={request_id}: {count} tokens to load, none were offered")
         if prompt is None:
-            if count:
-                raise LocalProtocolError(f"req={request_id}: {count} tokens to load, none were offered")
             return
         if count <= 0:
-            was_offered = prompt.state is LoadState.OFFERED
-            self._advance(prompt, LoadEvent.DECLINE)
-            if was_offered:
-                if prompt.local_tokens < prompt.shared_tokens:
-                    too_short = self._is_too_short(prompt)
-                    self._recompute(prompt, "below_threshold" if too_short else "not_wanted")
-                self._release(prompt.lease)
+            if self._leave(prompt, LoadEvent.DECLINE) and prompt.local_tokens < prompt.shared_tokens:
+                self._recompute(
+                    prompt, "below_threshold" if prompt.is_too_short(self._recompute_threshold) else "not_wanted"
+                )
             return
         stop = prompt.local_tokens + count
         if stop > prompt.shared_tokens:
@@ -178,24 +213,18 @@ class ConsumerLedger:
 
     def loaded(self, request_id: str) -> RemotePrompt | None:
         """All workers have loaded it and notified the producer. None for a request that is not a remote prompt."""
-        prompt = self._by_request.get(request_id)
-        if prompt is None:
-            return None
-        self._advance(prompt, LoadEvent.LOADED)
-        self.in_flight -= 1
-        self._end_claim(prompt.lease)
-        self._commands.append(ForgetLease(prompt.lease))
+        prompt = self._end_load(request_id, LoadEvent.LOADED)
+        if prompt is not None:
+            self._end_claim(ForgetLease(prompt.lease))
         return prompt
 
     def failed(self, request_id: str) -> RemotePrompt | None:
         """A worker could not load it. Release the lease, for the producer workers that were not notified."""
-        prompt = self._by_request.get(request_id)
+        prompt = self._end_load(request_id, LoadEvent.FAILED)
         if prompt is None:
             return None
-        self._advance(prompt, LoadEvent.FAILED)
-        self.in_flight -= 1
         self.prewarms.forget(Prewarm.of(prompt.source))
-        self._release(prompt.lease)
+        self._end_claim(ReleaseLease(prompt.lease))
         if self._recomputes:
             self._recompute(prompt, "load_failed")
         else:
@@ -205,27 +234,20 @@ class ConsumerLedger:
     def finished(self, request_id: str) -> None:
         """The request has ended or was aborted."""
         prompt = self._by_request.get(request_id)
-        if prompt is None:
-            return
-        was_offered = prompt.state is LoadState.OFFERED
-        self._advance(prompt, LoadEvent.FINISH)
-        if was_offered:
-            self._release(prompt.lease)
+        if prompt is not None:
+            self._leave(prompt, LoadEvent.FINISH)
 
-    def decline_offered(self, reason: str) -> int:
-        """Decline all loads that have not begun: their prompts are computed here. Returns how many."""
-        offered = [prompt for prompt in self._by_request.values() if prompt.state is LoadState.OFFERED]
-        for prompt in offered:
-            self._advance(prompt, LoadEvent.DECLINE)
+    def decline_offered(self, reason: str) -> None:
+        """Decline all loads that have not begun: their prompts are computed here."""
+        for request_id in self.requests(LoadState.OFFERED):
+            prompt = self._by_request[request_id]
+            self._leave(prompt, LoadEvent.DECLINE)
             self._recompute(prompt, reason)
-            self._release(prompt.lease)
-        return len(offered)
 
     def give_all_back(self) -> None:
         """Release all leases at the shutdown of this engine, also those that workers are reading."""
-        for prompt in self._by_request.values():
-            if prompt.state in _CLAIMING:
-                self._release(prompt.lease)
+        for request_id in self.requests(*CLAIMING):
+            self._end_claim(ReleaseLease(self._by_request[request_id].lease))
         self._by_request.clear()
         self.in_flight = 0
 
@@ -240,15 +262,12 @@ class ConsumerLedger:
         return tuple(commands)
 
     def check_integrity(self) -> None:
-        """Check that claims and requests agree.
-
-        Raises:
-            LocalProtocolError: with the sums.
-        """
-        states = Counter(prompt.state.value for prompt in self._by_request.values())
-        claiming = {prompt.lease.key for prompt in self._by_request.values() if prompt.state in _CLAIMING}
-        if claiming != self._claims or len(self.requests(*IN_FLIGHT)) != self.in_flight:
-            raise LocalProtocolError(f"loads: {len(self._claims)} claims, {self.in_flight} in flight; {dict(states)}")
+        """Check that claims and requests agree. Raises `LocalProtocolError` with the sums."""
+        claiming = {self._by_request[request_id].lease.key for request_id in self.requests(*CLAIMING)}
+        flying = len(self.requests(*IN_FLIGHT))
+        if claiming != self._claims or flying != self.in_flight:
+            sums = f"{len(self._claims)} claims, {self.in_flight} in flight; {len(claiming)} and {flying} by request"
+            raise LocalProtocolError(f"loads: {sums}")
         self.quarantine.check_integrity()
 
     def _advance(self, prompt: RemotePrompt, event: LoadEvent) -> None:
@@ -258,17 +277,26 @@ class ConsumerLedger:
         else:
             prompt.state = after
 
+    def _leave(self, prompt: RemotePrompt, event: LoadEvent) -> bool:
+        """End a prompt whose load may not have begun. Returns whether that was so: then its lease is released."""
+        was_offered = prompt.state is LoadState.OFFERED
+        self._advance(prompt, event)
+        if was_offered:
+            self._end_claim(ReleaseLease(prompt.lease))
+        return was_offered
+
+    def _end_load(self, request_id: str, event: LoadEvent) -> RemotePrompt | None:
+        prompt = self._by_request.get(request_id)
+        if prompt is not None:
+            self._advance(prompt, event)
+            self.in_flight -= 1
+        return prompt
+
     def _recompute(self, prompt: RemotePrompt, reason: str) -> None:
         self._counters.add("local_recomputes", reason)
         self.observer.recomputed(prompt, reason)
 
-    def _is_too_short(self, prompt: RemotePrompt) -> bool:
-        return prompt.is_turn and prompt.shared_tokens - prompt.local_tokens < self._recompute_threshold
-
-    def _end_claim(self, lease: RemoteLease) -> None:
-        self._claims.discard(lease.key)
-        self._ended.add(lease.key)
-
-    def _release(self, lease: RemoteLease) -> None:
-        self._end_claim(lease)
-        self._commands.append(ReleaseLease(lease))
+    def _end_claim(self, command: ForgetLease | ReleaseLease) -> None:
+        self._claims.discard(command.lease.key)
+        self._ended.add(command.lease.key)
+        self._commands.append(command)

@@ -1,4 +1,4 @@
-"""A remote prompt: its transition table, which `ledger.py` executes, and its record.
+"""A remote prompt and its lease: the transition table, which `ledger.py` executes, the records, the lease's commands.
 
       offer               load                loaded
     ───────→ OFFERED ───────────→ LOADING ─────────────→ LOADED ─┐
@@ -14,11 +14,105 @@ here.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
+from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.consumer.remote_lease import RemoteLease
-from kvferry.scheduler.state.transitions import TableEnum, TransitionTable
+from kvferry.scheduler.state import TableEnum, TransitionTable
+
+LeaseKey = tuple[str, int, str]
+"""Boot, slot and epoch: a lease among all leases of all engines."""
+
+MAX_ENDED_LEASES = 1 << 16
+"""Most leases remembered: at most 13 MB. A replay of an older one is tried, and fails at the producer's fence."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLease:
+    """A lease of another engine, and the address of its side channel."""
+
+    host: str
+    port: int
+    boot: str
+    name: LeaseName
+    lease_s: float
+
+    @classmethod
+    def of(cls, source: RemotePrefill) -> RemoteLease:
+        """The lease that params name."""
+        ticket = source.kvferry
+        name = LeaseName(slot=ticket.lease_slot, epoch=ticket.lease_epoch)
+        return cls(source.remote_host, source.remote_port, ticket.boot, name, ticket.lease_s)
+
+    @property
+    def key(self) -> LeaseKey:
+        return (self.boot, self.name.slot, self.name.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class RenewLease:
+    """Renew this lease from now on.
+
+    Attributes:
+        at_once: renew it now, not after the first interval: until a turn is renewed, its producer knows of no reader
+            and may evict it.
+    """
+
+    lease: RemoteLease
+    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetLease:
+    """Stop renewing; the workers have notified the producer themselves."""
+
+    lease: RemoteLease
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseLease:
+    """Stop renewing and release the lease: this engine does not read under it any more."""
+
+    lease: RemoteLease
+
+
+LeaseCommand = RenewLease | ForgetLease | ReleaseLease
+
+
+class EndedLeases:
+    """The last `limit` leases that ended, to recognise a replay of old params; the oldest is dropped first.
+
+    A lease serves one request once. A later request with the same params is computed here at once, without a read that
+    the producer's fence would refuse.
+    """
+
+    def __init__(self, limit: int = MAX_ENDED_LEASES) -> None:
+        self._limit = limit
+        self._found: set[bytes] = set()
+        self._order: deque[bytes] = deque()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, key: LeaseKey) -> bool:
+        return _packed(key) in self._found
+
+    def add(self, key: LeaseKey) -> None:
+        """Remember a lease; adding it again does not change its age."""
+        packed = _packed(key)
+        if packed in self._found:
+            return
+        self._found.add(packed)
+        self._order.append(packed)
+        if len(self._order) > self._limit:
+            self._found.remove(self._order.popleft())
+
+
+def _packed(key: LeaseKey) -> bytes:
+    """27 bytes: 16 of the boot, 3 of the slot, 8 of the epoch. `key` comes from validated params."""
+    boot, slot, epoch = key
+    return bytes.fromhex(boot) + slot.to_bytes(3, "big") + int(epoch, 16).to_bytes(8, "big")
 
 
 class LoadState(TableEnum):
@@ -48,6 +142,8 @@ class LoadEvent(TableEnum):
 
 IN_FLIGHT = (LoadState.LOADING, LoadState.ABORTED)
 """States in which workers read."""
+CLAIMING = (LoadState.OFFERED, *IN_FLIGHT)
+"""States in which a request has a claim on its lease."""
 _OVER = (LoadState.LOADED, LoadState.FAILED, LoadState.DECLINED)
 
 LOAD_TRANSITIONS: TransitionTable[LoadState, LoadEvent] = TransitionTable(
@@ -85,6 +181,10 @@ class RemotePrompt:
     is_turn: bool = False
     state: LoadState = LoadState.OFFERED
     local_tokens: int = 0
+
+    def is_too_short(self, threshold: int) -> bool:
+        """Whether it is a turn that lacks fewer tokens than `threshold` here."""
+        return self.is_turn and self.shared_tokens - self.local_tokens < threshold
 
     def __str__(self) -> str:
         return f"req={self.request_id}"

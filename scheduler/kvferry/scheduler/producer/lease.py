@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
-from kvferry.scheduler.state.transitions import TableEnum, TransitionTable
+from kvferry.scheduler.state import TableEnum, TransitionTable
 
 
 class LeaseState(TableEnum):

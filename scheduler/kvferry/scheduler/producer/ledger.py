@@ -13,7 +13,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, EpochDraw, epoch_to_text
 from kvferry.protocol.orders import LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
-from kvferry.scheduler.producer.block_references import BlockReferences
+from kvferry.scheduler.block_references import BlockPool, BlockReferences
 from kvferry.scheduler.producer.lease import (
     LEASE_TRANSITIONS,
     Deadlines,
@@ -23,10 +23,7 @@ from kvferry.scheduler.producer.lease import (
     LeaseState,
     LeaseUse,
 )
-from kvferry.scheduler.state.block_pool import BlockPool
-from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE, AwakeClock
-from kvferry.scheduler.state.counters import Counters
-from kvferry.scheduler.state.transitions import Observer
+from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, AwakeClock, Counters, Observer
 
 
 class ProducerLedger:

@@ -19,7 +19,7 @@ import zmq
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.sockets import unpack_event, watch
 from kvferry.protocol.side_channel.tcp import Ends, bytes_received, ends_of, shut_down
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 
 logger = logging.getLogger(__name__)
 

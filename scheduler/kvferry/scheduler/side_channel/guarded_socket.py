@@ -19,7 +19,7 @@ from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.protocol.side_channel.sockets import derive_keys, listening_socket
 from kvferry.scheduler.side_channel.connections import LOOK_MS, Connections
 from kvferry.scheduler.side_channel.curve_auth import CurveAuth
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import MAX_RENEWALS, Release, Renew, encode
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.scheduler.consumer.remote_lease import (
+from kvferry.scheduler.consumer.remote_prompt import (
     ForgetLease,
     LeaseCommand,
     LeaseKey,
@@ -27,8 +27,7 @@ from kvferry.scheduler.consumer.remote_lease import (
     RenewLease,
 )
 from kvferry.scheduler.side_channel.sender import Endpoint, PeerSender
-from kvferry.scheduler.state.clock import HEARTBEATS_PER_LEASE
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from kvferry.protocol.errors import KvferryError, PeerRefused
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.connection import Connection, within
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import Counters
 
 logger = logging.getLogger(__name__)
 

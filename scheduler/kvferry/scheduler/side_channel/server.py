@@ -33,9 +33,8 @@ from kvferry.protocol.handshake import (
 )
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.side_channel.guarded_socket import GuardedSocket
-from kvferry.scheduler.side_channel.inbox import LeaseInbox, LeaseMessage
-from kvferry.scheduler.state.clock import AwakeClock
-from kvferry.scheduler.state.counters import Counters
+from kvferry.scheduler.state import AwakeClock, Counters
+from kvferry.scheduler.step import LeaseInbox, LeaseMessage
 
 logger = logging.getLogger(__name__)
 

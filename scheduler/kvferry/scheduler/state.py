@@ -1,0 +1,151 @@
+"""Shared parts of the ledgers and threads: transition tables, the observer, counters, the clock of leases."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from kvferry.protocol.errors import LocalProtocolError
+
+if TYPE_CHECKING:
+    from kvferry.scheduler.consumer.remote_prompt import RemotePrompt
+    from kvferry.scheduler.producer.lease import Lease
+
+
+class TableEnum(enum.Enum):
+    """An enum whose members are keys of tables used in every step. Identity hash, for speed: `Enum.__hash__` is a
+    Python call that hashes the name."""
+
+    __hash__ = object.__hash__
+
+
+State = TypeVar("State", bound=enum.Enum)
+Event = TypeVar("Event", bound=enum.Enum)
+
+
+class TransitionTable(Generic[State, Event]):
+    """All transitions of a state machine; a next state of None ends it.
+
+    `next` changes nothing itself, so an illegal event leaves the caller's state unchanged.
+    """
+
+    def __init__(self, transitions: Mapping[tuple[State, Event], State | None]) -> None:
+        self.transitions = dict(transitions)
+
+    def next(self, state: State, event: Event, subject: object) -> State | None:
+        """The state after `event`.
+
+        Raises:
+            LocalProtocolError: `event` may not happen in `state`; the text begins with `str(subject)`.
+        """
+        try:
+            return self.transitions[state, event]
+        except KeyError:
+            raise LocalProtocolError(f"{subject}: {event.name} cannot happen in state {state.name}") from None
+
+
+class Observer:
+    """Callbacks of both ledgers; no-ops by default. Overrides must neither raise nor wait."""
+
+    def lease_opened(self, lease: Lease) -> None:
+        """A request has got a slot."""
+
+    def lease_over(self, lease: Lease, how: str) -> None:
+        """Its blocks are freed, or were never held; `how` is the label of `leases_released` or `turns_released`."""
+
+    def recomputed(self, prompt: RemotePrompt, reason: str) -> None:
+        """An offered prompt is computed here; `reason` is the label of `local_recomputes`."""
+
+
+CounterKey = tuple[str, str]
+"""Metric and label value; the label is empty where the metric has none."""
+
+
+class Counters:
+    """Thread-safe counters and samples.
+
+    `take` returns what was added since the last call and resets it; `total` is never reset, for tests and debug output.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since_taken: dict[CounterKey, int] = {}
+        self._total: dict[CounterKey, int] = {}
+        self._samples: dict[str, list[float]] = {}
+
+    def add(self, metric: str, label: str = "", amount: int = 1) -> None:
+        """Count `amount` more of `metric`."""
+        key = (metric, label)
+        with self._lock:
+            for counts in (self._since_taken, self._total):
+                counts[key] = counts.get(key, 0) + amount
+
+    def total(self, metric: str, label: str = "") -> int:
+        """The count since the start."""
+        with self._lock:
+            return self._total.get((metric, label), 0)
+
+    def take(self) -> dict[CounterKey, int]:
+        """The counts since the last call."""
+        if not self._since_taken:
+            return {}
+        with self._lock:
+            taken, self._since_taken = self._since_taken, {}
+        return taken
+
+    def sample(self, metric: str, value: float) -> None:
+        """Add a measurement of `metric`."""
+        with self._lock:
+            self._samples.setdefault(metric, []).append(value)
+
+    def take_samples(self) -> dict[str, list[float]]:
+        """The measurements since the last call, by metric."""
+        if not self._samples:
+            return {}
+        with self._lock:
+            taken, self._samples = self._samples, {}
+        return taken
+
+
+HEARTBEATS_PER_LEASE = 6
+_LONGEST_PERIOD_S = 0.5
+
+
+class AwakeClock:
+    """Seconds that this process was awake, for the deadlines of leases. Any thread may wind and read it.
+
+    One call of `wind` adds at most a heartbeat: after a stop of a minute little time has passed, while a clock that is
+    wound in time loses nothing. A working engine winds it with every step. An idle one takes no steps, so the
+    listener's thread winds it too, every `period_s`.
+
+    Args:
+        heartbeat_s: the interval at which consumers renew.
+    """
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self.heartbeat_s = heartbeat_s
+        self._lock = threading.Lock()
+        self._awake_s = 0.0
+        self._last_s: float | None = None
+
+    @property
+    def period_s(self) -> float:
+        """Longest interval at which it must be wound."""
+        return min(self.heartbeat_s / 2, _LONGEST_PERIOD_S)
+
+    @property
+    def awake_s(self) -> float:
+        """The time at the last winding."""
+        return self._awake_s
+
+    def wind(self, now_s: float) -> float:
+        """Add the time since the last call and return `awake_s`. All callers pass `now_s` of one monotonic clock."""
+        with self._lock:
+            if self._last_s is None:
+                self._last_s = now_s
+            passed_s = max(0.0, now_s - self._last_s)
+            self._awake_s += min(passed_s, self.heartbeat_s)
+            self._last_s += passed_s
+            return self._awake_s
