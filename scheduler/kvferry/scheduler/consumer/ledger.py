@@ -1,7 +1,4 @@
-"""The consumer's ledger: requests that wait for blocks of a producer, and the leases that they hold there.
-
-No I/O, no clock. Commands for the side channel are returned in order: `RenewLease`, `ForgetLease`, `ReleaseLease`.
-"""
+"""The consumer's ledger: requests that wait for blocks of a producer, and their leases there. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -189,9 +186,8 @@ class ConsumerLedger:
             return
         if count <= 0:
             if self._leave(prompt, LoadEvent.DECLINE) and prompt.local_tokens < prompt.shared_tokens:
-                self._recompute(
-                    prompt, "below_threshold" if prompt.is_too_short(self._recompute_threshold) else "not_wanted"
-                )
+                too_short = prompt.is_too_short(self._recompute_threshold)
+                self._recompute(prompt, "below_threshold" if too_short else "not_wanted")
             return
         stop = prompt.local_tokens + count
         if stop > prompt.shared_tokens:
