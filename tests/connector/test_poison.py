@@ -7,7 +7,7 @@ import torch
 
 from kvferry.connector import FerryConnector
 from kvferry.connector.messages import FerryMetadata
-from kvferry.protocol.orders import LeaseHold, Prewarm, StepOrders
+from kvferry.protocol.orders import LeaseHold, Prewarm, StepOrders, encode_head, encode_orders
 from scripts.accuracy.poison import NixlConnector
 
 BOOT = "0" * 31 + "1"
@@ -33,7 +33,7 @@ def test_the_cache_is_overwritten_when_a_prompt_is_held(
     connector = object.__new__(NixlConnector)
     cache = torch.zeros(2, 8, 4)
     connector.register_kv_caches({"layer": cache})
-    metadata = FerryMetadata.of(orders) if orders is not None else FerryMetadata()
+    metadata = FerryMetadata(encode_head(orders), encode_orders(orders)) if orders is not None else FerryMetadata()
     connector.bind_connector_metadata(metadata)
     assert bool(cache.any()) is poisoned
     assert bound == [metadata]

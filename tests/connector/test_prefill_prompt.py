@@ -12,9 +12,9 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvferry.connector.engine.local_engine import LocalEngine
-from kvferry.connector.engine.prompt import leave_out, prompt_of, tokens_left_out
+from kvferry.connector.engine.local_engine import LocalEngine, tokens_left_out
 from kvferry.connector.scheduler_side.intake import RequestIntake
+from kvferry.connector.scheduler_side.params_builder import leave_out, prompt_of
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology

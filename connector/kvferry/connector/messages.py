@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import WorkerDescription, decode_worker, encode
-from kvferry.protocol.orders import StepOrders, encode_head, encode_orders
 from kvferry.trace.events import LoadEnded
 from kvferry.worker.loads.results import WorkerGauges
 
@@ -34,11 +33,6 @@ class FerryMetadata(KVConnectorMetadata):
     frame: bytes = b""
     asks: bool = False
     is_idle: bool = False
-
-    @classmethod
-    def of(cls, orders: StepOrders) -> FerryMetadata:
-        """Encode the orders, once for all workers."""
-        return cls(encode_head(orders), encode_orders(orders))
 
 
 @dataclass(frozen=True)

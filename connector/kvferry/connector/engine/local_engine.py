@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,6 @@ from vllm import envs
 
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import topology_of
-from kvferry.connector.engine.prompt import tokens_left_out
 from kvferry.connector.layout.discovery import groups_of
 from kvferry.protocol.description_json import encode_engine_json, engine_json_of
 from kvferry.protocol.errors import InvalidConfig
@@ -151,6 +150,18 @@ def _can_offer_turns(groups: tuple[CacheGroup, ...], failure_policy: str) -> boo
     # A step in flight when a request stops has added one more token to the state, in place.
     logger.warning("bidirectional_kv_xfer: answers are not offered, since this model keeps a recurrent state")
     return False
+
+
+def tokens_left_out(vllm_config: VllmConfig, groups: Iterable[CacheGroup]) -> int:
+    """The number of a prompt's last tokens that a producer leaves to the consumer, which goes on from the loaded cache.
+
+    The consumer computes the prompt's last token itself, for its logits. It does not matter if the keys and values of
+    that token are loaded too. But a recurrent state must not include it, or the token would be applied twice. Each
+    module of a multi-token predictor looks one token further ahead; the entries that depend on tokens not yet certain
+    are left to the consumer too.
+    """
+    has_states = any(group.policy == "state" for group in groups)
+    return max(int(has_states), int(vllm_config.num_prefill_lookahead_tokens) - 1)
 
 
 def block_spans(kv_cache_config: KVCacheConfig, dcp: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import AllowedHosts
 from kvferry.connector.engine.local_engine import LocalEngine
-from kvferry.connector.engine.prompt import has_tokens, leave_out, prompt_of
+from kvferry.connector.scheduler_side.params_builder import has_tokens, leave_out, prompt_of
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.plan.tokens import held_from, reaches_back
 from kvferry.protocol.digests import shared_tokens

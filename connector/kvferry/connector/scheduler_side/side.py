@@ -20,6 +20,7 @@ from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.tracing.start import scheduler_tracing
 from kvferry.connector.vllm_internals import EngineBlocks, distinct_blocks
+from kvferry.protocol.orders import encode_head, encode_orders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, LoadState
 from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
@@ -177,7 +178,7 @@ class SchedulerSide:
         metadata = _NOTHING
         if orders:
             self.tracing.ordered(orders.loads)
-            metadata = FerryMetadata.of(orders)
+            metadata = FerryMetadata(encode_head(orders), encode_orders(orders))  # once for all workers
         is_idle = is_idle and self._idle.is_alone
         return FerryMetadata(metadata.head, metadata.frame, asks, is_idle) if asks or is_idle else metadata
 
