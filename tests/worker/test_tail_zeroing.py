@@ -126,7 +126,7 @@ def test_the_room_for_tables_is_that_of_the_largest_and_no_less() -> None:
         caches = ToyCaches(shape, 0xA5, GPU)
         tail_zeroing = TailZeroing(caches.kv)
         assert zero(tail_zeroing, shape, [1], 3) is not None
-        largest = tail_zeroing._table(tail_zeroing._cells([Gap(0, 0, 0, 4), Gap(0, 1, 0, 4)]))
+        largest = tail_zeroing._table([Gap(0, 0, 0, 4), Gap(0, 1, 0, 4)])
         relayout: Any = tail_zeroing._relayout
         assert relayout.try_start(largest) is not None
     assert not any(caches.cells(layer)[1, :, 3:].any() for layer in range(shape.layers))

@@ -1,9 +1,8 @@
 """Zeroes the bytes of a load's last blocks that no token fills.
 
-Paged tensors are viewed as arrays, as few as possible: tensors of one geometry at equal distances are one array. On a
-device, zeroing is one wave of the relayout, from a source of zeros. Its kernel runs on the relayout's own stream, once
-everything that the load read is in place. The load is reported only after the kernel's mark, so the engine launches
-work that reads the blocks only then.
+On a device, zeroing is one wave of the relayout, from a source of zeros. Its kernel runs on the relayout's own stream,
+once everything that the load read is in place. The load is reported only after the kernel's mark, so the engine
+launches work that reads the blocks only then.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvferry.plan.blocks import RequestBlocks, UnitPairs
 from kvferry.plan.tokens import TokenMap, TokenSide, slots_before
@@ -20,86 +21,8 @@ from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import DeviceClock, DeviceMark, KvCaches, synchronize
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.shape import Axis, Shape
-from kvferry.worker.relayout.wave_table import WaveTable
+from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 from kvferry.worker.staging.buffer import relayout_for
-
-
-class CellStack(NamedTuple):
-    """Paged tensors of one cache group in one allocation that differ only in their base.
-
-    Attributes:
-        tile_tokens: tokens per cell.
-        cells: uint8 `[tensors, blocks, heads, tiles, elements, element_bytes]`, sharing the caches' memory.
-    """
-
-    group: int
-    tile_tokens: int
-    cells: torch.Tensor
-
-
-def stack_cells(tensors: Iterable[PagedTensor], storages: Sequence[torch.Tensor]) -> list[CellStack]:
-    """All cells of these tensors.
-
-    Raises:
-        ValueError: one of them lies in none of the storages.
-    """
-    alike: dict[tuple[int, ...], dict[int, PagedTensor]] = {}  # once per base: torch writes no overlapping elements
-    for tensor in tensors:
-        alike.setdefault((_storage_of(tensor, storages), *_geometry(tensor)), {})[tensor.base] = tensor
-    return [
-        _stack(storages[storage], run)
-        for (storage, *_), members in alike.items()
-        for run in _evenly_spaced([members[base] for base in sorted(members)])
-    ]
-
-
-def _storage_of(tensor: PagedTensor, storages: Sequence[torch.Tensor]) -> int:
-    for index, storage in enumerate(storages):
-        whole = storage.untyped_storage()
-        if 0 <= tensor.base - whole.data_ptr() < whole.nbytes():
-            return index
-    raise ValueError(f"{tensor.layer}/{tensor.kind} lies in none of the registered allocations")
-
-
-def _geometry(tensor: PagedTensor) -> tuple[int, ...]:
-    """Everything that determines where a tensor's bytes are, except its base."""
-    return (
-        tensor.group,
-        tensor.blocks,
-        tensor.block_stride,
-        len(tensor.heads),
-        tensor.head_stride,
-        tensor.tiles,
-        tensor.tile_tokens,
-        tensor.tile_stride,
-        tensor.cell_bytes,
-        tensor.element_bytes,
-        tensor.element_stride,
-    )
-
-
-def _evenly_spaced(tensors: Sequence[PagedTensor]) -> Iterator[list[PagedTensor]]:
-    """Tensors in ascending order, divided into runs of equal distances."""
-    run: list[PagedTensor] = []
-    for tensor in tensors:
-        if len(run) > 1 and tensor.base - run[-1].base != run[1].base - run[0].base:
-            yield run
-            run = []
-        run.append(tensor)
-    if run:
-        yield run
-
-
-def _stack(storage: torch.Tensor, run: Sequence[PagedTensor]) -> CellStack:
-    first = run[0]
-    whole = storage.untyped_storage()
-    element = first.element_bytes or first.cell_bytes
-    distance = run[1].base - first.base if len(run) > 1 else 0
-    shape = (len(run), first.blocks, len(first.heads), first.tiles, first.cell_bytes // element, element)
-    strides = (distance, first.block_stride, first.head_stride, first.tile_stride, first.element_stride, 1)
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(whole)
-    return CellStack(first.group, first.tile_tokens, flat.as_strided(shape, strides, first.base - whole.data_ptr()))
-
 
 _WHOLE_BLOCK = 1 << 31
 _GAPS_PER_GROUP = 2
@@ -115,37 +38,56 @@ class Gap(NamedTuple):
     stop: int
 
 
-class _Cells(NamedTuple):
-    """Cells `[first, stop)` of one block, in every tensor and head of a stack."""
+class _Tiles(NamedTuple):
+    """The cells of tensors that share their block numbers: `tiles` of `tile_tokens` tokens in each block."""
 
-    stack: CellStack
-    block: int
-    first: int
-    stop: int
+    group: int
+    tile_tokens: int
+    tiles: int
+
+    @classmethod
+    def of(cls, tensor: PagedTensor) -> _Tiles:
+        return cls(tensor.group, tensor.tile_tokens, tensor.tiles)
+
+    def inside(self, gaps: Iterable[Gap]) -> Iterator[tuple[int, range]]:
+        """The blocks of the gaps, each with its cells that lie in the gap as a whole."""
+        for gap in gaps:
+            cells = range(-(-gap.first // self.tile_tokens), min(gap.stop // self.tile_tokens, self.tiles))
+            if gap.group == self.group and cells:
+                yield gap.block, cells
 
 
 class TailZeroing:
     """Zeroes the parts of loaded blocks that the load did not write: after its last token, and before its window.
 
     A cell that holds several tokens is not divided: only cells with no loaded token at all are zeroed.
+
+    Raises:
+        ValueError: a tensor in host memory lies in none of the storages.
     """
 
     def __init__(self, caches: KvCaches) -> None:
         self._clock = DeviceClock(caches.device)
-        self._stacks: dict[int, list[CellStack]] = {}
-        divisible = [tensor for tensor in caches.tensors if tensor.tiles > 1 and len(tensor.heads)]
-        stacks = stack_cells(divisible, caches.storages)
-        for stack in stacks:
-            self._stacks.setdefault(stack.group, []).append(stack)
-        self._zeros = torch.zeros(
-            max((stack.cells.shape[-1] for stack in stacks), default=1), dtype=torch.uint8, device=caches.device
-        )
         self._relayout: Relayout | None = None
-        if caches.device.type != "cpu":
-            whole_blocks = [Gap(group, 0, 0, _WHOLE_BLOCK) for group in self._stacks for _ in range(_GAPS_PER_GROUP)]
-            largest = self._table(self._cells(whole_blocks))
-            self._relayout = relayout_for([self._zeros], caches.storages, caches.device, largest)
-            synchronize(caches.device)  # the zeros are written on one stream and read on another
+        divisible = [tensor for tensor in caches.tensors if tensor.tiles > 1 and len(tensor.heads)]
+        if caches.device.type == "cpu":
+            self._cells: dict[_Tiles, list[NDArray[np.uint8]]] = {}
+            for tensor in divisible:
+                self._cells.setdefault(_Tiles.of(tensor), []).append(_cells(tensor, caches.storages))
+            return
+        run = max((_element_bytes(tensor) for tensor in divisible), default=1)
+        self._zeros = torch.zeros(run, dtype=torch.uint8, device=caches.device)
+        kinds: dict[tuple[_Tiles, Shape], int] = {}
+        rows = [
+            (self._zeros.data_ptr(), tensor.base, kinds.setdefault((_Tiles.of(tensor), _shape(tensor)), len(kinds)), 0)
+            for tensor in divisible
+        ]
+        self._tiles = [tiles for tiles, _ in kinds]
+        self._pieces = Pieces(tuple(shape for _, shape in kinds), np.array(rows, dtype=np.int64).reshape(-1, 4))
+        groups = {tiles.group for tiles in self._tiles}
+        largest = self._table([Gap(group, 0, 0, _WHOLE_BLOCK) for group in groups] * _GAPS_PER_GROUP)
+        self._relayout = relayout_for([self._zeros], caches.storages, caches.device, largest)
+        synchronize(caches.device)  # the zeros are written on one stream and read on another
 
     def mark(self) -> DeviceMark:
         """A mark that is reached when everything that `zero` has launched so far is done."""
@@ -163,44 +105,53 @@ class TailZeroing:
         Returns:
             A mark that is reached when it is done; None when there is nothing to zero.
         """
-        cells = list(self._cells(gaps(units, groups, request)))
-        if not cells:
-            return None
-        if self._relayout is None:
-            for stack, block, first, stop in cells:
-                # With numpy: torch would divide the work among its own threads, which then spin while they wait.
-                stack.cells.numpy()[:, block, :, first:stop] = 0
-            return self.mark()
-        table = self._table(cells)
-        return self._relayout.try_start(table) or _Waiting(self._relayout, table)
+        found = list(gaps(units, groups, request))
+        if self._relayout is not None:
+            table = self._table(found)
+            return (self._relayout.try_start(table) or _Waiting(self._relayout, table)) if len(table.units) else None
+        is_any = False
+        for tiles, memories in self._cells.items():
+            for block, cells in tiles.inside(found):
+                is_any = True
+                for memory in memories:
+                    # With numpy: torch would divide the work among its own threads, which then spin while they wait.
+                    memory[block, :, cells.start : cells.stop] = 0
+        return self.mark() if is_any else None
 
-    def _cells(self, gaps: Iterable[Gap]) -> Iterator[_Cells]:
-        """The whole cells in the gaps."""
-        for gap in gaps:
-            for stack in self._stacks.get(gap.group, ()):
-                first, stop = -(-gap.first // stack.tile_tokens), gap.stop // stack.tile_tokens
-                if first < stop:
-                    yield _Cells(stack, gap.block, first, min(stop, stack.cells.shape[3]))
+    def _table(self, gaps: Sequence[Gap]) -> WaveTable:
+        """The table that copies zeros into the cells in the gaps: a unit is one cell, in all heads of a tensor."""
+        ranges: list[tuple[int, int]] = []
+        units: list[tuple[int, int, int, int]] = []
+        for tiles in self._tiles:
+            first = len(units)
+            units += [(0, 0, block, cell) for block, cells in tiles.inside(gaps) for cell in cells]
+            ranges.append((first, len(units)))
+        return WaveTable(self._pieces, tuple(ranges), np.array(units, dtype=np.int32).reshape(-1, 4))
 
-    def _table(self, cells: Iterable[_Cells]) -> WaveTable:
-        """The table that copies zeros into cells: one piece and one unit for each of them."""
-        shapes: dict[Shape, int] = {}
-        rows: list[tuple[int, ...]] = []
-        units: list[tuple[int, ...]] = []
-        for unit, (stack, block, first, stop) in enumerate(cells):
-            tensors, _, heads, _, elements, run = stack.cells.shape
-            apart, block_stride, head_stride, tile_stride, element_stride, _ = stack.cells.stride()
-            axes = [
-                Axis(tensors, 0, apart),
-                Axis(heads, 0, head_stride),
-                Axis(stop - first, 0, tile_stride),
-                Axis(elements, 0, element_stride),
-            ]
-            shape = shapes.setdefault(Shape.of(axes, run, destination_unit_stride=(block_stride, 0)), len(shapes))
-            start = stack.cells.data_ptr() + first * tile_stride
-            rows.append((self._zeros.data_ptr(), start, shape, unit, unit + 1, 0))
-            units.append((0, 0, block, 0))
-        return WaveTable.of(tuple(shapes), rows, units)
+
+def _element_bytes(tensor: PagedTensor) -> int:
+    return tensor.element_bytes or tensor.cell_bytes
+
+
+def _shape(tensor: PagedTensor) -> Shape:
+    """One cell in all heads of a tensor, from zeros; its position in the block is its number."""
+    elements = tensor.cell_bytes // _element_bytes(tensor)
+    axes = [Axis(len(tensor.heads), 0, tensor.head_stride), Axis(elements, 0, tensor.element_stride)]
+    unit_stride = (tensor.block_stride, tensor.tile_stride)
+    return Shape.of(axes, _element_bytes(tensor), destination_unit_stride=unit_stride)
+
+
+def _cells(tensor: PagedTensor, storages: Sequence[torch.Tensor]) -> NDArray[np.uint8]:
+    """A tensor in host memory, uint8 `[blocks, heads, tiles, elements, element_bytes]`, sharing the caches' memory."""
+    element_bytes = _element_bytes(tensor)
+    counts = (tensor.blocks, len(tensor.heads), tensor.tiles, tensor.cell_bytes // element_bytes, element_bytes)
+    strides = (tensor.block_stride, tensor.head_stride, tensor.tile_stride, tensor.element_stride, 1)
+    for storage in storages:
+        whole = torch.empty(0, dtype=torch.uint8).set_(storage.untyped_storage()).numpy()
+        offset = tensor.base - whole.ctypes.data
+        if 0 <= offset < len(whole):
+            return np.ndarray(counts, dtype=np.uint8, buffer=whole, offset=offset, strides=strides)
+    raise ValueError(f"{tensor.layer}/{tensor.kind} lies in none of the registered allocations")
 
 
 class _Waiting:

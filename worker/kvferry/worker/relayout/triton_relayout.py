@@ -23,12 +23,8 @@ _LEAST_TABLE_BYTES = 16 << 10
 
 
 def room_for(largest: WaveTable) -> int:
-    """Bytes for the table of any wave with as many pieces, units and chunks as `largest`, without conversions.
-
-    Pieces of one shape can differ in width, and each width (1, 2, 4, 8, 16) has a row.
-    """
-    compiled = DeviceTable.of(largest, DevicePieces.of(largest.pieces), TILE)
-    return max(_LEAST_TABLE_BYTES, compiled.num_bytes + 2 * 5 * compiled.shapes.nbytes)
+    """Bytes for the table of any wave of the same pieces with no more units for each of them than `largest`."""
+    return max(_LEAST_TABLE_BYTES, DeviceTable.of(largest, DevicePieces.of(largest.pieces), TILE).num_bytes)
 
 
 @dataclass(slots=True, eq=False)

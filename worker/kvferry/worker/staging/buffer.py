@@ -73,7 +73,7 @@ def relayout_for(
     """The relayout for a device, ready to be used: kernels are compiled now. Either side may be host memory.
 
     Args:
-        largest: a table with as many pieces, units and chunks as any wave will have; None for the pool's waves.
+        largest: a table of the pieces of all waves, with as many units as any will have; None for the pool's waves.
     """
     if device.type == "cuda":
         from kvferry.worker.relayout.triton_relayout import TABLE_BYTES, TritonRelayout, room_for
