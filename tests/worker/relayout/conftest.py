@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.worker.relayout.runners import Interpreter, Runner, interpreter, on_cuda, reference, reference_on_cuda
+from tests.worker.relayout.runners import Interpreter, Runner, interpreter, on_cuda, reference
 
-IMPLEMENTATIONS = ("reference", "interpreter", "cuda", "reference on cuda")
+IMPLEMENTATIONS = ("reference", "interpreter", "cuda")
 
 
 @pytest.fixture(scope="session")
@@ -30,4 +30,4 @@ def run(request: pytest.FixtureRequest) -> Runner:
         return found
     if not torch.cuda.is_available():
         pytest.skip("NO CUDA DEVICE: the compiled kernel was not run on this machine")
-    return on_cuda if request.param == "cuda" else reference_on_cuda
+    return on_cuda

@@ -69,11 +69,6 @@ def on_cuda(case: Case) -> Outcome:
     return run_here(case, TritonRelayout, torch.device("cuda", 0))
 
 
-def reference_on_cuda(case: Case) -> Outcome:
-    """Plain torch on the first GPU."""
-    return run_here(case, ReferenceRelayout, torch.device("cuda", 0))
-
-
 def _interpret(pipe: Connection) -> None:
     from kvferry.worker.relayout.triton_relayout import TritonRelayout
 
