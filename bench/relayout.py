@@ -24,7 +24,7 @@ import torch
 
 from bench.figures import Chart, Results, Series, Table, Target, publish
 from bench.provenance import begin
-from bench.relayout_waves import Memory, Setup, layer_by_layer, setups, shuffled, waves
+from bench.relayout_waves import Memory, Setup, layer_by_layer, moved_bytes, setups, shuffled, waves
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.reference import ReferenceRelayout
 from kvferry.worker.relayout.wave_table import WaveTable
@@ -98,7 +98,7 @@ def measure(setup: Setup, layers: int, tokens: int, pool_bytes: int, device: tor
     rounds = max(1, -(-_L2_FACTOR * l2_bytes // request_bytes))
     memory = Memory.of(setup, layers, pool_bytes, rounds * request_blocks, device)
     tables = [table for turn in range(rounds) for table in waves(setup, memory, tokens, turn * request_blocks)]
-    moved = sum(sum(table.num_bytes) for table in tables)
+    moved = sum(map(moved_bytes, tables))
 
     relayout = _make(memory)
     before = relayout.launches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape
-from kvferry.worker.relayout.wave_table import Pieces, WaveTable
+from kvferry.worker.relayout.wave_table import SHAPE, Pieces, WaveTable
 
 HEADS, DIM = 8, 128
 TO_FLOAT8 = Conversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3)
@@ -183,3 +184,12 @@ def _resized(blocks: torch.Tensor, tokens: int) -> torch.Tensor:
         joined = blocks.view(-1, tokens // have, heads, have, dim).transpose(1, 2)
         return joined.reshape(-1, heads, tokens, dim)
     return blocks.view(count, heads, have // tokens, tokens, dim).transpose(1, 2).reshape(-1, heads, tokens, dim)
+
+
+def moved_bytes(table: WaveTable) -> int:
+    """Bytes that a wave reads, and bytes that it writes, without its table."""
+    pieces = ((table.pieces.shapes[piece], *table.ranges[piece]) for piece in table.rows[:, SHAPE].tolist())
+    return sum(
+        (stop - first) * shape.run * math.prod(axis.steps for axis in shape.axes) * sum(shape.element_bytes)
+        for shape, first, stop in pieces
+    )

@@ -138,11 +138,6 @@ def test_an_idle_process_with_two_agents_takes_next_to_no_cpu(config: dict[str, 
     assert answer_of(IDLE.replace("CONFIG", repr(config))) < MAX_IDLE_CORES
 
 
-def test_a_progress_interval_that_would_spin_is_refused() -> None:
-    with pytest.raises(FabricUnavailable, match="progress_interval_us is 0"):
-        NixlFabric("spinner", AgentConfig(progress_interval_us=0))
-
-
 BINDINGS = """
 import json, sys
 sys.modules["BLOCKED"] = None

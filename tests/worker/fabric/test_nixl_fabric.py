@@ -211,11 +211,3 @@ def test_telemetry_counts_bytes_and_merged_descriptors_and_times_the_transfer() 
             assert 0 < reported.post_us <= reported.transfer_us
     assert seen["scattered"].descriptors == 4096
     assert seen["merged"].descriptors < 4096
-
-
-def test_without_capture_there_is_no_telemetry() -> None:
-    with pair_with(AgentConfig(capture_telemetry=False)) as pair:
-        transfer = pair.consumer.post_read(pair.local(), indices(0), pair.remote(), indices(0))
-        finish(pair.consumer, transfer)
-        assert np.array_equal(pair.source[:64], pair.target[:64])
-        assert pair.consumer.telemetry(transfer) is None

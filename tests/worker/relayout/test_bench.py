@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench.relayout_waves import Memory, Setup, layer_by_layer, setups, shuffled, waves
+from bench.relayout_waves import Memory, Setup, layer_by_layer, moved_bytes, setups, shuffled, waves
 
 from kvferry.worker.relayout.reference import ReferenceRelayout
 
@@ -33,5 +33,5 @@ def test_a_request_of_many_waves_reads_and_writes_all_of_its_bytes() -> None:
     memory = Memory.of(setup, 2, 8 * 1024 * 1024, 20, torch.device("cpu"))
     tables = list(waves(setup, memory, 320))
     assert len(tables) == 3
-    assert sum(table.num_bytes[0] for table in tables) == 320 * 2 * 2 * 8 * 128 * 2
+    assert sum(map(moved_bytes, tables)) == 2 * 320 * 2 * 2 * 8 * 128 * 2
     assert len({int(table.rows[0, 0]) for table in tables}) == 3, "each in its own part of the pool"

@@ -22,7 +22,7 @@ def test_the_example_of_the_docstring() -> None:
     shape = Shape.of([Axis(2, 128, 32), Axis(4, 32, 64), Axis(2, 16, 16)], 16)
     assert shape.axes == (Axis(4, 32, 64), Axis(2, 128, 32))
     assert shape.run == 32
-    assert (shape.runs_per_unit, shape.unit_bytes, shape.extents) == (8, (256, 256), (256, 256))
+    assert shape.extents == (256, 256)
 
 
 def test_equal_dense_sides_are_one_run() -> None:
@@ -37,7 +37,7 @@ def test_axes_that_continue_one_another_but_not_the_run_are_one() -> None:
 
 def test_with_a_conversion_a_run_grows_where_each_sides_stride_is_of_its_own_elements() -> None:
     shape = Shape.of([Axis(4, 16, 8)], 8, conversion=TO_FLOAT8)
-    assert (shape.axes, shape.run, shape.unit_bytes) == ((), 32, (64, 32))
+    assert (shape.axes, shape.run) == ((), 32)
     assert Shape.of([Axis(4, 16, 16)], 8, conversion=TO_FLOAT8).axes == (Axis(4, 16, 16),)
 
 

@@ -32,7 +32,7 @@ from kvferry.worker.fabric.errors import FabricUnavailable, InvalidMetadata, Inv
 logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_US = 20_000
-"""Default for the progress thread: event driven, woken at least this often; 0.2 % of a core."""
+"""The progress thread is event driven, and woken at least this often; 0.2 % of a core. With 0 it would spin."""
 
 _SHARED_MEMORY = frozenset({"sm", "shm", "mm", "posix", "sysv", "xpmem"})
 _ALL_SHARED_MEMORY = frozenset({"sm", "shm", "mm"})
@@ -48,15 +48,11 @@ class AgentConfig:
     backends: NIXL plugins, in order. num_threads: extra threads of the UCX backend, 0 for none (see NIXL).
     progress_thread: serve peers, and send messages, also while the agent is not called. Without it a message that was
     sent before the connection stands leaves only while something is polled here (seen: never, on an idle sender).
-    progress_interval_us: at most this long between two rounds of that thread; at least 1, since 0 makes it spin.
-    capture_telemetry: time every transfer.
     """
 
     backends: tuple[str, ...] = ("UCX",)
     progress_thread: bool = True
-    progress_interval_us: int = PROGRESS_INTERVAL_US
     num_threads: int = 0
-    capture_telemetry: bool = True
 
 
 def ucx_defaults(environ: Mapping[str, str]) -> dict[str, str]:
@@ -162,19 +158,15 @@ class NixlErrors:
 def make_agent(bindings: ModuleType, agent_name: str, config: AgentConfig) -> Any:
     """The raw agent, with its backends started.
 
-    Raises `FabricUnavailable` for a configuration that would spin, and if a backend is not installed or does not
-    start, as with `UCX_TLS` settings that leave it no transport.
+    Raises `FabricUnavailable` if a backend is not installed or does not start, as with `UCX_TLS` settings that leave it
+    no transport.
     """
-    if config.progress_interval_us < 1:
-        raise FabricUnavailable(
-            "make agent", f"progress_interval_us is {config.progress_interval_us}; expected at least 1"
-        )
     raw = bindings.nixlAgentConfig()
     raw.useProgThread = config.progress_thread
     raw.useListenThread = False
     raw.syncMode = bindings.NIXL_THREAD_SYNC_NONE
-    raw.pthrDelay = config.progress_interval_us
-    raw.captureTelemetry = config.capture_telemetry
+    raw.pthrDelay = PROGRESS_INTERVAL_US
+    raw.captureTelemetry = True
     try:
         agent = bindings.nixlAgent(agent_name, raw)
         installed = agent.getAvailPlugins()

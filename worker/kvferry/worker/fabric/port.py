@@ -247,7 +247,7 @@ class Fabric(Protocol):
         ...
 
     def telemetry(self, transfer: Transfer) -> TransferTelemetry | None:
-        """Telemetry of a transfer that is DONE and not released; None before, for an empty one, or if not captured."""
+        """Telemetry of a transfer that is DONE and not released; None before, for an empty one, or if NIXL has none."""
         ...
 
     def release(self, handle: Transfer | LocalDescriptors | RemoteDescriptors) -> None:

@@ -28,7 +28,6 @@ The *value* of an element is `value = stored · scale`. Converting is, in float3
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -165,21 +164,11 @@ class Shape:
         return (self.conversion.source.num_bytes, self.conversion.destination.num_bytes)
 
     @property
-    def runs_per_unit(self) -> int:
-        return math.prod(axis.steps for axis in self.axes)
-
-    @property
     def scale_rows(self) -> int:
         """Rows of the table of scales that a piece of this shape uses; 0 without a conversion."""
         if self.conversion is None:
             return 0
         return 1 + sum(axis.steps - 1 for axis in self.axes if axis.scaled)
-
-    @property
-    def unit_bytes(self) -> tuple[int, int]:
-        """Bytes of one unit that are read, and that are written."""
-        elements = self.run * self.runs_per_unit
-        return (elements * self.element_bytes[0], elements * self.element_bytes[1])
 
     @property
     def extents(self) -> tuple[int, int]:

@@ -141,14 +141,6 @@ class WaveTable:
         rows[:, SOURCE] += self.shifts * self.pieces.source_strides[self.which]
         return rows
 
-    @cached_property
-    def num_bytes(self) -> tuple[int, int]:
-        """Bytes that the wave reads, and bytes that it writes, without its tables."""
-        shapes = zip(self.pieces.shapes, self.ranges, strict=True)
-        of_shape = [[size * (stop - first) for size in shape.unit_bytes] for shape, (first, stop) in shapes]
-        total = np.array(of_shape, dtype=np.int64).reshape(-1, 2)[self.pieces.rows[self.which, SHAPE]].sum(axis=0)
-        return (int(total[0]), int(total[1]))
-
     def reaches(self) -> list[tuple[Span, Span] | None]:
         """For each shape the offsets from a piece's address at which its units begin, in the source and in the
         destination, as if all blocks had all positions; None without units."""
