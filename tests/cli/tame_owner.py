@@ -7,10 +7,9 @@ import os
 import msgspec
 
 from kvferry.cli.transfer.child import Pipe, play
-from kvferry.cli.transfer.messages import Connect, Offer, OfferedMemory, Reads, ReadsFailed
+from kvferry.cli.transfer.messages import Connect, Offer, Reads, ReadsFailed
 
-MEMORY = OfferedMemory(kind="DRAM", address=4096, length=4096, seed=1)
-OFFER = Offer(host="p0", agent_metadata=b"m", memories=(MEMORY,), no_cuda="")
+OFFER = Offer(host="p0", agent_metadata=b"m", kind="DRAM", address=4096, length=4096, seed=1)
 READS = Reads(
     kind="DRAM",
     num_bytes=65536,

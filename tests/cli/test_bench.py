@@ -194,7 +194,7 @@ def test_sizes_are_powers_of_four_and_cases_of_several_runs_are_scattered_too() 
 def test_the_table_distinguishes_wrong_and_right_rows(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = msgspec.structs.replace(READS, wrong=3, first_wrong=17, kind="VRAM", p50_us=655.36)
     measured = Measured(first_contact_ms=1.0, reads=(READS, wrong))
-    print_outcome(Outcome(OFFER, OFFER, "rc", measured))
+    print_outcome(Outcome(OFFER.host, "rc", measured))
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "host 64 KiB 4 9 2 32.8 123 right" in rows
     assert "GPU 64 KiB 4 9 0.1 655 123 3 of 786432 WRONG, the first at 17" in rows

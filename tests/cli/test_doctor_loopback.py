@@ -34,7 +34,7 @@ SCATTERED = msgspec.structs.replace(LARGE, descriptors=1024, p50_us=1e6)
 def outcome(lanes: str = "am(tcp/lo cma)", **changes: Any) -> Outcome:
     largest = msgspec.structs.replace(LARGE, **changes)
     measured = Measured(first_contact_ms=5.0, reads=(SMALL, largest, SCATTERED))
-    return Outcome(OFFER, OFFER, lanes, measured)
+    return Outcome(OFFER.host, lanes, measured)
 
 
 def by_check(findings: list[Finding]) -> dict[str, Finding]:

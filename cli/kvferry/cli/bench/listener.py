@@ -38,7 +38,6 @@ from kvferry.scheduler.state import Counters
 SILENT_S = 20.0
 """A client that is silent for so long is gone; it sends a message every 2 s."""
 _POLL_MS = 50
-_MOST_FAILURES = 3
 
 
 @dataclass(slots=True)
@@ -86,7 +85,6 @@ class BenchListener:
             raise InvalidArgument("--listen", f"{host}:{port}", f"an address here, its port free ({refused})") from None
         secured = f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
         self._where = f"{channel_address(host, port).removeprefix('tcp://')} {secured}"
-        self._failures = 0
         self._announced = self._stopped = False
         self._status: int | None = None
         self._last = ("", "")
@@ -114,7 +112,7 @@ class BenchListener:
         try:
             message = turn.owner.take()
             if isinstance(message, Offer):
-                turn.offer, self._failures = message, 0
+                turn.offer = message
                 self._announce(message)
             if turn.join is not None and time.monotonic() >= turn.until_s:
                 raise ReadsFailed(f"no message for {SILENT_S:g} s")
@@ -122,13 +120,9 @@ class BenchListener:
                 raise ReadsFailed("its NIXL process hangs at its start")
         except ReadsFailed as failed:
             if turn.join is not None:
-                self._end_turn(2, cut(str(failed)))
+                self._end_turn(turn.join, 2, cut(str(failed)))
                 return
-            self._failures += 1
-            if not self._announced or self._failures >= _MOST_FAILURES:
-                raise ReadsFailed(f"there is no memory to read: {failed}; see `kvferry doctor`") from None
-            turn.owner.close()
-            self._turn = self._next_turn()
+            raise ReadsFailed(f"there is no memory to read: {failed}; see `kvferry doctor`") from None
 
     def close(self) -> None:
         """Free the port and end the owner."""
@@ -141,20 +135,16 @@ class BenchListener:
         turn.owner.send(self._task)
         return turn
 
-    def _end_turn(self, status: int, how: str) -> None:
-        if self._turn.join is not None:
-            self._report(f"{self._turn.join.host} is gone: {how}")
-            self._last = (self._turn.join.session, how)
-        self._status = status
+    def _end_turn(self, join: Join, status: int, how: str) -> None:
+        self._report(f"{join.host} is gone: {how}")
+        self._last, self._status = (join.session, how), status
         self._turn.owner.close()
         self._turn = self._next_turn()
 
     def _announce(self, offer: Offer) -> None:
         if not self._announced:
             self._announced = True
-            kinds = " and ".join(memory.kind for memory in offer.memories)
-            without = f" ({offer.no_cuda})" if offer.no_cuda else ""
-            self._report(f"listening on {self._where}, with {kinds}{without}")
+            self._report(f"listening on {self._where}, with {offer.kind}")
 
     def _answer(self, asker: bytes, frame: bytes) -> None:
         try:
@@ -190,8 +180,8 @@ class BenchListener:
         turn.until_s = time.monotonic() + SILENT_S
         if isinstance(message, Leave):
             if not message.complete:
-                self._end_turn(2, "it gave up")
+                self._end_turn(turn.join, 2, "it gave up")
             else:
                 right = "every byte was right" if not message.wrong else f"{message.wrong} bytes were WRONG"
-                self._end_turn(int(message.wrong > 0), right)
+                self._end_turn(turn.join, int(message.wrong > 0), right)
         return Noted()

@@ -8,7 +8,6 @@ import msgspec
 
 from kvferry.cli.formatting import binary_bytes, print_line, print_table
 from kvferry.cli.transfer.child import Outcome
-from kvferry.cli.transfer.messages import Offer
 
 SCHEMA = 1
 _COLUMNS = ("memory", ">size", ">descriptors", ">reads", ">GB/s", ">p50 µs", ">p99 µs", "bytes")
@@ -21,9 +20,8 @@ def as_json(outcome: Outcome) -> dict[str, object]:
     return {
         "kvferry_bench": SCHEMA,
         "right": not measured.wrong,
-        "listener": outcome.theirs.host,
+        "listener": outcome.host,
         "transports": outcome.lanes,
-        "no_cuda": {side: end.no_cuda for side, end in _ends(outcome) if end.no_cuda},
         "first_contact_ms": measured.first_contact_ms,
         "reads": [{**msgspec.to_builtins(reads), "gb_s": reads.gb_s} for reads in measured.reads],
     }
@@ -35,10 +33,6 @@ def print_outcome(outcome: Outcome) -> None:
     print()
     for line in _lines(outcome):
         print_line(line)
-
-
-def _ends(outcome: Outcome) -> tuple[tuple[str, Offer], ...]:
-    return ("here", outcome.mine), ("listener", outcome.theirs)
 
 
 def _rows(outcome: Outcome) -> Iterator[list[str]]:
@@ -61,11 +55,8 @@ def _us(time_us: float) -> str:
 
 def _lines(outcome: Outcome) -> Iterator[str]:
     measured = outcome.measured
-    yield f"listener {outcome.theirs.host}, over {outcome.lanes or 'transports that UCX does not name'}"
+    yield f"listener {outcome.host}, over {outcome.lanes or 'transports that UCX does not name'}"
     yield f"first contact {measured.first_contact_ms:.1f} ms"
-    for side, end in _ends(outcome):
-        if end.no_cuda:
-            yield f"no GPU memory {'here' if side == 'here' else 'at the listener'}: {end.no_cuda}"
     checked = sum(reads.checked for reads in measured.reads)
     if measured.wrong:
         yield f"{measured.wrong} of {checked} bytes are WRONG: do not run engines over this"

@@ -175,15 +175,9 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The results.
+    """The results. `host`: the owner's; `lanes`: the transports, as UCX names them."""
 
-    Attributes:
-        mine, theirs: the reader's and the owner's agent and memory.
-        lanes: the transports, as UCX names them.
-    """
-
-    mine: Offer
-    theirs: Offer
+    host: str
     lanes: str
     measured: Measured
 
@@ -221,4 +215,4 @@ def measure(
         elif now_s - received_s > task.timeout_s + _GRACE_S:
             raise ReadsFailed(f"NIXL hangs: no result for {now_s - received_s:.0f} s", late=True)
         idle()
-    return Outcome(mine, theirs, reader.lanes(), message)
+    return Outcome(theirs.host, reader.lanes(), message)

@@ -53,25 +53,22 @@ class Memory:
         return found
 
 
-def registered_memories(fabric: Fabric, device: Device, length: int) -> tuple[list[Memory], str]:
-    """Registered memory of each requested and available kind; and why there is none on a GPU, `""` if there is.
+def registered_memory(fabric: Fabric, device: Device, length: int) -> Memory:
+    """Registered memory; `auto`: on GPU 0 if torch sees one, else in the host.
 
     Raises:
-        ReadsFailed: GPU memory was requested, and there is none.
+        ReadsFailed: there is no GPU memory.
         FabricUnavailable: host memory could not be registered.
     """
-    found = [] if device == "cuda" else [Memory(fabric, "DRAM", length)]
-    if device == "cpu":
-        return found, ""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return Memory(fabric, "DRAM", length)
     try:
         if not torch.cuda.is_available():
             raise RuntimeError(f"torch {torch.__version__} sees no CUDA device")
-        return [*found, Memory(fabric, "VRAM", length)], ""
+        return Memory(fabric, "VRAM", length)
     except (RuntimeError, KvferryError) as refused:
         reason = " ".join(str(refused).split())[:_MOST_REASON]
-        if device == "cuda":
-            raise ReadsFailed(f"no GPU memory here ({reason}); --device cpu leaves it out") from None
-        return found, reason
+        raise ReadsFailed(f"no GPU memory here ({reason}); --device cpu does without") from None
 
 
 def rows_of(kind: Kind, address: int, length: int, run_bytes: int) -> DescriptorRows:

@@ -35,7 +35,6 @@ MAX_FRAME_BYTES = 160 << 10
 
 Metadata = Annotated[bytes, Meta(min_length=1, max_length=128 << 10)]
 Length = Annotated[int, Meta(ge=MIN_BYTES, le=MAX_BYTES)]
-Reason = Annotated[str, Meta(max_length=512, pattern=r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]*\Z")]
 Kind = Literal["DRAM", "VRAM"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -49,7 +48,7 @@ class ReadsFailed(KvferryError):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, tag="task"):
-    """To a child: the kinds and bytes of memory, the time to measure a case, the timeout of a read, in seconds."""
+    """To a child: the kind and bytes of memory, the time to measure a case, the timeout of a read, in seconds."""
 
     device: Device
     max_bytes: Length
@@ -57,23 +56,16 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, tag="task"):
     timeout_s: float = 0.0
 
 
-class OfferedMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that may be read: `length` bytes, which are `kvferry.cli.transfer.memory.content(seed, length)`."""
-
-    kind: Kind
-    address: Address
-    length: Length
-    seed: Annotated[int, Meta(ge=0, lt=2**62)]
-
-
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="bench offer"):
-    """A child's agent and memory. `no_cuda`: why none is on a GPU, empty if some is or none was requested."""
+    """A child's agent, and memory that may be read: `length` bytes, which are `memory.content(seed, length)`."""
 
     version: Positive = VERSION
     host: Text
     agent_metadata: Metadata
-    memories: Annotated[tuple[OfferedMemory, ...], Meta(min_length=1, max_length=2)]
-    no_cuda: Reason
+    kind: Kind
+    address: Address
+    length: Length
+    seed: Annotated[int, Meta(ge=0, lt=2**62)]
 
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):

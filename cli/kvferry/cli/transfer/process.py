@@ -10,19 +10,17 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvferry.cli.formatting import binary_bytes, counted
 from kvferry.cli.transfer.child import Pipe, play
-from kvferry.cli.transfer.memory import Bytes, Memory, content, count_wrong, registered_memories, rows_of
+from kvferry.cli.transfer.memory import Memory, content, count_wrong, registered_memory, rows_of
 from kvferry.cli.transfer.messages import (
     MIN_BYTES,
     Connect,
     Measured,
     Offer,
-    OfferedMemory,
     Progress,
     Reads,
     ReadsFailed,
@@ -47,22 +45,23 @@ def run(pipe: Pipe) -> None:
     if not isinstance(task, Task):
         return
     fabric = NixlFabric(f"kvferry-bench-{secrets.token_hex(8)}")
-    memories, no_cuda = registered_memories(fabric, task.device, task.max_bytes)
-    offered = []
-    for memory in memories:
-        seed = secrets.randbits(62)
-        memory.write(content(seed, memory.length))
-        offered.append(OfferedMemory(kind=memory.kind, address=memory.address, length=memory.length, seed=seed))
+    memory, seed = registered_memory(fabric, task.device, task.max_bytes), secrets.randbits(62)
+    memory.write(content(seed, memory.length))
     mine = Offer(
         host=socket.gethostname()[:256] or "unnamed",
         agent_metadata=fabric.metadata(),
-        memories=tuple(offered),
-        no_cuda=no_cuda,
+        kind=memory.kind,
+        address=memory.address,
+        length=memory.length,
+        seed=seed,
     )
     pipe.send(mine)
     asked = pipe.take()
     if isinstance(asked, Offer):
-        read_all(pipe, task, fabric, memories, asked)
+        if asked.kind != memory.kind:
+            raise ReadsFailed(f"the listener offers {asked.kind}, and here is {memory.kind}; see --device of both")
+        pipe.send(Progress(what="first contact"))
+        pipe.send(_Reader(pipe, task, fabric, memory, asked).measure())
     elif isinstance(asked, Connect):
         fabric.add_peer(asked.agent_metadata)
         pipe.take()  # until the command closes it, which raises `EOFError`; NIXL's own thread serves the reader
@@ -82,63 +81,38 @@ def cases_of(max_bytes: int) -> list[tuple[int, int]]:
     return found
 
 
-def read_all(pipe: Pipe, task: Task, fabric: Fabric, memories: list[Memory], offer: Offer) -> None:
-    """Read each kind of memory that both sides have, and send the results."""
-    pairs = [_Pair.of(mine, theirs) for mine in memories for theirs in offer.memories if mine.kind == theirs.kind]
-    if not pairs:
-        there = ", ".join(theirs.kind for theirs in offer.memories)
-        raise ReadsFailed(f"no kind of memory on both sides: the listener has {there}; see --device of both")
-    pipe.send(Progress(what="first contact"))
-    pipe.send(_Measuring(pipe, task, fabric, offer, pairs).all())
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """Local and remote memory of one kind, the remote content, and the cases that it has room for."""
-
-    mine: Memory
-    theirs: OfferedMemory
-    expected: Bytes
-    cases: list[tuple[int, int]]
-
-    @classmethod
-    def of(cls, mine: Memory, theirs: OfferedMemory) -> _Pair:
-        length = min(mine.length, theirs.length) // RUN_BYTES * RUN_BYTES or MIN_BYTES
-        return cls(mine, theirs, content(theirs.seed, length), cases_of(length))
-
-
-class _Measuring:
+class _Reader:
     """One reader's measurements, in their order."""
 
-    def __init__(self, pipe: Pipe, task: Task, fabric: Fabric, offer: Offer, pairs: list[_Pair]) -> None:
-        self._pipe, self._task, self._fabric, self._pairs = pipe, task, fabric, pairs
-        self._cases = sum(len(pair.cases) for pair in pairs)
+    def __init__(self, pipe: Pipe, task: Task, fabric: Fabric, mine: Memory, theirs: Offer) -> None:
+        self._pipe, self._task, self._fabric, self._mine, self._theirs = pipe, task, fabric, mine, theirs
+        length = min(mine.length, theirs.length) // RUN_BYTES * RUN_BYTES or MIN_BYTES
+        self._expected, self._cases = content(theirs.seed, length), cases_of(length)
         self._done = 0
         self._reported_s = 0.0
         self._first_contact_ms = 0.0
         self._started_s = time.perf_counter()
-        self._peer = fabric.add_peer(offer.agent_metadata)
+        self._peer = fabric.add_peer(theirs.agent_metadata)
 
-    def all(self) -> Measured:
+    def measure(self) -> Measured:
         """Every case."""
         reads = []
-        for pair in self._pairs:
-            for num_bytes, run_bytes in pair.cases:
-                reads.append(self._reads(pair, num_bytes, run_bytes))
-                self._done += 1
+        for num_bytes, run_bytes in self._cases:
+            reads.append(self._reads(num_bytes, run_bytes))
+            self._done += 1
         return Measured(first_contact_ms=self._first_contact_ms, reads=tuple(reads))
 
-    def _reads(self, pair: _Pair, num_bytes: int, run_bytes: int) -> Reads:
+    def _reads(self, num_bytes: int, run_bytes: int) -> Reads:
         """Time reads. Before each one every byte is set wrong, after it every byte is compared; neither is timed."""
-        fabric, kind, descriptors = self._fabric, pair.mine.kind, num_bytes // run_bytes
-        total = max(len(pair.expected), run_bytes)
-        remote = fabric.prepare_remote(self._peer, rows_of(kind, pair.theirs.address, total, run_bytes))
-        local = fabric.prepare_local(rows_of(kind, pair.mine.address, num_bytes, run_bytes))
+        fabric, mine, kind, descriptors = self._fabric, self._mine, self._mine.kind, num_bytes // run_bytes
+        total = max(len(self._expected), run_bytes)
+        remote = fabric.prepare_remote(self._peer, rows_of(kind, self._theirs.address, total, run_bytes))
+        local = fabric.prepare_local(rows_of(kind, mine.address, num_bytes, run_bytes))
         # Scattered: NIXL would merge descriptors that are neighbours on both sides.
         order = np.random.default_rng(num_bytes).permutation(total // run_bytes)
         picked = order[:descriptors].astype(np.int32) if descriptors > 1 else np.zeros(1, np.int32)
         targets = np.arange(descriptors, dtype=np.int32)
-        expected = pair.expected.reshape(-1, run_bytes)[picked].ravel()
+        expected = self._expected.reshape(-1, run_bytes)[picked].ravel()
         untouched = ~expected
         what = f"a read of {binary_bytes(num_bytes)} of {kind} in {counted(descriptors, 'descriptor')}"
         taken_s: list[float] = []
@@ -147,7 +121,7 @@ class _Measuring:
         try:
             while len(taken_s) < LEAST or (len(taken_s) < MOST and time.monotonic() <= end_s):
                 self._report(what)
-                pair.mine.write(untouched)
+                mine.write(untouched)
                 started_s = time.perf_counter()
                 transfer = fabric.post_read(local, targets, remote, picked)
                 # No pauses: those of an engine's transfer thread are not the fabric's.
@@ -158,7 +132,7 @@ class _Measuring:
                 fabric.release(transfer)
                 self._first_contact_ms = self._first_contact_ms or (ended_s - self._started_s) * 1e3
                 taken_s.append(ended_s - started_s)
-                checked.append(count_wrong(pair.mine.read(num_bytes), expected))
+                checked.append(count_wrong(mine.read(num_bytes), expected))
         finally:
             fabric.release(local)
             fabric.release(remote)
@@ -180,7 +154,7 @@ class _Measuring:
         now_s = time.monotonic()
         if now_s - self._reported_s > _REPORT_S:
             self._reported_s = now_s
-            self._pipe.send(Progress(what=what, done=self._done, cases=self._cases))
+            self._pipe.send(Progress(what=what, done=self._done, cases=len(self._cases)))
 
 
 if __name__ == "__main__":
