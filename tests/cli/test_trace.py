@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.cli.trace.command import HANDOVERS_OF_A_TRACE, PAGE, PICTURE, TRACE
 from kvferry.cli.trace.report import format_time, short_id, ticks
-from kvferry.cli.trace.waterfall import Scale
+from kvferry.cli.trace.waterfall import LEFT, RIGHT, ZERO, Scale
 from kvferry.trace.events import LoadEnded
 from tests.cli.command import refused, run
 from tests.trace.example import write_example
@@ -249,6 +249,14 @@ def test_ticks_are_round_and_few() -> None:
 
 
 def test_each_side_of_the_zero_has_a_scale_of_its_own() -> None:
-    scale = Scale(left=0, zero=100, right=500, before_ns=50, after_ns=200)
+    scale = Scale(before_ns=50, after_ns=200)
     at_ns = (-60, -50, -25, 0, 100, 200, 201)
-    assert [scale.x(one) for one in at_ns] == [0, 0, 50, 100, 300, 500, 500]
+    assert [scale.x(one) for one in at_ns] == [
+        LEFT,
+        LEFT,
+        (LEFT + ZERO) / 2,
+        ZERO,
+        (ZERO + RIGHT) / 2,
+        RIGHT,
+        RIGHT,
+    ]

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.plan.picture import draw, palette
-from kvferry.cli.plan.picture_layout import RIGHT, TOP, arrange, patches
+from kvferry.cli.plan.picture import RIGHT, TOP, arrange, draw, palette
 from kvferry.cli.plan.sides import read_pair
 from kvferry.cli.plan.summary import PlanSummary, summarise
 from kvferry.cli.svg import element, text
@@ -101,25 +100,6 @@ def test_cards_are_below_each_other_inside_the_picture(summary: PlanSummary) -> 
         assert cards[-1].top + cards[-1].height == pytest.approx(scene.bottom)
         for above, below in itertools.pairwise(cards):
             assert below.top > above.top + above.height
-
-
-@pytest.mark.parametrize(
-    "name", ["TP 8 to TP 4", "pipelines", "MLA replicas", "context parallel", "64 ranks", "only states"]
-)
-def test_the_maps_of_the_consumers_are_filled_once_and_completely(name: str) -> None:
-    summary = summary_of(*PAIRS[name])
-    side = summary.consumer
-    for shard, reader in zip(side.workers, summary.workers, strict=True):
-        filled = patches(reader, side)
-        area = sum(patch.width * patch.height for patch in filled)
-        heads, layers = len(shard.heads) / side.heads, len(shard.layers) / side.layers
-        assert area == pytest.approx(heads * layers)
-        for one, other in itertools.combinations(filled, 2):
-            across = min(one.x + one.width, other.x + other.width) - max(one.x, other.x)
-            down = min(one.y + one.height, other.y + other.height) - max(one.y, other.y)
-            assert min(across, down) < 1e-9, "one lies on the other"
-        assert {patch.producer for patch in filled} == {flow.producer_worker for flow in reader.flows if flow.reads}
-        assert min(patch.x for patch in filled) == pytest.approx(shard.heads.start / side.heads)
 
 
 def test_every_producer_has_a_colour_of_its_own() -> None:

@@ -1,33 +1,22 @@
 """`--svg`: ranks, head ranges and flows at a glance.
 
 Producers are on the left, each with its own colour; consumers on the right. In a card, the small map is the whole
-model, heads from left to right and layers from top to bottom; the worker's part is filled, on the right with the
-colours of its producers. A band's width is its bytes; a hatched one is staged.
+model, heads from left to right and layers from top to bottom; the worker's part is filled. A band's width is
+proportional to its bytes, with one scale for the whole picture, chosen so that the bands of every worker fit along its
+card; a hatched one is staged.
 """
 
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kvferry.cli.formatting import counted, decimal_bytes, span, spans
-from kvferry.cli.plan.engine import format_group, sizes
-from kvferry.cli.plan.picture_layout import (
-    CARD_WIDTH,
-    LEFT,
-    RIGHT,
-    WIDTH,
-    Band,
-    Card,
-    Patch,
-    Scene,
-    arrange,
-    own_patch,
-    patches,
-)
-from kvferry.cli.plan.summary import PlanSummary
+from kvferry.cli.plan.engine import Shard, Side, format_group, format_tokens, sizes
+from kvferry.cli.plan.summary import Flow, PlanSummary, Reader
 from kvferry.cli.svg import document, element, text
-from kvferry.protocol.geometry import Interleave
 
 _INK, _MUTED, _FAINT, _LINE = "#0f172a", "#64748b", "#e2e8f0", "#94a3b8"
 _MAP_WIDTH, _MAP_HEIGHT = 92.0, 64.0
@@ -37,6 +26,53 @@ _HATCH = (
     '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="3" height="7" fill="#ffffff" fill-opacity="0.5"/></pattern></defs>'
 )
+
+
+TOP = 116.0
+CARD_WIDTH, FLOW_WIDTH, EDGE = 262.0, 500.0, 40.0
+LEFT = EDGE
+RIGHT = LEFT + CARD_WIDTH + FLOW_WIDTH
+WIDTH = RIGHT + CARD_WIDTH + EDGE
+CARD, COMPACT_CARD, COMPACT_FROM, GAP = 62.0, 26.0, 17, 8.0
+MARGIN = 5.0
+THINNEST = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One worker: its shard, and the top and height of its rectangle; left and width are those of the column."""
+
+    shard: Shard
+    top: float
+    height: float
+
+    @property
+    def middle(self) -> float:
+        return self.top + self.height / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Bytes that one consumer worker reads from one producer worker with one placing; `width` 0 for a release."""
+
+    producer: int
+    consumer: int
+    flow: Flow
+    placing: str
+    num_bytes: int
+    left_top: float
+    right_top: float
+    width: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The whole picture; cards are in the order of their engine's workers."""
+
+    left: tuple[Card, ...]
+    right: tuple[Card, ...]
+    bands: tuple[Band, ...]
+    bottom: float
 
 
 def draw(summary: PlanSummary) -> str:
@@ -52,11 +88,51 @@ def draw(summary: PlanSummary) -> str:
         *(_band(scene, band, colours[band.producer]) for band in sorted(scene.bands, key=lambda one: -one.width)),
         *_labels(scene),
     ]
-    for index, card in enumerate(scene.left):
-        parts += _card(card, LEFT, colours, [own_patch(index, summary.producer)], is_left=True)
-    for card, reader in zip(scene.right, summary.workers, strict=True):
-        parts += _card(card, RIGHT, colours, patches(reader, summary.consumer), is_left=False)
+    for card, colour in zip(scene.left, colours, strict=True):
+        parts += _card(card, summary.producer, LEFT, colour)
+    for card in scene.right:
+        parts += _card(card, summary.consumer, RIGHT, _MUTED)
     return document(WIDTH, height, [*parts, *_legend(scene)])
+
+
+def arrange(summary: PlanSummary) -> Scene:
+    """Compute the layout of a plan's picture."""
+    most = max(len(side.workers) for side in (summary.producer, summary.consumer))
+    height = most * ((CARD if most < COMPACT_FROM else COMPACT_CARD) + GAP) - GAP
+    left, right = _cards(summary.producer, height), _cards(summary.consumer, height)
+    return Scene(left, right, _bands(left, right, summary.workers), TOP + height)
+
+
+def _cards(side: Side, height: float) -> tuple[Card, ...]:
+    step = (height + GAP) / len(side.workers)
+    return tuple(Card(shard, TOP + index * step, step - GAP) for index, shard in enumerate(side.workers))
+
+
+def _bands(left: tuple[Card, ...], right: tuple[Card, ...], readers: tuple[Reader, ...]) -> tuple[Band, ...]:
+    """Bands, stacked along their cards and centred in them."""
+    found: list[tuple[int, int, Flow, str, int]] = []
+    for consumer, reader in enumerate(readers):
+        for flow in reader.flows:
+            for placing in sorted({read.placing for read in flow.reads}) or ["release"]:
+                num_bytes = sum(read.bytes for read in flow.reads if read.placing == placing)
+                found.append((flow.producer_worker, consumer, flow, placing, num_bytes))
+    sent, received = Counter[int](), Counter[int]()
+    for producer, consumer, _, _, num_bytes in found:
+        sent[producer] += num_bytes
+        received[consumer] += num_bytes
+    loads = [(left[index].height, load) for index, load in sent.items()]
+    loads += [(right[index].height, load) for index, load in received.items()]
+    scale = min(((height - 2 * MARGIN) / load for height, load in loads if load), default=0.0)
+    left_tops = [card.middle - sent[index] * scale / 2 for index, card in enumerate(left)]
+    right_tops = [card.middle - received[index] * scale / 2 for index, card in enumerate(right)]
+    bands = []
+    for producer, consumer, flow, placing, num_bytes in found:
+        width = max(THINNEST, num_bytes * scale) if num_bytes else 0.0
+        tops = (left_tops[producer], right_tops[consumer])
+        bands.append(Band(producer, consumer, flow, placing, num_bytes, *tops, width))
+        left_tops[producer] += width
+        right_tops[consumer] += width
+    return tuple(bands)
 
 
 def palette(count: int) -> list[str]:
@@ -123,38 +199,30 @@ def _labels(scene: Scene) -> Iterator[str]:
             yield text(content, RIGHT - 10, band.right_top + band.width / 2 + 3.5, 10, fill=_INK, text_anchor="end")
 
 
-def _card(card: Card, x: float, colours: list[str], filled: Sequence[Patch], *, is_left: bool) -> Iterator[str]:
-    """A worker's name and part, and its map: the whole model, with what it holds in the producers' colours."""
-    shard, own = card.shard, colours[filled[0].producer] if is_left else _MUTED
-    yield element("rect", x=x, y=card.top, width=CARD_WIDTH, height=card.height, rx=6, fill="#ffffff", stroke=_FAINT)
+def _card(card: Card, side: Side, x: float, colour: str) -> Iterator[str]:
+    """A worker's name and part, and its map: the whole model, with the part that it holds filled."""
+    shard, is_left, heads, layers = card.shard, x == LEFT, max(1, side.heads), max(1, side.layers)
+    tokens = f"tokens: {format_tokens(shard.interleave)}"
+    yield element(
+        "rect", x=x, y=card.top, width=CARD_WIDTH, height=card.height, rx=6, fill="#fff", stroke=_FAINT, hint=tokens
+    )
     if is_left:
-        yield element("rect", x=x + CARD_WIDTH - 5, y=card.top, width=5, height=card.height, rx=2, fill=own)
+        yield element("rect", x=x + CARD_WIDTH - 5, y=card.top, width=5, height=card.height, rx=2, fill=colour)
     at = x + 12 if is_left else x + _MAP_WIDTH + 26
     held = f"heads {span(shard.heads)} · layers {span(shard.layers)}"
     yield text(str(shard.place), at, card.middle - 1, 12, fill=_INK, font_weight=700)
     yield text(held, at, card.middle + 10, 10, fill=_MUTED)
-    left, strip = x + CARD_WIDTH - _MAP_WIDTH - 14 if is_left else x + 12, 6.0 if shard.interleave.ranks > 1 else 0.0
-    height = min(card.height - 8 - strip, _MAP_HEIGHT)
-    top = card.middle - (height + strip) / 2
+    left, height = x + CARD_WIDTH - _MAP_WIDTH - 14 if is_left else x + 12, min(card.height - 8, _MAP_HEIGHT)
+    top = card.middle - height / 2
     yield element("rect", x=left, y=top, width=_MAP_WIDTH, height=height, rx=2, fill="#f1f5f9")
-    for patch in filled:
-        yield element(
-            "rect",
-            x=left + patch.x * _MAP_WIDTH,
-            y=top + patch.y * height,
-            width=max(patch.width * _MAP_WIDTH, 0.5),
-            height=max(patch.height * height, 0.5),
-            fill=colours[patch.producer],
-        )
-    yield from _token_strip(shard.interleave, left, top + height + 2.5, own)
-
-
-def _token_strip(interleave: Interleave, left: float, top: float, colour: str) -> Iterator[str]:
-    """The tokens, if ranks share them: one box per rank, the worker's own filled."""
-    if interleave.ranks > 1:
-        box = _MAP_WIDTH / interleave.ranks
-        yield element("rect", x=left, y=top, width=_MAP_WIDTH, height=3.5, fill=_FAINT)
-        yield element("rect", x=left + interleave.rank * box, y=top, width=box, height=3.5, fill=colour)
+    yield element(
+        "rect",
+        x=left + shard.heads.start / heads * _MAP_WIDTH,
+        y=top + shard.layers.start / layers * height,
+        width=max(len(shard.heads) / heads * _MAP_WIDTH, 0.5),
+        height=max(len(shard.layers) / layers * height, 0.5),
+        fill=colour,
+    )
 
 
 def _legend(scene: Scene) -> Iterator[str]:
@@ -172,6 +240,5 @@ def _legend(scene: Scene) -> Iterator[str]:
         yield text(content, x + 36, y, 11.5, fill=_MUTED)
         x += 60 + 7 * len(content)
     yield text("width of a band: its bytes", x, y, 11.5, fill=_MUTED)
-    strip = any(card.shard.interleave.ranks > 1 for card in (*scene.left, *scene.right))
     about = "in each card the whole model: heads across, layers down; filled is what the worker holds"
-    yield text(f"{about}{'; the strip below: tokens' if strip else ''}", LEFT, y + 24, 11.5, fill=_MUTED)
+    yield text(about, LEFT, y + 24, 11.5, fill=_MUTED)

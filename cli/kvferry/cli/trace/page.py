@@ -6,24 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvferry.cli.formatting import decimal_bytes
-from kvferry.cli.svg import element, plain, text
+from kvferry.cli.svg import element, plain
 from kvferry.cli.trace.report import Report, format_time
-from kvferry.cli.trace.theme import style
-from kvferry.cli.trace.waterfall import (
-    RIGHT,
-    WIDTH,
-    Scale,
-    axis,
-    height_of,
-    legend,
-    row,
-    scale_for,
-    segments,
-    shown_workers,
-)
+from kvferry.cli.trace.waterfall import WIDTH, axis, height_of, legend, row, scale_for, style
 from kvferry.trace.timeline import Timeline
-
-_NAMES, _LANE = 76.0, 12.0
 
 
 def page(report: Report, shown: int) -> Iterator[str]:
@@ -50,7 +36,7 @@ def page(report: Report, shown: int) -> Iterator[str]:
 
 
 def _details(one: Timeline) -> str:
-    """Ids, phases and workers of a handover, and its path on a scale of its own."""
+    """Ids, phases and workers of a handover."""
     handover = one.handover
     lease = f"{handover.lease.boot} {handover.lease.epoch}" if handover.lease else ""
     ids = (
@@ -82,22 +68,8 @@ def _details(one: Timeline) -> str:
             _table(("id", ""), (each for each in ids if each[1])),
             _table(("phase", "lasted", "from"), phases),
             _table(heads, workers) if one.workers else "",
-            _magnified(one),
         )
     )
-
-
-def _magnified(one: Timeline) -> str:
-    lanes = [("", one.path), *((worker.load.process.place or "?", worker.spans) for worker in shown_workers(one))]
-    longest = max((span.ended_ns - one.zero_ns for _, spans in lanes for span in spans), default=0)
-    scale = Scale(_NAMES, _NAMES, RIGHT, 1, max(1, longest))
-    bottom = 22 + _LANE * len(lanes)
-    parts = list(axis(scale, 18, bottom))
-    for index, (place, spans) in enumerate(lanes):
-        y = 22 + _LANE * index
-        parts.append(text(place[:9], 16, y + 8, 10.5, class_="muted"))
-        parts += segments(spans, one.zero_ns, scale, y, _LANE - 3, f"{place} ".lstrip())
-    return _drawing(parts, bottom + 2)
 
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -2,7 +2,7 @@
 
 A row has the phases in their order, a line for the time that the producer held the blocks, and a thin bar for every
 worker. Left of the zero is the time before the prompt was computed, right of it the handover; each side has its own
-scale.
+scale. Waiting is pale or warm, work is saturated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from kvferry.cli.trace.report import (
     name_of,
     ticks,
 )
-from kvferry.cli.trace.theme import style
 from kvferry.trace.phases import Phase
 from kvferry.trace.timeline import Span, Timeline, WorkerSpans
 
@@ -30,31 +29,56 @@ RIGHT = 1052.0
 BAR, THIN, HELD, GAP = 17.0, 6.0, 3.0, 2.0
 MOST_WORKERS = 16
 """Most thin bars of one handover: those of the slowest workers."""
-_LEFT, _ZERO = 262.0, 432.0
+_COLOURS = {
+    Phase.PREFILL_QUEUE: "#bccbe4",
+    Phase.PREFILL: "#4c7fe0",
+    Phase.ROUTER: "#9b7be8",
+    Phase.DECODE_QUEUE: "#f3b62c",
+    Phase.ORDER: "#d8c9a3",
+    Phase.LOAD: "#3f9d6b",
+    Phase.QUEUED: "#fbe08b",
+    Phase.CONNECTING: "#ee7b30",
+    Phase.FENCE: "#dc4a4a",
+    Phase.POSTING: "#45c4b6",
+    Phase.READING: "#1f9150",
+    Phase.FENCE_AGAIN: "#9bc53d",
+    Phase.REPORT: "#e46aa7",
+    Phase.FIRST_STEP: "#8fa1b8",
+    Phase.HELD: "#6b7a90",
+}
+_DARK = {Phase.PREFILL, Phase.ROUTER, Phase.LOAD, Phase.FENCE, Phase.READING, Phase.HELD}
+"""Phases whose colour needs light text."""
+_STYLE = """
+.paper{fill:#ffffff}.ink{fill:#0f172a}.muted{fill:#5b6778}.bad{fill:#c02626}.grid{stroke:#dde3ea}.zero{stroke:#64748b}
+@media (prefers-color-scheme:dark){
+.paper{fill:#12161d}.ink{fill:#e8edf4}.muted{fill:#98a5b6}.bad{fill:#ff8a80}.grid{stroke:#2d3644}.zero{stroke:#7c8a9d}}
+"""
+LEFT, ZERO = 262.0, 432.0
 _PAD = 9.0
 _LETTER = 5.6
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The mapping of times to pixels.
+    """The mapping of times to pixels, by the time that fits on either side of the zero."""
 
-    Attributes:
-        left, zero, right: in pixels.
-        before_ns, after_ns: the time that fits on either side of the zero.
-    """
-
-    left: float
-    zero: float
-    right: float
     before_ns: float
     after_ns: float
 
     def x(self, at_ns: float) -> float:
         """The position of a time relative to the zero, clipped to the edges."""
         if at_ns < 0:
-            return max(self.left, self.zero + at_ns / self.before_ns * (self.zero - self.left))
-        return min(self.right, self.zero + at_ns / self.after_ns * (self.right - self.zero))
+            return max(LEFT, ZERO + at_ns / self.before_ns * (ZERO - LEFT))
+        return min(RIGHT, ZERO + at_ns / self.after_ns * (RIGHT - ZERO))
+
+
+def style() -> str:
+    """The CSS of every picture; it follows the system's light or dark mode."""
+    colours = [
+        f".p-{phase}{{fill:{colour}}}.on-{phase}{{fill:{'#ffffff' if phase in _DARK else '#111827'}}}"
+        for phase, colour in _COLOURS.items()
+    ]
+    return "".join((_STYLE, *colours))
 
 
 def scale_for(timelines: Sequence[Timeline]) -> Scale:
@@ -63,7 +87,7 @@ def scale_for(timelines: Sequence[Timeline]) -> Scale:
     ends = [span.ended_ns - one.zero_ns for one in timelines for span in (*one.to_load, *one.from_load)]
     ends += [worker.ended_ns - one.zero_ns for one in timelines for worker in one.workers]
     after = max(ends or [one.held.lasted_ns for one in timelines if one.held], default=0)
-    return Scale(_LEFT, _ZERO, RIGHT, max(1, before), max(1, after))
+    return Scale(max(1, before), max(1, after))
 
 
 def draw(timelines: Sequence[Timeline], of_all: int, notes: Sequence[str] = ()) -> str:
@@ -180,5 +204,5 @@ def _held(span: Span, zero_ns: int, scale: Scale, y: float) -> Iterator[str]:
     hint = f"held by the producer: {format_time(span.lasted_ns)}"
     yield element("rect", x=begun, y=y, width=max(ended - begun, 0.75), height=HELD, class_="p-held", hint=hint)
     if span.ended_ns - zero_ns > scale.after_ns * 1.001:
-        points = f"{scale.right},{y - 2} {scale.right + 6},{y + HELD / 2} {scale.right},{y + HELD + 2}"
+        points = f"{RIGHT},{y - 2} {RIGHT + 6},{y + HELD / 2} {RIGHT},{y + HELD + 2}"
         yield element("polygon", points=points, class_="p-held", hint="it goes on")
