@@ -23,12 +23,12 @@ from kvferry.trace.events import (
     LoadOrdered,
     LoadReported,
     ParamsGiven,
+    Phase,
     PrefillArrived,
     PrefillScheduled,
     Recomputed,
     StageSpan,
 )
-from kvferry.trace.phases import Phase
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 PARENT_ID = 0xB7AD6B7169203331

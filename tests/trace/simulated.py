@@ -22,13 +22,13 @@ from kvferry.trace.events import (
     LoadReported,
     ParamsGiven,
     Part,
+    Phase,
     PrefillArrived,
     PrefillScheduled,
     ProcessStarted,
     Recomputed,
     StageSpan,
 )
-from kvferry.trace.phases import Phase
 
 MS = 1_000_000
 BEGIN_NS = 1_790_000_000_000_000_000

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.trace.clocks import Clock, Clocks, causes, clock_of, compare, shifts
-from kvferry.trace.handover import Handover
-from kvferry.trace.matching import match
+from kvferry.trace.handover import Handover, match
 from kvferry.trace.reading import read_recording
 from kvferry.trace.timeline import timeline
 from tests.trace.simulated import MS, Simulation, Times

@@ -24,8 +24,7 @@ from kvferry.trace.events import (
     PrefillArrived,
     PrefillScheduled,
 )
-from kvferry.trace.handover import Handover
-from kvferry.trace.matching import match
+from kvferry.trace.handover import Handover, match
 from kvferry.trace.reading import Process
 from tests.trace.simulated import MS, SimulatedEngine, Simulation, Times
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.trace.events import AnyEvent, Dropped, Finished, Part, ProcessStarted
-from kvferry.trace.recorder_file import SMALLEST_BYTES, TraceFile
+from kvferry.trace.recorder import SMALLEST_BYTES, TraceFile
 
 DECODER = msgspec.json.Decoder(AnyEvent)
 STARTED = ProcessStarted(

@@ -30,7 +30,7 @@ from kvferry.connector.config_values import (
 from kvferry.plan.cost import DIRECT_MIN_BYTES
 from kvferry.protocol.errors import InvalidConfig, one_of
 from kvferry.protocol.params import SHORTEST_LEASE_S
-from kvferry.trace.recorder_file import DEFAULT_BYTES, SMALLEST_BYTES
+from kvferry.trace.recorder import DEFAULT_BYTES, SMALLEST_BYTES
 from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
 
 MAX_PEER_LABELS = 1024

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.trace.phases import Phase
+from kvferry.trace.events import Phase
 from kvferry.trace.timeline import Span, Timeline
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvferry.trace.clocks import Clocks, compare
-from kvferry.trace.matching import match
-from kvferry.trace.phases import Phase
+from kvferry.trace.events import Phase
+from kvferry.trace.handover import match
 from kvferry.trace.reading import Recording
 from kvferry.trace.timeline import Timeline, timeline
 

@@ -14,6 +14,7 @@ from kvferry.trace.events import (
     LoadOrdered,
     LoadReported,
     ParamsGiven,
+    Phase,
     PrefillArrived,
     PrefillScheduled,
     ProcessStarted,
@@ -21,7 +22,6 @@ from kvferry.trace.events import (
     RequestEvent,
 )
 from kvferry.trace.handover import Handover, Load
-from kvferry.trace.phases import Phase
 
 LOADED, NOTHING_TO_LOAD = "loaded", "nothing to load"
 _FETCHED = frozenset({"done", "release"})

@@ -21,7 +21,7 @@ from kvferry.cli.trace.report import (
     name_of,
     ticks,
 )
-from kvferry.trace.phases import Phase
+from kvferry.trace.events import Phase
 from kvferry.trace.timeline import Span, Timeline, WorkerSpans
 
 WIDTH = 1240.0

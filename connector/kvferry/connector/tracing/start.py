@@ -16,8 +16,7 @@ from kvferry.connector.tracing.spans import SpanItem, SpanSink
 from kvferry.connector.tracing.worker_events import WorkerTracing
 from kvferry.protocol.geometry import Place
 from kvferry.trace.events import TRACE_VERSION, Event, Part, ProcessStarted
-from kvferry.trace.recorder import Recorder
-from kvferry.trace.recorder_file import TraceFile
+from kvferry.trace.recorder import Recorder, TraceFile
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from kvferry.trace.events import Event, LoadEnded, StageSpan
-from kvferry.trace.phases import Phase
+from kvferry.trace.events import Event, LoadEnded, Phase, StageSpan
 from kvferry.trace.recorder import Recorder
 from kvferry.worker.loads.results import LoadRecord
 
