@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
 from kvferry.connector.config import MAX_PEER_LABELS
-from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS, OTHER_PEERS, PeerCounterSpec
-
-__all__ = ["COUNTERS", "GAUGES", "HISTOGRAMS", "FerryPromMetrics"]
+from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS, OTHER_PEERS, Metric
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):
@@ -23,55 +22,42 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: dict[tuple[int, str, str], Any] = {}
-        self._histograms: dict[tuple[int, str], Any] = {}
-        self._gauges: dict[tuple[int, str], Any] = {}
+        self._children: dict[tuple[int, str, str], Any] = {}
         self._counters_by_peer: dict[str, Any] = {}
         self._named: dict[tuple[int, str], set[str]] = {}
-        for name, spec in COUNTERS.items():
+        self._create(COUNTERS, self._counter_cls, labelnames)
+        self._create(GAUGES, self._gauge_cls, labelnames, multiprocess_mode="mostrecent")
+        self._create(HISTOGRAMS, self._histogram_cls, labelnames)
+
+    def _create(self, specs: Mapping[str, Metric], kind: Any, labelnames: list[str], **options: Any) -> None:
+        for name, spec in specs.items():
+            if spec.buckets:
+                options["buckets"] = list(spec.buckets)
             labels = [*labelnames, spec.label] if spec.label else labelnames
-            counter = self._counter_cls(name=f"vllm:{spec.exported}", documentation=spec.doc, labelnames=labels)
-            if isinstance(spec, PeerCounterSpec):
-                self._counters_by_peer[name] = counter
-            for engine, values in per_engine_labelvalues.items():
+            metric = kind(name=f"vllm:{spec.exported}", documentation=spec.doc, labelnames=labels, **options)
+            if spec.is_by_peer:
+                self._counters_by_peer[name] = metric
+            for engine, values in self.per_engine_labelvalues.items():
                 for label in spec.values or ("",):
-                    child = counter.labels(*values, *((label,) if spec.label else ()))
-                    self._counters[engine, name, label] = child
-        for name, spec_g in GAUGES.items():
-            gauge = self._gauge_cls(
-                name=f"vllm:{spec_g.exported}",
-                documentation=spec_g.doc,
-                multiprocess_mode="mostrecent",
-                labelnames=labelnames,
-            )
-            for engine, values in per_engine_labelvalues.items():
-                self._gauges[engine, name] = gauge.labels(*values)
-        for name, spec_h in HISTOGRAMS.items():
-            histogram = self._histogram_cls(
-                name=f"vllm:{spec_h.exported}",
-                documentation=spec_h.doc,
-                buckets=list(spec_h.buckets),
-                labelnames=labelnames,
-            )
-            for engine, values in per_engine_labelvalues.items():
-                self._histograms[engine, name] = histogram.labels(*values)
+                    child = metric.labels(*values, *((label,) if spec.label else ()))
+                    self._children[engine, name, label] = child
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one step's statistics. Metrics that are not in the tables, e.g. of a newer worker, are ignored."""
         for name, by_label in transfer_stats_data.get("counters", {}).items():
             for label, amount in by_label.items():
-                child = self._counters.get((engine_idx, name, label)) or self._of_peer(engine_idx, name, label)
+                child = self._children.get((engine_idx, name, label)) or self._of_peer(engine_idx, name, label)
                 if child is None:
                     continue
                 child.inc(amount)
                 if (name, label) == ("leases_released", "expired"):
-                    self._counters[engine_idx, "expired", ""].inc(amount)
+                    self._children[engine_idx, "expired", ""].inc(amount)
         for name, value in transfer_stats_data.get("gauges", {}).items():
-            gauge = self._gauges.get((engine_idx, name))
+            gauge = self._children.get((engine_idx, name, ""))
             if gauge is not None:
                 gauge.set(value)
         for name, values in transfer_stats_data.get("samples", {}).items():
-            histogram = self._histograms.get((engine_idx, name))
+            histogram = self._children.get((engine_idx, name, ""))
             if histogram is not None:
                 for value in values:
                     histogram.observe(value)
@@ -83,7 +69,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):
             return None
         named = self._named.setdefault((engine, name), set())
         if len(named) >= MAX_PEER_LABELS:
-            return self._counters[engine, name, OTHER_PEERS]
+            return self._children[engine, name, OTHER_PEERS]
         named.add(label)
-        child = self._counters[engine, name, label] = counter.labels(*values, label)
+        child = self._children[engine, name, label] = counter.labels(*values, label)
         return child

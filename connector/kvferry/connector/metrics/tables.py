@@ -41,133 +41,122 @@ OTHER_PEERS = "other"
 
 
 @dataclass(frozen=True, slots=True)
-class CounterSpec:
-    """A counter. `values` are the values of its label; () for a counter without a label."""
+class Metric:
+    """A counter, a gauge or a histogram.
+
+    Attributes:
+        label: the name of its label; empty for a metric without one.
+        values: the values of the label that exist from the start. Those of `peer` are created with the loads.
+        buckets: of a histogram.
+    """
 
     exported: str
     doc: str
     label: str = ""
     values: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def is_by_peer(self) -> bool:
+        """Whether producers have labels of their own."""
+        return self.label == "peer"
 
 
-@dataclass(frozen=True, slots=True)
-class PeerCounterSpec(CounterSpec):
-    """A counter by producer. Its labels are created with the loads; `values` are those that exist from the start."""
-
-    label: str = "peer"
-    values: tuple[str, ...] = (OTHER_PEERS,)
+def _by_peer(exported: str, doc: str) -> Metric:
+    return Metric(exported, doc, "peer", (OTHER_PEERS,))
 
 
-@dataclass(frozen=True, slots=True)
-class GaugeSpec:
-    """A gauge."""
-
-    exported: str
-    doc: str
-
-
-@dataclass(frozen=True, slots=True)
-class HistogramSpec:
-    """A histogram."""
-
-    exported: str
-    doc: str
-    buckets: tuple[float, ...]
-
-
-COUNTERS: Mapping[str, CounterSpec] = {
-    "loads": CounterSpec("kvferry_loads", "Prompts ordered to be loaded from another engine."),
-    "turn_loads": CounterSpec("kvferry_turn_loads", "Loads that read a last turn from its decoder."),
-    "planned_bytes": CounterSpec("kvferry_planned_bytes", "Bytes of good loads, by the transfer plan."),
-    "planned_descriptors": CounterSpec(
+COUNTERS: Mapping[str, Metric] = {
+    "loads": Metric("kvferry_loads", "Prompts ordered to be loaded from another engine."),
+    "turn_loads": Metric("kvferry_turn_loads", "Loads that read a last turn from its decoder."),
+    "planned_bytes": Metric("kvferry_planned_bytes", "Bytes of good loads, by the transfer plan."),
+    "planned_descriptors": Metric(
         "kvferry_planned_descriptors", "Descriptors of good loads, by the transfer plan, before neighbours are merged."
     ),
-    "staged_bytes": CounterSpec("kvferry_staged_bytes", "Planned bytes that went through the staging pool."),
-    "placed_loads": CounterSpec(
+    "staged_bytes": Metric("kvferry_staged_bytes", "Planned bytes that went through the staging pool."),
+    "placed_loads": Metric(
         "kvferry_placed_loads",
         "Good loads, by worker and destination of their reads in the plan: the cache itself, the staging pool, some of "
         "each, or none since this worker lacks nothing.",
         "plan",
         PLACINGS,
     ),
-    "peer_loads": PeerCounterSpec(
+    "peer_loads": _by_peer(
         "kvferry_peer_loads", "Good loads, by worker and producer: the first `max_peer_labels` have names."
     ),
-    "peer_bytes": PeerCounterSpec("kvferry_peer_bytes", "Bytes of these loads, by the transfer plan."),
-    "peer_load_s": PeerCounterSpec("kvferry_peer_load_seconds", "Sum of their seconds from order to last byte."),
-    "peer_failed_loads": PeerCounterSpec(
+    "peer_bytes": _by_peer("kvferry_peer_bytes", "Bytes of these loads, by the transfer plan."),
+    "peer_load_s": _by_peer("kvferry_peer_load_seconds", "Sum of their seconds from order to last byte."),
+    "peer_failed_loads": _by_peer(
         "kvferry_peer_failed_loads",
         "Failed loads, by worker and producer: it has a name after its first good load.",
     ),
-    "local_recomputes": CounterSpec(
+    "local_recomputes": Metric(
         "kvferry_local_recomputes",
         "Prompts that came with params of a remote prefill or of a last turn and were computed here instead.",
         "reason",
         RECOMPUTE_REASONS,
     ),
-    "failed_requests": CounterSpec(
+    "failed_requests": Metric(
         "kvferry_failed_requests", "Requests that vLLM ended with an error because their load failed (policy `fail`)."
     ),
-    "failed_loads": CounterSpec(
+    "failed_loads": Metric(
         "kvferry_failed_loads",
         "Failed loads, by worker and reason.",
         "reason",
         tuple(reason.value for reason in FailureReason),
     ),
-    "failed_transfers": CounterSpec("nixl_num_failed_transfers", "Failed loads, by worker."),
-    "failed_notifications": CounterSpec("nixl_num_failed_notifications", "Notifications that could not be sent."),
-    "expired": CounterSpec("nixl_num_kv_expired_reqs", "Leases that ran out before their blocks were read."),
-    "quarantined_loads": CounterSpec(
+    "failed_transfers": Metric("nixl_num_failed_transfers", "Failed loads, by worker."),
+    "failed_notifications": Metric("nixl_num_failed_notifications", "Notifications that could not be sent."),
+    "expired": Metric("nixl_num_kv_expired_reqs", "Leases that ran out before their blocks were read."),
+    "quarantined_loads": Metric(
         "kvferry_quarantined_loads", "Failed loads whose blocks might still have been written, by worker."
     ),
-    "quarantined_blocks": CounterSpec("kvferry_quarantined_blocks", "Blocks of these loads, by worker."),
-    "graces_over": CounterSpec(
+    "quarantined_blocks": Metric("kvferry_quarantined_blocks", "Blocks of these loads, by worker."),
+    "graces_over": Metric(
         "kvferry_read_graces_over",
         "Failed reads whose memory was freed after `failed_read_grace_s`, without proof that they had ended.",
     ),
-    "late_notifications": CounterSpec(
-        "nixl_num_notifications_after_expiry", "Notifications about leases that had ended."
-    ),
-    "bad_notifications": CounterSpec("kvferry_bad_notifications", "Notifications not in kvferry's format."),
-    "leases_opened": CounterSpec("kvferry_leases_opened", "Leases opened for prompts to be decoded elsewhere."),
-    "leases_refused": CounterSpec("kvferry_leases_refused", "Prompts served without a lease: no slot was free."),
-    "prefills_kept": CounterSpec(
+    "late_notifications": Metric("nixl_num_notifications_after_expiry", "Notifications about leases that had ended."),
+    "bad_notifications": Metric("kvferry_bad_notifications", "Notifications not in kvferry's format."),
+    "leases_opened": Metric("kvferry_leases_opened", "Leases opened for prompts to be decoded elsewhere."),
+    "leases_refused": Metric("kvferry_leases_refused", "Prompts served without a lease: no slot was free."),
+    "prefills_kept": Metric(
         "kvferry_prefills_kept",
         "Prompts that should but cannot be decoded elsewhere: streamed, embeddings, or without tokens to leave out.",
     ),
-    "leases_released": CounterSpec(
+    "leases_released": Metric(
         "kvferry_leases_released",
         "Ended leases, by how they ended; `abandoned` ones were never held, `evicted` ones kept needed blocks.",
         "how",
         RELEASE_WAYS,
     ),
-    "turns_opened": CounterSpec("kvferry_turns_opened", "Leases opened for answers that may be offered."),
-    "turns_refused": CounterSpec("kvferry_turns_refused", "Answers that are not offered: no slot was free."),
-    "turns_offered": CounterSpec("kvferry_turns_offered", "Answers offered to the next turn."),
-    "turns_released": CounterSpec(
+    "turns_opened": Metric("kvferry_turns_opened", "Leases opened for answers that may be offered."),
+    "turns_refused": Metric("kvferry_turns_refused", "Answers that are not offered: no slot was free."),
+    "turns_offered": Metric("kvferry_turns_offered", "Answers offered to the next turn."),
+    "turns_released": Metric(
         "kvferry_turns_released",
         "Ended turn leases, by how they ended; `abandoned` ones were never offered, `evicted` ones gave up blocks.",
         "how",
         RELEASE_WAYS,
     ),
-    "leases_given_back": CounterSpec("kvferry_leases_given_back", "Leases of other engines given back unread."),
-    "heartbeats": CounterSpec("kvferry_heartbeats", "Renewals of other engines' leases."),
-    "renewals_unknown": CounterSpec("kvferry_unknown_renewals", "Renewals of leases that have ended or never existed."),
-    "releases_unknown": CounterSpec("kvferry_unknown_releases", "Releases of leases that have ended or never existed."),
-    "handshakes_served": CounterSpec("kvferry_handshakes_served", "Descriptions sent to other engines."),
-    "dropped_messages": CounterSpec(
+    "leases_given_back": Metric("kvferry_leases_given_back", "Leases of other engines given back unread."),
+    "heartbeats": Metric("kvferry_heartbeats", "Renewals of other engines' leases."),
+    "renewals_unknown": Metric("kvferry_unknown_renewals", "Renewals of leases that have ended or never existed."),
+    "releases_unknown": Metric("kvferry_unknown_releases", "Releases of leases that have ended or never existed."),
+    "handshakes_served": Metric("kvferry_handshakes_served", "Descriptions sent to other engines."),
+    "dropped_messages": Metric(
         "kvferry_dropped_messages", "Renewals and releases that came faster than this engine took them."
     ),
-    "bad_frames": CounterSpec("kvferry_bad_frames", "Invalid messages on the side channel."),
-    "integrity_errors": CounterSpec(
+    "bad_frames": Metric("kvferry_bad_frames", "Invalid messages on the side channel."),
+    "integrity_errors": Metric(
         "kvferry_integrity_errors", "Failed integrity checks of kvferry's own counts: a bug; the log has the counts."
     ),
-    "lost_orders": CounterSpec(
+    "lost_orders": Metric(
         "kvferry_lost_orders",
         "Steps whose orders a worker could not read: a bug. Their loads fail, and the worker lacks their holds.",
     ),
-    "side_channel_errors": CounterSpec("kvferry_side_channel_errors", "Messages that the side channel could not send."),
-    "side_channel_refusals": CounterSpec(
+    "side_channel_errors": Metric("kvferry_side_channel_errors", "Messages that the side channel could not send."),
+    "side_channel_refusals": Metric(
         "kvferry_side_channel_refusals",
         "Refused connections to this engine's side channel: another secret, a secret at one end only, closed before "
         "that was known, or dropped because there were too many.",
@@ -176,80 +165,82 @@ COUNTERS: Mapping[str, CounterSpec] = {
     ),
 }
 
-GAUGES: Mapping[str, GaugeSpec] = {
-    "loads_now": GaugeSpec("kvferry_loads_now", "Loads that are ordered and have not ended."),
-    "prompts_waiting_now": GaugeSpec(
+GAUGES: Mapping[str, Metric] = {
+    "loads_now": Metric("kvferry_loads_now", "Loads that are ordered and have not ended."),
+    "prompts_waiting_now": Metric(
         "kvferry_prompts_waiting_now", "Prompts with usable params whose load has not been ordered."
     ),
-    "leases_computing_now": GaugeSpec(
+    "leases_computing_now": Metric(
         "kvferry_leases_computing_now", "Leases, of prompts and of turns, whose requests still run."
     ),
-    "leases_held_now": GaugeSpec("kvferry_leases_held_now", "Leases, of prompts and of turns, whose blocks are held."),
-    "lease_slots": GaugeSpec("kvferry_lease_slots", "Leases that can be open at once."),
-    "leased_blocks_now": GaugeSpec("kvferry_leased_blocks_now", "Blocks that held leases refer to."),
-    "leased_fraction_now": GaugeSpec(
+    "leases_held_now": Metric("kvferry_leases_held_now", "Leases, of prompts and of turns, whose blocks are held."),
+    "lease_slots": Metric("kvferry_lease_slots", "Leases that can be open at once."),
+    "leased_blocks_now": Metric("kvferry_leased_blocks_now", "Blocks that held leases refer to."),
+    "leased_fraction_now": Metric(
         "kvferry_leased_fraction_now", "Fraction of the cache's blocks that held leases refer to."
     ),
-    "staging_used_bytes": GaugeSpec(
+    "staging_used_bytes": Metric(
         "kvferry_staging_used_bytes", "Bytes of the staging pool in use, on the worker with the most."
     ),
-    "staging_pool_bytes": GaugeSpec("kvferry_staging_pool_bytes", "Bytes of a worker's staging pool."),
-    "peers_now": GaugeSpec("kvferry_peers_now", "Producers that are ready for reads, on the worker with the most."),
-    "quarantined_requests_now": GaugeSpec(
+    "staging_pool_bytes": Metric("kvferry_staging_pool_bytes", "Bytes of a worker's staging pool."),
+    "peers_now": Metric("kvferry_peers_now", "Producers that are ready for reads, on the worker with the most."),
+    "quarantined_requests_now": Metric(
         "kvferry_quarantined_requests_now", "Requests whose load failed and whose blocks may still be written."
     ),
-    "quarantined_blocks_now": GaugeSpec("kvferry_quarantined_blocks_now", "Blocks of these requests, out of use."),
-    "oldest_quarantine_s": GaugeSpec(
+    "quarantined_blocks_now": Metric("kvferry_quarantined_blocks_now", "Blocks of these requests, out of use."),
+    "oldest_quarantine_s": Metric(
         "kvferry_oldest_quarantine_seconds", "Seconds for which the oldest of them has been out of use."
     ),
 }
 
-HISTOGRAMS: Mapping[str, HistogramSpec] = {
-    "transfer_s": HistogramSpec("nixl_xfer_time_seconds", "Time of a load's transfers, measured by NIXL.", _SECONDS),
-    "post_s": HistogramSpec("nixl_post_time_seconds", "Time to post a load's transfers, measured by NIXL.", _SECONDS),
-    "transferred_bytes": HistogramSpec("nixl_bytes_transferred", "Bytes of a load, counted by NIXL.", _BYTES),
-    "descriptors": HistogramSpec("nixl_num_descriptors", "Descriptors of a load, counted by NIXL.", _COUNTS),
-    "run_bytes": HistogramSpec(
-        "kvferry_run_bytes", "Mean length of a load's runs: bytes that are contiguous on both sides.", _RUNS
+HISTOGRAMS: Mapping[str, Metric] = {
+    "transfer_s": Metric("nixl_xfer_time_seconds", "Time of a load's transfers, measured by NIXL.", buckets=_SECONDS),
+    "post_s": Metric("nixl_post_time_seconds", "Time to post a load's transfers, measured by NIXL.", buckets=_SECONDS),
+    "transferred_bytes": Metric("nixl_bytes_transferred", "Bytes of a load, counted by NIXL.", buckets=_BYTES),
+    "descriptors": Metric("nixl_num_descriptors", "Descriptors of a load, counted by NIXL.", buckets=_COUNTS),
+    "run_bytes": Metric(
+        "kvferry_run_bytes", "Mean length of a load's runs: bytes that are contiguous on both sides.", buckets=_RUNS
     ),
-    "load_s": HistogramSpec("kvferry_load_seconds", "Time of a load from its order to its last byte.", _SECONDS),
-    "order_wait_s": HistogramSpec(
+    "load_s": Metric("kvferry_load_seconds", "Time of a load from its order to its last byte.", buckets=_SECONDS),
+    "order_wait_s": Metric(
         "kvferry_order_wait_seconds",
         "Time from a prompt's arrival until its load was ordered: it waits for blocks, or for a step.",
-        _SECONDS,
+        buckets=_SECONDS,
     ),
-    "queue_s": HistogramSpec(
-        "kvferry_load_queue_seconds", "Time from a load's order until its worker began it, by worker.", _SECONDS
+    "queue_s": Metric(
+        "kvferry_load_queue_seconds", "Time from a load's order until its worker began it, by worker.", buckets=_SECONDS
     ),
-    "connecting_s": HistogramSpec(
+    "connecting_s": Metric(
         "kvferry_load_connecting_seconds",
         "Time after that until its producer was connected, and the device was done with the blocks' last owner.",
-        _SECONDS,
+        buckets=_SECONDS,
     ),
-    "fence_s": HistogramSpec(
-        "kvferry_load_fence_seconds", "Time after that until the fence showed that the producer was ready.", _SECONDS
+    "fence_s": Metric(
+        "kvferry_load_fence_seconds",
+        "Time after that until the fence showed that the producer was ready.",
+        buckets=_SECONDS,
     ),
-    "read_s": HistogramSpec(
-        "kvferry_load_read_seconds", "Time after that until all bytes were read and in place.", _SECONDS
+    "read_s": Metric(
+        "kvferry_load_read_seconds", "Time after that until all bytes were read and in place.", buckets=_SECONDS
     ),
-    "relayout_s": HistogramSpec(
+    "relayout_s": Metric(
         "kvferry_relayout_seconds",
         "The part of that in which staged loads copied bytes from the staging pool into place.",
-        _SECONDS,
+        buckets=_SECONDS,
     ),
-    "handshake_s": HistogramSpec(
+    "handshake_s": Metric(
         "kvferry_handshake_seconds",
         "Time of a handshake with a producer, by worker: its description, the plan and a first read.",
-        _SECONDS,
+        buckets=_SECONDS,
     ),
-    "lease_left_s": HistogramSpec(
+    "lease_left_s": Metric(
         "kvferry_lease_seconds_left",
         "Seconds left of a prompt's lease when this engine learned that it had been read or released.",
-        _LEFT_SECONDS,
+        buckets=_LEFT_SECONDS,
     ),
-    "handover_s": HistogramSpec(
+    "handover_s": Metric(
         "kvferry_handover_seconds",
         "Time from a prompt's arrival until its blocks were loaded.",
-        _SECONDS,
+        buckets=_SECONDS,
     ),
 }
