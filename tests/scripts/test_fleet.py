@@ -76,22 +76,6 @@ def test_the_buffer_device_is_named_to_both_sides_unless_it_is_that_of_the_cache
         assert config.get("kv_buffer_device") == named
 
 
-def test_no_two_engines_share_a_gpu() -> None:
-    settings = read_settings({"PREFILLER_TP_SIZE": "2", "NUM_DECODE_INSTANCES": "2"}, gpus=4)
-    planned = plan_fleet(settings, "m", {})
-    taken = [gpu for spec in (*planned.prefill, *planned.decode) for gpu in spec.devices]
-    assert sorted(taken) == ["0", "1", "2", "3"]
-
-
-def test_the_poisoner_is_the_prefill_engine_with_another_module() -> None:
-    planned = plan_fleet(read_settings({}, gpus=0), "m", {})
-    poisoner = planned.poisoner
-    assert poisoner.transfer is not None
-    assert poisoner.transfer.module == "scripts.accuracy.poison"
-    assert poisoner.devices == planned.prefill[0].devices
-    assert "PYTHONPATH" in poisoner.environment(1)
-
-
 def test_nvidia_smi_lists_gpus_with_their_partitions_which_are_not_counted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

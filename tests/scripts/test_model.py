@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.accuracy.model import CacheShape, cache_shape, check_sizes, config_of
+from scripts.accuracy.model import CacheShape, cache_shape, check_sizes
 from scripts.accuracy.settings import DEFAULT_MODEL, BadSetting
 
 SMOLLM2: dict[str, Any] = {
@@ -18,13 +16,6 @@ SMOLLM2: dict[str, Any] = {
     "num_key_value_heads": 3,
     "hidden_size": 576,
 }
-
-
-def test_the_config_is_read_from_the_models_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
-    assert config_of(str(tmp_path)) == SMOLLM2
-    assert config_of(str(tmp_path / "none")) == {}
-    assert config_of("no-such-organisation/no-such-model") == {}
 
 
 def test_a_token_of_smollm2_takes_its_keys_and_values_in_all_layers() -> None:
@@ -51,11 +42,6 @@ def test_heads_are_copied_where_there_are_more_workers() -> None:
 )
 def test_other_caches_are_not_predicted(change: dict[str, Any]) -> None:
     assert cache_shape({**SMOLLM2, **change}, 1) is None
-
-
-def test_a_window_that_is_switched_off_is_none() -> None:
-    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}
-    assert cache_shape({**SMOLLM2, **qwen}, 1) is not None
 
 
 def test_tensor_parallel_sizes_must_divide_the_heads() -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from scripts.accuracy.devices import free_ports
-from scripts.accuracy.engines import EngineSpec, Transfer
 from scripts.accuracy.processes import Server, ServerFailed, tail
 
 _SERVES = """
@@ -67,14 +66,6 @@ def test_a_server_that_hangs_is_reported_with_the_end_of_its_log(tmp_path: Path)
             toy.wait_ready(0.3)
 
 
-def test_stopping_twice_and_stopping_what_was_never_started_is_nothing(tmp_path: Path) -> None:
-    toy = server("", tmp_path / "toy.log")
-    toy.stop()
-    toy.start()
-    toy.stop()
-    toy.stop()
-
-
 def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
     step = "(APIServer) INFO [loggers.py:1] Engine 000: Iteration(7): 1 context requests\n"
@@ -83,18 +74,3 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     assert "No such file" in tail(tmp_path / "none")
     (tmp_path / "empty").touch()
     assert tail(tmp_path / "empty") == "(the log is empty)"
-
-
-def test_an_engine_on_two_cores_has_two_workers_and_its_connector() -> None:
-    spec = EngineSpec(name="p", model="m", devices=("0", "1"), block_size=64, transfer=Transfer("kv_producer"))
-    command = " ".join(spec.arguments(8000))
-    assert "--tensor-parallel-size 2" in command
-    assert "--block-size 64" in command
-    assert '"kv_connector_module_path": "kvferry.connector"' in command
-    environment = spec.environment(5600)
-    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
-    assert environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
-
-
-def test_vllms_own_connector_is_named_without_a_module() -> None:
-    assert "module_path" not in Transfer("kv_both", module="stock").config()

@@ -11,7 +11,6 @@ import pytest
 from scripts.accuracy import checks, phases, scores
 from scripts.accuracy.client import Answer, Client
 from scripts.accuracy.scores import Question, Score
-from scripts.accuracy.settings import Settings, read_settings
 
 SEVEN, FIFTY = Question("What is 3 + 4?", "3 + 4 = 7", 7), Question("What is 20 + 30?", "20 + 30 = 50", 50)
 
@@ -52,10 +51,6 @@ def test_the_same_seed_gives_the_same_questions_and_no_question_is_an_example() 
 )
 def test_the_final_number_is_taken_by_strict_match(text: str, number: int | None) -> None:
     assert scores.final_number(text) == number
-
-
-def test_right_answers_are_counted_against_the_right_results() -> None:
-    assert [score.right for score in (RIGHT, HALF, NONE)] == [2, 1, 0]
 
 
 def test_a_server_that_adds_one_digit_numbers_only_is_right_in_half_of_the_questions() -> None:
@@ -115,8 +110,3 @@ def test_without_exactness_the_score_may_differ_by_as_many_answers_as_one_engine
     """One question of 32, as 0.03 would allow, where the engine answers itself alike."""
     one, ours, again = (Score((1,) * right + (0,) * (32 - right), (1,) * 32) for right in (20, router, itself))
     assert checks.judge_arithmetic(one, ours, again).passed is bool(passed)
-
-
-@pytest.fixture
-def settings() -> Settings:
-    return read_settings({}, gpus=0)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from scripts.accuracy.settings import ROOT, VARIABLES, BadSetting, help_text, read_settings
+from scripts.accuracy.settings import ROOT, BadSetting, read_settings
 
 
 def test_without_any_variable_a_machine_without_gpus_compares_exactly_on_the_cpu() -> None:
@@ -20,10 +20,6 @@ def test_without_any_variable_a_machine_without_gpus_compares_exactly_on_the_cpu
 def test_gpus_are_used_when_there_are_some() -> None:
     settings = read_settings({}, gpus=2)
     assert (settings.device, settings.dtype, settings.exact) == ("cuda", "bfloat16", False)
-
-
-def test_an_empty_variable_is_its_default() -> None:
-    assert read_settings({"PREFILLER_TP_SIZE": "", "DTYPE": " "}, gpus=0) == read_settings({}, gpus=0)
 
 
 @pytest.mark.parametrize(
@@ -77,19 +73,6 @@ def test_dp_ep_makes_data_parallel_ranks_of_the_decoders_tp_size_and_needs_as_ma
 def test_the_cpu_has_no_other_layout() -> None:
     with pytest.raises(BadSetting, match="DECODER_KV_LAYOUT"):
         read_settings({"DECODER_KV_LAYOUT": "NHD"}, gpus=0)
-
-
-def test_lists_may_be_separated_as_upstream_does() -> None:
-    settings = read_settings({"MODEL_NAMES": "a/b, c", "VLLM_SERVE_EXTRA_ARGS": "--seed,3"}, gpus=0)
-    assert settings.models == ("a/b", "c")
-    assert settings.extra_args == ("--seed", "3")
-
-
-def test_every_variable_is_in_the_help_with_its_default() -> None:
-    text = help_text()
-    for variable in VARIABLES.values():
-        assert variable.name in text
-        assert variable.default in text
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -27,17 +26,6 @@ def test_a_model_is_the_same_whenever_it_is_made_and_is_made_once(tmp_path: Path
     made = weights.stat()
     assert small_model(NAME, tmp_path / "a") == first
     assert (weights.stat().st_ino, weights.stat().st_mtime_ns) == (made.st_ino, made.st_mtime_ns)
-
-
-def test_its_embeddings_are_untied_and_its_weights_are_float32(tmp_path: Path) -> None:
-    from safetensors import safe_open
-
-    folder = small_model(NAME, tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["tie_word_embeddings"], config["dtype"]) == (False, "float32")
-    with safe_open(folder / "model.safetensors", framework="pt") as weights:
-        head, embedding = weights.get_tensor("lm_head.weight"), weights.get_tensor("model.embed_tokens.weight")
-    assert (head != embedding).any()
 
 
 def test_who_is_slower_uses_what_the_other_has_made(tmp_path: Path) -> None:
