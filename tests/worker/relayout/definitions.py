@@ -24,7 +24,7 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 def magnitude_of(code: int, kind: ElementType) -> float:
     """The absolute value of a code, by IEEE 754's formula; e4m3 has no infinity and one NaN."""
-    mantissa, bias = MANTISSA[kind.title], BIAS[kind.title]
+    mantissa, bias = MANTISSA[kind.value], BIAS[kind.value]
     code &= (1 << (8 * kind.num_bytes - 1)) - 1
     exponent, fraction = code >> mantissa, code & ((1 << mantissa) - 1)
     if kind is ElementType.FLOAT8_E4M3:
@@ -58,7 +58,7 @@ class Rounding:
         below = above - 1
         up, down = self.values[above] - values, values - self.values[below]
         nearest = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
-        return np.where(values >= self.limit, OVERFLOW[self.kind.title], nearest)
+        return np.where(values >= self.limit, OVERFLOW[self.kind.value], nearest)
 
 
 @cache
@@ -83,7 +83,7 @@ def convert(
         encoded = values.view(np.uint32).astype(np.int64)
     else:
         encoded = rounding_to(target).encode(np.where(np.isnan(values), 0, values).astype(np.float64))
-    encoded = np.where(np.isnan(decoded), NAN[target.title], encoded)
+    encoded = np.where(np.isnan(decoded), NAN[target.value], encoded)
     return np.asarray(encoded | ((codes >> sign_bit) << (8 * target.num_bytes - 1)))
 
 

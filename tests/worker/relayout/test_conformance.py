@@ -46,7 +46,7 @@ def codes_of(kind: ElementType) -> np.ndarray:
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.3, 0.7)], ids=str)
-@pytest.mark.parametrize("target", ElementType, ids=lambda kind: kind.title)
+@pytest.mark.parametrize("target", ElementType, ids=lambda kind: kind.value)
 def test_every_code_of_every_type_is_rounded_to_nearest_even_and_saturates(
     run: Runner, target: ElementType, scales: tuple[float, float]
 ) -> None:
@@ -67,7 +67,7 @@ def test_every_code_of_every_type_is_rounded_to_nearest_even_and_saturates(
     for kind, row, values in zip(ElementType, rows, expected, strict=True):
         here = found[row[1] : row[1] + len(values)]
         wrong = np.flatnonzero(here != values) // target.num_bytes
-        assert not len(wrong), f"{kind.title} {codes_of(kind)[wrong[:4]]} → {here[wrong[:4]]}, not {values[wrong[:4]]}"
+        assert not len(wrong), f"{kind.value} {codes_of(kind)[wrong[:4]]} → {here[wrong[:4]]}, not {values[wrong[:4]]}"
 
 
 def one(kind: ElementType, code: int, target: ElementType, scales: tuple[float, float] = (1, 1)) -> Case:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.plan.conversion import ITEM_BYTES
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape, UnsupportedConversion, element_type
+from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import WaveTable
 from tests.worker.relayout import definitions
 from tests.worker.relayout.cases import laid_out, plain, random_bytes
@@ -82,11 +83,6 @@ def test_what_is_no_shape_is_refused(wrong: dict[str, object]) -> None:
         Shape(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "float8_e4m3fn", "float8_e4m3"])
-def test_names_of_engines_for_one_type(name: str) -> None:
-    assert element_type(name) is ElementType.FLOAT8_E4M3
-
-
-def test_an_unknown_type_is_refused_with_the_field_and_what_would_do() -> None:
-    with pytest.raises(UnsupportedConversion, match=r"cache format: dtype is 'int4'; expected one of bfloat16"):
-        element_type("int4")
+def test_every_format_that_the_planner_converts_has_a_type_and_a_number_of_its_own() -> None:
+    assert {kind.value for kind in ElementType} == ITEM_BYTES.keys()
+    assert sorted(kind.code for kind in ElementType) == [1, 2, 3, 4, 5]

@@ -32,31 +32,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvferry.protocol.errors import InputError, LocalProtocolError
-
-
-class UnsupportedConversion(InputError):
-    """There is no conversion between two cache formats."""
-
-    what = "cache format"
+from kvferry.plan.conversion import ITEM_BYTES
+from kvferry.protocol.errors import LocalProtocolError
 
 
 class ElementType(enum.Enum):
-    """A type by the name that engines give it. `code` is its number in the kernel; 0 is plain bytes."""
+    """A type by its name in cache formats."""
 
-    BFLOAT16 = ("bfloat16", 1, 2)
-    FLOAT16 = ("float16", 2, 2)
-    FLOAT32 = ("float32", 3, 4)
-    FLOAT8_E4M3 = ("float8_e4m3", 4, 1)
-    FLOAT8_E5M2 = ("float8_e5m2", 5, 1)
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+    FLOAT8_E4M3 = "float8_e4m3"
+    FLOAT8_E5M2 = "float8_e5m2"
 
-    def __init__(self, title: str, code: int, num_bytes: int) -> None:
-        self.title = title
-        self.code = code
-        self.num_bytes = num_bytes
+    @property
+    def code(self) -> int:
+        """Its number in the kernel, from 1; 0 is plain bytes."""
+        return 1 + list(ElementType).index(self)
 
-
-_ALIASES = {"float8_e4m3fn": "float8_e4m3", "fp8": "float8_e4m3", "fp8_e4m3": "float8_e4m3", "fp8_e5m2": "float8_e5m2"}
+    @property
+    def num_bytes(self) -> int:
+        return ITEM_BYTES[self.value]
 
 
 class Conversion(NamedTuple):
@@ -64,19 +60,6 @@ class Conversion(NamedTuple):
 
     source: ElementType
     destination: ElementType
-
-
-def element_type(name: str) -> ElementType:
-    """The type of a name, e.g. `bfloat16`, `float8_e4m3` or, as in engines' options, `fp8_e4m3`.
-
-    Raises:
-        UnsupportedConversion: the type is none of those above.
-    """
-    title = _ALIASES.get(name, name)
-    for found in ElementType:
-        if found.title == title:
-            return found
-    raise UnsupportedConversion("dtype", name, "one of " + ", ".join(found.title for found in ElementType))
 
 
 MAX_AXES = 4

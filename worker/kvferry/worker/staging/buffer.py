@@ -15,7 +15,7 @@ from kvferry.worker.caches import HostMemory, KvCaches
 from kvferry.worker.fabric.port import DescriptorRows, Fabric, LocalDescriptors, Region, RemoteDescriptors
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.reference import ReferenceRelayout
-from kvferry.worker.relayout.shape import Axis, Conversion, Shape, element_type
+from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 from kvferry.worker.staging.pool import StagingPool, Wave
 
@@ -139,11 +139,5 @@ def _shape(placement: Placement, run_bytes: int) -> Shape:
         placement.run,
         source_unit_stride=(run_bytes, placement.source_position_stride),
         destination_unit_stride=(placement.block_stride, placement.position_stride),
-        conversion=_conversion(placement),
+        conversion=Conversion(*map(ElementType, placement.dtypes)) if placement.dtypes is not None else None,
     )
-
-
-def _conversion(placement: Placement) -> Conversion | None:
-    if placement.dtypes is None:
-        return None
-    return Conversion(element_type(placement.dtypes[0]), element_type(placement.dtypes[1]))
