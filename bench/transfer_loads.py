@@ -141,7 +141,7 @@ class Loads:
         results = self.worker.take_results()
         if not in_time or results.failed or len(results.loaded) != len(orders):
             raise RuntimeError(f"loads failed: {results.failed or 'late'}")
-        self.records = results.good_loads
+        self.records = [load for load in results.load_records if load.reason is None]
         seconds: float = (self._box.over_ns - begun_ns) / 1e9
         return seconds
 

@@ -31,7 +31,7 @@ from kvferry.worker.fabric.reads import Reader
 from kvferry.worker.integrity import WorkerIntegrity
 from kvferry.worker.leases import Notifications
 from kvferry.worker.loads.load import LoadContext
-from kvferry.worker.loads.results import GaugeReporter, ResultBox
+from kvferry.worker.loads.results import ResultBox, WorkerGauges
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.peers.peer import FirstReads, Handshake, PeerKey
@@ -94,7 +94,8 @@ class TransferThread:
         )
         self.runner = LoadRunner(context, self.results, settings.load_timeout_s, settings.max_loads)
         self._table = memory.table
-        self._gauges = GaugeReporter(self.registry, memory.staging, self.results)
+        self._pool = memory.staging.pool if memory.staging is not None else None
+        self._gauges: WorkerGauges | None = None
         self._notifications = Notifications(fabric, self._table, self.results)
         self._integrity = WorkerIntegrity(context, self._table, self.runner, self.results, settings.check_integrity)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -244,9 +245,7 @@ class TransferThread:
             progress |= self._take_notifications()
         progress |= self._survive(self.runner.step)
         self.reader.try_again()
-        self._report_graces()
-        self._report_handshakes()
-        self._gauges.poll()
+        self._report()
         if progress:
             self._backoff_s = _MIN_BACKOFF_S
         elif not self.runner.is_amid_round():
@@ -262,13 +261,22 @@ class TransferThread:
             self._notification_backoff_s = min(2 * self._notification_backoff_s, _MAX_NOTIFICATION_BACKOFF_S)
         return False
 
-    def _report_graces(self) -> None:
-        if over := self.reader.take_graces_over():
-            logger.warning("%d failed reads: their memory is used again after a grace", over)
-            with self.results as results:
-                results.counts["graces_over"] += over
-
-    def _report_handshakes(self) -> None:
-        if handshake_s := self.registry.take_handshake_s():
-            with self.results as results:
-                results.handshake_s += handshake_s
+    def _report(self) -> None:
+        """Report what has changed of graces, handshakes and gauges; only this thread changes them."""
+        pool, graces_over, handshake_s = self._pool, self.reader.graces_over, self.registry.handshake_s
+        gauges = WorkerGauges(
+            peers=self.registry.num_ready,
+            staging_used_bytes=pool.used_bytes if pool is not None else 0,
+            staging_pool_bytes=pool.capacity if pool is not None else 0,
+        )
+        if gauges == self._gauges and not graces_over and not handshake_s:
+            return
+        self.reader.graces_over, self.registry.handshake_s = 0, []
+        with self.results as results:
+            results.handshake_s += handshake_s
+            if gauges != self._gauges:
+                results.gauges = self._gauges = gauges
+            if graces_over:
+                results.counts["graces_over"] += graces_over
+        if graces_over:
+            logger.warning("%d failed reads: their memory is used again after a grace", graces_over)

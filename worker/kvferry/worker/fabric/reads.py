@@ -87,11 +87,6 @@ class Reader:
         """Handles that the fabric refused to take back, which should never happen."""
         return self._refused
 
-    def take_graces_over(self) -> int:
-        """`graces_over` since the last call."""
-        over, self.graces_over = self.graces_over, 0
-        return over
-
     def try_again(self) -> None:
         """Give back again the handles that the fabric refused."""
         refused, self._refused = self._refused, []

@@ -15,8 +15,6 @@ import msgspec
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.port import TransferTelemetry
 from kvferry.worker.peers.peer import PeerKey
-from kvferry.worker.peers.registry import PeerRegistry
-from kvferry.worker.staging.buffer import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -146,11 +144,6 @@ class StepResults:
     alive: frozenset[str] | None = None
     counts: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def good_loads(self) -> list[LoadRecord]:
-        """The records of the loads that did not fail."""
-        return [load for load in self.load_records if load.reason is None]
-
 
 class ResultBox:
     """Holds results until the next step takes them; a step can also wait here for results."""
@@ -182,27 +175,6 @@ class ResultBox:
 
     def _has_load(self) -> bool:
         return bool(self._results.loaded or self._results.failed)
-
-
-class GaugeReporter:
-    """Reports the gauges. Used on the transfer thread, the only one that changes their values."""
-
-    def __init__(self, registry: PeerRegistry, staging: Staging | None, results: ResultBox) -> None:
-        self._registry = registry
-        self._pool = staging.pool if staging is not None else None
-        self._results = results
-        self._reported = (-1, -1)
-
-    def poll(self) -> None:
-        """Report the values if they have changed; a later report replaces an earlier one."""
-        used = self._pool.used_bytes if self._pool is not None else 0
-        now = (self._registry.num_ready, used)
-        if now == self._reported:
-            return
-        self._reported = now
-        capacity = self._pool.capacity if self._pool is not None else 0
-        with self._results as results:
-            results.gauges = WorkerGauges(*now, capacity)
 
 
 SLACK_S = 1.0

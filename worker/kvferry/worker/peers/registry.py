@@ -40,6 +40,10 @@ class PeerRegistry:
         wake: called from any thread when there is something for `step`.
         ttl_s: after which an unused peer is forgotten; 0 or less for never.
         most_peers: peers that are known at once, not counting those that are being read from.
+
+    Attributes:
+        handshake_s: durations of the first contacts that have succeeded since they were last taken, each from the first
+            request.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class PeerRegistry:
         self._ready: dict[PeerKey, _Ready] = {}  # the one used last is last
         self._retired: list[Peer] = []
         self._asked_s: dict[PeerKey, float] = {}
-        self._handshake_s: list[float] = []
+        self.handshake_s: list[float] = []
         self._static = StaticPeers()
 
     def busy(self) -> bool:
@@ -75,11 +79,6 @@ class PeerRegistry:
     def num_ready(self) -> int:
         """Peers that can be read from at once."""
         return len(self._ready)
-
-    def take_handshake_s(self) -> list[float]:
-        """Durations of the first contacts that have succeeded since the last call, each from the first request."""
-        handshake_s, self._handshake_s = self._handshake_s, []
-        return handshake_s
 
     def next_s(self) -> float | None:
         """The latest time for the next `step` if nothing else happens: an unused peer expires, or a static one is to be
@@ -204,11 +203,11 @@ class PeerRegistry:
         self._backoff.succeeded(key)
         self._ready[key] = _Ready(first.peer, now_s)
         # The peer may have been prepared within this step, which began at `now_s`.
-        self._handshake_s.append(max(now_s - first.asked_s, described_s + first.prepared_s))
+        self.handshake_s.append(max(now_s - first.asked_s, described_s + first.prepared_s))
         logger.info(
             "peer=%s connected in %.1f ms, of which described and planned %.1f, prepared %.1f: %s",
             key,
-            self._handshake_s[-1] * 1e3,
+            self.handshake_s[-1] * 1e3,
             described_s * 1e3,
             first.prepared_s * 1e3,
             first.peer.plan.describe(),
