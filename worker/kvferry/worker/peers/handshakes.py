@@ -1,4 +1,4 @@
-"""Handshakes waiting and under way, the limits on their threads, backoff from peers that failed, and static peers.
+"""Handshakes waiting and under way, the limits on their threads, and backoff from peers that failed.
 
 Clients choose the hosts that params name, so a host may be one that never answers and keeps a thread until the
 handshake's timeout. Limits for *unverified* hosts, which have never answered or did not the last time, bound the cost
@@ -13,8 +13,7 @@ to other hosts:
 These limits are for peers that a load waits for. Peers to be prewarmed have limits of their own, so that they take no
 place from a load; a load that needs one of them takes over its handshake, waiting or under way.
 
-Each thread makes one handshake and ends. Static peers are those that the configuration names: they are connected before
-a load needs them, and again when lost.
+Each thread makes one handshake and ends.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvferry.plan.refusals import PlanRefused
@@ -261,39 +260,3 @@ class Backoff:
     def succeeded(self, key: PeerKey) -> None:
         """Forget the failures of a peer whose first contact succeeded."""
         self._failures.pop(key, None)
-
-
-CHECK_S = 0.5
-"""Interval of the checks for static peers to connect, while some are not connected."""
-
-
-class StaticPeers:
-    """The static peers: one key for each address. Backoff is separate, in `Backoff`."""
-
-    def __init__(self) -> None:
-        self._keys: dict[tuple[str, int], PeerKey] = {}
-        self._check_s = 0.0
-
-    def __contains__(self, key: PeerKey) -> bool:
-        return self._keys.get((key.host, key.port)) == key
-
-    def add(self, key: PeerKey) -> None:
-        """Add a peer, in place of the former one at its address."""
-        self._keys[key.host, key.port] = key
-        self._check_s = 0.0
-
-    def drop(self, key: PeerKey) -> None:
-        """Remove a peer, because connecting to it is of no use."""
-        if key in self:
-            del self._keys[key.host, key.port]
-
-    def next_s(self, known: Container[PeerKey]) -> float | None:
-        """When the next check is due; None while all of them are in `known`."""
-        return self._check_s if any(key not in known for key in self._keys.values()) else None
-
-    def seek(self, now_s: float) -> tuple[PeerKey, ...]:
-        """All static peers when a check is due, otherwise none."""
-        if not self._keys or now_s < self._check_s:
-            return ()
-        self._check_s = now_s + CHECK_S
-        return tuple(self._keys.values())

@@ -18,10 +18,13 @@ from dataclasses import dataclass
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InputError, KvferryError, PeerRefused
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.peers.handshakes import Backoff, Found, Handshakes, StaticPeers, Unavailable
+from kvferry.worker.peers.handshakes import Backoff, Found, Handshakes, Unavailable
 from kvferry.worker.peers.peer import FirstRead, FirstReads, Handshake, Peer, PeerKey, disconnect
 
 logger = logging.getLogger(__name__)
+
+_STATIC_CHECK_S = 0.5
+"""Interval of the checks for static peers to connect, while some are not connected."""
 
 __all__ = ["PeerRegistry", "Unavailable"]
 
@@ -65,7 +68,8 @@ class PeerRegistry:
         self._retired: list[Peer] = []
         self._asked_s: dict[PeerKey, float] = {}
         self.handshake_s: list[float] = []
-        self._static = StaticPeers()
+        self._static: dict[tuple[str, int], PeerKey] = {}  # by address
+        self._static_check_s = 0.0
 
     def busy(self) -> bool:
         """Whether `step` must be called again soon without being woken."""
@@ -83,8 +87,7 @@ class PeerRegistry:
     def next_s(self) -> float | None:
         """The latest time for the next `step` if nothing else happens: an unused peer expires, or a static one is to be
         connected."""
-        check_s = self._static.next_s(self._ready)
-        due_s = [check_s] if check_s is not None else []
+        due_s = [self._static_check_s] if any(key not in self._ready for key in self._static.values()) else []
         if self._ttl_s > 0 and self._ready:
             due_s.append(next(iter(self._ready.values())).used_s + self._ttl_s)
         return min(due_s, default=None)
@@ -119,7 +122,8 @@ class PeerRegistry:
     def prewarm_static(self, key: PeerKey, now_s: float) -> None:
         """Prewarm a peer that the configuration names and that has just answered: it becomes static, in place of the
         former one at its address."""
-        self._static.add(key)
+        self._static[key[:2]] = key
+        self._static_check_s = 0.0
         self._backoff.answers(key)
         self.prewarm(key, now_s)
 
@@ -157,8 +161,10 @@ class PeerRegistry:
             else:
                 self._failed(first.peer.key, error, now_s)
             changed = True
-        for key in self._static.seek(now_s):
-            self.prewarm(key, now_s)
+        if self._static and now_s >= self._static_check_s:
+            self._static_check_s = now_s + _STATIC_CHECK_S
+            for key in self._static.values():
+                self.prewarm(key, now_s)
         self._retire_unused(now_s, in_use)
         self._disconnect_retired(in_use)
         return changed
@@ -179,6 +185,9 @@ class PeerRegistry:
             disconnect(self._reader, peer)
         self._ready.clear()
         self._retired.clear()
+
+    def _is_static(self, key: PeerKey) -> bool:
+        return self._static.get(key[:2]) == key
 
     def _used(self, key: PeerKey, now_s: float) -> Peer:
         known = self._ready.pop(key)
@@ -216,8 +225,8 @@ class PeerRegistry:
     def _failed(self, key: PeerKey, error: Exception, now_s: float) -> None:
         """Back off from a peer whose first contact failed."""
         reason = _reason(error)
-        if reason is not FailureReason.HANDSHAKE:
-            self._static.drop(key)
+        if reason is not FailureReason.HANDSHAKE and self._is_static(key):
+            del self._static[key[:2]]
         self._give_up(key, Unavailable(reason, str(error) or repr(error)), now_s)
         if not isinstance(error, KvferryError):
             logger.error("peer=%s: the handshake failed with an internal error", key, exc_info=error)
@@ -241,7 +250,7 @@ class PeerRegistry:
         while self._ready:
             key, known = next(iter(self._ready.items()))
             is_old = 0 < self._ttl_s <= now_s - known.used_s
-            if is_old and key in self._static:
+            if is_old and self._is_static(key):
                 self._used(key, now_s)
                 continue
             if key in in_use or not (is_old or len(self._ready) > self._most_peers):
