@@ -188,9 +188,10 @@ def test_closing_ends_handshakes_under_way_and_refuses_more(client: SideChannelC
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(5) as threads:
         port = silent.getsockname()[1]
         asked = [threads.submit(fetch, client, port, timeout_s=NEVER_S) for _ in range(5)]
-        for _ in asked:
-            silent.accept()[0].close()
+        accepted = [silent.accept()[0] for _ in asked]
         client.close()
+        for connection in accepted:
+            connection.close()
         for each in asked:
             assert str(each.exception(NEVER_S / 2)) == "this side channel is closed"
         with pytest.raises(HandshakeFailed, match=r"^this side channel is closed$"):

@@ -11,17 +11,18 @@ import zmq
 
 from kvferry.protocol.errors import InvalidSecretFile, KvferryError
 from kvferry.protocol.handshake import (
+    MAX_REPLY_BYTES,
     MAX_REQUEST_BYTES,
     Refused,
     decode_reply,
 )
 from kvferry.protocol.side_channel.secrets import Secret, Secrets
-from kvferry.protocol.side_channel.sockets import protect_asker
+from kvferry.protocol.side_channel.sockets import asking_socket
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state import Counters
 from tests.harness.handshake import fetch_description
 from tests.protocol.secret_files import NEW, OLD
-from tests.scheduler.channel import HOST, RecordingListener, client, free_port, threads_named
+from tests.scheduler.channel import HOST, RecordingListener, free_port, threads_named
 from tests.scheduler.test_secrets import handshake, protected
 from tests.waiting import wait_until
 
@@ -53,14 +54,12 @@ def test_bytes_that_are_not_zmq_get_no_answer_and_stop_nothing(secrets: Secrets)
 
 
 def test_the_greatest_message_fits_with_encryption_around_it_and_one_more_byte_does_not() -> None:
-    with protected((OLD,)) as (_, port), client(port) as sock:
-        sock.disconnect(f"tcp://{HOST}:{port}")
-        protect_asker(sock, OLD)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with protected((OLD,)) as (_, port), context, asking_socket(context, HOST, OLD, MAX_REPLY_BYTES) as sock:
         sock.connect(f"tcp://{HOST}:{port}")
         for size in (MAX_REQUEST_BYTES, MAX_REQUEST_BYTES + 1):
             sock.send_multipart([b"", bytes(size)])
             assert isinstance(decode_reply(sock.recv_multipart()[1]), Refused)
-        sock.setsockopt(zmq.LINGER, 0)
         sock.send_multipart([b"", bytes(MAX_REQUEST_BYTES + 1000)])
         assert sock.poll(300) == 0
         assert handshake(port, (OLD,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from typing import Any
@@ -77,11 +78,12 @@ def test_a_connection_that_the_producer_has_ended_is_made_again_for_the_next_mes
     port = free_port()
     with socket.create_server((HOST, port)) as server:
         server.settimeout(30)
+        renewer.client.wait_for(asyncio.sleep(0))  # its ZMQ has started
         before = len(os.listdir("/proc/self/fd"))
         for slot in range(1, 3):
             renewer.submit([ReleaseLease(lease(port, slot))])
             end_after_the_request(server, b"", f"{slot + 1:015x}".encode())
-            wait_until(lambda: len(os.listdir("/proc/self/fd")) == before, "its files are closed")
+            wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "its files are closed")
 
 
 def test_no_more_sockets_are_open_than_allowed_however_many_hosts_a_client_names(

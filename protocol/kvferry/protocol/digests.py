@@ -111,12 +111,7 @@ def _optional(text: str | None) -> bytes:
 
 
 def _identity(lora: str | None, salt: str | None) -> bytes:
-    if lora is None and salt is None:
-        return _PLAIN_IDENTITY
     return _hash(b"".join(map(_counted, (b"identity", _optional(lora), _optional(salt)))))
-
-
-_PLAIN_IDENTITY = _hash(b"".join(map(_counted, (b"identity", b"", b""))))
 
 
 def _digests(prompt: Prompt, tokens: memoryview) -> Iterator[bytes]:

@@ -15,19 +15,12 @@ from __future__ import annotations
 
 import enum
 import secrets
-from array import array
 from typing import Annotated, NewType
 
 from msgspec import Meta
 
-EngineId = NewType("EngineId", str)
-"""An engine's name, vLLM's `kv_transfer_config.engine_id`; chosen by an operator or random."""
-
 BootId = NewType("BootId", str)
 """One life of an engine: 128 random bits as 32 hexadecimal digits, new at every start."""
-
-RequestId = NewType("RequestId", str)
-"""vLLM's internal request id, unique within one engine."""
 
 Epoch = NewType("Epoch", int)
 """One lease of one slot: 60 random bits, never zero. The slot itself holds `epoch << 4 | state`."""
@@ -62,20 +55,6 @@ def new_boot_id() -> BootId:
 def new_epoch() -> Epoch:
     """A fresh epoch: random, so that epochs neither repeat nor can be guessed."""
     return Epoch(secrets.randbits(EPOCH_BITS - 1) + 1)
-
-
-class EpochDraw:
-    """Draws fresh epochs, many at a time: a system call for each would cost more than the rest of its use."""
-
-    def __init__(self, at_once: int = 256) -> None:
-        self._at_once = at_once
-        self._drawn: list[Epoch] = []
-
-    def __call__(self) -> Epoch:
-        if not self._drawn:
-            words = array("Q", secrets.token_bytes(8 * self._at_once))
-            self._drawn = [Epoch((word >> (64 - EPOCH_BITS + 1)) + 1) for word in words]
-        return self._drawn.pop()
 
 
 def epoch_to_text(epoch: Epoch) -> str:

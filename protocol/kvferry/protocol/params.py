@@ -58,10 +58,6 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     mac: Hex256
     held_from: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] = ()
 
-    @property
-    def lease_ms(self) -> int:
-        return round(self.lease_s * 1000)
-
 
 class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt whose KV cache lies on another engine: the whole object as the consumer receives it.

@@ -13,7 +13,7 @@ import secrets
 import msgspec
 
 from kvferry.protocol.errors import InvalidParams
-from kvferry.protocol.params import RemotePrefill, Ticket
+from kvferry.protocol.params import RemotePrefill
 
 MAC_KEY_BYTES = 32
 
@@ -26,27 +26,10 @@ def new_mac_key() -> bytes:
     return secrets.token_bytes(MAC_KEY_BYTES)
 
 
-class ParamsSigner:
-    """Computes the MAC of params under one key, which is prepared once."""
-
-    def __init__(self, key: bytes) -> None:
-        self._keyed = hmac.new(key, digestmod=hashlib.sha256)
-
-    def sign(self, params: RemotePrefill) -> RemotePrefill:
-        """The same params with their MAC set."""
-        return msgspec.structs.replace(params, kvferry=_with_mac(params.kvferry, self.mac(params)))
-
-    def mac(self, params: RemotePrefill) -> str:
-        """HMAC-SHA256 over the msgpack of a fixed tuple of integers and text, without floats and key order."""
-        # Not hmac.digest: it releases the interpreter's lock, which may delay the step that calls this.
-        mac = self._keyed.copy()
-        mac.update(_covered(params))
-        return mac.hexdigest()
-
-
 def sign_params(params: RemotePrefill, key: bytes) -> RemotePrefill:
     """The same params with their MAC set."""
-    return ParamsSigner(key).sign(params)
+    ticket = msgspec.structs.replace(params.kvferry, mac=_mac(params, key))
+    return msgspec.structs.replace(params, kvferry=ticket)
 
 
 def check_params_mac(params: RemotePrefill, key: bytes) -> None:
@@ -55,11 +38,12 @@ def check_params_mac(params: RemotePrefill, key: bytes) -> None:
     Raises:
         InvalidParams: the mac is not the producer's.
     """
-    if not hmac.compare_digest(ParamsSigner(key).mac(params), params.kvferry.mac):
+    if not hmac.compare_digest(_mac(params, key), params.kvferry.mac):
         raise InvalidParams("kvferry.mac", params.kvferry.mac, "the mac of exactly these params by their producer")
 
 
-def _covered(params: RemotePrefill) -> bytes:
+def _mac(params: RemotePrefill, key: bytes) -> str:
+    """HMAC-SHA256 over the msgpack of a fixed tuple of integers and text, without floats and key order."""
     ticket = params.kvferry
     covered = (
         _DOMAIN,
@@ -76,12 +60,9 @@ def _covered(params: RemotePrefill) -> bytes:
         params.remote_num_tokens,
         ticket.lease_slot,
         ticket.lease_epoch,
-        ticket.lease_ms,
+        round(ticket.lease_s * 1000),
         ticket.digests,
         ticket.held_from,
     )
-    return _encoder.encode(covered)
-
-
-def _with_mac(ticket: Ticket, mac: str) -> Ticket:
-    return msgspec.structs.replace(ticket, mac=mac)
+    # Not hmac.digest: it releases the interpreter's lock, which may delay the step that calls this.
+    return hmac.new(key, _encoder.encode(covered), hashlib.sha256).hexdigest()

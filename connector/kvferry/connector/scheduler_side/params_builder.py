@@ -10,7 +10,7 @@ from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.plan.tokens import held_from
 from kvferry.protocol.digests import Media, Prompt, digest_chain
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
-from kvferry.protocol.params_mac import ParamsSigner
+from kvferry.protocol.params_mac import sign_params
 from kvferry.scheduler.producer.lease import Lease, LeaseUse
 
 if TYPE_CHECKING:
@@ -94,7 +94,6 @@ class ParamsBuilder:
         self._local = local
         self._copies_blocks = copies_blocks
         self._kv_cache_config = kv_cache_config
-        self._signer = ParamsSigner(local.mac_key)
 
     def worker_blocks(self, params: RemotePrefill) -> Blocks:
         """The blocks in the order to the workers to hold a lease: those of its params, where workers copy them."""
@@ -145,7 +144,7 @@ class ParamsBuilder:
             remote_num_tokens=num_tokens,
             kvferry=ticket,
         )
-        return self._signer.sign(unsigned)
+        return sign_params(unsigned, self._local.mac_key)
 
     def _transferable(self, block_ids: tuple[list[int], ...], num_tokens: int) -> Blocks:
         """The blocks of the first `num_tokens` tokens, without the null blocks of those that left their window.

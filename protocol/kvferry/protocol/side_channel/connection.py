@@ -47,7 +47,7 @@ class Connection:
         self._file, self._ends = file, ends_of(file)
         self._most = max_answer_bytes + _SPARE_BYTES
         self._before = 0  # bytes received up to the end of the last message
-        self._ended = asyncio.ensure_future(_watch_end(monitor))
+        self._ended = asyncio.ensure_future(monitor.recv_multipart())  # after the handshake nothing else is reported
         self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._end_endless)
 
     @property
@@ -174,11 +174,6 @@ def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
         first_s, longest_s: bounds before the jitter of up to ±50 %.
     """
     return min(longest_s, first_s * 2.0 ** min(failures - 1, 64)) * random.uniform(0.5, 1.5)  # noqa: S311
-
-
-async def _watch_end(monitor: zmq.asyncio.Socket) -> None:
-    while connection_event(await monitor.recv_multipart()) is not ConnectionEvent.ENDED:
-        pass
 
 
 def _close_monitor(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:

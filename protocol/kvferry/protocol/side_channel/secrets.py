@@ -101,15 +101,16 @@ def read_secrets(path: str) -> Secrets:
     try:
         # Non-blocking: a named pipe must not block the start. Links are followed: Kubernetes mounts secrets as links.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            _check_owner_and_mode(path, os.fstat(descriptor))
+            with open(descriptor, "rb", closefd=False) as file:
+                written = file.read(MAX_FILE_BYTES + 1)
+        finally:
+            os.close(descriptor)
     except OSError as refused:
-        raise _unreadable(path, refused) from None
-    try:
-        _check_owner_and_mode(path, os.fstat(descriptor))
-        written = _read_bounded(descriptor)
-    except OSError as refused:
-        raise _unreadable(path, refused) from None
-    finally:
-        os.close(descriptor)
+        found = refused.strerror or type(refused).__name__
+        remedy = "a file that this process can read; mount it, or give this process access to it"
+        raise _invalid(path, found, remedy) from None
     if len(written) > MAX_FILE_BYTES:
         raise _invalid(path, f"more than {MAX_FILE_BYTES} bytes", "one secret a line")
     return _parse(path, written)
@@ -132,15 +133,6 @@ def _kind(mode: int) -> str:
     if stat.S_ISDIR(mode):
         return "directory"
     return "named pipe" if stat.S_ISFIFO(mode) else "device or socket"
-
-
-def _read_bounded(descriptor: int) -> bytes:
-    parts = []
-    left = MAX_FILE_BYTES + 1
-    while left and (part := os.read(descriptor, left)):
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
 
 
 def _parse(path: str, written: bytes) -> Secrets:
@@ -177,11 +169,6 @@ def _decoded(text: bytes) -> bytes | None:
         return base64.b64decode(plain.replace("-", "+").replace("_", "/"), validate=True)
     except (ValueError, binascii.Error):
         return None
-
-
-def _unreadable(path: str, refused: OSError) -> InvalidSecretFile:
-    found = refused.strerror or type(refused).__name__
-    return _invalid(path, found, "a file that this process can read; mount it, or give this process access to it")
 
 
 def _invalid(path: str, found: str, expected: str) -> InvalidSecretFile:

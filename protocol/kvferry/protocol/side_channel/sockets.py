@@ -92,14 +92,6 @@ def keep_alive(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
 
 
-def protect_listener(socket: zmq.Socket[bytes], secrets: Secrets) -> None:
-    """Set a listener's CURVE options before `bind`: the keys of the first secret. ZAP decides which peers to admit."""
-    if secrets:
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, listener_keys(secrets[0]).private)
-        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-
-
 def listening_socket(
     context: zmq.Context[zmq.Socket[bytes]], host: str, max_bytes: int, secrets: Secrets
 ) -> zmq.Socket[bytes]:
@@ -107,6 +99,7 @@ def listening_socket(
 
     Args:
         max_bytes: of a frame, without the bytes that CURVE adds.
+        secrets: it uses the first.
     """
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.IPV6, int(":" in host))
@@ -116,23 +109,18 @@ def listening_socket(
     socket.setsockopt(zmq.SNDHWM, _QUEUE)
     socket.setsockopt(zmq.LINGER, 0)
     keep_alive(socket)
-    protect_listener(socket, secrets)
+    if secrets:  # ZAP decides which peers to admit
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, listener_keys(secrets[0]).private)
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     return socket
-
-
-def protect_asker(socket: zmq.Socket[Any], secret: Secret | None) -> None:
-    """Set an asker's CURVE options before `connect`: only a listener with this secret is accepted; None: plain text."""
-    if secret is not None:
-        keys = asker_keys(secret)
-        socket.setsockopt(zmq.CURVE_SERVERKEY, listener_keys(secret).public)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
 
 
 def asking_socket(context: zmq.Context[S], address: str, secret: Secret | None, max_answer_bytes: int) -> S:
     """A DEALER that is ready to be connected, with bounded queues.
 
     Args:
+        secret: the only listeners accepted are those with it; None for plain text.
         max_answer_bytes: of a frame, without the bytes that CURVE adds.
     """
     socket = context.socket(zmq.DEALER)
@@ -143,24 +131,25 @@ def asking_socket(context: zmq.Context[S], address: str, secret: Secret | None, 
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
     socket.setsockopt(zmq.LINGER, 0)
     keep_alive(socket)
-    protect_asker(socket, secret)
+    if secret is not None:
+        keys = asker_keys(secret)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, listener_keys(secret).public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
     return socket
 
 
 class ConnectionEvent(enum.Enum):
-    """The result of a connection's ZMTP handshake, before any message, or its end."""
+    """The result of a connection's ZMTP handshake, before any message."""
 
     THROUGH = enum.auto()
     ONE_SIDED = enum.auto()
     """One end has a secret and the other has none."""
-    DENIED = enum.auto()
-    """The listener has the same secret first, but does not admit this peer."""
     CUT = enum.auto()
-    """The other end closed the connection: another secret, a secret at one end only, or no listener of this kind."""
+    """The other end closed the connection, or does not admit this one: another secret, a secret at one end only, or no
+    listener of this kind."""
     GARBLED = enum.auto()
     """The other end has another secret, or does not keep to ZMQ's protocol."""
-    ENDED = enum.auto()
-    """The connection has ended, established or not."""
 
 
 def watch(socket: S, events: int = _CONNECTION_EVENTS) -> S:
@@ -185,14 +174,10 @@ def unpack_event(frames: list[bytes]) -> tuple[int, int]:
 
 
 def connection_event(frames: list[bytes]) -> ConnectionEvent:
-    """The event in a monitor's message."""
+    """The result of the handshake in a monitor's message."""
     event, value = unpack_event(frames)
     if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
         return ConnectionEvent.THROUGH
-    if event == zmq.EVENT_DISCONNECTED:
-        return ConnectionEvent.ENDED
-    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return ConnectionEvent.DENIED
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
         return ConnectionEvent.ONE_SIDED if value == _MISMATCH else ConnectionEvent.GARBLED
     return ConnectionEvent.CUT

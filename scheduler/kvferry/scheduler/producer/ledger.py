@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.ids import Epoch, EpochDraw, epoch_to_text
+from kvferry.protocol.ids import Epoch, epoch_to_text, new_epoch
 from kvferry.protocol.orders import LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
 from kvferry.scheduler.block_references import BlockPool, BlockReferences
@@ -35,7 +35,7 @@ class ProducerLedger:
         turn_s: the same for a turn's lease; a renewal never shortens it.
         workers: the number of workers of this engine, in all pipeline stages and replicas; ids begin at 0.
         pool: the engine's block pool, see `BlockReferences`.
-        draw_epoch: fresh epochs; random ones when None.
+        draw_epoch: fresh epochs.
         counters: counts `leases_opened`, `leases_refused` and, by how they ended, `leases_released`; for turns
             `turns_opened`, `turns_refused`, `turns_released`, and `turns_offered` when they are held.
 
@@ -50,7 +50,7 @@ class ProducerLedger:
         slots: int,
         lease_s: float,
         counters: Counters,
-        draw_epoch: Callable[[], Epoch] | None = None,
+        draw_epoch: Callable[[], Epoch] = new_epoch,
         *,
         turn_s: float | None = None,
         workers: int = 1,
@@ -64,7 +64,7 @@ class ProducerLedger:
         self._first_s = {LeaseUse.PROMPT: lease_s, LeaseUse.TURN: lease_s if turn_s is None else turn_s}
         self._workers = range(workers)
         self._counters = counters
-        self._draw_epoch = draw_epoch or EpochDraw()
+        self._draw_epoch = draw_epoch
         self._free = list(range(slots - 1, -1, -1))
         self._by_request: dict[str, Lease] = {}
         self._by_name: dict[LeaseName, Lease] = {}
