@@ -24,8 +24,7 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.worker import cp_utils
 
-from kvferry.connector.context_parallel import check_attention_cp_compatibility
-from kvferry.worker.context_parallel.compatibility import AttentionRefused
+from kvferry.connector.context_parallel import AttentionRefused, check_attention_cp_compatibility
 from tests.harness.core.configs import HEAD_SIZE, HEADS, vllm_config
 
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4))

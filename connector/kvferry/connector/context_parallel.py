@@ -1,17 +1,62 @@
-"""The check of `kvferry.worker.context_parallel.compatibility` for a model that vLLM has built."""
+"""Finds attention backends that do not support context parallelism, by name.
+
+It reads the attributes by which layers, backends and implementations of vLLM 0.32 declare it:
+
+- `layer.get_attn_backend().supports_pcp()`, and where a backend has no such method, `layer.impl.supports_pcp`;
+- `layer.impl.need_to_return_lse_for_decode`: with decode context parallelism every rank attends to its own tokens, and
+  partial results can only be merged with their log-sum-exp;
+- `layer.impl.supports_mtp_with_cp_non_trivial_interleave_size`, where a drafter checks several tokens at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from kvferry.worker.context_parallel import compatibility
+from kvferry.protocol.errors import KvferryError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Incapable:
+    """One thing that a backend cannot do.
+
+    Attributes:
+        backend: its name.
+        lacks: what it cannot do, and the attribute that declares it.
+        layers: the layers that use it.
+    """
+
+    backend: str
+    lacks: str
+    layers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        named = ", ".join(self.layers[:_MAX_NAMED])
+        more = f" and {len(self.layers) - _MAX_NAMED} more" if len(self.layers) > _MAX_NAMED else ""
+        return f"{self.backend} of {named}{more} {self.lacks}"
+
+
+class AttentionRefused(KvferryError):
+    """Attention backends of this engine cannot do the context parallelism that it is configured for.
+
+    Attributes:
+        sizes: what is configured, in words.
+        reasons: all of them.
+    """
+
+    def __init__(self, sizes: str, reasons: tuple[Incapable, ...]) -> None:
+        self.sizes, self.reasons = sizes, reasons
+        listed = "; ".join(str(reason) for reason in reasons)
+        super().__init__(f"context parallelism of {sizes}: {listed}; choose another attention backend, or sizes of 1")
 
 
 def check_attention_cp_compatibility(vllm_config: VllmConfig, target_layer_names: Container[str] | None = None) -> None:
@@ -22,13 +67,13 @@ def check_attention_cp_compatibility(vllm_config: VllmConfig, target_layer_names
 
     Args:
         vllm_config: has the layers, the parallel sizes, the interleave and the drafter, if any.
-        target_layer_names: the layers that prefill context parallelism splits; None for all. See the worker's check.
+        target_layer_names: the layers that prefill context parallelism splits; None for all. See `check_layers`.
 
     Raises:
         AttentionRefused: names the sizes and, for every backend, the missing features and its layers.
     """
     parallel = vllm_config.parallel_config
-    compatibility.check_attention_cp_compatibility(
+    check_layers(
         get_layers_from_vllm_config(vllm_config, AttentionLayerBase),
         pcp=parallel.prefill_context_parallel_size,
         dcp=parallel.decode_context_parallel_size,
@@ -36,3 +81,88 @@ def check_attention_cp_compatibility(vllm_config: VllmConfig, target_layer_names
         speculative=vllm_config.speculative_config is not None,
         pcp_layers=target_layer_names,
     )
+
+
+def check_layers(
+    layers: Mapping[str, object],
+    *,
+    pcp: int = 1,
+    dcp: int = 1,
+    interleave: int = 1,
+    speculative: bool = False,
+    pcp_layers: Container[str] | None = None,
+) -> None:
+    """Refuse layers whose attention cannot be context parallel.
+
+    Args:
+        layers: by name, everything that has an attention backend; layers with neither backend nor implementation are
+            skipped.
+        pcp, dcp: ranks of prefill and of decode context parallelism.
+        interleave: tokens of a run of the decode context parallel interleave. With a drafter, runs of several tokens
+            need a backend that supports them, under prefill context parallelism alone too, as in vLLM.
+        speculative: whether there is a drafter: several tokens of a request are decoded at once.
+        pcp_layers: the layers whose tokens prefill context parallelism divides; None for all. Not those of a drafter,
+            which every rank computes whole.
+
+    Raises:
+        AttentionRefused: naming every backend, what it lacks and its layers.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, layer in layers.items():
+        is_target = pcp_layers is None or name in pcp_layers
+        impl = getattr(layer, "impl", None)
+        # A drafter that every rank runs on its own has nothing to merge.
+        alone = not is_target and getattr(impl, "dcp_world_size", dcp) == 1
+        interleaved_drafts = pcp * dcp > 1 and speculative and interleave > 1
+        for backend, lacks in _lacks(
+            layer, pcp > 1 and is_target, dcp > 1 and not alone, interleaved_drafts and not alone
+        ):
+            found.setdefault((backend, lacks), []).append(name)
+    if found:
+        raise AttentionRefused(
+            f"pcp={pcp}, dcp={dcp}, interleave={interleave}",
+            tuple(Incapable(backend, lacks, tuple(names)) for (backend, lacks), names in found.items()),
+        )
+
+
+def _lacks(layer: object, partitioned: bool, merged: bool, interleaved_drafts: bool) -> Iterator[tuple[str, str]]:
+    """The features that one layer's backend lacks, as (backend, lack)."""
+    make_backend = getattr(layer, "get_attn_backend", None)
+    backend = make_backend() if callable(make_backend) else None
+    impl = getattr(layer, "impl", None)
+    if backend is None and impl is None:
+        return
+    if partitioned:
+        asked = backend if backend is not None and hasattr(backend, "supports_pcp") else impl
+        if problem := _problem(asked, "supports_pcp"):
+            yield _name_of(backend, impl), f"cannot do prefill context parallelism ({problem})"
+    if impl is None:
+        return
+    if merged and (problem := _problem(impl, "need_to_return_lse_for_decode")):
+        yield _name_of(backend, impl), f"cannot do decode context parallelism ({problem})"
+    if interleaved_drafts and (problem := _problem(impl, "supports_mtp_with_cp_non_trivial_interleave_size")):
+        yield _name_of(backend, impl), f"cannot check drafts under an interleave of several tokens ({problem})"
+
+
+def _problem(asked: object, attribute: str) -> str:
+    """Why the attribute does not declare support; empty when it does."""
+    answer = getattr(asked, attribute, None)
+    if callable(answer):
+        try:
+            answer = answer()
+        except NotImplementedError:
+            return f"it does not declare {attribute}"
+    if answer is True:
+        return ""
+    return f"it does not declare {attribute}" if answer is None else f"{attribute} is {answer}, not True"
+
+
+def _name_of(backend: object, impl: object) -> str:
+    named = getattr(backend, "get_name", None)
+    if callable(named):
+        try:
+            return str(named())
+        except NotImplementedError:
+            pass
+    one = backend if backend is not None else impl
+    return one.__name__ if isinstance(one, type) else type(one).__name__

@@ -14,7 +14,7 @@
     ├── HandshakeFailed       no usable answer came from the other engine in time
     │   └── ConnectionEnded   … because it closed the connection
     ├── PlanRefused           the two engines cannot be paired (`kvferry.plan`)
-    ├── AttentionRefused      attention backends cannot be context parallel (`kvferry.worker.context_parallel`)
+    ├── AttentionRefused      attention backends cannot be context parallel (`kvferry.connector.context_parallel`)
     ├── FabricError           NIXL (`kvferry.worker.fabric.port`)
     └── LocalProtocolError    this process did something that its own state machine forbids: a bug in kvferry
 

@@ -2,5 +2,6 @@
 
 - `partition`: which rank computes which tokens of a step; a frozen value, made by a pure function.
 - `manager`: the collectives that bring the results of all ranks back into order, with their buffers.
-- `compatibility`: refuses attention backends that do not support it, by name.
+
+Attention backends that do not support it are refused by `kvferry.connector.context_parallel`.
 """

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector.context_parallel import AttentionRefused, check_layers
 from kvferry.protocol.errors import KvferryError
-from kvferry.worker.context_parallel.compatibility import AttentionRefused, check_attention_cp_compatibility
 
 
 class LatentBackend:
@@ -51,7 +51,7 @@ def layer(backend: object = LatentBackend, **impl: Any) -> SimpleNamespace:
 
 def reasons(layers: Mapping[str, object], **sizes: Any) -> list[str]:
     with pytest.raises(AttentionRefused) as caught:
-        check_attention_cp_compatibility(layers, **sizes)
+        check_layers(layers, **sizes)
     assert isinstance(caught.value, KvferryError)
     found = [str(reason) for reason in caught.value.reasons]
     assert all(reason in str(caught.value) for reason in found)
@@ -60,11 +60,11 @@ def reasons(layers: Mapping[str, object], **sizes: Any) -> list[str]:
 
 def test_attention_that_can_is_accepted() -> None:
     layers = {"layers.0": layer(), "layers.1": layer()}
-    check_attention_cp_compatibility(layers, pcp=4, dcp=2)
+    check_layers(layers, pcp=4, dcp=2)
 
 
 def test_nothing_is_asked_without_context_parallelism() -> None:
-    check_attention_cp_compatibility({"layers.0": layer(DenseBackend, need_to_return_lse_for_decode=False)})
+    check_layers({"layers.0": layer(DenseBackend, need_to_return_lse_for_decode=False)})
 
 
 def test_a_backend_that_cannot_partition_prefills_is_named_once_with_its_layers() -> None:
@@ -87,7 +87,7 @@ def test_all_reasons_are_given_at_once() -> None:
 
 def test_an_implementation_is_asked_where_the_backend_says_nothing() -> None:
     layers = {"a": SimpleNamespace(impl=SimpleNamespace(supports_pcp=True))}
-    check_attention_cp_compatibility(layers, pcp=2)
+    check_layers(layers, pcp=2)
     assert reasons({"a": SimpleNamespace(impl=SimpleNamespace())}, pcp=2) == [
         "SimpleNamespace of a cannot do prefill context parallelism (it does not declare supports_pcp)"
     ]
@@ -100,20 +100,20 @@ def test_only_a_yes_is_a_yes(answer: object) -> None:
 
 
 def test_what_has_no_attention_is_passed_over() -> None:
-    check_attention_cp_compatibility({"mlp": SimpleNamespace(), "none": SimpleNamespace(impl=None)}, pcp=2, dcp=2)
+    check_layers({"mlp": SimpleNamespace(), "none": SimpleNamespace(impl=None)}, pcp=2, dcp=2)
 
 
 def test_a_drafter_that_every_rank_runs_whole_need_not_be_able() -> None:
     layers = {"model.0": layer(), "draft.0": layer(DenseBackend, dcp_world_size=1, need_to_return_lse_for_decode=False)}
-    check_attention_cp_compatibility(layers, pcp=2, dcp=2, pcp_layers={"model.0"})
+    check_layers(layers, pcp=2, dcp=2, pcp_layers={"model.0"})
     assert len(reasons(layers, pcp=2, dcp=2)) == 2
 
 
 @pytest.mark.parametrize(("pcp", "dcp"), [(1, 2), (2, 1), (2, 2)])
 def test_drafts_under_an_interleave_of_several_tokens_need_a_backend_that_can(pcp: int, dcp: int) -> None:
     layers = {"a": layer()}
-    check_attention_cp_compatibility(layers, pcp=pcp, dcp=dcp, interleave=16)
-    check_attention_cp_compatibility(layers, pcp=pcp, dcp=dcp, speculative=True)
+    check_layers(layers, pcp=pcp, dcp=dcp, interleave=16)
+    check_layers(layers, pcp=pcp, dcp=dcp, speculative=True)
     assert reasons(layers, pcp=pcp, dcp=dcp, interleave=16, speculative=True) == [
         "LATENT of a cannot check drafts under an interleave of several tokens "
         "(it does not declare supports_mtp_with_cp_non_trivial_interleave_size)"
