@@ -38,11 +38,6 @@ def test_sizes_that_do_not_divide_read_parts_of_two_workers() -> None:
     plan = plan_transfer(sharded("D", tp=3, heads=6), 1, sharded(tp=2, heads=6))
     heads = [{item.heads for item in route.slices} for route in plan.routes]
     assert heads == [{Range(2, 3)}, {Range(3, 4)}]
-    for route, remote_heads in zip(plan.routes, (Range(2, 3), Range(0, 1)), strict=True):
-        for item in route.slices:
-            assert item.remote_heads == remote_heads
-    first, second = (route.slices[0] for route in plan.routes)
-    assert (first.local_heads, second.local_heads) == (Range(0, 1), Range(1, 2))
 
 
 def test_scheduler_blocks_may_differ_where_kernel_blocks_are_equal() -> None:

@@ -76,11 +76,11 @@ def route_tables(
     """
     tables = []
     for bundles in _portions([one for one in route.bundles if placing in (None, route.placing_of(one))]):
-        local, remote = _Rows(local_device), _Rows(remote_device)
+        local, remote = Rows(local_device), Rows(remote_device)
         indices = []
         for bundle in bundles:
-            local_starts, local_step = local.add(bundle, _local_side(bundle))
-            remote_starts, remote_step = remote.add(bundle, _remote_side(bundle))
+            local_starts, local_step = local.add(bundle, local_side(bundle))
+            remote_starts, remote_step = remote.add(bundle, remote_side(bundle))
             indices.append(
                 BundleIndex(bundle.tokens, bundle.run_bytes, local_starts, remote_starts, local_step, remote_step)
             )
@@ -115,17 +115,6 @@ def descriptor_pairs(table: DescriptorTable, units: Mapping[TokenMap, UnitPairs]
     return DescriptorPairs(np.concatenate(local), np.concatenate(remote), num_bytes)
 
 
-def bundle_rows(bundle: Bundle, remote_device: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """The producer's rows of one bundle.
-
-    Returns:
-        int64 `[R, 5]`; int32 `[runs, positions]`, the first descriptor of each run; the descriptors per block in a row.
-    """
-    rows = _Rows(remote_device)
-    starts, step = rows.add(bundle, _remote_side(bundle))
-    return rows.array(), starts, step
-
-
 def _order(one: BundleIndex, pairs: UnitPairs) -> np.ndarray:
     if one.remote_step > 1 or one.remote_starts.shape[1] == 1:
         return np.argsort(pairs.remote_block * one.remote_starts.shape[1] + pairs.remote_position, kind="stable")
@@ -140,7 +129,7 @@ def row_indices(starts: np.ndarray, step: int, blocks: np.ndarray, positions: np
     return np.asarray((starts[:, positions] + inside[None, :]).ravel())
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """One side of a bundle: bases, the strides of the bundle's axes, the bytes of a run, and its unit stride."""
 
     run_bytes: int
@@ -150,20 +139,20 @@ class _Side(NamedTuple):
     positions: int
 
 
-def _local_side(bundle: Bundle) -> _Side:
+def local_side(bundle: Bundle) -> Side:
+    """The consumer's side of a bundle."""
     bases = np.array([base for base, _ in bundle.bases], dtype=np.int64)
     strides = tuple(axis.local_stride for axis in bundle.axes)
-    return _Side(
-        bundle.local_run_bytes, bases, strides, bundle.local_unit_stride, bundle.tokens.positions(bundle.tokens.local)
-    )
+    positions = bundle.tokens.positions(bundle.tokens.local)
+    return Side(bundle.local_run_bytes, bases, strides, bundle.local_unit_stride, positions)
 
 
-def _remote_side(bundle: Bundle) -> _Side:
+def remote_side(bundle: Bundle) -> Side:
+    """The producer's side of a bundle."""
     bases = np.array([base for _, base in bundle.bases], dtype=np.int64)
     strides = tuple(axis.remote_stride for axis in bundle.axes)
-    return _Side(
-        bundle.run_bytes, bases, strides, bundle.remote_unit_stride, bundle.tokens.positions(bundle.tokens.remote)
-    )
+    positions = bundle.tokens.positions(bundle.tokens.remote)
+    return Side(bundle.run_bytes, bases, strides, bundle.remote_unit_stride, positions)
 
 
 class _Fold(NamedTuple):
@@ -174,7 +163,7 @@ class _Fold(NamedTuple):
     steps: int
 
 
-def _fold(axes: Sequence[Axis], side: _Side) -> _Fold | None:
+def _fold(axes: Sequence[Axis], side: Side) -> _Fold | None:
     """The axis that continues from block to block at a constant stride, if any: it needs no rows of its own."""
     unit_stride, positions = side.unit_stride, side.positions
     if positions * unit_stride.position_stride == unit_stride.block_stride or positions == 1:
@@ -187,7 +176,7 @@ def _fold(axes: Sequence[Axis], side: _Side) -> _Fold | None:
     return None
 
 
-class _Rows:
+class Rows:
     """Builder of the rows of one side of a table."""
 
     def __init__(self, device: int) -> None:
@@ -196,9 +185,10 @@ class _Rows:
         self._descriptors = 0
 
     def array(self) -> np.ndarray:
+        """All rows so far, int64 `[R, 5]`."""
         return np.asarray(np.concatenate([np.empty((0, 5), dtype=np.int64), *self._rows]))
 
-    def add(self, bundle: Bundle, side: _Side) -> tuple[np.ndarray, int]:
+    def add(self, bundle: Bundle, side: Side) -> tuple[np.ndarray, int]:
         """Add a bundle's rows.
 
         Returns:

@@ -24,13 +24,38 @@ def bundle(parts: Sequence[Part]) -> tuple[Bundle, ...]:
     tile stride 16 and V 8 bytes after K, the result is one bundle with one run of 128 bytes. If the remote side
     has the tokens outermost (head stride 16, tile stride 32), K and V still merge, and 8 runs of 16 bytes remain.
     """
-    return _merge(parts)
+    merger = _RunMerger()
+    strided_runs = [merger.strided_run(index, part) for index, part in enumerate(parts)]
+    while True:
+        joined = [
+            strided for alike in _grouped(strided_runs, lambda strided: id(strided.loops)) for strided in _join(alike)
+        ]
+        settled = len(joined) == len(strided_runs)
+        strided_runs = [merger.grow(strided) for strided in joined]
+        if settled:
+            break
+    return tuple(
+        Bundle(
+            tokens=alike[0].loops.tokens,
+            run=alike[0].run,
+            axes=alike[0].loops.axes,
+            local_unit_stride=alike[0].loops.local_unit_stride,
+            remote_unit_stride=alike[0].loops.remote_unit_stride,
+            bases=tuple((strided.local_base, strided.remote_base) for strided in alike),
+            members=tuple(strided.members for strided in alike),
+            conversions=tuple(strided.conversion for strided in alike if strided.conversion is not None),
+        )
+        for alike in _grouped(
+            strided_runs,
+            lambda strided: (id(strided.loops), strided.run, strided.conversion and strided.conversion[:2]),
+        )
+    )
 
 
 def producer_runs(parts: Sequence[Part], reading: Reading) -> tuple[Bundle, ...]:
     """The producer's own runs; both sides of these bundles describe the producer."""
     maps: dict[int, TokenMap] = {}
-    return _merge([_producer_part(part, reading, maps) for part in parts])
+    return bundle([_producer_part(part, reading, maps) for part in parts])
 
 
 class _Loops(NamedTuple):
@@ -159,35 +184,6 @@ def _producer_part(part: Part, reading: Reading, maps: dict[int, TokenMap]) -> P
     unit = remote.block_tokens if whole else tokens.unit_tokens
     tokens = maps.setdefault(id(tokens), TokenMap(tokens.group, unit, tokens.remote, tokens.remote))
     return Part(remote, remote, remote.heads if reading is Reading.ALL_HEADS else heads, tokens)
-
-
-def _merge(parts: Sequence[Part]) -> tuple[Bundle, ...]:
-    merger = _RunMerger()
-    strided_runs = [merger.strided_run(index, part) for index, part in enumerate(parts)]
-    while True:
-        joined = [
-            strided for alike in _grouped(strided_runs, lambda strided: id(strided.loops)) for strided in _join(alike)
-        ]
-        settled = len(joined) == len(strided_runs)
-        strided_runs = [merger.grow(strided) for strided in joined]
-        if settled:
-            break
-    return tuple(
-        Bundle(
-            tokens=alike[0].loops.tokens,
-            run=alike[0].run,
-            axes=alike[0].loops.axes,
-            local_unit_stride=alike[0].loops.local_unit_stride,
-            remote_unit_stride=alike[0].loops.remote_unit_stride,
-            bases=tuple((strided.local_base, strided.remote_base) for strided in alike),
-            members=tuple(strided.members for strided in alike),
-            conversions=tuple(strided.conversion for strided in alike if strided.conversion is not None),
-        )
-        for alike in _grouped(
-            strided_runs,
-            lambda strided: (id(strided.loops), strided.run, strided.conversion and strided.conversion[:2]),
-        )
-    )
 
 
 def _grouped(strided_runs: Iterable[_StridedRun], key: Callable[[_StridedRun], object]) -> list[list[_StridedRun]]:

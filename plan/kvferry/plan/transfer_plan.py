@@ -44,16 +44,6 @@ class Slice:
     unit_runs: float
 
     @property
-    def local_heads(self) -> Range:
-        """The heads in the consumer worker's own counting."""
-        return Range(self.heads.start - self.local.heads.start, self.heads.stop - self.local.heads.start)
-
-    @property
-    def remote_heads(self) -> Range:
-        """The heads in the producer worker's own counting."""
-        return Range(self.heads.start - self.remote.heads.start, self.heads.stop - self.remote.heads.start)
-
-    @property
     def token_bytes(self) -> float:
         """Bytes in the consumer worker's cache per token of a prompt; 0 for a recurrent state."""
         if self.tokens.is_state:

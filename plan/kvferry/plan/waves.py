@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.descriptors import bundle_rows, row_indices
+from kvferry.plan.descriptors import Rows, remote_side, row_indices
 from kvferry.plan.staged_layout import Source
 
 
@@ -79,8 +79,9 @@ class Window(NamedTuple):
 
 def source_table(source: Source, device: int) -> SourceTable:
     """The producer's rows of a source."""
-    rows, starts, step = bundle_rows(source.bundle, device)
-    return SourceTable(source, rows, starts, step)
+    rows = Rows(device)
+    starts, step = rows.add(source.bundle, remote_side(source.bundle))
+    return SourceTable(source, rows.array(), starts, step)
 
 
 def source_units(source: Source, pairs: UnitPairs) -> SourceUnits:
