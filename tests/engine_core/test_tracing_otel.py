@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvferry.connector.tracing import start as tracing_start
+from kvferry.connector.tracing import scheduler_events, worker_events
 from kvferry.worker.loads.results import Stage
 from tests.harness.core.scheduler import tokens
 
@@ -38,7 +38,8 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 @pytest.fixture
 def tracing_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if vLLM's `--otlp-traces-endpoint` were given."""
-    monkeypatch.setattr(tracing_start, "has_opentelemetry_on", lambda config: True)
+    for part in (scheduler_events, worker_events):
+        monkeypatch.setattr(part, "has_opentelemetry_on", lambda config: True)
 
 
 def hand_over(make: Any, headers: dict[str, str] | None, **shape: Any) -> None:

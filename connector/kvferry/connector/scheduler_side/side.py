@@ -18,7 +18,7 @@ from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.side_channel import SideChannel
-from kvferry.connector.tracing.start import scheduler_tracing
+from kvferry.connector.tracing.scheduler_events import scheduler_tracing
 from kvferry.connector.vllm_internals import EngineBlocks, distinct_blocks
 from kvferry.protocol.orders import encode_head, encode_orders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger

@@ -6,7 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvferry.connector.tracing.spans import SpanItem, WorkerLoads
+from opentelemetry import trace
+
+from kvferry.connector.config import FerryConfig
+from kvferry.connector.engine.local_engine import LocalEngine
+from kvferry.connector.tracing.spans import SpanItem, SpanSink, WorkerLoads
+from kvferry.connector.tracing.worker_events import has_opentelemetry_on, open_trace_file
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.orders import LoadOrder
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
@@ -24,6 +29,7 @@ from kvferry.trace.events import (
     LoadOrdered,
     LoadReported,
     ParamsGiven,
+    Part,
     PrefillArrived,
     PrefillScheduled,
     Recomputed,
@@ -31,6 +37,7 @@ from kvferry.trace.events import (
 from kvferry.trace.recorder import Recorder
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -151,6 +158,18 @@ class SchedulerTracing(Observer):
 
     def _own_name(self, lease: Lease) -> LeaseName:
         return LeaseName(boot=self._boot, epoch=lease.name.epoch)
+
+
+def scheduler_tracing(vllm_config: VllmConfig, config: FerryConfig, local: LocalEngine) -> SchedulerTracing:
+    """The tracing of the scheduler side.
+
+    Raises:
+        InvalidConfig: `trace_dir` is not writable.
+    """
+    file = open_trace_file(vllm_config, config, Part.SCHEDULER, local.boot, "")
+    is_on = has_opentelemetry_on(vllm_config)
+    spans = Recorder[SpanItem](SpanSink(trace.get_tracer("kvferry")), "kvferry-spans") if is_on else None
+    return SchedulerTracing(local.boot, file, spans)
 
 
 def _remote_name(lease: RemoteLease) -> LeaseName:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from kvferry.trace.events import Event, LoadEnded, Phase, StageSpan
-from kvferry.trace.recorder import Recorder
+from kvferry.connector.config import FerryConfig
+from kvferry.protocol.geometry import Place
+from kvferry.trace.events import TRACE_VERSION, Event, LoadEnded, Part, Phase, ProcessStarted, StageSpan
+from kvferry.trace.recorder import Recorder, TraceFile
 from kvferry.worker.loads.results import LoadRecord
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _LONGEST_NAME = 4096
 _NS = 1_000_000_000
@@ -28,7 +36,7 @@ class WorkerTracing:
 
     def ended(self, loads: Sequence[LoadRecord]) -> None:
         """These loads have ended."""
-        offset_ns = wall_offset_ns()
+        offset_ns = time.time_ns() - time.monotonic_ns()  # of the wall clock
         for load in loads:
             event = load_event(load, offset_ns)
             if self._file is not None:
@@ -45,11 +53,6 @@ class WorkerTracing:
         """Write the remaining events. Idempotent."""
         if self._file is not None:
             self._file.close()
-
-
-def wall_offset_ns() -> int:
-    """The wall clock minus the monotonic clock, now."""
-    return time.time_ns() - time.monotonic_ns()
 
 
 def load_event(load: LoadRecord, offset_ns: int) -> LoadEnded:
@@ -71,3 +74,39 @@ def load_event(load: LoadRecord, offset_ns: int) -> LoadEnded:
         staged_bytes=load.staged_bytes,
         relayout_ns=int(load.relayout_s * _NS),
     )
+
+
+def worker_tracing(vllm_config: VllmConfig, config: FerryConfig, place: Place) -> WorkerTracing | None:
+    """The tracing of a worker side; None where it is off. Its file has no boot id, which workers do not know.
+
+    Raises:
+        InvalidConfig: `trace_dir` is not writable.
+    """
+    file = open_trace_file(vllm_config, config, Part.WORKER, "", str(place))
+    keeps = has_opentelemetry_on(vllm_config)
+    return WorkerTracing(file, keeps=keeps) if file is not None or keeps else None
+
+
+def has_opentelemetry_on(vllm_config: VllmConfig) -> bool:
+    """Whether OpenTelemetry is on. vLLM starts with an endpoint only if OpenTelemetry is installed."""
+    return vllm_config.observability_config.otlp_traces_endpoint is not None
+
+
+def open_trace_file(
+    vllm_config: VllmConfig, config: FerryConfig, part: Part, boot: str, place: str
+) -> Recorder[Event] | None:
+    """The recorder for `trace_dir`; None without that option."""
+    if config.trace_dir is None:
+        return None
+    transfer = vllm_config.kv_transfer_config
+    started = ProcessStarted(
+        at_ns=time.time_ns(),
+        trace_version=TRACE_VERSION,
+        part=part,
+        engine_id=transfer.engine_id,
+        boot=boot,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        place=place,
+    )
+    return Recorder(TraceFile(config.trace_dir, transfer.kv_role, started, config.trace_max_bytes))
