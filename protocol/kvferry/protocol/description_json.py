@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from kvferry.protocol.convert import as_type
 from kvferry.protocol.errors import InvalidDescription, cut, one_of
@@ -66,17 +66,7 @@ class EngineJson(msgspec.Struct, frozen=True, kw_only=True):
 
 def engine_json_of(engine: EngineDescription) -> EngineJson:
     """The part of an engine's description without secrets."""
-    return EngineJson(
-        engine_id=engine.engine_id,
-        boot=engine.boot,
-        facts=engine.facts,
-        topology=engine.topology,
-        groups=engine.groups,
-        workers=tuple(
-            WorkerJson(place=worker.place, memory=worker.memory, device=worker.device, tensors=worker.tensors)
-            for worker in engine.workers
-        ),
-    )
+    return msgspec.convert(engine, EngineJson, from_attributes=True)
 
 
 def engine_of(engine_json: EngineJson) -> EngineDescription:
@@ -90,13 +80,7 @@ def engine_of(engine_json: EngineJson) -> EngineDescription:
         groups=engine_json.groups,
         workers=tuple(
             WorkerDescription(
-                place=worker.place,
-                agent="none",
-                agent_metadata=b"-",
-                memory=worker.memory,
-                device=worker.device,
-                lease_table=LeaseTable(address=0, slots=1),
-                tensors=worker.tensors,
+                agent="none", agent_metadata=b"-", lease_table=LeaseTable(address=0, slots=1), **structs.asdict(worker)
             )
             for worker in engine_json.workers
         ),

@@ -36,7 +36,7 @@ reading takes some 40 µs a tensor."""
 
 
 UNKNOWN_ENGINE = "?"
-"""The id in a request to an engine of unknown id; the refusal of `engine_id` in the answer contains the real one."""
+"""The id in a request to an engine of unknown id, which any engine answers."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -44,7 +44,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
     Attributes:
         version: of the side channel.
-        engine_id: the engine that the asker expects at this address.
+        engine_id: the engine that the asker expects at this address, or `?` for any.
         asker: engine id of the sender, for the receiver's log.
     """
 
@@ -209,27 +209,14 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 Reply = EngineDescription | Refused
 
 
-class _UnreadWorkers(EngineDescription, frozen=True, kw_only=True, tag="engine"):
-    """A description whose workers are still to be decoded, one by one."""
+class UnreadDescription(EngineDescription, frozen=True, kw_only=True, tag="engine"):
+    """A description whose workers are not decoded."""
 
     workers: Annotated[tuple[msgspec.Raw, ...], Meta(min_length=1, max_length=MAX_WORKERS)]  # type: ignore[assignment]
 
 
-class Answerer(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
-    """The identity in an `EngineDescription`, decoded without the rest.
-
-    Attributes:
-        engine_id: the answering engine.
-        boot: its current boot.
-    """
-
-    engine_id: Text
-    boot: Hex128
-
-
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[_UnreadWorkers | Refused] = msgspec.msgpack.Decoder(_UnreadWorkers | Refused)
-_answerers: msgspec.msgpack.Decoder[Answerer | Refused] = msgspec.msgpack.Decoder(Answerer | Refused)
+_replies: msgspec.msgpack.Decoder[UnreadDescription | Refused] = msgspec.msgpack.Decoder(UnreadDescription | Refused)
 _workers: msgspec.msgpack.Decoder[WorkerDescription] = msgspec.msgpack.Decoder(WorkerDescription)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -254,15 +241,16 @@ def decode_reply(frame: bytes) -> Reply:
 
     Workers are decoded one by one: a decoder holds the interpreter's lock while it runs, which stops the engine.
     """
-    reply = decode(frame, _replies, MAX_REPLY_BYTES, InvalidMessage)
-    if reply.version != CHANNEL_VERSION:
-        raise InvalidMessage("version", reply.version, str(CHANNEL_VERSION))
+    reply = decode_without_workers(frame)
     return reply if isinstance(reply, Refused) else _with_workers(reply)
 
 
-def decode_answerer(frame: bytes) -> Answerer | Refused:
-    """Decode only the identity in an answer to `Hello`, not the workers. Raises `InvalidMessage`."""
-    return decode(frame, _answerers, MAX_REPLY_BYTES, InvalidMessage)
+def decode_without_workers(frame: bytes) -> UnreadDescription | Refused:
+    """As `decode_reply`, for those who need no worker: that takes most of the time. Raises `InvalidMessage`."""
+    reply = decode(frame, _replies, MAX_REPLY_BYTES, InvalidMessage)
+    if reply.version != CHANNEL_VERSION:
+        raise InvalidMessage("version", reply.version, str(CHANNEL_VERSION))
+    return reply
 
 
 def decode_worker(frame: bytes) -> WorkerDescription:
@@ -270,7 +258,7 @@ def decode_worker(frame: bytes) -> WorkerDescription:
     return decode(frame, _workers, MAX_REPLY_BYTES, InvalidMessage)
 
 
-def _with_workers(unread: _UnreadWorkers) -> EngineDescription:
+def _with_workers(unread: UnreadDescription) -> EngineDescription:
     workers: list[WorkerDescription] = []
     tensors = 0
     for index, raw in enumerate(unread.workers):

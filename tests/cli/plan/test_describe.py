@@ -117,18 +117,16 @@ def test_a_description_that_contradicts_itself_is_refused() -> None:
 ANOTHER_ID = encode(Refused(field="engine_id", value="?", expected="x"))
 
 
-@pytest.mark.parametrize(("frame", "times"), [(b"", 1), (b"HTTP/1.1 400", 1), (ANOTHER_ID, 2)], ids=range(3))
-def test_an_unusable_answer_ends_in_one_line(frame: bytes, times: int) -> None:
-    """The last one names an id, and names it again when asked for that id."""
+@pytest.mark.parametrize("frame", [b"", b"HTTP/1.1 400", ANOTHER_ID], ids=range(3))
+def test_an_unusable_answer_ends_in_one_line(frame: bytes) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = context.socket(zmq.ROUTER)
     server.setsockopt(zmq.RCVTIMEO, 10_000)
     port = server.bind_to_random_port(f"tcp://{HOST}")
 
     def serve() -> None:
-        for _ in range(times):
-            asker, empty, _ = server.recv_multipart()
-            server.send_multipart([asker, empty, frame])
+        asker, empty, _ = server.recv_multipart()
+        server.send_multipart([asker, empty, frame])
 
     thread = threading.Thread(target=serve)
     thread.start()

@@ -10,9 +10,8 @@ from kvferry.cli.plan.engine import side_of
 from kvferry.cli.plan.tables import print_engine
 from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import encode_engine_json, engine_json_of
-from kvferry.protocol.errors import PeerRefused
-from kvferry.protocol.handshake import UNKNOWN_ENGINE, EngineDescription, Hello, Refused
-from kvferry.protocol.side_channel.client import SideChannelClient, refusal
+from kvferry.protocol.handshake import UNKNOWN_ENGINE, EngineDescription
+from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.secrets import Secrets, secrets_from_environment
 
 ASKER = "kvferry describe"
@@ -33,19 +32,12 @@ def run_describe(options: argparse.Namespace) -> int:
 def fetch(host: str, port: int, timeout_s: float, secrets: Secrets = ()) -> EngineDescription:
     """The description of the engine at this address.
 
-    A listener sends its description only in answer to its engine's id, and its id in answer to a wrong one: so the
-    first request asks for the id.
-
     Raises:
         HandshakeFailed: no answer in time.
         PeerRefused: the engine has no description yet, speaks another version, or has none of the secrets.
         InvalidMessage: the answer is invalid, or contradicts itself.
     """
     with SideChannelClient(secrets) as client:
-        reply = client.ask(host, port, Hello(engine_id=UNKNOWN_ENGINE, asker=ASKER), timeout_s)
-        if isinstance(reply, Refused) and reply.field == "engine_id":
-            reply = client.ask(host, port, Hello(engine_id=reply.expected, asker=ASKER), timeout_s)
-    if isinstance(reply, Refused):
-        raise PeerRefused(f"{host}:{port} {refusal(reply)}")
-    check_description(reply)
-    return reply
+        description = client.fetch_description(host, port, UNKNOWN_ENGINE, ASKER, timeout_s)
+    check_description(description)
+    return description

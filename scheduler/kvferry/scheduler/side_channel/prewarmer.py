@@ -18,10 +18,9 @@ from kvferry.protocol.errors import KvferryError, PeerRefused
 from kvferry.protocol.handshake import (
     MAX_REPLY_BYTES,
     UNKNOWN_ENGINE,
-    Answerer,
     Hello,
     Refused,
-    decode_answerer,
+    decode_without_workers,
     encode,
 )
 from kvferry.protocol.orders import Prewarm
@@ -42,7 +41,7 @@ class PeerPrewarmer:
         addresses: hosts and ports of their side channels, as requests will name them.
         asker: the id of this engine, which is left out if it is among them.
         tell: called on the client's thread with every producer that has answered, once per connection.
-        timeout_s: for connecting and both answers together.
+        timeout_s: for connecting and the answer together.
     """
 
     def __init__(
@@ -96,16 +95,15 @@ class PeerPrewarmer:
 
 
 async def _find(client: SideChannelClient, host: str, port: int, asker: str) -> tuple[Connection, Prewarm]:
-    """A listener answers a wrong engine id with its own, and the right one with its boot, so it is asked twice.
+    """The connection to the listener at an address, and its engine.
 
     Raises:
         KvferryError: no usable answer came.
     """
     connection = await client.connect(host, port, MAX_REPLY_BYTES)
     try:
-        answer = await _ask(connection, UNKNOWN_ENGINE, asker)
-        if isinstance(answer, Refused) and answer.field == "engine_id":
-            answer = await _ask(connection, answer.expected, asker)
+        await connection.send(encode(Hello(engine_id=UNKNOWN_ENGINE, asker=asker)))
+        answer = decode_without_workers(await connection.receive())
         if isinstance(answer, Refused):
             raise PeerRefused(refusal(answer))
     except BaseException:
@@ -118,8 +116,3 @@ async def _until_ended(connection: Connection) -> NoReturn:
     """Raises `ConnectionEnded`. Nothing more is asked; what comes all the same is dropped."""
     while True:
         await connection.receive()
-
-
-async def _ask(connection: Connection, engine_id: str, asker: str) -> Answerer | Refused:
-    await connection.send(encode(Hello(engine_id=engine_id, asker=asker)))
-    return decode_answerer(await connection.receive())

@@ -22,6 +22,7 @@ from kvferry.protocol.errors import InvalidConfig, InvalidMessage
 from kvferry.protocol.handshake import (
     CHANNEL_VERSION,
     MAX_REQUEST_BYTES,
+    UNKNOWN_ENGINE,
     EngineDescription,
     Hello,
     LeaseName,
@@ -149,7 +150,7 @@ class SideChannelListener:
         description, answer = published
         if hello.version != CHANNEL_VERSION:
             return encode(Refused(field="version", value=str(hello.version), expected=str(CHANNEL_VERSION)))
-        if hello.engine_id != description.engine_id:
+        if hello.engine_id not in (description.engine_id, UNKNOWN_ENGINE):
             return encode(Refused(field="engine_id", value=hello.engine_id, expected=description.engine_id))
         self._counters.add("handshakes_served")
         logger.debug("side channel: described this engine to %s", hello.asker)
