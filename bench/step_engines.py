@@ -186,7 +186,7 @@ def fly(consumer: TimedNode, stuck: TimedNode, prompts: Prompts, count: int, blo
     """`count` loads from a producer that does not answer any more: in flight for ever."""
     params = hand_over(stuck, consumer, prompts, blocks)
     consumer.network.freeze(stuck.agent_name)
-    mac_key = stuck.engine.connector.scheduler_side._channel.local.mac_key
+    mac_key = stuck.engine.connector.scheduler_side.channel.local.mac_key
     for index in range(count):
         name, prompt = prompts.next(blocks)
         consumer.engine.add(name, prompt, another_offer(params, prompt, blocks, index, mac_key))

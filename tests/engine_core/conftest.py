@@ -106,7 +106,7 @@ def make_engine() -> Iterator[Any]:
                 engine = node.Engine(connector, module=module, role=role, **config)
             stack.callback(engine.close)
             if module == "kvferry.connector":
-                stack.callback(engine.connector.scheduler_side.check_integrity)
+                stack.callback(engine.connector.scheduler_side.monitor.check_integrity)
             return engine
 
         yield build

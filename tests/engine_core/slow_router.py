@@ -65,7 +65,7 @@ class Slow:
         return sum(answer.finish_reason is not None for answer in self.engine.answers.values())
 
     def close(self) -> None:
-        self.side.check_integrity()
+        self.side.monitor.check_integrity()
         assert self.engine.counted("integrity_errors") == 0
         self.engine.close()
 

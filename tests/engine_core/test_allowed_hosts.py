@@ -93,7 +93,7 @@ def test_whatever_names_a_host_that_is_not_listed_leads_to_no_connection_and_no_
     assert not other_peer.was_asked()
     assert asked_names == []
     assert engine.counted("loads") == engine.counted("leases_given_back") == 0
-    counters = engine.connector.scheduler_side.counters
+    counters = engine.connector.scheduler_side.monitor.counters
     assert counters.total("local_recomputes", "host_not_allowed") == 1
 
 

@@ -58,7 +58,7 @@ def test_engines_that_end_in_the_middle_of_loads_end_quietly(
     assert worker._memory.staging.pool.free_bytes == worker._memory.staging.pool.capacity
     assert not _worker(producer)._memory.table.held()
     for node in (producer, consumer):
-        ferry_of(node.engine.connector).scheduler_side.check_integrity()
+        ferry_of(node.engine.connector).scheduler_side.monitor.check_integrity()
         assert node.engine.used_blocks == LOADS * -(-TOKENS // BLOCK_TOKENS)
     wait_until(lambda: _opened() == before, "threads and files are gone")
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -86,7 +86,7 @@ class Scene:
         for node in (self.producer, self.consumer):
             side = node.engine.connector.scheduler_side
             assert (len(side.leases), len(side.loads)) == (0, 0)
-            side.check_integrity()
+            side.monitor.check_integrity()
             assert node.engine.counted("integrity_errors") == 0
 
 

@@ -80,12 +80,12 @@ def test_only_hosts_that_are_allowed_are_named_to_the_workers(
 
 def times_described(producer: Node) -> int:
     """The number of descriptions that it has sent."""
-    return int(producer.engine.connector.scheduler_side.counters.total("handshakes_served"))
+    return int(producer.engine.connector.scheduler_side.monitor.counters.total("handshakes_served"))
 
 
 def finds(consumer: Node, producer: Node) -> None:
     """Take the steps that the engine's loop would take, until every worker can read from this life of a producer."""
-    local = producer.engine.connector.scheduler_side._channel.local
+    local = producer.engine.connector.scheduler_side.channel.local
     params = {
         "remote_host": local.host,
         "remote_port": local.port,

@@ -74,8 +74,8 @@ def test_a_lease_that_was_read_while_idle_and_then_ran_out_is_done_and_has_not_e
     step = engine.step(over={"p"})
     assert step.orders is None
     assert engine.is_whole
-    assert side.counters.total("leases_released", "done") == 1
-    assert side.counters.total("leases_released", "expired") == 0
+    assert side.monitor.counters.total("leases_released", "done") == 1
+    assert side.monitor.counters.total("leases_released", "expired") == 0
 
 
 def test_a_release_that_came_while_idle_frees_the_blocks_in_the_next_step(
@@ -85,7 +85,7 @@ def test_a_release_that_came_while_idle_frees_the_blocks_in_the_next_step(
     engine.add("p", tokens(40), REMOTE_DECODE, max_tokens=1)
     engine.step()
     engine.step()
-    ticket, channel = offered(engine, "p").kvferry, engine.connector.scheduler_side._channel
+    ticket, channel = offered(engine, "p").kvferry, engine.connector.scheduler_side.channel
     assert engine.free_blocks == 0
     name = LeaseName(slot=ticket.lease_slot, epoch=ticket.lease_epoch)
     with client(channel.local.port) as sock:

@@ -30,7 +30,7 @@ def test_where_free_blocks_cannot_be_counted_leases_are_given_all_the_same(
     def renamed(_: object) -> None:
         raise AttributeError("no such thing in this vLLM")
 
-    monkeypatch.setattr(side._eviction, "_demand", renamed)
+    monkeypatch.setattr(side.eviction, "_demand", renamed)
     with caplog.at_level(logging.ERROR, "kvferry"):
         assert held(producer, "first")
         assert held(producer, "second")

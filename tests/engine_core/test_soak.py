@@ -145,7 +145,7 @@ class Life:
         self.until(lambda node: node.engine.is_whole)
         for node in (self.producer, self.consumer):
             side = node.engine.connector.scheduler_side
-            side.check_integrity()
+            side.monitor.check_integrity()
             assert (len(side.leases), len(side.loads)) == (0, 0)
 
     def until(self, over: Callable[[Node], bool]) -> None:

@@ -30,17 +30,17 @@ def test_vllm_preempts_again_when_blocks_have_been_coming_for_a_heartbeat(make_e
     producer.run()
     side.leases.take_orders(next(clock))
     side.leases.release_all("release")
-    side._eviction.evict()
+    side.eviction.evict()
     assert producer.connector.has_pending_block_frees()
     for _ in range(12):
         side.leases.take_orders(next(clock))
-        side._eviction.evict()
+        side.eviction.evict()
     assert not producer.connector.has_pending_block_frees(), "110 s without a report"
     say_over(producer, "first")
-    side._eviction.evict()
+    side.eviction.evict()
     assert producer.connector.has_pending_block_frees(), "they do report"
     say_over(producer, "second")
-    side._eviction.evict()
+    side.eviction.evict()
     assert not producer.connector.has_pending_block_frees()
 
 

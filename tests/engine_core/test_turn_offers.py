@@ -76,7 +76,7 @@ def claim(talk: Conversation) -> None:
     talk.prefiller.engine.add("busy", tokens(150, seed=6), max_tokens=60)
     talk.prefiller.step()
     talk.prefiller.engine.add("next", [*talk.text, *MORE], talk.offer, max_tokens=1)
-    listener = talk.decoder.engine.connector.scheduler_side._channel.listener
+    listener = talk.decoder.engine.connector.scheduler_side.channel.listener
     wait_until(lambda: not listener.inbox.empty(), "the claim has arrived")
 
 

@@ -107,7 +107,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self.scheduler_side.bind(kv_cache_manager)
+        self.scheduler_side.blocks.bind(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.on_new_request(request)
@@ -141,11 +141,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self.scheduler_side.publish(metadata)
+        self.scheduler_side.channel.publish(metadata.values())
 
     def has_pending_block_frees(self) -> bool:
         """Whether vLLM should make a running request wait for a step instead of preempting one."""
-        return self.scheduler_side.has_coming_blocks()
+        return self.scheduler_side.eviction.is_coming
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must step although it has no requests."""
@@ -196,7 +196,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> FerryStats | None:
         if self._scheduler_side is not None:
-            return self._scheduler_side.take_stats()
+            return self._scheduler_side.monitor.take_stats()
         return self.worker_side.take_stats()
 
     def shutdown(self) -> None:

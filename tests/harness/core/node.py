@@ -217,7 +217,7 @@ class Node:
         Args:
             idle: wait until nothing is under way before the workers end.
         """
-        ferry_of(self.engine.connector).scheduler_side.check_integrity()
+        ferry_of(self.engine.connector).scheduler_side.monitor.check_integrity()
         self.engine.close()
         try:
             for worker in self.workers if idle else ():

@@ -11,7 +11,6 @@ from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import facts_of, is_alone, lease_slots, num_workers, uses_host_buffer
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata
-from kvferry.connector.metrics.stats import FerryStats
 from kvferry.connector.scheduler_side.idle import Drain, IdleState
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
@@ -29,10 +28,10 @@ from kvferry.scheduler.state import Counters
 from kvferry.scheduler.step import next_orders
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -45,6 +44,13 @@ _NOTHING = FerryMetadata()
 class SchedulerSide:
     """The scheduler side of one engine.
 
+    Attributes:
+        leases, loads: the two ledgers.
+        blocks: the engine's, once vLLM has bound its KV cache manager.
+        eviction: ends held leases when blocks are needed, and whether blocks are coming (`is_coming`).
+        monitor: the metrics and the integrity check.
+        channel: the side channel, which publishes the workers' descriptions.
+
     Raises:
         InvalidConfig: the side channel's address is in use, its secrets are invalid, or a cache cannot be described.
     """
@@ -52,19 +58,19 @@ class SchedulerSide:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig) -> None:
         local = LocalEngine.of(vllm_config, kv_cache_config, config)
         counters, workers = Counters(), num_workers(local.topology)
-        self._blocks = EngineBlocks()
+        self.blocks = EngineBlocks()
         self.leases = ProducerLedger(
             lease_slots(config, vllm_config),
             config.kv_lease_duration,
             counters,
             turn_s=config.decoder_kv_blocks_ttl,
             workers=workers,
-            pool=self._blocks,
+            pool=self.blocks,
         )
         self.loads = ConsumerLedger(
             counters,
             config.kv_recompute_threshold,
-            pool=self._blocks,
+            pool=self.blocks,
             recomputes=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
         )
         self.tracing = scheduler_tracing(vllm_config, config, local)
@@ -74,36 +80,31 @@ class SchedulerSide:
         self._params_builder = ParamsBuilder(local, kv_cache_config, copies_blocks=uses_host_buffer(vllm_config))
         drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
         self._idle = IdleState(self.leases, self.loads.quarantine, workers, drain, is_alone=is_alone(vllm_config))
-        self._eviction = LeaseEviction(
-            vllm_config, local, self.leases, self._idle, self._blocks, config.max_leased_fraction
+        self.eviction = LeaseEviction(
+            vllm_config, local, self.leases, self._idle, self.blocks, config.max_leased_fraction
         )
-        self._monitor = EngineMonitor(
+        self.monitor = EngineMonitor(
             self.leases,
             self.loads,
-            self._blocks,
-            self._eviction.requests.by_id,
+            self.blocks,
+            self.eviction.requests.by_id,
             counters,
             always=config.debug_check_integrity,
         )
         facts = facts_of(vllm_config, config)
         try:
-            self._channel = SideChannel(local, facts, config, self.leases, self.loads, counters, self._idle.poll)
+            self.channel = SideChannel(local, facts, config, self.leases, self.loads, counters, self._idle.poll)
         except BaseException:
             self.tracing.close()
             raise
-
-    @property
-    def counters(self) -> Counters:
-        """All that this engine's scheduler has counted."""
-        return self._monitor.counters
 
     # Hooks of a request.
 
     def on_new_request(self, request: Request) -> None:
         """Read the request's params before vLLM does."""
         self._intake.receive(request)
-        self._eviction.requests.add(request)
-        self._channel.flush()
+        self.eviction.requests.add(request)
+        self.channel.flush()
 
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
         """Tokens beyond the local prefix hit that can be loaded; None makes vLLM ask again in the next step, if the
@@ -115,7 +116,7 @@ class SchedulerSide:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has allocated blocks for the request."""
-        self._eviction.requests.admitted(request)
+        self.eviction.requests.admitted(request)
         is_intended = self.leases.state(request.request_id) is LeaseState.INTENDED
         if is_intended and not self.leases.open(request.request_id):
             slots = self.leases.slots
@@ -129,8 +130,8 @@ class SchedulerSide:
                 local = self._params_builder.load_blocks(blocks.get_block_ids(), prompt.shared_tokens)
             self.loads.allocated(request.request_id, num_external_tokens, local)
             if was_offered and prompt.state is LoadState.LOADING:
-                self.counters.sample("order_wait_s", time.monotonic() - prompt.offered_s)
-            self._channel.flush()
+                self.monitor.counters.sample("order_wait_s", time.monotonic() - prompt.offered_s)
+            self.channel.flush()
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended.
@@ -141,9 +142,9 @@ class SchedulerSide:
             core, as long as they are held. So the lease has a reference of its own on each block.
         """
         self.loads.finished(request.request_id)
-        self._eviction.requests.remove(request.request_id)
+        self.eviction.requests.remove(request.request_id)
         self.tracing.finished(request.request_id)
-        self._channel.flush()
+        self.channel.flush()
         self._intake.allocated(request.request_id)
         lease = self.leases.unfinished(request.request_id)
         if lease is None:
@@ -168,13 +169,13 @@ class SchedulerSide:
         Args:
             is_idle: whether no token is scheduled in this step.
         """
-        self._channel.receive()  # before eviction: after idling, messages that claim leases are still in the inbox
+        self.channel.receive()  # before eviction: after idling, messages that claim leases are still in the inbox
         asks = self._idle.begin_step()
-        self._eviction.evict()
+        self.eviction.evict()
         may_expire = not self._idle.is_waking  # otherwise leases that were read while idle would count as expired
-        boot, now_s = self._channel.local.boot, time.monotonic()
+        boot, now_s = self.channel.local.boot, time.monotonic()
         orders = next_orders(self.leases, self.loads, boot, now_s, may_expire=may_expire)
-        self._monitor.poll()
+        self.monitor.poll()
         metadata = _NOTHING
         if orders:
             self.tracing.ordered(orders.loads)
@@ -187,7 +188,7 @@ class SchedulerSide:
         report = output.kv_connector_worker_meta
         if isinstance(report, FerryWorkerMetadata):
             self.loads.quarantine.update(report.alive, time.monotonic())
-            self._monitor.update(report.gauges)
+            self.monitor.update(report.gauges)
             self.tracing.loads_reported(report.loads)
             self._free(report)
         failed = output.failed_recving or set()
@@ -200,39 +201,15 @@ class SchedulerSide:
                 continue
             prompt = self.loads.loaded(request_id)
             if prompt is not None:
-                self.counters.sample("handover_s", time.monotonic() - prompt.offered_s)
-        self._channel.flush()
-        self._monitor.poll()
-
-    def take_stats(self) -> FerryStats | None:
-        """Counters and samples since the last call, and gauges that have changed."""
-        return self._monitor.take_stats()
+                self.monitor.counters.sample("handover_s", time.monotonic() - prompt.offered_s)
+        self.channel.flush()
+        self.monitor.poll()
 
     # Other hooks.
 
-    def bind(self, manager: KVCacheManager) -> None:
-        """Take the KV cache manager, whose block pool is needed to hold blocks and to count free ones.
-
-        Raises:
-            UnsupportedVllm: blocks cannot be kept out of the pool.
-        """
-        self._blocks.bind(manager)
-
-    def publish(self, workers: Mapping[tuple[int, int], object]) -> None:
-        """Take the workers' descriptions, and answer handshakes from now on.
-
-        Raises:
-            InvalidConfig: `description_file` cannot be written, or a description is not kvferry's.
-        """
-        self._channel.publish(workers.values())
-
     def must_step(self) -> bool:
         """Whether the engine must step although it has no request. If not, it is idle, even with held leases."""
-        return self._channel.poll() or self._idle.must_step()
-
-    def has_coming_blocks(self) -> bool:
-        """Whether blocks will be freed within a step or two, so that no running request need be preempted."""
-        return self._eviction.is_coming
+        return self.channel.poll() or self._idle.must_step()
 
     def reset(self) -> bool:
         """The weights have changed or are about to: caches of the old weights must not be used with the new ones.
@@ -247,24 +224,16 @@ class SchedulerSide:
         self.leases.release_all("reset")
         for lease in self.leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING):
             self.leases.abandon(lease.request_id, "reset")
-            if not self._eviction.requests.by_id[lease.request_id].num_computed_tokens:
+            if not self.eviction.requests.by_id[lease.request_id].num_computed_tokens:
                 self.leases.intend(lease.request_id, lease.use)
         self.loads.decline_offered("reset")
-        self._channel.flush()
+        self.channel.flush()
         return not self.loads.requests(*IN_FLIGHT)
-
-    def check_integrity(self) -> None:
-        """Check the integrity of the scheduler side.
-
-        Raises:
-            LocalProtocolError: with the counts that disagree.
-        """
-        self._monitor.check_integrity()
 
     def close(self) -> None:
         """Release the leases of other engines, and stop the threads. Idempotent."""
         self.loads.give_all_back()
-        self._channel.close()
+        self.channel.close()
         self.tracing.close()
 
     # Helpers.
