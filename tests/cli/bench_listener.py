@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvferry.cli.bench.client import Session
 from kvferry.cli.bench.listener import BenchListener
-from kvferry.cli.transfer.messages import Offer, Reply, Request, Task
+from kvferry.cli.transfer.messages import Reply, Request, Task
 from kvferry.protocol.side_channel.secrets import Secrets
 from tests.scheduler.channel import HOST, free_port
 
@@ -23,7 +23,7 @@ class Served:
     """A running listener.
 
     Attributes:
-        said: its lines. codes: what `--once` would have ended with, once it has.
+        said: its lines. codes: its exit status, once it has ended.
     """
 
     listener: BenchListener
@@ -39,36 +39,25 @@ class Served:
         """The listener's reply."""
         return self.session(known).ask(request, TIMEOUT_S)
 
-    def join(self, metadata: bytes = b"m") -> tuple[str, Offer]:
-        """Join as soon as the listener is ready; returns the session's name and the offer."""
+    def join(self, metadata: bytes = b"m") -> str:
+        """Join as soon as the listener is ready; returns the session's name."""
         session = self.session()
-        return session.name, session.join(metadata)
+        session.join(metadata)
+        return session.name
 
 
 @contextmanager
-def bench_listening(
-    command: tuple[str, ...] = TAME, known: Secrets = (), *, once: bool = False, start: bool = True
-) -> Iterator[Served]:
-    """A listener that serves until the end of the block, or until one client has left; not at all without `start`."""
+def bench_listening(command: tuple[str, ...] = TAME, known: Secrets = ()) -> Iterator[Served]:
+    """A listener that serves until its client has left, or until the end of the block."""
     port = free_port()
     said: list[str] = []
     listener = BenchListener(HOST, port, TASK, known, said.append, command)
     served = Served(listener, port, said)
-    stop = threading.Event()
-
-    def serve() -> None:
-        if once:
-            served.codes.append(listener.serve(once=True))
-        while not stop.is_set():
-            listener.step()
-
-    thread = threading.Thread(target=serve, name="kvferry-bench-listener")
-    if start:
-        thread.start()
+    thread = threading.Thread(target=lambda: served.codes.append(listener.serve()), name="kvferry-bench-listener")
+    thread.start()
     try:
         yield served
     finally:
-        stop.set()
-        if start:
-            thread.join()
+        listener.stop()
+        thread.join()
         listener.close()

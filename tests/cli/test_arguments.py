@@ -18,9 +18,7 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("plan", "/", DENSE), "PRODUCER is '/'; expected a file that can be read"),
     (("plan", DENSE, "layers=2,head=3"), "key is 'head'; expected did you mean heads?"),
     ((*PLAN, "--tokens", "0"), "--tokens is '0'; expected a whole number from 1"),
-    ((*PLAN, "--tokens", "many"), "--tokens is 'many'"),
     ((*PLAN, "--link", "nan"), "--link is 'nan'; expected a number from"),
-    ((*PLAN, "--link", "0"), "--link is '0'"),
     ((*PLAN, "--direct-min-bytes", "0"), "--direct-min-bytes is '0'"),
     ((*PLAN, "--staging-pool-bytes=-1"), "--staging-pool-bytes is '-1'"),
     ((*PLAN, "--out", "x"), "--out is 'x'; expected --copies with it"),
@@ -30,12 +28,10 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("bench", "--listen", "--connect", "a"), "bench is 'both'"),
     (("bench", "--connect", "a:0"), "HOST:PORT"),
     (("bench", "--connect", "a", "--max-size", "5K"), "--max-size"),
-    (("bench", "--connect", "a", "--max-size", "2G"), "--max-size"),
     (("bench", "--connect", "a", "--device", "gpu"), "--device"),
     (("bench", "--connect", "a", "--seconds", "0"), "--seconds"),
     (("bench", "--connect", "a", "--timeout", "nan"), "--timeout"),
     (("doctor", "--data-parallel-size", "0"), "--data-parallel-size is '0'"),
-    (("doctor", "--data-parallel-size", "two"), "--data-parallel-size is 'two'"),
     (("doctor", "--timeout", "soon"), "--timeout is 'soon'"),
 ]
 

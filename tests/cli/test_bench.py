@@ -21,7 +21,7 @@ from kvferry.cli.bench.report import print_outcome
 from kvferry.cli.transfer.child import Outcome
 from kvferry.cli.transfer.memory import content, count_wrong
 from kvferry.cli.transfer.messages import Measured, ReadsFailed, Task
-from kvferry.cli.transfer.process import RUN_BYTES, cases_of
+from kvferry.cli.transfer.process import RUN_BYTES
 from tests.cli.bench_listener import TASK, bench_listening
 from tests.cli.command import refused, run
 from tests.cli.lying_owner import CHANGED
@@ -66,12 +66,11 @@ def test_two_processes_read_every_size_and_every_byte_is_right() -> None:
             assert reads["gb_s"] == pytest.approx(reads["num_bytes"] / reads["p50_us"] / 1e3)
         assert found["first_contact_ms"] > 0
         assert found["transports"]
-        listening.send_signal(signal.SIGINT)
         assert listening.wait(timeout=30) == 0
 
 
 def test_a_byte_that_was_changed_is_found_in_every_read_that_has_it_and_in_no_other() -> None:
-    with bench_listening(LYING, once=True) as served:
+    with bench_listening(LYING) as served:
         ran = run("bench", "--connect", f"{HOST}:{served.port}", "--json", "--device", "cpu", *QUICK)
         assert ran.code == 1
         found: dict[str, Any] = json.loads(ran.out)
@@ -143,7 +142,7 @@ while True:
 def test_a_reader_that_hangs_is_ended_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.cli.transfer.child._GRACE_S", 0.1)
     task = Task(device="cpu", max_bytes=64 << 10, seconds=0.1, timeout_s=0.1)
-    with bench_listening(once=True) as served, pytest.raises(ReadsFailed, match="NIXL hangs"):
+    with bench_listening() as served, pytest.raises(ReadsFailed, match="NIXL hangs"):
         run_client(served.session(), task, lambda _: None, ("-c", HANGS))
     assert served.codes == [2]
 
@@ -152,7 +151,7 @@ def test_a_listener_whose_nixl_dies_of_this_clients_metadata_is_reported(monkeyp
     monkeypatch.setattr("kvferry.cli.bench.client.ALIVE_S", 0.05)
     reader = HANGS.replace("pipe.send(OFFER)", "pipe.send(msgspec.structs.replace(OFFER, agent_metadata=b'crash'))")
     with (
-        bench_listening(once=True) as served,
+        bench_listening() as served,
         pytest.raises(ReadsFailed, match=r"session is ended: .* signal 6.*check"),
     ):
         run_client(served.session(), TASK, lambda _: None, ("-c", f"import msgspec\n{reader}"))
@@ -179,16 +178,6 @@ def test_wrong_bytes_are_counted_from_the_first() -> None:
     assert count_wrong(wrong, right) == (0, -1)
     wrong[[17, 4095]] ^= np.uint8(255)
     assert count_wrong(wrong, right) == (2, 17)
-
-
-def test_sizes_are_powers_of_four_and_cases_of_several_runs_are_scattered_too() -> None:
-    assert cases_of(100 << 10) == [
-        (4 << 10, 4 << 10),
-        (16 << 10, 16 << 10),
-        (64 << 10, 64 << 10),
-        (64 << 10, 16 << 10),
-    ]
-    assert cases_of(64 << 20)[-1] == (64 << 20, 16 << 10)
 
 
 def test_the_table_distinguishes_wrong_and_right_rows(capsys: pytest.CaptureFixture[str]) -> None:

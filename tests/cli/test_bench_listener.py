@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 from collections.abc import Iterator
@@ -12,13 +13,13 @@ import pytest
 import zmq
 
 from kvferry.cli.bench import listener as listener_module
+from kvferry.cli.bench.listener import BenchListener
 from kvferry.cli.transfer.messages import (
     MAX_FRAME_BYTES,
     Alive,
     Join,
     Leave,
     Noted,
-    Offer,
     ReadsFailed,
     Reply,
     decode_reply,
@@ -28,7 +29,7 @@ from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import Hello, Refused
 from kvferry.protocol.handshake import encode as encode_channel
 from kvferry.protocol.side_channel.secrets import VARIABLE
-from tests.cli.bench_listener import Served, bench_listening
+from tests.cli.bench_listener import TASK, Served, bench_listening
 from tests.cli.command import refused
 from tests.protocol.secret_files import NEW, OLD, OTHER, listing, write
 from tests.scheduler.channel import HOST, client, free_port
@@ -50,10 +51,6 @@ def ask_raw(port: int, body: bytes) -> Reply:
     with client(port, zmq.REQ) as asker:
         asker.send(body)
         return decode_reply(asker.recv())
-
-
-def left(served: Served, session: str) -> Reply:
-    return served.ask(Leave(session=session, wrong=0, complete=True))
 
 
 @pytest.mark.parametrize(
@@ -79,12 +76,11 @@ def test_an_invalid_frame_is_refused_by_its_field_and_ends_nothing(served: Serve
     reply = ask_raw(served.port, body)
     assert isinstance(reply, Refused)
     assert reply.field == field
-    session, offer = served.join()
-    assert isinstance(offer, Offer)
-    assert left(served, session) == Noted()
+    assert served.codes == []
 
 
 def test_too_many_or_too_long_frames_and_bytes_that_are_not_zmq_end_nothing(served: Served) -> None:
+    before = served.listener.counters.total("bad_frames")
     with client(served.port) as dealer:
         dealer.send_multipart([b"", b"x", b"y"])
         dealer.send_multipart([b"not empty", encode_frame(Alive(session=SESSION))])
@@ -92,60 +88,55 @@ def test_too_many_or_too_long_frames_and_bytes_that_are_not_zmq_end_nothing(serv
         dealer.send_multipart([b"", b"x" * (MAX_FRAME_BYTES + 1)])
     with socket.create_connection((HOST, served.port)) as plain:
         plain.sendall(secrets.token_bytes(10_000))
-    wait_until(lambda: served.listener.counters.total("bad_frames") >= 3, "the frames were counted")
+    wait_until(lambda: served.listener.counters.total("bad_frames") >= before + 3, "the frames were counted")
     assert not any("bug" in line for line in served.said)
-    session, offer = served.join()
-    assert isinstance(offer, Offer)
-    assert left(served, session) == Noted()
+    assert isinstance(served.ask(Alive(session=SESSION)), Refused)
 
 
 @pytest.mark.parametrize(("metadata", "said"), [(b"refuse", "no such metadata"), (b"crash", "signal 6")])
-def test_metadata_that_kills_an_owner_costs_the_listener_only_that_owner(
-    served: Served, metadata: bytes, said: str
-) -> None:
-    killed, _ = served.join(metadata)
-    wait_until(lambda: isinstance(served.ask(Alive(session=killed)), Refused), "the session ended")
-    refused = served.ask(Alive(session=killed))
-    assert isinstance(refused, Refused)
-    assert said in refused.value
-    session, _ = served.join()
-    assert left(served, session) == Noted()
+def test_metadata_that_kills_the_owner_is_reported_at_both_ends(metadata: bytes, said: str) -> None:
+    with bench_listening() as served:
+        session = served.join(metadata)
+        replies: list[Reply] = []
+
+        def is_refused() -> bool:
+            replies.append(served.ask(Alive(session=session)))
+            return isinstance(replies[-1], Refused)
+
+        wait_until(is_refused, "the session ended")
+        wait_until(lambda: served.codes == [2], "the listener ended")
+        assert said in served.said[-1]
+        assert said in str(replies[-1])
 
 
-def test_clients_are_served_in_turn_each_with_its_own_memory(served: Served) -> None:
-    session, first = served.join()
-    other = Join(session=secrets.token_hex(16), host="test", agent_metadata=b"m")
-    busy = served.ask(other)
-    assert isinstance(busy, Refused)
-    assert busy.value.startswith("busy")
-    for message in (Alive(session=SESSION), Leave(session=SESSION, wrong=0, complete=True)):
-        refused = served.ask(message)
-        assert isinstance(refused, Refused)
-        assert refused.field == "session"
-    assert served.ask(Alive(session=session)) == Noted()
-    assert left(served, session) == Noted()
-    session, second = served.join()
-    assert second.host != first.host
-    assert left(served, session) == Noted()
+def test_while_a_client_reads_another_is_refused_and_has_no_say_in_its_session() -> None:
+    with bench_listening() as served:
+        session = served.join()
+        other = served.ask(Join(session=secrets.token_hex(16), host="test", agent_metadata=b"m"))
+        assert isinstance(other, Refused)
+        assert other.field == "client"
+        for message in (Alive(session=SESSION), Leave(session=SESSION, wrong=0, complete=True)):
+            refused = served.ask(message)
+            assert isinstance(refused, Refused)
+            assert refused.field == "session"
+        assert served.ask(Alive(session=session)) == Noted()
+        assert served.codes == []
 
 
-def test_a_silent_client_is_ended_for_the_next_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_client_ends_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "SILENT_S", 0.1)
-    silent, _ = served.join()
-    wait_until(lambda: "no message for" in served.said[-1], "the session ended")
-    monkeypatch.undo()
-    session, _ = served.join()
-    assert isinstance(served.ask(Alive(session=silent)), Refused)
-    assert left(served, session) == Noted()
+    with bench_listening() as served:
+        served.join()
+        wait_until(lambda: served.codes == [2], "it ended")
+        assert "no message for" in served.said[-1]
 
 
 @pytest.mark.parametrize(("wrong", "complete", "code"), [(0, True, 0), (7, True, 1), (0, False, 2)])
-def test_once_ends_with_what_its_client_found(wrong: int, complete: bool, code: int) -> None:
-    with bench_listening(once=True) as served:
-        session, _ = served.join()
+def test_the_exit_status_is_what_the_client_found(wrong: int, complete: bool, code: int) -> None:
+    with bench_listening() as served:
+        session = served.join()
         assert served.ask(Leave(session=session, wrong=wrong, complete=complete)) == Noted()
-        wait_until(lambda: served.codes, "it ended")
-        assert served.codes == [code]
+        wait_until(lambda: served.codes == [code], "it ended")
 
 
 @pytest.mark.parametrize(
@@ -157,11 +148,10 @@ def test_once_ends_with_what_its_client_found(wrong: int, complete: bool, code: 
 )
 def test_without_memory_the_listener_says_why(owner: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "START_S", 2.0)
-    with (
-        bench_listening(("-c", f"import sys, time; {owner}"), start=False) as served,
-        pytest.raises(ReadsFailed, match=said),
-    ):
-        served.listener.serve(once=True)
+    command = ("-c", f"import sys, time; {owner}")
+    listener = BenchListener(HOST, free_port(), TASK, (), print, command)
+    with contextlib.closing(listener), pytest.raises(ReadsFailed, match=said):
+        listener.serve()
 
 
 def test_only_clients_with_the_secret_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

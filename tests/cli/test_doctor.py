@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.doctor import command as doctor_command
-from kvferry.cli.doctor.command import CHECKS, examine, print_findings
+from kvferry.cli.doctor.command import CHECKS, examine
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, Mark, broken, look, not_done, ok
 from tests.cli.command import run
@@ -87,20 +87,6 @@ def test_only_broken_findings_decide_the_exit_status(
             {"check": one.check, "mark": one.mark.value, "found": one.found, "do": one.do} for one in (*FINDINGS, *more)
         ],
     }
-
-
-def test_the_table_has_a_mark_and_a_remedy_for_every_check(capsys: pytest.CaptureFixture[str]) -> None:
-    print_findings((*FINDINGS, look("e", "far", "-x " * 60)))
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines[2:6]] == [
-        ["ok", "a", "well"],
-        ["look", "b", "slow"],
-        ["→", "hurry"],
-        ["not", "done", "d", "no", "kernel"],
-    ]
-    assert max(map(len, lines)) <= 132
-    assert " ".join(" ".join(lines[7:9]).split()) == "→" + " -x" * 60
-    assert lines[-1] == "1 ok, 2 look, 1 not done"
 
 
 def test_a_check_that_fails_costs_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,8 +117,6 @@ PROMETHEUS = {"NIXL_TELEMETRY_ENABLE": "y", "NIXL_TELEMETRY_EXPORTER": "promethe
     ("environ", "gpus", "mark", "said"),
     [
         ({}, 8, Mark.OK, "no port"),
-        ({**PROMETHEUS, "NIXL_TELEMETRY_ENABLE": "n"}, 8, Mark.OK, "no port"),
-        ({"NIXL_TELEMETRY_ENABLE": "y"}, 8, Mark.OK, "no port"),
         ({**PROMETHEUS, "NIXL_TELEMETRY_PROMETHEUS_PORT": "here"}, 8, Mark.OK, "no port"),
         (PROMETHEUS, 1, Mark.OK, "port 9090, which"),
         (PROMETHEUS, 8, Mark.LOOK, "of an engine's 8 workers"),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -47,28 +45,6 @@ def test_planning_loads_neither_torch_nor_nixl_nor_sockets(form: tuple[str, ...]
 def test_torch_and_nixl_are_loaded_in_child_processes_only(arguments: tuple[str, ...], codes: set[str]) -> None:
     code, *found = heavy_modules(*arguments).split()
     assert (code in codes, found) == (True, [])
-
-
-def test_the_entry_point_is_the_commands_main() -> None:
-    tomllib = pytest.importorskip("tomllib")
-    (name, target), *others = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].items()
-    module, _, function = target.partition(":")
-    assert (name, others) == ("kvferry", [])
-    assert getattr(importlib.import_module(module), function)(["plan", DENSE, DENSE, "--json"]) == 0
-
-
-def test_the_version_is_the_packages() -> None:
-    ran = run("--version")
-    assert (ran.code, ran.out) == (0, f"kvferry {version('kvferry')}\n")
-
-
-@pytest.mark.parametrize(
-    "arguments", [(), ("plan",), ("plan", DENSE), ("plam", DENSE, DENSE), ("plan", DENSE, DENSE, "--jso")]
-)
-def test_an_invalid_command_line_prints_the_usage(arguments: tuple[str, ...]) -> None:
-    ran = run(*arguments)
-    assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith("usage: kvferry")
 
 
 def test_help_names_every_option_of_the_documentation() -> None:

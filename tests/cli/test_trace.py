@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.cli.trace.command import HANDOVERS_OF_A_TRACE, PAGE, PICTURE, TRACE
-from kvferry.cli.trace.report import format_time, short_id, ticks
-from kvferry.cli.trace.waterfall import LEFT, RIGHT, ZERO, Scale
+from kvferry.cli.trace.report import format_time, short_id
 from kvferry.trace.events import LoadEnded
 from tests.cli.command import refused, run
 from tests.trace.example import write_example
@@ -187,15 +186,6 @@ def test_damaged_files_are_named_and_the_rest_is_shown(example: Path, tmp_path: 
     assert "cut off in the middle" in (tmp_path / "out" / PAGE).read_text()
 
 
-def test_columns_are_aligned_and_the_last_one_is_folded(example: Path) -> None:
-    ran = run("trace", str(example), "--slowest", "2")
-    assert ran.code == 0
-    assert re.search(
-        r"^cmpl-7c1e-1005\S+   prefill-1 → decode-0     1024    71\.6 ms   decode queue 64 ms", ran.out, re.MULTILINE
-    )
-    assert re.search(r"^router +24 +2 ms +33 ms +33 ms   from the producer", ran.out, re.MULTILINE)
-
-
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
@@ -240,23 +230,3 @@ def test_the_routers_prefix_of_an_id_is_not_shown() -> None:
     assert short_id(routed) == "1f0c99-5a2b"
     assert len(short_id("x" * 300)) <= 34
     assert short_id("cmpl-7-0") == "cmpl-7-0"
-
-
-def test_ticks_are_round_and_few() -> None:
-    assert ticks(73e6, 6) == [0, 20_000_000, 40_000_000, 60_000_000]
-    assert ticks(0, 6) == [0]
-    assert all(len(ticks(10.0**power, 6)) <= 7 for power in range(14))
-
-
-def test_each_side_of_the_zero_has_a_scale_of_its_own() -> None:
-    scale = Scale(before_ns=50, after_ns=200)
-    at_ns = (-60, -50, -25, 0, 100, 200, 201)
-    assert [scale.x(one) for one in at_ns] == [
-        LEFT,
-        LEFT,
-        (LEFT + ZERO) / 2,
-        ZERO,
-        (ZERO + RIGHT) / 2,
-        RIGHT,
-        RIGHT,
-    ]

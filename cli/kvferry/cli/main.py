@@ -118,10 +118,13 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         allow_abbrev=False,
     )
     bench.add_argument(
-        "--listen", metavar="HOST[:PORT]", nargs="?", const=_ANY_HOST, help="offer memory (default: 0.0.0.0:5700)"
+        "--listen",
+        metavar="HOST[:PORT]",
+        nargs="?",
+        const=_ANY_HOST,
+        help="offer memory to one client (default: 0.0.0.0:5700)",
     )
     bench.add_argument("--connect", metavar="HOST[:PORT]", help="read from a listener, at port 5700 by default")
-    bench.add_argument("--once", action="store_true", help="a listener ends after its first client")
     bench.add_argument("--device", metavar="D", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     bench.add_argument("--max-size", metavar="N", default="64M", help="largest read, up to 1G (default: %(default)s)")
     bench.add_argument("--seconds", metavar="S", default="0.5", help="for each row of the table (default: %(default)s)")

@@ -75,14 +75,6 @@ def test_the_mac_key_is_not_shown() -> None:
         assert secret not in shown
 
 
-def test_the_printed_description_can_be_used_in_plan() -> None:
-    with published(engine()) as address:
-        engine_json = run("describe", address, "--json").out.encode()
-    ran = run("plan", "-", FORM.replace("tp=2,pp=2", "tp=4"), stdin=engine_json)
-    assert (ran.code, ran.err) == (0, "")
-    assert "plan producer=prefill-0 tp3 reads" in ran.out
-
-
 def test_the_table_has_every_worker_with_its_layers_and_heads() -> None:
     with published(engine()) as address:
         ran = run("describe", address)

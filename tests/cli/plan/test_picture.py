@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.plan.picture import RIGHT, TOP, arrange, draw, palette
+from kvferry.cli.plan.picture import RIGHT, arrange, draw
 from kvferry.cli.plan.sides import read_pair
 from kvferry.cli.plan.summary import PlanSummary, summarise
-from kvferry.cli.svg import element, text
 from kvferry.plan.cost import PUBLISHED
 from kvferry.plan.planner import plan_engine
 from tests.cli.command import run
@@ -60,12 +59,6 @@ def test_every_rank_has_its_card(summary: PlanSummary) -> None:
     )
 
 
-def test_shards_and_sizes_are_labelled() -> None:
-    texts = texts_of(draw(summary_of(*PAIRS["pipelines"])))
-    assert "TP 2 · PP 2  →  TP 1 · PP 2" in texts
-    assert {"heads 0…3 · layers 0…3", "heads 0…7 · layers 3…7"} <= set(texts)
-
-
 def test_direct_staged_and_released_bands_differ() -> None:
     staged, direct = draw(summary_of(*PAIRS["staged"])), draw(summary_of(*PAIRS["TP 8 to TP 4"]))
     assert "staged, then put in place" in texts_of(staged)
@@ -92,23 +85,6 @@ def test_bands_are_as_wide_as_their_bytes_and_fit_their_cards(summary: PlanSumma
                 assert getattr(below, top) >= getattr(above, top) + above.width - 1e-6
 
 
-def test_cards_are_below_each_other_inside_the_picture(summary: PlanSummary) -> None:
-    scene = arrange(summary)
-    for column in (scene.left, scene.right):
-        cards = column
-        assert cards[0].top == TOP
-        assert cards[-1].top + cards[-1].height == pytest.approx(scene.bottom)
-        for above, below in itertools.pairwise(cards):
-            assert below.top > above.top + above.height
-
-
-def test_every_producer_has_a_colour_of_its_own() -> None:
-    for count in (1, 2, 11, 64):
-        colours = palette(count)
-        assert len(set(colours)) == count
-        assert all(len(colour) == 7 for colour in colours)
-
-
 def test_names_with_markup_do_not_break_the_picture() -> None:
     summary = summary_of(*PAIRS["TP 8 to TP 4"])
     for name in ('<script>alert("x")</script>', "a&b", "]]>", "\ufffe\uffff", "\ud800"):
@@ -116,11 +92,6 @@ def test_names_with_markup_do_not_break_the_picture() -> None:
         svg = draw(msgspec.structs.replace(summary, producer=side))
         root = ElementTree.fromstring(svg.encode())  # noqa: S314 - our own
         assert not list(root.iter(f"{SVG}script"))
-
-
-def test_markup_is_escaped_in_text_and_attributes() -> None:
-    assert text("<&>", 0, 0, 12).endswith(">&lt;&amp;&gt;</text>")
-    assert element("g", id='"<') == "<g id='\"&lt;'/>"
 
 
 def test_the_command_writes_it_beside_its_table(tmp_path: Path) -> None:

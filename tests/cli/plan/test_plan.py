@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,16 +46,6 @@ def test_the_staging_pool_has_the_default_size_of_a_worker() -> None:
     assert worker._STAGING_BYTES_OF_OTHERS == POOL_BYTES_DRAM
     for size in (POOL_BYTES_VRAM, POOL_BYTES_DRAM, 1 << 20, 3_333_333):
         assert longest_staged_run(size) == pool(size).largest_wave // 2
-
-
-def test_a_table_that_is_piped_has_no_colours_and_a_fixed_width() -> None:
-    out = run("plan", EIGHT, FOUR).out
-    table = out.partition("in the log")[0]
-    assert "\x1b" not in out
-    assert max(map(len, table.splitlines())) <= 132
-    assert len({len(line) for line in table.splitlines() if line.startswith(("─", "tp"))}) == 1
-    for place in [f"tp{rank}" for rank in range(8)]:
-        assert re.search(rf"\b{place}\b", table)
 
 
 def test_a_producer_worker_without_readers_is_shown_as_released() -> None:
@@ -155,14 +144,6 @@ def test_the_json_has_exactly_the_fields_of_the_documentation() -> None:
     ):
         for name in holder:
             assert f"`{name}`" in section, name
-
-
-def test_many_ranks_are_planned_in_seconds() -> None:
-    summary = summary_of("layers=16,heads=8,dim=128,tp=64", "layers=16,heads=8,dim=128,tp=32,pp=2")
-    assert len(summary.workers) == 64
-    assert np.isclose(
-        sum(flow.bytes_per_token for one in summary.workers for flow in one.flows), summary.bytes_per_token
-    )
 
 
 FORM_OF_JSON = "layers=3,heads=4,dim=8,tp=2,blocks=8,window=40@1,state_layers=2,ssm=4x2,conv=x4+B2*"

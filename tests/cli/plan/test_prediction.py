@@ -133,10 +133,4 @@ def test_only_the_consumer_pays_for_the_relayout_of_staged_bytes() -> None:
     assert (together.slowest.side, apart.slowest.side) == ("producer", "consumer")
 
 
-def test_the_link_changes_the_time_and_nothing_else() -> None:
-    one, other = (summary_of(NHD, DENSE_OF_NHD, "--link", link) for link in ("1", "100"))
-    assert one.predicted_ms > other.predicted_ms
-    assert [worker.flows for worker in one.workers] == [worker.flows for worker in other.workers]
-
-
 DENSE_OF_NHD = "layers=2,heads=4,dim=16,layout=HND"

@@ -3,5 +3,5 @@
     listener ── its owner (child)          client ── its reader (child)
     ZMQ, no NIXL                           ZMQ, no NIXL
 
-An owner serves one client and then ends (`kvferry.cli.transfer`).
+A listener serves one client and then ends, as its owner does (`kvferry.cli.transfer`).
 """

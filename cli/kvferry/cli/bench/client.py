@@ -54,7 +54,7 @@ class Session:
             raise ReadsFailed(f"{failed}; does `kvferry bench --listen` run there?") from None
 
     def join(self, agent_metadata: bytes) -> Offer:
-        """Join, with retries while the listener is busy."""
+        """Join, with retries while the listener starts."""
         end_s = time.monotonic() + self._timeout_s
         me = socket.gethostname()[:256] or "unnamed"
         while True:

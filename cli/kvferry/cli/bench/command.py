@@ -43,7 +43,7 @@ def _listen(options: argparse.Namespace, task: Task) -> int:
     ends = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(end, lambda *_: listener.stop()) for end in ends]
     try:
-        return listener.serve(options.once)
+        return listener.serve()
     finally:
         listener.close()
         for end, handler in zip(ends, before, strict=True):

@@ -1,14 +1,13 @@
-"""`kvferry bench --listen`: serves memory of known content, to one client at a time.
+"""`kvferry bench --listen`: serves memory of known content to one client, and ends with it.
 
-It gives access to the benchmark's memory only, and no input ends it. Its socket is guarded as that of an engine's side
-channel, by the same class.
+It gives access to the benchmark's memory only, and invalid input does not end it. Its socket is guarded as that of an
+engine's side channel, by the same class.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import zmq
 
@@ -40,30 +39,14 @@ SILENT_S = 20.0
 _POLL_MS = 50
 
 
-@dataclass(slots=True)
-class _Turn:
-    """One client's turn, with an owner of its own.
-
-    Attributes:
-        offer: None while the owner starts.
-        join: None until a client has joined.
-        until_s: deadline of the owner's start, or of the client's next message.
-    """
-
-    owner: Child
-    offer: Offer | None = None
-    join: Join | None = None
-    until_s: float = field(default_factory=lambda: time.monotonic() + START_S)
-
-
 class BenchListener:
-    """Serves until it is closed; used by one thread.
+    """Serves one client; used by one thread.
 
     Args:
-        task: for the owners: which memory, and how much.
-        secrets: the first is its own; clients may have any. Without secrets any client may join.
+        task: for the owner: which memory, and how much.
+        secrets: the first is its own; the client may have any. Without secrets any client may join.
         report: called with one line per event.
-        command: the arguments of Python that run an owner.
+        command: the arguments of Python that run the owner.
 
     Raises `InvalidArgument` if the address cannot be bound.
     """
@@ -78,28 +61,30 @@ class BenchListener:
         command: Sequence[str] = COMMAND,
     ) -> None:
         self.counters = Counters()
-        self._task, self._report, self._command = task, report, command
+        self._report = report
         try:
             self._socket = GuardedSocket(host, port, MAX_FRAME_BYTES, secrets, self.counters, self._answer)
         except zmq.ZMQError as refused:
             raise InvalidArgument("--listen", f"{host}:{port}", f"an address here, its port free ({refused})") from None
         secured = f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
         self._where = f"{channel_address(host, port).removeprefix('tcp://')} {secured}"
-        self._announced = self._stopped = False
+        self._owner = Child(command)
+        self._owner.send(task)
+        self._offer: Offer | None = None
+        self._join: Join | None = None
+        self._failed = ""  # the error of the owner, for the client that has joined
+        self._until_s = time.monotonic() + START_S  # deadline of the owner's start, then of the client's next message
         self._status: int | None = None
-        self._last = ("", "")
-        self._turn = self._next_turn()
+        self._stopped = False
 
-    def serve(self, once: bool) -> int:
-        """Serve until `stop`, or until one client has left; returns the exit status: of `--once`, otherwise 0.
+    def serve(self) -> int:
+        """Serve until the client has left or `stop`; returns the exit status: 1 if a byte was wrong, 2 if it gave up.
 
         Raises `ReadsFailed` if no memory can be registered.
         """
-        while not self._stopped:
+        while self._status is None and not self._stopped:
             self.step()
-            if once and self._status is not None:
-                return self._status
-        return 0
+        return self._status or 0
 
     def stop(self) -> None:
         """End `serve` soon. For signal handlers: an exception of theirs is lost where Python ignores exceptions."""
@@ -108,43 +93,31 @@ class BenchListener:
     def step(self) -> None:
         """Wait a short time for messages, and process them."""
         self._socket.serve(self._socket.poll(_POLL_MS))
-        turn = self._turn
+        is_late = time.monotonic() >= self._until_s
+        if self._join is not None and is_late:
+            self._end(self._join, 2, f"no message for {SILENT_S:g} s")
+        if self._status is not None or self._failed:
+            return
         try:
-            message = turn.owner.take()
+            message = self._owner.take()
             if isinstance(message, Offer):
-                turn.offer = message
-                self._announce(message)
-            if turn.join is not None and time.monotonic() >= turn.until_s:
-                raise ReadsFailed(f"no message for {SILENT_S:g} s")
-            if turn.offer is None and time.monotonic() >= turn.until_s:
+                self._offer = message
+                self._report(f"listening on {self._where}, with {message.kind}")
+            elif self._offer is None and is_late:
                 raise ReadsFailed("its NIXL process hangs at its start")
         except ReadsFailed as failed:
-            if turn.join is not None:
-                self._end_turn(turn.join, 2, cut(str(failed)))
-                return
-            raise ReadsFailed(f"there is no memory to read: {failed}; see `kvferry doctor`") from None
+            if self._join is None:
+                raise ReadsFailed(f"there is no memory to read: {failed}; see `kvferry doctor`") from None
+            self._failed = cut(str(failed))
 
     def close(self) -> None:
         """Free the port and end the owner."""
-        self._turn.owner.close()
+        self._owner.close()
         self._socket.close()
 
-    def _next_turn(self) -> _Turn:
-        """A new owner with new memory, for the next client."""
-        turn = _Turn(Child(self._command))
-        turn.owner.send(self._task)
-        return turn
-
-    def _end_turn(self, join: Join, status: int, how: str) -> None:
+    def _end(self, join: Join, status: int, how: str) -> None:
         self._report(f"{join.host} is gone: {how}")
-        self._last, self._status = (join.session, how), status
-        self._turn.owner.close()
-        self._turn = self._next_turn()
-
-    def _announce(self, offer: Offer) -> None:
-        if not self._announced:
-            self._announced = True
-            self._report(f"listening on {self._where}, with {offer.kind}")
+        self._status = status
 
     def _answer(self, asker: bytes, frame: bytes) -> None:
         try:
@@ -154,34 +127,33 @@ class BenchListener:
             refused = Refused(field=cut(invalid.field), value=invalid.shown_value, expected=invalid.expected)
             self._socket.send(asker, encode_frame(refused))
             return
-        reply = self._join(request) if isinstance(request, Join) else self._note(request)
+        reply = self._admit(request) if isinstance(request, Join) else self._note(request)
         self._socket.send(asker, encode_frame(reply))
 
-    def _join(self, join: Join) -> Reply:
-        turn = self._turn
+    def _admit(self, join: Join) -> Reply:
         if join.version != VERSION:
             return Refused(field="version", value=str(join.version), expected=str(VERSION))
-        if turn.offer is None:
+        if self._offer is None:
             return Refused(field="listener", value="starting", expected="ready; try again")
-        if turn.join is not None:
-            busy = "busy with another client; it serves one after the other"
-            return Refused(field="listener", value=busy, expected="ready; try again")
-        turn.join, turn.until_s = join, time.monotonic() + SILENT_S
-        turn.owner.send(Connect(agent_metadata=join.agent_metadata))
+        if self._join is not None:
+            return Refused(field="client", value="another one", expected="none: every client needs its own listener")
+        self._join, self._until_s = join, time.monotonic() + SILENT_S
+        self._owner.send(Connect(agent_metadata=join.agent_metadata))
         self._report(f"{join.host} reads")
-        return turn.offer
+        return self._offer
 
     def _note(self, message: Alive | Leave) -> Reply:
-        turn = self._turn
-        if turn.join is None or message.session != turn.join.session:
-            session, how = self._last
-            value = f"ended: {how}" if message.session == session else "unknown"
-            return Refused(field="session", value=value, expected="one that the listener still serves")
-        turn.until_s = time.monotonic() + SILENT_S
+        join = self._join
+        if join is None or message.session != join.session:
+            return Refused(field="session", value="unknown", expected="that of the client")
+        self._until_s = time.monotonic() + SILENT_S
+        if self._failed:
+            self._end(join, 2, self._failed)
+            return Refused(field="session", value=f"ended: {self._failed}", expected="one that goes on")
         if isinstance(message, Leave):
             if not message.complete:
-                self._end_turn(turn.join, 2, "it gave up")
+                self._end(join, 2, "it gave up")
             else:
                 right = "every byte was right" if not message.wrong else f"{message.wrong} bytes were WRONG"
-                self._end_turn(turn.join, int(message.wrong > 0), right)
+                self._end(join, int(message.wrong > 0), right)
         return Noted()
