@@ -19,6 +19,7 @@ from kvferry.protocol.params import RemotePrefill
 from kvferry.worker.settings import WorkerSettings
 from tests.geometry.caches import Side
 from tests.geometry.handmade import attention, side
+from tests.harness.integrity import check_worker
 
 MODEL = attention(layers=4, heads=4, size=8)
 MOST_TOKENS = 48
@@ -195,7 +196,7 @@ class Fleet:
             engine.leases.check_integrity()
             engine.loads.check_integrity()
             for worker in engine.workers:
-                worker.check_integrity(idle=idle)
+                check_worker(worker, idle=idle)
         except KvferryError as wrong:
             self.counts.violations[f"integrity of {engine.name}: {wrong}"] += 1
         broken = sum(memory.broken_guards() for memory in engine.memories)

@@ -33,6 +33,7 @@ from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker, MakeFabric
 from scripts.accuracy.devices import free_ports
 from tests.harness.fault_fabric import FaultFabric
+from tests.harness.integrity import check_worker
 from tests.harness.seen import Seen
 
 HOST = "127.0.0.1"
@@ -231,7 +232,7 @@ class CacheEngine:
         """Close the engine and check that its sums are right."""
         try:
             for worker in self.workers:
-                worker.check_integrity()
+                check_worker(worker)
         finally:
             self.listener.close()
             self.renewer.close()
@@ -248,10 +249,10 @@ def wait_until_idle(worker: FerryWorker) -> None:
     end_s = time.monotonic() + IDLE_WITHIN_S
     while time.monotonic() < end_s:
         with contextlib.suppress(LocalProtocolError):
-            worker.check_integrity(idle=True)
+            check_worker(worker, idle=True)
             return
         time.sleep(0.005)
-    worker.check_integrity(idle=True)
+    check_worker(worker, idle=True)
 
 
 def free_port() -> int:

@@ -28,6 +28,7 @@ from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
 from tests.harness.fault_fabric import Delivery, Point
+from tests.harness.integrity import check_worker
 
 SOCKETS_S = 0.3
 """How long these engines keep unused sockets; outside of drills it is a minute."""
@@ -224,11 +225,11 @@ class Server:
     def _check_worker(self, *, idle: bool) -> None:
         """A message that is being flushed is under way, and not what a drill has left."""
         try:
-            self.engine.worker.check_integrity(idle=idle)
+            check_worker(self.engine.worker, idle=idle)
         except LocalProtocolError as error:
             if " 0 flushing," in str(error):
                 raise
-            self.engine.worker.check_integrity()
+            check_worker(self.engine.worker)
 
     def _answer_loads(self) -> None:
         seen = self.engine.seen

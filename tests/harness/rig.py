@@ -23,6 +23,7 @@ from kvferry.worker.settings import WorkerSettings
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine, OrderedLoad
+from tests.harness.integrity import check_worker
 from tests.waiting import step_until, wait_until
 
 BOUND_S = 10.0
@@ -150,7 +151,7 @@ def until_adds_up(engine: Engine) -> None:
     deadline_s = time.monotonic() + BOUND_S
     while True:
         try:
-            engine.worker.check_integrity(idle=True)
+            check_worker(engine.worker, idle=True)
             break
         except Exception:
             if time.monotonic() > deadline_s:

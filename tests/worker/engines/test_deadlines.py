@@ -15,6 +15,7 @@ from tests.fakes.device_mark import FakeClock
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import POISON, Engine, OrderedLoad
+from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
@@ -222,7 +223,7 @@ def test_a_post_that_does_not_return_fails_the_load_in_time_and_its_blocks_are_n
     rig.step_until(lambda: not consumer.seen.alive, "the post has returned, and the read has ended")
     assert load.request_id not in consumer.seen.loaded, "it is not reported again"
     assert list(consumer.seen.failed) == [load.request_id]
-    consumer.worker.check_integrity(idle=True)
+    check_worker(consumer.worker, idle=True)
 
 
 def _wait(event: threading.Event) -> None:

@@ -10,6 +10,7 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.fabric.errors import FabricError, PeerLost, TransferFailed
 from tests.harness.cache_engine import wait_until_idle
 from tests.harness.engine import Engine
+from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
@@ -52,8 +53,8 @@ def test_a_load_is_over_while_the_read_behind_its_message_is_in_flight(rig: Rig)
     consumer.check_bytes(load, seed=2)
     _wait_for_read_behind(consumer, reads)
     with pytest.raises(LocalProtocolError, match="1 flushing"):
-        consumer.worker.check_integrity(idle=True)
-    consumer.worker.check_integrity()
+        check_worker(consumer.worker, idle=True)
+    check_worker(consumer.worker)
     rig.network.thaw(producer.fabric.agent_name)
     wait_until_idle(consumer.worker)
     assert consumer.all_entries_are_free()

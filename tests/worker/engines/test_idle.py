@@ -10,6 +10,7 @@ import pytest
 from kvferry.protocol.ids import EMPTY
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine
+from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
@@ -45,7 +46,7 @@ def test_five_hundred_loads_leave_nothing_behind(kind: str, request: pytest.Fixt
     assert len(set(consumer.seen.loaded)) == len(consumer.seen.loaded) == 501
     assert len(set(producer.seen.sent)) == len(producer.seen.sent) == 501
     wait_until(lambda: consumer.fabric.transfers() == 0, "the last message is flushed")
-    consumer.worker.check_integrity(idle=True)
+    check_worker(consumer.worker, idle=True)
     assert consumer.fabric.prepared() == prepared
     assert consumer.fabric.peers == agents
     assert not producer.worker._memory.table.words.any()

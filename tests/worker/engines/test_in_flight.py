@@ -11,6 +11,7 @@ from kvferry.worker.fabric.errors import TransferFailed
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
+from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
@@ -23,13 +24,13 @@ def _is_quarantined(rig: Rig, consumer: Engine, load: OrderedLoad) -> None:
     """Whether the load has failed with TRANSFER and its blocks stay out of use."""
     assert rig.until_over(consumer, load) is FailureReason.TRANSFER
     assert consumer.seen.alive == {load.request_id}
-    consumer.worker.check_integrity()
+    check_worker(consumer.worker)
 
 
 def _grace_is_over(rig: Rig, consumer: Engine) -> None:
     consumer.worker._thread.reader.grace_s = 0.0
     rig.step_until(lambda: not consumer.seen.alive, "the grace is over")
-    consumer.worker.check_integrity(idle=True)
+    check_worker(consumer.worker, idle=True)
     consumer.step()  # the end of a grace is counted after the blocks were given back, maybe for a step of its own
     assert consumer.seen.counts["graces_over"] >= 1
 
@@ -105,7 +106,7 @@ def test_a_first_read_that_failed_keeps_its_entry_for_the_grace(
     slot_reads, registry = consumer.worker._memory.slot_reads, consumer.worker._thread.registry
     assert slot_reads.free() == len(slot_reads.words) - 1
     assert registry.closing()
-    consumer.worker.check_integrity()
+    check_worker(consumer.worker)
     consumer.worker._thread.reader.grace_s = 0.0
     wait_until(lambda: not registry.closing(), "the grace is over", 60.0)
-    consumer.worker.check_integrity(idle=True)
+    check_worker(consumer.worker, idle=True)

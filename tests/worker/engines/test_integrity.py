@@ -13,6 +13,7 @@ from kvferry.worker.fabric.port import DescriptorRows, MemoryKind
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine
+from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
@@ -70,10 +71,10 @@ def test_what_does_not_add_up_is_found_with_all_the_sums(
 ) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    consumer.worker.check_integrity(idle=True)
+    check_worker(consumer.worker, idle=True)
     mend = wrong(consumer)
     with pytest.raises(LocalProtocolError) as error:
-        consumer.worker.check_integrity()
+        check_worker(consumer.worker)
     assert text in str(error.value)
     for sums in (
         "loads: 0 waiting",
@@ -85,7 +86,7 @@ def test_what_does_not_add_up_is_found_with_all_the_sums(
     ):
         assert sums in str(error.value)
     mend()
-    consumer.worker.check_integrity(idle=True)
+    check_worker(consumer.worker, idle=True)
 
 
 def test_a_load_under_way_adds_up_and_is_not_idle(rig: Rig) -> None:
@@ -99,9 +100,9 @@ def test_a_load_under_way_adds_up_and_is_not_idle(rig: Rig) -> None:
     consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
     load = consumer.load(producer.prefill(tokens=30).params)
     wait_until(lambda: consumer.fabric.calls["post_data_read"] > 2, "it reads", 60.0)
-    consumer.worker.check_integrity()
+    check_worker(consumer.worker)
     with pytest.raises(LocalProtocolError, match="1 loads run or are quarantined"):
-        consumer.worker.check_integrity(idle=True)
+        check_worker(consumer.worker, idle=True)
     rig.network.thaw(producer.fabric.agent_name)
     assert rig.until_over(consumer, load) is None
     assert consumer.seen.counts["integrity_errors"] == 0, "after every step they were right"
@@ -123,9 +124,9 @@ def test_an_idle_worker_checks_by_itself_counts_each_time_and_shows_an_error_onc
 
 def test_a_worker_without_work_and_one_that_is_closed_have_nothing_to_check(rig: Rig) -> None:
     engine = rig.engine("P")
-    engine.worker.check_integrity(idle=True)
+    check_worker(engine.worker, idle=True)
     engine.worker.close()
-    engine.worker.check_integrity(idle=True)
+    check_worker(engine.worker, idle=True)
 
 
 def test_a_thread_that_is_stuck_is_reported_as_stuck(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +136,8 @@ def test_a_thread_that_is_stuck_is_reported_as_stuck(rig: Rig, monkeypatch: pyte
     consumer.fabric.on_data_read = lambda: wait_until(lambda: go_on[0], "the test lets go", 60.0)
     load = consumer.load(producer.prefill(tokens=5).params)
     wait_until(lambda: consumer.fabric.calls["post_data_read"] == 2, "it is stuck", 60.0)
-    monkeypatch.setattr("kvferry.worker.transfer_thread._CHECK_S", 0.05)
+    monkeypatch.setattr("tests.harness.integrity.ANSWER_WITHIN_S", 0.05)
     with pytest.raises(LocalProtocolError, match="has not answered within"):
-        consumer.worker.check_integrity()
+        check_worker(consumer.worker)
     go_on[0] = True
     assert rig.until_over(consumer, load) is None

@@ -16,7 +16,6 @@ import logging
 import math
 import time
 from collections import Counter
-from concurrent.futures import Future
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.fabric.port import LocalDescriptors, RemoteDescriptors, Transfer
@@ -70,28 +69,13 @@ class WorkerIntegrity:
         """When an idle worker checks next; None while nothing has changed since the last check."""
         return None if self._is_checked else self._checked_s + _INTERVAL_S
 
-    def answer(self, answer: Future[None], *, idle: bool) -> None:
-        """Check for another thread."""
-        try:
-            self.check(idle=idle)
-        except Exception as error:  # noqa: BLE001 - raised in that thread
-            answer.set_exception(error)
-        else:
-            answer.set_result(None)
-
-    def check(self, *, idle: bool = False) -> None:
+    def check(self) -> None:
         """Check all sums, in time that grows with the loads, peers and leases that there are.
-
-        Args:
-            idle: also check that nothing is under way: no load, no first read, no quarantined load. Peers may be
-                known and leases held.
 
         Raises:
             LocalProtocolError: with all the sums.
         """
         wrong = [*self._entries(), *self._handles(), *self._pool(), *self._table.errors()]
-        if idle:
-            wrong += self._unrest()
         if wrong:
             raise LocalProtocolError(f"{'; '.join(wrong)}. {self.describe()}")
 
@@ -166,15 +150,3 @@ class WorkerIntegrity:
         if unknown:
             wrong.append(f"loads that wait for the pool do not run: {sorted(unknown)}")
         return wrong
-
-    def _unrest(self) -> list[str]:
-        has = self._context.reader.fabric.open_handles()
-        left = {
-            "loads wait": self._runner.waiting(),
-            "loads run or are quarantined": len(list(self._runner.alive())),
-            "first reads have not ended": len(self._context.registry.first_reads.all()),
-            "handles were not taken back": len(self._context.reader.refused()),
-            "transfers are open": has.transfers,
-            "peers are leaving": has.leaving,
-        }
-        return [f"{count} {what}" for what, count in left.items() if count]

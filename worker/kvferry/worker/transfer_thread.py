@@ -15,13 +15,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from typing import ParamSpec
 
 import torch
 
-from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
+from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.orders import FailureReason, OrdersHead, decode_orders
 from kvferry.worker.caches import DeviceMark, use_device
@@ -51,7 +50,6 @@ _MAX_NOTIFICATION_BACKOFF_S = 20e-3
 _QUARANTINE_POLL_S = 10e-3
 _LAST_READS_S = 0.5
 _JOIN_S = 10.0
-_CHECK_S = 30.0
 
 P = ParamSpec("P")
 
@@ -121,17 +119,6 @@ class TransferThread:
     def wake(self) -> None:
         """Make the thread look for work; may be called from any thread."""
         self._inbox.put(lambda: None)
-
-    def check_integrity(self, *, idle: bool) -> None:
-        """See `FerryWorker.check_integrity`. Once the thread has ended there is nothing to check."""
-        if not self._thread.is_alive():
-            return
-        answer: Future[None] = Future()
-        self._inbox.put(partial(self._integrity.answer, answer, idle=idle))
-        try:
-            answer.result(_CHECK_S)
-        except TimeoutError:
-            raise LocalProtocolError(f"the transfer thread has not answered within {_CHECK_S:g} s") from None
 
     def close(self) -> bool:
         """Stop the thread and wait for it; all leases end. Idempotent.

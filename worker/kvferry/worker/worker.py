@@ -135,19 +135,6 @@ class FerryWorker:
         self._watchdog.poll(results)
         return results
 
-    def check_integrity(self, *, idle: bool = False) -> None:
-        """Check that all that was taken belongs to a live owner: entries, waves, handles, words of the lease table.
-
-        The transfer thread does it between two steps. The call waits for it, so do not call it in an engine's step.
-
-        Args:
-            idle: also check that nothing is under way: no load, no first read, no quarantined load.
-
-        Raises:
-            LocalProtocolError: with all the sums, or the thread does not answer.
-        """
-        self._thread.check_integrity(idle=idle)
-
     def close(self) -> None:
         """Stop the thread and give the memory back to the engine. Idempotent."""
         self._first_contact.close()
