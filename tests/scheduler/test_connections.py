@@ -100,7 +100,7 @@ def test_a_reused_file_number_of_a_local_connection_is_never_closed_for_its_byte
     known.accepted(file)
     os.dup2(other, file)
     second.setblocking(False)
-    with mock.patch("kvferry.scheduler.side_channel.connections.bytes_received", return_value=1 << 30):
+    with mock.patch("kvferry.protocol.side_channel.tcp.TcpConnection.unfinished_bytes", return_value=1 << 30):
         assert known.end_endless() == 0
     assert not has_ended(second)
     for one in (first, second, server, socket.socket(fileno=file), socket.socket(fileno=other)):

@@ -15,7 +15,7 @@ from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, PeerRefuse
 from kvferry.protocol.handshake import channel_address
 from kvferry.protocol.side_channel.secrets import VARIABLE, Secret, Secrets
 from kvferry.protocol.side_channel.sockets import ConnectionEvent, asking_socket, connection_event, unpack_event, watch
-from kvferry.protocol.side_channel.tcp import bytes_received, ends_of, shut_down
+from kvferry.protocol.side_channel.tcp import TcpConnection
 
 _TRIES_IN_PLAIN = 3
 """A restarting listener cuts a connection once; one that has a secret cuts it every time."""
@@ -44,9 +44,8 @@ class Connection:
         self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, file: int, max_answer_bytes: int
     ) -> None:
         self._socket, self._monitor = socket, monitor
-        self._file, self._ends = file, ends_of(file)
-        self._most = max_answer_bytes + _SPARE_BYTES
-        self._before = 0  # bytes received up to the end of the last message
+        self._tcp = TcpConnection(file)
+        self._most_bytes = max_answer_bytes + _SPARE_BYTES
         self._ended = asyncio.ensure_future(monitor.recv_multipart())  # after the handshake nothing else is reported
         self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._end_endless)
 
@@ -136,7 +135,7 @@ class Connection:
         try:
             await asyncio.wait((received, self._ended), return_when=asyncio.FIRST_COMPLETED)
             if received.done():  # ZMQ reports a message before the end that came with it
-                self._before = bytes_received(self._file)
+                self._tcp.message_received()
                 return _body(received.result())
         finally:
             received.cancel()
@@ -151,8 +150,8 @@ class Connection:
             self._socket.close(linger=linger_ms)
 
     def _end_endless(self) -> None:
-        if bytes_received(self._file) - self._before > self._most:
-            shut_down(self._file, self._ends)  # the monitor reports the end
+        if self._tcp.unfinished_bytes() > self._most_bytes:
+            self._tcp.shut_down()  # the monitor reports the end
             return
         self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._end_endless)
 

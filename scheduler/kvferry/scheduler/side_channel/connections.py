@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import logging
 import resource
-from dataclasses import dataclass
 
 import zmq
 
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.protocol.side_channel.sockets import unpack_event, watch
-from kvferry.protocol.side_channel.tcp import Ends, bytes_received, ends_of, shut_down
+from kvferry.protocol.side_channel.tcp import TcpConnection
 from kvferry.scheduler.state import Counters
 
 logger = logging.getLogger(__name__)
@@ -59,21 +58,6 @@ _EVENTS = (
 )
 
 
-@dataclass(slots=True)
-class _Connection:
-    """Attributes:
-    before: bytes received up to the end of the last whole message.
-    ends: its two addresses; None if it was gone before they could be read.
-    """
-
-    before: int
-    ends: Ends | None
-
-    @property
-    def peer(self) -> str:
-        return str(self.ends[1][0]) if self.ends is not None else ""
-
-
 class Connections:
     """Used by the listener's thread only.
 
@@ -90,7 +74,7 @@ class Connections:
         self.most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._listener = listener
         self._counters = counters
-        self._known: dict[int, _Connection] = {}  # the latest to send is last
+        self._known: dict[int, TcpConnection] = {}  # the latest to send is last
         self._reason: str | None = None
         self._logs = {
             reason: RateLimitedLog(logger, _UNFINISHED_LINE_S if reason == "unfinished" else _LINE_S)
@@ -118,24 +102,23 @@ class Connections:
     def accepted(self, file: int) -> None:
         """Add a new connection, in place of the one that was silent for longest if there are too many."""
         self._known.pop(file, None)
-        self._known[file] = _Connection(0, ends_of(file))
+        self._known[file] = TcpConnection(file)
         if len(self._known) > self.most:
-            silent = next(iter(self._known))
-            connection = self._known.pop(silent)
-            shut_down(silent, connection.ends)
-            self.refused("too_many", connection.peer)
+            silent = self._known.pop(next(iter(self._known)))
+            silent.shut_down()
+            self.refused("too_many", silent.peer)
 
     def delivered(self, file: int) -> None:
         """A whole message of it was received: reset its byte count."""
         connection = self._known.pop(file, None)
         if connection is not None:
-            connection.before = bytes_received(file)
+            connection.message_received()
             self._known[file] = connection
 
     def end_endless(self) -> int:
         """Close the connections that have sent too many bytes of one message. Returns how many."""
-        endless = [x for x, one in self._known.items() if bytes_received(x) - one.before > MAX_UNFINISHED_BYTES]
-        return sum(shut_down(file, self._known.pop(file).ends) for file in endless)
+        endless = [file for file, one in self._known.items() if one.unfinished_bytes() > MAX_UNFINISHED_BYTES]
+        return sum(self._known.pop(file).shut_down() for file in endless)
 
     def refused(self, reason: str, peer: str) -> None:
         """Count a refusal and log it."""

@@ -74,6 +74,10 @@ def _needed_s(command: LeaseCommand, submitted_s: float) -> float:
     return submitted_s + _interval_s(command.lease)
 
 
+def _first_due_s(leases: dict[LeaseKey, _Kept]) -> float:
+    return min(kept.due_s for kept in leases.values())
+
+
 class LeaseRenewer:
     """Executes `RenewLease`, `ForgetLease` and `ReleaseLease` until `close`.
 
@@ -102,7 +106,6 @@ class LeaseRenewer:
         self._sleeps_until_s = math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._kept: dict[Endpoint, dict[LeaseKey, _Kept]] = {}
-        self._due: dict[Endpoint, float] = {}
         self.client = SideChannelClient(secrets)
         self._sender = PeerSender(self.client, counters)
 
@@ -165,9 +168,7 @@ class LeaseRenewer:
         lease = command.lease
         endpoint = (lease.host, lease.port, lease.boot)
         if isinstance(command, RenewLease):
-            first_s = _needed_s(command, submitted_s)
-            self._kept.setdefault(endpoint, {})[lease.key] = _Kept(lease, first_s)
-            self._due[endpoint] = min(self._due.get(endpoint, first_s), first_s)
+            self._kept.setdefault(endpoint, {})[lease.key] = _Kept(lease, _needed_s(command, submitted_s))
             return
         self._forget(endpoint, lease.key)
         if isinstance(command, ReleaseLease):
@@ -179,19 +180,19 @@ class LeaseRenewer:
         leases.pop(key, None)
         if not leases:
             self._kept.pop(endpoint, None)
-            self._due.pop(endpoint, None)
 
     def _renew_due(self, now_s: float) -> None:
-        for endpoint in [endpoint for endpoint, due_s in self._due.items() if due_s <= now_s]:
+        for endpoint, leases in self._kept.items():
+            if _first_due_s(leases) > now_s:
+                continue
             names = []
-            for kept in self._kept[endpoint].values():
+            for kept in leases.values():
                 interval_s = _interval_s(kept.lease)
                 if kept.due_s <= now_s + (1 - _JOINS_AT) * interval_s:
                     kept.due_s = now_s + interval_s
                     names.append(kept.lease.name)
-            self._due[endpoint] = min(kept.due_s for kept in self._kept[endpoint].values())
             for start in range(0, len(names), MAX_RENEWALS):
                 renewal = Renew(boot=endpoint[2], leases=tuple(names[start : start + MAX_RENEWALS]))
                 self._sender.send(endpoint, encode(renewal))
             self._counters.add("heartbeats", amount=len(names))
-        self._sleeps_until_s = min(self._due.values(), default=math.inf)
+        self._sleeps_until_s = min(map(_first_due_s, self._kept.values()), default=math.inf)
