@@ -13,7 +13,7 @@ from kvferry.cli.transfer.messages import Reply, Request, Task
 from kvferry.protocol.side_channel.secrets import Secrets
 from tests.scheduler.channel import HOST, free_port
 
-TAME = ("-m", "tests.cli.tame_owner")
+TAME = ("-m", "tests.cli.owners")
 TASK = Task(device="cpu", max_bytes=64 << 10)
 TIMEOUT_S = 10.0
 

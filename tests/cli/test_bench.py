@@ -20,18 +20,17 @@ from kvferry.cli.bench.client import run_client
 from kvferry.cli.bench.report import print_outcome
 from kvferry.cli.transfer.child import Outcome
 from kvferry.cli.transfer.memory import content, count_wrong
-from kvferry.cli.transfer.messages import Measured, ReadsFailed, Task
+from kvferry.cli.transfer.messages import Measured, ReadsFailed
 from kvferry.cli.transfer.process import RUN_BYTES
 from tests.cli.bench_listener import TASK, bench_listening
 from tests.cli.command import refused, run
-from tests.cli.lying_owner import CHANGED
-from tests.cli.tame_owner import OFFER, READS
+from tests.cli.owners import CHANGED, OFFER, READS
 from tests.scheduler.channel import HOST, free_port
 
 pytestmark = pytest.mark.slow
 
 QUICK = ("--seconds", "0.02", "--timeout", "60")
-LYING = ("-m", "tests.cli.lying_owner")
+LYING = ("-m", "tests.cli.owners", "lying")
 BENCH = (sys.executable, "-m", "kvferry.cli", "bench")
 
 
@@ -107,54 +106,27 @@ def test_a_listener_that_freezes_is_reported_within_the_deadline_with_a_hint() -
         assert "check the port, firewalls between, UCX_NET_DEVICES and `kvferry doctor`" in err
 
 
-PIPE = """
+CRASHES_ITS_OWNER = """
 import sys
 from multiprocessing.connection import Connection
+import msgspec
 from kvferry.cli.transfer.child import Pipe
-from kvferry.cli.transfer.messages import Progress
-from tests.cli.tame_owner import OFFER, READS
+from tests.cli.owners import OFFER
 pipe = Pipe(Connection(int(sys.argv[-1])))
-"""
-
-
-@pytest.mark.parametrize(
-    ("reader", "said"),
-    [
-        ("import os; os.abort()", "ended with signal 6"),
-        ("import sys; sys.exit('no UCX')", "ended with status 1: no UCX"),
-        (f"{PIPE}pipe.send(Progress(what='')); pipe.take(); pipe.take()", "unexpected message: Progress"),
-    ],
-)
-def test_a_reader_that_dies_is_reported_in_one_line(reader: str, said: str) -> None:
-    with bench_listening() as served, pytest.raises(ReadsFailed, match=said):
-        run_client(served.session(), TASK, lambda _: None, ("-c", reader))
-
-
-HANGS = f"""
-{PIPE}
 pipe.take()
-pipe.send(OFFER)
+pipe.send(msgspec.structs.replace(OFFER, agent_metadata=b'crash'))
 while True:
     pipe.take()
 """
 
 
-def test_a_reader_that_hangs_is_ended_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.cli.transfer.child._GRACE_S", 0.1)
-    task = Task(device="cpu", max_bytes=64 << 10, seconds=0.1, timeout_s=0.1)
-    with bench_listening() as served, pytest.raises(ReadsFailed, match="NIXL hangs"):
-        run_client(served.session(), task, lambda _: None, ("-c", HANGS))
-    assert served.codes == [2]
-
-
 def test_a_listener_whose_nixl_dies_of_this_clients_metadata_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.cli.bench.client.ALIVE_S", 0.05)
-    reader = HANGS.replace("pipe.send(OFFER)", "pipe.send(msgspec.structs.replace(OFFER, agent_metadata=b'crash'))")
     with (
         bench_listening() as served,
         pytest.raises(ReadsFailed, match=r"session is ended: .* signal 6.*check"),
     ):
-        run_client(served.session(), TASK, lambda _: None, ("-c", f"import msgspec\n{reader}"))
+        run_client(served.session(), TASK, lambda _: None, ("-c", CRASHES_ITS_OWNER))
     assert served.codes == [2]
 
 

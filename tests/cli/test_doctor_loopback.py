@@ -16,7 +16,7 @@ from kvferry.cli.doctor.findings import Finding, Mark
 from kvferry.cli.doctor.loopback import check_loopback, judge_log, judge_outcome
 from kvferry.cli.transfer.child import Outcome
 from kvferry.cli.transfer.messages import Measured
-from tests.cli.tame_owner import OFFER, READS
+from tests.cli.owners import OFFER, READS
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +84,7 @@ def process(code: str) -> tuple[str, str]:
     """Both processes: a reader or owner that runs this code instead of using NIXL."""
     start = "import os, signal, sys\nfrom multiprocessing.connection import Connection\n"
     start += "from kvferry.cli.transfer.child import Pipe\nfrom kvferry.cli.transfer.messages import Failed, Progress\n"
-    start += "from tests.cli.tame_owner import OFFER\npipe = Pipe(Connection(int(sys.argv[-1])))\npipe.take()\n"
+    start += "from tests.cli.owners import OFFER\npipe = Pipe(Connection(int(sys.argv[-1])))\npipe.take()\n"
     return ("-c", start + code)
 
 

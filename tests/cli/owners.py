@@ -1,8 +1,9 @@
-"""An owner without NIXL, for tests of the listener: it accepts readers, refuses `refuse` and dies of `crash`."""
+"""Owners for tests: a tame one without NIXL, which refuses `refuse` and dies of `crash`; a lying one."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 import msgspec
 
@@ -37,5 +38,22 @@ def own(pipe: Pipe) -> None:
     pipe.take()
 
 
+CHANGED = 9000
+
+
+def lie(pipe: Pipe) -> None:
+    """An owner on NIXL, with one bit of its memory changed."""
+    from kvferry.cli.transfer import process
+    from kvferry.cli.transfer.memory import Bytes, content
+
+    def changed_content(seed: int, length: int) -> Bytes:
+        right = content(seed, length)
+        right[CHANGED] ^= 1
+        return right
+
+    vars(process)["content"] = changed_content
+    process.run(pipe)
+
+
 if __name__ == "__main__":
-    raise SystemExit(play(own))
+    raise SystemExit(play(lie if "lying" in sys.argv else own))
