@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,8 +46,3 @@ def test_a_slot_is_read_into_its_entry_and_into_no_other() -> None:
     )
     assert consumer.poll(read) is TransferState.DONE
     assert slot_reads.words.tolist() == [0, 0, 4, 0, 0, 1]
-
-
-def test_descriptors_are_not_to_be_had_before_they_are_prepared() -> None:
-    with pytest.raises(RuntimeError, match="prepared"):
-        _ = SlotReads(1).descriptors

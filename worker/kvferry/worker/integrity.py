@@ -121,7 +121,7 @@ class WorkerIntegrity:
             "transfers": sum(one.transfers() for one in self._runner.alive())
             + sum(len(one.reads) for one in self._context.registry.first_reads.all())
             + sum(isinstance(one, Transfer) for one in refused),
-            "prepared": self._context.slot_reads.is_prepared + sum(len(peer.made) for peer in peers) - agents + lists,
+            "prepared": 1 + sum(len(peer.made) for peer in peers) - agents + lists,
             "peers": agents + sum(isinstance(one, str) for one in refused),
         }
         found = {"transfers": has.transfers, "prepared": has.prepared, "peers": has.peers}

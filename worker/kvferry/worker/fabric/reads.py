@@ -185,32 +185,23 @@ class SlotReads:
 
     Attributes:
         words: uint64 `[entries]`.
+        descriptors: of all entries, once `prepare` has made them: descriptor `i` is entry `i`.
     """
+
+    descriptors: LocalDescriptors
 
     def __init__(self, entries: int) -> None:
         self.words = np.full(entries, EMPTY, dtype=np.uint64)
         self._free = list(range(entries - 1, -1, -1))
-        self._descriptors: LocalDescriptors | None = None
 
     def region(self) -> Region:
         """The memory to register."""
         return Region(int(self.words.ctypes.data), self.words.nbytes, MemoryKind.DRAM)
 
     def prepare(self, fabric: Fabric) -> None:
-        """Make descriptors of all entries: descriptor `i` is entry `i`."""
+        """Make the descriptors, once the region is registered."""
         row = (int(self.words.ctypes.data), SLOT_BYTES, 0, SLOT_BYTES, len(self.words))
-        self._descriptors = fabric.prepare_local(DescriptorRows.of(MemoryKind.DRAM, [row]))
-
-    @property
-    def descriptors(self) -> LocalDescriptors:
-        if self._descriptors is None:
-            raise RuntimeError("the slot reads have not been prepared")
-        return self._descriptors
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether the fabric has a list of the entries."""
-        return self._descriptors is not None
+        self.descriptors = fabric.prepare_local(DescriptorRows.of(MemoryKind.DRAM, [row]))
 
     def try_take(self, count: int) -> tuple[int, ...] | None:
         """`count` entries, or None when there are not as many free."""

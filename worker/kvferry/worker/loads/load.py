@@ -199,7 +199,9 @@ class Load:
         ready, computing = (slot_word(epoch, state) for state in (SlotState.READY, SlotState.COMPUTING))
         if not peer.routes:
             return  # this worker holds nothing of the model's caches: nothing to check, no producer to notify
-        yield from self._take_entries(len(peer.routes))
+        while not (entries := self.entries or self.context.slot_reads.try_take(len(peer.routes))):
+            yield
+        self.entries = entries
         words = self.context.slot_reads.words
         while True:
             words[list(self.entries)] = 0
@@ -221,17 +223,6 @@ class Load:
         return self.reads.post(
             self.context.slot_reads.descriptors, np.array([entry], dtype=np.int32), route.slots, slot
         )
-
-    def _take_entries(self, count: int) -> Steps:
-        if count > len(self.context.slot_reads.words):
-            text = f"{count} producer workers; expected at most as many as there are entries for slot reads"
-            raise LoadFailed(FailureReason.PLAN, text)
-        while not self.entries:
-            taken = self.context.slot_reads.try_take(count)
-            if taken is not None:
-                self.entries = taken
-                return
-            yield
 
     def _post_reads(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> list[Transfer]:
         handles = []
