@@ -233,10 +233,5 @@ def _put(buffer: torch.Tensor, values: np.ndarray[tuple[int, ...], np.dtype[np.g
     return buffer[: len(values)].copy_(torch.tensor(values))
 
 
-def _named_gather() -> Callable[..., object]:
-    """The all-gather under its name of PyTorch 2.13, which warns of the old name, or under the old name before."""
-    newer: Callable[..., object] | None = getattr(dist, "all_gather_single", None)
-    return newer or dist.all_gather_into_tensor
-
-
-_all_gather = _named_gather()
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Under its name of PyTorch 2.13, which warns of the old name, or under the old name before."""

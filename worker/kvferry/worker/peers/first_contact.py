@@ -24,8 +24,7 @@ from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.runs import Bundle
-from kvferry.plan.staged_layout import Source
-from kvferry.plan.transfer_plan import Route, Slice, TransferPlan
+from kvferry.plan.transfer_plan import Route, TransferPlan
 from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, PeerRefused
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import EngineDescription, WorkerDescription
@@ -44,11 +43,10 @@ Shape = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A plan, with each producer worker's first address (its first tensor's base) and the span to its last byte."""
+    """A plan, with each producer worker's first address: its first tensor's base."""
 
     plan: TransferPlan
     origins: tuple[int, ...]
-    spans: tuple[int, ...]
 
 
 class PlanCache:
@@ -75,12 +73,11 @@ class PlanCache:
             made = self._made.get(shape)
             if made is not None:
                 self._made.move_to_end(shape)
-        if made is not None and all(at + span <= 1 << 63 for at, span in zip(origins, made.spans, strict=True)):
+        if made is not None and all(_end(worker) <= 1 << 63 for worker in producer.workers):
             return _moved(made, producer, origins)
         plan = plan_transfer(self._consumer, self._worker, producer, self._costs)
-        spans = tuple(_end(worker) - at for worker, at in zip(producer.workers, origins, strict=True))
         with self._lock:
-            self._made[shape] = _Made(plan, origins, spans)
+            self._made[shape] = _Made(plan, origins)
             if len(self._made) > MOST_SHAPES:
                 self._made.popitem(last=False)
         return plan
@@ -123,23 +120,17 @@ def _moved_route(route: Route, there: WorkerDescription, by: int) -> Route:
     if not by:
         return route
     remote = {tensor.name: tensor for tensor in there.tensors}
-    slices = tuple(
-        Slice(of.local, remote[of.remote.name], of.heads, of.tokens, of.placing, of.reason, of.run_bytes, of.unit_runs)
-        for of in route.slices
-    )
-    bundles = tuple(_moved_bundle(one, 0, by) for one in route.bundles)
     return replace(
-        route, slices=slices, bundles=bundles, sources=tuple(_moved_source(one, by) for one in route.sources)
+        route,
+        slices=tuple(replace(one, remote=remote[one.remote.name]) for one in route.slices),
+        bundles=tuple(_moved_bundle(one, 0, by) for one in route.bundles),
+        # Both sides of a source's bundle are the producer's addresses; placements are relative to them.
+        sources=tuple(replace(one, bundle=_moved_bundle(one.bundle, by, by)) for one in route.sources),
     )
 
 
 def _moved_bundle(one: Bundle, local_by: int, remote_by: int) -> Bundle:
     return replace(one, bases=tuple((local + local_by, remote + remote_by) for local, remote in one.bases))
-
-
-def _moved_source(one: Source, by: int) -> Source:
-    """Both sides of the bundle are the producer's addresses; placements are relative to them."""
-    return replace(one, bundle=_moved_bundle(one.bundle, by, by))
 
 
 _PLANS_AT_ONCE = 4

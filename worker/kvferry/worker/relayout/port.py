@@ -18,12 +18,13 @@ from kvferry.worker.relayout.wave_table import DESTINATION, SHAPE, SOURCE, Inval
 
 
 class Relayout(Protocol):
-    """Puts waves in place. Used by one thread."""
+    """Puts waves in place. Used by one thread.
 
-    @property
-    def launches(self) -> int:
-        """Kernels launched for waves so far: one for each wave with units."""
-        ...
+    Attributes:
+        launches: kernels launched for waves so far: one for each wave with units.
+    """
+
+    launches: int
 
     def try_start(self, table: WaveTable) -> DeviceMark | None:
         """Begin to put a wave in place; never waits.

@@ -87,13 +87,8 @@ class TritonRelayout:
         host_tables = torch.empty(tables, table_bytes, dtype=torch.uint8, pin_memory=on_cuda)
         self._slots = [_Slot.of(host, there) for host, there in zip(host_tables, device_tables, strict=True)]
         self._tile = tile
-        self._launches = 0
+        self.launches = 0
         self._warm_up()
-
-    @property
-    def launches(self) -> int:
-        """Kernels launched for waves so far; the warm-up's are not counted."""
-        return self._launches
 
     def try_start(self, table: WaveTable) -> DeviceMark | None:
         """Begin to put a wave in place. See `Relayout.try_start`.
@@ -134,7 +129,7 @@ class TritonRelayout:
                         converts=converts,
                         tile=tile,
                     )
-                    self._launches += 1
+                    self.launches += 1
             finally:
                 slot.mark = self._clock.mark()  # also where the launch raised: the device may still read the table
         return slot.mark
@@ -149,7 +144,7 @@ class TritonRelayout:
             self._launch(table, self._slots[0])
         if self._stream is not None:
             self._stream.synchronize()
-        self._launches = 0
+        self.launches = 0
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
