@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvferry.cli.bench.client import run_client
-from kvferry.cli.bench.report import print_outcome
+from kvferry.cli.bench.command import print_outcome
 from kvferry.cli.transfer.child import Outcome
 from kvferry.cli.transfer.memory import content, count_wrong
 from kvferry.cli.transfer.messages import Measured, ReadsFailed

@@ -1,4 +1,4 @@
-"""`kvferry bench`: options, progress and exit status."""
+"""`kvferry bench`: options, progress, exit status, and the results as a table or JSON."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ import json
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from typing import get_args
+
+import msgspec
 
 from kvferry.cli.arguments import InvalidArgument, number_option, read_address
 from kvferry.cli.bench.client import Session, run_client
 from kvferry.cli.bench.listener import BenchListener
-from kvferry.cli.bench.report import as_json, print_outcome
+from kvferry.cli.formatting import binary_bytes, print_line, print_table
+from kvferry.cli.transfer.child import Outcome
 from kvferry.cli.transfer.messages import MAX_BYTES, MIN_BYTES, Device, Progress, Task
 from kvferry.protocol.errors import one_of
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 
+SCHEMA = 1
+_COLUMNS = ("memory", ">size", ">descriptors", ">reads", ">GB/s", ">p50 µs", ">p99 µs", "bytes")
+_KINDS = {"DRAM": "host", "VRAM": "GPU"}
 PORT = 5700
 _INTERRUPTED = 130
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -93,3 +100,53 @@ def _size(name: str, text: str) -> int:
     if not MIN_BYTES <= size <= MAX_BYTES or size % MIN_BYTES:
         raise InvalidArgument(name, text, "a multiple of 4K from 4K to 1G, as 64M")
     return size
+
+
+def as_json(outcome: Outcome) -> dict[str, object]:
+    """The whole answer as plain values."""
+    measured = outcome.measured
+    return {
+        "kvferry_bench": SCHEMA,
+        "right": not measured.wrong,
+        "listener": outcome.host,
+        "transports": outcome.lanes,
+        "first_contact_ms": measured.first_contact_ms,
+        "reads": [{**msgspec.to_builtins(reads), "gb_s": reads.gb_s} for reads in measured.reads],
+    }
+
+
+def print_outcome(outcome: Outcome) -> None:
+    """Print a table, and what applies to all of it."""
+    print_table(_COLUMNS, _rows(outcome))
+    print()
+    for line in _lines(outcome):
+        print_line(line)
+
+
+def _rows(outcome: Outcome) -> Iterator[list[str]]:
+    for reads in outcome.measured.reads:
+        yield [
+            _KINDS[reads.kind],
+            binary_bytes(reads.num_bytes),
+            f"{reads.descriptors}",
+            f"{reads.reads}",
+            f"{reads.gb_s:.3g}",
+            _us(reads.p50_us),
+            _us(reads.p99_us),
+            "right" if not reads.wrong else f"{reads.wrong} of {reads.checked} WRONG, the first at {reads.first_wrong}",
+        ]
+
+
+def _us(time_us: float) -> str:
+    return f"{time_us:.0f}" if time_us >= 100 else f"{time_us:.1f}"
+
+
+def _lines(outcome: Outcome) -> Iterator[str]:
+    measured = outcome.measured
+    yield f"listener {outcome.host}, over {outcome.lanes or 'transports that UCX does not name'}"
+    yield f"first contact {measured.first_contact_ms:.1f} ms"
+    checked = sum(reads.checked for reads in measured.reads)
+    if measured.wrong:
+        yield f"{measured.wrong} of {checked} bytes are WRONG: do not run engines over this"
+    else:
+        yield f"every byte of {binary_bytes(checked)} is right"

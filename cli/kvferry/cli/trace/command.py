@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 from kvferry.cli.arguments import InvalidArgument, whole_option
-from kvferry.cli.trace.output import as_json, print_listing
 from kvferry.cli.trace.page import page
-from kvferry.cli.trace.report import Report, report
+from kvferry.cli.trace.report import Report, as_json, print_listing, report
 from kvferry.cli.trace.waterfall import draw
 from kvferry.trace.chrome import chrome_trace
 from kvferry.trace.reading import read_recording
