@@ -15,7 +15,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LOAD_TRANSITIONS, LoadEvent, LoadState
 from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, LeaseEvent, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state import Counters, TransitionTable
+from kvferry.scheduler.state import Counters, next_state
 from tests.protocol.samples import make_params
 
 LEASE_TABLE = {
@@ -44,7 +44,7 @@ LOAD_TABLE = {
     ("failed", "finish"): None,
     ("declined", "finish"): None,
 }
-TABLES: list[tuple[TransitionTable[Any, Any], type[enum.Enum], type[enum.Enum], dict[tuple[str, str], str | None]]] = [
+TABLES: list[tuple[dict[Any, Any], type[enum.Enum], type[enum.Enum], dict[tuple[str, str], str | None]]] = [
     (LEASE_TRANSITIONS, LeaseState, LeaseEvent, LEASE_TABLE),
     (LOAD_TRANSITIONS, LoadState, LoadEvent, LOAD_TABLE),
 ]
@@ -52,30 +52,30 @@ TABLES: list[tuple[TransitionTable[Any, Any], type[enum.Enum], type[enum.Enum], 
 
 @pytest.mark.parametrize(("table", "states", "events", "expected"), TABLES)
 def test_every_pair_of_state_and_event_is_in_the_table_or_forbidden(
-    table: TransitionTable[Any, Any], states: type[enum.Enum], events: type[enum.Enum], expected: dict[Any, Any]
+    table: dict[Any, Any], states: type[enum.Enum], events: type[enum.Enum], expected: dict[Any, Any]
 ) -> None:
     found = {}
     for state in states:
         for event in events:
-            if (state, event) in table.transitions:
-                after = table.next(state, event, "req=a")
+            if (state, event) in table:
+                after = next_state(table, state, event, "req=a")
                 found[state.value, event.value] = after if after is None else after.value
                 continue
             with pytest.raises(LocalProtocolError, match=rf"req=a: {event.name} .* {state.name}"):
-                table.next(state, event, "req=a")
+                next_state(table, state, event, "req=a")
     assert found == expected
 
 
 @pytest.mark.parametrize(("table", "states", "events", "_expected"), TABLES)
 def test_every_state_is_reachable_and_can_end(
-    table: TransitionTable[Any, Any], states: type[enum.Enum], events: type[enum.Enum], _expected: object
+    table: dict[Any, Any], states: type[enum.Enum], events: type[enum.Enum], _expected: object
 ) -> None:
     initial = next(iter(states))
-    assert set(table.transitions.values()) | {initial} == {*states, None}
-    assert {event for _, event in table.transitions} == set(events)
+    assert set(table.values()) | {initial} == {*states, None}
+    assert {event for _, event in table} == set(events)
     ending: set[object] = {None}
     for _ in states:
-        ending |= {state for (state, _), after in table.transitions.items() if after in ending}
+        ending |= {state for (state, _), after in table.items() if after in ending}
     assert ending == {*states, None}
 
 
@@ -148,9 +148,9 @@ def test_the_producers_ledger_obeys_its_table_and_is_unchanged_by_what_is_forbid
 ) -> None:
     ledger = producer_in(state)
     before = contents(ledger)
-    if (state, event) in LEASE_TRANSITIONS.transitions:
+    if (state, event) in LEASE_TRANSITIONS:
         LEASE_CALLS[event](ledger)
-        assert ledger.state(REQUEST) is LEASE_TRANSITIONS.transitions[state, event]
+        assert ledger.state(REQUEST) is LEASE_TRANSITIONS[state, event]
     else:
         with pytest.raises(LocalProtocolError):
             LEASE_CALLS[event](ledger)
@@ -181,9 +181,9 @@ def test_the_consumers_ledger_obeys_its_table_and_is_unchanged_by_what_is_forbid
     ledger = consumer_in(state)
     ledger.matched_tokens(REQUEST, 0)
     before = contents(ledger)
-    if (state, event) in LOAD_TRANSITIONS.transitions:
+    if (state, event) in LOAD_TRANSITIONS:
         LOAD_CALLS[event](ledger)
-        assert ledger.state(REQUEST) is LOAD_TRANSITIONS.transitions[state, event]
+        assert ledger.state(REQUEST) is LOAD_TRANSITIONS[state, event]
     else:
         with pytest.raises(LocalProtocolError):
             LOAD_CALLS[event](ledger)

@@ -91,9 +91,6 @@ def pair_units(tokens: TokenMap, here: CacheGroup, there: CacheGroup, request: R
         raise InvalidParams(field, f"tokens up to {request.stop_token}", text)
     if tokens.is_state:
         return _pair_states(tokens, field, local_ids, remote_ids, request)
-    whole = _pair_whole_blocks(tokens, here, there, local_ids, remote_ids, request)
-    if whole is not None:
-        return whole
     slots_here, slots_there = _wanted_slots(tokens, request.first_token, request.stop_token)
     block, inside = np.divmod(slots_here, here.block_tokens)
     if len(block) and block[-1] >= len(local_ids):
@@ -118,34 +115,6 @@ def pair_units(tokens: TokenMap, here: CacheGroup, there: CacheGroup, request: R
     _check_bounds(field, tokens.remote, there, remote[0])
     _check_bounds(f"local_blocks[{index}]", tokens.local, here, local[0])
     return UnitPairs(*local, *remote, first_slot=int(slots_here[0]) if len(slots_here) else 0)
-
-
-def _pair_whole_blocks(
-    tokens: TokenMap,
-    here: CacheGroup,
-    there: CacheGroup,
-    local_ids: np.ndarray,
-    remote_ids: np.ndarray,
-    request: RequestBlocks,
-) -> UnitPairs | None:
-    """Fast path of `pair_units` for most requests: a unit is a whole block on both sides, and no block is missing. None
-    for all others, and for invalid ids."""
-    unit, local, remote = tokens.unit_tokens, tokens.local, tokens.remote
-    if not unit == here.block_tokens == there.block_tokens == local.block_tokens == remote.block_tokens:
-        return None
-    if local.share.ranks != 1 or remote.share.ranks != 1:
-        return None
-    if len(remote_ids) != -(-request.num_tokens // unit) or request.stop_token <= request.first_token:
-        return None
-    first, stop = request.first_token // unit, -(-request.stop_token // unit)
-    if stop > len(local_ids):
-        return None
-    local_ids, remote_ids = local_ids[first:stop], remote_ids[first:stop]
-    for ids, side in ((local_ids, local), (remote_ids, remote)):
-        if not (ids.min() > NULL_BLOCK and ids.max() < side.blocks):
-            return None
-    positions = np.zeros(stop - first, dtype=np.int64)
-    return UnitPairs(local_ids, positions, remote_ids, positions, first_slot=first * unit)
 
 
 def _wanted_slots(tokens: TokenMap, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

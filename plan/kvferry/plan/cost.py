@@ -74,7 +74,8 @@ def choose(costs: Costs, num_bytes: float, descriptors: float, offers: Sequence[
         return Choice(None, f"runs of {length:.0f} B, and from {costs.direct_min_bytes} B on descriptors are cheap")
     best = cheapest(costs, offers)
     offer = offers[best] if best is not None else None
-    if offer is None or _staged_s(costs, offer, num_bytes) >= costs.read_s(num_bytes, descriptors):
+    direct_s, relayout_s = costs.read_s(num_bytes, descriptors), costs.relayout_s(num_bytes)
+    if offer is None or costs.read_s(offer.read_bytes, offer.descriptors) + relayout_s >= direct_s:
         return Choice(None, f"runs of {length:.0f} B, and no better ones on the producer")
     reason = f"runs of {length:.0f} B, but of {offer.read_bytes / offer.descriptors:.0f} B on the producer"
     if offer.read_bytes > num_bytes:
@@ -86,7 +87,3 @@ def cheapest(costs: Costs, offers: Sequence[Offer]) -> int | None:
     """The index of the fastest offer; the first of equals."""
     times = [costs.read_s(offer.read_bytes, offer.descriptors) for offer in offers]
     return min(range(len(offers)), key=times.__getitem__, default=None)
-
-
-def _staged_s(costs: Costs, offer: Offer, num_bytes: float) -> float:
-    return costs.read_s(offer.read_bytes, offer.descriptors) + costs.relayout_s(num_bytes)

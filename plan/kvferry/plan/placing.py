@@ -55,7 +55,7 @@ def place(
         for index in of
     ]
     readings = [reading for reading in Reading if any(differs(parts[index], reading) for index in short)]
-    possible = [_offers_of([parts[i] for i in short], short, reading, costs) for reading in readings]
+    possible = [offers(parts, short, reading, costs.staged_run_bytes) for reading in readings]
     banned: set[tuple[int, Reading]] = set()
     while True:
         choices: list[Choice] = []
@@ -67,14 +67,14 @@ def place(
                 for of, reading in zip(possible, readings, strict=True)
                 if of.keys() >= set(members) and (index, reading) not in banned
             ]
-            offers = [
+            offered = [
                 Offer(sum(of[m].read_bytes for m in members), sum(of[m].descriptors for m in members))
                 for of, _ in usable
             ]
             if one.conversions or not costs.reaches_caches:
-                choices.append(_must_stage(parts[min(members)], costs, offers))
+                choices.append(_must_stage(parts[min(members)], costs, offered))
             else:
-                choices.append(choose(costs, one.unit_bytes, one.unit_runs, offers))
+                choices.append(choose(costs, one.unit_bytes, one.unit_runs, offered))
             offer = choices[-1].offer
             if offer is not None:
                 chosen.update(dict.fromkeys(members, usable[offer][1]))
@@ -117,7 +117,7 @@ def _lost(
     lost: set[tuple[int, Reading]] = set()
     for reading in set(chosen.values()):
         members = [index for index in chosen if chosen[index] is reading]
-        still = _offers_of([parts[index] for index in members], members, reading, costs)
+        still = offers(parts, members, reading, costs.staged_run_bytes)
         for index, one in enumerate(bundles):
             own = _members(one)
             if chosen.get(own[0]) is reading and not still.keys() >= set(own):
@@ -142,7 +142,3 @@ def _must_stage(part: Part, costs: Costs, offers: Sequence[Offer]) -> Choice:
         raise PlanRefused([Reason(where, f"cells of {part.remote.cell_bytes} B", f"no host buffer, or {pool}", change)])
     why = str(part.conversion) if part.conversion is not None else "the fabric does not reach the device"
     return Choice(cheapest(costs, offers), why)
-
-
-def _offers_of(short: Sequence[Part], indices: Sequence[int], reading: Reading, costs: Costs) -> dict[int, Offer]:
-    return {indices[index]: offer for index, offer in offers(short, reading, costs.staged_run_bytes).items()}

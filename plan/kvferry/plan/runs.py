@@ -70,10 +70,7 @@ class Bundle:
     @property
     def runs_per_place(self) -> int:
         """Descriptors of one unit at one place."""
-        count = 1
-        for axis in self.axes:
-            count *= axis.steps
-        return count
+        return math.prod(axis.steps for axis in self.axes)
 
     @property
     def unit_runs(self) -> int:

@@ -100,17 +100,18 @@ MAX_RUNS = 8192
 """Most runs of a source: the relayout of a wave has a table with a row for every piece."""
 
 
-def offers(parts: Sequence[Part], reading: Reading, most_bytes: int) -> Mapping[int, Offer]:
-    """The cost of reading each part in the producer's shape, for one unit of its token map.
+def offers(parts: Sequence[Part], indices: Sequence[int], reading: Reading, most_bytes: int) -> Mapping[int, Offer]:
+    """The cost of reading each of the parts with these indices in the producer's shape, for one unit of its token map.
 
     Parts that cannot be read this way, or only in runs of more than `most_bytes`, or in more runs or descriptors than
     `MAX_RUNS` and `MAX_DESCRIPTORS`, are left out.
     """
     found: dict[int, Offer] = {}
-    for one in producer_runs(parts, reading):
+    for one in producer_runs([parts[index] for index in indices], reading):
         if one.run_bytes > most_bytes or one.unit_runs > MAX_RUNS or _descriptors(one) > MAX_DESCRIPTORS:
             continue
-        for members in one.members:
+        for places in one.members:
+            members = [indices[place] for place in places]
             if not all(_fits(parts[member], one, reading) for member in members):
                 continue
             for member in members:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvferry.protocol.errors import LocalProtocolError
 
@@ -25,25 +25,18 @@ State = TypeVar("State", bound=enum.Enum)
 Event = TypeVar("Event", bound=enum.Enum)
 
 
-class TransitionTable(Generic[State, Event]):
-    """All transitions of a state machine; a next state of None ends it.
+def next_state(
+    transitions: Mapping[tuple[State, Event], State | None], state: State, event: Event, subject: object
+) -> State | None:
+    """The state after `event` by a table of all transitions of a state machine; None ends it.
 
-    `next` changes nothing itself, so an illegal event leaves the caller's state unchanged.
+    Raises:
+        LocalProtocolError: `event` may not happen in `state`; the text begins with `str(subject)`.
     """
-
-    def __init__(self, transitions: Mapping[tuple[State, Event], State | None]) -> None:
-        self.transitions = dict(transitions)
-
-    def next(self, state: State, event: Event, subject: object) -> State | None:
-        """The state after `event`.
-
-        Raises:
-            LocalProtocolError: `event` may not happen in `state`; the text begins with `str(subject)`.
-        """
-        try:
-            return self.transitions[state, event]
-        except KeyError:
-            raise LocalProtocolError(f"{subject}: {event.name} cannot happen in state {state.name}") from None
+    try:
+        return transitions[state, event]
+    except KeyError:
+        raise LocalProtocolError(f"{subject}: {event.name} cannot happen in state {state.name}") from None
 
 
 class Observer:

@@ -37,16 +37,13 @@ def durations(timelines: Iterable[Timeline]) -> tuple[Durations, ...]:
         stages = (span for worker in one.workers for span in worker.spans)
         for span in (*one.before, *one.to_load, *stages, *one.from_load, *((one.held,) if one.held else ())):
             found[span.phase].append(span.lasted_ns)
-    return tuple(_of(phase, sorted(lasted)) for phase, lasted in found.items() if lasted)
+    ordered = ((phase, sorted(lasted)) for phase, lasted in found.items() if lasted)
+    return tuple(Durations(phase, len(of), _rank(of, 50), _rank(of, 99), of[-1]) for phase, of in ordered)
 
 
 def outcomes(timelines: Iterable[Timeline]) -> dict[str, int]:
     """Number of handovers by outcome, the most frequent first."""
     return dict(Counter(one.outcome for one in timelines).most_common())
-
-
-def _of(phase: Phase, lasted: Sequence[int]) -> Durations:
-    return Durations(phase, len(lasted), _rank(lasted, 50), _rank(lasted, 99), lasted[-1])
 
 
 def _rank(lasted: Sequence[int], percent: int) -> int:

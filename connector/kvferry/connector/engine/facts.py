@@ -132,7 +132,7 @@ def sharding_of(vllm_config: VllmConfig, place: Place) -> Sharding:
 
 def facts_of(vllm_config: VllmConfig, config: FerryConfig) -> ModelFacts:
     """The facts that must be equal on both sides."""
-    model = vllm_config.model_config
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
     dtype = str(model.dtype).removeprefix("torch.")
     cache_dtype = vllm_config.cache_config.cache_dtype
     return ModelFacts(
@@ -142,7 +142,7 @@ def facts_of(vllm_config: VllmConfig, config: FerryConfig) -> ModelFacts:
         cache_dtype=dtype if cache_dtype == "auto" else str(cache_dtype),
         quantization=str(model.quantization or "none"),
         max_model_tokens=model.max_model_len,
-        speculative=_speculative(vllm_config),
+        speculative=str(speculative.method) if speculative is not None else "none",
     )
 
 
@@ -166,8 +166,3 @@ def _config_of(model: ModelConfig, directory: Path | None) -> dict[str, Any]:
     overrides = getattr(model, "hf_overrides", None) or {}
     kept = read_model_config(directory) if directory is not None and isinstance(overrides, dict) else None
     return model.hf_config.to_dict() if kept is None else {"kept": kept, "overrides": overrides}
-
-
-def _speculative(vllm_config: VllmConfig) -> str:
-    speculative = vllm_config.speculative_config
-    return f"{speculative.method}" if speculative is not None else "none"

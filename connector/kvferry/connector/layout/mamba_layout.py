@@ -71,7 +71,10 @@ def describe_mamba_layout(
         InvalidConfig: names the layer and why it cannot be described.
     """
     where = f"cache of layer {layer}"
-    found = [*_of_convolution(where, spec, sharding, head_groups), *_of_temporal(where, spec, sharding)]
+    has_convolution, has_temporal = _kind_of(where, spec)
+    found = list(_of_convolution(where, spec, sharding, head_groups)) if has_convolution else []
+    if has_temporal:
+        found.append(_of_temporal(spec, sharding, after_convolution=has_convolution))
     size = sum(_bytes_of(shape, dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
     if tuple(view.shape) != (num_blocks, 1, 1, size) or view.element_size() != 1 or view.stride(3) != 1:
         expected = f"a view of bytes [{num_blocks}, 1, 1, {size}]"
@@ -81,9 +84,6 @@ def describe_mamba_layout(
 
 def _of_convolution(where: str, spec: MambaSpec, sharding: Sharding, head_groups: int | None) -> Iterator[Part]:
     """The convolution state, by projection; a cell holds the columns of one channel."""
-    has_convolution, _ = _kind_of(where, spec)
-    if not has_convolution:
-        return
     dtype, item = spec.dtypes[0], spec.dtypes[0].itemsize
     channels, columns, by_channel = _orientation(spec.shapes[0])
     first = 0
@@ -105,16 +105,13 @@ def _of_convolution(where: str, spec: MambaSpec, sharding: Sharding, head_groups
         first += part.width
 
 
-def _of_temporal(where: str, spec: MambaSpec, sharding: Sharding) -> Iterator[Part]:
+def _of_temporal(spec: MambaSpec, sharding: Sharding, *, after_convolution: bool) -> Part:
     """The temporal state, by head; it follows the convolution state."""
-    has_convolution, has_temporal = _kind_of(where, spec)
-    if not has_temporal:
-        return
     (heads, *inner), dtype = spec.shapes[-1], spec.dtypes[-1]
     cell_bytes = math.prod(inner) * dtype.itemsize
-    offset = _bytes_of(spec.shapes[0], spec.dtypes[0]) if has_convolution else 0
+    offset = _bytes_of(spec.shapes[0], spec.dtypes[0]) if after_convolution else 0
     held = _ranks_part(heads, sharding, alike=spec.tp_replicated)
-    yield Part("ssm", held, cell_bytes, cell_bytes, _name(dtype), offset=offset)
+    return Part("ssm", held, cell_bytes, cell_bytes, _name(dtype), offset=offset)
 
 
 def _kind_of(where: str, spec: MambaSpec) -> tuple[bool, bool]:

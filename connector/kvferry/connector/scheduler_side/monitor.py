@@ -23,11 +23,8 @@ from kvferry.worker.loads.results import WorkerGauges
 logger = logging.getLogger(__name__)
 
 IDLE_INTERVAL_S = 10.0
-"""Shortest time between two integrity checks, without `always`."""
-
-_INTERVAL_FACTOR = 200
-"""The time between two checks is at least this many times the last check's duration, which is 50 ms with tens of
-thousands of held blocks."""
+"""Shortest time between two integrity checks, without `always`. One takes 50 ms with tens of thousands of held
+blocks."""
 
 
 class EngineMonitor:
@@ -68,13 +65,14 @@ class EngineMonitor:
 
     def take_stats(self) -> FerryStats | None:
         """Counters and samples since the last call, and gauges that have changed."""
-        return FerryStats.of_counts(self.counters.take(), self.counters.take_samples(), self._changed_gauges())
+        now = self._gauges()
+        changed, self._reported = dict(now.items() - self._reported.items()), now
+        return FerryStats.of_counts(self.counters.take(), self.counters.take_samples(), changed)
 
     def poll(self) -> None:
         """Check integrity if a check is due. An error is counted each time, logged once and never raised: it is a bug
         of this connector, which must not stop an engine that may still serve."""
-        began_s = time.monotonic()
-        if not self._always and (self._unfinished or began_s < self._next_check_s):
+        if not self._always and (self._unfinished or time.monotonic() < self._next_check_s):
             return
         try:
             self.check_integrity()
@@ -88,8 +86,7 @@ class EngineMonitor:
                     error,
                     exc_info=bug,
                 )
-        ended_s = time.monotonic()
-        self._next_check_s = ended_s + max(IDLE_INTERVAL_S, _INTERVAL_FACTOR * (ended_s - began_s))
+        self._next_check_s = time.monotonic() + IDLE_INTERVAL_S
 
     def check_integrity(self) -> None:
         """Check both ledgers, and that they know the requests that vLLM has.
@@ -110,14 +107,8 @@ class EngineMonitor:
                 f"{len(aborted)} aborted loads {len(aborted & unfinished)} have not"
             )
 
-    def _changed_gauges(self) -> dict[str, float]:
-        """The gauges that have changed since the last call. Constant cost: the ledgers maintain the counts."""
-        now = self._gauges()
-        changed = dict(now.items() - self._reported.items())
-        self._reported = now
-        return changed
-
     def _gauges(self) -> dict[str, float]:
+        """Constant cost: the ledgers maintain the counts."""
         references, loads = self._leases.block_references, self._loads
         workers = self._workers.values()
         usable = self._blocks.num_blocks - 1  # without the null block

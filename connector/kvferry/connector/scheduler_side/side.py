@@ -190,7 +190,10 @@ class SchedulerSide:
             self.loads.quarantine.update(report.alive, time.monotonic())
             self.monitor.update(report.gauges)
             self.tracing.loads_reported(report.loads)
-            self._free(report)
+            for worker, over in report.over.items():
+                for request_id in self.leases.acknowledge(worker, over):
+                    logger.debug("req=%s: its blocks are free", request_id)
+            self._idle.reported(report.over)
         failed = output.failed_recving or set()
         for request_id in output.finished_recving or ():
             if self.loads.state(request_id) not in IN_FLIGHT:
@@ -235,12 +238,3 @@ class SchedulerSide:
         self.loads.give_all_back()
         self.channel.close()
         self.tracing.close()
-
-    # Helpers.
-
-    def _free(self, report: FerryWorkerMetadata) -> None:
-        """Free the blocks of held leases that every worker reports as over."""
-        for worker, reported in report.over.items():
-            for request_id in self.leases.acknowledge(worker, reported):
-                logger.debug("req=%s: its blocks are free", request_id)
-        self._idle.reported(report.over)

@@ -26,7 +26,7 @@ from kvferry.scheduler.consumer.remote_prompt import (
     RemotePrompt,
     RenewLease,
 )
-from kvferry.scheduler.state import Counters, Observer
+from kvferry.scheduler.state import Counters, Observer, next_state
 
 AGAIN_S = 10.0
 """Interval between prewarms of a producer. For a known one they cost a worker one table lookup."""
@@ -267,7 +267,7 @@ class ConsumerLedger:
         self.quarantine.check_integrity()
 
     def _advance(self, prompt: RemotePrompt, event: LoadEvent) -> None:
-        after = LOAD_TRANSITIONS.next(prompt.state, event, prompt)
+        after = next_state(LOAD_TRANSITIONS, prompt.state, event, prompt)
         if after is None:
             del self._by_request[prompt.request_id]
         else:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.state import TableEnum, TransitionTable
+from kvferry.scheduler.state import TableEnum
 
 LeaseKey = tuple[str, int, str]
 """Boot, slot and epoch: a lease among all leases of all engines."""
@@ -146,21 +146,19 @@ CLAIMING = (LoadState.OFFERED, *IN_FLIGHT)
 """States in which a request has a claim on its lease."""
 _OVER = (LoadState.LOADED, LoadState.FAILED, LoadState.DECLINED)
 
-LOAD_TRANSITIONS: TransitionTable[LoadState, LoadEvent] = TransitionTable(
-    {
-        (LoadState.OFFERED, LoadEvent.LOAD): LoadState.LOADING,
-        (LoadState.OFFERED, LoadEvent.DECLINE): LoadState.DECLINED,
-        (LoadState.OFFERED, LoadEvent.FINISH): None,
-        (LoadState.LOADING, LoadEvent.LOADED): LoadState.LOADED,
-        (LoadState.LOADING, LoadEvent.FAILED): LoadState.FAILED,
-        (LoadState.LOADING, LoadEvent.FINISH): LoadState.ABORTED,
-        (LoadState.ABORTED, LoadEvent.LOADED): None,
-        (LoadState.ABORTED, LoadEvent.FAILED): None,
-        # vLLM reports every later allocation too; there is nothing to load then.
-        **{(state, LoadEvent.DECLINE): state for state in _OVER},
-        **{(state, LoadEvent.FINISH): None for state in _OVER},
-    }
-)
+LOAD_TRANSITIONS: dict[tuple[LoadState, LoadEvent], LoadState | None] = {
+    (LoadState.OFFERED, LoadEvent.LOAD): LoadState.LOADING,
+    (LoadState.OFFERED, LoadEvent.DECLINE): LoadState.DECLINED,
+    (LoadState.OFFERED, LoadEvent.FINISH): None,
+    (LoadState.LOADING, LoadEvent.LOADED): LoadState.LOADED,
+    (LoadState.LOADING, LoadEvent.FAILED): LoadState.FAILED,
+    (LoadState.LOADING, LoadEvent.FINISH): LoadState.ABORTED,
+    (LoadState.ABORTED, LoadEvent.LOADED): None,
+    (LoadState.ABORTED, LoadEvent.FAILED): None,
+    # vLLM reports every later allocation too; there is nothing to load then.
+    **{(state, LoadEvent.DECLINE): state for state in _OVER},
+    **{(state, LoadEvent.FINISH): None for state in _OVER},
+}
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
-from kvferry.scheduler.state import TableEnum, TransitionTable
+from kvferry.scheduler.state import TableEnum
 
 
 class LeaseState(TableEnum):
@@ -46,18 +46,16 @@ class LeaseEvent(TableEnum):
     SENT = "sent"
 
 
-LEASE_TRANSITIONS: TransitionTable[LeaseState, LeaseEvent] = TransitionTable(
-    {
-        (LeaseState.INTENDED, LeaseEvent.OPEN): LeaseState.COMPUTING,
-        (LeaseState.INTENDED, LeaseEvent.ABANDON): None,
-        (LeaseState.COMPUTING, LeaseEvent.FINISH): LeaseState.FINISHED,
-        (LeaseState.COMPUTING, LeaseEvent.ABANDON): None,
-        (LeaseState.FINISHED, LeaseEvent.ANNOUNCE): LeaseState.HELD,
-        (LeaseState.HELD, LeaseEvent.END): LeaseState.ENDING,
-        (LeaseState.HELD, LeaseEvent.SENT): None,
-        (LeaseState.ENDING, LeaseEvent.SENT): None,
-    }
-)
+LEASE_TRANSITIONS: dict[tuple[LeaseState, LeaseEvent], LeaseState | None] = {
+    (LeaseState.INTENDED, LeaseEvent.OPEN): LeaseState.COMPUTING,
+    (LeaseState.INTENDED, LeaseEvent.ABANDON): None,
+    (LeaseState.COMPUTING, LeaseEvent.FINISH): LeaseState.FINISHED,
+    (LeaseState.COMPUTING, LeaseEvent.ABANDON): None,
+    (LeaseState.FINISHED, LeaseEvent.ANNOUNCE): LeaseState.HELD,
+    (LeaseState.HELD, LeaseEvent.END): LeaseState.ENDING,
+    (LeaseState.HELD, LeaseEvent.SENT): None,
+    (LeaseState.ENDING, LeaseEvent.SENT): None,
+}
 
 
 class LeaseUse(TableEnum):

@@ -23,7 +23,7 @@ from kvferry.scheduler.producer.lease import (
     LeaseState,
     LeaseUse,
 )
-from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, AwakeClock, Counters, Observer
+from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, AwakeClock, Counters, Observer, next_state
 
 
 class ProducerLedger:
@@ -286,7 +286,7 @@ class ProducerLedger:
         self.block_references.check_integrity()
 
     def _advance(self, lease: Lease, event: LeaseEvent) -> None:
-        after = LEASE_TRANSITIONS.next(lease.state, event, lease)
+        after = next_state(LEASE_TRANSITIONS, lease.state, event, lease)
         if after is not None:
             lease.state = after
             return
