@@ -17,15 +17,7 @@ import zmq
 import zmq.asyncio
 
 from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, PeerRefused
-from kvferry.protocol.handshake import (
-    MAX_REPLY_BYTES,
-    EngineDescription,
-    Hello,
-    Refused,
-    Reply,
-    decode_reply,
-    encode,
-)
+from kvferry.protocol.handshake import MAX_REPLY_BYTES, EngineDescription, Hello, Refused, decode_reply, encode
 from kvferry.protocol.side_channel.connection import Connection, within
 from kvferry.protocol.side_channel.host_names import HostNames
 from kvferry.protocol.side_channel.secrets import Secrets
@@ -79,29 +71,22 @@ class SideChannelClient:
         """The description of the engine that answers at an address.
 
         Raises:
-            PeerRefused: the answer was a refusal, or as `ask`.
-            HandshakeFailed, InvalidMessage: as `ask`.
+            PeerRefused: the answer was a refusal, or as `exchange`.
+            HandshakeFailed: as `exchange`.
+            InvalidMessage: the answer is not one of the protocol's.
         """
-        reply = self.ask(host, port, Hello(engine_id=engine_id, asker=asker), timeout_s)
+        hello = Hello(engine_id=engine_id, asker=asker)
+        reply = decode_reply(self.exchange(host, port, encode(hello), timeout_s))
         if isinstance(reply, Refused):
             raise PeerRefused(f"{host}:{port} {refusal(reply)}")
         return reply
-
-    def ask(self, host: str, port: int, hello: Hello, timeout_s: float) -> Reply:
-        """Ask the engine that answers at an address; a refusal is an answer as well.
-
-        Raises:
-            HandshakeFailed: no answer came in time, the address is invalid, or the client was closed.
-            PeerRefused: the secrets of both ends do not match; raised as soon as that is known.
-            InvalidMessage: the answer is not one of the protocol's.
-        """
-        return decode_reply(self.exchange(host, port, encode(hello), timeout_s))
 
     def exchange(self, host: str, port: int, request: bytes, timeout_s: float) -> bytes:
         """Send one frame to a listener and return the one frame of its answer; neither is interpreted.
 
         Raises:
-            HandshakeFailed, PeerRefused: as `ask`.
+            HandshakeFailed: no answer came in time, the address is invalid, or the client was closed.
+            PeerRefused: the secrets of both ends do not match; raised as soon as that is known.
         """
         return self.wait_for(self._exchange(host, port, request, timeout_s))
 

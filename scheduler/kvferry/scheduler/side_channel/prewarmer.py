@@ -15,14 +15,7 @@ from typing import NoReturn
 import zmq
 
 from kvferry.protocol.errors import KvferryError, PeerRefused
-from kvferry.protocol.handshake import (
-    MAX_REPLY_BYTES,
-    UNKNOWN_ENGINE,
-    Hello,
-    Refused,
-    decode_without_workers,
-    encode,
-)
+from kvferry.protocol.handshake import MAX_REPLY_BYTES, UNKNOWN_ENGINE, Hello, Refused, decode_without_workers, encode
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.client import SideChannelClient, refusal
 from kvferry.protocol.side_channel.connection import Connection, backoff_s, within

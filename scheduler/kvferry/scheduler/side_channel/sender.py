@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.protocol.errors import KvferryError, PeerRefused
 from kvferry.protocol.rate_limited_log import RateLimitedLog
@@ -45,7 +45,7 @@ class _Peer:
     """
 
     queue: asyncio.Queue[bytes]
-    task: asyncio.Task[None]
+    task: asyncio.Task[None] = field(init=False)
     is_refused: bool = False
 
 
@@ -84,32 +84,26 @@ class PeerSender:
 
     def _add(self, endpoint: Endpoint) -> _Peer:
         if len(self._peers) >= MAX_PEERS:
-            _, oldest = self._peers.popitem(last=False)
-            oldest.task.cancel()
-        queue: asyncio.Queue[bytes] = asyncio.Queue(QUEUED_MESSAGES)
-        peer = self._peers[endpoint] = _Peer(queue, asyncio.ensure_future(self._serve(endpoint, queue)))
+            self._peers.popitem(last=False)[1].task.cancel()
+        peer = self._peers[endpoint] = _Peer(asyncio.Queue(QUEUED_MESSAGES))
+        peer.task = asyncio.ensure_future(self._serve(endpoint, peer))
         return peer
 
-    async def _serve(self, endpoint: Endpoint, queue: asyncio.Queue[bytes]) -> None:
+    async def _serve(self, endpoint: Endpoint, peer: _Peer) -> None:
         try:
-            await self._send_until_idle(endpoint, queue)
+            await self._send_until_idle(endpoint, peer.queue)
         except PeerRefused as refused:
             self._failed(endpoint, str(refused))
-            if self._is_current(endpoint, queue):
-                self._peers[endpoint].is_refused = True
-                await asyncio.sleep(REFUSED_S)
+            peer.is_refused = True
+            await asyncio.sleep(REFUSED_S)
         except KvferryError as failed:
             self._failed(endpoint, str(failed))
         except Exception:
             self._failed(endpoint, "an internal error")
             logger.exception("messages for %s:%d could not be sent", *endpoint[:2])
         finally:
-            if self._is_current(endpoint, queue):
+            if self._peers.get(endpoint) is peer:  # it may have been dropped meanwhile, and added again
                 del self._peers[endpoint]
-
-    def _is_current(self, endpoint: Endpoint, queue: asyncio.Queue[bytes]) -> bool:
-        """Whether this is the endpoint's queue: it may have been dropped meanwhile, and added again."""
-        return endpoint in self._peers and self._peers[endpoint].queue is queue
 
     async def _send_until_idle(self, endpoint: Endpoint, queue: asyncio.Queue[bytes]) -> None:
         connection: Connection | None = None
