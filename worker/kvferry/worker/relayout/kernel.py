@@ -1,4 +1,10 @@
-"""The Triton kernel that puts a whole wave in place, and its launcher."""
+"""The Triton kernel that puts a whole wave in place, and its launcher.
+
+Elements are converted in integers, by way of the bits of a float32 and by the rules of `kvferry.worker.relayout.shape`.
+Triton's own casts are not used for float8: under its interpreter they are wrong for half of the values. Encoding has
+one floating-point operation, an addition to a constant whose rounding to nearest even rounds a subnormal; constant and
+sum are normal numbers, so flushing cannot change it.
+"""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 # ruff: noqa: N803 (arguments in capitals are the compiler's constants)
@@ -11,13 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kvferry.worker.relayout.float_bits import decode, encode
-
 TILE = 1024
 """Chunks that one program moves: 16 KiB where a chunk is 16 bytes."""
 WARPS = 4
 CONVERTED_TILE_SHARE = 4
 """A converting program moves this many times fewer chunks: each is eight float32 values in registers."""
+NAN = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
@@ -61,6 +66,46 @@ def _copy(source, destination, inside, width):
 
 
 @triton.jit
+def _decode_float16(code):
+    """uint32 float16 codes → uint32 float32 bits; exact. Any NaN stays a NaN of its sign."""
+    half = code & 0x7FFF
+    normal = (half << 13) + (112 << 23)
+    subnormal = half.to(tl.int32).to(tl.float32) * (2.0**-24)
+    bits = tl.where(half < 0x0400, subnormal.to(tl.uint32, bitcast=True), normal)
+    return tl.where(half >= 0x7C00, (half << 13) | 0x7F800000, bits) | ((code & 0x8000) << 16)
+
+
+@triton.jit
+def _decode_float8_e4m3(code):
+    """uint32 codes → uint32 float32 bits; exact.
+
+    Example: 0x01 → 2**-9 = 0x3b000000, 0x38 → 1 = 0x3f800000, 0xfe → -448 = 0xc3e00000, 0x7f → NaN.
+    """
+    magnitude = code & 0x7F
+    normal = (magnitude << 20) + (120 << 23)
+    subnormal = magnitude.to(tl.int32).to(tl.float32) * (2.0**-9)
+    bits = tl.where(magnitude < 8, subnormal.to(tl.uint32, bitcast=True), normal)
+    return tl.where(magnitude == 0x7F, NAN, bits) | ((code & 0x80) << 24)
+
+
+@triton.jit
+def _round_to(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """uint32 float32 bits without a sign → the codes of a narrower type, to nearest, ties to even; may overflow.
+
+    Example: to float8_e4m3 (3 bits, bias 7): 17 = 0x41880000 lies between 16 = 0x58 and 18 = 0x59: even is 0x58.
+    """
+    drop: tl.constexpr = 23 - MANTISSA
+    smallest: tl.constexpr = (128 - BIAS) << 23  # the smallest normal number of the type
+    anchor: tl.constexpr = (151 - BIAS - MANTISSA) << 23  # its last bit is worth the type's smallest subnormal number
+    odd = (magnitude >> drop) & 1
+    normal = ((magnitude + ((1 << (drop - 1)) - 1) + odd) >> drop) - ((127 - BIAS) << MANTISSA)
+    zero = magnitude & 0
+    anchors = (zero + anchor).to(tl.float32, bitcast=True)
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + anchors).to(tl.uint32, bitcast=True) - anchor
+    return tl.where(magnitude < smallest, subnormal, normal)
+
+
+@triton.jit
 def _elements(address, ELEMENT: tl.constexpr, TOGETHER: tl.constexpr):
     """Pointers to `TOGETHER` consecutive elements from each address."""
     pointers = address.to(tl.pointer_type(ELEMENT))[:, None] + tl.arange(0, TOGETHER)[None, :]
@@ -71,19 +116,29 @@ def _elements(address, ELEMENT: tl.constexpr, TOGETHER: tl.constexpr):
 
 
 @triton.jit
+def _load(address, inside, ELEMENT: tl.constexpr, TOGETHER: tl.constexpr):
+    """The codes of `TOGETHER` elements from each address, in uint32."""
+    return tl.load(_elements(address, ELEMENT, TOGETHER), mask=inside[:, None], other=0).to(tl.uint32)
+
+
+@triton.jit
+def _store(address, code, inside, ELEMENT: tl.constexpr, TOGETHER: tl.constexpr):
+    tl.store(_elements(address, ELEMENT, TOGETHER), code.to(ELEMENT), mask=inside[:, None])
+
+
+@triton.jit
 def _convert(source, destination, inside, scales, scale, scaled, source_type, destination_type, TOGETHER: tl.constexpr):
     """`TOGETHER` elements a lane. The types are the same for a whole program, so no lane diverges."""
-    masks = inside[:, None]
     if source_type == 1:
-        bits = decode(tl.load(_elements(source, tl.uint16, TOGETHER), mask=masks, other=0).to(tl.uint32), 1)
+        bits = _load(source, inside, tl.uint16, TOGETHER) << 16
     elif source_type == 2:
-        bits = decode(tl.load(_elements(source, tl.uint16, TOGETHER), mask=masks, other=0).to(tl.uint32), 2)
+        bits = _decode_float16(_load(source, inside, tl.uint16, TOGETHER))
     elif source_type == 3:
-        bits = decode(tl.load(_elements(source, tl.uint32, TOGETHER), mask=masks, other=0), 3)
+        bits = _load(source, inside, tl.uint32, TOGETHER)
     elif source_type == 4:
-        bits = decode(tl.load(_elements(source, tl.uint8, TOGETHER), mask=masks, other=0).to(tl.uint32), 4)
-    else:
-        bits = decode(tl.load(_elements(source, tl.uint8, TOGETHER), mask=masks, other=0).to(tl.uint32), 5)
+        bits = _decode_float8_e4m3(_load(source, inside, tl.uint8, TOGETHER))
+    else:  # float8_e5m2 is the upper byte of a float16
+        bits = _decode_float16(_load(source, inside, tl.uint8, TOGETHER) << 8)
     missing = (bits & 0x7FFFFFFF) > 0x7F800000
     if scaled != 0:
         source_scale = tl.load(scales + 2 * scale, mask=inside, other=1.0)[:, None]
@@ -92,18 +147,22 @@ def _convert(source, destination, inside, scales, scale, scaled, source_type, de
         quotient = tl.div_rn(value, tl.broadcast_to(destination_scale, value.shape))
         # A NaN's sign does not survive arithmetic: the source's is kept, which scales never change.
         bits = (quotient.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) | (bits & 0x80000000)
+    magnitude, sign = bits & 0x7FFFFFFF, bits >> 31
     if destination_type == 1:
-        code = encode(bits, missing, 1).to(tl.uint16)
-        tl.store(_elements(destination, tl.uint16, TOGETHER), code, mask=masks)
+        code = tl.where(missing, 0x7FC0, (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16)
+        _store(destination, code | (sign << 15), inside, tl.uint16, TOGETHER)
     elif destination_type == 2:
-        code = encode(bits, missing, 2).to(tl.uint16)
-        tl.store(_elements(destination, tl.uint16, TOGETHER), code, mask=masks)
+        code = tl.where(missing, 0x7E00, tl.minimum(_round_to(magnitude, 10, 15), 0x7C00))
+        _store(destination, code | (sign << 15), inside, tl.uint16, TOGETHER)
     elif destination_type == 3:
-        tl.store(_elements(destination, tl.uint32, TOGETHER), encode(bits, missing, 3), mask=masks)
+        code = tl.where(missing, NAN, magnitude)
+        _store(destination, code | (sign << 31), inside, tl.uint32, TOGETHER)
     elif destination_type == 4:
-        tl.store(_elements(destination, tl.uint8, TOGETHER), encode(bits, missing, 4).to(tl.uint8), mask=masks)
+        code = tl.where(missing, 0x7F, tl.minimum(_round_to(magnitude, 3, 7), 0x7E))
+        _store(destination, code | (sign << 7), inside, tl.uint8, TOGETHER)
     else:
-        tl.store(_elements(destination, tl.uint8, TOGETHER), encode(bits, missing, 5).to(tl.uint8), mask=masks)
+        code = tl.where(missing, 0x7F, tl.minimum(_round_to(magnitude, 2, 15), 0x7B))
+        _store(destination, code | (sign << 7), inside, tl.uint8, TOGETHER)
 
 
 @triton.jit
