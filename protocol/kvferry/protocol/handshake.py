@@ -266,5 +266,4 @@ def _with_workers(unread: UnreadDescription) -> EngineDescription:
         tensors += len(workers[-1].tensors)
         if tensors > MAX_ENGINE_TENSORS:
             raise InvalidMessage("workers.tensors", f"more than {tensors - 1}", f"at most {MAX_ENGINE_TENSORS} in all")
-    fields = {name: getattr(unread, name) for name in EngineDescription.__struct_fields__}
-    return EngineDescription(**{**fields, "workers": tuple(workers)})
+    return EngineDescription(**(msgspec.structs.asdict(unread) | {"workers": tuple(workers)}))

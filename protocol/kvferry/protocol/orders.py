@@ -13,17 +13,16 @@ refused would stop its engine.
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Final, Literal
 
 import msgspec
-from msgspec import Meta
 
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.ids import Address, Hex128, HexEpoch, Port, SlotIndex, Text
 from kvferry.protocol.params import Blocks, RemotePrefill
 
-ORDERS_VERSION = 1
+ORDERS_VERSION: Final = 1
 _MAX_BYTES = 1 << 30
 
 
@@ -97,7 +96,7 @@ class Prewarm(msgspec.Struct, frozen=True, kw_only=True):
 class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that changed since the last step."""
 
-    version: Annotated[int, Meta(ge=1)] = ORDERS_VERSION
+    version: Literal[1] = ORDERS_VERSION
     boot: Hex128
     ends: tuple[LeaseEnd, ...] = ()
     opens: tuple[LeaseOpen, ...] = ()
@@ -118,7 +117,7 @@ class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
         loads: ids of the requests to be loaded.
     """
 
-    version: Annotated[int, Meta(ge=1)] = ORDERS_VERSION
+    version: Literal[1] = ORDERS_VERSION
     boot: Hex128
     opens: tuple[LeaseOpen, ...] = ()
     loads: tuple[str, ...] = ()
@@ -156,9 +155,7 @@ def encode_orders(orders: StepOrders) -> bytes:
 
 def decode_orders(frame: bytes) -> StepOrders:
     """Inverse of `encode_orders`. Raises `InvalidMessage`."""
-    orders = decode(frame, _decoder, _MAX_BYTES, InvalidMessage)
-    _check_version(orders.version)
-    return orders
+    return decode(frame, _decoder, _MAX_BYTES, InvalidMessage)
 
 
 def encode_head(orders: StepOrders) -> bytes:
@@ -168,11 +165,4 @@ def encode_head(orders: StepOrders) -> bytes:
 
 def decode_head(frame: bytes) -> OrdersHead:
     """Decode the result of `encode_head`. Raises `InvalidMessage`."""
-    head = decode(frame, _head_decoder, _MAX_BYTES, InvalidMessage)
-    _check_version(head.version)
-    return head
-
-
-def _check_version(version: int) -> None:
-    if version != ORDERS_VERSION:
-        raise InvalidMessage("version", version, str(ORDERS_VERSION))
+    return decode(frame, _head_decoder, _MAX_BYTES, InvalidMessage)
