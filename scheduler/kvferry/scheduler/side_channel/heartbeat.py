@@ -43,17 +43,6 @@ _AFTER_BUG_S = 1.0
 """Sleep after a turn that could not renew."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Submitted:
-    submitted_s: float
-    commands: tuple[LeaseCommand, ...]
-
-    @property
-    def needed_s(self) -> float:
-        """The earliest time at which one of the commands must be executed."""
-        return min((_needed_s(command, self.submitted_s) for command in self.commands), default=math.inf)
-
-
 @dataclass(slots=True)
 class _Kept:
     """A lease that is renewed, and the latest time of its next renewal."""
@@ -67,6 +56,7 @@ def _interval_s(lease: RemoteLease) -> float:
 
 
 def _needed_s(command: LeaseCommand, submitted_s: float) -> float:
+    """The time at which a command must be executed."""
     if isinstance(command, ForgetLease):
         return math.inf
     if isinstance(command, ReleaseLease) or command.at_once:
@@ -99,7 +89,8 @@ class LeaseRenewer:
 
     def __init__(self, counters: Counters, secrets: Secrets = ()) -> None:
         self._counters = counters
-        self._submitted: queue.SimpleQueue[_Submitted] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[tuple[float, tuple[LeaseCommand, ...]]] = queue.SimpleQueue()
+        """With the time of each submission."""
         self._is_woken = False
         """Whether a turn is to come that has not looked at the queue yet."""
         self._is_ending = False
@@ -111,12 +102,13 @@ class LeaseRenewer:
 
     def submit(self, commands: Iterable[LeaseCommand]) -> None:
         """Hand over commands; returns at once."""
-        submitted = _Submitted(time.monotonic(), tuple(commands))
-        if not submitted.commands:
+        submitted_s, submitted = time.monotonic(), tuple(commands)
+        if not submitted:
             return
-        self._submitted.put(submitted)
+        self._submitted.put((submitted_s, submitted))
+        needed_s = min(_needed_s(command, submitted_s) for command in submitted)
         # After the put: a turn sets `_is_woken` and then takes, sets `_sleeps_until_s` and then looks again.
-        is_urgent = self._sleeps_until_s > submitted.needed_s or self._submitted.qsize() >= _MOST_WAITING
+        is_urgent = self._sleeps_until_s > needed_s or self._submitted.qsize() >= _MOST_WAITING
         if is_urgent and not self._is_woken:
             self._is_woken = True
             self.client.call_soon(self._turn)
@@ -152,9 +144,9 @@ class LeaseRenewer:
     def _take_all(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                submitted = self._submitted.get_nowait()
-                for command in submitted.commands:
-                    self._survive(lambda: self._carry_out(command, submitted.submitted_s))  # noqa: B023 - called here
+                submitted_s, commands = self._submitted.get_nowait()
+                for command in commands:
+                    self._survive(lambda: self._carry_out(command, submitted_s))  # noqa: B023 - called here
 
     def _survive(self, part: Callable[[], None]) -> None:
         """Log and count an exception, which is a bug: the other leases must still be renewed."""
