@@ -92,16 +92,6 @@ class Cache:
         tensor = next(tensor for tensor in self.tensors if tensor.kind == kind)
         return torch.from_numpy(bytes_of(tensor, block, head, token) - self.bytes.data_ptr())
 
-    def cells(self, block: int, head: int) -> torch.Tensor:
-        """All bytes of a (block, head), as indices into `bytes`."""
-        return torch.cat(
-            [
-                self.where(tensor.kind, block, head, token)
-                for tensor in self.tensors
-                for token in range(0, self.tokens, tensor.tile_tokens)
-            ]
-        )
-
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: list[int]) -> None:
         """vLLM's own write, K and V as `[tokens, heads, head_size]`."""
         self.layer.impl.do_kv_cache_update(self.layer, key, value, self.view, torch.tensor(slots))

@@ -18,10 +18,10 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kvferry.connector.layout.block_layout import BY_HEAD, OPAQUE
 from kvferry.connector.layout.probe import block_layouts_of
-from tests.connector.caches import config_of, full, group, views_of
+from tests.connector.caches import config_of, group, views_of
 from tests.connector.cpu_cache import KINDS, Kind
 from tests.connector.cpu_cache import layer_of as cpu_layer_of
-from tests.connector.written_caches import HEADS, WIDTH, Float8, Rows, Written, float8_layer, layer_of, spec_of
+from tests.connector.written_caches import HEADS, WIDTH, Written, float8_layer, layer_of, spec_of
 
 pytestmark = pytest.mark.slow
 
@@ -165,13 +165,3 @@ def test_backends_of_gpus_write_rows_on_a_gpu(module: str, name: str, cache_dtyp
     (found, _) = block_layouts_of(dict.fromkeys(views, layer), views, config, torch.bfloat16).values()
     assert found.pattern == "rows"
     assert found.dtype == ("float8_e4m3" if cache_dtype == "fp8" else "")
-
-
-@NEEDS_CUDA
-def test_the_probe_itself_works_on_a_gpu() -> None:
-    for impl, spec in ((Rows(), full()), (Float8(torch.float8_e4m3fn), spec_of("fp8"))):
-        cache = Written(float8_layer(impl, 0.5, 0.25), spec)
-        views = {name: view.cuda() for name, view in cache.views.items()}
-        layers = dict.fromkeys(views, cache.layer)
-        (found, _) = block_layouts_of(layers, views, cache.config, torch.bfloat16).values()
-        assert found.pattern == "rows"

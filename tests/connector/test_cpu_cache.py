@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from tests.connector.cpu_cache import (
     KINDS,
     KV_HEADS,
     PLAIN_KINDS,
-    QUERIES_PER_HEAD,
     QUERY_HEADS,
     Cache,
     Kind,
@@ -45,24 +43,6 @@ def test_a_token_of_a_head_is_where_the_description_says_with_the_very_bytes_tha
                 for name, source in written.items():
                     where = cache.where(name, [2, 1][token // block_tokens], head, token % block_tokens)
                     assert holds(kind, cache.bytes[where], source[token, head])
-
-
-@every_kind
-def test_every_cell_counts_for_the_attention(kind: Kind) -> None:
-    """Otherwise the tests below would also pass with a cell left out."""
-    tokens = 2 * 32
-    cache = Cache(kind, num_blocks=4)
-    cache.write(random(kind, tokens), random(kind, tokens, seed=1), slots_of([3, 1], tokens))
-    query = random(kind, 1, QUERY_HEADS, seed=2)
-    expected = cache.attend(query, [3, 1], tokens)
-    for block in (3, 1):
-        for head in range(KV_HEADS):
-            cells = cache.cells(block, head)
-            kept = cache.bytes[cells].clone()
-            cache.bytes[cells] = 0
-            differs = (cache.attend(query, [3, 1], tokens) != expected).any(dim=2).ravel().tolist()
-            assert [n // QUERIES_PER_HEAD == head for n in range(QUERY_HEADS)] == differs
-            cache.bytes[cells] = kept
 
 
 def engine_of(caches: list[Cache]) -> Any:
@@ -99,39 +79,6 @@ def test_a_sequence_moved_by_the_plan_gives_the_same_attention_from_other_blocks
             start = tensor.base + block * tensor.block_stride - target.bytes.data_ptr()
             written[start : start + tensor.block_extent] = True
     assert torch.equal(target.bytes[~written], before[~written])
-
-
-@every_kind
-def test_scheduler_blocks_of_several_kernel_blocks_move_as_well(kind: Kind) -> None:
-    tokens = 4 * 32 - 3
-    query = random(kind, 2, QUERY_HEADS, seed=2)
-    source, target = Cache(kind, num_blocks=6), Cache(kind, num_blocks=4, block_size=64)
-    theirs, ours = [5, 2, 4, 1], [3, 1]
-    source.write(random(kind, tokens), random(kind, tokens, seed=1), slots_of(theirs, tokens))
-    move([source], [target], theirs, ours, tokens)
-    assert torch.equal(target.attend(query, [6, 7, 2, 3], tokens), source.attend(query, theirs, tokens))
-
-
-@plain_kinds
-@pytest.mark.parametrize(("here", "there"), [(64, 32), (32, 128), (128, 64), (64, 96)])
-def test_blocks_of_another_size_give_the_same_attention(kind: Kind, here: int, there: int) -> None:
-    """The kernel's order of additions may depend on the block: the last bits may differ, nothing else."""
-    tokens = 2 * 128 + 9
-    query = random(kind, 2, QUERY_HEADS, seed=2)
-    source, target = Cache(kind, num_blocks=12, tokens=there), Cache(kind, num_blocks=12, tokens=here)
-    theirs, ours = [7, 2, 9, 4, 1, 8, 3, 10, 6], [5, 3, 10, 2, 7, 9, 1, 8, 4]
-    theirs, ours = theirs[: -(-tokens // there)], ours[: -(-tokens // here)]
-    key, value = random(kind, tokens), random(kind, tokens, seed=1)
-    source.write(key, value, slots_of(theirs, tokens, there))
-    moved = move([source], [target], theirs, ours, tokens)
-    unit = math.gcd(here, there)
-    assert moved == 2 * -(-tokens // unit) * unit * KV_HEADS * 2 * kind.head_size * source.view.element_size()
-    for name, source_of in (("k", key), ("v", value)):
-        for token in (0, 31, 32, 63, 64, 127, 128, tokens - 1):
-            where = target.where(name, ours[token // here], 1, token % here)
-            assert holds(kind, target.bytes[where], source_of[token, 1])
-    found, expected = target.attend(query, ours, tokens), source.attend(query, theirs, tokens)
-    torch.testing.assert_close(found, expected)
 
 
 @every_kind

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import copy
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.distributed import parallel_state
 
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import (
     check_supported,
     facts_of,
     interleave_of,
-    place_of_this_worker,
     sharding_of,
-    topology_of,
-    worker_index,
 )
-from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.geometry import Interleave, Place, Topology
+from kvferry.protocol.geometry import Interleave, Place
 from tests.connector.test_fingerprint import safetensors
 from tests.harness.core.configs import vllm_config
 
@@ -49,17 +43,6 @@ def test_the_facts_of_a_plain_engine() -> None:
     assert reported.fingerprint.startswith("config:"), "the test's model has no weights"
     assert (reported.dtype, reported.cache_dtype, reported.quantization) == ("float32", "float32", "none")
     assert (reported.max_model_tokens, reported.speculative) == (512, "none")
-
-
-def test_a_separate_cache_dtype_and_quantised_weights_are_reported() -> None:
-    reported = facts(cache_config__cache_dtype="fp8_e4m3", model_config__quantization="awq")
-    assert (reported.dtype, reported.cache_dtype, reported.quantization) == ("float32", "fp8_e4m3", "awq")
-
-
-def test_a_draft_method_is_reported() -> None:
-    config = engine_config()
-    config.speculative_config = SimpleNamespace(method="mtp")
-    assert facts_of(config, FerryConfig()).speculative == "mtp"
 
 
 def test_an_operators_name_for_the_weights_stands_in_place_of_the_fingerprint() -> None:
@@ -133,48 +116,10 @@ def test_an_executor_that_keeps_the_reports_of_all_stages_but_the_last_is_refuse
         check_supported(engine_config(**stages), FerryConfig())
 
 
-def test_the_parallel_sizes_are_vllms() -> None:
-    sizes = {
-        "parallel_config__pipeline_parallel_size": 2,
-        "parallel_config__prefill_context_parallel_size": 3,
-        "parallel_config__tensor_parallel_size": 4,
-        "parallel_config__decode_context_parallel_size": 5,
-    }
-    assert topology_of(engine_config(**sizes)) == Topology(pp=2, pcp=3, tp=4, dcp=5)
-
-
-def test_workers_are_numbered_stage_by_stage_without_gaps() -> None:
-    topology = Topology(pp=2, pcp=3, tp=4)
-    places = [Place(pp=pp, pcp=pcp, tp=tp) for pp, pcp, tp in product(range(2), range(3), range(4))]
-    assert [worker_index(topology, place) for place in places] == list(range(24))
-
-
-def test_a_workers_place_is_that_of_its_process_in_vllms_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(rank_in_group=1))
-    monkeypatch.setattr(parallel_state, "get_pcp_group", lambda: SimpleNamespace(rank_in_group=2))
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 3)
-    monkeypatch.setattr(parallel_state, "get_dcp_group", lambda: SimpleNamespace(rank_in_group=4))
-    assert place_of_this_worker() == Place(pp=1, pcp=2, tp=3, dcp=4)
-
-
 def test_tokens_are_shared_out_in_runs_of_vllms_length() -> None:
     assert interleave_of(engine_config(), Place(tp=1)) == Interleave()
     sizes = {"parallel_config__decode_context_parallel_size": 4, "parallel_config__cp_kv_cache_interleave_size": 16}
     assert interleave_of(engine_config(**sizes), Place(tp=3, dcp=2)) == Interleave(ranks=4, rank=2, run_tokens=16)
-
-
-def test_heads_are_shared_out_as_the_model_says() -> None:
-    config = engine_config(parallel_config__tensor_parallel_size=2)
-    assert sharding_of(config, Place(tp=1)) == Sharding(total_heads=2, rank=1, size=2)
-
-
-@pytest.mark.parametrize("name", ["swa_num_key_value_heads", "num_global_key_value_heads"])
-def test_a_model_with_other_heads_in_some_layers_is_not_uniform(name: str) -> None:
-    config = engine_config()
-    config.model_config = copy.copy(config.model_config)
-    config.model_config.hf_text_config = copy.deepcopy(config.model_config.hf_text_config)
-    setattr(config.model_config.hf_text_config, name, 1)
-    assert not sharding_of(config, Place()).uniform
 
 
 @pytest.mark.parametrize(("draft_heads", "uniform"), [(2, True), (1, False)])

@@ -55,13 +55,6 @@ def test_a_copy_under_another_name_has_the_same_fingerprint(model: Path, tmp_pat
     assert fingerprint(nested[0], model) != fingerprint({**nested[0], "text_config": {"hidden_size": 65}}, model)
 
 
-def test_how_the_engine_computes_is_not_part_of_the_weights(model: Path) -> None:
-    """dtypes are separate facts."""
-    elsewhere = {**CONFIG, "dtype": "float16", "torch_dtype": "float16"}
-    assert fingerprint(CONFIG, model) == fingerprint(elsewhere, model)
-    assert fingerprint({"text_config": CONFIG}, model) == fingerprint({"text_config": elsewhere}, model)
-
-
 @pytest.mark.parametrize("tensor", [0, 1, 2])
 def test_other_weights_of_the_same_shape_have_another_fingerprint(model: Path, tensor: int) -> None:
     before = fingerprint(CONFIG, model)
@@ -125,19 +118,11 @@ def corrupt(header: bytes, length: int | None = None) -> bytes:
 
 
 CORRUPT = {
-    "empty": b"",
     "shorter than a length": b"\1\2\3",
-    "length zero": corrupt(b"{}", 0),
     "length beyond the file": corrupt(b"{}", 1 << 40),
-    "length of all ones": corrupt(b"{}", (1 << 64) - 1),
     "not json": corrupt(b"\xff\xfe{"),
     "a list": corrupt(b"[1]"),
-    "a number": corrupt(b"7"),
     "an entry that is a list": corrupt(b'{"a": [1]}'),
-    "no offsets": corrupt(b'{"a": {}}'),
-    "three offsets": corrupt(b'{"a": {"data_offsets": [1, 2, 3]}}'),
-    "offsets that are text": corrupt(b'{"a": {"data_offsets": ["1", "2"]}}'),
-    "offsets that are fractions": corrupt(b'{"a": {"data_offsets": [0.5, 1.5]}}'),
     "offsets that are not finite": corrupt(b'{"a": {"data_offsets": [NaN, Infinity]}}'),
     "negative offsets": corrupt(b'{"a": {"data_offsets": [-9000, -8000]}}'),
     "offsets beyond 64 bits": corrupt(b'{"a": {"data_offsets": [0, 1%s]}}' % (b"0" * 40)),

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
-from kvferry.connector.layout.block_layout import BY_HEAD, OPAQUE
+from kvferry.connector.layout.block_layout import BY_HEAD
 from kvferry.connector.layout.discovery import discover, groups_of
 from kvferry.connector.layout.probe import block_layouts_of
 from kvferry.connector.layout.probe_writes import VALUES, scales_of
@@ -27,7 +27,6 @@ from tests.connector.written_caches import (
     WIDTH,
     Float8,
     Interleaved,
-    Rows,
     Written,
     float8_layer,
     layer_of,
@@ -117,12 +116,6 @@ def test_layers_of_one_kind_have_their_own_scales(scales: Any) -> None:
         assert one.scales == {"k": pytest.approx(tuple(k)), "v": pytest.approx(tuple(v))}
 
 
-def test_a_layer_without_scales_is_opaque() -> None:
-    layer = layer_of(Rows(), kv_cache_dtype="fp8")
-    assert Written(layer, spec_of("fp8")).block_layout().pattern in (OPAQUE, BY_HEAD)
-    assert {tensor.kind for tensor in tensors_of(Written(layer, spec_of("fp8")))} == {"kv"}
-
-
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_invalid_scales_are_refused_at_the_start_by_layer(scale: float) -> None:
     with pytest.raises(InvalidConfig, match=r"cache of layer layers\.0 is .*v scales .*; expected static scales"):
@@ -164,23 +157,6 @@ def engine_of(scales: tuple[Any, Any], impl: Any = None, tp: int = 1) -> Any:
         cache = float8_cache(impl or Float8(torch.float8_e4m3fn), *scales)
         workers.append(worker(tensors_of(cache, tp, rank), Place(tp=rank)))
     return engine(workers=workers, topology=Topology(tp=tp), groups=groups_of(cache.config))
-
-
-def test_engines_of_other_scales_or_another_float8_convert() -> None:
-    ours, theirs = engine_of((0.5, 1.0)), engine_of((0.25, 1.0))
-    (route,) = plan_engine(ours, theirs)[0].routes
-    found = {(each.remote_scale, each.local_scale) for bundle in route.bundles for each in bundle.conversions}
-    assert found == {(0.25, 0.5)}, "of K; V is copied"
-    (route,) = plan_engine(ours, engine_of((0.5, 1.0), Float8(torch.float8_e5m2)))[0].routes
-    assert {str(each) for bundle in route.bundles for each in bundle.conversions} == {"float8_e5m2 becomes float8_e4m3"}
-
-
-def test_an_engine_without_quantisation_reads_one_of_float8() -> None:
-    cache = Written(layer_of(Rows()))
-    plain = engine(workers=[worker(tensors_of(cache), Place())], groups=groups_of(cache.config))
-    (route,) = plan_engine(plain, engine_of((0.5, 0.25)))[0].routes
-    reported = {(str(each), each.remote_scale) for bundle in route.bundles for each in bundle.conversions}
-    assert reported == {("float8_e4m3 becomes bfloat16", 0.5), ("float8_e4m3 becomes bfloat16", 0.25)}
 
 
 def test_opaque_blocks_of_other_scales_are_never_taken_for_equal() -> None:

@@ -19,7 +19,6 @@ from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
 from kvferry.worker.caches import KvCaches
 from tests.connector.caches import (
-    ALONE,
     all_bytes_of,
     bytes_of,
     config_of,
@@ -67,33 +66,6 @@ def test_where_cpu_attention_packs_as_it_likes_a_head_of_a_kernel_block_is_a_cel
             assert [bytes_of(tensor, block, head, 0)[0] for head in range(2)] == [
                 view[block, head].data_ptr() for head in range(2)
             ]
-
-
-@pytest.mark.parametrize("kernel_tokens", [32, 8])
-@pytest.mark.parametrize("isa", ["vec", "vec16"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_where_cpu_attention_is_known_k_and_v_are_apart_and_a_token_is_a_cell(
-    isa: str, dtype: torch.dtype, kernel_tokens: int
-) -> None:
-    """K is [head_size, tokens] and V is [tokens, head_size]; `test_cpu_cache` checks that on vLLM's kernel."""
-    config = config_of(group(full(dtype=dtype)))
-    views = views_of(config, kernel_block_sizes=[kernel_tokens])
-    caches = described(config, views, f"cpu_attn/{isa}")
-    assert [tensor.name for tensor in caches.tensors] == [
-        (layer, kind) for layer in ("layers.0", "layers.1") for kind in ("k", "v")
-    ]
-    for layer, view in views.items():
-        k, v = of_layer(caches, layer)
-        assert covers_exactly([k, v], view)
-        for tensor in (k, v):
-            assert (tensor.blocks, tensor.block_tokens, tensor.tile_tokens) == (160 // kernel_tokens, kernel_tokens, 1)
-            assert tensor.heads == Range(0, 2)
-            assert tensor.format == Format(dtype=str(dtype).removeprefix("torch."), packing="plain")
-        item = view.element_size()
-        for block, head, token, n in ((0, 0, 0, 0), (3, 1, 5, 6), (4, 0, 7, 7)):
-            start = view[block, head].data_ptr()
-            assert bytes_of(k, block, head, token)[n * item] == start + (n * kernel_tokens + token) * item
-            assert bytes_of(v, block, head, token)[n * item] == start + ((kernel_tokens + token) * 8 + n) * item
 
 
 @pytest.mark.parametrize("layout", WHOLE_BLOCKS)
@@ -148,12 +120,6 @@ def test_opaque_blocks_of_other_inner_order_are_never_taken_for_equal(heads_firs
     assert planned((heads_first, tokens_first), num_kv_heads=1).routes, "with one head there is only one order"
 
 
-@pytest.mark.parametrize(("here", "there"), [("LBHNC", "BLHNC"), ("LBNHC", "BLNHC"), ("LBHNC", "LBHNC")])
-def test_layers_may_lie_anywhere_as_long_as_the_blocks_are_equal_inside(here: str, there: str) -> None:
-    (route,) = planned((here, there)).routes
-    assert sum(item.token_bytes for item in route.slices) == 2 * 2 * 2 * 8 * 2
-
-
 @pytest.mark.parametrize(
     ("packings", "field"),
     [
@@ -168,10 +134,6 @@ def test_block_layouts_that_differ_are_refused(packings: tuple[str, str], field:
     with pytest.raises(PlanRefused) as refused:
         planned(("LBHNC", "LBHNC"), packings)
     assert refused.value.reasons[0].field == field
-
-
-def test_instruction_sets_of_one_block_layout_are_paired() -> None:
-    assert planned(("LBHNC", "LBHNC"), ("cpu_attn/vec", "cpu_attn/vec16")).routes
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -214,23 +176,6 @@ def test_groups_that_are_not_transferred_do_not_count() -> None:
     assert [group_.policy for group_ in groups_of(config)] == ["window"]
 
 
-def test_padding_after_a_page_is_stepped_over() -> None:
-    config = config_of(group(full(page_size_padded=4096)))
-    views = views_of(config)
-    caches = described(config, views)
-    for layer, view in views.items():
-        assert [(one.block_stride, one.block_bytes) for one in of_layer(caches, layer)] == [(4096, 1024)] * 2
-        assert covers_exactly(of_layer(caches, layer), view)
-
-
-def test_the_heads_of_a_rank_are_global_on_the_cpu_and_its_own_where_blocks_are_opaque() -> None:
-    config = config_of(group(full()))
-    views = views_of(config)
-    second = Sharding(total_heads=4, rank=1, size=2)
-    assert {tensor.heads for tensor in described(config, views, "cpu_attn/vec", second).tensors} == {Range(2, 4)}
-    assert {tensor.heads for tensor in described(config, views, "flash_attn", second).tensors} == {Range(1, 2)}
-
-
 @pytest.mark.parametrize("packing", ["cpu_attn/vec", "cpu_attn/amx", "flash_attn"])
 def test_a_single_head_that_may_be_any_is_paired_with_equal_ranks_only(packing: str) -> None:
     """Two ranks with one head each may hold two heads or copies of one: if layers differ, the configuration does not
@@ -250,11 +195,3 @@ def test_layers_that_show_other_head_counts_make_single_heads_uncertain() -> Non
     caches = described(config, views_of(config), "cpu_attn/vec", Sharding(total_heads=2, rank=1, size=2))
     packings = {tensor.layer: (tensor.heads, tensor.format.packing) for tensor in caches.tensors}
     assert packings == {"many": (Range(4, 8), "plain"), "one": (Range(1, 2), "plain/tp2")}
-
-
-@pytest.mark.parametrize("blocks", [(32, 64), (128, 32), (96, 64)])
-def test_blocks_of_two_sizes_are_paired_where_a_token_is_a_cell(blocks: tuple[int, int]) -> None:
-    consumer, producer = (sharded_engine(1, "cpu_attn/vec", ALONE, block_size=tokens) for tokens in blocks)
-    assert plan_engine(consumer, producer)[0].routes[0].slices[0].tokens.unit_tokens == 32
-    with pytest.raises(PlanRefused, match="tile_tokens"):
-        plan_engine(*(sharded_engine(1, "cpu_attn/amx", ALONE, block_size=tokens) for tokens in blocks))

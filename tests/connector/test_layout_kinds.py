@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry.connector.layout.discovery import discover, groups_of
 from kvferry.connector.layout.sharding import Sharding
-from kvferry.plan.blocks import RequestBlocks
+from kvferry.plan.planner import plan_engine
+from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.tokens import first_needed
 from kvferry.protocol.geometry import Interleave, Range
 from kvferry.protocol.handshake import CacheGroup
@@ -31,11 +33,10 @@ from tests.connector.caches import (
     storage_of,
     views_of,
 )
-from tests.connector.moves import move_by_plan
+from tests.connector.moves import described_engine, hand_over
 from tests.connector.recorded import RECORDED, attention, latent
 from tests.connector.recorded_engine import RecordedEngine, skipped_tokens
 from tests.connector.state_models import orient
-from tests.plan.samples import engine, worker
 
 every_model = pytest.mark.parametrize("name", RECORDED)
 POLICIES = {
@@ -56,29 +57,6 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
     orient(monkeypatch, "DS")
-
-
-def described_engine(recorded: RecordedEngine, name: str) -> Any:
-    workers = [worker(one.caches.tensors, one.place) for one in recorded.workers]
-    return engine(workers=workers, topology=recorded.topology, groups=recorded.groups, engine_id=name)
-
-
-def hand_over(source: RecordedEngine, target: RecordedEngine, num_tokens: int, seed: int = 1) -> int:
-    """A sequence is computed here and loaded there, with memmove for NIXL. Returns the bytes that moved."""
-    theirs = source.place_sequence(num_tokens, range(1, 40))
-    ours = target.place_sequence(num_tokens, range(39, 0, -1))
-    source.write(theirs, seed)
-    before = [storage_of(next(iter(one.views.values()))).clone() for one in target.workers]
-    consumer, producer = described_engine(target, "C"), described_engine(source, "P")
-    request = RequestBlocks(
-        target.reported(ours), source.reported(theirs), first_token=0, stop_token=num_tokens, num_tokens=num_tokens
-    )
-    total = move_by_plan(consumer, producer, request)
-    target.check(ours, seed)
-    for (one, loaded), old in zip(target.loaded_bytes(ours), before, strict=True):
-        now = storage_of(next(iter(one.views.values())))
-        assert torch.equal(now[~loaded], old[~loaded]), f"{one.place}: bytes of other blocks have changed"
-    return total
 
 
 @every_model
@@ -116,17 +94,41 @@ def test_one_allocation_is_registered_once_and_the_cells_of_a_group_overlap_nowh
 
 
 @every_model
-@pytest.mark.parametrize(("producer", "consumer"), [(1, 2), (2, 1), (4, 2)])
-def test_a_sequence_arrives_where_the_layers_read_it(name: str, producer: int, consumer: int) -> None:
+@pytest.mark.parametrize(("producer", "consumer", "conv"), [(1, 2, "DS"), (2, 1, "DS"), (4, 2, "SD")])
+def test_a_sequence_arrives_where_the_layers_read_it(
+    name: str, producer: int, consumer: int, conv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A convolution's columns of a channel, or its channels of a column, lie together."""
+    orient(monkeypatch, conv)
     source, target = RecordedEngine(RECORDED[name], producer), RecordedEngine(RECORDED[name], consumer)
     hand_over(source, target, num_tokens=150)
 
 
-@pytest.mark.parametrize("name", ["Llama", "DeepSeek-V3.2", "Gemma-3", "Nemotron-H", "Llama with a drafter"])
-@pytest.mark.parametrize("layouts", [("BLHNC", "LBHNC"), ("LBHNC", "BLHNC")])
-def test_layers_that_lie_in_one_block_are_paired_with_those_that_lie_apart(name: str, layouts: tuple[str, str]) -> None:
-    source, target = (RecordedEngine(RECORDED[name], layout=layout) for layout in layouts)
-    hand_over(source, target, num_tokens=100)
+@pytest.mark.parametrize("name", ["Nemotron-H", "Granite, one group"])
+def test_a_single_group_on_a_rank_that_may_be_any_is_paired_with_equal_ranks_only(name: str) -> None:
+    """It is the rank's own or a copy of the only one: kvferry does not guess."""
+    known = RECORDED[name]
+    unsure = replace(known, states={layer: replace(model, head_groups=None) for layer, model in known.states.items()})
+    hand_over(RecordedEngine(unsure, 4), RecordedEngine(unsure, 4), num_tokens=40)
+    with pytest.raises(PlanRefused) as refused:
+        hand_over(RecordedEngine(unsure, 4), RecordedEngine(unsure, 1), num_tokens=40)
+    assert {reason.field for reason in refused.value.reasons} == {
+        f"{layer}/{kind}.format" for layer in unsure.states for kind in ("conv.B", "conv.C")
+    }
+
+
+def test_copies_of_the_only_group_are_read_from_the_ranks_in_turn() -> None:
+    source, target = (RecordedEngine(RECORDED["Granite, one group"], tp) for tp in (4, 2))
+    held = {tensor.heads for one in source.workers for tensor in one.caches.tensors if tensor.kind == "conv.B"}
+    assert held == {Range(0, 12)}
+    read_from = {
+        route.place.tp
+        for plan in plan_engine(described_engine(target, "C"), described_engine(source, "P"))
+        for route in plan.routes
+        for item in route.slices
+        if item.local.kind == "conv.B"
+    }
+    assert len(read_from) == 2
 
 
 @pytest.mark.parametrize("name", ["Gemma-3", "Nemotron-H"])
@@ -137,15 +139,6 @@ def test_stages_that_lack_all_layers_of_a_group_keep_its_place(name: str, produc
         not reported.layer_names for config in source.configs + target.configs for reported in config.kv_cache_groups
     )
     hand_over(source, target, num_tokens=100)
-
-
-@pytest.mark.parametrize("kernels", [(32, None), (None, 32), (32, 32)])
-def test_kernel_blocks_are_smaller_than_the_blocks_of_a_hybrid(kernels: tuple[int | None, int | None]) -> None:
-    source, target = (RecordedEngine(RECORDED["Nemotron-H"], kernel_tokens=tokens) for tokens in kernels)
-    for one, tokens in ((source, kernels[0]), (target, kernels[1])):
-        sizes = {x.block_tokens for x in one.workers[0].caches.tensors if x.kind == "k"}
-        assert sizes == {tokens or 64}
-    hand_over(source, target, num_tokens=150)
 
 
 @pytest.mark.parametrize("num_tokens", [63, 64, 65, 127, 128, 129])
@@ -202,18 +195,6 @@ def test_a_group_says_which_tokens_it_holds(spec: Any, reported: CacheGroup) -> 
     assert groups_of(config_of(group(spec))) == (reported,)
     if reported.policy in ("window", "chunk"):
         assert [first_needed(reported, token) for token in range(300)] == [skipped_tokens(spec, n) for n in range(300)]
-
-
-def test_a_window_of_latents_is_held_by_every_rank() -> None:
-    spec = SlidingWindowMLASpec(block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16, sliding_window=32)
-    config = config_of(group(spec))
-    found = discover(
-        views_of(config),
-        config,
-        dict.fromkeys(("layers.0", "layers.1"), layout_of_packing("cpu_mla")),
-        Sharding(8, 3, 4),
-    )
-    assert {(tensor.kind, tensor.heads) for tensor in found.tensors} == {("mla", Range(0, 1))}
 
 
 def test_ranks_that_share_tokens_out_say_so_of_the_caches_that_vllm_shards() -> None:

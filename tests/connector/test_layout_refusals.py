@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -33,6 +34,7 @@ from kvferry.connector.layout.discovery import discover, groups_of
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.errors import InvalidConfig
 from tests.connector.caches import ALONE, config_of, described, full, group, layout_of_packing, views_of
+from tests.connector.state_models import STATE_MODELS, orient
 from tests.harness.core.configs import vllm_config
 
 ATTENTION: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
@@ -123,6 +125,41 @@ def test_a_group_of_two_policies_is_refused() -> None:
     config = SimpleNamespace(transfer_groups=[group(UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs), "a")])
     with pytest.raises(InvalidConfig, match="one policy for the whole group"):
         groups_of(config)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"mamba_type": MambaAttentionBackendEnum.CUSTOM}, "is 'a state of CUSTOM'; expected a state of one of MAMBA1"),
+        (
+            {"shapes": ((152, 3), (8, 16, 12), (8, 4, 16)), "dtypes": (torch.bfloat16,) * 3},
+            "is '3 states'; expected 2 of MAMBA2: rings and records",
+        ),
+        (
+            {"shapes": ((153, 3), (8, 16, 12))},
+            ".* channels of a convolution'; expected 128 and two equal projections more",
+        ),
+        (
+            {"shapes": ((128, 3), (8, 16, 12))},
+            ".* channels of a convolution'; expected 128 and two equal projections more",
+        ),
+    ],
+)
+def test_states_that_are_not_known_are_refused_by_layer(
+    changed: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orient(monkeypatch, "DS")
+    config = config_of(group(STATE_MODELS["Mamba-2"].spec(1, **changed), "mixer.7"))
+    with pytest.raises(InvalidConfig, match=rf"cache of layer mixer\.7 {says}"):
+        discover(views_of(config), config, {}, Sharding(2, 0, 1))
+
+
+def test_a_page_of_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    orient(monkeypatch, "DS")
+    config = config_of(group(STATE_MODELS["Mamba-1"].spec(1), "mixer.7"))
+    views = {layer: view[..., :-8] for layer, view in views_of(config).items()}
+    with pytest.raises(InvalidConfig, match=r"mixer\.7 .*expected a view of bytes \[5, 1, 1, 1920\]"):
+        discover(views, config, {}, Sharding(2, 0, 1))
 
 
 def layer_of(backend: Any, **attributes: Any) -> Any:

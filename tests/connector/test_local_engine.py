@@ -109,43 +109,9 @@ def test_scratch_blocks_behind_a_state_are_not_loaded_into(span: int, blocks: tu
     assert engine.without_scratch(((3, 5, 7, 8), (1, 2, 4, 6)), 40) == (blocks, (1, 2, 4, 6))
 
 
-@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
-def test_a_request_that_ended_badly_has_nothing_to_offer(status: RequestStatus) -> None:
-    request = finished(100)
-    request.status = status
-    params_builder = ParamsBuilder(local_engine(), cache(latent()))
-    assert params_builder.build(request, ([1, 2, 3, 4],), replace(LEASE, use=LeaseUse.TURN), 30.0) is None
-
-
-@pytest.mark.parametrize(
-    ("role", "takes", "offers"),
-    [("kv_producer", True, False), ("kv_consumer", False, True), ("kv_both", True, True)],
-)
-def test_turns_make_an_engine_of_either_role_one_that_reads_and_is_read_from(
-    role: str, takes: bool, offers: bool
-) -> None:
-    made = vllm_config("NixlConnector", module="kvferry.connector", role=role)
-    caches = config_of(group(full()))
-    with_turns = LocalEngine.of(made, caches, FerryConfig(bidirectional_kv_xfer=True))
-    assert (with_turns.takes_turns, with_turns.offers_turns) == (takes, offers)
-    assert (with_turns.reads, with_turns.is_read_from) == (True, True)
-    without = LocalEngine.of(made, caches, FerryConfig())
-    assert (without.takes_turns, without.offers_turns) == (False, False)
-    assert (without.reads, without.is_read_from) == (role != "kv_producer", role != "kv_consumer")
-
-
 def both_roles(**config: Any) -> LocalEngine:
     made = vllm_config("NixlConnector", module="kvferry.connector", role="kv_both", **config)
     return LocalEngine.of(made, config_of(group(full())), FerryConfig(bidirectional_kv_xfer=True))
-
-
-def test_turns_are_offered_and_taken_with_the_option_only(ferry_log: pytest.LogCaptureFixture) -> None:
-    made = both_roles()
-    assert (made.offers_turns, made.takes_turns) == (True, True)
-    assert not ferry_log.records
-    both_roles(policy="fail")
-    (warned,) = [record.getMessage() for record in ferry_log.records]
-    assert "kv_load_failure_policy=fail" in warned
 
 
 def test_a_model_with_a_recurrent_state_takes_turns_and_offers_none(

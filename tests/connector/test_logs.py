@@ -56,56 +56,12 @@ def test_a_line_reaches_vllms_handler_once_with_the_mark_however_often_the_logs_
     assert not log.root_handler.lines, "and the root logger does not repeat it"
 
 
-def test_lines_below_vllms_level_are_not_even_made(log: Log) -> None:
-    join_vllm_log()
-    assert not log.ours.isEnabledFor(logging.DEBUG)
-    log.ours.debug("quiet")
-    log.ours.info("event")
-    assert [line.endswith("kvferry: event") for line in log.handler.lines] == [True]
-
-
-def test_every_handler_of_vllm_gets_the_line_at_its_own_level(log: Log) -> None:
-    errors, late = Kept(logging.ERROR), Kept()
-    log.vllm.addHandler(errors)
-    join_vllm_log()
-    log.vllm.addHandler(late)
-    log.ours.info("one")
-    log.ours.error("two")
-    assert [len(handler.lines) for handler in (log.handler, errors, late)] == [2, 1, 2]
-
-
-def test_other_handlers_get_the_line_without_the_mark_and_a_percent_sign_is_harmless(log: Log) -> None:
-    join_vllm_log()
-    own = Kept()
-    log.kvferry.addHandler(own)
-    log.ours.info("100% of it")
-    assert own.lines == ["INFO kvferry.worker.test 100% of it"]
-    assert log.handler.lines == ["INFO kvferry.worker.test kvferry: 100% of it"]
-
-
-def test_an_exception_keeps_its_traceback(log: Log) -> None:
-    join_vllm_log()
-    try:
-        raise RuntimeError("boom")
-    except RuntimeError:
-        log.ours.exception("req=%s", "a")
-    assert "kvferry: req=a\nTraceback" in log.handler.lines[0]
-    assert "RuntimeError: boom" in log.handler.lines[0]
-
-
 def test_a_log_with_handlers_of_its_own_is_left_alone(log: Log) -> None:
     own = Kept()
     log.kvferry.addHandler(own)
     join_vllm_log()
     log.ours.warning("mine")
     assert (len(own.lines), len(log.handler.lines), len(log.root_handler.lines)) == (1, 0, 1)
-
-
-def test_without_handlers_of_vllm_the_line_goes_where_all_others_go(log: Log) -> None:
-    log.vllm.handlers.clear()
-    join_vllm_log()
-    log.ours.warning("plain")
-    assert log.root_handler.lines == ["WARNING kvferry.worker.test plain"]
 
 
 SCRIPT = """

@@ -39,12 +39,6 @@ def test_a_producer_without_a_good_load_has_no_label_and_takes_up_none() -> None
     assert labels.of(peer("real"), is_good=True) == "real:5600"
 
 
-def test_a_restarted_engine_keeps_its_label() -> None:
-    labels = PeerLabels(1)
-    assert labels.of(peer("a", engine_id="x", boot="1" * 32), is_good=True) == "a:5600"
-    assert labels.of(peer("a", engine_id="y", boot="2" * 32), is_good=True) == "a:5600"
-
-
 @given(st.lists(st.tuples(st.text(max_size=300), st.integers(1, 65535), st.booleans()), max_size=20), st.integers(0, 4))
 def test_a_label_is_short_plain_and_one_of_few(loads: list[tuple[str, int, bool]], most: int) -> None:
     labels = PeerLabels(most)

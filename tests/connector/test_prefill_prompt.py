@@ -19,7 +19,6 @@ from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.state import Counters
@@ -85,19 +84,6 @@ def test_the_request_is_like_one_that_never_had_the_last_tokens(
     assert request.block_hashes == expected.block_hashes, "what follows is hashed behind the same blocks"
 
 
-def test_siblings_that_share_a_list_of_tokens_keep_theirs() -> None:
-    request = request_of(16)
-    shared = request.prompt_token_ids
-    assert leave_out(request, 1)
-    assert (len(shared), len(request.prompt_token_ids)) == (16, 15)
-
-
-def test_nothing_changes_where_nothing_is_left_out() -> None:
-    request = request_of(16)
-    assert leave_out(request, 0)
-    assert (request.num_prompt_tokens, request.max_tokens, len(request.block_hashes)) == (16, 20, 4)
-
-
 @pytest.mark.parametrize(
     "request_",
     [
@@ -147,37 +133,3 @@ def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing
         intake.receive(request)
         assert (leases.unfinished(request.request_id) is not None, request.num_prompt_tokens) == (taken, left)
         assert dict(counters.take()) == ({} if taken else {("prefills_kept", ""): 1})
-
-
-@pytest.mark.parametrize(("held", "loads_from_there"), [(15, True), (16, False)])
-def test_a_consumer_of_states_goes_on_after_the_last_but_one_token_only(held: int, loads_from_there: bool) -> None:
-    """To a state of the whole prompt, the last token would be applied twice."""
-    intake, loads, counters = intake_of(STATE, FULL)
-    request = request_of(16)
-    prompt = prompt_of(request, request.num_prompt_tokens)
-    assert prompt is not None
-    ticket = Ticket(
-        version=1,
-        boot="1" * 32,
-        lease_slot=1,
-        lease_epoch="0" * 14 + "5",
-        lease_s=30.0,
-        digests=digest_chain(prompt, held),
-        mac="0" * 64,
-    )
-    source = RemotePrefill(
-        remote_engine_id="there",
-        remote_request_id="request",
-        remote_block_ids=((3,), (7,)),
-        remote_host="127.0.0.1",
-        remote_port=5601,
-        tp_size=1,
-        pp_size=1,
-        dcp_size=1,
-        remote_num_tokens=held,
-        kvferry=ticket,
-    )
-    request.kv_transfer_params = source.to_json()
-    intake.receive(request)
-    assert (loads.matched_tokens("request", 0) == held) is loads_from_there
-    assert dict(counters.take()) == ({} if loads_from_there else {("local_recomputes", "window_edge"): 1})

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench.published_descriptors import block_descriptors, descriptor_ids, split_for_rank
+from bench.published_descriptors import block_descriptors, descriptor_ids
 from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import TPMapping, compute_tp_mapping
@@ -61,19 +61,6 @@ def _no_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mapping(made: Any, p_tp: int) -> TPMapping:
     return compute_tp_mapping(made.transfer_topo, p_tp, (FullAttentionSpec,))
-
-
-def test_the_local_descriptors_are_every_regions_blocks() -> None:
-    theirs = worker(4, 0, BLOCK_BYTES)._build_fa_local(BASES, 1)
-    assert np.array_equal(block_descriptors(BASES, BLOCKS, BLOCK_BYTES, BLOCK_BYTES), theirs)
-
-
-def test_the_local_descriptors_are_split_for_more_producer_ranks() -> None:
-    made = worker(4, 0, BLOCK_BYTES)
-    local = made._build_fa_local(BASES, 1)
-    theirs = made._build_local_splits_from_plan(mapping(made, 8), local, len(local))
-    for slot, handle in enumerate(theirs):
-        assert split_for_rank(local.tolist(), 2, slot) == handle
 
 
 @pytest.mark.parametrize(("d_tp", "rank", "p_tp"), [(4, 1, 8), (8, 5, 4)])

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector.layout.discovery import discover
+from kvferry.connector.layout.mamba_layout import groups_of_heads
 from kvferry.connector.layout.sharding import Sharding, same_in_all_layers
 from kvferry.protocol.geometry import Range
+from tests.connector.caches import config_of, group, views_of
+from tests.connector.state_models import STATE_MODELS
 
 
 def heads_by_vllm(total: int, rank: int, size: int) -> list[int]:
@@ -63,3 +67,26 @@ def test_the_layers_count_more_than_the_configuration(seen: list[int], uniform: 
 )
 def test_settings_that_speak_of_other_head_counts_are_found(config: dict[str, Any], same: bool) -> None:
     assert same_in_all_layers(8, config) is same
+
+
+@pytest.mark.parametrize(
+    ("config", "reported"),
+    [
+        ({"mamba_n_groups": 8}, 8),
+        ({"n_groups": 1, "n_group": 4}, 1),
+        ({"mamba_ngroups": 2, "mamba_n_groups": 2}, 2),
+        ({"mamba_ngroups": 2, "n_groups": 4}, None),
+        ({"n_groups": None}, None),
+        ({}, None),
+    ],
+)
+def test_the_groups_of_heads_are_what_the_configuration_says(config: dict[str, Any], reported: int | None) -> None:
+    assert groups_of_heads(config) == reported
+
+
+def test_a_state_that_every_rank_has_whole_is_one_that_everybody_holds() -> None:
+    for name, heads in (("short convolution", 64), ("linear attention", 8)):
+        config = config_of(group(STATE_MODELS[name].spec(1, tp_replicated=True), "mixer.0", "mixer.1"))
+        for rank in (0, 3):
+            found = discover(views_of(config), config, {}, Sharding(8, rank, 4))
+            assert {tensor.heads for tensor in found.tensors} == {Range(0, heads)}

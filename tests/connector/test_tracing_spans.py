@@ -168,13 +168,6 @@ def test_every_end_of_a_handover_is_reported(name: str) -> None:
     assert (root.status.is_ok, root.end_time) == (not failure, ended_ns)
 
 
-def test_a_load_that_failed_carries_its_reason() -> None:
-    failed = LoadEnded(at_ns=40, request="d", producer="P", stages=STAGES, reason="fence")
-    spans = spans_of(ARRIVED, ORDERED, reported(0, failed), LoadReported(at_ns=50, request="d", good=False))
-    (load,) = [span for span in spans if span.name == "kvferry.load"]
-    assert load.status.description == "fence"
-
-
 def test_an_event_without_its_beginning_makes_no_span() -> None:
     over = LeaseOver(at_ns=9, request="p", lease=LEASE, how="done")
     assert spans_of(ORDERED, reported(0, LOAD), LoadReported(at_ns=50, request="d", good=True), FINISHED, over) == []

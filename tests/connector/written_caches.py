@@ -35,11 +35,6 @@ class Rows:
         cache[blocks, :, tokens, key.shape[2] :] = value
 
 
-class Swapped(Rows):
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
-        super().put(layer, cache, blocks, tokens, value, key)
-
-
 class OneTokenElsewhere(Rows):
     """Wrong for the last two tokens of a block only."""
 
@@ -97,12 +92,6 @@ class Interleaved(Rows):
         cache[blocks, :, tokens, 1::2] = value
 
 
-class InterleavedOutside(Interleaved):
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
-        super().put(layer, cache, blocks, tokens, key, value)
-        cache[0, 0, 0, 0] = 0
-
-
 class Constant(Rows):
     """Every head stores the same values, whatever its input."""
 
@@ -126,14 +115,6 @@ class TurnedByHead(Interleaved):
             there = (tokens + head) % cache.shape[2]
             cache[blocks, head, there, 0::2] = key[:, head]
             cache[blocks, head, there, 1::2] = value[:, head]
-
-
-class NotedInAnother(Interleaved):
-    """The same, but the first head of a block keeps a sum of the last one's keys in place of its first value."""
-
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
-        super().put(layer, cache, blocks, tokens, key, value)
-        cache[blocks, 0, tokens, 1] = key[:, -1].sum(dim=1).to(cache.dtype)
 
 
 class Planes(Rows):

@@ -171,7 +171,8 @@ GUARDS = (
         (
             "tests/scheduler/test_lease_clock.py::"
             "test_the_clock_starts_when_the_workers_learn_that_the_blocks_are_held",
-            "tests/scheduler/test_two_ends.py::test_everything_is_freed_within_a_lease_after_the_consumer_died",
+            "tests/engine_core/test_engine_loop.py::"
+            "test_an_unclaimed_lease_expires_in_time_although_the_engine_has_no_requests",
         ),
     ),
     Guard(

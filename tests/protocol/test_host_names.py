@@ -72,17 +72,6 @@ def test_without_a_free_thread_a_look_up_fails_and_a_later_one_succeeds(monkeypa
     asyncio.run(run())
 
 
-def test_a_look_up_that_raises_has_no_address_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        names = HostNames()
-        monkeypatch.setattr(host_names, "look_up", lambda _: 1 / 0)
-        assert await names.address("peer") is None
-        monkeypatch.setattr(host_names, "look_up", lambda _: "10.0.0.9")
-        assert await names.address("peer") == "10.0.0.9"
-
-    asyncio.run(run())
-
-
 def test_no_more_threads_than_allowed_look_names_up(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
     before = threading.active_count()
@@ -124,18 +113,3 @@ def test_a_name_that_was_found_before_is_looked_up_however_many_names_a_client_h
 
     monkeypatch.setattr(host_names, "look_up", look_up)
     asyncio.run(run())
-
-
-def test_an_answer_after_the_end_of_the_loop_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = threading.Event()
-
-    async def run() -> None:
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(HostNames().address("slow"), 0.01)
-
-    monkeypatch.setattr(host_names, "look_up", lambda _: str(answer.wait(30)))
-    asyncio.run(run())
-    answer.set()
-    for thread in threading.enumerate():
-        if thread.name == "kvferry-host-name":
-            thread.join()

@@ -12,7 +12,6 @@ from kvferry.protocol.ids import (
     SlotState,
     epoch_from_text,
     epoch_to_text,
-    new_boot_id,
     new_epoch,
     slot_word,
 )
@@ -33,12 +32,6 @@ def test_drawn_epochs_differ_fit_and_are_never_zero() -> None:
     assert len(set(drawn)) == len(drawn)
     assert all(0 < epoch < 2**60 for epoch in drawn)
     assert max(drawn) > 2**55, "the upper bits are never used"
-
-
-def test_boot_ids_are_128_random_bits() -> None:
-    drawn = {new_boot_id() for _ in range(1000)}
-    assert len(drawn) == 1000
-    assert all(len(boot) == 32 and int(boot, 16) >= 0 for boot in drawn)
 
 
 @given(EPOCHS, EPOCHS, st.sampled_from(SlotState), st.sampled_from(SlotState))

@@ -10,7 +10,6 @@ import pytest
 from kvferry.protocol.orders import (
     ORDERS_VERSION,
     OrdersHead,
-    StepOrders,
     decode_head,
     decode_orders,
     encode_head,
@@ -32,25 +31,9 @@ def test_no_request_id_that_a_client_chose_stops_a_worker(request_id: str) -> No
     assert decode_orders(encode_orders(orders)) == orders
 
 
-def test_ends_stand_before_opens_because_a_slot_may_change_hands_within_one_step() -> None:
-    names = [field.name for field in msgspec.structs.fields(StepOrders)]
-    assert names.index("ends") < names.index("opens") < names.index("holds")
-
-
-def test_orders_are_true_when_there_is_anything_to_do() -> None:
-    assert not StepOrders(boot=BOOT)
-    full = make_orders()
-    for name in ("ends", "opens", "holds", "loads", "prewarms"):
-        assert StepOrders(boot=BOOT, **{name: getattr(full, name)})
-
-
 def test_orders_of_another_version_are_refused_by_their_version() -> None:
     later = msgspec.structs.replace(make_orders(), version=ORDERS_VERSION + 1)
     assert refused(decode_orders, encode_orders(later)).field == "version"
-
-
-def test_empty_fields_may_be_missing_and_unknown_ones_are_ignored() -> None:
-    assert decode_orders(encode_plain({"boot": BOOT, "later": [{}]})) == StepOrders(boot=BOOT)
 
 
 def test_hostile_frames_are_invalid_messages() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -77,22 +76,6 @@ def test_params_survive_json_float64_numbers_and_reordered_keys(
     assert read_params(through_a_router(params, order, floats=floats)) == params
 
 
-def test_the_answer_is_made_of_plain_json_types_only() -> None:
-    def check(value: object) -> None:
-        if isinstance(value, dict):
-            assert all(type(key) is str for key in value)
-            value = list(value.values())
-        if isinstance(value, list):
-            for item in value:
-                check(item)
-        else:
-            assert type(value) in (str, int, float, bool)
-
-    answer = make_params().to_json()
-    check(answer)
-    assert answer == json.loads(json.dumps(answer))
-
-
 def test_the_keys_are_those_that_every_nixl_router_passes_on() -> None:
     answer = make_params().to_json()
     ours = answer.pop("kvferry")
@@ -114,23 +97,6 @@ def test_the_keys_are_those_that_every_nixl_router_passes_on() -> None:
     assert answer["do_remote_decode"] is False
     assert answer["transfer_mode"] == "pull"
     assert set(ours) == {"version", "boot", "lease_slot", "lease_epoch", "lease_s", "digests", "mac", "held_from"}
-
-
-def test_every_integer_is_bounded_so_that_float64_holds_it_exactly() -> None:
-    def integers(schema: object) -> Iterator[dict[str, Any]]:
-        if isinstance(schema, dict):
-            if schema.get("type") == "integer":
-                yield schema
-            schema = list(schema.values())
-        if isinstance(schema, list):
-            for part in schema:
-                yield from integers(part)
-
-    found = list(integers(msgspec.json.schema(RemotePrefill)))
-    assert len(found) >= 8
-    for schema in found:
-        assert schema.get("minimum", schema.get("exclusiveMinimum", -1)) >= 0, schema
-        assert schema.get("maximum", schema.get("exclusiveMaximum", 2**64)) <= 2**53, schema
 
 
 @pytest.mark.parametrize("tokens", [1, 255, 256, 257, 512, 513, 1000])
@@ -197,13 +163,6 @@ def test_a_turn_of_the_stock_connector_is_foreign_and_a_broken_one_names_its_fie
 def test_asking_for_both_at_once_is_refused() -> None:
     with pytest.raises(InvalidParams, match="do_remote_decode"):
         read_params({"do_remote_decode": True, "do_remote_prefill": True})
-
-
-def test_a_missing_or_null_do_remote_decode_means_false() -> None:
-    raw = make_params().to_json()
-    assert read_params(raw | {"do_remote_decode": None}) == make_params()
-    del raw["do_remote_decode"]
-    assert read_params(raw) == make_params()
 
 
 def test_unknown_keys_are_ignored_in_both_objects() -> None:

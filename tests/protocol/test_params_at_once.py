@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
-import pytest
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
@@ -138,14 +137,6 @@ def test_any_params_are_read_as_if_there_were_no_quick_way(
             found = outcome(read, arrived)
             assert found == part_by_part(read, arrived)
             event("read" if found.startswith("RemotePrefill") else "refused")
-
-
-@pytest.mark.parametrize("where", ["params", "ticket"])
-@pytest.mark.parametrize("read", [outcome, part_by_part])
-def test_a_key_that_no_encoder_takes_is_an_unknown_key_and_ignored(where: str, read: Callable[..., str]) -> None:
-    raw = make_params().to_json()
-    (raw if where == "params" else raw["kvferry"])["\ud800"] = 1
-    assert read(read_params, raw) == repr(make_params())
 
 
 def test_what_a_producer_writes_is_read_at_once() -> None:

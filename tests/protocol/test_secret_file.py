@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from kvferry.protocol.errors import InvalidConfig, InvalidSecretFile
 from kvferry.protocol.side_channel.secrets import (
     KEY_BYTES,
-    MAKE_ONE,
     MAX_FILE_BYTES,
     MAX_SECRETS,
     VARIABLE,
-    Secret,
     derive_key,
     read_secrets,
     secrets_from_environment,
@@ -57,12 +55,6 @@ def test_a_secret_may_be_written_in_either_way(path: Path, line: str) -> None:
     assert read_secrets(write(path, line)) == (OLD,)
 
 
-def test_the_command_that_errors_and_docs_name_makes_one(path: Path) -> None:
-    written = subprocess.run(MAKE_ONE.split(), check=True, capture_output=True, timeout=30).stdout
-    (made,) = read_secrets(write(path, written))
-    assert made.material.hex() == written.decode().strip()
-
-
 @pytest.mark.parametrize("mode", [0o600, 0o400, 0o440, 0o640, 0o700, 0o550])
 def test_a_file_that_only_its_user_and_group_may_read_is_taken(path: Path, mode: int) -> None:
     assert read_secrets(write(path, listing(OLD), mode)) == (OLD,)
@@ -94,13 +86,6 @@ def test_a_file_of_root_is_taken(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("kvferry.protocol.side_channel.secrets.os.fstat", lambda _: status)
     monkeypatch.setattr("kvferry.protocol.side_channel.secrets.os.geteuid", lambda: 4711)
     assert read_secrets(str(path)) == (OLD,)
-
-
-def test_a_link_is_followed_as_mounted_secrets_are_links(path: Path) -> None:
-    write(path, listing(OLD))
-    link = path.with_name("link")
-    link.symlink_to(path)
-    assert read_secrets(str(link)) == (OLD,)
 
 
 def test_what_is_no_file_is_refused_at_once(path: Path) -> None:
@@ -168,12 +153,6 @@ def test_no_repr_shows_a_secret() -> None:
     assert OLD.fingerprint in shown
     assert OLD.material.hex()[:8] not in shown
     assert repr(OLD.material)[2:10] not in shown
-
-
-def test_keys_for_different_purposes_or_of_different_secrets_differ() -> None:
-    keys = {each.key(label) for each in (OLD, NEW) for label in (b"a", b"b", b"fingerprint")}
-    assert len(keys) == 6
-    assert Secret(OLD.material).key(b"a") == OLD.key(b"a")
 
 
 VECTORS = {

@@ -17,7 +17,6 @@ import zmq
 from kvferry.protocol.errors import HandshakeFailed, InputError, KvferryError, PeerRefused
 from kvferry.protocol.handshake import EngineDescription, Hello, Refused, decode_request, encode
 from kvferry.protocol.side_channel import client as clients
-from kvferry.protocol.side_channel import host_names
 from kvferry.protocol.side_channel.client import SideChannelClient
 from tests.protocol.raw_listener import answer_of, end_after_the_request
 from tests.protocol.samples import make_description
@@ -79,15 +78,6 @@ def test_the_description_comes_as_it_was_sent_and_the_asker_names_itself(client:
     assert decode_request(asked[0]) == Hello(engine_id="prefill-0", asker="decode-0")
 
 
-@pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_address_of_ipv6_may_have_brackets_or_not(client: SideChannelClient, host: str) -> None:
-    try:
-        with answering(encode(make_description()), host="[::1]") as (port, _):
-            assert fetch(client, port, host) == make_description()
-    except zmq.ZMQError:
-        pytest.skip("this machine has no IPv6")
-
-
 def test_a_refusal_is_raised_with_its_field(client: SideChannelClient) -> None:
     refused = Refused(field="engine", value="starting", expected="an engine whose workers are ready")
     with answering(encode(refused)) as (port, _), pytest.raises(PeerRefused, match="'engine' is 'starting'"):
@@ -131,15 +121,6 @@ def test_silence_ends_with_the_deadline(client: SideChannelClient) -> None:
         assert time.monotonic() - began_s < TIMEOUT_S
 
 
-def test_a_listener_that_starts_late_is_waited_for(client: SideChannelClient) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(fetch, client, port, timeout_s=NEVER_S)
-        with answering(encode(make_description()), port=port):
-            assert asked.result() == make_description()
-
-
 def test_an_answer_is_taken_although_the_connection_ends_with_it(client: SideChannelClient) -> None:
     answer = answer_of(encode(make_description()))
     for _ in range(100):
@@ -169,21 +150,6 @@ def test_no_socket_outlives_a_failed_handshake_and_no_thread_the_client(host: st
     wait_until(lambda: alive() <= before, "the threads have ended")
 
 
-def test_a_name_that_is_looked_up_for_ever_delays_no_other_host(
-    client: SideChannelClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    over = threading.Event()
-    monkeypatch.setattr(host_names, "look_up", lambda host: str(over.wait(NEVER_S)))
-
-    with ThreadPoolExecutor(9) as threads:
-        stuck = [threads.submit(fetch, client, 1, "slow") for _ in range(9)]
-        with answering(encode(make_description())) as (port, _):
-            assert fetch(client, port) == make_description()
-        client.close()
-        assert all(isinstance(each.exception(), HandshakeFailed) for each in stuck)
-    over.set()
-
-
 def test_closing_ends_handshakes_under_way_and_refuses_more(client: SideChannelClient) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(5) as threads:
         port = silent.getsockname()[1]
@@ -196,14 +162,3 @@ def test_closing_ends_handshakes_under_way_and_refuses_more(client: SideChannelC
             assert str(each.exception(NEVER_S / 2)) == "this side channel is closed"
         with pytest.raises(HandshakeFailed, match=r"^this side channel is closed$"):
             fetch(client, port)
-
-
-def test_without_a_free_thread_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    before = alive()
-    monkeypatch.setattr(threading.Thread, "start", none_left)
-    with pytest.raises(RuntimeError):
-        SideChannelClient()
-    assert alive() <= before

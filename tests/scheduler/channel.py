@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -109,10 +108,3 @@ BEFORE: set[threading.Thread] = set()
 def threads_named(name: str) -> list[threading.Thread]:
     """Running threads with this name, except those that existed before the test."""
     return [thread for thread in threading.enumerate() if thread.name == name and thread not in BEFORE]
-
-
-def cpu_share(seconds: float) -> float:
-    """The fraction of one core that this process uses while it is idle for some seconds."""
-    wall_s, cpu_s = time.monotonic(), time.process_time()
-    time.sleep(seconds)
-    return (time.process_time() - cpu_s) / (time.monotonic() - wall_s)

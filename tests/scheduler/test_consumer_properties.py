@@ -229,10 +229,3 @@ class ConsumerHistories(RuleBasedStateMachine):
 
 ConsumerHistories.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
 TestConsumerHistories = ConsumerHistories.TestCase
-
-
-@pytest.mark.parametrize(("is_turn", "local", "matched"), [(False, 290, 10), (True, 290, 0), (True, 250, 50)])
-def test_only_a_turn_must_bring_as_many_tokens_as_the_threshold(is_turn: bool, local: int, matched: int) -> None:
-    ledger = ConsumerLedger(Counters(), THRESHOLD)
-    assert ledger.offer("r", source_of(1), 300, 0.0, is_turn=is_turn) is None
-    assert ledger.matched_tokens("r", local) == matched

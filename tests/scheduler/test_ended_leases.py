@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tracemalloc
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,16 +26,6 @@ def test_the_last_leases_are_known_and_no_others(added: list[LeaseKey], limit: i
             model = [*model, key][-limit:]
         assert len(ended) == len(model)
         assert all((one in ended) == (one in model) for one in [*added, ("0" * 32, 0, "0" * 14 + "1")])
-
-
-@pytest.mark.parametrize("index", range(3))
-def test_leases_that_differ_in_one_part_are_different_leases(index: int) -> None:
-    one: LeaseKey = ("ab" * 16, 7, "00000000000000a")
-    other: LeaseKey = tuple(("ab" * 15 + "ac", 8, "00000000000000b")[i] if i == index else one[i] for i in range(3))  # type: ignore[assignment]
-    ended = EndedLeases()
-    ended.add(one)
-    assert one in ended
-    assert other not in ended
 
 
 def test_the_memory_does_not_grow_with_the_leases_that_were_forgotten() -> None:

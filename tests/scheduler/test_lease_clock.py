@@ -1,14 +1,19 @@
-"""A lease's time: when it starts, what renews it, and which pauses count."""
+"""A lease's time: when it starts, what renews it, which pauses count, and whichever thread winds its clock."""
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
-from kvferry.protocol.handshake import LeaseName
 from kvferry.scheduler.producer.eviction_order import release_idle_turns
 from kvferry.scheduler.producer.lease import Lease, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
+from kvferry.scheduler.side_channel.server import SideChannelListener
+from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, AwakeClock, Counters
+from tests.scheduler.channel import HOST, free_port
+from tests.waiting import wait_until
 
 LEASE_S = 30.0
 HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE
@@ -92,18 +97,6 @@ def test_a_pause_of_the_producer_does_not_expire_leases(pause_s: float) -> None:
     assert clocked.is_held
 
 
-def test_renewals_and_releases_of_unknown_leases_are_counted_and_change_nothing() -> None:
-    clocked = Clocked()
-    lease = clocked.finish()
-    clocked.step()
-    wrong = LeaseName(slot=lease.slot, epoch=f"{int(lease.name.epoch, 16) ^ 1 or 2:015x}")
-    for name in (wrong, LeaseName(slot=3, epoch=lease.name.epoch), LeaseName(slot=2**24 - 1, epoch=lease.name.epoch)):
-        assert not clocked.ledger.release(name)
-        assert not clocked.ledger.renew(name)
-    assert clocked.counters.total("releases_unknown") == clocked.counters.total("renewals_unknown") == 3
-    assert clocked.is_held
-
-
 def test_a_claim_of_a_turn_lasts_for_a_lease_after_the_last_renewal() -> None:
     clocked = Clocked(LeaseUse.TURN, 480.0)
     lease = clocked.finish()
@@ -114,3 +107,53 @@ def test_a_claim_of_a_turn_lasts_for_a_lease_after_the_last_renewal() -> None:
         assert release_idle_turns(clocked.ledger, "shutdown") == 0
     clocked.step(0.5)
     assert release_idle_turns(clocked.ledger, "shutdown") == 1
+
+
+def test_after_a_stop_of_the_process_one_heartbeat_has_passed_whichever_thread_winds_first() -> None:
+    clock = AwakeClock(HEARTBEAT_S)
+    for now_s in (100.0, 101.0, 1000.0, 1000.0, 1000.5, 999.0, 1000.6):
+        clock.wind(now_s)
+    assert round(clock.awake_s, 6) == 1.0 + HEARTBEAT_S + 0.6
+
+
+def test_two_threads_that_wind_the_clock_count_no_time_twice() -> None:
+    clock = AwakeClock(HEARTBEAT_S)
+    started_s = clock.wind(time.monotonic())
+    began_s = time.monotonic()
+
+    def wind() -> None:
+        for _ in range(20_000):
+            clock.wind(time.monotonic())
+
+    threads = [threading.Thread(target=wind) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    shown_s = clock.wind(time.monotonic()) - started_s
+    assert shown_s <= time.monotonic() - began_s + 0.01
+
+
+def test_an_idle_engine_loses_no_time_because_its_listener_winds_the_clock() -> None:
+    clock = AwakeClock(0.02)
+    listener = SideChannelListener(HOST, free_port(), Counters(), clock=clock)
+    try:
+        wait_until(lambda: clock.awake_s >= 10 * clock.heartbeat_s, "ten heartbeats have passed without a step")
+    finally:
+        listener.close()
+
+
+def test_a_renewal_counts_from_its_arrival_and_not_from_the_step_that_applies_it() -> None:
+    clocked = Clocked()
+    lease = clocked.finish()
+    clocked.step()
+    received_s = 0.0
+    for tick in range(1, 20):
+        shown_s = clocked.ledger.clock.wind(clocked.now_s + tick * HEARTBEAT_S / 2)
+        received_s = shown_s if tick == 8 else received_s
+    assert received_s == 20.0
+    assert clocked.ledger.renew(lease.name, received_s)
+    clocked.step(49.9)
+    assert clocked.is_held, "the lease was renewed for its full time"
+    clocked.step(0.1)
+    assert not clocked.is_held, "it was renewed when it was taken"

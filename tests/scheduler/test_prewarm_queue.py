@@ -64,14 +64,6 @@ def test_after_a_while_and_after_a_failed_load_the_next_request_names_its_produc
     assert loads.prewarms.take() == (PRODUCER,)
 
 
-def test_a_restarted_producer_is_another_one() -> None:
-    prewarms = PrewarmQueue()
-    prewarms.expect(PRODUCER, 0.0)
-    prewarms.take()
-    prewarms.expect(Prewarm.of(make_params(ticket=make_ticket(boot="f" * 32))), 0.0)
-    assert len(prewarms.take()) == 1
-
-
 def test_remembered_producers_and_prewarms_of_one_step_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients choose the names. A producer left out is queued by the next request that needs it."""
     monkeypatch.setattr(meetings, "MAX_NAMED", 100)
@@ -99,13 +91,3 @@ def test_a_static_producer_is_prewarmed_once_and_requests_need_not_name_it_for_a
     assert decode_orders(encode_orders(orders)).prewarms == (static,)
     loads.offer("d2", source(2), 300, AGAIN_S)
     assert loads.prewarms.take() == (PRODUCER,), "the workers may have lost it"
-
-
-def test_static_producers_are_all_prewarmed_even_beyond_the_limit_of_one_step() -> None:
-    prewarms = PrewarmQueue()
-    named = [
-        msgspec.structs.replace(PRODUCER, host=f"10.0.1.{number}", is_static=True) for number in range(2 * MAX_WAITING)
-    ]
-    for one in named:
-        prewarms.expect(one, 0.0)
-    assert prewarms.take() == tuple(named)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import queue
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -10,19 +9,16 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
-from kvferry.protocol.handshake import EngineDescription, Hello, encode
+from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.protocol.side_channel.sockets import watch
-from kvferry.scheduler.side_channel import prewarmer
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
 from kvferry.scheduler.state import Counters
 from tests.protocol.samples import make_description
 from tests.protocol.secret_files import NEW, OLD, OTHER
-from tests.scheduler.channel import HOST, RecordingListener, cpu_share, free_port, threads_named
+from tests.scheduler.channel import HOST, RecordingListener, free_port, threads_named
 from tests.waiting import wait_until
 
 TIMEOUT_S = 5.0
@@ -147,79 +143,6 @@ def test_this_very_engine_is_left_out(listen: Any, look_for: Any, found: Found) 
     assert found.producers.empty()
 
 
-class TalksNonsense:
-    """Answers every request."""
-
-    def __init__(self, *answers: bytes) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self.port = self._socket.bind_to_random_port(f"tcp://{HOST}")
-        self._answers = answers
-
-    def answer(self) -> None:
-        asker = self._socket.recv_multipart()[0]
-        for answer in self._answers:
-            self._socket.send_multipart([asker, b"", answer])
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-
-def test_for_want_of_sockets_a_producer_is_looked_for_again_later(
-    listen: Any, look_for: Any, found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing = iter(range(2))
-
-    def none_left(socket: zmq.Socket[bytes]) -> Any:
-        if next(failing, None) is not None:
-            raise zmq.ZMQError(errno.EMFILE)
-        return watch(socket)
-
-    monkeypatch.setattr("kvferry.protocol.side_channel.connection.watch", none_left)
-    monkeypatch.setattr(prewarmer, "FIRST_BACKOFF_S", 0.01)
-    port = free_port()
-    listen(port, life(1))
-    look_for([(HOST, port)])
-    assert found.next() == prewarm(port, life(1))
-    assert "Too many open files" in caplog.text
-
-
-def test_a_bug_with_one_producer_does_not_keep_the_others_from_being_found(
-    listen: Any, look_for: Any, found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port, odd = free_port(), free_port()
-
-    async def find(client: SideChannelClient, host: str, port: int, asker: str) -> Any:
-        if port == odd:
-            raise RuntimeError("a bug")
-        return await honest(client, host, port, asker)
-
-    honest = prewarmer._find
-    monkeypatch.setattr(prewarmer, "_find", find)
-    listen(port, life(1))
-    look_for([(HOST, odd), (HOST, port)])
-    assert found.next() == prewarm(port, life(1))
-    assert f"prewarming {HOST}:{odd} failed" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "answer", [b"", b"HTTP/1.1 400", encode(Hello(engine_id="a", asker="b")), encode(life(1))[:40]]
-)
-def test_an_invalid_answer_is_a_failed_attempt_and_the_next_one_may_succeed(
-    answer: bytes, look_for: Any, found: Found
-) -> None:
-    liar = TalksNonsense(answer)
-    try:
-        look_for([(HOST, liar.port)])
-        liar.answer()
-        liar._answers = (encode(life(3)), b"unasked", b"again")
-        liar.answer()
-        assert found.next() == prewarm(liar.port, life(3))
-        assert found.producers.empty()
-    finally:
-        liar.close()
-
-
 def test_with_secrets_each_is_tried_and_without_the_right_one_nothing_is_reported(
     listen: Any, look_for: Any, found: Found, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,13 +155,3 @@ def test_with_secrets_each_is_tried_and_without_the_right_one_nothing_is_reporte
     wait_until(lambda: f"prewarming {HOST}:{locked}: it has none of the secrets" in caplog.text, "it is logged")
     wait_until(lambda: f"prewarming {HOST}:{plain}: it has no secret" in caplog.text, "it is logged")
     assert found.producers.empty()
-
-
-def test_while_a_producer_is_known_and_another_is_missing_the_thread_rests(
-    listen: Any, look_for: Any, found: Found
-) -> None:
-    port = free_port()
-    listen(port, life(1))
-    look_for([(HOST, port), (HOST, free_port())])
-    found.next()
-    assert cpu_share(1.0) < 0.2

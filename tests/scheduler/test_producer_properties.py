@@ -158,10 +158,11 @@ class ProducerHistories(RuleBasedStateMachine):
         guess = LeaseName(slot=slot, epoch=f"{epoch << 50:015x}")
         assert not self.ledger.release(guess)
         assert not self.ledger.renew(guess)
-        if self.has("ending"):
-            ending = self.name_of(self.some(data, "ending"))
-            assert not self.ledger.release(ending)
-            assert not self.ledger.renew(ending)
+        not_held = [name for name, x in self.model.items() if x.phase in ("computing", "ending") and x.slot >= 0]
+        if not_held:
+            name = data.draw(st.sampled_from(not_held))
+            assert not self.ledger.release(self.name_of(name))
+            assert self.model[name].phase == "computing" or not self.ledger.renew(self.name_of(name))
 
     @rule()
     def release_all(self) -> None:

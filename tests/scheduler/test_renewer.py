@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
+import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
+from kvferry.protocol.side_channel import host_names
 from kvferry.protocol.side_channel.secrets import Secrets
 from kvferry.scheduler.consumer.remote_prompt import ForgetLease, ReleaseLease, RemoteLease, RenewLease
 from kvferry.scheduler.side_channel import heartbeat
@@ -17,7 +19,7 @@ from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
 from tests.protocol.samples import BOOT
 from tests.protocol.secret_files import NEW, OLD
-from tests.scheduler.channel import HOST, RecordingListener, cpu_share, free_port, listening, threads_named
+from tests.scheduler.channel import HOST, RecordingListener, free_port, listening
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -89,21 +91,6 @@ def test_each_lease_of_a_producer_is_renewed_at_its_own_interval_however_short_a
         assert counters.total("heartbeats") <= 2 * (1 + (time.monotonic() - start_s) * HEARTBEATS_PER_LEASE)
 
 
-def test_leases_whose_interval_is_nearly_over_join_a_renewal(renewer: LeaseRenewer) -> None:
-    with listening() as (listener, port):
-        renewer.submit([RenewLease(lease(port, 1, lease_s=3.0)), RenewLease(lease(port, 2, lease_s=3.3))])
-        for _ in range(3):
-            renewal = listener.inbox.get(timeout=10)
-            assert {name.slot for name in renewal.leases} == {1, 2}
-
-
-def test_a_lease_that_is_given_back_is_released_at_once(renewer: LeaseRenewer, counters: Counters) -> None:
-    with listening() as (listener, port):
-        renewer.submit([RenewLease(lease(port, lease_s=LONG_S)), ReleaseLease(lease(port, lease_s=LONG_S))])
-        assert listener.inbox.get(timeout=10) == _release(port, 1)
-        assert counters.total("leases_given_back") == 1
-
-
 def test_after_a_bug_that_keeps_a_renewal_from_being_sent_the_thread_sleeps_and_still_releases(
     renewer: LeaseRenewer, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,24 +102,6 @@ def test_after_a_bug_that_keeps_a_renewal_from_being_sent_the_thread_sleeps_and_
         renewer.submit([ReleaseLease(lease(port, 2))])
         assert listener.inbox.get(timeout=10) == _release(port, 2)
         assert counters.total("side_channel_errors") <= 3, "one each turn, and a release costs two at most"
-
-
-def test_leases_that_are_dropped_before_their_first_renewal_do_not_wake_the_thread(
-    renewer: LeaseRenewer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wakes = itertools.count()
-    call_soon = renewer.client.call_soon
-    port = free_port()
-    renewer.submit([RenewLease(lease(port, lease_s=LONG_S))])
-    wait_until(lambda: renewer._submitted.empty() and renewer._sleeps_until_s < math.inf, "it has not been taken")
-    monkeypatch.setattr(renewer.client, "call_soon", lambda call: (next(wakes), call_soon(call)))
-    for slot in range(2, 1000):
-        renewer.submit([RenewLease(lease(port, slot, lease_s=LONG_S))])
-        renewer.submit([ForgetLease(lease(port, slot, lease_s=LONG_S))])
-    assert next(wakes) == 0
-    renewer.submit([ReleaseLease(lease(port, lease_s=LONG_S))])
-    wait_until(renewer._submitted.empty, "a released lease has not woken the thread")
-    assert not renewer._kept
 
 
 def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(renewer: LeaseRenewer) -> None:
@@ -193,39 +162,73 @@ def test_closing_sends_everything_that_was_submitted(
         assert [listener.inbox.get(timeout=10).leases[0].slot for _ in range(30)] == list(range(30))
 
 
-def test_nothing_is_renewed_once_it_is_closed(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A renewal would begin a task that nothing ends."""
+def renewed_on_time(renewer: LeaseRenewer, disturb: Callable[[], None], secrets: Secrets = ()) -> None:
+    """A good producer's lease is renewed within its time, whatever happens to others."""
+    with listening(secrets=secrets) as (listener, port):
+        renewer.submit([RenewLease(lease(port, lease_s=3.0))])
+        disturb()
+        for _ in range(5):
+            before_s = time.monotonic()
+            assert isinstance(listener.inbox.get(timeout=10), Renew)
+            assert time.monotonic() - before_s < 3.0, "the lease would have expired"
+
+
+def test_dead_producers_delay_no_other(renewer: LeaseRenewer) -> None:
+    dead = [lease(free_port(), slot, lease_s=0.06) for slot in range(20)]
+    renewed_on_time(renewer, lambda: renewer.submit(RenewLease(one) for one in dead))
+
+
+def test_a_name_server_that_does_not_answer_delays_no_other_producer(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked up by ZMQ itself, three such names were measured to stop every renewal for minutes."""
+    answer = threading.Event()
+    looking: list[str] = []
+
+    def never(host: str) -> str | None:
+        looking.append(host)
+        answer.wait(30)
+        return None
+
+    monkeypatch.setattr(host_names, "look_up", never)
     renewer = LeaseRenewer(counters)
-    renewer.submit([RenewLease(lease(free_port()))])
-    wait_until(lambda: counters.total("heartbeats") == 1, "it is renewed")
-
-    async def wait_for_the_next_renewal() -> None:
-        await asyncio.sleep(SHORT_S / HEARTBEATS_PER_LEASE * 2)
-
-    monkeypatch.setattr(renewer._sender, "sent", wait_for_the_next_renewal)
-    renewer.close()
-    assert counters.total("heartbeats") == 1
-
-
-def test_closing_is_quick_when_the_producer_is_dead(counters: Counters) -> None:
-    renewer = LeaseRenewer(counters)
-    renewer.submit([RenewLease(lease(free_port())), ReleaseLease(lease(free_port()))])
-    start_s = time.monotonic()
-    renewer.close()
-    assert time.monotonic() - start_s < 4.5, "a thread that does not end is waited for for 5 s"
-    assert not threads_named("kvferry-side-channel")
+    try:
+        lost = [lease(5600, slot, host=f"slow-{slot % 3}.example", lease_s=0.06) for slot in range(9)]
+        renewed_on_time(renewer, lambda: renewer.submit(RenewLease(one) for one in lost))
+        assert set(looking) == {f"slow-{number}.example" for number in range(3)}
+        assert len(looking) == 3, "a name is looked up twice at once"
+    finally:
+        answer.set()
+        renewer.close()
 
 
-def test_it_uses_no_processor_time_while_nothing_is_kept(renewer: LeaseRenewer, counters: Counters) -> None:
+@pytest.mark.parametrize(
+    "host", ["no such host", "256.256.256.256", "*", "a" * 300, "é" * 70 + ".example", "host;1.2.3.4"]
+)
+def test_a_hostile_host_is_counted_and_the_renewer_lives_on(
+    renewer: LeaseRenewer, counters: Counters, host: str
+) -> None:
+    renewer.submit([RenewLease(lease(5600, host=host)), ReleaseLease(lease(5600, host=host))])
+    wait_until(lambda: counters.total("side_channel_errors") >= 1, "the error is counted", timeout_s=30)
     with listening() as (listener, port):
-        renewer.submit(
-            [
-                RenewLease(lease(port)),
-                RenewLease(lease(port, 2)),
-                ForgetLease(lease(port)),
-                ReleaseLease(lease(port, 2)),
-            ]
-        )
-        assert listener.inbox.get(timeout=10) == _release(port, 2)
-        assert min(cpu_share(0.5) for _ in range(3)) < 0.02
-    assert counters.total("side_channel_errors") == 0
+        renewer.submit([ReleaseLease(lease(port))])
+        assert listener.inbox.get(timeout=10) == _release(port, 1)
+
+
+@pytest.mark.parametrize("secrets", [((), ()), ((OLD,), (NEW,))], ids=["plain", "with the next secret"])
+def test_a_producer_that_restarts_at_its_address_is_renewed_again(
+    secrets: tuple[Secrets, Secrets], counters: Counters
+) -> None:
+    port = free_port()
+    renewer = LeaseRenewer(counters, secrets[0] + secrets[1])
+    try:
+        for boot, theirs in zip((BOOT, "f" * 32), secrets, strict=True):
+            renewer.submit([RenewLease(lease(port, lease_s=0.12, boot=boot))])
+            listener = RecordingListener(HOST, port, Counters(), theirs)
+            try:
+                while listener.inbox.get(timeout=30.0).boot != boot:
+                    pass
+            finally:
+                listener.close()
+    finally:
+        renewer.close()

@@ -13,7 +13,7 @@ import zmq
 from kvferry.protocol.handshake import Renew
 from kvferry.protocol.side_channel.connection import Connection
 from kvferry.protocol.side_channel.secrets import Secret
-from kvferry.scheduler.consumer.remote_prompt import LeaseCommand, ReleaseLease, RenewLease
+from kvferry.scheduler.consumer.remote_prompt import ReleaseLease, RenewLease
 from kvferry.scheduler.side_channel import sender
 from kvferry.scheduler.side_channel.heartbeat import LeaseRenewer
 from kvferry.scheduler.side_channel.server import SideChannelListener
@@ -84,20 +84,6 @@ def test_a_connection_that_the_producer_has_ended_is_made_again_for_the_next_mes
             renewer.submit([ReleaseLease(lease(port, slot))])
             end_after_the_request(server, b"", f"{slot + 1:015x}".encode())
             wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "its files are closed")
-
-
-def test_no_more_sockets_are_open_than_allowed_however_many_hosts_a_client_names(
-    counters: Counters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sender, "MAX_PEERS", 5)
-    renewer = LeaseRenewer(counters)
-    try:
-        commands: list[LeaseCommand] = [ReleaseLease(lease(2000 + number, number)) for number in range(50)]
-        renewer.submit(commands)
-        wait_until(lambda: counters.total("leases_given_back") == 50, "all are sent")
-        assert len(renewer._sender) == 5
-    finally:
-        renewer.close()
 
 
 def test_the_peer_that_was_unused_for_longest_is_closed_first(

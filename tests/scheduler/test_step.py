@@ -1,4 +1,4 @@
-"""A step: messages are applied before leases expire."""
+"""Renewals and releases: kept while the engine is idle, and applied by a step before leases expire."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pytest
 
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.orders import StepOrders
+from kvferry.scheduler import step as lease_inbox
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.side_channel.server import SideChannelListener
 from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, Counters
-from kvferry.scheduler.step import next_orders, receive_messages
-from tests.protocol.samples import BOOT, make_params
+from kvferry.scheduler.step import LeaseInbox, ReceivedLease, next_orders, receive_messages
+from tests.protocol.samples import BOOT, EPOCH
 from tests.scheduler.channel import free_port
 
 LEASE_S = 6.0
@@ -58,12 +59,6 @@ def test_a_renewal_that_has_arrived_is_applied_before_the_lease_may_expire(sched
     assert scheduler.step(LEASE_S / HEARTBEATS_PER_LEASE).ends == ()
 
 
-def test_a_release_ends_its_lease_in_the_same_step(scheduler: Scheduler) -> None:
-    name = scheduler.hold()
-    scheduler.listener.inbox.put(Release(boot=BOOT, leases=(name,)))
-    assert [end.request_id for end in scheduler.step().ends] == ["p"]
-
-
 def test_messages_to_another_boot_are_counted_and_change_nothing(scheduler: Scheduler) -> None:
     name = scheduler.hold()
     scheduler.listener.inbox.put(Release(boot="f" * 32, leases=(name,)))
@@ -72,11 +67,34 @@ def test_messages_to_another_boot_are_counted_and_change_nothing(scheduler: Sche
     assert (scheduler.counters.total("releases_unknown"), scheduler.counters.total("renewals_unknown")) == (1, 1)
 
 
-def test_the_loads_of_both_ledgers_go_out_together_and_once(scheduler: Scheduler) -> None:
-    scheduler.leases.open("p")
-    assert scheduler.loads.offer("d", make_params(), 300, 0.0) is None
-    scheduler.loads.allocated("d", scheduler.loads.matched_tokens("d", 16), ((1, 2), (3,)))
-    orders = scheduler.step()
-    assert orders.boot == BOOT
-    assert ([load.request_id for load in orders.loads], len(orders.opens)) == (["d"], 1)
-    assert not scheduler.step()
+A, B, C = (LeaseName(slot=slot, epoch=EPOCH) for slot in range(3))
+
+
+def test_repeated_renewals_of_a_lease_are_one_entry_with_the_latest_time() -> None:
+    inbox = LeaseInbox()
+    for second in range(1000):
+        assert inbox.put(Renew(boot=BOOT, leases=(A, B)), float(second))
+    assert inbox.put(Renew(boot=BOOT, leases=(A,)), 1000.5)
+    assert inbox.take() == [ReceivedLease(Renew, BOOT, B, 999.0), ReceivedLease(Renew, BOOT, A, 1000.5)]
+    assert inbox.take() == []
+
+
+def test_a_release_is_not_lost_to_renewals_nor_the_other_way_round() -> None:
+    inbox = LeaseInbox()
+    inbox.put(Renew(boot=BOOT, leases=(A,)), 1.0)
+    inbox.put(Release(boot=BOOT, leases=(A,)), 2.0)
+    inbox.put(Renew(boot="f" * 32, leases=(A,)), 3.0)
+    assert [(received.kind, received.boot) for received in inbox.take()] == [
+        (Renew, BOOT),
+        (Release, BOOT),
+        (Renew, "f" * 32),
+    ]
+
+
+def test_in_a_full_inbox_renewals_replace_those_of_the_same_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_inbox, "MAX_WAITING_LEASES", 2)
+    inbox = LeaseInbox()
+    assert inbox.put(Renew(boot=BOOT, leases=(A, B, B)), 1.0)
+    assert not inbox.put(Renew(boot=BOOT, leases=(A, C)), 2.0), "one too many"
+    assert inbox.put(Renew(boot=BOOT, leases=(A,)), 3.0)
+    assert [received.received_s for received in inbox.take()] == [1.0, 3.0]

@@ -9,66 +9,21 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import LOAD_TRANSITIONS, LoadEvent, LoadState
 from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, LeaseEvent, LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.state import Counters, next_state
+from kvferry.scheduler.state import Counters
 from tests.protocol.samples import make_params
 
-LEASE_TABLE = {
-    ("intended", "open"): "computing",
-    ("intended", "abandon"): None,
-    ("computing", "finish"): "finished",
-    ("computing", "abandon"): None,
-    ("finished", "announce"): "held",
-    ("held", "end"): "ending",
-    ("held", "sent"): None,
-    ("ending", "sent"): None,
-}
-LOAD_TABLE = {
-    ("offered", "load"): "loading",
-    ("offered", "decline"): "declined",
-    ("offered", "finish"): None,
-    ("loading", "loaded"): "loaded",
-    ("loading", "failed"): "failed",
-    ("loading", "finish"): "aborted",
-    ("aborted", "loaded"): None,
-    ("aborted", "failed"): None,
-    ("loaded", "decline"): "loaded",
-    ("failed", "decline"): "failed",
-    ("declined", "decline"): "declined",
-    ("loaded", "finish"): None,
-    ("failed", "finish"): None,
-    ("declined", "finish"): None,
-}
-TABLES: list[tuple[dict[Any, Any], type[enum.Enum], type[enum.Enum], dict[tuple[str, str], str | None]]] = [
-    (LEASE_TRANSITIONS, LeaseState, LeaseEvent, LEASE_TABLE),
-    (LOAD_TRANSITIONS, LoadState, LoadEvent, LOAD_TABLE),
-]
 
-
-@pytest.mark.parametrize(("table", "states", "events", "expected"), TABLES)
-def test_every_pair_of_state_and_event_is_in_the_table_or_forbidden(
-    table: dict[Any, Any], states: type[enum.Enum], events: type[enum.Enum], expected: dict[Any, Any]
-) -> None:
-    found = {}
-    for state in states:
-        for event in events:
-            if (state, event) in table:
-                after = next_state(table, state, event, "req=a")
-                found[state.value, event.value] = after if after is None else after.value
-                continue
-            with pytest.raises(LocalProtocolError, match=rf"req=a: {event.name} .* {state.name}"):
-                next_state(table, state, event, "req=a")
-    assert found == expected
-
-
-@pytest.mark.parametrize(("table", "states", "events", "_expected"), TABLES)
+@pytest.mark.parametrize(
+    ("table", "states", "events"),
+    [(LEASE_TRANSITIONS, LeaseState, LeaseEvent), (LOAD_TRANSITIONS, LoadState, LoadEvent)],
+)
 def test_every_state_is_reachable_and_can_end(
-    table: dict[Any, Any], states: type[enum.Enum], events: type[enum.Enum], _expected: object
+    table: dict[Any, Any], states: type[enum.Enum], events: type[enum.Enum]
 ) -> None:
     initial = next(iter(states))
     assert set(table.values()) | {initial} == {*states, None}
@@ -155,21 +110,6 @@ def test_the_producers_ledger_obeys_its_table_and_is_unchanged_by_what_is_forbid
         with pytest.raises(LocalProtocolError):
             LEASE_CALLS[event](ledger)
         assert contents(ledger) == before
-    ledger.check_integrity()
-
-
-@pytest.mark.parametrize("state", LeaseState)
-def test_a_peers_release_never_raises_and_ends_only_what_is_held(state: LeaseState) -> None:
-    """ANNOUNCE and END are the ledger's own: a peer, or time, causes them, so they cannot be an error."""
-    ledger = producer_in(state)
-    before = contents(ledger)
-    accepted = ledger.release(LeaseName(slot=0, epoch=f"{9:015x}"))
-    assert accepted == (state in (LeaseState.FINISHED, LeaseState.HELD))
-    if not accepted:
-        assert contents(ledger) == before
-    ledger.take_orders(0.0)
-    expected = {LeaseState.FINISHED: LeaseState.ENDING, LeaseState.HELD: LeaseState.ENDING}
-    assert ledger.state(REQUEST) is expected.get(state, state)
     ledger.check_integrity()
 
 
