@@ -7,19 +7,6 @@ import threading
 from kvferry.scheduler.state import Counters
 
 
-def test_take_returns_each_count_once_and_the_total_remains() -> None:
-    counters = Counters()
-    counters.add("loads")
-    counters.add("leases_released", "done", amount=3)
-    assert counters.take() == {("loads", ""): 1, ("leases_released", "done"): 3}
-    assert counters.take() == {}
-    counters.add("loads")
-    assert counters.take() == {("loads", ""): 1}
-    assert counters.total("loads") == 2
-    assert counters.total("never") == 0
-    assert counters.take() == {}, "asking for a total is counted as something"
-
-
 def test_nothing_is_lost_between_threads() -> None:
     counters = Counters()
     taken = 0
