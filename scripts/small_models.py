@@ -51,7 +51,6 @@ class SmallModel:
         without: settings that the family does not know.
     """
 
-    doc: str
     family: str
     config: Mapping[str, Any] = field(default_factory=dict)
     config_class: str = ""
@@ -63,28 +62,16 @@ class SmallModel:
         return {key: value for key, value in {**_COMMON, **self.config}.items() if key not in self.without}
 
 
-def _llama(kv_heads: int, **more: Any) -> SmallModel:
-    return SmallModel(
-        f"Llama-like, {kv_heads} KV heads", "Llama", {"num_attention_heads": 8, "num_key_value_heads": kv_heads} | more
-    )
-
-
 SMALL_MODELS: Mapping[str, SmallModel] = {
-    "small-llama-2": _llama(2),
-    "small-llama-4": _llama(4),
-    "small-llama-8": _llama(8),
-    "small-deep": SmallModel(
-        "Llama-like, 30 layers, 1 KV head: thousands of blocks take little memory",
-        "Llama",
-        {"num_hidden_layers": 30, "num_key_value_heads": 1},
-    ),
-    "small-draft": SmallModel(
-        "Llama-like, one layer: drafts for the others",
-        "Llama",
-        {"num_hidden_layers": 1},
-    ),
+    # Llama-like, 4 and 8 KV heads
+    "small-llama-4": SmallModel("Llama", {"num_attention_heads": 8, "num_key_value_heads": 4}),
+    "small-llama-8": SmallModel("Llama", {"num_attention_heads": 8, "num_key_value_heads": 8}),
+    # Llama-like, 30 layers, 1 KV head: thousands of blocks take little memory
+    "small-deep": SmallModel("Llama", {"num_hidden_layers": 30, "num_key_value_heads": 1}),
+    # Llama-like, one layer: drafts for the others
+    "small-draft": SmallModel("Llama", {"num_hidden_layers": 1}),
+    # DeepSeek-V2-like, MLA with dense layers; vLLM's CPU kernel wants rows of 512 + 64
     "small-mla": SmallModel(
-        "DeepSeek-V2-like, MLA with dense layers; vLLM's CPU kernel wants rows of 512 + 64",
         "DeepseekV2",
         {
             "num_key_value_heads": 4,
@@ -101,8 +88,8 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
             "moe_intermediate_size": 64,
         },
     ),
+    # Gemma-3-like, a window of 128 tokens in three layers, full attention in the fourth
     "small-windowed": SmallModel(
-        "Gemma-3-like, a window of 128 tokens in three layers, full attention in the fourth",
         "Gemma3",
         {
             "num_hidden_layers": 4,
@@ -112,8 +99,8 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
         },
         config_class="Gemma3TextConfig",
     ),
+    # GraniteMoeHybrid-like, attention between two Mamba-2 layers
     "small-mamba2-hybrid": SmallModel(
-        "GraniteMoeHybrid-like, attention between two Mamba-2 layers",
         "GraniteMoeHybrid",
         {
             "num_hidden_layers": 3,
@@ -131,8 +118,8 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
         },
         without=frozenset({"head_dim"}),
     ),
+    # Falcon-H1-like, attention and Mamba-2 side by side in every layer
     "small-parallel-hybrid": SmallModel(
-        "Falcon-H1-like, attention and Mamba-2 side by side in every layer",
         "FalconH1",
         {
             "mamba_d_ssm": 128,
@@ -144,8 +131,8 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
             "mamba_chunk_size": 64,
         },
     ),
+    # Qwen3-Next-like, attention between two layers of gated delta net, with experts
     "small-gdn-hybrid": SmallModel(
-        "Qwen3-Next-like, attention between two layers of gated delta net, with experts",
         "Qwen3Next",
         {
             "num_hidden_layers": 3,
@@ -162,14 +149,14 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
             "decoder_sparse_step": 1,
         },
     ),
+    # Mamba-2 alone
     "small-mamba2": SmallModel(
-        "Mamba-2 alone",
         "Mamba2",
         {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 2, "expand": 2, "chunk_size": 64},
         without=frozenset({"num_attention_heads", "num_key_value_heads", "intermediate_size"}),
     ),
+    # Jamba-like, attention between two Mamba-1 layers
     "small-mamba1-hybrid": SmallModel(
-        "Jamba-like, attention between two Mamba-1 layers",
         "Jamba",
         {
             "num_hidden_layers": 3,
@@ -192,29 +179,24 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
 MULTIMODAL = "small-multimodal"
 ADAPTER = "small-adapter"
 ADAPTED = "small-llama-4"
-EXTRAS: Mapping[str, str] = {
-    MULTIMODAL: "BLIP-2-like: prompts begin with 8 tokens of an image of 28 × 28 pixels, no torchvision",
-    ADAPTER: f"LoRA adapter of rank 8 for {ADAPTED}",
-}
 
 
 def small_model(name: str, cache_dir: Path) -> Path:
-    """The folder of a model or of one of `EXTRAS`, made when it is not there. Runs beside others may make it at the
-    same time.
+    """The folder of one of `SMALL_MODELS`, of `MULTIMODAL` or of `ADAPTER`, made when it is not there. Runs beside
+    others may make it at the same time.
 
     Raises:
         KeyError: there is none of that name.
     """
-    made_of = SMALL_MODELS.get(name) or EXTRAS[name]
     folder = cache_dir / "models" / f"{name}-{_FORMAT}"
     if not folder.exists():
-        with whole(folder) as partial:
-            if isinstance(made_of, SmallModel):
-                _make(made_of, partial)
-            else:
-                from scripts.small_extras import make_adapter, make_multimodal
+        from scripts.small_extras import make_adapter, make_multimodal
 
-                (make_adapter if name == ADAPTER else make_multimodal)(partial)
+        with whole(folder) as partial:
+            if name in SMALL_MODELS:
+                _make(SMALL_MODELS[name], partial)
+            else:
+                {MULTIMODAL: make_multimodal, ADAPTER: make_adapter}[name](partial)
     return folder
 
 

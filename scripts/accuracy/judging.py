@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scripts.accuracy import checks
 from scripts.accuracy.checks import Check, Comparison, Formula, Seen
 from scripts.accuracy.client import Answer
-from scripts.accuracy.model import CacheShape
 from scripts.accuracy.prompts import Case, CaseSet
 from scripts.accuracy.scores import Score
 from scripts.accuracy.settings import Settings
@@ -95,15 +93,3 @@ def _judge_aborts(expected: Expected, found: ThroughTheRouter, cases: CaseSet) -
         failed = sum(bool(answer.error) for answer in found.again)
         right, detail = not failed, f"{detail}{failed} failed"
     return Check("right after aborts", right, detail)
-
-
-def formula_of(shape: CacheShape | None, dtype: str, blocks: tuple[int, int], staged: bool) -> Formula | None:
-    """The formula for the bytes of the model's cache, where there is one.
-
-    Args:
-        blocks: tokens in a block of the prefill engines and of the decode engines.
-        staged: whether decoders read anything into a staging pool.
-    """
-    if shape is None:
-        return None
-    return Formula(math.gcd(*blocks), shape.token_bytes(dtype), shape.formula(dtype), staged)

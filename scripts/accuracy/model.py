@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,37 +98,14 @@ def check_sizes(name: str, config: Mapping[str, Any], sizes: Mapping[str, int]) 
             raise BadSetting.of(variable, str(size), f"a divisor of {heads}, the attention heads of {name}{more}")
 
 
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """Size of a token's cache, over all workers of an engine.
-
-    Attributes:
-        kv_heads: with copies, where there are more workers than heads.
-    """
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-
-    def token_bytes(self, dtype: str) -> int:
-        """K and V of one token, all layers, all heads."""
-        return self.layers * self.kv_heads * 2 * self.head_dim * {"float32": 4}.get(dtype, 2)
-
-    def formula(self, dtype: str) -> str:
-        """The same as text."""
-        size = {"float32": 4}.get(dtype, 2)
-        return f"{self.layers} layers × {self.kv_heads} KV heads × 2 × {self.head_dim} × {size} B"
-
-
-def cache_shape(config: Mapping[str, Any], tp: int) -> CacheShape | None:
-    """The shape for models with dense attention only; None for others, whose bytes are not predicted here."""
+def token_size(config: Mapping[str, Any], tp: int, dtype: str) -> tuple[int, str] | None:
+    """Bytes of a token's cache over all workers of an engine, and the product as text; heads are copied where there are
+    more workers. None for models with other layers than dense attention, whose bytes are not predicted here."""
     heads = config.get("num_attention_heads")
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
     if not heads or windowed or not _PLAIN & set(config.get("architectures") or ()):
         return None
-    kv_heads = config.get("num_key_value_heads", heads)
-    return CacheShape(
-        layers=config["num_hidden_layers"],
-        kv_heads=max(kv_heads, tp),
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-    )
+    layers, kv_heads = config["num_hidden_layers"], max(config.get("num_key_value_heads", heads), tp)
+    head_dim, size = config.get("head_dim") or config["hidden_size"] // heads, {"float32": 4}.get(dtype, 2)
+    text = f"{layers} layers × {kv_heads} KV heads × 2 × {head_dim} × {size} B"
+    return layers * kv_heads * 2 * head_dim * size, text

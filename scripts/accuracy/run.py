@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,12 +11,12 @@ from pathlib import Path
 import httpx
 
 from scripts.accuracy import checks, phases, scores
-from scripts.accuracy.checks import Check
+from scripts.accuracy.checks import Check, Formula
 from scripts.accuracy.client import Answer, Client, NoAnswer
 from scripts.accuracy.engines import Engine, EngineSpec, Router
 from scripts.accuracy.fleet import plan_fleet
-from scripts.accuracy.judging import Expected, ThroughTheRouter, formula_of, judge_router
-from scripts.accuracy.model import CacheShape, cache_shape, check_sizes, config_of, prepare
+from scripts.accuracy.judging import Expected, ThroughTheRouter, judge_router
+from scripts.accuracy.model import check_sizes, config_of, prepare, token_size
 from scripts.accuracy.processes import Server, ServerFailed, tail
 from scripts.accuracy.prompts import Case, CaseSet, make_cases
 from scripts.accuracy.report import Report
@@ -86,7 +87,7 @@ class Run:
             decoders = phases.Decoders(decode)
             warm = await decoders.scrape()
             found = await self._through_the_router(client, router.base_url, decoders, cases)
-            formula = formula_of(self._shape(), self._settings.dtype, blocks, phases.anything_staged(decode))
+            formula = self._formula(blocks, phases.anything_staged(decode))
             judged, self.report.figures = judge_router(expected, found, cases, self._settings, formula, blocks)
             self.report.checks += judged
             score, itself = await self._arithmetic(client, router.base_url, "router"), expected.arithmetic_itself
@@ -160,11 +161,17 @@ class Run:
         moved = decoders.seen["poisoned"].nixl_bytes
         self.report.checks.append(checks.judge_poison(expected.of(cases.poisoned), answers, moved))
 
-    def _shape(self) -> CacheShape | None:
-        """For the formula; none where the cache has another dtype than the model."""
-        if any(argument.startswith("--kv-cache-dtype") for argument in self._settings.extra_args):
+    def _formula(self, blocks: tuple[int, int], staged: bool) -> Formula | None:
+        """For the bytes that move; none where the cache has another dtype than the model.
+
+        Args:
+            blocks: tokens in a block of the prefill engines and of the decode engines.
+            staged: whether decoders read anything into a staging pool.
+        """
+        size = token_size(config_of(self._model), self._settings.decode_tp, self._settings.dtype)
+        if not size or any(argument.startswith("--kv-cache-dtype") for argument in self._settings.extra_args):
             return None
-        return cache_shape(config_of(self._model), self._settings.decode_tp)
+        return Formula(math.gcd(*blocks), *size, staged)
 
     async def _arithmetic(self, client: Client, url: str, name: str) -> scores.Score:
         self._say(f"arithmetic, {scores.QUESTIONS} questions, {name}")

@@ -11,8 +11,6 @@ from rich.console import Console
 from scripts.accuracy import checks
 from scripts.accuracy.checks import Check, Comparison, Formula, Seen
 from scripts.accuracy.client import Answer
-from scripts.accuracy.judging import formula_of
-from scripts.accuracy.model import CacheShape
 from scripts.accuracy.prompts import Case
 from scripts.accuracy.report import Report, show, verdict
 
@@ -125,18 +123,6 @@ def test_poison_must_change_every_answer_and_be_transferred() -> None:
     assert not checks.judge_poison(RIGHT, [other[0], RIGHT[1]], 1).passed
     assert not checks.judge_poison(RIGHT, other, 0).passed
     assert not checks.judge_poison(RIGHT, [other[0], Answer(error="HTTP 500")], 1).passed
-
-
-SHAPE = CacheShape(layers=2, kv_heads=4, head_dim=8)
-TOKEN = 2 * 4 * 2 * 8 * 4
-
-
-@pytest.mark.parametrize(("theirs", "ours", "unit"), [(128, 128, 128), (32, 64, 32), (128, 32, 32), (96, 64, 32)])
-def test_bytes_are_counted_in_tokens_that_are_whole_on_both_sides(theirs: int, ours: int, unit: int) -> None:
-    formula = formula_of(SHAPE, "float32", (theirs, ours), staged=False)
-    assert formula is not None
-    assert (formula.block, formula.token_bytes) == (unit, TOKEN)
-    assert formula.bytes_of([unit + 1], 0) == 2 * unit * TOKEN
 
 
 def shown(report: Report) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scripts.accuracy.model import CacheShape, cache_shape, check_sizes
+from scripts.accuracy.model import check_sizes, token_size
 from scripts.accuracy.settings import DEFAULT_MODEL, BadSetting
 
 SMOLLM2: dict[str, Any] = {
@@ -19,16 +19,12 @@ SMOLLM2: dict[str, Any] = {
 
 
 def test_a_token_of_smollm2_takes_its_keys_and_values_in_all_layers() -> None:
-    shape = cache_shape(SMOLLM2, 1)
-    assert shape == CacheShape(layers=30, kv_heads=3, head_dim=64)
-    assert (shape.token_bytes("float32"), shape.token_bytes("bfloat16")) == (46080, 23040)
-    assert shape.formula("float32") == "30 layers × 3 KV heads × 2 × 64 × 4 B"
+    assert token_size(SMOLLM2, 1, "float32") == (46080, "30 layers × 3 KV heads × 2 × 64 × 4 B")
+    assert token_size(SMOLLM2, 1, "bfloat16") == (23040, "30 layers × 3 KV heads × 2 × 64 × 2 B")
 
 
 def test_heads_are_copied_where_there_are_more_workers() -> None:
-    shape = cache_shape({**SMOLLM2, "num_key_value_heads": 2}, 8)
-    assert shape is not None
-    assert shape.kv_heads == 8
+    assert token_size({**SMOLLM2, "num_key_value_heads": 2}, 8, "float32") == token_size(SMOLLM2, 8, "float32")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +37,7 @@ def test_heads_are_copied_where_there_are_more_workers() -> None:
     ],
 )
 def test_other_caches_are_not_predicted(change: dict[str, Any]) -> None:
-    assert cache_shape({**SMOLLM2, **change}, 1) is None
+    assert token_size({**SMOLLM2, **change}, 1, "float32") is None
 
 
 def test_tensor_parallel_sizes_must_divide_the_heads() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from scripts.accuracy.metrics import Scrape
-from scripts.accuracy.model import cache_shape, config_of
+from scripts.accuracy.model import config_of, token_size
 from scripts.accuracy.settings import TINY_MODEL
 from tests.vllm.conftest import model_folder
 from tests.vllm.forked_engine import ForkedEngine
@@ -39,9 +39,9 @@ def tokens_read(cached: int, stop_token: int, here: int, there: int) -> int:
 
 def test_three_turns_answer_as_one_engine_and_move_only_what_is_new(logs: Path) -> None:
     model = model_folder(TINY_MODEL)
-    shape = cache_shape(config_of(model), 1)
-    assert shape is not None
-    token_bytes = shape.token_bytes("float32")
+    size = token_size(config_of(model), 1, "float32")
+    assert size is not None
+    token_bytes, _ = size
     cached = {"enable_prefix_caching": True}
     both = EngineSpec(
         "turns-prefill",

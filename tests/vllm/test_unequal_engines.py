@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from scripts.accuracy.fleet import POISON_MODULE
-from scripts.accuracy.model import cache_shape, config_of
+from scripts.accuracy.model import config_of, token_size
 from scripts.accuracy.settings import TINY_MODEL, TINY_MODELS
 from tests.vllm.conftest import model_folder
 from tests.vllm.forked_engine import ForkedEngine, hand_over, start
@@ -61,9 +61,9 @@ def hand_over_all(producer: ForkedEngine, consumer: ForkedEngine) -> tuple[list[
 
 def needed(model: str, prompt: Sequence[int], blocks: int, decoder_tp: int = 1) -> int:
     """Bytes of a prompt's whole blocks of so many tokens, with the copies that a decoder's ranks hold."""
-    shape = cache_shape(config_of(model), decoder_tp)
-    assert shape is not None
-    return math.ceil(len(prompt) / blocks) * blocks * shape.token_bytes("float32")
+    size = token_size(config_of(model), decoder_tp, "float32")
+    assert size is not None
+    return math.ceil(len(prompt) / blocks) * blocks * size[0]
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)

@@ -77,8 +77,7 @@ def _show(progress: Progress) -> None:
     """A live line, if standard error is a terminal."""
     if sys.stderr.isatty():
         _clear_line()
-        of = f" ({progress.done} of {progress.cases})" if progress.cases else ""
-        print(f"{progress.what}{of}", end="", file=sys.stderr, flush=True)
+        print(progress.what, end="", file=sys.stderr, flush=True)
 
 
 def _clear_line() -> None:

@@ -75,11 +75,9 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """From a reader: the case that it works on; `done` of `cases` are finished."""
+    """From a reader: the case that it works on."""
 
     what: str
-    done: int = 0
-    cases: int = 0
 
 
 class Reads(msgspec.Struct, frozen=True, kw_only=True):
