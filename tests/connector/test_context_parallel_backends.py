@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from kvferry.connector.context_parallel import AttentionRefused, check_layers
+from kvferry.connector.context_parallel import AttentionRefused, check_attention_cp_compatibility
 from kvferry.protocol.errors import KvferryError
 
 
@@ -42,6 +43,24 @@ class StateBackend(LatentBackend):
     @classmethod
     def supports_pcp(cls) -> bool:
         raise NotImplementedError
+
+
+def check_layers(
+    layers: Mapping[str, object],
+    *,
+    pcp: int = 1,
+    dcp: int = 1,
+    interleave: int = 1,
+    speculative: bool = False,
+    pcp_layers: set[str] | None = None,
+) -> None:
+    """The check of these layers."""
+    parallel = SimpleNamespace(
+        prefill_context_parallel_size=pcp, decode_context_parallel_size=dcp, cp_kv_cache_interleave_size=interleave
+    )
+    config: Any = SimpleNamespace(parallel_config=parallel, speculative_config=object() if speculative else None)
+    with mock.patch("kvferry.connector.context_parallel.get_layers_from_vllm_config", return_value=layers):
+        check_attention_cp_compatibility(config, pcp_layers)
 
 
 def layer(backend: object = LatentBackend, **impl: Any) -> SimpleNamespace:

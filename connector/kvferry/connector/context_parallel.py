@@ -10,7 +10,7 @@ It reads the attributes by which layers, backends and implementations of vLLM 0.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,57 +63,26 @@ def check_attention_cp_compatibility(vllm_config: VllmConfig, target_layer_names
     """Refuse a model whose attention does not support the configured context-parallel sizes.
 
     It refuses the same models as vLLM's function of this name. Layers enter the configuration when the model is built:
-    before that, nothing is refused.
+    before that, nothing is refused. Layers with neither a backend nor an implementation are skipped. With a drafter, an
+    interleave of several tokens needs a backend that supports it, under prefill context parallelism alone too.
 
     Args:
         vllm_config: has the layers, the parallel sizes, the interleave and the drafter, if any.
-        target_layer_names: the layers that prefill context parallelism splits; None for all. See `check_layers`.
+        target_layer_names: the layers whose tokens prefill context parallelism divides; None for all. Not those of a
+            drafter, which every rank computes whole.
 
     Raises:
         AttentionRefused: names the sizes and, for every backend, the missing features and its layers.
     """
     parallel = vllm_config.parallel_config
-    check_layers(
-        get_layers_from_vllm_config(vllm_config, AttentionLayerBase),
-        pcp=parallel.prefill_context_parallel_size,
-        dcp=parallel.decode_context_parallel_size,
-        interleave=parallel.cp_kv_cache_interleave_size,
-        speculative=vllm_config.speculative_config is not None,
-        pcp_layers=target_layer_names,
-    )
-
-
-def check_layers(
-    layers: Mapping[str, object],
-    *,
-    pcp: int = 1,
-    dcp: int = 1,
-    interleave: int = 1,
-    speculative: bool = False,
-    pcp_layers: Container[str] | None = None,
-) -> None:
-    """Refuse layers whose attention cannot be context parallel.
-
-    Args:
-        layers: by name, everything that has an attention backend; layers with neither backend nor implementation are
-            skipped.
-        pcp, dcp: ranks of prefill and of decode context parallelism.
-        interleave: tokens of a run of the decode context parallel interleave. With a drafter, runs of several tokens
-            need a backend that supports them, under prefill context parallelism alone too, as in vLLM.
-        speculative: whether there is a drafter: several tokens of a request are decoded at once.
-        pcp_layers: the layers whose tokens prefill context parallelism divides; None for all. Not those of a drafter,
-            which every rank computes whole.
-
-    Raises:
-        AttentionRefused: naming every backend, what it lacks and its layers.
-    """
+    pcp, dcp = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
+    interleave = parallel.cp_kv_cache_interleave_size
+    interleaved_drafts = pcp * dcp > 1 and vllm_config.speculative_config is not None and interleave > 1
     found: dict[tuple[str, str], list[str]] = {}
-    for name, layer in layers.items():
-        is_target = pcp_layers is None or name in pcp_layers
-        impl = getattr(layer, "impl", None)
+    for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
+        is_target = target_layer_names is None or name in target_layer_names
         # A drafter that every rank runs on its own has nothing to merge.
-        alone = not is_target and getattr(impl, "dcp_world_size", dcp) == 1
-        interleaved_drafts = pcp * dcp > 1 and speculative and interleave > 1
+        alone = not is_target and getattr(getattr(layer, "impl", None), "dcp_world_size", dcp) == 1
         for backend, lacks in _lacks(
             layer, pcp > 1 and is_target, dcp > 1 and not alone, interleaved_drafts and not alone
         ):
