@@ -1,4 +1,4 @@
-"""A lease, one request's claim on a slot: its transition table, which `ledger.py` executes, its record, its deadline.
+"""A lease, one request's claim on a slot: its transition table, which `ledger.py` executes, its record, its orders.
 
             open                finish                announce               sent
  INTENDED ───────→ COMPUTING ───────────→ FINISHED ───────────→ HELD ────────────────→ (gone)
@@ -11,8 +11,6 @@ The blocks of a request are freed when every worker has acknowledged the end of 
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry.protocol.handshake import LeaseName
@@ -115,52 +113,6 @@ class Lease:
 
     def __str__(self) -> str:
         return f"req={self.request_id} slot={self.slot}"
-
-
-SPARE_DEADLINES = 64
-"""So many entries of ended leases never cause a rebuild."""
-
-
-class Deadlines:
-    """Held leases by deadline: a heap, so that leases which do not expire cost a step nothing.
-
-    A renewal changes only the lease: its entry is moved when the old deadline is reached. Entries of ended leases stay
-    until they are more than half.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Lease]] = []
-
-    def __len__(self) -> int:
-        """The number of entries, including those of ended leases."""
-        return len(self._heap)
-
-    def watch(self, lease: Lease) -> None:
-        """Add a held lease, for `due`."""
-        heapq.heappush(self._heap, (lease.deadline_s, id(lease), lease))
-
-    def may_be_due(self, clock_s: float) -> bool:
-        """Whether any entry's deadline has passed; the lease may have been renewed or ended since."""
-        return bool(self._heap) and self._heap[0][0] <= clock_s
-
-    def due(self, clock_s: float) -> Iterator[Lease]:
-        """Held leases that have expired; each is returned once."""
-        while self.may_be_due(clock_s):
-            _, _, lease = heapq.heappop(self._heap)
-            if lease.is_readable and lease.deadline_s > clock_s:
-                self.watch(lease)
-            elif lease.is_readable:
-                yield lease
-
-    def trim(self, leases: int) -> None:
-        """Rebuild the heap if most of its entries are not of these `leases`; O(1) per entry, amortised."""
-        if len(self._heap) > 2 * leases + SPARE_DEADLINES:
-            self._heap = [entry for entry in self._heap if entry[2].is_readable]
-            heapq.heapify(self._heap)
-
-    def watched(self) -> set[Lease]:
-        """Leases that have an entry."""
-        return {lease for _, _, lease in self._heap}
 
 
 @dataclass(slots=True)

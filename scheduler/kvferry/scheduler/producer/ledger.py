@@ -5,6 +5,7 @@ No I/O, no clock: the caller passes the time. A slot is free or belongs to exact
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -14,16 +15,11 @@ from kvferry.protocol.ids import Epoch, epoch_to_text, new_epoch
 from kvferry.protocol.orders import LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
 from kvferry.scheduler.block_references import BlockPool, BlockReferences
-from kvferry.scheduler.producer.lease import (
-    LEASE_TRANSITIONS,
-    Deadlines,
-    Lease,
-    LeaseEvent,
-    LeaseOrders,
-    LeaseState,
-    LeaseUse,
-)
+from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, Lease, LeaseEvent, LeaseOrders, LeaseState, LeaseUse
 from kvferry.scheduler.state import HEARTBEATS_PER_LEASE, AwakeClock, Counters, Observer, next_state
+
+SCAN_S = 10e-6
+"""Wait per held lease until deadlines are checked again: a hundred times what the check costs."""
 
 
 class ProducerLedger:
@@ -68,7 +64,7 @@ class ProducerLedger:
         self._free = list(range(slots - 1, -1, -1))
         self._by_request: dict[str, Lease] = {}
         self._by_name: dict[LeaseName, Lease] = {}
-        self._deadlines = Deadlines()
+        self._next_due_s = math.inf
         self._orders = LeaseOrders()
 
     def __len__(self) -> int:
@@ -92,7 +88,7 @@ class ProducerLedger:
     @property
     def needs_step(self) -> bool:
         """Whether a step has something to do: orders, ended leases that the workers report, or leases that expire."""
-        return bool(self._orders or self.block_references.ending) or self._deadlines.may_be_due(self.clock_s)
+        return bool(self._orders or self.block_references.ending) or self.clock_s >= self._next_due_s
 
     @property
     def free_slots(self) -> int:
@@ -217,16 +213,15 @@ class ProducerLedger:
             may_expire: whether all received renewals have been applied: one that arrived in time must prevent expiry.
         """
         clock_s = self.clock.wind(now_s)
-        if may_expire:
-            for lease in self._deadlines.due(clock_s):
-                self.end(lease, "expired")
+        if may_expire and clock_s >= self._next_due_s:
+            self._expire(clock_s)
         orders, self._orders = self._orders, LeaseOrders()
         for hold in orders.holds:
             lease = self._by_request[hold.request_id]
             self._advance(lease, LeaseEvent.ANNOUNCE)
             lease.held_s = clock_s
             lease.deadline_s = clock_s + self._first_s[lease.use]
-            self._deadlines.watch(lease)
+            self._next_due_s = min(self._next_due_s, lease.deadline_s)
             if lease.ended_by:
                 # Released before its hold was announced: the hold goes out now, its end in the next step.
                 self._advance(lease, LeaseEvent.END)
@@ -268,8 +263,8 @@ class ProducerLedger:
         self.observer.lease_over(lease, how)
 
     def check_integrity(self) -> None:
-        """Check that every slot is free or leased once, that every held lease has a deadline, and that the references
-        on blocks are those of the leases whose requests have ended.
+        """Check that every slot is free or leased once, and that the references on blocks are those of the leases
+        whose requests have ended.
 
         Raises:
             LocalProtocolError: with the sums.
@@ -277,13 +272,22 @@ class ProducerLedger:
         slots = sorted([lease.slot for lease in self._by_name.values()] + self._free)
         states = Counter(lease.state.value for lease in self._by_request.values())
         kept, ended = self.block_references.num_requests, sum(x.has_ended for x in self._by_request.values())
-        timeless = len(set(self.leases(LeaseState.HELD)) - self._deadlines.watched())
-        if slots != list(range(self.slots)) or kept != ended or timeless:
+        if slots != list(range(self.slots)) or kept != ended:
             raise LocalProtocolError(
                 f"lease table: {dict(states)}, {len(self._by_name)} leased and {len(self._free)} free of {self.slots} "
-                f"slots, {kept} leases keep blocks, {timeless} held leases have no deadline"
+                f"slots, {kept} leases keep blocks, {ended} requests have ended"
             )
         self.block_references.check_integrity()
+
+    def _expire(self, clock_s: float) -> None:
+        """End the held leases whose deadline has passed. A renewal only adds time, so none of the others is due before
+        the earliest deadline that is found here."""
+        held = [lease for lease in self.block_references.held.values() if lease.is_readable]
+        for lease in held:
+            if lease.deadline_s <= clock_s:
+                self.end(lease, "expired")
+        earliest_s = min((lease.deadline_s for lease in held if lease.is_readable), default=math.inf)
+        self._next_due_s = max(earliest_s, clock_s + len(held) * SCAN_S)
 
     def _advance(self, lease: Lease, event: LeaseEvent) -> None:
         after = next_state(LEASE_TRANSITIONS, lease.state, event, lease)
@@ -294,4 +298,3 @@ class ProducerLedger:
         if lease.state is not LeaseState.INTENDED:
             del self._by_name[lease.name]
             self._free.append(lease.slot)
-            self._deadlines.trim(len(self))
