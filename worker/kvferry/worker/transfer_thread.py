@@ -216,7 +216,7 @@ class TransferThread:
             self.runner.add(order, mark, arrived_s, head.boot)
         for prewarm in orders.prewarms:
             add = self.registry.prewarm_static if prewarm.is_static else self.registry.prewarm
-            add(PeerKey.of_prewarm(prewarm), arrived_s)
+            add(PeerKey(prewarm.host, prewarm.port, prewarm.engine_id, prewarm.boot), arrived_s)
 
     def _lose(self, head: OrdersHead) -> None:
         """Fail the loads of orders that cannot be decoded (an internal error). None has begun: the blocks are safe."""

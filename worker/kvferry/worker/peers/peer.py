@@ -19,7 +19,6 @@ from kvferry.plan.waves import source_table
 from kvferry.protocol.errors import HandshakeFailed, InvalidMessage
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.ids import SLOT_BYTES
-from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.params import RemotePrefill
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import (
@@ -48,11 +47,6 @@ class PeerKey(NamedTuple):
     def of(cls, source: RemotePrefill) -> PeerKey:
         """The producer that params name."""
         return cls(source.remote_host, source.remote_port, source.remote_engine_id, source.kvferry.boot)
-
-    @classmethod
-    def of_prewarm(cls, prewarm: Prewarm) -> PeerKey:
-        """The producer that an order to prewarm names."""
-        return cls(prewarm.host, prewarm.port, prewarm.engine_id, prewarm.boot)
 
     def __str__(self) -> str:
         return f"{self.engine_id}@{self.host}:{self.port}"
