@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,9 +33,8 @@ MAX_CACHE_GROUPS = 1024
 MAX_ROW_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankRows:
-    """The rows that this rank computes; see `partition.RankInputs`. On the device, valid until the next step."""
+class RankRows(NamedTuple):
+    """The rows that this rank computes, as `partition.RankInputs`. On the device, valid until the next step."""
 
     tokens: torch.Tensor
     req_indices: torch.Tensor
@@ -44,12 +44,9 @@ class RankRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Buffers:
-    """All device buffers, allocated once. Rows are those of one rank, or of all (`[R·rows]`)."""
+    """All device buffers, allocated once. Rows are those of one rank (`own`), or of all (`[R·rows]`)."""
 
-    tokens: torch.Tensor
-    req_indices: torch.Tensor
-    positions: torch.Tensor
-    is_padding: torch.Tensor
+    own: RankRows
     restore_index: torch.Tensor
     gathered_rows: torch.Tensor
     padded_rows: torch.Tensor
@@ -98,10 +95,12 @@ class PCPManager:
         rows = most_rank_rows(max_tokens, max_requests, ranks=self.ranks, reorder_threshold=reorder_threshold)
         everywhere = rows * self.ranks
         self._buffers = _Buffers(
-            tokens=self._integers(rows),
-            req_indices=self._integers(rows),
-            positions=self._integers(rows),
-            is_padding=torch.empty(rows, dtype=torch.bool, device=device),
+            own=RankRows(
+                self._integers(rows),
+                self._integers(rows),
+                self._integers(rows),
+                torch.empty(rows, dtype=torch.bool, device=device),
+            ),
             restore_index=self._integers(everywhere),
             gathered_rows=self._integers(max_tokens),
             padded_rows=self._integers(max_tokens),
@@ -135,19 +134,13 @@ class PCPManager:
             raise InvalidBatch("num_scheduled_tokens", made.num_tokens, f"at most {self._max_tokens} tokens in all")
         if requests > self._max_requests:
             raise InvalidBatch("num_scheduled_tokens", requests, f"at most {self._max_requests} requests with tokens")
-        own = rank_inputs(made, self.rank)
         padded_rows = np.flatnonzero(made.unpad_mask)
         at = self._buffers
         _put(at.restore_index, made.restore_index)
         _put(at.gathered_rows, made.restore_index[padded_rows])
         _put(at.padded_rows, padded_rows)
         self._partition = made
-        return RankRows(
-            tokens=_put(at.tokens, own.tokens),
-            req_indices=_put(at.req_indices, own.req_indices),
-            positions=_put(at.positions, own.positions),
-            is_padding=_put(at.is_padding, own.is_padding),
-        )
+        return RankRows(*map(_put, at.own, rank_inputs(made, self.rank)))
 
     def pad_slot_mapping(self, slot_mapping: torch.Tensor, cache_group: int = 0) -> torch.Tensor:
         """The cache slot of every row that `gather_padded` returns, int64 `[P]`; `PAD_SLOT` where nothing is written.

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -122,8 +122,7 @@ class Partition:
         return _rank_tokens(self.chunk_tokens, self.is_decode)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankInputs:
+class RankInputs(NamedTuple):
     """The rows that one rank computes, request by request; of a prefill the head chunk and then the tail chunk.
 
     Padding repeats its request's last token, so that every index and every position is one of a real token.
