@@ -128,3 +128,14 @@ def test_a_drafter_with_other_heads_makes_them_uncertain(draft_heads: int, unifo
     draft = SimpleNamespace(get_total_num_kv_heads=lambda: draft_heads, hf_text_config=SimpleNamespace(to_dict=dict))
     config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=draft)
     assert sharding_of(config, Place()).uniform is uniform
+
+
+def test_a_separate_cache_dtype_and_quantised_weights_are_reported() -> None:
+    reported = facts(cache_config__cache_dtype="fp8_e4m3", model_config__quantization="awq")
+    assert (reported.dtype, reported.cache_dtype, reported.quantization) == ("float32", "fp8_e4m3", "awq")
+
+
+def test_a_draft_method_is_reported() -> None:
+    config = engine_config()
+    config.speculative_config = SimpleNamespace(method="mtp")
+    assert facts_of(config, FerryConfig()).speculative == "mtp"

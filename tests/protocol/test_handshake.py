@@ -32,6 +32,7 @@ from tests.protocol.samples import (
     REPLIES,
     REQUESTS,
     make_description,
+    make_tensor,
     make_worker,
 )
 
@@ -171,3 +172,15 @@ def test_a_memory_bomb_is_refused_without_its_memory() -> None:
     head = b"\x83\xa4type\xa5renew\xa4boot\xd9\x20" + BOOT.encode() + b"\xa6leases"
     for claim in (b"\xdd\xff\xff\xff\xff", b"\xdc\x10\x00", b"\xdd\x00\x00\x10\x00"):
         refused(decode_request, head + claim)
+
+
+def test_the_fields_of_a_description_are_these() -> None:
+    plain = decode_plain(encode(make_description()))
+    assert list(plain) == ["type", "version", "engine_id", "boot", "mac_key", "facts", "topology", "groups", "workers"]
+    assert plain["type"] == "engine"
+    assert list(plain["workers"][0]) == [
+        *("place", "agent", "agent_metadata", "memory", "device", "lease_table", "tensors"),
+    ]
+    tensor = plain["workers"][0]["tensors"][0]
+    assert tensor == msgspec.to_builtins(make_tensor())
+    assert tensor["heads"] == [2, 4]

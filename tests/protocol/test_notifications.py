@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvferry.protocol.notifications import MAGIC, Done, decode_notification, encode_notification
-from tests.protocol.frames import hostile_frames, refused, wrong_values
+from tests.protocol.frames import decode_plain, encode_plain, hostile_frames, refused, wrong_values
 from tests.protocol.samples import BOOT, DONE, EPOCH
 
 BODY = encode_notification(DONE)[len(MAGIC) :]
@@ -45,3 +45,7 @@ def test_every_wrong_value_is_refused_by_the_name_of_its_field() -> None:
     assert set(wrong) == {field.name for field in msgspec.structs.fields(Done)}
     for path, body in wrong_values(BODY, wrong):
         assert refused(decode_body, body).field == path
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert decode_body(encode_plain({"before": [1], **decode_plain(BODY), "after": {"x": 1}})) == DONE

@@ -177,3 +177,10 @@ VECTORS = {
 def test_the_first_block_is_that_of_the_rfc(secret: bytes, salt: bytes, label: bytes, key: str) -> None:
     assert derive_key(secret, salt=salt, label=label).hex() == key
     assert len(key) == 2 * KEY_BYTES
+
+
+def test_a_link_is_followed_as_mounted_secrets_are_links(path: Path) -> None:
+    write(path, listing(OLD))
+    link = path.with_name("link")
+    link.symlink_to(path)
+    assert read_secrets(str(link)) == (OLD,)

@@ -162,3 +162,12 @@ def test_closing_ends_handshakes_under_way_and_refuses_more(client: SideChannelC
             assert str(each.exception(NEVER_S / 2)) == "this side channel is closed"
         with pytest.raises(HandshakeFailed, match=r"^this side channel is closed$"):
             fetch(client, port)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_address_of_ipv6_may_have_brackets_or_not(client: SideChannelClient, host: str) -> None:
+    try:
+        with answering(encode(make_description()), host="[::1]") as (port, _):
+            assert fetch(client, port, host) == make_description()
+    except zmq.ZMQError:
+        pytest.skip("this machine has no IPv6")

@@ -91,3 +91,13 @@ def test_a_static_producer_is_prewarmed_once_and_requests_need_not_name_it_for_a
     assert decode_orders(encode_orders(orders)).prewarms == (static,)
     loads.offer("d2", source(2), 300, AGAIN_S)
     assert loads.prewarms.take() == (PRODUCER,), "the workers may have lost it"
+
+
+def test_static_producers_are_all_prewarmed_even_beyond_the_limit_of_one_step() -> None:
+    prewarms = PrewarmQueue()
+    named = [
+        msgspec.structs.replace(PRODUCER, host=f"10.0.1.{number}", is_static=True) for number in range(2 * MAX_WAITING)
+    ]
+    for one in named:
+        prewarms.expect(one, 0.0)
+    assert prewarms.take() == tuple(named)

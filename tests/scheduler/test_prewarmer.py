@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +10,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.protocol.side_channel.secrets import Secrets
+from kvferry.protocol.side_channel.sockets import watch
+from kvferry.scheduler.side_channel import prewarmer
 from kvferry.scheduler.side_channel.prewarmer import PeerPrewarmer
 from kvferry.scheduler.state import Counters
 from tests.protocol.samples import make_description
@@ -155,3 +159,22 @@ def test_with_secrets_each_is_tried_and_without_the_right_one_nothing_is_reporte
     wait_until(lambda: f"prewarming {HOST}:{locked}: it has none of the secrets" in caplog.text, "it is logged")
     wait_until(lambda: f"prewarming {HOST}:{plain}: it has no secret" in caplog.text, "it is logged")
     assert found.producers.empty()
+
+
+def test_for_want_of_sockets_a_producer_is_looked_for_again_later(
+    listen: Any, look_for: Any, found: Found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = iter(range(2))
+
+    def none_left(socket: zmq.Socket[bytes]) -> Any:
+        if next(failing, None) is not None:
+            raise zmq.ZMQError(errno.EMFILE)
+        return watch(socket)
+
+    monkeypatch.setattr("kvferry.protocol.side_channel.connection.watch", none_left)
+    monkeypatch.setattr(prewarmer, "FIRST_BACKOFF_S", 0.01)
+    port = free_port()
+    listen(port, life(1))
+    look_for([(HOST, port)])
+    assert found.next() == prewarm(port, life(1))
+    assert "Too many open files" in caplog.text
