@@ -89,8 +89,7 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
     from vllm.distributed import parallel_state
 
     from kvferry.connector.engine.facts import place_of_this_worker, worker_index
-    from kvferry.connector.messages import FerryHandshake
-    from kvferry.connector.worker_side.all_gather import SiblingFailed, engine_groups, gather_workers
+    from kvferry.connector.messages import FerryHandshake, SiblingFailed, engine_groups, gather_workers
     from kvferry.protocol.geometry import Topology
     from kvferry.protocol.handshake import LeaseTable, WorkerDescription
     from tests.vllm_preload import CONFIG

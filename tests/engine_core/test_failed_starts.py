@@ -16,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvferry.connector.messages import SiblingFailed
 from kvferry.connector.worker_side import side as worker_side
-from kvferry.connector.worker_side.all_gather import SiblingFailed
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.worker.fabric.nixl import NixlFabric
 from tests.harness.core.configs import BLOCK_TOKENS, kv_cache_config

@@ -64,11 +64,6 @@ class EngineBlocks:
             logger.warning("lease eviction disabled: this vLLM does not count the blocks of a request (%r)", error)
 
     @property
-    def is_bound(self) -> bool:
-        """Whether the KV cache manager is known."""
-        return self._manager is not None
-
-    @property
     def num_free(self) -> int:
         """Blocks in the pool without a reference."""
         return int(self._bound.block_pool.get_num_free_blocks())

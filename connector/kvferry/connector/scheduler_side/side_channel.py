@@ -116,9 +116,9 @@ class SideChannel:
         """Apply the renewals and releases that have arrived, and prewarm the producers that have answered."""
         if self.listener is not None:
             receive_messages(self.listener.inbox, self._leases, self.local.boot, self._counters)
-        if self.poll():
-            for _ in range(len(self._found)):
-                self._loads.prewarms.expect(self._found.popleft(), time.monotonic())
+        self.poll()
+        while self._found:
+            self._loads.prewarms.expect(self._found.popleft(), time.monotonic())
 
     def flush(self) -> None:
         """Pass the consumer ledger's commands to the thread that sends them."""

@@ -23,10 +23,9 @@ from kvferry.connector.engine.facts import (
 from kvferry.connector.layout.discovery import discover, groups_of
 from kvferry.connector.layout.mamba_layout import groups_of_heads
 from kvferry.connector.layout.probe import block_layouts_of
-from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry.connector.messages import FerryHandshake, FerryMetadata, FerryWorkerMetadata, engine_groups, gather_workers
 from kvferry.connector.metrics.stats import FerryStats, PeerLabels
 from kvferry.connector.tracing.worker_events import WorkerTracing, worker_tracing
-from kvferry.connector.worker_side.all_gather import engine_groups, gather_workers
 from kvferry.protocol.side_channel.secrets import secrets_from_environment
 from kvferry.worker.fabric.agent import AgentConfig
 from kvferry.worker.fabric.nixl import NixlFabric
