@@ -102,8 +102,7 @@ class FerryWorker:
             raise InvalidMessage("workers", f"{len(workers)} workers", f"this one's own description at {self._index}")
         consumers = list(workers)
         consumers[self._index] = self._as_consumer()
-        self._first_contact.set_workers(consumers, self._index)
-        self._first_contact.rehearse(workers)
+        self._first_contact.set_workers(consumers, self._index, workers)
 
     def carry_out(self, head: bytes, frame: bytes) -> None:
         """Take a step's orders; returns at once, however many blocks they name. Call it on the thread that launches the

@@ -155,23 +155,23 @@ class FirstContact:
         self._side_channel = SideChannelClient(settings.secrets)
         self._plans = PlanCache(engine, 0, costs)
 
-    def set_workers(self, workers: Sequence[WorkerDescription], index: int) -> None:
-        """Set the workers of this engine, described as consumers; the worker at `index` plans its own reads."""
-        self._engine = msgspec.structs.replace(self._engine, workers=tuple(workers))
-        self._plans = PlanCache(self._engine, index, self._costs)
-
-    def rehearse(self, workers: Sequence[WorkerDescription]) -> None:
-        """Prepare the first contact: plan a transfer from a producer of this engine's own shape.
+    def set_workers(
+        self, consumers: Sequence[WorkerDescription], index: int, producers: Sequence[WorkerDescription]
+    ) -> None:
+        """Set the workers of this engine, and prepare the first contact: plan one with a producer of its own shape.
 
         Where that fails the engine starts all the same: the first contact does it, or reports the reason.
 
         Args:
-            workers: this engine's, described as producers.
+            consumers: described as consumers; the worker at `index` plans its own reads.
+            producers: the same workers described as producers.
         """
+        self._engine = msgspec.structs.replace(self._engine, workers=tuple(consumers))
+        self._plans = PlanCache(self._engine, index, self._costs)
         try:
-            if len(workers) <= _MOST_REHEARSED:
+            if len(producers) <= _MOST_REHEARSED:
                 with contextlib.suppress(PlanRefused, InvalidMessage):
-                    self._plans.plan(msgspec.structs.replace(self._engine, workers=tuple(workers)))
+                    self._plans.plan(msgspec.structs.replace(self._engine, workers=tuple(producers)))
         except Exception:  # noqa: BLE001 - shown, with its traceback
             internal_errors.log("a first contact could not be prepared; the engine starts without")
 
