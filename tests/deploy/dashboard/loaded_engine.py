@@ -17,7 +17,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 
 from kvferry.connector.metrics.stats import FerryStats
-from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS
+from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS, PEER
 from tests.harness.core.configs import vllm_config
 
 ENGINES = (0, 1)
@@ -29,7 +29,7 @@ _PEERS = ("10.0.0.1:5600", "prefill-1.example:5600")
 def one_step() -> FerryStats:
     """Everything that can be counted, measured or held."""
     labels = {
-        name: (*spec.values, *_PEERS) if spec.is_by_peer else spec.values or ("",) for name, spec in COUNTERS.items()
+        name: (*spec.values, *_PEERS) if spec.label == PEER else spec.values or ("",) for name, spec in COUNTERS.items()
     }
     counts = {(name, label): _OFTEN.get(name, 2.0) for name in COUNTERS for label in labels[name]}
     samples = {name: list(shape.buckets[3:9]) for name, shape in HISTOGRAMS.items()}

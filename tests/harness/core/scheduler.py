@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.connector.messages import FerryWorkerMetadata
-from kvferry.connector.metrics.tables import COUNTERS
+from kvferry.connector.metrics.tables import COUNTERS, PEER
 from kvferry.protocol.orders import decode_orders
 from tests.harness.core.configs import BLOCK_TOKENS, kv_cache_config, tokens, vllm_config
 
@@ -258,4 +258,4 @@ def _check_exported(counters: Mapping[str, Mapping[str, float]]) -> None:
     """Check that every counter and label value is one of the metrics' tables."""
     for name, by_label in counters.items():
         counter = COUNTERS[name]
-        assert counter.is_by_peer or set(by_label) <= set(counter.values or ("",)), name
+        assert counter.label == PEER or set(by_label) <= set(counter.values or ("",)), name

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
 from kvferry.connector.config import MAX_PEER_LABELS
-from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS, OTHER_PEERS, Metric
+from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS, OTHER_PEERS, PEER, Metric
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):
@@ -35,7 +35,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):
                 options["buckets"] = list(spec.buckets)
             labels = [*labelnames, spec.label] if spec.label else labelnames
             metric = kind(name=f"vllm:{spec.exported}", documentation=spec.doc, labelnames=labels, **options)
-            if spec.is_by_peer:
+            if spec.label == PEER:
                 self._counters_by_peer[name] = metric
             for engine, values in self.per_engine_labelvalues.items():
                 for label in spec.values or ("",):

@@ -36,6 +36,8 @@ RECOMPUTE_REASONS = (
 )
 RELEASE_WAYS = ("done", "release", "expired", "abandoned", "evicted", "reset", "shutdown")
 PLACINGS = ("direct", "staged", "mixed", "none")
+PEER = "peer"
+"""The label of metrics by producer."""
 OTHER_PEERS = "other"
 """The label of all producers without a label of their own (`PeerLabels`)."""
 
@@ -46,7 +48,7 @@ class Metric:
 
     Attributes:
         label: the name of its label; empty for a metric without one.
-        values: the values of the label that exist from the start. Those of `peer` are created with the loads.
+        values: the values of the label that exist from the start. Further ones of `PEER` are created with the loads.
         buckets: of a histogram.
     """
 
@@ -56,14 +58,9 @@ class Metric:
     values: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
-    @property
-    def is_by_peer(self) -> bool:
-        """Whether producers have labels of their own."""
-        return self.label == "peer"
-
 
 def _by_peer(exported: str, doc: str) -> Metric:
-    return Metric(exported, doc, "peer", (OTHER_PEERS,))
+    return Metric(exported, doc, PEER, (OTHER_PEERS,))
 
 
 COUNTERS: Mapping[str, Metric] = {
