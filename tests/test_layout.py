@@ -51,10 +51,3 @@ def test_every_root_holds_one_typed_package_of_its_own_name(root: str) -> None:
 @pytest.mark.parametrize("name", CORE)
 def test_every_module_of_the_core_imports_without_torch_nixl_and_vllm(name: str) -> None:
     assert heavy_modules_after_importing(name) == ""
-
-
-def test_the_check_above_sees_a_heavy_module() -> None:
-    planted = "import sys, types; sys.modules['torch.cuda'] = types.ModuleType('torch.cuda')\n"
-    script = planted + IMPORT_ALL.format(names=["json"])
-    seen = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert seen.stdout.strip() == "torch"

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from bench import figures, provenance
-from bench.figures import Chart, Results, Series, Table, Target, json_text, publish, shown
+from bench import figures
+from bench.figures import Chart, Results, Series, Table, Target, publish
 from bench.provenance import Checkout
 
 
@@ -80,33 +80,3 @@ def test_only_a_run_on_one_clean_commit_is_written_where_the_report_reads(
     printed = capsys.readouterr().out
     assert (why or "sample.json") in printed
     assert ("Not to be published" in printed) == (why is not None)
-
-
-def test_rows_and_series_of_another_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="a row of 1 cells under 2 columns"):
-        Table("t", ("a", "b"), ((1,),))
-    with pytest.raises(ValueError, match="1 values for 2 places"):
-        Series("s", (1, 2), (1.0, 2.0), high=(3.0,))
-
-
-def test_numbers_are_shown_with_four_digits_and_thousands_apart() -> None:
-    cells = (None, 0.0, 31.04567, 1234.5678, 100_000, 1e6, 0.000123456, "HND")
-    assert [shown(cell) for cell in cells] == ["–", "0", "31.05", "1,235", "100,000", "1,000,000", "0.0001235", "HND"]
-
-
-def test_changes_in_any_package_or_benchmark_are_named_beside_the_commit() -> None:
-    root = provenance.REPOSITORY
-    assert {folder.parent.name for folder in root.glob("*/kvferry")} | {"bench"} == set(provenance.CODE)
-
-
-def test_the_json_has_a_line_for_every_row_and_series() -> None:
-    rows = [["HND", 1.5, None], ["NHD", 2, [3]]]
-    value = {"title": "a [b], {c}", "rows": rows, "series": [{"x": [1, 2], "y": []}], "none": {}}
-    text = json_text(value)
-    assert json.loads(text) == value
-    assert {line.strip(" ,") for line in text.splitlines()} >= {'["HND", 1.5, null]', '{"x": [1, 2], "y": []}'}
-
-
-def test_a_series_of_samples_has_their_median_and_range_and_no_place_without_samples() -> None:
-    made = Series.of_samples("s", [(1, [3.0, 1.0, 2.0]), (2, []), (3, [5.0])])
-    assert (made.x, made.y, made.low, made.high) == ([1, 3], [2.0, 5.0], [1.0, 5.0], [3.0, 5.0])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from bench.figures import Results
-from bench.provenance import Checkout, begin, checkout
+from bench.provenance import begin
 from bench.report import Measured, NotPublishable, require_commits
 
 
@@ -40,12 +40,6 @@ def root(tmp_path: Path) -> Path:
 def result(commit: str, name: str = "step") -> Measured:
     """A result that says so of itself."""
     return Measured(name, Results(command=f"python -m bench.{name}", what="A sample."), "2026-11-22", commit, {}, {})
-
-
-def test_results_of_this_commit_and_of_earlier_ones_pass(root: Path) -> None:
-    first = git(root, "rev-parse", "HEAD")
-    second = commit(root, "second")
-    assert require_commits([result(first), result(second)], root) == []
 
 
 def test_a_commit_that_is_nowhere_or_on_another_branch_or_has_changes_is_refused_by_file_commit_and_command(
@@ -107,15 +101,3 @@ def test_changed_and_new_files_count_where_figures_depend_on_them_and_a_run_says
     said = capsys.readouterr().err
     assert (path in said) == counts
     assert ("cannot be published" in said) == counts
-
-
-def test_a_commit_during_the_run_is_seen(root: Path) -> None:
-    before = checkout(root)
-    commit(root, "second")
-    assert checkout(root) != before
-    assert checkout(root).problem is None
-
-
-def test_a_tree_without_git_has_no_commit_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert begin(tmp_path) == Checkout("")
-    assert "git does not say which commit this is" in capsys.readouterr().err

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +10,9 @@ import httpx
 import pytest
 from bench import serve, serve_report
 from bench.figures import Target
-from bench.serve_figures import Batch, Cores, SetupFigures, percentile
-from bench.serve_load import Timing, ask_again, hand_over, make_cases, run_all, spread, through
-from bench.serve_setups import CALM, KVFERRY, SETUPS, SHIPPED, SINGLE, Setup, specs_of
+from bench.serve_figures import Batch, Cores, SetupFigures
+from bench.serve_load import Timing, hand_over, make_cases, run_all, through
+from bench.serve_setups import CALM, KVFERRY, SHIPPED, SINGLE, Setup
 
 from scripts.accuracy.client import Client, NoAnswer
 from scripts.accuracy.prompts import Case
@@ -52,48 +50,6 @@ def target(found: Sequence[Target], beginning: str) -> Target:
     return one
 
 
-@pytest.mark.parametrize(
-    ("values", "share", "want"),
-    [([4, 1, 3, 2], 0.5, 2), ([4, 1, 3, 2], 0.99, 4), ([7], 0.01, 7), (range(1, 201), 0.99, 198)],
-)
-def test_a_percentile_is_one_of_the_values(values: Sequence[float], share: float, want: float) -> None:
-    assert percentile(values, share) == want
-
-
-def test_a_percentile_of_nothing_is_no_number() -> None:
-    assert math.isnan(percentile([], 0.5))
-    assert percentile([1.0, float("nan")], 0.99) == 1.0
-
-
-def test_lengths_come_in_their_proportions_and_mixed() -> None:
-    chosen = spread((128, 256, 1900), (5, 4, 1), 200)
-    assert Counter(chosen) == {128: 100, 256: 80, 1900: 20}
-    assert Counter(chosen[:10]) == {128: 5, 256: 4, 1900: 1}
-
-
-def test_no_two_prompts_begin_alike_and_a_name_repeats_its_own() -> None:
-    cases = make_cases("a", [128] * 50) + make_cases("b", [128] * 50)
-    assert len({case.prompt[:4] for case in cases}) == 100
-    assert make_cases("a", [128] * 50) == cases[:50]
-
-
-def test_a_single_engine_has_as_many_cores_as_each_of_a_pair_and_only_it_has_no_connector() -> None:
-    for setup in SETUPS:
-        specs = specs_of(setup, "model")
-        assert {len(spec.devices) for spec in specs} == {1}
-        assert [spec.transfer.role if spec.transfer else None for spec in specs] == (
-            [None] if setup is SINGLE else ["kv_producer", "kv_consumer"]
-        )
-
-
-def test_the_peer_as_shipped_has_no_module_of_ours_and_the_same_settings_of_ucx() -> None:
-    for setup in (KVFERRY, CALM, SHIPPED):
-        for spec in specs_of(setup, "model"):
-            assert spec.transfer is not None
-            assert ("kv_connector_module_path" in spec.transfer.config()) is (setup is not SHIPPED)
-            assert spec.environment(1)["THP_MEM_ALLOC_ENABLE"] == "1"
-
-
 def reply(request: httpx.Request) -> httpx.Response:
     """A producer at /p, a decoder at /d."""
     if request.url.host in ("p", "silent"):
@@ -126,23 +82,6 @@ def test_a_handover_begins_with_the_producers_answer() -> None:
     assert 0 < found.prefill_s < found.first_s <= found.total_s
     assert found.handover_s == pytest.approx(found.first_s - found.prefill_s)
     assert len(found.gaps_s) == 1
-
-
-def test_a_prompt_that_is_asked_again_is_timed_from_the_second_time_on() -> None:
-    async def ask() -> Timing:
-        async with Client("model", 5, httpx.MockTransport(reply)) as client:
-            return await ask_again(client, "http://router", 5, CASE)
-
-    found = asyncio.run(ask())
-    assert not found.error
-    assert found.prefill_s is not None
-    assert 0 < found.prefill_s < found.first_s <= found.total_s
-
-
-def test_a_router_hides_the_handover() -> None:
-    found = asked("", "router")
-    assert not found.error
-    assert math.isnan(found.handover_s)
 
 
 @pytest.mark.parametrize(("prefill", "decode", "why"), [("p", "dead", "no answer from"), ("silent", "d", "no params")])
@@ -193,54 +132,10 @@ def test_targets_are_met_by_half_of_the_peers_handover_and_missed_by_more() -> N
         assert (one.measured, one.limit) == pytest.approx((1e3 * (handover_s - STEP_S), 40.0))
 
 
-def test_time_that_no_connector_can_save_is_shown_beside_the_handover() -> None:
-    ours, peer, single = figures(KVFERRY, 0.15, 0.08), figures(CALM, 1.0, 0.1), figures(SINGLE, 0.15, 0)
-    single.cached = batch(timing(129, 0.2, 0.07))
-    setups = {"kvferry": ours, "calm": peer, "single": single}
-    one = target(serve_report.targets(setups), "handover minus one decode step, p50, 1 at a time")
-    assert one.note.endswith("own cache takes 50.0 ms, beyond it 10.0 and 30.0 ms")
-    (table,) = [one for one in serve_report.tables(setups) if one.title.startswith("Handover")]
-    assert [row[0] for row in table.rows].count(serve_report.FLOOR) == 1
-
-
-def test_the_first_token_is_judged_by_the_worst_length_less_one_decode_step() -> None:
-    single = batch(timing(128, 0.1), timing(512, 1.0))
-    pair = batch(timing(128, 0.14), timing(512, 1.1))
-    assert serve_report.slowest_first_token(pair, single) == pytest.approx(1.2)
-
-
-def test_a_tail_by_length_is_not_hidden_by_long_prompts() -> None:
-    many = batch(*[timing(128, 0.1)] * 110, *[timing(128, 0.4)], *[timing(1900, 2.0)] * 89)
-    assert serve_report.level_tail(many) == pytest.approx(1)
-    worse = batch(*[timing(128, 0.1)] * 106, *[timing(128, 0.4)] * 5, *[timing(1900, 2.0)] * 89)
-    assert serve_report.level_tail(worse) == pytest.approx(4)
-
-
-def test_processors_have_targets_of_their_own() -> None:
-    setups = {"kvferry": figures(KVFERRY, 0.2, 0.05), "single": figures(SINGLE, 0.2, 0)}
-    setups["kvferry"].idle = idle("p", worker=0.039) | idle("d", worker=0.041)
-    found = serve_report.targets(setups)
-    assert target(found, "idle worker of p").met
-    assert not target(found, "idle worker of d").met
-    assert target(found, "producer with one lease held").met
-
-
 def test_a_target_without_a_figure_is_missed() -> None:
     found = serve_report.targets({"kvferry": figures(KVFERRY, 0.2, 0.05)})
     assert not target(found, "handover minus one decode step, p99, 8 at once").met
     assert not target(found, "first token less").met
-
-
-def test_a_setup_that_failed_loses_only_itself_and_the_notes_say_why() -> None:
-    broken = SetupFigures(SHIPPED, error="ServerFailed: no answer")
-    broken.direct = Batch(1, 8, 30.0, [Timing(128, error="no answer within 45 s")])
-    setups = {"single": figures(SINGLE, 0.2, 0), "kvferry": figures(KVFERRY, 0.2, 0.05), "stock": broken}
-    for table in serve_report.tables(setups):
-        assert len(table.columns) > 3
-    assert len(serve_report.charts(setups)) == 2
-    text = "\n".join(serve_report.notes(setups))
-    assert "NixlConnector as shipped ended early: ServerFailed: no answer" in text
-    assert "1 of 8 failed: no answer within 45 s; 7 were not begun" in text
 
 
 def test_whatever_ends_a_setup_the_run_goes_on_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,27 +26,6 @@ def test_each_gauge_that_grows_by_more_than_its_limit_is_named(name: str) -> Non
     assert grown(figures(FEWEST_FOR_A_SLOPE - 1, **{name: 1.1 * most})) == []
 
 
-def test_what_reconnecting_living_peers_left_once_would_be_named() -> None:
-    """Measured before the mend, with messages in shared memory and over TCP: segments that count as resident, files."""
-    assert [said.partition(",")[0] for said in grown(figures(35_357, rss_mb=31.7, own_mb=0.7))] == ["memory"]
-    assert [said.partition(":")[0] for said in grown(figures(31_024, rss_mb=0.6, fds=535.7))] == ["file descriptors"]
-
-
-def test_objects_that_are_kept_are_counted_and_garbage_is_not() -> None:
-    gauges, kept = Gauges(), []
-    gauges.poll(0, now=True)
-    for _ in range(20_000):
-        cycle: list[Any] = []
-        cycle.append(cycle)
-    gauges.poll(1000, now=True)
-    kept = [object() for _ in range(20_000)]
-    gauges.poll(2000, now=True)
-    first, garbage, leak = (sample.objects for sample in gauges.samples)
-    assert abs(garbage - first) < 2000
-    assert leak - garbage > 19_000
-    assert len(kept) == 20_000
-
-
 def test_the_slope_is_that_of_a_leak_beneath_what_goes_up_and_down() -> None:
     samples = [
         Sample(at / 10, at, 100.0, 100.0 + 5 * (at // 100 % 2), 10 * at + 5000 * (at // 100 % 2), 50, 10)

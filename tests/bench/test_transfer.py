@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench.transfer import BARE, FENCED, LOAD, LOADS, MEMCPY, Measured, charts, measure, table, targets
+from bench.transfer import BARE, FENCED, LOAD, LOADS, MEMCPY, charts, measure, table
 from bench.transfer_engines import PRODUCED, Bench, two_processes
 from bench.transfer_loads import connected
 from bench.transfer_rivals import BareNixl, pieces_of
@@ -54,22 +54,3 @@ def test_every_candidate_is_measured_in_every_turn_and_shown(bench: Bench) -> No
     assert set(found.seconds) >= {LOAD, LOADS, BARE, FENCED, MEMCPY}
     assert len(table([found]).rows) == 1
     assert charts([found])[0].series[0].x == [EQUAL.run_bytes]
-
-
-def measured(scenario: Scenario, **seconds: list[float]) -> Measured:
-    names = {"load": LOAD, "loads": LOADS, "bare": BARE, "bares": "bare NIXL, four at once", "fenced": FENCED}
-    return Measured(scenario, MIB, {names[name]: samples for name, samples in seconds.items()}, runs=1, posted=1)
-
-
-def test_a_ratio_is_taken_turn_by_turn() -> None:
-    assert measured(EQUAL, load=[2.0, 30.0, 4.0], bare=[1.0, 27.0, 3.0]).ratio(LOAD, BARE) == 0.75
-
-
-def test_a_target_is_judged_by_its_worst_scenario() -> None:
-    fast, slow = (
-        measured(scenario, load=[1.0], bare=[ratio], loads=[1.0], bares=[1.0], fenced=[1.0])
-        for scenario, ratio in ((EQUAL, 0.99), (UNEQUAL, 0.5))
-    )
-    one, four = targets([fast, slow])
-    assert (one.measured, one.met, four.met) == (0.5, False, True)
-    assert UNEQUAL.name in one.note

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.plan import assignment, planner
+from kvferry.plan import planner
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import MAX_BLOCK_TOKENS, PlanRefused, check_description
 from kvferry.protocol import description_json, handshake
 from kvferry.protocol.description_json import decode_engine_json, encode_engine_json, engine_json_of
 from kvferry.protocol.errors import InputError, InvalidDescription, InvalidMessage, InvalidParams
-from kvferry.protocol.geometry import MAX_SCALES, MAX_TENSORS, Interleave, PagedTensor, Place, Range
+from kvferry.protocol.geometry import MAX_SCALES, MAX_TENSORS, Interleave, Place, Range
 from kvferry.protocol.handshake import (
     MAX_ENGINE_TENSORS,
     MAX_RENEWALS,
@@ -39,7 +39,7 @@ from kvferry.protocol.notifications import (
 from kvferry.protocol.orders import LeaseOpen
 from kvferry.protocol.params import MAX_BLOCKS, MAX_DIGESTS, MAX_GROUPS, MAX_KEYS, read_params
 from kvferry.worker.leases import MAX_CONSUMERS, LeaseTable
-from tests.plan.samples import engine, other, tensor, worker
+from tests.plan.samples import engine, tensor, worker
 from tests.protocol.samples import (
     BOOT,
     DONE,
@@ -203,47 +203,6 @@ def test_the_rows_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(planner, "MAX_ROWS", rows - 1)
     with pytest.raises(PlanRefused, match=f"{rows} rows"):
         plan_transfer(ours, 0, theirs)
-
-
-def test_the_search_for_who_reads_what_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = engine(tensor(), engine_id="C")
-    theirs = engine(workers=[worker([tensor(heads=Range(n, 3 + n))], place=Place(tp=n)) for n in range(2)])
-    taken = least_steps(ours, theirs, monkeypatch)
-    assert taken > 4
-    more = engine(workers=[*theirs.workers, worker([tensor(heads=Range(0, 1))], place=Place(tp=5))])
-    assert least_steps(ours, more, monkeypatch) > taken
-
-
-def least_steps(ours: Any, theirs: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The lowest bound with which the pair is accepted."""
-    for bound in range(1, 200):
-        monkeypatch.setattr(assignment, "MAX_STEPS", bound)
-        try:
-            plan_transfer(ours, 0, theirs)
-        except PlanRefused:
-            continue
-        return bound
-    raise AssertionError("no bound is enough")
-
-
-def wide(ranks: int, layers: int, engine_id: str) -> Any:
-    """An engine of many ranks, a head each."""
-    each = [
-        worker(
-            [tensor(layer=f"layers.{n}", heads=Range(rank, rank + 1), block_stride=32) for n in range(layers)],
-            place=Place(tp=rank),
-        )
-        for rank in range(ranks)
-    ]
-    return engine(workers=each, engine_id=engine_id)
-
-
-def test_engines_of_512_ranks_on_both_sides_are_far_from_the_bounds() -> None:
-    ours, theirs = wide(512, 2, "C"), wide(512, 2, "P")
-    assert isinstance(ours.workers[0].tensors[0], PagedTensor)
-    plan = plan_transfer(ours, 7, theirs)
-    assert [route.worker for route in plan.routes] == [7]
-    assert other(ours, engine_id="C") == ours
 
 
 def test_thousands_of_workers_whose_heads_all_overlap_differently_are_refused_in_some_seconds() -> None:

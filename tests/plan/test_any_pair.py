@@ -19,12 +19,11 @@ from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import Placing, TransferPlan
 from tests.geometry.drawn import Drawn, drawn
-from tests.geometry.effects import CopyList, check_copies, number_names, produced, wanted
+from tests.geometry.effects import CopyList, check_copies, check_routes, number_names, produced, wanted
 from tests.geometry.feasibility import feasible
 from tests.geometry.features import FEATURES, features
 from tests.geometry.handmade import attention, pair, side
 from tests.geometry.pool import EVERYTHING, staged_waves
-from tests.geometry.routes import check_routes
 
 DRAWS = int(os.environ.get("KVFERRY_ANY_PAIR_DRAWS", "1500"))
 """Random pairs of a run. Shares of features are bounded for a thousand draws and more."""

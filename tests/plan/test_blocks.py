@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -199,3 +200,67 @@ def test_any_change_is_paired_or_refused_as_the_tokens_say(case: Asked) -> None:
             case.pair()
     else:
         check(case)
+
+
+def test_a_state_is_the_last_block_that_either_side_holds() -> None:
+    state = CacheGroup(policy="state", block_tokens=16)
+    tokens = map_tokens(0, "state", tensor(block_tokens=16, blocks=9), tensor(block_tokens=4, blocks=5))
+    pairs = pair_units(tokens, state, state, RequestBlocks([[0, 0, 7]], [[2, 4, 0]], 0, 40, 40))
+    assert (pairs.local_block.tolist(), pairs.remote_block.tolist()) == ([7], [4])
+    assert (pairs.local_position.tolist(), pairs.remote_position.tolist()) == ([0], [0])
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "stop", "says"),
+    [
+        ([7], [4], 39, "expected all 40 tokens, or none: a recurrent state cannot be divided"),
+        ([7], [0], 40, "expected a block with the state on both sides"),
+        ([], [4], 40, "expected a block with the state on both sides"),
+        ([7], [5], 40, "remote_block_ids[0] is 5; expected block ids up to 4"),
+        ([9], [4], 40, "local_blocks is 9; expected block ids up to 8"),
+    ],
+)
+def test_a_state_that_is_not_there_is_refused(local: list[int], remote: list[int], stop: int, says: str) -> None:
+    state = CacheGroup(policy="state", block_tokens=16)
+    tokens = map_tokens(0, "state", tensor(block_tokens=16, blocks=9), tensor(block_tokens=4, blocks=5))
+    with pytest.raises(InvalidParams) as refused:
+        pair_units(tokens, state, state, RequestBlocks([local], [remote], 0, stop, 40))
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        (asked([9], [1, 2], (0, 4)), "2 blocks'; expected at most 1 blocks for 4 tokens"),
+        (asked([9, 8], [1, THERE], (0, 8)), f"is {THERE}; expected block ids up to {THERE - 1}"),
+        (asked([9, 8], [1, -2], (0, 8)), f"expected block ids up to {THERE - 1}"),
+        (asked([9], [THERE], (0, 8), blocks=(8, 8), kernels=(4, 4)), f"is {THERE}; expected block ids up to"),
+        (asked([9, 8], [2], (0, 8)), "1 blocks'; expected blocks for all tokens from 0 to 8"),
+        (asked([9, 8], [0, 2], (0, 8)), "2 blocks'; expected blocks for all tokens from 0 to 8"),
+        (asked([9, 8], [1, 0], (0, 8)), "2 blocks'; expected blocks for all tokens from 0 to 8"),
+        (asked([9, 8, 7], [1, 2], (0, 12), 8), "expected at most the 8 tokens that are held"),
+        (asked([9], [1, 2], (0, 8)), "expected no more than 1 local blocks of 4 tokens"),
+    ],
+)
+def test_every_refusal_names_the_group_and_what_would_be_right(case: Asked, says: str) -> None:
+    with pytest.raises(InvalidParams) as refused:
+        case.pair()
+    assert refused.value.field == "remote_block_ids[0]"
+    assert says in str(refused.value)
+
+
+def test_a_local_block_outside_the_cache_is_refused_as_such() -> None:
+    with pytest.raises(InvalidParams) as refused:
+        asked([9, HERE], [1, 2], (0, 8)).pair()
+    assert refused.value.field == "local_blocks[0]"
+
+
+def test_a_sequence_said_to_be_huge_costs_no_memory() -> None:
+    """The number of tokens is the producer's word, up to 2**28 of them."""
+    case = asked([9], [1], (0, 1), 1 << 28, blocks=(1, 1))
+    tracemalloc.start()
+    with pytest.raises(InvalidParams):
+        case.pair()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20

@@ -162,29 +162,6 @@ def test_keys_and_values_that_are_packed_on_one_side_only_stay_apart() -> None:
     assert (one.run_bytes, one.unit_runs, one.members) == (CELL, 16, ((0,), (1,)))
 
 
-def test_a_gap_on_one_side_divides_the_run_on_both() -> None:
-    gapped = tensor(block_stride=96, head_stride=48)
-    for here, there in ((tensor(), gapped), (gapped, tensor())):
-        (one,) = check(part(here, there))
-        assert (one.run_bytes, one.unit_runs) == (32, 2)
-
-
-def test_some_of_the_heads_are_a_run_where_heads_are_outermost() -> None:
-    wide = tensor(heads=Range(0, 8), block_stride=256)
-    for heads, half in ((Range(2, 4), tensor(heads=Range(2, 4))), (Range(6, 8), tensor(heads=Range(6, 8)))):
-        (one,) = check(part(half, wide, heads))
-        assert (one.run_bytes, one.unit_runs) == (64, 1)
-
-
-def test_one_head_lies_the_same_in_every_order() -> None:
-    one_head = {"heads": Range(0, 1), "block_stride": 128, "tile_stride": 32}
-    hnd, nhd = laid_out("HND", **one_head), laid_out("NHD", **one_head)
-    (one,) = check(part(hnd, nhd))
-    assert one.unit_runs == TOKENS, "K alone has V between its tokens"
-    (one,) = check(part(hnd, nhd), part(other(hnd, base=hnd.base + CELL), other(nhd, base=nhd.base + CELL)))
-    assert (one.run_bytes, one.unit_runs) == (TOKENS * 2 * CELL, 1)
-
-
 def test_the_layers_of_a_blocks_first_cache_are_one_run() -> None:
     """All layers of a block together: 3 layers of 64 bytes in blocks of 192."""
     layers = [tensor(layer=f"{n}", base=4096 + n * 64, block_stride=192) for n in range(3)]
@@ -208,16 +185,6 @@ def test_a_joined_run_never_crosses_into_another_allocation(blocks: int, apart: 
     assert found.bases == tuple((local.base, remote.base) for local, remote in zip(here, there, strict=True))
 
 
-def test_keys_as_dim_by_tokens_meet_tokens_by_dim_in_elements() -> None:
-    """CPU attention keeps a block's K as [D, N]: 8 elements of 2 bytes, 4 tokens."""
-    by_dim = laid_out("HND", head_stride=64, block_stride=128, tile_stride=2, element_bytes=2, element_stride=8)
-    by_token = laid_out("HND", head_stride=64, block_stride=128, tile_stride=16)
-    (one,) = check(part(by_dim, by_dim))
-    assert (one.run_bytes, one.unit_runs) == (128, 1)
-    (one,) = check(part(by_dim, by_token))
-    assert (one.run_bytes, one.unit_runs) == (2, HEADS * TOKENS * 8)
-
-
 def test_whole_blocks_merge_keys_as_dim_by_tokens_with_values_as_tokens_by_dim() -> None:
     """A block of CPU attention: per head K as [D, N], then V as [N, D], all contiguous."""
     k = laid_out("HND", head_stride=128, block_stride=256, tile_stride=2, element_bytes=2, element_stride=8)
@@ -225,27 +192,3 @@ def test_whole_blocks_merge_keys_as_dim_by_tokens_with_values_as_tokens_by_dim()
     tokens = map_tokens(k.group, "full", k, k)
     (one,) = check(Part(k, k, k.heads, tokens), Part(v, v, v.heads, tokens))
     assert (one.run_bytes, one.unit_runs, one.members) == (256, 1, ((0, 1),))
-
-
-def test_blocks_of_another_size_shorten_keys_as_dim_by_tokens_to_the_tokens_of_a_unit() -> None:
-    small = laid_out("HND", head_stride=64, block_stride=128, tile_stride=2, element_bytes=2, element_stride=8)
-    large = other(small, block_tokens=8, head_stride=128, block_stride=256, element_stride=16)
-    (one,) = check(part(large, small), here=(1, 1))
-    assert (one.run_bytes, one.unit_runs) == (TOKENS * 2, HEADS * 8)
-
-
-def test_elements_of_two_sizes_meet_in_the_smaller() -> None:
-    fours = tensor(element_bytes=4, element_stride=4, tile_stride=8)
-    twos = tensor(element_bytes=2, element_stride=100, tile_stride=2, head_stride=8, block_stride=400)
-    (one,) = check(part(fours, twos))
-    assert one.run_bytes == 2
-    (one,) = check(part(twos, fours))
-    assert one.run_bytes == 2
-
-
-def test_a_state_is_its_heads_whatever_the_tokens_of_its_blocks_are() -> None:
-    here = tensor(tile_tokens=4, tile_stride=0, heads=Range(0, 4), head_stride=8, block_stride=96)
-    there = tensor(block_tokens=16, tile_tokens=16, tile_stride=0, heads=Range(2, 4), head_stride=8, block_stride=32)
-    (one,) = check(part(here, there, Range(2, 4), "state"))
-    assert (one.run_bytes, one.unit_runs) == (16, 1)
-    assert (one.local_unit_stride.position_stride, one.remote_unit_stride.position_stride) == (0, 0)

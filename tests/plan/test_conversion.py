@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.plan.conversion import Conversion, conversion_of, is_convertible, lacks_scales, needs_conversion
+from kvferry.plan.conversion import Conversion, conversion_of, is_convertible, needs_conversion
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import PlanRefused
@@ -78,10 +78,6 @@ def test_bytes_that_mean_the_same_are_not_converted(one: PagedTensor, two: Paged
 def test_only_formats_whose_strides_say_everything_are_convertible(changed: dict[str, Any], possible: bool) -> None:
     assert is_convertible(other(BFLOAT16, **changed), FLOAT8) is possible
     assert is_convertible(FLOAT8, other(BFLOAT16, **changed)) is possible
-
-
-def test_a_quantised_cache_without_scales_lacks_them() -> None:
-    assert [lacks_scales(one) for one in (FLOAT8, cache("float8_e4m3"), BFLOAT16)] == [False, True, False]
 
 
 def test_scales_are_those_of_the_global_head_on_either_side() -> None:
@@ -170,12 +166,6 @@ def test_keys_and_values_are_read_in_one_run_and_converted_apart() -> None:
     (placement,) = source.placements
     assert placement.run == ELEMENTS
     assert [(piece.offset, piece.local_base) for piece in placement.pieces] == [(0, 4096), (8, 4100)]
-
-
-def test_a_part_without_conversion_has_none() -> None:
-    """Equal formats are copied as bytes."""
-    (bundle,) = route_of(BFLOAT16, BFLOAT16).bundles
-    assert not bundle.conversions
 
 
 def test_the_stride_of_elements_that_are_contiguous_means_nothing() -> None:

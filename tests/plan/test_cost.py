@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.plan.cost import DIRECT_MIN_BYTES, PUBLISHED, Costs, Offer, choose
+from kvferry.plan.cost import Costs, Offer, choose
 
 SIMPLE = Costs(direct_min_bytes=1000, link_gb_s=1.0, relayout_gb_s=10.0)
 """A descriptor takes a microsecond, and a thousand bytes do; putting them in place a fifth of one."""
-
-
-def test_the_published_knee_is_16_kib() -> None:
-    assert PUBLISHED.direct_min_bytes == DIRECT_MIN_BYTES == 16384
-    assert PUBLISHED.descriptor_s == pytest.approx(16384 / 50e9)
-
-
-def test_a_descriptor_takes_as_long_as_the_bytes_of_the_knee() -> None:
-    assert SIMPLE.descriptor_s == pytest.approx(1e-6)
-    assert SIMPLE.read_s(0, 3) == pytest.approx(3e-6)
-    assert SIMPLE.read_s(1000, 1) == pytest.approx(2e-6)
-
-
-def test_putting_bytes_in_place_reads_and_writes_them() -> None:
-    assert SIMPLE.relayout_s(1000) == pytest.approx(0.2e-6)
 
 
 def test_runs_from_the_knee_on_are_never_staged() -> None:

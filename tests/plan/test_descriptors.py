@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -147,27 +146,6 @@ def test_within_a_run_the_remote_indices_ascend_so_that_nixl_can_merge(route: Ro
     assert at == len(pairs.remote)
 
 
-def test_neighbours_on_both_sides_come_out_as_neighbours_whatever_order_they_came_in() -> None:
-    route = route_of((tensor(), tensor(base=FAR)))
-    (table,) = route_tables(route, 0, 0)
-    units = {route.slices[0].tokens: units_of([(5, 0, 2, 0), (3, 0, 0, 0), (4, 0, 1, 0)])}
-    pairs = descriptor_pairs(table, units)
-    assert (pairs.local.tolist(), pairs.remote.tolist()) == ([3, 4, 5], [0, 1, 2])
-
-
-def test_the_positions_of_smaller_blocks_are_neighbours_too() -> None:
-    """Where a block of 8 tokens receives two of 4, and 8 tokens are dense, the halves follow one another."""
-    large = tensor(heads=Range(0, 1), block_tokens=8)
-    small = tensor(heads=Range(0, 1), block_stride=32, base=FAR)
-    route = route_of((large, small))
-    (table,) = route_tables(route, 0, 0)
-    assert table.local_rows.tolist() == [[4096, 32, 0, 32, 16]]
-    assert table.remote_rows.tolist() == [[FAR, 32, 0, 32, 8]]
-    units = {route.slices[0].tokens: units_of([(3, 0, 1, 0), (3, 1, 2, 0), (4, 0, 3, 0)])}
-    pairs = descriptor_pairs(table, units)
-    assert (pairs.local.tolist(), pairs.remote.tolist()) == ([6, 7, 8], [1, 2, 3])
-
-
 def test_rows_are_address_length_device_stride_and_count_of_each_run() -> None:
     local, remote = tensor(blocks=8), tensor(base=FAR, blocks=3, block_stride=128, head_stride=40)
     (table,) = route_tables(route_of((local, remote)), local_device=2, remote_device=5)
@@ -184,22 +162,6 @@ def test_a_table_grows_with_tensors_and_runs_but_not_with_blocks() -> None:
     (many,) = route_tables(route_of((tensor(blocks=1 << 20), tensor(blocks=1 << 20))), 0, 0)
     assert few.local_rows.shape == many.local_rows.shape == (1, 5)
     assert few.num_bytes == many.num_bytes == 2 * 5 * 8 + 2 * 4
-
-
-def test_a_request_without_units_reads_nothing() -> None:
-    route = route_of((tensor(), tensor()))
-    (table,) = route_tables(route, 0, 0)
-    for nothing in ({}, {route.slices[0].tokens: units_of([])}):
-        pairs = descriptor_pairs(table, nothing)
-        assert (len(pairs.local), len(pairs.remote), pairs.num_bytes) == (0, 0, 0)
-
-
-def test_a_route_that_only_releases_has_no_tables() -> None:
-    two = engine(
-        workers=[engine().workers[0], other(engine().workers[0], place=other(engine().workers[0].place, tp=1))]
-    )
-    released = [route for route in plan_transfer(engine(engine_id="D"), 0, two).routes if not route.slices]
-    assert [route_tables(route, 0, 0) for route in released] == [()]
 
 
 def check_table(table: DescriptorTable) -> None:
@@ -252,13 +214,3 @@ def test_a_layer_whose_runs_are_too_many_for_an_index_is_divided_by_its_runs() -
     assert len(tables) > 1
     units = {route.slices[0].tokens: units_of([(blocks - 1, 0, blocks - 2, 0)])}
     assert moved_by(tables, units) == wanted_bytes(route, units)
-
-
-@pytest.mark.parametrize("layers", [1, 2, 16, 17, 33])
-def test_tables_hold_as_many_layers_as_an_index_can_count(layers: int) -> None:
-    """2**27 - 1 blocks: 16 layers, with some room, have less than 2**31 descriptors."""
-    many = [tensor(layer=f"{n}", base=n << 40, blocks=(1 << 27) - 1) for n in range(layers)]
-    tables = route_tables(route_of(*((one, one) for one in many)), 0, 0)
-    assert [len(table.local_rows) for table in tables] == [16] * (layers // 16) + [layers % 16] * bool(layers % 16)
-    for table in tables:
-        check_table(table)

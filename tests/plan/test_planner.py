@@ -1,4 +1,4 @@
-"""Plans of whole engines; assignments are in test_assignment, refusals in test_refusals."""
+"""Plans of whole engines, and as text; assignments are in test_assignment, refusals in test_refusals."""
 
 from __future__ import annotations
 
@@ -6,52 +6,19 @@ import pytest
 
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_engine, plan_transfer
-from kvferry.plan.transfer_plan import Placing
+from kvferry.plan.transfer_plan import Placing, TransferPlan
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import PagedTensor, Place, Range
-from kvferry.protocol.handshake import CacheGroup
+from kvferry.protocol.handshake import CacheGroup, EngineDescription
 from tests.plan.engines import sharded
-from tests.plan.samples import FACTS, engine, other, tensor
+from tests.plan.samples import engine, tensor
 
 OURS = engine(engine_id="D")
-
-
-def test_equal_engines_are_planned_tensor_by_tensor() -> None:
-    layers = [tensor(layer=f"layers.{n}", base=4096 * (n + 1)) for n in range(3)]
-    there = [other(layer, base=layer.base + (1 << 30), blocks=3) for layer in reversed(layers)]
-    plan = plan_transfer(engine(*layers), 0, engine(*there))
-    (route,) = plan.routes
-    assert (plan.producer, plan.worker, plan.place, route.worker, route.expected) == ("P", 0, Place(), 0, 1)
-    assert [(item.local, item.remote) for item in route.slices] == list(zip(layers, reversed(there), strict=True))
-    for item in route.slices:
-        assert (item.heads, item.placing, item.run_bytes, item.unit_runs) == (Range(0, 2), Placing.DIRECT, 64, 1.0)
-        assert item.token_bytes == 16
 
 
 def test_the_plan_of_a_worker_is_its_part_of_the_engines() -> None:
     consumer, producer = sharded("D", tp=3, heads=6), sharded(tp=2, heads=6)
     assert [plan_transfer(consumer, index, producer) for index in range(3)] == list(plan_engine(consumer, producer))
-
-
-def test_sizes_that_do_not_divide_read_parts_of_two_workers() -> None:
-    """6 heads on TP 2 feed TP 3: the second reads head 2 of the first producer and head 3 of the second."""
-    plan = plan_transfer(sharded("D", tp=3, heads=6), 1, sharded(tp=2, heads=6))
-    heads = [{item.heads for item in route.slices} for route in plan.routes]
-    assert heads == [{Range(2, 3)}, {Range(3, 4)}]
-
-
-def test_scheduler_blocks_may_differ_where_kernel_blocks_are_equal() -> None:
-    producer = engine(groups=(CacheGroup(policy="full", block_tokens=16),))
-    assert plan_transfer(OURS, 0, producer).routes[0].slices[0].tokens.unit_tokens == 4
-
-
-def test_every_group_has_its_own_units_and_readers() -> None:
-    """Two KV heads on four ranks: two of them are read for attention, all four for their parts of the states."""
-    (plan,) = plan_engine(sharded("D", heads=2, model="hybrid"), sharded(tp=4, heads=2, model="hybrid"))
-    groups = [sorted({item.tokens.group for item in route.slices}) for route in plan.routes]
-    assert groups == [[0, 1], [1], [0, 1], [1]]
-    units = {(item.tokens.group, item.tokens.unit_tokens) for route in plan.routes for item in route.slices}
-    assert units == {(0, 4), (1, 0)}
 
 
 def test_token_maps_of_a_group_are_one_value() -> None:
@@ -88,6 +55,68 @@ def test_a_description_that_contradicts_itself_is_an_invalid_message() -> None:
         plan_transfer(OURS, 0, engine(tensor(group=3)))
 
 
-def test_the_models_name_and_its_longest_prompt_may_differ() -> None:
-    """Weights are compared, not names: a copy in another directory is the same model."""
-    assert plan_transfer(OURS, 0, engine(facts=other(FACTS, model="elsewhere", max_model_tokens=9))).routes
+NO_POOL = Costs(staged_run_bytes=0)
+
+
+LINES: dict[str, tuple[EngineDescription, EngineDescription, int, Costs, str]] = {
+    "attention": (
+        *(sharded("D"), sharded(), 0, NO_POOL),
+        "tp0 reads tp0: 4 tensors, heads 0…3, 128 B/token, direct, runs of 256 B, units of 4 tokens, "
+        "2 descriptors a unit",
+    ),
+    "routes that only release": (
+        *(sharded("D", heads=2), sharded(tp=4, heads=2), 0, NO_POOL),
+        "tp0 reads tp0: 4 tensors, head 0, 32 B/token, direct, runs of 64 B, units of 4 tokens, 2 descriptors a unit; "
+        "reads tp2: 4 tensors, head 1, 32 B/token, direct, runs of 64 B, units of 4 tokens, 2 descriptors a unit; "
+        "releases tp1; releases tp3",
+    ),
+    "MLA": (
+        *(sharded("D", tp=2, model="mla"), sharded(tp=2, model="mla"), 1, NO_POOL),
+        "tp1 reads tp1: 2 tensors, head 0, 48 B/token, direct, runs of 96 B, units of 4 tokens, 2 descriptors a unit",
+    ),
+    "pipeline stages": (
+        *(sharded("D", stages=(1, 1)), sharded(stages=(1, 1)), 1, NO_POOL),
+        "tp0/pp1 reads tp0/pp1: 2 tensors, heads 0…3, 64 B/token, direct, runs of 256 B, units of 4 tokens, "
+        "1 descriptors a unit",
+    ),
+    "states, by request": (
+        *(sharded("D", layers=1, model="state"), sharded(layers=1, model="state"), 0, NO_POOL),
+        "tp0 reads tp0: 4 tensors, 0 B/token, 320 B/request, direct, runs of 320 B, 1 descriptors a unit",
+    ),
+    "hybrid": (
+        *(sharded("D", layers=1, model="hybrid"), sharded(layers=1, model="hybrid"), 0, NO_POOL),
+        "tp0 reads tp0: 6 tensors, heads 0…3, 64 B/token, 320 B/request, direct, runs of 256…320 B, "
+        "units of 4 tokens, 2 descriptors a unit",
+    ),
+    "blocks of two sizes": (
+        *(sharded("D", block_tokens=6), sharded(), 0, NO_POOL),
+        "tp0 reads tp0: 4 tensors, heads 0…3, 128 B/token, direct, runs of 32 B, units of 2 tokens, "
+        "8 descriptors a unit",
+    ),
+    "staged": (
+        *(sharded("D", order="NHD"), sharded(), 0, Costs(relayout_gb_s=1e9)),
+        "tp0 reads tp0: 4 tensors, heads 0…3, 128 B/token, staged, runs of 16 B read in runs of 256 B, "
+        "units of 4 tokens, 2 descriptors a unit",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_a_plan_is_described_in_one_line(kind: str) -> None:
+    consumer, producer, worker, costs, expected = LINES[kind]
+    assert plan_engine(consumer, producer, costs)[worker].describe() == f"plan producer=P {expected}"
+
+
+def test_a_worker_that_needs_nothing_says_so() -> None:
+    assert TransferPlan("P", Place(tp=1), 1, ()).describe() == "plan producer=P tp1 needs nothing"
+
+
+def test_a_routes_bundles_are_placed_as_their_slices_are() -> None:
+    """Attention in long runs beside states in short ones, behind longer ones of the producer."""
+    consumer, producer = sharded("D", tp=2, model="hybrid"), sharded(model="hybrid")
+    (plan, _) = plan_engine(consumer, producer, Costs(direct_min_bytes=65))
+    for route in plan.routes:
+        for bundle in route.bundles:
+            placings = {route.slices[member].placing for place in bundle.members for member in place}
+            assert placings == {route.placing_of(bundle)}
+            assert bundle.run_bytes < 65 or placings == {Placing.DIRECT}

@@ -14,7 +14,6 @@ from kvferry.plan.tokens import (
     TokenSide,
     in_share,
     map_tokens,
-    share_of,
     shared_part,
     shares_meet,
     slot_of,
@@ -48,20 +47,6 @@ def test_two_shares_meet_when_a_token_is_in_both(one: Interleave, other: Interle
     both = set(tokens_of(one, period)) & set(tokens_of(other, period))
     assert shares_meet(one, other) == bool(both)
     assert shares_meet(other, one) == bool(both)
-
-
-def test_a_share_of_one_rank_is_everything_whatever_its_runs_are() -> None:
-    assert share_of(tensor(interleave=Interleave(run_tokens=7))) == EVERYTHING
-    half = Interleave(ranks=2, rank=1, run_tokens=7)
-    assert share_of(tensor(interleave=half)) == half
-
-
-def test_the_worked_example_of_an_interleave() -> None:
-    """Two ranks, runs of four: rank 1 holds the tokens 4 … 7 in its slots 0 … 3, and 12 … 15 in its slots 4 … 7."""
-    share = Interleave(ranks=2, rank=1, run_tokens=4)
-    tokens = np.array([4, 5, 6, 7, 12, 13, 14, 15])
-    assert slot_of(share, tokens).tolist() == list(range(8))
-    assert np.flatnonzero(in_share(share, np.arange(16))).tolist() == tokens.tolist()
 
 
 def test_the_worked_example_of_a_unit() -> None:

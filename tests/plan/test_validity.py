@@ -102,13 +102,6 @@ def test_a_contradiction_is_refused_by_the_name_of_its_field(broken: EngineDescr
     assert refused.value.field.startswith(field)
 
 
-def test_unequal_blocks_of_a_group_are_reported_with_their_interleave() -> None:
-    with pytest.raises(InvalidMessage) as refused:
-        check_description(engine(tensor(), tensor(layer="layers.1", interleave=HALF)))
-    assert "8 blocks of 4 tokens on rank 1 of 2, runs of 2" in str(refused.value)
-    assert "expected 8 blocks of 4 tokens, like its group's other tensors" in str(refused.value)
-
-
 _INTEGERS = st.one_of(st.integers(0, 9), st.integers(0, 2**63), st.sampled_from([2**n for n in (16, 20, 31, 40, 48)]))
 _PLACES = {
     "base": 2**63 - 1,

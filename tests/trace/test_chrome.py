@@ -35,10 +35,6 @@ def test_lanes_never_overlap_and_are_no_more_than_needed(intervals: list[tuple[i
     assert len(by_lane) == most
 
 
-def test_the_example_of_the_lanes() -> None:
-    assert lanes([(0, 5), (2, 4), (4, 9), (5, 6)]) == [0, 1, 1, 0]
-
-
 def traced(timelines: list[Timeline]) -> list[_Event]:
     document = json.loads("".join(chrome_trace(timelines)))
     assert set(document) == {"displayTimeUnit", "traceEvents"}
@@ -129,7 +125,3 @@ def test_an_arrow_goes_from_each_prompt_to_its_decoder_and_from_there_to_every_w
     assert [event["ts"] for event in starts] == [(Times().prefill_queue + Times().prefill) / 1000]
     threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert threads == {"prefills", "handovers", "worker tp0", "worker tp1"}
-
-
-def test_an_empty_trace_is_a_trace() -> None:
-    assert traced([]) == []

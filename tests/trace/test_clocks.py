@@ -78,11 +78,6 @@ def test_durations_within_one_process_do_not_depend_on_clocks(skews: list[int], 
             assert (span.phase, span.lasted_ns) == (same.phase, same.lasted_ns)
 
 
-def test_clocks_that_agree_are_not_touched() -> None:
-    clocks = compare(matched(simulated([0, 0, 0, 0], random.Random(1))))
-    assert clocks == Clocks()
-
-
 def test_the_text_about_a_producer_that_is_ahead() -> None:
     simulation = Simulation()
     producer, consumer = simulation.engine("p", ahead_ns=20 * MS), simulation.engine("d")

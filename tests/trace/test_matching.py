@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -16,7 +15,6 @@ from kvferry.trace.events import (
     DecodeScheduled,
     Finished,
     LeaseOver,
-    LoadEnded,
     LoadOrdered,
     LoadReported,
     ParamsGiven,
@@ -172,15 +170,3 @@ def test_a_prompt_that_was_never_scheduled_is_shown() -> None:
     del producer.scheduler.events[1:]
     (one,) = matched(simulation)
     assert (one.lease, one.producer_request) == (None, "r")
-
-
-def test_a_load_without_stages_has_its_end_only() -> None:
-    simulation = Simulation()
-    consumer = simulation.engine("d")
-    simulation.handover(simulation.engine("p"), consumer, times=replace(Times()))
-    (worker,) = consumer.workers
-    worker.events[:] = [
-        msgspec.structs.replace(event, stages=()) for event in worker.events if isinstance(event, LoadEnded)
-    ]
-    (one,) = matched(simulation)
-    assert one.loads[0].begun_ns == one.loads[0].ended_ns == worker.events[0].at_ns

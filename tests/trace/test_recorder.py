@@ -106,11 +106,3 @@ def test_an_end_does_not_wait_for_a_sink_that_hangs(
     recorder.close()
     assert "is not written" in caplog.text
     sink.may_go_on.set()
-
-
-def test_what_comes_after_the_end_is_not_kept() -> None:
-    sink = Kept()
-    recorder = Recorder(sink)
-    recorder.close()
-    recorder.record(1)
-    assert (recorder.num_lost, sink.items) == (1, [])

@@ -72,13 +72,6 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     assert file.path != expected
 
 
-def test_lost_events_are_counted_before_the_events_after_them(tmp_path: Path) -> None:
-    file = TraceFile(str(tmp_path), "kv_both", STARTED)
-    file.take([finished(5)], 3)
-    file.close()
-    assert events(file.path) == [STARTED, Dropped(at_ns=5, count=3), finished(5)]
-
-
 def test_the_newest_events_are_kept_within_the_bound(tmp_path: Path) -> None:
     file = TraceFile(str(tmp_path), "kv_both", STARTED, SMALLEST_BYTES)
     written = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -76,23 +76,67 @@ def test_bytes_per_second_are_of_the_time_in_which_anybody_read() -> None:
     assert one.gb_s == pytest.approx(1.0)
 
 
-def test_a_failed_load_ends_where_it_failed_and_its_request_is_recomputed() -> None:
-    simulation = Simulation()
-    consumer = simulation.engine("d")
-    simulation.handover(simulation.engine("p"), consumer, reason="deadline", recomputed="load")
-    (one,) = timelines(simulation)
-    assert one.outcome == "recomputed: load (deadline)"
-    assert [span.phase for span in one.workers[0].spans] == ["queued", "connecting", "fence"]
-    assert (one.bytes, one.gb_s) == (0, None)
+LOADED = ("router", "decode_queue", "order", *STAGES, "report", "first_step")
+TO_THE_QUEUE = LOADED[:2]
 
 
-def test_a_request_that_is_recomputed_at_once_waited_only_in_the_queue() -> None:
+@dataclass(frozen=True)
+class Recorded:
+    """A handover of which a part was not recorded, or that ended in another way.
+
+    Attributes:
+        how: arguments of the simulated handover.
+        without: kinds of events that the consumer's scheduler has not recorded.
+        silent: engines and workers of which there is no event: `p`, or `tp0` of the consumer.
+    """
+
+    outcome: str
+    path: tuple[str, ...]
+    how: dict[str, str] = field(default_factory=dict)
+    without: tuple[type, ...] = ()
+    silent: str = ""
+    missing: tuple[str, ...] = ()
+    has_end: bool = True
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Recorded(
+            "recomputed: load (deadline)",
+            ("router", "decode_queue", "order", "queued", "connecting", "fence", "report", "first_step"),
+            {"reason": "deadline", "recomputed": "load"},
+        ),
+        Recorded("recomputed: params", (*TO_THE_QUEUE, "first_step"), {"recomputed": "params"}),
+        Recorded(
+            "recomputed: lease_over",
+            (*TO_THE_QUEUE, "first_step"),
+            {"recomputed": "lease_over"},
+            without=(DecodeArrived,),
+        ),
+        Recorded("loaded", LOADED[1:], silent="p", missing=("producer",)),
+        Recorded("loaded", (*TO_THE_QUEUE, "load", "first_step"), silent="tp0", missing=("consumer's workers",)),
+        Recorded("nothing to load", TO_THE_QUEUE, without=(LoadOrdered, LoadReported), silent="tp0"),
+        Recorded("ended before it was loaded", LOADED[:9], without=(LoadReported,), has_end=False),
+        Recorded("under way", LOADED[:9], without=(LoadReported, Finished), has_end=False),
+    ],
+    ids=lambda case: " ".join((case.outcome, *case.missing)),
+)
+def test_what_became_of_a_handover_follows_from_what_was_recorded_of_it(case: Recorded) -> None:
     simulation = Simulation()
-    simulation.handover(simulation.engine("p"), simulation.engine("d"), recomputed="params")
+    producer, consumer = simulation.engine("p"), simulation.engine("d")
+    simulation.handover(producer, consumer, **case.how)  # type: ignore[arg-type]
+    events = consumer.scheduler.events
+    events[:] = [event for event in events if not isinstance(event, case.without)]
+    for name, process in (("p", producer.scheduler), ("tp0", consumer.workers[0])):
+        if case.silent == name:
+            process.events.clear()
     (one,) = timelines(simulation)
-    assert one.outcome == "recomputed: params"
-    assert [span.phase for span in one.path] == ["router", "decode_queue", "first_step"]
-    assert one.lasted_ns == Times().router + Times().decode_queue
+    assert (one.outcome, one.missing, one.lasted_ns is not None) == (case.outcome, case.missing, case.has_end)
+    assert tuple(span.phase for span in one.path) == case.path
+    assert one.path[0].begun_ns == one.zero_ns
+    if "recomputed" in case.how:
+        assert (one.bytes, one.gb_s) == (0, None)
 
 
 @pytest.mark.parametrize(
@@ -108,65 +152,6 @@ def test_without_a_consumer_the_lease_says_whether_there_was_one(
     assert (one.outcome, one.missing, one.lasted_ns) == (outcome, missing, None)
     assert one.held is not None
     assert one.held.lasted_ns == 480_000 * MS
-
-
-def test_without_the_producer_the_handover_begins_with_the_consumer() -> None:
-    simulation = Simulation()
-    producer = simulation.engine("p")
-    simulation.handover(producer, simulation.engine("d"))
-    producer.scheduler.events.clear()
-    (one,) = timelines(simulation)
-    assert one.missing == ("producer",)
-    assert next(span.phase for span in one.path) == "decode_queue"
-    assert one.path[0].begun_ns == one.zero_ns
-    assert (one.before, one.held) == ((), None)
-
-
-def test_without_the_workers_the_load_is_one_phase() -> None:
-    simulation = Simulation()
-    consumer = simulation.engine("d")
-    simulation.handover(simulation.engine("p"), consumer)
-    consumer.workers[0].events.clear()
-    (one,) = timelines(simulation)
-    assert one.missing == ("consumer's workers",)
-    assert [span.phase for span in one.path] == ["router", "decode_queue", "load", "first_step"]
-
-
-@pytest.mark.parametrize(("is_finished", "outcome"), [(True, "ended before it was loaded"), (False, "under way")])
-def test_a_request_without_a_report_of_its_load(is_finished: bool, outcome: str) -> None:
-    simulation = Simulation()
-    consumer = simulation.engine("d")
-    simulation.handover(simulation.engine("p"), consumer)
-    events = consumer.scheduler.events
-    gone = (LoadReported,) if is_finished else (LoadReported, Finished)
-    events[:] = [event for event in events if not isinstance(event, gone)]
-    (one,) = timelines(simulation)
-    assert (one.outcome, one.lasted_ns) == (outcome, None)
-
-
-def test_a_prompt_that_the_consumer_has_already_is_not_loaded() -> None:
-    simulation = Simulation()
-    consumer = simulation.engine("d")
-    simulation.handover(simulation.engine("p"), consumer)
-    events = consumer.scheduler.events
-    events[:] = [event for event in events if not isinstance(event, LoadOrdered | LoadReported)]
-    consumer.workers[0].events.clear()
-    (one,) = timelines(simulation)
-    assert one.outcome == "nothing to load"
-    assert [span.phase for span in one.path] == ["router", "decode_queue"]
-    assert one.ended_ns == one.path[-1].ended_ns
-
-
-def test_params_that_are_of_no_use_are_seen_when_they_arrive() -> None:
-    """Then no arrival is recorded."""
-    simulation = Simulation()
-    consumer = simulation.engine("d")
-    simulation.handover(simulation.engine("p"), consumer, recomputed="lease_over")
-    events = consumer.scheduler.events
-    events[:] = [event for event in events if not isinstance(event, DecodeArrived)]
-    (one,) = timelines(simulation)
-    assert one.outcome == "recomputed: lease_over"
-    assert lasted(one.path)[0] == ("router", Times().router + Times().decode_queue)
 
 
 def test_a_load_may_be_reported_after_the_end_of_its_request() -> None:
