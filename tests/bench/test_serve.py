@@ -1,4 +1,4 @@
-"""The pure parts of `bench.serve`: which prompts are asked, what is counted, and which targets are met."""
+"""The pure parts of `bench.serve` and `bench.engine_contact`: what is counted, and which targets are met."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from bench import serve, serve_report
+from bench import engine_contact, serve, serve_report
+from bench.engine_contact import Contact, ContactFigures
 from bench.figures import Target
 from bench.serve_figures import Batch, Cores, SetupFigures
 from bench.serve_load import Timing, hand_over, make_cases, run_all, through
@@ -149,3 +150,21 @@ def test_whatever_ends_a_setup_the_run_goes_on_with_the_next(tmp_path: Path, mon
     results = serve.run([SHIPPED, SINGLE], tmp_path, quick=True)
     assert "NixlConnector as shipped ended early: NoAnswer: it hangs" in results.notes
     assert [row[1] for row in results.tables[1].rows] == [0, 1]
+
+
+def test_connectors_take_turns_and_one_that_fails_loses_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    async def measure(figures: ContactFigures, consumers: int, logs: Path) -> None:
+        asked.append((figures.setup.name, consumers))
+        if figures.setup is CALM:
+            raise ValueError("it hangs")
+        figures.contacts += [Contact(0.05, (0.01,))] * consumers
+
+    monkeypatch.setattr(engine_contact, "measure_contacts", measure)
+    results = engine_contact.run(tmp_path, quick=False)
+    assert [name for name, _ in asked] == ["kvferry", "calm"] * 2
+    assert results.tables[0].rows[0][1] == sum(count for name, count in asked if name == "kvferry")
+    assert any("ended early: ValueError: it hangs" in note for note in results.notes)

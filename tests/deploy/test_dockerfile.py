@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
 import subprocess
 import sys
-import threading
 import zipfile
 from pathlib import Path
-
-import pytest
 
 from tests.deploy.dockerfile import Context, Stage, read_dockerfile
 from tests.packaging.outside import PACKAGES
@@ -32,19 +28,6 @@ def test_hadolint_has_no_complaints() -> None:
         [PROGRAMS / "hadolint", REPOSITORY / "Dockerfile"], capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.returncode, done.stdout) == (0, "")
-
-
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_the_argument_device_chooses_between_the_two_images(device: str) -> None:
-    assert ARGUMENTS["DEVICE"] == "cuda"
-    assert STAGES[-1].base.replace("${DEVICE}", device) in STAGE
-    assert STAGES[-1].steps == []
-
-
-@pytest.mark.parametrize("name", ["image-cuda", "image-cpu"])
-def test_no_image_runs_as_root(name: str) -> None:
-    assert STAGE[name].all("USER") == ["10001"]
-    assert any("useradd" in text and "--uid 10001" in text for text in STAGE[name].all("RUN"))
 
 
 def test_versions_are_pinned_in_the_locks_and_nowhere_else() -> None:
@@ -78,40 +61,3 @@ def test_the_main_job_finds_all_its_own_files_in_the_image(tmp_path: Path) -> No
         subprocess.run([sys.executable, "-m", *words], check=True, timeout=60, cwd=checkout, capture_output=True)
     (install,) = (text for text in STAGE["image-cpu"].all("RUN") if "bootstrap" in text)
     assert install.endswith("python -m scripts.bootstrap cpu")
-
-
-@pytest.mark.parametrize(
-    "path",
-    [".git/config", ".venv/bin/python", "logs/x.log", "secrets", ".env", "cli/__pycache__/a.pyc", "tests/a.py"],
-)
-def test_what_no_image_needs_is_not_sent(path: str) -> None:
-    assert not Context(REPOSITORY).has(Path(path))
-
-
-class Health(http.server.BaseHTTPRequestHandler):
-    """An engine as far as its health is concerned."""
-
-    def do_GET(self) -> None:
-        self.send_response({"/health": 200, "/dead": 500}.get(self.path, 404))
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-
-def test_the_health_check_fails_until_the_engine_answers() -> None:
-    check = STAGE["image-cuda"].exec_form("HEALTHCHECK")
-    assert check[0] == "python3"
-    assert "127.0.0.1:8000/health" in check[2]
-
-    def healthy(port: int, path: str = "/health") -> bool:
-        script = check[2].replace(":8000/health", f":{port}{path}")
-        return subprocess.run([sys.executable, *check[1:-1], script], capture_output=True, check=False).returncode == 0
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        assert [healthy(server.server_port, path) for path in ("/health", "/dead")] == [True, False]
-        server.shutdown()
-        thread.join()
-    assert not healthy(server.server_port)

@@ -69,13 +69,6 @@ def test_yamllint_has_no_complaints() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_the_kustomization_lists_every_file_and_every_image() -> None:
-    (listed,) = [found for found in OBJECTS if found["kind"] == "Kustomization"]
-    assert set(listed["resources"]) == {file.name for file in KUBERNETES.glob("*.yaml")} - {"kustomization.yaml"}
-    images = {workload["spec"]["template"]["spec"]["containers"][0]["image"] for workload in workloads()}
-    assert images == {image["name"] for image in listed["images"]}
-
-
 def test_the_router_lists_every_replica_by_the_name_that_it_has() -> None:
     (router,) = (launch for launch in kubernetes() if not launch.is_engine)
     services = {service["metadata"]["name"]: service for service in of_kind("Service")}
@@ -97,34 +90,6 @@ def test_selectors_find_the_pods_that_they_are_for() -> None:
     for budget in of_kind("PodDisruptionBudget"):
         assert budget["spec"]["selector"]["matchLabels"] == pods[budget["metadata"]["name"]]
         assert budget["spec"]["maxUnavailable"] == 1
-
-
-@pytest.mark.parametrize("launch", list(kubernetes()), ids=lambda launch: launch.source)
-def test_ports_of_a_container_are_those_of_its_command_line(launch: Any) -> None:
-    (workload,) = (found for found in workloads() if launch.source.endswith(f" {found['metadata']['name']}"))
-    ports = {p["name"]: p["containerPort"] for p in workload["spec"]["template"]["spec"]["containers"][0]["ports"]}
-    expected = {"http": int(launch.option("--port"))}
-    if not launch.is_engine:
-        expected["metrics"] = int(launch.option("--prometheus-port"))
-    elif '"kv_producer"' in launch.option("--kv-transfer-config"):
-        expected["side-channel"] = int(launch.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"])
-    assert ports == expected
-
-
-@a_pod
-def test_an_engine_is_probed_over_http_is_not_root_and_has_memory_and_an_rdma_device(pod: dict[str, Any]) -> None:
-    (container,) = pod["containers"]
-    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[name]["httpGet"] == {"path": "/health", "port": "http"}
-    assert (pod["securityContext"]["runAsNonRoot"], pod["securityContext"]["runAsUser"]) == (True, 10001)
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
-    }
-    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
-    assert any(name.startswith("rdma/") for name in container["resources"]["limits"])
 
 
 @a_pod

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from vllm_router.launch_router import parse_router_args
 
-from kvferry.protocol.side_channel.secrets import read_secrets
 from tests.deploy.judging import documented_variables, judge_transfer_config, programs
 from tests.deploy.launches import DEPLOY, LAUNCHES, Launch
 from tests.waiting import wait_until
@@ -134,11 +133,6 @@ def test_the_router_lists_both_engines(job: Job) -> None:
     assert router.option("--request-timeout-secs") == others[0].option("--request-timeout-secs")
 
 
-def test_all_engines_have_one_secret_that_no_other_user_can_read(job: Job) -> None:
-    (path,) = {launch.environment["KVFERRY_SECRET_FILE"] for launch in engines(job)}
-    assert len(read_secrets(path)) == 1
-
-
 def test_at_the_end_everything_is_asked_to_end_and_the_secret_is_gone(job: Job) -> None:
     job.process.send_signal(signal.SIGTERM)
     job.process.communicate(timeout=30)
@@ -153,9 +147,3 @@ def test_the_job_ends_when_an_engine_ends(job: Job) -> None:
     job.process.communicate(timeout=30)
     assert job.process.returncode == 128 + signal.SIGKILL
     assert len(list(job.started.glob("*.ended"))) == 2
-
-
-def test_the_job_leaves_time_to_drain_before_it_is_over() -> None:
-    text = SCRIPT.read_text()
-    assert "#SBATCH --signal=B:TERM@330" in text
-    assert "--shutdown-timeout=300" in text

@@ -1,4 +1,4 @@
-"""The site as it was built, read back: links, images and what a reader sees of the structure."""
+"""The site as it was built, read back: links and what a browser loads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-_SHAPES = ("h1", "h2", "h3", "table", "tr", "li", "pre", "img", "ol", "ul")
-
 
 @dataclass
 class Page:
@@ -20,37 +18,24 @@ class Page:
 
     Attributes:
         loaded: what a browser fetches for it: scripts, styles, images.
-        shape: how many of each element its text has, without the theme's own.
     """
 
     links: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
-    shape: Counter[str] = field(default_factory=Counter)
 
 
 class _Reader(HTMLParser):
-    """Everything of a page; what lies within `<article>` counts for its shape."""
-
     def __init__(self) -> None:
         super().__init__()
         self.page = Page()
-        self._in_article = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
-        if tag == "article":
-            self._in_article = True
         if tag == "a" and "href" in given:
             self.page.links.append(given["href"])
         loads = tag in ("script", "img", "source", "iframe") or (tag == "link" and given.get("rel") != "canonical")
         if loads and (target := given.get("src") or given.get("href")):
             self.page.loaded.append(target)
-        if self._in_article and tag in _SHAPES:
-            self.page.shape[tag] += 1
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "article":
-            self._in_article = False
 
 
 def read_page(path: Path) -> Page:
@@ -58,13 +43,6 @@ def read_page(path: Path) -> Page:
     reader = _Reader()
     reader.feed(path.read_text())
     return reader.page
-
-
-def shape_on_a_git_host(text: str) -> Counter[str]:
-    """The shape of a page in CommonMark with tables, as git hosts render it."""
-    reader = _Reader()
-    reader.feed(f"<article>{MarkdownIt('commonmark').enable('table').render(text)}</article>")
-    return reader.page.shape
 
 
 def anchors_on_a_git_host(text: str) -> set[str]:

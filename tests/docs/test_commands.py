@@ -1,4 +1,4 @@
-"""The commands of the documentation can be typed: programs, subcommands, options, recipes and files are there.
+"""The commands of the documentation can be typed: subcommands, options, recipes and files are there.
 
 Command lines of engines and routers are judged by `tests/deploy/test_launches.py`, what `kvferry` prints in a `console`
 block by `test_generated.py`.
@@ -7,48 +7,26 @@ block by `test_generated.py`.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
 from kvferry.cli.main import main as kvferry
-from kvferry.connector.metrics.tables import COUNTERS
-from tests.docs.commands import PAGES, ROOT, Command, blocks, commands_of, typed
-
-CHECKED_HERE = {"kvferry", "python", "-m", "just", "curl", "grep", "ruff", "lint-imports", "mypy", "pre-commit"}
-CHECKED_ELSEWHERE = {
-    **dict.fromkeys(("docker", "kubectl", "helm", "sbatch", "install", "systemctl", "openssl", "chown"), "platforms"),
-    "vllm": "tests/deploy/test_launches.py",
-    "pip": "tests/packaging/test_wheel.py",
-    **dict.fromkeys(("run_accuracy_test.sh", "test.sh", "run_demo.sh"), ".ci/run, tests/vllm/test_demo.py"),
-}
-BASE = {"python", "ruff", "mypy", "lint-imports", "mkdocs"}
-"""Programs of the environment that recipes start."""
-
-
-def test_every_command_has_a_program_that_something_checks() -> None:
-    found = typed()
-    assert len(found) > 60
-    known = {*CHECKED_HERE, *CHECKED_ELSEWHERE}
-    # "$(scripts/find_python.sh)" stands for a Python.
-    assert {c.program for c in found if "find_python" not in c.words[0]} - known == set()
+from kvferry.protocol.side_channel.secrets import read_secrets
+from scripts.accuracy.settings import VARIABLES
+from tests.deploy.dockerfile import read_dockerfile
+from tests.docs.commands import PAGES, ROOT, Command, blocks, typed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_bash_can_read_every_block(page: Path) -> None:
     text = "\n".join(block for _, block in blocks(page))
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=20)
-
-
-def test_scripts_are_taken_apart_into_simple_commands() -> None:
-    script = "A=1 a --one \\\n    two    # said\n\n# nothing\n(umask 077; b '{\n}' > x)\nc \"it's\" | d\n"
-    assert commands_of(script) == [("a", "--one", "two"), ("b", "{\n}"), ("c", "it's"), ("d",)]
 
 
 class Parsed(Exception):
@@ -99,9 +77,6 @@ def test_recipes_are_there_and_call_what_is_there() -> None:
         for module in re.findall(r"python -m ((?:scripts|bench|tests)[.\w]+)", body):
             path = ROOT / module.rstrip(".").replace(".", "/")
             assert path.with_suffix(".py").is_file() or path.is_dir(), name
-        assert set(re.findall(r"\.venv/bin/([\w-]+)", body)) <= BASE, name
-    (target,) = (command.words[2] for command in typed("just") if command.words[1] == "fuzz")
-    assert any(f"\ndef {target}(data: bytes)" in path.read_text() for path in (ROOT / "tests/fuzz").glob("*targets.py"))
 
 
 def test_the_workflow_runs_what_the_readme_names() -> None:
@@ -113,13 +88,26 @@ def test_the_workflow_runs_what_the_readme_names() -> None:
     assert [f"{name} || status=$?" in (ROOT / ".ci" / "run").read_text() for name in named] == [True, True]
 
 
-def test_engines_are_asked_by_their_own_routes_and_for_counters_that_they_have() -> None:
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    source = "".join(path.read_text() for path in (Path(spec.origin).parent / "entrypoints").rglob("*.py"))
-    routes = {*re.findall(r'@router\.(get|post)\("(/\w+)"', source), ("get", "/metrics")}
-    asked = typed("curl")
-    assert {("post" if "POST" in c.words else "get", urlsplit(c.words[-1]).path) for c in asked} <= routes
-    (prefix,) = (command.words[1] for command in typed("grep"))
-    assert any(re.match(prefix, f"vllm:{counter.exported}_total") for counter in COUNTERS.values())
+_SECRET = "umask 077; openssl rand -hex 32 > "
+
+
+def test_images_are_run_by_the_tags_that_they_are_built_with_and_take_their_variables() -> None:
+    arguments, stages = read_dockerfile((ROOT / "Dockerfile").read_text())
+    known = set(arguments) | {text.partition("=")[0] for stage in stages for text in stage.all("ARG")}
+    builds, runs = ([each for each in typed("docker") if each.words[1] == word] for word in ("build", "run"))
+    tags = {build.value_of("--tag") for build in builds}
+    for build in builds:
+        assert build.words[-1] == "."
+        assert {b.partition("=")[0] for a, b in pairwise(build.words) if a == "--build-arg"} <= known
+    assert len(runs) == 4
+    assert all(len(tags & set(run.words)) == 1 for run in runs)
+    for run in (run for run in runs if "kvferry-cpu" in run.words):
+        names = {b.partition("=")[0] for a, b in pairwise(run.words) if a == "--env"}
+        assert names <= {variable.name for variable in VARIABLES.values()}
+
+
+def test_the_command_for_a_secret_makes_one_that_kvferry_takes(tmp_path: Path) -> None:
+    pages = [page for page in (ROOT / "docs").glob("*.md") if _SECRET in page.read_text()]
+    assert {"deployment.md", "operations.md"} <= {page.name for page in pages}
+    subprocess.run(["bash", "-c", f"{_SECRET} {tmp_path}/secrets"], check=True, timeout=20)
+    assert len(read_secrets(str(tmp_path / "secrets"))) == 1

@@ -14,7 +14,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from tests.docs.commands import ROOT, TOP_PAGES
-from tests.docs.site import Page, anchors_on_a_git_host, read_page, shape_on_a_git_host
+from tests.docs.site import Page, anchors_on_a_git_host, read_page
 
 SOURCES = sorted((ROOT / "docs").glob("*.md"))
 _HOST = re.compile(r"(?!.*\.(?:local|internal|lan|example)$)(?:[a-z0-9-]+\.)+[a-z]{2,}")
@@ -60,23 +60,6 @@ def test_links_to_other_hosts_are_well_formed(read: dict[Path, Page]) -> None:
 def is_well_formed(link: str) -> bool:
     parts = urlsplit(link)
     return parts.scheme == "https" and parts.port is None and bool(_HOST.fullmatch(parts.hostname or ""))
-
-
-@pytest.mark.parametrize(
-    "link",
-    ["http://github.com/a", "https://10.0.0.1/a", "https://host/a", "https://a.internal/", "https://github.com:8443/"],
-)
-def test_a_link_to_a_private_host_is_found(link: str) -> None:
-    assert not is_well_formed(link)
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
-def test_a_page_has_the_same_parts_on_the_site_as_on_a_git_host(
-    source: Path, site: Path, read: dict[Path, Page]
-) -> None:
-    expected = shape_on_a_git_host(source.read_text())
-    found = read[site / source.with_suffix(".html").name].shape
-    assert found == expected
 
 
 @pytest.mark.parametrize("source", [*SOURCES, *TOP_PAGES], ids=lambda source: source.name)

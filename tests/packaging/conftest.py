@@ -37,9 +37,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     return Distributions(wheel, source)
 
 
-@pytest.fixture(scope="session", params=["wheel", "source"])
-def installed(
-    request: pytest.FixtureRequest, distributions: Distributions, tmp_path_factory: pytest.TempPathFactory
-) -> Installed:
-    """Either of them, installed by pip without a network; from the source distribution pip builds a wheel first."""
-    return Installed.by_pip(getattr(distributions, request.param), tmp_path_factory.mktemp("installed"))
+@pytest.fixture(scope="session")
+def installed(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The wheel, installed by pip without a network."""
+    return Installed.by_pip(distributions.wheel, tmp_path_factory.mktemp("installed"))

@@ -27,13 +27,6 @@ for name in %r:
 print(json.dumps(found))
 """
 
-LOAD_PLUGIN = """
-import sys
-from importlib.metadata import entry_points
-(point,) = entry_points(group="vllm.general_plugins", name="kvferry")
-register = point.load()
-print(register.__module__, sys.modules[register.__module__].__file__)
-"""
 REGISTER = """
 import os, sys
 os.environ["VLLM_PLUGINS"] = "kvferry"
@@ -88,28 +81,6 @@ def test_the_source_distribution_builds_the_same_wheel(distributions: Distributi
     build(folder, tmp_path / "again", "wheel")
     (again,) = (tmp_path / "again").glob("*.whl")
     assert members(again) == members(distributions.wheel)
-
-
-def test_the_extras_bring_what_they_are_named_for(installed: Installed) -> None:
-    requires = metadata(installed).requires or []
-    extras = {
-        name: [one.partition(";")[0] for one in requires if f"extra == '{name}'" in one] for name in ("cli", "vllm")
-    }
-    assert extras["cli"] == ["rich>=13"]
-    (vllm,) = extras["vllm"]
-    assert set(vllm.removeprefix("vllm").split(",")) == {">=0.32", "<0.33"}
-    assert not [one for one in requires if "extra" not in one and one.startswith(("vllm", "rich"))]
-
-
-def test_vllm_finds_the_plugin_and_a_shell_the_command(installed: Installed) -> None:
-    points = {(one.group, one.name): one.value for one in metadata(installed).entry_points}
-    assert points == {
-        ("vllm.general_plugins", "kvferry"): "kvferry.connector.plugin:register",
-        ("console_scripts", "kvferry"): "kvferry.cli.main:main",
-    }
-    module, file = installed.python("-c", LOAD_PLUGIN).split()
-    assert module == "kvferry.connector.plugin"
-    assert Path(file).is_relative_to(installed.folder)
 
 
 def test_vllm_loads_the_plugin_and_finds_the_connector_by_its_name(installed: Installed) -> None:

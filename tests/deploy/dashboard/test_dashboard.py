@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+import subprocess
+from pathlib import Path
 
-import pytest
-
-from tests.deploy.dashboard.promql import (
-    DASHBOARD,
-    OF_VLLM,
-    asked,
-    complaints,
-    kept,
-    panel_queries,
-    samples,
-    vllm_says,
-)
+from tests.deploy.dashboard.promql import OF_VLLM, asked, complaints, kept, panel_queries, samples, tool, vllm_says
 
 QUERIES = panel_queries()
 
@@ -27,18 +17,6 @@ def test_every_query_asks_for_metrics_and_labels_that_exist() -> None:
     for title, query, _ in QUERIES:
         assert asked(query), title
         assert complaints(query) == [], title
-
-
-@pytest.mark.parametrize(
-    ("query", "wrong"),
-    [
-        ("rate(vllm:kvferry_lods_total[1m])", "there is no"),
-        ('rate(vllm:kvferry_failed_loads_total{reason=~"fence|fense"}[1m])', "no reason=fense"),
-        ('rate(vllm:kvferry_loads_total{reason="x"}[1m])', "no label reason"),
-    ],
-)
-def test_a_query_that_is_wrong_is_noticed(query: str, wrong: str) -> None:
-    assert wrong in " ".join(complaints(query))
 
 
 def test_every_metric_of_kvferry_is_shown_somewhere() -> None:
@@ -65,13 +43,9 @@ def test_a_legend_names_only_labels_that_its_query_keeps() -> None:
         assert all(named <= labels for labels in kept(query)), f"{title}: {legend}"
 
 
-def test_every_panel_has_a_number_of_its_own_and_a_description() -> None:
-    panels: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    assert [panel["title"] for panel in panels if panel["type"] != "row" and not panel["description"]] == []
-
-
-def test_every_variable_that_is_used_is_defined() -> None:
-    text = DASHBOARD.read_text()
-    used = set(re.findall(r"\$\{?(\w+)", text)) - {"__rate_interval", "__range", "__all"}
-    assert used == {variable["name"] for variable in json.loads(text)["templating"]["list"]}
+def test_prometheus_can_read_every_query(tmp_path: Path) -> None:
+    rules = [{"record": f"q{at}", "expr": re.sub(r"\$__\w+", "5m", query)} for at, (_, query, _) in enumerate(QUERIES)]
+    file = tmp_path / "rules.json"  # which is YAML
+    file.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
+    done = subprocess.run([tool("promtool"), "check", "rules", file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
