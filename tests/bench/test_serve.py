@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
-from bench import engine_contact, serve, serve_report
+from bench import engine_contact, serve
 from bench.engine_contact import Contact, ContactFigures
-from bench.figures import Target
-from bench.serve_figures import Batch, Cores, SetupFigures
+from bench.serve_figures import Batch, SetupFigures
 from bench.serve_load import Timing, hand_over, make_cases, run_all, through
-from bench.serve_setups import CALM, KVFERRY, SHIPPED, SINGLE, Setup
+from bench.serve_setups import CALM, SHIPPED, SINGLE
 
 from scripts.accuracy.client import Client, NoAnswer
 from scripts.accuracy.prompts import Case
@@ -28,27 +26,6 @@ def timing(tokens: int, first_s: float, handover_s: float | None = None) -> Timi
 
 def batch(*timings: Timing, at_once: int = 1) -> Batch:
     return Batch(at_once, len(timings), 1.0, list(timings))
-
-
-def idle(*names: str, worker: float) -> dict[str, Cores]:
-    return {name: {"server": 0.0, "engine core": 0.0, "worker": worker, "all": worker} for name in names}
-
-
-def figures(setup: Setup, first_s: float, handover_s: float) -> SetupFigures:
-    """A setup whose answers all take equally long."""
-    pair = setup is not SINGLE
-    given = handover_s if pair else None
-    one = timing(128, first_s, given)
-    found = SetupFigures(setup, routed=batch(one), idle=idle("p", "d", worker=0.01) if pair else idle("s", worker=0.01))
-    if pair:
-        found.direct, found.direct_crowd = batch(one), batch(one, at_once=8)
-        found.leased = {"all": 0.1}
-    return found
-
-
-def target(found: Sequence[Target], beginning: str) -> Target:
-    (one,) = [each for each in found if each.name.startswith(beginning)]
-    return one
 
 
 def reply(request: httpx.Request) -> httpx.Response:
@@ -121,22 +98,6 @@ def test_no_more_requests_than_allowed_are_under_way_and_none_begins_after_the_b
     assert len(asyncio.run(run_all(ask, cases, 3))) == 20
     assert most == 3
     assert asyncio.run(run_all(ask, cases, 3, budget_s=0.0)) == []
-
-
-def test_targets_are_met_by_half_of_the_peers_handover_and_missed_by_more() -> None:
-    peer = figures(CALM, 1.0, 0.1)
-    for handover_s, met in ((0.059, True), (0.061, False)):  # half of 0.1 − 0.02, and the step
-        ours = figures(KVFERRY, 0.15, handover_s)
-        found = serve_report.targets({"kvferry": ours, "calm": peer, "single": figures(SINGLE, 0.15, 0)})
-        one = target(found, "handover minus one decode step, p50, 1 at a time")
-        assert one.met is met
-        assert (one.measured, one.limit) == pytest.approx((1e3 * (handover_s - STEP_S), 40.0))
-
-
-def test_a_target_without_a_figure_is_missed() -> None:
-    found = serve_report.targets({"kvferry": figures(KVFERRY, 0.2, 0.05)})
-    assert not target(found, "handover minus one decode step, p99, 8 at once").met
-    assert not target(found, "first token less").met
 
 
 def test_whatever_ends_a_setup_the_run_goes_on_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvferry.connector.config import FerryConfig, check_role, read_config
-from tests.deploy.launches import REPOSITORY, Launch
+from tests.deploy.launches import Launch
 
 KNOWN_TO_TRANSFER_CONFIG = {
     "kv_connector",
@@ -46,12 +46,6 @@ def judge_transfer_config(text: str) -> tuple[str, FerryConfig]:
     found = read_config(config.get("kv_connector_extra_config", {}))
     check_role(found, config["kv_role"])
     return config["kv_role"], found
-
-
-def documented_variables() -> set[str]:
-    """Names of environment variables in the documentation."""
-    pages = [*(REPOSITORY / "docs").glob("*.md"), REPOSITORY / "README.md"]
-    return set(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", "\n".join(page.read_text() for page in pages)))
 
 
 def parsed_by_vllm(launches: Sequence[Launch]) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from vllm_router.launch_router import parse_router_args
 
-from tests.deploy.judging import documented_variables, judge_transfer_config, programs
+from tests.deploy.judging import judge_transfer_config, programs
 from tests.deploy.launches import DEPLOY, LAUNCHES, Launch
 from tests.waiting import wait_until
 
@@ -117,7 +117,6 @@ def test_each_node_has_an_engine_that_decoders_reach_by_the_nodes_name(job: Job)
     assert roles == ["kv_producer", "kv_consumer"]
     assert [launch.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] for launch in (prefill, decode)] == ["node-a", "node-b"]
     assert {launch.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for launch in (prefill, decode)} == {"5600"}
-    assert set(OF_ENGINES) <= documented_variables()
     known = {word.partition("=")[0] for launch in LAUNCHES for word in launch.words if word.startswith("--")}
     for launch in (prefill, decode):
         assert {word.partition("=")[0] for word in launch.words if word.startswith("--")} <= known

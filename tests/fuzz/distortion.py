@@ -10,8 +10,7 @@ from kvferry.protocol.convert import as_type
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import EngineDescription, WorkerDescription
-from tests.fuzz.mutation import INTEGERS, mutate
-from tests.fuzz.source import Source
+from tests.fuzz.mutation import INTEGERS, Source, mutate
 
 _NUMBERS = (
     *("base", "blocks", "block_tokens", "block_stride", "head_stride", "tile_tokens", "tile_stride", "cell_bytes"),

@@ -27,8 +27,7 @@ from kvferry.worker.peers.peer import PeerKey, connect, disconnect
 from kvferry.worker.staging.buffer import Staging
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.fuzz.distortion import distorted
-from tests.fuzz.mutation import INTEGERS
-from tests.fuzz.source import Source
+from tests.fuzz.mutation import INTEGERS, Source
 from tests.geometry.cells import NULL_BLOCK, Ints, Memory, byte_addresses, cells_of
 from tests.geometry.handmade import attention, hybrid, latent, pair, side
 from tests.geometry.pairs import Engine, engine

@@ -3,7 +3,7 @@
 python -m tests.fuzz.run_atheris planning -max_total_time=300      # what follows the target goes to libFuzzer
 
 What raises is a bug; libFuzzer writes the bytes to a file `crash-…`, and the same command with that file as its last
-argument runs it again. Seeds come from `tests.fuzz.corpus`, what was found from `.fuzz/TARGET`.
+argument runs it again. Seeds come from `tests.fuzz.targets`, what was found from `.fuzz/TARGET`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ def main(arguments: list[str]) -> int:
         print(INSTALL, file=sys.stderr)
         return 2
     with atheris.instrument_imports(include=["kvferry"]):
-        from tests.fuzz.corpus import seeds
-        from tests.fuzz.targets import ALL
+        from tests.fuzz.targets import ALL, seeds
     if not arguments or arguments[0] not in ALL:
         print(f"which target? one of: {', '.join(ALL)}", file=sys.stderr)
         return 2

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.corpus import DECISIONS, seeds
-from tests.fuzz.targets import ALL
+from tests.fuzz.targets import ALL, DECISIONS, seeds
 
 EXAMPLES = {"planning": 500, "pairing": 400, "mutated_params": 600, "mutated_orders": 100}
 EXAMPLES_OF_OTHERS = 250

@@ -7,7 +7,6 @@ from typing import Any
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from kvferry.plan.planner import _differences, _is_alike
 from kvferry.plan.refusals import check_description
 from kvferry.plan.tokens import share_of
 from kvferry.protocol.errors import InvalidMessage
@@ -81,14 +80,3 @@ def test_a_description_is_refused_when_any_of_its_tensors_would_be(changes: list
     expected = any(map(is_refused, tensors)) or len(lists) > len({group for group, _ in lists})
     event("refused" if expected else "taken")
     assert is_refused(*tensors) == expected
-
-
-@settings(max_examples=200, deadline=None)
-@given(CHANGES, CHANGES)
-def test_between_tensors_that_are_alike_no_difference_would_be_found(
-    ours: dict[str, Any], theirs: dict[str, Any]
-) -> None:
-    local, remote = tensor(0, ours), tensor(0, theirs)
-    if _is_alike(local, remote):
-        event("alike")
-        assert list(_differences(engine(local), local, remote)) == []
