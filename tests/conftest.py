@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,10 +28,6 @@ settings.register_profile(
 settings.load_profile("kvferry")
 
 
-_began_in: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
-"""The test in which a thread was seen first: engines that a module shares start theirs when they are used."""
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _no_thread_outlives_its_module() -> Iterator[None]:
     before = _threads()
@@ -40,16 +35,8 @@ def _no_thread_outlives_its_module() -> Iterator[None]:
     end_s = deadline_s(_ENDING_S)
     while left := _threads() - before:
         if time.monotonic() > end_s:
-            reported = sorted(f"{thread.name} since {_began_in.get(thread, 'its fixtures ended')}" for thread in left)
-            pytest.fail(f"threads are left: {', '.join(reported)}")
+            pytest.fail(f"threads are left: {', '.join(sorted(thread.name for thread in left))}")
         time.sleep(0.002)
-
-
-@pytest.fixture(autouse=True)
-def _whose_threads_are_known(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    for thread in _threads():
-        _began_in.setdefault(thread, request.node.nodeid)
 
 
 def _threads() -> set[threading.Thread]:

@@ -68,11 +68,6 @@ def test_where_the_history_is_cut_or_git_has_none_the_results_that_cannot_be_che
     git(tmp_path, "clone", "--quiet", "--depth", "1", root.as_uri(), str(shallow))
     found = [result(first, "step"), result(second, "plan")]
     assert require_commits(found, shallow) == ["step"]
-    unpacked = root / "sdist"  # within another repository, as in a user's own
-    unpacked.mkdir()
-    assert require_commits(found, unpacked) == ["step", "plan"]
-    with pytest.raises(NotPublishable, match="and changes"):
-        require_commits([result(f"{first} and changes")], unpacked)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert require_commits(found, root) == ["step", "plan"]
 

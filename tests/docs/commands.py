@@ -30,12 +30,6 @@ class Command:
         """The name of the program, without its folder."""
         return self.words[0].rpartition("/")[2]
 
-    def value_of(self, option: str) -> str:
-        """The value of an option that is there once, after `=` or as the next word."""
-        found = [word.partition("=")[2] for word in self.words if word.startswith(f"{option}=")]
-        (value,) = found + [b for a, b in zip(self.words, self.words[1:], strict=False) if a == option]
-        return value
-
 
 def blocks(page: Path) -> Iterator[tuple[int, str]]:
     """Line and text of every block of shell commands; of a session, what is typed."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ import yaml
 
 from kvferry.cli.main import main as kvferry
 from kvferry.protocol.side_channel.secrets import read_secrets
-from scripts.accuracy.settings import VARIABLES
-from tests.deploy.dockerfile import read_dockerfile
 from tests.docs.commands import PAGES, ROOT, Command, blocks, typed
 
 
@@ -89,21 +86,6 @@ def test_the_workflow_runs_what_the_readme_names() -> None:
 
 
 _SECRET = "umask 077; openssl rand -hex 32 > "
-
-
-def test_images_are_run_by_the_tags_that_they_are_built_with_and_take_their_variables() -> None:
-    arguments, stages = read_dockerfile((ROOT / "Dockerfile").read_text())
-    known = set(arguments) | {text.partition("=")[0] for stage in stages for text in stage.all("ARG")}
-    builds, runs = ([each for each in typed("docker") if each.words[1] == word] for word in ("build", "run"))
-    tags = {build.value_of("--tag") for build in builds}
-    for build in builds:
-        assert build.words[-1] == "."
-        assert {b.partition("=")[0] for a, b in pairwise(build.words) if a == "--build-arg"} <= known
-    assert len(runs) == 4
-    assert all(len(tags & set(run.words)) == 1 for run in runs)
-    for run in (run for run in runs if "kvferry-cpu" in run.words):
-        names = {b.partition("=")[0] for a, b in pairwise(run.words) if a == "--env"}
-        assert names <= {variable.name for variable in VARIABLES.values()}
 
 
 def test_the_command_for_a_secret_makes_one_that_kvferry_takes(tmp_path: Path) -> None:

@@ -62,18 +62,6 @@ def test_the_wheel_holds_every_module_of_all_packages_and_nothing_else(distribut
     assert {name for name in found if not name.endswith(".py")} == {f"kvferry/{one}/py.typed" for one in PACKAGES}
 
 
-def test_the_licence_is_in_both_distributions(distributions: Distributions) -> None:
-    written = (ROOT / "LICENSE").read_bytes()
-    with zipfile.ZipFile(distributions.wheel) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
-        assert archive.read(name) == written
-    with tarfile.open(distributions.source) as archive:
-        (member,) = [one for one in archive.getmembers() if one.name.count("/") == 1 and one.name.endswith("/LICENSE")]
-        extracted = archive.extractfile(member)
-        assert extracted is not None
-        assert extracted.read() == written
-
-
 def test_the_source_distribution_builds_the_same_wheel(distributions: Distributions, tmp_path: Path) -> None:
     with tarfile.open(distributions.source) as archive:
         archive.extractall(tmp_path, filter="data")

@@ -110,20 +110,16 @@ def test_a_clock_that_was_set_meanwhile_is_reported() -> None:
         assert all(span.lasted_ns >= 0 for span in timeline(one, clocks).path)
 
 
-def test_an_expired_lease_says_nothing_about_clocks() -> None:
-    """It may be over before the consumer has come."""
-    simulation = Simulation()
-    producer, consumer = simulation.engine("p"), simulation.engine("d")
-    simulation.handover(producer, consumer, times=Times(kept=-20 * MS), how="expired")
-    assert compare(matched(simulation)) == Clocks()
-
-
-def test_a_load_that_was_given_up_says_nothing_about_clocks() -> None:
-    """It may end after it was reported."""
+@pytest.mark.parametrize(
+    ("times", "how", "reason"),
+    [(Times(kept=-20 * MS), "expired", ""), (Times(report=-MS), "release", "deadline")],
+    ids=["an expired lease may be over before the consumer comes", "a load given up may end after it was reported"],
+)
+def test_what_has_no_certain_order_says_nothing_about_clocks(times: Times, how: str, reason: str) -> None:
     simulation = Simulation()
     consumer = simulation.engine("d", workers=2)
     consumer.workers[1].started = msgspec.structs.replace(consumer.workers[1].started, host="second")
-    simulation.handover(simulation.engine("p"), consumer, times=Times(report=-MS), reason="deadline", how="release")
+    simulation.handover(simulation.engine("p"), consumer, times=times, reason=reason, how=how)
     assert compare(matched(simulation)) == Clocks()
 
 
