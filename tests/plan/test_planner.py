@@ -59,29 +59,16 @@ NO_POOL = Costs(staged_run_bytes=0)
 
 
 LINES: dict[str, tuple[EngineDescription, EngineDescription, int, Costs, str]] = {
-    "attention": (
-        *(sharded("D"), sharded(), 0, NO_POOL),
-        "tp0 reads tp0: 4 tensors, heads 0…3, 128 B/token, direct, runs of 256 B, units of 4 tokens, "
-        "2 descriptors a unit",
-    ),
     "routes that only release": (
         *(sharded("D", heads=2), sharded(tp=4, heads=2), 0, NO_POOL),
         "tp0 reads tp0: 4 tensors, head 0, 32 B/token, direct, runs of 64 B, units of 4 tokens, 2 descriptors a unit; "
         "reads tp2: 4 tensors, head 1, 32 B/token, direct, runs of 64 B, units of 4 tokens, 2 descriptors a unit; "
         "releases tp1; releases tp3",
     ),
-    "MLA": (
-        *(sharded("D", tp=2, model="mla"), sharded(tp=2, model="mla"), 1, NO_POOL),
-        "tp1 reads tp1: 2 tensors, head 0, 48 B/token, direct, runs of 96 B, units of 4 tokens, 2 descriptors a unit",
-    ),
     "pipeline stages": (
         *(sharded("D", stages=(1, 1)), sharded(stages=(1, 1)), 1, NO_POOL),
         "tp0/pp1 reads tp0/pp1: 2 tensors, heads 0…3, 64 B/token, direct, runs of 256 B, units of 4 tokens, "
         "1 descriptors a unit",
-    ),
-    "states, by request": (
-        *(sharded("D", layers=1, model="state"), sharded(layers=1, model="state"), 0, NO_POOL),
-        "tp0 reads tp0: 4 tensors, 0 B/token, 320 B/request, direct, runs of 320 B, 1 descriptors a unit",
     ),
     "hybrid": (
         *(sharded("D", layers=1, model="hybrid"), sharded(layers=1, model="hybrid"), 0, NO_POOL),

@@ -21,35 +21,27 @@ LAYER = "workers[0].layers.0/kv"
 HALF = Interleave(ranks=2, rank=1, run_tokens=2)
 
 
-@pytest.mark.parametrize(
-    "honest",
-    [
-        engine(workers=[worker(place=Place(tp=0)), worker(place=Place(tp=1))]),
-        engine(tensor(base=2**63 - 8 * 64)),
-        engine(tensor(kind="k"), tensor(kind="v")),
-        engine(tensor(heads=Range(2, 2))),
-        engine(tensor(element_bytes=2, element_stride=64)),
-        engine(tensor(interleave=HALF)),
-        engine(tensor(scales=(0.5, 0.25))),
-        engine(tensor(scales=(0.5,))),
-        engine(tensor(), tensor(layer="layers.1", interleave=Interleave(run_tokens=7))),
-        engine(tensor(block_tokens=7, tile_tokens=7), groups=(CacheGroup(policy="state", block_tokens=4),)),
-        engine(tensor(block_tokens=1), groups=(CacheGroup(policy="state", block_tokens=1 << 20),)),
-    ],
-    ids=[
-        "two ranks",
-        "ends at the last address",
-        "two states of a layer",
-        "holds no head",
-        "elements apart",
-        "a share of the tokens",
-        "a scale per head",
-        "one scale",
-        "one rank's runs have no meaning",
-        "a state's block has no tokens",
-        "a state's table has one block for the longest sequence",
-    ],
-)
+STATE, LONG_STATE = (CacheGroup(policy="state", block_tokens=tokens) for tokens in (4, 1 << 20))
+HONEST = {
+    "two ranks": engine(workers=[worker(place=Place(tp=0)), worker(place=Place(tp=1))]),
+    "ends at the last address": engine(tensor(base=2**63 - 8 * 64)),
+    "two states of a layer": engine(tensor(kind="k"), tensor(kind="v")),
+    "holds no head": engine(tensor(heads=Range(2, 2))),
+    "elements apart": engine(tensor(element_bytes=2, element_stride=64)),
+    "a share of the tokens": engine(tensor(interleave=HALF)),
+    "a scale per head": engine(tensor(scales=(0.5, 0.25))),
+    "one scale": engine(tensor(scales=(0.5,))),
+    "one rank's runs have no meaning": engine(tensor(), tensor(layer="layers.1", interleave=Interleave(run_tokens=7))),
+    "a state's block has no tokens": engine(
+        tensor(block_tokens=7, tile_tokens=7), groups=(CacheGroup(policy="state", block_tokens=4),)
+    ),
+    "a state's table has one block for the longest sequence": engine(
+        tensor(block_tokens=1), groups=(CacheGroup(policy="state", block_tokens=1 << 20),)
+    ),
+}
+
+
+@pytest.mark.parametrize("honest", HONEST.values(), ids=HONEST.keys())
 def test_an_honest_description_passes(honest: EngineDescription) -> None:
     check_description(honest)
 
