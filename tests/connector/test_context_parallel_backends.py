@@ -77,23 +77,6 @@ def reasons(layers: Mapping[str, object], **sizes: Any) -> list[str]:
     return found
 
 
-def test_attention_that_can_is_accepted() -> None:
-    layers = {"layers.0": layer(), "layers.1": layer()}
-    check_layers(layers, pcp=4, dcp=2)
-
-
-def test_nothing_is_asked_without_context_parallelism() -> None:
-    check_layers({"layers.0": layer(DenseBackend, need_to_return_lse_for_decode=False)})
-
-
-def test_a_backend_that_cannot_partition_prefills_is_named_once_with_its_layers() -> None:
-    layers = {f"layers.{index}": layer(DenseBackend if index else LatentBackend) for index in range(6)}
-    assert reasons(layers, pcp=2) == [
-        "DENSE of layers.1, layers.2, layers.3 and 2 more cannot do prefill context parallelism "
-        "(supports_pcp is False, not True)"
-    ]
-
-
 def test_all_reasons_are_given_at_once() -> None:
     layers = {"a": layer(DenseBackend), "b": layer(need_to_return_lse_for_decode=False), "c": layer(StateBackend)}
     found = reasons(layers, pcp=2, dcp=2)

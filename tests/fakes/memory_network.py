@@ -65,14 +65,12 @@ class MemoryNetwork:
     Attributes:
         polls_to_complete: reads posted from now on land piece by piece over this many polls; 0 completes at once.
         released: reads that were released in flight.
-        deaf: names to which notifications are lost, with how many more.
         stutter: names to which notifications are delivered twice, with how many more.
     """
 
     def __init__(self) -> None:
         self.polls_to_complete = 0
         self.released: list[Copy] = []
-        self.deaf: Counter[str] = Counter()
         self.stutter: Counter[str] = Counter()
         self._failing: Counter[str] = Counter()
         self._incarnations: dict[int, Agent] = {}
@@ -121,11 +119,8 @@ class MemoryNetwork:
         return copy
 
     def deliver(self, sender: str, receiver: Agent, message: bytes) -> None:
-        """Put a message into the receiver's inbox; not at all for `deaf` and dead ones, twice for `stutter`."""
+        """Put a message into the receiver's inbox; not at all for dead ones, twice for `stutter`."""
         if not receiver.alive:
-            return
-        if self.deaf[receiver.name] > 0:
-            self.deaf[receiver.name] -= 1
             return
         copies = 1
         if self.stutter[receiver.name] > 0:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, cast
 
-import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.protocol.ids import EMPTY, SLOT_BYTES, Epoch, SlotState, epoch_to_text, slot_word
+from kvferry.protocol.ids import EMPTY, Epoch, SlotState, epoch_to_text, slot_word
 from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
@@ -172,14 +170,6 @@ def done(slot: int, epoch: str, consumer: str, worker: int, expected: int) -> Do
     return Done(slot=slot, epoch=epoch, consumer=consumer, worker=worker, expected=expected)
 
 
-def test_the_address_is_that_of_the_words_and_the_words_lie_eight_bytes_apart() -> None:
-    table = LeaseTable(5)
-    assert table.address.slots == 5
-    assert table.address.address == table.words.ctypes.data
-    assert table.num_bytes == table.words.nbytes == 5 * SLOT_BYTES
-    assert table.words.flags.c_contiguous
-
-
 def test_a_worker_that_repeats_itself_does_not_stand_for_its_sibling() -> None:
     table, epoch = LeaseTable(1), epoch_to_text(Epoch(5))
     table.open(LeaseOpen(slot=0, epoch=epoch))
@@ -201,14 +191,6 @@ def test_orders_of_a_former_lease_do_not_touch_the_next_one_of_the_slot() -> Non
     table.advance()
     assert table.end(LeaseEnd(request_id="r", slot=0, epoch=old)) is None
     assert table.words[0] == slot_word(Epoch(6), SlotState.COMPUTING)
-
-
-@given(epoch=st.integers(1, 2**60 - 1))
-def test_the_largest_epochs_fit_their_word(epoch: int) -> None:
-    table = LeaseTable(1)
-    table.open(LeaseOpen(slot=0, epoch=epoch_to_text(Epoch(epoch))))
-    assert int(table.words[0]) == epoch << 4 | SlotState.COMPUTING
-    assert table.words.dtype == np.uint64
 
 
 def test_clear_ends_every_lease_and_reports_none() -> None:

@@ -47,15 +47,6 @@ class _InFlight:
         self.record, self.staged = LoadRecord(request_id=name, source=source, ordered_s=time.monotonic()), None
 
 
-def test_loads_that_fit_into_a_stretch_are_resumed_at_one_go(
-    runner: LoadRunner, resumed: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(load_runner, "_STRETCH_S", 60.0)
-    runner.step()
-    assert resumed == {"a": 1, "b": 1, "c": 1}
-    assert not runner.is_amid_round()
-
-
 def test_loads_that_do_not_fit_are_resumed_by_the_next_steps_each_once_a_round(
     runner: LoadRunner, resumed: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

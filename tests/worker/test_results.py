@@ -37,16 +37,6 @@ def test_who_waits_for_a_load_goes_on_when_one_has_ended(well: bool) -> None:
     assert taken.loaded | taken.failed.keys() == {"one"}
 
 
-def test_an_ended_load_is_not_waited_for_again() -> None:
-    box = ResultBox()
-    end_load(box, well=True)
-    box.wait_for_load(LONG_S)
-    box.take()
-    started_s = time.monotonic()
-    box.wait_for_load(0.05)
-    assert 0.05 <= time.monotonic() - started_s < LONG_S
-
-
 def test_other_results_end_no_wait() -> None:
     box = ResultBox()
     with box as results:
@@ -124,12 +114,3 @@ def test_what_is_in_the_threads_quarantine_by_then_stays_alive_without_a_gap(sce
     results = scene.poll(failed={"stuck": FailureReason.DEADLINE}, alive=frozenset({"stuck"}))
     assert (results.failed, results.alive) == ({}, None), "it is alive still"
     assert scene.poll(alive=frozenset()).alive == frozenset()
-
-
-def test_it_knows_whether_a_load_is_awaited(scene: Scene) -> None:
-    assert not scene.watchdog
-    scene.watchdog.ordered(["one", "other"])
-    scene.poll(loaded={"one"})
-    assert scene.watchdog
-    scene.poll(failed={"other": FailureReason.FENCE})
-    assert not scene.watchdog

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_units
 from kvferry.plan.tokens import TokenMap, TokenSide
@@ -86,26 +85,6 @@ def test_the_table_of_a_device_names_exactly_these_cells_and_has_room(shape: Cac
         check_the_tail(shape, draw, GPU)
 
 
-def test_where_no_table_is_free_asking_the_mark_starts_the_zeroing() -> None:
-    shape = CacheShape(layers=2)
-    with fake_gpu() as cuda:
-        caches = ToyCaches(shape, 0xA5, GPU)
-        tail_zeroing = TailZeroing(caches.kv)
-        relayout: Any = tail_zeroing._relayout
-        cuda.calls = []
-        for slot in relayout._slots:
-            slot.mark = FakeMark()
-        mark = zero(tail_zeroing, shape, [3], 2)
-        assert mark is not None
-        assert not mark.reached()
-        assert all((memory == 0xA5).all() for memory in caches.memory)
-        relayout._slots[1].mark = None
-        assert mark.reached()
-        assert mark.reached()
-    assert cuda.names().count("launch") == 1
-    assert not any(caches.cells(layer)[3, :, 2:].any() for layer in range(shape.layers))
-
-
 def test_the_table_of_a_launch_that_raised_is_not_used_before_the_device_has_done_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -150,25 +129,6 @@ def check_the_tail(shape: CacheShape, draw: st.DataObject, device: torch.device)
     assert mark is None or mark.reached()
 
 
-def test_a_cell_that_is_a_whole_block_is_left_alone() -> None:
-    shape = CacheShape(block_tokens=4, tile_tokens=4, cell_bytes=64)
-    caches = ToyCaches(shape, poison=0xA5)
-    before = caches.snapshot()
-    assert zero(TailZeroing(caches.kv), shape, [1, 2], 5) is None
-    for found, wanted in zip(caches.memory, before, strict=True):
-        np.testing.assert_array_equal(found, wanted)
-
-
-def test_groups_that_were_not_loaded_keep_their_bytes() -> None:
-    shape = CacheShape(layers=2)
-    caches = ToyCaches(shape, poison=0xA5)
-    first, second = caches.kv.tensors
-    kv = KvCaches(caches.kv.storages, (first, msgspec.structs.replace(second, group=1)), CPU)
-    assert zero(TailZeroing(kv), shape, [3], 2) is not None
-    assert not caches.cells(0)[3, :, 2:].any()
-    assert (caches.memory[1] == 0xA5).all()
-
-
 def test_what_lies_before_a_window_is_zeroed_and_what_lies_before_the_first_token_is_not() -> None:
     group = CacheGroup(policy="window", block_tokens=8, window_tokens=6)
     side, other = TokenSide(8, 9, Interleave()), TokenSide(2, 40, Interleave())
@@ -199,23 +159,42 @@ def test_a_tensor_outside_all_allocations_is_refused_by_name() -> None:
         TailZeroing(KvCaches(caches.kv.storages, (astray,), CPU))
 
 
-class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operators that torch carries out."""
+def test_where_no_table_is_free_asking_the_mark_starts_the_zeroing() -> None:
+    shape = CacheShape(layers=2)
+    with fake_gpu() as cuda:
+        caches = ToyCaches(shape, 0xA5, GPU)
+        tail_zeroing = TailZeroing(caches.kv)
+        relayout: Any = tail_zeroing._relayout
+        cuda.calls = []
+        for slot in relayout._slots:
+            slot.mark = FakeMark()
+        mark = zero(tail_zeroing, shape, [3], 2)
+        assert mark is not None
+        assert not mark.reached()
+        assert all((memory == 0xA5).all() for memory in caches.memory)
+        relayout._slots[1].mark = None
+        assert mark.reached()
+        assert mark.reached()
+    assert cuda.names().count("launch") == 1
+    assert not any(caches.cells(layer)[3, :, 2:].any() for layer in range(shape.layers))
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_on_a_host_nothing_is_zeroed_by_torchs_own_threads() -> None:
+def test_groups_that_were_not_loaded_keep_their_bytes() -> None:
     shape = CacheShape(layers=2)
     caches = ToyCaches(shape, poison=0xA5)
-    tail_zeroing = TailZeroing(caches.kv)
-    with Dispatched() as dispatched:
-        assert zero(tail_zeroing, shape, [3], 2) is not None
-    assert not caches.cells(1)[3, :, 2:].any()
-    assert not [name for name in dispatched.names if "detach" not in name and "alias" not in name]
+    first, second = caches.kv.tensors
+    kv = KvCaches(caches.kv.storages, (first, msgspec.structs.replace(second, group=1)), CPU)
+    assert zero(TailZeroing(kv), shape, [3], 2) is not None
+    assert not caches.cells(0)[3, :, 2:].any()
+    assert (caches.memory[1] == 0xA5).all()
+
+
+def test_layers_that_share_a_cache_are_zeroed_and_the_others_too() -> None:
+    caches = ToyCaches(CacheShape(layers=3), poison=0xA5)
+    first, second, third = caches.kv.tensors
+    twin = msgspec.structs.replace(first, layer="layers.9")
+    kv = KvCaches(caches.kv.storages, (first, twin, second, third), CPU)
+    assert zero(TailZeroing(kv), CacheShape(layers=3), [3], 2) is not None
+    for layer in range(3):
+        assert not caches.cells(layer)[3, :, 2:].any()
+        assert (caches.cells(layer)[3, :, :2] == 0xA5).all()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.worker.context_parallel.model import PADDING, Batch, batches
 from tests.worker.context_parallel.ranks import RankPool, rank_pool
-from tests.worker.context_parallel.steps import POISON, Rows, StepResult, refusals, run_steps
+from tests.worker.context_parallel.steps import Rows, StepResult, refusals, run_steps
 
 GROUPS = (2, 4)
 ROWS = st.builds(
@@ -89,14 +89,6 @@ def test_what_ranks_computed_comes_back_in_order_whatever_the_step(gloo: RankPoo
         check(gloo, steps, rows, seed)
 
     hold()
-
-
-def test_padding_is_gathered_and_written_nowhere(gloo: RankPool) -> None:
-    """5 tokens in 8 rows: the three rows of padding are gathered as their ranks computed them, and have no slot."""
-    step, rows = Batch(2, 1, (5,), (0,)), Rows(torch.uint8, (4,), 7)
-    result = gloo.run(2, run_steps, [step], rows, [[9, 8, 7, 6, 5]])[1][0]
-    assert result.slots[0].tolist() == [9, 8, 7, 6, 5, -1, -1, -1]
-    assert (result.padded[5:] == POISON).all()
 
 
 def test_one_rank_alone_is_the_identity(gloo: RankPool) -> None:

@@ -88,13 +88,6 @@ def test_a_partition_cannot_be_changed() -> None:
             array[0] = 0
 
 
-def test_the_caller_keeps_its_own_numbers() -> None:
-    scheduled, computed = np.array([3, 9]), np.array([7, 0])
-    partition_step(scheduled, computed, ranks=2)
-    scheduled[0], computed[0] = 4, 8
-    assert (scheduled.tolist(), computed.tolist()) == ([4, 9], [8, 0])
-
-
 def test_a_short_prompt_without_context_is_shared_out_as_a_prefill() -> None:
     """Backends treat up to 512 tokens as a decode (vLLM's FlashAttention MLA), but a prompt of as many is none."""
     prompt = partition_step([512], [0], ranks=4, reorder_threshold=512)
@@ -102,13 +95,6 @@ def test_a_short_prompt_without_context_is_shared_out_as_a_prefill() -> None:
     assert rank_inputs(prompt, 1).tokens.tolist() == [*range(64, 128), *range(384, 448)]
     extend = partition_step([512], [1], ranks=4, reorder_threshold=512)
     assert extend.rank_rows == 512, "with context, every rank computes all of them"
-
-
-def test_without_a_threshold_every_request_is_shared_out_as_a_prefill() -> None:
-    made = partition_step([1, 4], [30, 30], ranks=2, reorder_threshold=None)
-    assert not made.is_decode.any()
-    assert [rank_inputs(made, rank).tokens.tolist() for rank in range(2)] == [[0, 0, 1, 4], [0, 0, 2, 3]]
-    assert [rank_inputs(made, rank).is_padding.tolist()[:2] for rank in range(2)] == [[False, True], [True, True]]
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -175,12 +161,6 @@ def test_numbers_of_computed_tokens_that_cannot_be_are_named(computed: Any) -> N
 def test_a_number_of_ranks_that_cannot_be_is_named(ranks: Any) -> None:
     with pytest.raises(InvalidBatch, match="ranks"):
         partition_step([4], [0], ranks=ranks)
-
-
-@pytest.mark.parametrize("rank", [-1, 2, 0.0, None])
-def test_a_rank_that_is_not_there_is_named(rank: Any) -> None:
-    with pytest.raises(InvalidBatch, match="rank"):
-        rank_inputs(partition_step([4], [0], ranks=2), rank)
 
 
 @pytest.mark.parametrize("threshold", [-1, 1.0, True, "1", MAX_ROWS + 1])

@@ -7,18 +7,13 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
-from kvferry.protocol.errors import HandshakeFailed
 from kvferry.worker.fabric.port import OpenHandles
-from kvferry.worker.peers.handshakes import Handshakes
-from kvferry.worker.peers.peer import PeerKey
-from tests.harness.cache_engine import HOST, SETTINGS, free_port
+from tests.harness.cache_engine import SETTINGS, free_port
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine
-from tests.harness.handshake import fetch_description
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
@@ -90,28 +85,3 @@ def test_producers_that_come_and_go_leave_nothing_with_their_consumer() -> None:
 def _lists_of_a_peer(consumer: Engine) -> int:
     (lists,) = {len(peer.made) - len(peer.routes) for peer in consumer.worker._thread.registry.peers()}
     return lists
-
-
-def test_handshakes_that_fail_leave_no_thread_socket_or_descriptor_behind() -> None:
-    def handshake(key: PeerKey) -> NoReturn:
-        fetch_description(key.host, key.port, key.engine_id, "C", 0.2)
-        raise AssertionError("no answer")
-
-    handshakes = Handshakes(handshake, lambda: None)
-
-    def fail(count: int) -> None:
-        for _ in range(count):
-            assert handshakes.ask(PeerKey(HOST, free_port(), "P", "0" * 32)) is None
-
-        def over() -> bool:
-            assert all(isinstance(found, HandshakeFailed) for _, found in handshakes.arrivals())
-            return not len(handshakes) and not _handshake_threads()
-
-        wait_until(over, "no handshake is under way", 60.0)
-
-    fail(4)
-    fds, threads = _fds(), threading.active_count()
-    for _ in range(4):
-        fail(8)
-    assert _fds() <= fds
-    assert threading.active_count() <= threads

@@ -11,7 +11,6 @@ import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.results import StepResults
-from tests.fakes.device_mark import FakeClock
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import POISON, Engine, OrderedLoad
@@ -67,20 +66,6 @@ def test_a_stuck_load_is_reported_at_once_and_its_blocks_are_named_until_its_rea
     rig.transfer(producer, consumer)
 
 
-def test_every_quarantined_load_is_named(rig: Rig) -> None:
-    producer, consumer, first = _stuck(rig)
-    other = rig.engine("P2")
-    second = _stick(rig, other, consumer)
-    consumer.set_timeouts(load_s=0.0)
-    for load in (first, second):
-        assert rig.until_over(consumer, load) is FailureReason.DEADLINE
-    assert consumer.seen.alive == {first.request_id, second.request_id}
-    rig.network.thaw(producer.fabric.agent_name)
-    rig.step_until(lambda: consumer.seen.alive == {second.request_id}, "the first has ended")
-    rig.network.kill(other.fabric.agent_name)
-    rig.step_until(lambda: not consumer.seen.alive, "the death of a peer ends its reads")
-
-
 def test_a_load_of_a_producer_that_never_finishes_misses_its_deadline_and_leaves_nothing_alive(rig: Rig) -> None:
     producer, consumer = rig.pair(settings=HURRIED)
     offer = producer.finish_prefill(producer.start_prefill(tokens=10, seed=1))
@@ -112,40 +97,6 @@ def test_a_load_that_never_gets_its_turn_misses_its_deadline(rig: Rig) -> None:
     rig.transfer(producer, consumer)
 
 
-def test_a_handshake_that_outlasts_the_load_fails_it_in_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    producer, consumer = rig.pair(settings=HURRIED)
-    offer = producer.prefill(tokens=10)
-    over = threading.Event()
-    monkeypatch.setattr(consumer.worker._thread.registry._handshakes, "_handshake", lambda _: over.wait(120))
-    assert rig.until_over(consumer, consumer.load(offer.params)) is FailureReason.DEADLINE
-    assert not consumer.seen.alive
-    over.set()
-
-
-def test_a_stall_shorter_than_the_deadline_fails_nothing(rig: Rig) -> None:
-    producer, consumer, load = _stuck(rig)
-    polls = consumer.fabric.calls["poll"]
-    wait_until(lambda: consumer.fabric.calls["poll"] > polls + 50, "for a while")
-    rig.network.thaw(producer.fabric.agent_name)
-    assert rig.until_over(consumer, load) is None
-    consumer.check_bytes(load, seed=6)
-
-
-def test_a_load_that_waits_for_entries_misses_its_deadline(rig: Rig) -> None:
-    producer, consumer = rig.pair()
-    rig.transfer(producer, consumer)
-    slot_reads = consumer.worker._memory.slot_reads
-    entries = slot_reads.try_take(slot_reads.free())
-    assert entries is not None
-    consumer.set_timeouts(load_s=TIMEOUT_S)
-    load = consumer.load(producer.prefill(tokens=10).params)
-    assert rig.until_over(consumer, load, timeout_s=60.0) is FailureReason.DEADLINE
-    assert not consumer.seen.alive
-    slot_reads.give_back(entries)
-    consumer.set_timeouts()
-    rig.transfer(producer, consumer)
-
-
 def test_a_load_that_waits_for_the_staging_pool_misses_its_deadline_and_its_place_in_the_queue(rig: Rig) -> None:
     staged = replace(SETTINGS, staging_pool_bytes=8 << 10, direct_min_bytes=1 << 20)
     producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=staged)
@@ -164,20 +115,6 @@ def test_a_load_that_waits_for_the_staging_pool_misses_its_deadline_and_its_plac
         pool.give_back(wave)
     consumer.set_timeouts()
     rig.transfer(producer, consumer)
-
-
-def test_a_load_that_waits_for_the_device_misses_its_deadline_before_anything_is_read(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    producer, consumer = rig.pair()
-    rig.transfer(producer, consumer)
-    reads = consumer.fabric.calls["post_read"]
-    monkeypatch.setattr(consumer.worker, "_clock", FakeClock())
-    consumer.set_timeouts(load_s=TIMEOUT_S)
-    load = consumer.load(producer.prefill(tokens=10).params)
-    assert rig.until_over(consumer, load, timeout_s=60.0) is FailureReason.DEADLINE
-    assert consumer.fabric.calls["post_read"] == reads
-    assert not consumer.seen.alive
 
 
 def test_a_load_whose_slot_is_not_answered_after_the_data_misses_its_deadline_and_its_blocks_are_named(

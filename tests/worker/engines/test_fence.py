@@ -8,9 +8,7 @@ import pytest
 
 from kvferry.protocol.ids import EMPTY, SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.tail_zeroing import TailZeroing
-from kvferry.worker.peers.peer import Peer
 from tests.fakes.device_mark import FakeMark
 from tests.harness.engine import Engine, Offer
 from tests.harness.rig import Rig
@@ -27,16 +25,6 @@ def test_a_lease_that_ended_before_the_read_is_not_read_from(any_rig: Rig) -> No
     load = consumer.load(offer.params)
     assert any_rig.until_over(consumer, load) is FailureReason.FENCE
     assert consumer.fabric.calls["post_data_read"] == reads
-
-
-def test_a_slot_that_has_another_lease_by_now_is_not_read_from(any_rig: Rig) -> None:
-    producer, consumer = any_rig.pair()
-    offer = producer.prefill(tokens=10)
-    producer.give_away(offer)
-    successor = producer.prefill(tokens=10, seed=2)
-    assert successor.slot == offer.slot
-    load = consumer.load(offer.params)
-    assert any_rig.until_over(consumer, load) is FailureReason.FENCE
 
 
 def lease_ends_during_the_read(rig: Rig) -> tuple[Engine, Engine, Offer, FailureReason | None, bool]:
@@ -65,22 +53,6 @@ def test_a_load_whose_blocks_were_given_away_during_the_read_is_never_good(any_r
     assert producer.seen.sent.count(offer.request_id) == 1
 
 
-def test_without_the_second_fence_check_it_would_be_reported_good(
-    any_rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same history with half a fence, which shows that the test above can fail."""
-    check = Load._check_fence
-
-    def only_before(self: Load, peer: Peer, *, wait_until_ready: bool):  # type: ignore[no-untyped-def]
-        return check(self, peer, wait_until_ready=True) if wait_until_ready else iter(())
-
-    monkeypatch.setattr(Load, "_check_fence", only_before)
-    _, consumer, _, reason, has_bytes = lease_ends_during_the_read(any_rig)
-    assert reason is None
-    assert len(consumer.seen.loaded) == 1
-    assert not has_bytes
-
-
 def test_blocks_that_are_still_being_zeroed_when_the_fence_fails_are_named_until_that_is_over(
     any_rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,23 +67,6 @@ def test_blocks_that_are_still_being_zeroed_when_the_fence_fails_are_named_until
     any_rig.step_until(lambda: not consumer.seen.alive, "nothing is written any more")
 
 
-def test_blocks_whose_zeroing_broke_off_are_named_until_what_was_launched_is_over(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("out of memory")
-
-    zeroed = FakeMark()
-    monkeypatch.setattr(TailZeroing, "zero", broken)
-    monkeypatch.setattr(TailZeroing, "mark", lambda _: zeroed)
-    producer, consumer = rig.pair()
-    load = consumer.load(producer.prefill(tokens=10).params)
-    assert rig.until_over(consumer, load) is FailureReason.TRANSFER
-    assert consumer.seen.alive == {load.request_id}
-    zeroed.over = True
-    rig.step_until(lambda: not consumer.seen.alive, "nothing is written any more")
-
-
 def test_a_lease_that_computes_again_after_the_read_is_no_good_either(rig: Rig) -> None:
     """Only READY counts after the data, even under the same epoch."""
     producer, consumer = rig.pair()
@@ -123,25 +78,6 @@ def test_a_lease_that_computes_again_after_the_read_is_no_good_either(rig: Rig) 
 
     consumer.fabric.on_data_read = computes_again
     assert rig.until_over(consumer, consumer.load(offer.params)) is FailureReason.FENCE
-
-
-def test_a_failed_load_gives_the_lease_back_and_its_blocks_come_free(any_rig: Rig) -> None:
-    producer, consumer = any_rig.pair()
-    offer = producer.prefill(tokens=10)
-    forged = producer.changed(offer, remote_block_ids=((10_000,),))
-    load = consumer.load(forged)
-    assert any_rig.until_over(consumer, load) is FailureReason.PARAMS
-    any_rig.step_until(lambda: offer.request_id in producer.seen.sent, "the release arrives")
-    assert producer.word(offer) == EMPTY
-
-
-def test_a_lease_that_is_not_renewed_ends_and_its_slot_is_empty(rig: Rig) -> None:
-    producer = rig.engine("P", lease_s=0.12)
-    offer = producer.prefill(tokens=10)
-    rig.step_until(lambda: producer.word(offer) != EMPTY, "it was held")
-    rig.step_until(lambda: producer.seen.sent, "the lease expires")
-    assert producer.word(offer) == EMPTY
-    assert producer.counters.total("leases_released", "expired") == 1
 
 
 def test_a_lease_that_a_consumer_waits_for_is_renewed_beyond_its_time(rig: Rig) -> None:

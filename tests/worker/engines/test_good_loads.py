@@ -1,4 +1,4 @@
-"""Loads that go well: the right bytes in the right places, each side notified once, and nothing left behind."""
+"""Loads that go well: the right bytes in the right places, each side notified once, every stage timed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kvferry.protocol.ids import EMPTY, SlotState, epoch_from_text, slot_word
+from kvferry.protocol.orders import FailureReason
+from kvferry.worker.loads.results import Stage
+from kvferry.worker.peers.peer import PeerKey
 from tests.fakes.device_mark import FakeClock
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
@@ -116,13 +119,6 @@ def test_nothing_is_read_into_blocks_that_the_device_may_still_write(rig: Rig, m
     consumer.check_bytes(load, seed=4)
 
 
-def test_an_engine_can_be_producer_and_consumer_in_turns(any_rig: Rig) -> None:
-    one, other = any_rig.pair()
-    for turn in range(3):
-        any_rig.transfer(one, other, seed=turn)
-        any_rig.transfer(other, one, seed=turn + 10)
-
-
 def test_more_loads_than_may_run_at_once_take_their_turn(any_rig: Rig) -> None:
     producer, consumer = any_rig.pair(settings=replace(SETTINGS, max_loads=2))
     offers = [producer.prefill(tokens=9, seed=seed) for seed in range(8)]
@@ -130,3 +126,40 @@ def test_more_loads_than_may_run_at_once_take_their_turn(any_rig: Rig) -> None:
     any_rig.step_until(lambda: len(consumer.seen.loaded) == 8, "all are loaded")
     assert all(consumer.has_bytes(load, offer.seed) for load, offer in zip(loads, offers, strict=True))
     any_rig.step_until(lambda: len(producer.seen.sent) == 8, "all blocks are free")
+
+
+def test_the_stages_of_a_good_load_follow_each_other_and_fill_its_time(any_rig: Rig) -> None:
+    producer, consumer = any_rig.pair()
+    any_rig.transfer(producer, consumer)
+    (load,) = consumer.seen.load_records
+    assert load.reason is None
+    lasted_s = load.lasted_s()
+    assert list(lasted_s) == list(Stage)
+    assert all(one >= 0 for one in lasted_s.values())
+    assert sum(lasted_s.values()) == pytest.approx(load.load_s)
+
+
+def test_the_record_of_a_failed_load_has_the_stage_in_which_it_failed(any_rig: Rig) -> None:
+    producer, consumer = any_rig.pair()
+    offer = producer.prefill(tokens=10)
+    producer.give_away(offer)
+    ordered = consumer.load(offer.params)
+    assert any_rig.until_over(consumer, ordered) is FailureReason.FENCE
+    (load,) = consumer.seen.load_records
+    assert (load.request_id, load.source, load.reason) == (
+        ordered.request_id,
+        PeerKey.of(offer.params),
+        FailureReason.FENCE,
+    )
+    assert load.stage is Stage.FENCE
+    assert list(load.ended_s) == [Stage.QUEUED, Stage.CONNECTING, Stage.FENCE]
+
+
+def test_what_is_put_in_place_is_timed(rig: Rig) -> None:
+    staged = replace(SETTINGS, staging_pool_bytes=16 << 10, direct_min_bytes=1 << 20)
+    producer = rig.engine("P", shape=CacheShape(axes="bht", blocks=48), settings=staged)
+    consumer = rig.engine("C", shape=CacheShape(axes="thb", blocks=40), settings=staged)
+    rig.transfer(producer, consumer)
+    (load,) = consumer.seen.load_records
+    assert load.staged_bytes > 0
+    assert 0 < load.relayout_s <= load.lasted_s()[Stage.READING]

@@ -10,7 +10,6 @@ import pytest
 from kvferry.protocol.ids import EMPTY
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine
-from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
@@ -28,35 +27,6 @@ def _is_idle(engine: Engine) -> bool:
     return thread._is_idle() and thread._inbox.empty()
 
 
-@pytest.mark.parametrize("kind", ["memory", "nixl"])
-def test_five_hundred_loads_leave_nothing_behind(kind: str, request: pytest.FixtureRequest) -> None:
-    rig = Rig(kind)
-    request.addfinalizer(rig.close)
-    producer, consumer = rig.pair()
-    rig.transfer(producer, consumer)
-    prepared, agents = consumer.fabric.prepared(), set(consumer.fabric.peers)
-    for batch in range(50):
-        offers = [producer.prefill(tokens=1 + (batch + n) % 9, seed=batch * 10 + n) for n in range(10)]
-        loads = [consumer.load(offer.params) for offer in offers]
-        rig.step_until(lambda batch=batch: len(consumer.seen.loaded) == batch * 10 + 11, "all are loaded")  # type: ignore[misc]
-        assert all(consumer.has_bytes(load, offer.seed) for load, offer in zip(loads, offers, strict=True))
-        rig.step_until(lambda: len(producer.leases) == 0, "all are free")
-        for load in loads:
-            consumer.free(load)
-    assert len(set(consumer.seen.loaded)) == len(consumer.seen.loaded) == 501
-    assert len(set(producer.seen.sent)) == len(producer.seen.sent) == 501
-    wait_until(lambda: consumer.fabric.transfers() == 0, "the last message is flushed")
-    check_worker(consumer.worker, idle=True)
-    assert consumer.fabric.prepared() == prepared
-    assert consumer.fabric.peers == agents
-    assert not producer.worker._memory.table.words.any()
-    assert producer.counters.total("handshakes_served") == 1
-    assert sum(totals.planned_bytes for totals in consumer.seen.totals) == sum(
-        totals.transferred_bytes for totals in consumer.seen.totals
-    )
-    assert len(consumer.loads) == 0
-
-
 def test_without_work_the_threads_block(any_rig: Rig) -> None:
     producer, consumer = any_rig.pair()
     any_rig.transfer(producer, consumer)
@@ -67,13 +37,6 @@ def test_without_work_the_threads_block(any_rig: Rig) -> None:
     wait_until(lambda: time.monotonic() > began_s + WINDOW_S, "the window is over")
     assert [_calls(engine) for engine in (producer, consumer)] == before
     assert time.process_time() - cpu_s < 0.25 * WINDOW_S, "half of this is the waiting itself"
-
-
-def test_orders_without_content_do_not_even_wake_the_thread(rig: Rig) -> None:
-    engine = rig.engine("P")
-    for _ in range(10):
-        engine.step()
-    assert engine.worker._thread._thread.ident is None
 
 
 def test_a_frozen_peer_that_was_given_up_is_polled_seldom(rig: Rig) -> None:
@@ -113,13 +76,6 @@ def test_closing_lets_a_read_that_is_about_to_end_do_so(rig: Rig) -> None:
     consumer.worker.close()
     assert not rig.network.released, "a read was released in flight"
     assert consumer.has_bytes(load, seed=5)
-
-
-def test_a_worker_that_never_worked_can_be_closed(any_rig: Rig) -> None:
-    engine = any_rig.engine("P")
-    engine.worker.close()
-    engine.worker.close()
-    assert not engine.worker.take_results().loaded
 
 
 def test_a_thread_that_is_stuck_in_the_fabric_keeps_its_fabric(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,19 +50,6 @@ def test_blocks_of_a_read_that_failed_halfway_stay_out_of_use_for_the_grace(rig:
     _grace_is_over(rig, consumer)
 
 
-def test_the_death_of_the_producer_ends_the_grace(rig: Rig) -> None:
-    producer, consumer = rig.pair(settings=CAUTIOUS)
-    rig.transfer(producer, consumer)
-    offers = [producer.prefill(tokens=10) for _ in range(2)]
-    consumer.fabric.on_data_read = lambda: rig.network.fail_reads(producer.fabric.agent_name)
-    load = consumer.load(offers[0].params)
-    _is_quarantined(rig, consumer, load)
-    rig.network.kill(producer.fabric.agent_name)
-    assert rig.until_over(consumer, consumer.load(offers[1].params)) is FailureReason.TRANSFER
-    rig.step_until(lambda: not consumer.seen.alive, "nothing can write any more")
-    assert consumer.seen.counts["graces_over"] == 0
-
-
 @pytest.mark.parametrize("error", [TransferFailed("test", "of the test"), RuntimeError("a bug")], ids=["failed", "bug"])
 def test_a_post_that_raises_may_have_posted_something(rig: Rig, error: Exception) -> None:
     producer, consumer = rig.pair(settings=CAUTIOUS)

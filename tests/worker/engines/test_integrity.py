@@ -122,13 +122,6 @@ def test_an_idle_worker_checks_by_itself_counts_each_time_and_shows_an_error_onc
     mend()
 
 
-def test_a_worker_without_work_and_one_that_is_closed_have_nothing_to_check(rig: Rig) -> None:
-    engine = rig.engine("P")
-    check_worker(engine.worker, idle=True)
-    engine.worker.close()
-    check_worker(engine.worker, idle=True)
-
-
 def test_a_thread_that_is_stuck_is_reported_as_stuck(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)

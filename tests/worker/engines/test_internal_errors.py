@@ -1,4 +1,4 @@
-"""The fabric raises unexpected errors, from each call in turn: the thread lives, and later loads are good."""
+"""Unexpected errors of the fabric and of our own parts: the thread lives, and later loads are good."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
+from kvferry.worker.peers.first_contact import PlanCache
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -18,8 +18,6 @@ ERRORS = {
     "a lost peer": lambda: PeerLost("test", "the test wanted it"),
     "a failed transfer": lambda: TransferFailed("test", "the test wanted it"),
 }
-AT_FIRST_CONTACT = ("add_peer", "prepare_local", "prepare_remote", "post_read", "poll", "telemetry", "release")
-AFTERWARDS = ("post_read", "post_data_read", "poll", "telemetry")
 ALWAYS = 10**9
 
 
@@ -31,62 +29,30 @@ def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recovers(rig: Rig, producer: Engine, consumer: Engine) -> None:
     """Without further faults everything comes back: blocks, entries, transfers, and the next load is good."""
-    consumer.fabric.faults.clear()
-    rig.step_until(lambda: not consumer.seen.alive, "the quarantine is over")
-    rig.step_until(lambda: len(producer.leases) == 0, "the producer's blocks are free")
-    wait_until(lambda: not consumer.worker._thread.registry.closing(), "the failed peer is closed")
-    rig.step_until(lambda: _works(rig, producer, consumer), "a later load is good")
-    assert consumer.all_entries_are_free()
+    rig.settle()
+    rig.until_good(producer, consumer)
 
 
-def _works(rig: Rig, producer: Engine, consumer: Engine) -> bool:
-    offer = producer.prefill(tokens=6, seed=9)
-    load = consumer.load(offer.params)
-    good = rig.until_over(consumer, load) is None
-    if good:
-        consumer.check_bytes(load, seed=9)
-    rig.step_until(lambda: offer.request_id in producer.seen.sent, "the blocks are free")
-    consumer.free(load)
-    return good
-
-
-@pytest.mark.parametrize("times", [1, ALWAYS])
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("method", AT_FIRST_CONTACT)
-def test_at_first_contact(rig: Rig, method: str, error: str, times: int) -> None:
-    producer, consumer = rig.pair()
-    consumer.fabric.fail(method, ERRORS[error], times)
-    load = consumer.load(producer.prefill(tokens=10).params)
-    reason = rig.until_over(consumer, load)
-    if method == "release":
-        assert reason is None, "a handle that is not taken back is given back again later; the load does not fail"
-    else:
-        assert reason in (FailureReason.HANDSHAKE, FailureReason.TRANSFER)
-    recovers(rig, producer, consumer)
-
-
-@pytest.mark.parametrize("times", [1, ALWAYS])
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("method", AFTERWARDS)
-def test_at_a_peer_that_is_well_known(rig: Rig, method: str, error: str, times: int) -> None:
+@pytest.mark.parametrize("method", ["post_read", "post_data_read", "poll", "telemetry"])
+def test_errors_of_a_method_that_raises_again_and_again_fail_the_load(rig: Rig, method: str, error: str) -> None:
+    """For errors of single calls see tests/faults/test_every_call.py."""
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    consumer.fabric.fail(method, ERRORS[error], times)
+    consumer.fabric.fail(method, ERRORS[error], ALWAYS)
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.TRANSFER
-    if (method, error, times) == ("poll", "a bug", ALWAYS):
+    if (method, error) == ("poll", "a bug"):
         assert consumer.seen.alive == {load.request_id}, "it is unknown whether the read has ended"
     recovers(rig, producer, consumer)
 
 
-@pytest.mark.parametrize("error", ["a lost peer", "a bug"])
-def test_a_producer_that_cannot_be_notified_does_not_spoil_the_load(rig: Rig, error: str) -> None:
+def test_a_producer_that_cannot_be_notified_does_not_spoil_the_load(rig: Rig) -> None:
     producer, consumer = rig.pair(lease_s=0.3)
     rig.transfer(producer, consumer)
-    consumer.fabric.fail("notify", ERRORS[error])
+    consumer.fabric.fail("notify", ERRORS["a lost peer"])
     offer = producer.prefill(tokens=10)
-    load = consumer.load(offer.params)
-    assert rig.until_over(consumer, load) is None
+    assert rig.until_over(consumer, consumer.load(offer.params)) is None
     rig.step_until(lambda: consumer.seen.counts["failed_notifications"] == 1, "it is counted")
     rig.step_until(lambda: offer.request_id in producer.seen.sent, "the lease runs out")
 
@@ -144,3 +110,18 @@ def test_a_handshake_with_an_internal_error_is_a_failed_handshake(
         assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
     assert "ZeroDivisionError" in caplog.text
     recovers(rig, producer, consumer)
+
+
+def test_an_engine_starts_and_loads_although_its_own_plan_fails(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a bug")
+
+    producer, consumer = rig.engine("P"), rig.engine("C")
+    monkeypatch.setattr("kvferry.worker.fabric.errors.internal_errors._quiet_until_s", 0.0)
+    with monkeypatch.context() as failing:
+        failing.setattr(PlanCache, "plan", fail)
+        consumer.worker.add_siblings(consumer.description.workers)
+    assert "a first contact could not be prepared" in caplog.text
+    rig.transfer(producer, consumer, tokens=23, seed=3)

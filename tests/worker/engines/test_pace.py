@@ -1,28 +1,23 @@
-"""The pace of a worker: when a load is reported, how often the transfer thread polls, how long runs of reads are."""
+"""The pace of a worker: how often its thread polls, when a load is reported, and how long runs of reads are."""
 
 from __future__ import annotations
 
-import itertools
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
 
 import pytest
 
+from kvferry.protocol.ids import SlotState
 from kvferry.worker import transfer_thread
-from kvferry.worker.fabric.port import PeerAgent
-from kvferry.worker.loads.results import LoadRecord
-from tests.harness.engine import Engine
-from tests.harness.rig import Rig
+from kvferry.worker.fabric.port import PeerAgent, Transfer, TransferState
+from kvferry.worker.loads.results import StepResults
+from tests.harness.engine import Engine, Offer, OrderedLoad
+from tests.harness.rig import Rig, rig_of
 from tests.waiting import wait_until
+from tests.worker.engines.test_staging import HEADS_OUTER, STAGED, TOKENS_OUTER, staged_pair
 
 WINDOW_S = 0.4
-
-
-@pytest.fixture
-def nixl_rig() -> Iterator[Rig]:
-    rig = Rig("nixl")
-    yield rig
-    rig.close()
 
 
 class InOrder:
@@ -32,27 +27,18 @@ class InOrder:
         free.sort(reverse=True)
 
 
-def _in_order(*engines: Engine) -> None:
-    for engine in engines:
-        engine._draw = InOrder()  # type: ignore[assignment]
-
-
-def _load(rig: Rig, producer: Engine, consumer: Engine) -> LoadRecord:
-    """Load 20 blocks in each of 3 layers and free them on both sides. Returns the record of the load."""
-    rig.transfer(producer, consumer, tokens=80)
-    return consumer.seen.totals[-1]
-
-
-def test_blocks_that_follow_one_another_on_both_sides_are_read_in_long_runs(nixl_rig: Rig) -> None:
-    producer, consumer = nixl_rig.pair()
-    nixl_rig.transfer(producer, consumer)
-    scattered = _load(nixl_rig, producer, consumer)
-    _in_order(producer, consumer)
-    merged = _load(nixl_rig, producer, consumer)
+def test_blocks_that_follow_one_another_on_both_sides_are_read_in_long_runs() -> None:
+    """20 blocks in each of 3 layers."""
+    with rig_of("nixl") as rig:
+        producer, consumer = rig.pair()
+        rig.transfer(producer, consumer)
+        rig.transfer(producer, consumer, tokens=80)
+        producer._draw = consumer._draw = InOrder()  # type: ignore[assignment]
+        rig.transfer(producer, consumer, tokens=80)
+        scattered, merged = consumer.seen.totals[-2:]
     assert scattered.planned_descriptors == merged.planned_descriptors == 60
     assert scattered.descriptors > 30
     assert merged.descriptors == 3
-    assert merged.transferred_bytes == merged.planned_bytes
 
 
 def test_a_load_is_reported_before_its_producer_is_notified(rig: Rig) -> None:
@@ -85,25 +71,95 @@ def test_while_nothing_comes_a_producer_looks_for_notifications_less_and_less_of
     rig.step_until(lambda: offer.request_id in producer.seen.sent, "what comes is taken")
 
 
-def test_a_worker_that_becomes_idle_again_and_again_checks_its_integrity_once_a_second(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    producer, consumer = rig.pair()
-    rig.transfer(producer, consumer)
+POLLS = 3
+"""Polls that find a read in flight, as over TCP or RDMA, where a post returns at once."""
+
+
+@pytest.fixture
+def looking_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_thread, "_LOOKING_SHARE", 0)  # the longest backoff would grow with it
+
+
+def _asynchronous(consumer: Engine) -> None:
+    """Make the reads of an engine take `POLLS` more polls from now on."""
+    poll, polled = consumer.fabric.poll, Counter[Transfer]()
+
+    def in_flight_first(transfer: Transfer) -> TransferState:
+        polled[transfer] += 1
+        return TransferState.IN_FLIGHT if polled[transfer] <= POLLS else poll(transfer)
+
+    consumer.fabric.poll = in_flight_first  # type: ignore[method-assign]
+
+
+def _ready_prefill(producer: Engine, tokens: int = 10) -> Offer:
+    """An offer whose lease is READY: before that, a load reads the slot again and again, without progress."""
+    offer = producer.prefill(tokens=tokens, seed=2)
+    wait_until(lambda: producer.word(offer) & 0xF == SlotState.READY, "the blocks may be read")
+    return offer
+
+
+def _note_backoff(consumer: Engine) -> list[int]:
+    """The backoff of loads from now on, in µs, one entry after every round of the thread."""
     thread = consumer.worker._thread
-    checked: list[float] = []
-    check = thread._integrity.check
+    wait_until(lambda: thread._is_idle() and not _is_connecting() and thread._inbox.empty(), "nothing else is due")
+    step, backoff_us = thread._step, list[int]()
 
     def noted() -> None:
-        checked.append(time.monotonic())
-        check()
+        step()
+        if thread.runner.busy():
+            backoff_us.append(round(thread._backoff_s * 1e6))
 
-    monkeypatch.setattr(thread._integrity, "check", noted)
-    for seed in range(10):
-        rig.transfer(producer, consumer, seed=seed)
-    wait_until(lambda: checked and thread._integrity._is_checked, "the last thing that was done is checked, too")
-    intervals_s = [after - before for before, after in itertools.pairwise(checked)]
-    assert all(interval_s >= 1.0 for interval_s in intervals_s), intervals_s
+    thread._step = noted  # type: ignore[method-assign]
+    return backoff_us
+
+
+def _is_connecting() -> bool:
+    """Whether a handshake's thread is alive. Its last action is to wake the transfer thread, which may have taken its
+    result and ended the load before."""
+    return any(thread.name == "kvferry-handshake" for thread in threading.enumerate())
+
+
+def _finish(rig: Rig, consumer: Engine, load: OrderedLoad, seed: int) -> None:
+    assert rig.until_over(consumer, load) is None
+    consumer.check_bytes(load, seed)
+
+
+@pytest.mark.usefixtures("looking_takes_no_time")
+def test_each_stage_of_a_load_begins_with_the_shortest_backoff(rig: Rig) -> None:
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    offer = _ready_prefill(producer)
+    _asynchronous(consumer)
+    backoff_us = _note_backoff(consumer)
+    _finish(rig, consumer, consumer.load(offer.params), seed=2)
+    assert backoff_us == 3 * [50, 100, 200], "the fence, the data, the fence again"
+
+
+@pytest.mark.usefixtures("looking_takes_no_time")
+def test_each_wave_of_a_staged_load_resets_the_backoff(rig: Rig) -> None:
+    producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED)
+    rig.transfer(producer, consumer)
+    offer = _ready_prefill(producer, tokens=64)
+    _asynchronous(consumer)
+    backoff_us = _note_backoff(consumer)
+    _finish(rig, consumer, consumer.load(offer.params), seed=2)
+    assert consumer.seen.totals[-1].waves > 4
+    assert max(backoff_us) <= 200
+    assert backoff_us.count(50) >= consumer.seen.totals[-1].waves / 2
+
+
+@pytest.mark.usefixtures("looking_takes_no_time")
+def test_a_load_that_merely_polls_is_polled_less_and_less_often(rig: Rig) -> None:
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    offer = _ready_prefill(producer)
+    backoff_us = _note_backoff(consumer)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    load = consumer.load(offer.params)
+    wait_until(lambda: len(backoff_us) > 20, "it is polled again and again")
+    rig.network.thaw(producer.fabric.agent_name)
+    _finish(rig, consumer, load, seed=2)
+    assert backoff_us[:20] == [50, 100, 200, 400, 800] + 15 * [1000]
 
 
 @pytest.mark.parametrize(("round_s", "longest_s"), [(0.01, 0.03), (0.0001, 0.001)])
@@ -122,3 +178,24 @@ def test_the_longer_it_takes_to_look_at_all_loads_the_less_often_that_is_done(
         wait_until(lambda: thread._wait_s() == pytest.approx(longest_s), "it has backed off")
     rig.network.thaw(producer.fabric.agent_name)
     assert rig.until_over(consumer, load) is None
+
+
+LONG_S = 30.0
+
+
+def test_a_step_waits_for_a_load_that_is_under_way_and_for_nothing_else(rig: Rig) -> None:
+    producer, consumer = rig.pair()
+    rig.transfer(producer, consumer)
+    may_go_on = threading.Event()
+    consumer.fabric.on_data_read = lambda: wait_until(may_go_on.is_set, "the step waits", LONG_S)
+    load, taken = consumer.load(producer.prefill(10, 2).params), list[StepResults]()
+    step = threading.Thread(target=lambda: taken.append(consumer.worker.take_results(LONG_S)))
+    step.start()
+    producer.step()  # by which the lease is ready
+    may_go_on.set()
+    step.join(LONG_S)
+    assert [results.loaded for results in taken] == [{load.request_id}]
+    started_s = time.monotonic()
+    consumer.worker.take_results(LONG_S)
+    producer.worker.take_results(LONG_S)
+    assert time.monotonic() - started_s < LONG_S / 2

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import pytest
 
-from kvferry.protocol.errors import HandshakeFailed
-from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.side_channel.client import SideChannelClient
 from kvferry.worker.fabric.errors import PeerLost
-from tests.harness.cache_engine import FACTS, SETTINGS, free_port
+from tests.harness.cache_engine import FACTS, SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
@@ -30,17 +26,6 @@ def short_backoff(monkeypatch: pytest.MonkeyPatch, first_s: float) -> None:
     monkeypatch.setattr("kvferry.worker.peers.handshakes.FIRST_S", first_s)
 
 
-def test_a_dead_port_fails_the_load_within_the_handshake_timeout(rig: Rig) -> None:
-    producer, consumer = rig.pair(settings=SHORT_TIMEOUT)
-    offer = producer.prefill(tokens=10)
-    began_s = time.monotonic()
-    load = consumer.load(producer.changed(offer, remote_port=free_port()))
-    assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
-    assert time.monotonic() - began_s < SETTINGS.handshake_timeout_s
-    consumer.set_timeouts()
-    rig.transfer(producer, consumer)
-
-
 @pytest.mark.parametrize(
     "host", ["[::1]", "::1", "unknown.invalid", "*", "eth0;1.2.3.4", "a b", "\N{SNOWMAN}", "x" * 500]
 )
@@ -50,31 +35,6 @@ def test_a_host_that_is_none_fails_the_load_and_nothing_else(rig: Rig, host: str
     assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
     consumer.set_timeouts()
     rig.transfer(producer, consumer)
-
-
-def test_a_handshake_that_takes_for_ever_delays_no_other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    producer, consumer = rig.pair()
-    offer, over = producer.prefill(tokens=10), threading.Event()
-
-    def fetch(client: SideChannelClient, host: str, port: int, engine_id: str, *more: Any) -> EngineDescription:
-        if engine_id == "Q":
-            assert over.wait(10)
-            raise HandshakeFailed("Q did not answer")
-        return fetch_description(client, host, port, engine_id, *more)
-
-    fetch_description = SideChannelClient.fetch_description
-    monkeypatch.setattr(SideChannelClient, "fetch_description", fetch)
-    stuck = consumer.load(producer.changed(offer, remote_engine_id="Q"))
-    rig.transfer(producer, consumer)
-    assert stuck.request_id not in consumer.seen.failed
-    over.set()
-    assert rig.until_over(consumer, stuck) is FailureReason.HANDSHAKE
-
-
-def test_another_engine_than_the_params_name_is_refused(rig: Rig) -> None:
-    producer, consumer = rig.pair()
-    load = consumer.load(producer.changed(producer.prefill(tokens=10), remote_engine_id="Q"))
-    assert rig.until_over(consumer, load) is FailureReason.REFUSED
 
 
 def test_a_description_of_another_engine_is_refused_from_any_sender(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import pytest
-
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.side_channel.secrets import Secrets
-from kvferry.scheduler.side_channel.connections import REASONS
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig
-from tests.protocol.secret_files import NEW, OLD, OTHER
+from tests.protocol.secret_files import NEW, OLD
 
 STEPS: tuple[Secrets, ...] = ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,))
 """The secrets in every engine's file, one step of the rotation after the other; see docs/operations.md."""
@@ -76,24 +72,3 @@ def test_prompts_are_handed_over_and_leases_renewed_at_every_moment_of_a_rotatio
             seed += 1
             fleet.restart(name, secrets)
             fleet.check(name, seed)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"), [((OLD,), ()), ((), (OLD,)), ((OLD,), (OTHER,))], ids=["missing", "superfluous", "another"]
-)
-def test_a_load_between_engines_without_a_common_secret_fails_long_before_its_deadline_and_nothing_stops(
-    rig: Rig, theirs: Secrets, ours: Secrets
-) -> None:
-    long_timeouts = replace(SETTINGS, handshake_timeout_s=60.0, load_timeout_s=60.0)
-    producer = rig.engine("P", settings=replace(long_timeouts, secrets=theirs))
-    consumer = rig.engine("C", settings=replace(long_timeouts, secrets=ours))
-    friend = rig.engine("F", settings=replace(long_timeouts, secrets=ours))
-    began_s = time.monotonic()
-    load = consumer.load(producer.prefill(tokens=10).params)
-    assert rig.until_over(consumer, load, 30.0) is FailureReason.REFUSED
-    assert time.monotonic() - began_s < 30.0
-    consumer.step()
-    rig.step_until(lambda: consumer.counters.total("side_channel_errors") >= 1, "the release is given up", 30.0)
-    assert sum(producer.counters.total("side_channel_refusals", reason) for reason in REASONS) >= 1
-    consumer.free(load)
-    rig.transfer(friend, consumer)

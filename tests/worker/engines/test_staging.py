@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.relayout.port import Bounds
-from kvferry.worker.relayout.wave_table import Pieces
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging import staged_reads
-from kvferry.worker.staging.pool import StagingPool, Wave
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
@@ -72,71 +68,6 @@ def test_a_larger_pool_has_more_waves_and_not_larger_ones_than_the_kernels_table
     assert_the_pool_is_whole(consumer)
 
 
-def test_a_wave_is_asked_for_what_is_left_and_no_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted: list[int] = []
-    try_take = StagingPool.try_take
-
-    def asked(pool: StagingPool, load: str, peer: str, size: int, **options: int) -> Wave | None:
-        wave = try_take(pool, load, peer, size, **options)
-        if wave is not None:
-            wanted.append(size)
-        return wave
-
-    monkeypatch.setattr(StagingPool, "try_take", asked)
-    producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=1 << 20))
-    monkeypatch.setattr(staged_reads, "MAX_WAVE_BYTES", 8 * HEADS_OUTER.block_bytes)
-    rig.transfer(producer, consumer, tokens=36)
-    totals = consumer.seen.totals[-1]
-    assert len(wanted) == totals.waves > 1
-    assert wanted[-1] < wanted[0]
-    assert sum(wanted) < totals.staged_bytes + totals.waves * HEADS_OUTER.block_bytes
-
-
-@pytest.mark.parametrize("pool_bytes", [2 << 10, 1 << 20], ids=["some runs of one unit", "all runs of many"])
-def test_what_does_not_change_from_load_to_load_is_made_once(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, pool_bytes: int
-) -> None:
-    """The pieces of a source and their bounds are made once for each peer, not for each load."""
-    pieces, bounds = counted(monkeypatch, Pieces, "__post_init__"), counted(monkeypatch, Bounds, "check")
-    made = counted(monkeypatch, Bounds, "__init__")
-    producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=pool_bytes))
-    for seed, tokens in enumerate((64, 9, 64, 23)):
-        rig.transfer(producer, consumer, tokens=tokens, seed=seed)
-    assert len(bounds) == sum(totals.waves for totals in consumer.seen.totals) >= 4
-    assert (len(pieces), len(made)) == (1, 1)
-
-
-def counted(monkeypatch: pytest.MonkeyPatch, of: type, name: str) -> list[str]:
-    """The calls of a method from now on."""
-    calls: list[str] = []
-    method = getattr(of, name)
-
-    def call(*arguments: Any) -> Any:
-        calls.append(name)
-        return method(*arguments)
-
-    monkeypatch.setattr(of, name, call)
-    return calls
-
-
-def test_without_a_pool_the_same_pair_is_read_in_place(any_rig: Rig) -> None:
-    producer, consumer = staged_pair(any_rig, HEADS_OUTER, TOKENS_OUTER, replace(STAGED, staging_pool_bytes=0))
-    any_rig.transfer(producer, consumer, tokens=30)
-    assert consumer.worker._memory.staging is None
-    assert consumer.seen.totals[-1].staged_bytes == 0
-
-
-def test_a_partial_hit_stages_only_what_is_missing(rig: Rig) -> None:
-    producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED)
-    offer = producer.prefill(tokens=22, seed=5)
-    load = consumer.load(offer.params, local_tokens=12)
-    assert rig.until_over(consumer, load) is None
-    consumer.check_bytes(load, seed=5)
-    shape = HEADS_OUTER
-    assert consumer.seen.totals[-1].planned_bytes == 3 * shape.block_bytes
-    assert_the_pool_is_whole(consumer)
-
-
 def test_many_large_loads_share_a_small_pool_and_all_of_them_end_well(rig: Rig) -> None:
     rig.network.polls_to_complete = 2
     shape = replace(HEADS_OUTER, blocks=240)
@@ -169,15 +100,3 @@ def test_a_wave_that_may_still_be_written_stays_in_quarantine_until_its_read_has
     rig.step_until(lambda: not consumer.seen.alive, "the read has ended")
     assert_the_pool_is_whole(consumer)
     rig.transfer(producer, consumer, tokens=40, seed=3)
-
-
-def test_a_peer_that_dies_leaves_nothing_in_the_pool(rig: Rig) -> None:
-    producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED)
-    rig.transfer(producer, consumer, tokens=10)
-    rig.network.polls_to_complete = 3
-    offer = producer.prefill(tokens=60)
-    consumer.fabric.on_data_read = lambda: rig.network.kill(producer.fabric.agent_name)
-    load = consumer.load(offer.params)
-    assert rig.until_over(consumer, load) is FailureReason.TRANSFER
-    rig.step_until(lambda: not consumer.seen.alive, "nothing may be written any more")
-    assert_the_pool_is_whole(consumer)

@@ -36,13 +36,11 @@ def finish(fabric: Fabric, transfer: Transfer, deadline_s: float = DEADLINE_S) -
     until(lambda: fabric.poll(transfer) is TransferState.DONE, "the read is done", deadline_s)
 
 
-def arrivals(fabric: Fabric, count: int, sender: Fabric | None = None) -> list[tuple[str, bytes]]:
-    """The next `count` notifications or more; `sender` is advanced meanwhile, for one without a progress thread."""
+def arrivals(fabric: Fabric, count: int) -> list[tuple[str, bytes]]:
+    """The next `count` notifications or more."""
     arrived: list[tuple[str, bytes]] = []
 
     def enough() -> bool:
-        if sender is not None:
-            assert sender.take_notifications() == []
         arrived.extend(fabric.take_notifications())
         return len(arrived) >= count
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.worker.fabric.errors import FabricClosed, InvalidMetadata, InvalidRequest, PeerLost
-from kvferry.worker.fabric.port import MAX_NOTIFICATION_BYTES, OpenHandles, PeerAgent, TransferState
+from kvferry.worker.fabric.port import MAX_NOTIFICATION_BYTES, OpenHandles, TransferState
 from tests.worker.fabric.harness import Harness, arrivals, finish, indices, random_bytes, region, row, rows
 from tests.worker.fabric.scenes import GUARD, LOST_WITHIN_S, Mortal, Pair
 
@@ -33,31 +33,6 @@ def test_a_removed_peer_can_be_added_again_and_its_old_descriptors_stay_dead(pai
     pair.consumer.release(old)
     pair.read(local, indices(5), pair.remote(), indices(6))
     assert np.array_equal(pair.target[320:384], pair.source[384:448])
-
-
-def test_adding_a_known_peer_is_refused_and_leaves_its_descriptors_alive(pair: Pair) -> None:
-    local, remote = pair.local(), pair.remote()
-    with pytest.raises(InvalidMetadata) as refusal:
-        pair.consumer.add_peer(pair.producer.metadata())
-    assert refusal.value.peer == "producer"
-    pair.read(local, indices(0), remote, indices(0))
-    assert np.array_equal(pair.target[:64], pair.source[:64])
-
-
-def test_an_agent_cannot_be_its_own_peer(pair: Pair) -> None:
-    with pytest.raises(InvalidMetadata):
-        pair.consumer.add_peer(pair.consumer.metadata())
-
-
-def test_a_removed_peer_can_be_replaced_by_another_agent_of_its_name(harness: Harness, pair: Pair) -> None:
-    pair.read(pair.local(), indices(0), pair.remote(), indices(0))
-    pair.producer.close()
-    pair.producer = harness.fabric("producer")
-    pair.producer.register([region(pair.source)])
-    pair.consumer.remove_peer(pair.peer)
-    assert pair.consumer.add_peer(pair.producer.metadata()) == pair.peer
-    pair.read(pair.local(), indices(7), pair.remote(), indices(8))
-    assert np.array_equal(pair.target[448:512], pair.source[512:576])
 
 
 def test_a_read_in_flight_outlives_the_removal_of_its_peer_and_nothing_else_does(waiting_harness: Harness) -> None:
@@ -122,15 +97,6 @@ def test_a_notification_beyond_the_limit_is_refused_and_not_sent(pair: Pair) -> 
         pair.consumer.notify(pair.peer, bytes(MAX_NOTIFICATION_BYTES + 1))
     pair.consumer.notify(pair.peer, b"next")
     assert arrivals(pair.producer, 1) == [("consumer", b"next")]
-
-
-def test_notifying_an_unknown_or_removed_peer_raises_peer_lost(pair: Pair) -> None:
-    with pytest.raises(PeerLost):
-        pair.consumer.notify(PeerAgent("unknown"), b"hello")
-    pair.consumer.remove_peer(pair.peer)
-    with pytest.raises(PeerLost) as lost:
-        pair.consumer.notify(pair.peer, b"hello")
-    assert (lost.value.operation, lost.value.peer) == ("notify", "producer")
 
 
 # -- death -------------------------------------------------------------------------------------------------------
@@ -284,15 +250,3 @@ def test_close_is_idempotent_and_everything_after_it_is_refused(pair: Pair) -> N
             attempt()
     for handle in (transfer, local, remote):
         consumer.release(handle)
-
-
-def test_reading_from_a_closed_fabric_ends_with_its_bytes_or_with_peer_lost(pair: Pair) -> None:
-    """With the bytes where the kernel reads the memory of an owner that closed but did not unmap it (CMA)."""
-    local, remote = pair.local(), pair.remote()
-    pair.read(local, indices(0), remote, indices(0))
-    pair.producer.close()
-    try:
-        pair.read(local, indices(1), remote, indices(1))
-    except PeerLost:
-        return
-    assert np.array_equal(pair.target[64:128], pair.source[64:128])

@@ -1,4 +1,4 @@
-"""Features of the real fabric only: polling in place of a progress thread, foreign agents, reconnections, telemetry."""
+"""Features of the real fabric only: foreign agents, reconnections, peers that are kept for later, telemetry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from kvferry.worker.fabric.agent import AgentConfig, load_bindings, open_metadata, wrap_metadata
 from kvferry.worker.fabric.errors import DescriptorOutOfRange, FabricUnavailable, InvalidMetadata, PeerLost
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.fabric.port import MemoryKind, PeerAgent, Region, TransferState
+from kvferry.worker.fabric.nixl_handles import NixlPeers
+from kvferry.worker.fabric.port import MemoryKind, PeerAgent, Region
 from tests.worker.fabric.harness import NixlHarness, arrivals, finish, indices, random_bytes, region, row, rows, until
 from tests.worker.fabric.scenes import Pair
 from tests.worker.fabric.test_nixl_agent import answer_of
@@ -42,22 +43,6 @@ def nixl() -> Iterator[Pair]:
     """A producer and a consumer that know each other."""
     with pair_with(AgentConfig()) as pair:
         yield pair
-
-
-def test_without_a_progress_thread_reads_and_notifications_arrive_while_both_sides_are_polled() -> None:
-    with pair_with(AgentConfig(progress_thread=False), 4096) as quiet:
-        producer, consumer = quiet.producer, quiet.consumer
-        consumer.notify(quiet.peer, b"hello")
-        assert arrivals(producer, 1, sender=consumer) == [("consumer", b"hello")]
-        whole = {"length": 4096, "stride": 4096, "count": 1}
-        transfer = consumer.post_read(quiet.local(**whole), indices(0), quiet.remote(**whole), indices(0))
-
-        def done() -> bool:
-            assert producer.take_notifications() == []
-            return consumer.poll(transfer) is TransferState.DONE
-
-        until(done, "the read is done")
-        assert np.array_equal(quiet.source, quiet.target)
 
 
 def test_a_refused_region_leaves_none_of_its_batch_registered(nixl: Pair) -> None:
@@ -97,13 +82,6 @@ def test_a_sender_whose_name_is_not_text_does_not_stop_notifications(
     nixl.consumer.notify(nixl.peer, b"done")
     assert arrivals(producer, 1) == [("consumer", b"done")]
     assert len([record for record in caplog.records if "lost notifications" in record.getMessage()]) == 1
-
-
-def test_a_foreign_agent_with_a_proper_name_is_reported_as_the_sender(nixl: Pair) -> None:
-    assert isinstance(nixl.producer, NixlFabric)
-    foreign = foreign_agent("other", nixl.producer)
-    foreign.genNotif("producer", b"\x00\xff" * 3)
-    assert arrivals(nixl.producer, 1) == [("other", b"\x00\xff" * 3)]
 
 
 def test_a_peer_that_nixl_forgot_by_itself_is_lost(nixl: Pair) -> None:
@@ -211,3 +189,52 @@ def test_telemetry_counts_bytes_and_merged_descriptors_and_times_the_transfer() 
             assert 0 < reported.post_us <= reported.transfer_us
     assert seen["scattered"].descriptors == 4096
     assert seen["merged"].descriptors < 4096
+
+
+A, B, C = (PeerAgent(name) for name in "abc")
+
+
+class Scene:
+    """The handles that NIXL is given, and those that it is to forget."""
+
+    def __init__(self, most_parted: int = 8) -> None:
+        self.calls: list[str] = []
+        load, forget = (lambda name, _: self.calls.append(f"+{name}")), (lambda name: self.calls.append(f"-{name}"))
+        self.peers = NixlPeers(load, forget, most_parted)
+
+    def part(self, name: PeerAgent, metadata: bytes = b"1") -> None:
+        self.peers.add(name, metadata)
+        self.peers.remove(name)
+
+
+def test_a_peer_that_comes_back_is_not_loaded_again_and_never_forgotten_meanwhile() -> None:
+    scene = Scene()
+    scene.part(A)
+    scene.peers.add(A, b"1")
+    with pytest.raises(InvalidMetadata, match="known already"):
+        scene.peers.add(A, b"1")
+    assert scene.calls == ["+a"]
+
+
+def test_one_with_other_metadata_is_forgotten_first() -> None:
+    scene = Scene()
+    scene.part(A)
+    scene.peers.add(A, b"2")
+    assert scene.calls == ["+a", "-a", "+a"]
+
+
+def test_of_too_many_the_one_that_was_left_first_is_forgotten_and_in_the_end_all() -> None:
+    scene = Scene(most_parted=2)
+    for name in (A, B, C):
+        scene.part(name)
+    assert scene.calls == ["+a", "+b", "+c", "-a"]
+    scene.peers.clear()
+    assert scene.calls[4:] == ["-b", "-c"]
+
+
+def test_one_whose_requests_failed_is_forgotten_at_once() -> None:
+    scene = Scene()
+    scene.peers.add(A, b"1")
+    scene.peers.get("test", A).is_sound = False
+    scene.peers.remove(A)
+    assert scene.calls == ["+a", "-a"]

@@ -61,15 +61,6 @@ def test_a_read_that_is_done_is_over_and_one_that_is_in_flight_is_not_however_lo
     assert scene.reader.graces_over == 0
 
 
-def test_the_death_of_the_peer_ends_a_read_at_once(scene: Scene) -> None:
-    scene.network.freeze("producer")
-    scene.post()
-    assert not scene.reads.settle()
-    scene.network.kill("producer")
-    assert scene.reads.settle()
-    assert scene.fabric.transfers() == 0
-
-
 def test_a_failed_read_keeps_its_memory_for_the_grace_and_is_not_released_before(scene: Scene) -> None:
     scene.network.fail_reads("producer")
     scene.post()
@@ -121,17 +112,6 @@ def test_a_post_that_raises_keeps_its_memory_unless_nothing_was_posted(
     assert scene.reader.graces_over == (grace_s > 0)
 
 
-def test_every_doubtful_post_has_a_grace_of_its_own(scene: Scene) -> None:
-    for _ in range(2):
-        scene.fabric.fail("post_read", lambda: TransferFailed("test", "some of it was posted"))
-        with pytest.raises(TransferFailed):
-            scene.post()
-        scene.now_s += 10.0
-    assert not scene.is_safe_after(GRACE_S - 15.0)
-    assert scene.is_safe_after(5.0)
-    assert scene.reader.graces_over == 2
-
-
 def test_a_read_whose_state_is_unknown_is_never_over(scene: Scene) -> None:
     scene.post()
     scene.fabric.fail("poll", lambda: RuntimeError("a bug"), 10)
@@ -172,3 +152,14 @@ def test_a_post_that_takes_long_has_let_go_of_the_interpreters_lock(
     scene.post()
     assert scene.reader.let_go_s == (took_s if let_go else -math.inf)
     assert scene.reads.settle()
+
+
+def test_every_doubtful_post_has_a_grace_of_its_own(scene: Scene) -> None:
+    for _ in range(2):
+        scene.fabric.fail("post_read", lambda: TransferFailed("test", "some of it was posted"))
+        with pytest.raises(TransferFailed):
+            scene.post()
+        scene.now_s += 10.0
+    assert not scene.is_safe_after(GRACE_S - 15.0)
+    assert scene.is_safe_after(5.0)
+    assert scene.reader.graces_over == 2

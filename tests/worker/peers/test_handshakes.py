@@ -114,23 +114,6 @@ def test_one_unverified_host_gets_few_threads_and_few_places_in_the_queue(scene:
     assert scene.asked_of("dark") == 4
 
 
-def test_the_engines_of_one_host_are_all_asked_once_the_first_has_answered(scene: Scene) -> None:
-    for number in range(16):
-        assert scene.ask("live", number) is None
-    scene.has_ended_all(16)
-    assert sorted(key.port for key in scene.ended) == [5600 + number for number in range(16)]
-
-
-def test_a_host_that_answered_once_and_then_no_more_is_unverified_again(scene: Scene) -> None:
-    scene.handshakes._answered["dark"] = None
-    for number in range(2):
-        scene.ask("dark", number)
-    scene.is_asked("dark", 2)
-    scene.let_go.set()
-    scene.has_ended("dark")
-    assert "dark" not in scene.handshakes._answered
-
-
 def test_waiting_peers_are_asked_in_turn_when_others_have_answered_or_failed(scene: Scene) -> None:
     for number in range(UNVERIFIED_AT_ONCE + 10):
         scene.ask(f"dark{number}")
@@ -149,19 +132,6 @@ def test_no_peer_is_asked_twice_at_a_time_and_the_queue_is_bounded(scene: Scene)
     answers = [scene.ask(f"dark{number}") for number in range(1, 300)]
     assert answers.count(None) == 255
     assert answers[-1] == "256 other engines have not answered yet"
-
-
-def test_threads_exist_only_while_handshakes_are_under_way(scene: Scene) -> None:
-    assert _threads() == 0
-    for number in range(300):
-        scene.ask(f"dark{number}")
-    scene.is_asked("dark", UNVERIFIED_AT_ONCE)
-    assert _threads() == UNVERIFIED_AT_ONCE <= AT_ONCE
-    scene.handshakes.close()
-    scene.let_go.set()
-    wait_until(lambda: not _threads(), "they end", 60.0)
-    scene.take()
-    assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE, "after the end no other host is asked"
 
 
 def test_a_system_that_gives_no_more_threads_fails_the_contact_and_nothing_else(
@@ -208,6 +178,29 @@ def test_a_load_takes_over_a_contact_that_waits_or_is_under_way(scene: Scene) ->
     scene.handshakes.ask_ahead(_key("dark-more"))
     scene.is_asked("dark-more")
     assert len(scene.handshakes) == AHEAD.unverified_at_once + 1, "the place of the one that was taken over is free"
+
+
+def test_a_host_that_answered_once_and_then_no_more_is_unverified_again(scene: Scene) -> None:
+    scene.handshakes._answered["dark"] = None
+    for number in range(2):
+        scene.ask("dark", number)
+    scene.is_asked("dark", 2)
+    scene.let_go.set()
+    scene.has_ended("dark")
+    assert "dark" not in scene.handshakes._answered
+
+
+def test_threads_exist_only_while_handshakes_are_under_way(scene: Scene) -> None:
+    assert _threads() == 0
+    for number in range(300):
+        scene.ask(f"dark{number}")
+    scene.is_asked("dark", UNVERIFIED_AT_ONCE)
+    assert _threads() == UNVERIFIED_AT_ONCE <= AT_ONCE
+    scene.handshakes.close()
+    scene.let_go.set()
+    wait_until(lambda: not _threads(), "they end", 60.0)
+    scene.take()
+    assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE, "after the end no other host is asked"
 
 
 def test_as_many_unknown_names_are_looked_up_as_handshakes_with_unverified_hosts_are_under_way() -> None:

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvferry.plan.transfer_plan import TransferPlan
-from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.peers.handshakes import FOR_LOADS, Backoff
-from kvferry.worker.peers.peer import Peer, PeerKey
+from kvferry.worker.peers.handshakes import Backoff
+from kvferry.worker.peers.peer import Peer
 from kvferry.worker.peers.registry import Unavailable
 from tests.worker.peers.scene import ENTRIES, KEY, TTL_S, Scene
-
-
-def test_a_peer_is_ready_after_a_real_read_and_gives_its_entries_back(scene: Scene) -> None:
-    peer = scene.connect(0.0)
-    assert isinstance(peer, Peer)
-    assert scene.fabric.calls["post_read"] == len(peer.routes) == 1
-    assert scene.slot_reads.free() == ENTRIES
-    assert scene.fabric.transfers() == 0
-    assert not scene.registry.busy()
 
 
 def test_the_backoff_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,17 +31,6 @@ def test_the_backoff_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.M
     scene.registry.lost(peer, "the test wanted it", now_s)
     assert isinstance(scene.registry.get(KEY, now_s + 0.99), Unavailable)
     assert scene.registry.get(KEY, now_s + 1.0) is None, "after a success the back-off starts anew"
-
-
-def test_failures_are_remembered_of_a_bounded_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.peers.handshakes._MOST_FAILURES", 10)
-    backoff, why = Backoff(), Unavailable(FailureReason.HANDSHAKE, "no answer")
-    keys = [KEY._replace(port=number) for number in range(30)]
-    for key in keys:
-        backoff.failed(key, why, 100.0)
-    assert len(backoff) == 10
-    assert backoff.why_not(keys[-1], 100.0) == why
-    assert backoff.why_not(keys[0], 100.0) is None
 
 
 def test_a_restart_is_not_held_up_by_the_backoff_of_the_former_life(scene: Scene) -> None:
@@ -107,25 +83,6 @@ def test_without_a_free_entry_a_peer_is_tried_again_later(scene: Scene) -> None:
     assert isinstance(scene.connect(100.0), Peer)
 
 
-def test_engines_that_do_not_answer_cannot_pile_up_without_bound(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = scene.connect(0.0)
-    monkeypatch.setattr("kvferry.worker.peers.handshakes.FOR_LOADS", replace(FOR_LOADS, asked=20))
-    let_go = threading.Event()
-
-    def never(key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
-        assert let_go.wait(60)
-        return scene.refuse(key)
-
-    scene.answer = never
-    answers = [scene.registry.get(KEY._replace(host=f"10.0.1.{n}"), 0.0) for n in range(25)]
-    assert answers[:20] == [None] * 20
-    assert all(isinstance(answer, Unavailable) for answer in answers[20:])
-    assert scene.registry.get(KEY, 0.0) is peer, "a peer that is known is none of those"
-    let_go.set()
-    scene.settle(0.0)
-    assert len(scene.asked) == 21
-
-
 def test_a_peer_that_is_not_read_from_for_its_time_is_forgotten_and_connected_again(scene: Scene) -> None:
     assert isinstance(scene.connect(100.0), Peer)
     assert isinstance(scene.registry.get(KEY, 150.0), Peer)
@@ -146,14 +103,6 @@ def test_a_peer_that_is_read_from_for_longer_than_its_time_is_kept(scene: Scene)
     assert scene.fabric.peers == {"producer"}, "its time begins when it is not read from any more"
     scene.registry.step(11 * TTL_S, ())
     assert scene.nothing_is_left()
-
-
-def test_a_time_of_nothing_is_for_ever(scene: Scene) -> None:
-    scene.registry._ttl_s = 0.0
-    scene.connect(0.0)
-    assert scene.registry.next_s() is None
-    scene.registry.step(1e9, ())
-    assert scene.fabric.peers == {"producer"}
 
 
 def test_of_too_many_peers_the_one_that_was_unused_longest_is_forgotten_and_none_in_use(scene: Scene) -> None:
@@ -204,3 +153,22 @@ def test_a_former_life_is_kept_while_reads_from_it_are_under_way(scene: Scene) -
     assert scene.fabric.peers == {"producer", "successor"}
     scene.registry.step(0.0, {successor})
     assert scene.fabric.peers == {"successor"}
+
+
+def test_failures_are_remembered_of_a_bounded_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.worker.peers.handshakes._MOST_FAILURES", 10)
+    backoff, why = Backoff(), Unavailable(FailureReason.HANDSHAKE, "no answer")
+    keys = [KEY._replace(port=number) for number in range(30)]
+    for key in keys:
+        backoff.failed(key, why, 100.0)
+    assert len(backoff) == 10
+    assert backoff.why_not(keys[-1], 100.0) == why
+    assert backoff.why_not(keys[0], 100.0) is None
+
+
+def test_a_time_of_nothing_is_for_ever(scene: Scene) -> None:
+    scene.registry._ttl_s = 0.0
+    scene.connect(0.0)
+    assert scene.registry.next_s() is None
+    scene.registry.step(1e9, ())
+    assert scene.fabric.peers == {"producer"}

@@ -10,7 +10,6 @@ from kvferry.plan.refusals import PlanRefused, Reason
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import PeerRefused
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.protocol.orders import FailureReason
 from kvferry.worker.peers.peer import Peer, PeerKey
 from kvferry.worker.peers.registry import Unavailable
 from tests.worker.peers.scene import ENTRIES, KEY, TTL_S, Scene
@@ -23,17 +22,6 @@ def test_a_peer_that_waiting_requests_name_is_ready_when_the_first_load_comes(sc
     assert len(scene.asked) == 1
     scene.prewarm(1.0)
     assert len(scene.asked) == 1, "one that is known is not asked again"
-
-
-def test_a_peer_that_could_not_be_prewarmed_is_left_alone_for_the_usual_time(scene: Scene) -> None:
-    scene.answer = scene.refuse
-    scene.prewarm(0.0)
-    scene.prewarm(0.1)
-    assert len(scene.asked) == 1
-    assert scene.registry.get(KEY, 0.1) == Unavailable(FailureReason.HANDSHAKE, "no answer")
-    scene.answer = scene.known
-    scene.prewarm(100.0)
-    assert isinstance(scene.registry.get(KEY, 100.0), Peer)
 
 
 def test_no_peer_is_prewarmed_that_would_push_out_a_peer_or_take_the_entries_of_loads(scene: Scene) -> None:

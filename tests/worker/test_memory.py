@@ -1,14 +1,38 @@
-"""Entries for slot reads: each belongs to one reader at a time, and descriptor `i` reads into entry `i`."""
+"""A worker's memory: what is registered of its caches, entries for slot reads, and pinned host memory."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.worker.caches import HostMemory, KvCaches
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region, TransferState
 from kvferry.worker.fabric.reads import SlotReads
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
+
+CPU = torch.device("cpu")
+
+
+def test_an_allocation_is_registered_once_and_whole_however_many_views_there_are() -> None:
+    shared = torch.zeros(1024, dtype=torch.float32)
+    other = torch.zeros(7, dtype=torch.uint8)
+    views = (shared[:10], shared[512:].view(torch.bfloat16), shared.view(32, 32).t(), other, other[3:])
+    regions = KvCaches(views, (), CPU).regions()
+    assert regions == [
+        Region(shared.data_ptr(), 4096, MemoryKind.DRAM, 0),
+        Region(other.data_ptr(), 7, MemoryKind.DRAM, 0),
+    ]
+
+
+def test_host_memory_is_dram_of_device_0_and_a_gpu_is_named_by_its_ordinal() -> None:
+    assert KvCaches((), (), CPU).kind is MemoryKind.DRAM
+    assert KvCaches((), (), CPU).device_index == 0
+    gpu = KvCaches((), (), torch.device("cuda:3"))
+    assert (gpu.kind, gpu.device_index) == (MemoryKind.VRAM, 3)
 
 
 @given(wishes=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=60))
@@ -46,3 +70,15 @@ def test_a_slot_is_read_into_its_entry_and_into_no_other() -> None:
     )
     assert consumer.poll(read) is TransferState.DONE
     assert slot_reads.words.tolist() == [0, 0, 4, 0, 0, 1]
+
+
+def test_the_system_is_asked_for_huge_pages() -> None:
+    memory = HostMemory(8 << 20, torch.device("cpu"))
+    inside, flags = False, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = line.split(" ", 1)[0].split("-")
+        if len(bounds) == 2:
+            inside = int(bounds[0], 16) <= memory.tensor.data_ptr() < int(bounds[1], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert "hg" in flags.split() or not Path("/sys/kernel/mm/transparent_hugepage").exists()
