@@ -108,8 +108,6 @@ def test_compiled_pieces_are_forgotten_with_their_waves(clock: FakeClock, monkey
     from kvferry.worker.relayout.device_table import DevicePieces
     from kvferry.worker.relayout.triton_relayout import TritonRelayout
 
-    memory = torch.zeros(64, dtype=torch.uint8)
-    relayout = TritonRelayout([memory], [memory])
     compile_pieces, made = DevicePieces.of, list[weakref.ref[DevicePieces]]()
 
     def compiled(pieces: Pieces) -> DevicePieces:
@@ -117,6 +115,9 @@ def test_compiled_pieces_are_forgotten_with_their_waves(clock: FakeClock, monkey
         return one
 
     monkeypatch.setattr(DevicePieces, "of", compiled)
+    memory = torch.zeros(64, dtype=torch.uint8)
+    relayout = TritonRelayout([memory], [memory])
+    made.clear()  # those of the warm-up
     table = wave(memory)
     for _ in range(2):
         assert relayout.try_start(table) is not None
