@@ -34,6 +34,6 @@ class RateLimitedLog:
             return
         self._quiet_until_s = now_s + self._interval_s
         if self._omitted:
-            text, values = f"{text} (%d similar lines omitted)", (*values, self._omitted)
+            text = f"{text} ({self._omitted} similar lines omitted)"
             self._omitted = 0
         self._logger.log(level, text, *values, exc_info=with_traceback, stacklevel=3)
